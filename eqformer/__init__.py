@@ -32,7 +32,13 @@ from ._prepare import (
     token_cache as token_cache,
     user_cache as user_cache,
 )
-from ._shapes import Batch as Batch, LEGEND as LEGEND, PolicyBatch as PolicyBatch, PreferenceBatch as PreferenceBatch
+from ._shapes import (
+    Batch as Batch,
+    DistillationBatch as DistillationBatch,
+    LEGEND as LEGEND,
+    PolicyBatch as PolicyBatch,
+    PreferenceBatch as PreferenceBatch,
+)
 
 
 if typing.TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TypeGuard
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from ._array_checks import checked_fields
 
@@ -120,6 +120,8 @@ class PreferenceBatch(Batch):
     """1 for a desirable completion and 0 for an undesirable one; None for pairs."""
     baseline: Float[Array, "batch"] | None = None
     """KTO's reference point, the same number for each row of the batch, see `training.kto_baseline`."""
+    mismatched: "PreferenceBatch | None" = None
+    """The prompts with other rows' completions, from which `baseline` is computed; None for pairs."""
 
 
 @checked_fields
@@ -149,3 +151,23 @@ class PolicyBatch(Batch):
                 f"PolicyBatch(temperature={self.temperature}): it is that of sampling, finite and above 0, since a "
                 "greedy completion has no other to be compared with."
             )
+
+
+@checked_fields
+class DistillationBatch(Batch):
+    """Rows with a teacher's probabilities of their next tokens, for `training.distillation_loss`.
+
+    The teacher is a frozen model, with its hidden states of the rows, or stored
+    probabilities of its most probable ids (`training.teacher_arrays`).
+    """
+
+    teacher: PyTree = None
+    """The teacher, a model of the same token ids; under a plan sharded by it. None for stored probabilities."""
+    teacher_hidden: Float[Array, "batch seq teacher_embed"] | None = None
+    """The teacher's output before its logits."""
+    top_ids: Int[Array, "batch seq top"] | None = None
+    """The most probable ids of each token by the teacher; None for a teacher that is a model."""
+    top_nats: Float[Array, "batch seq buckets"] | None = None
+    """The `-log p` of these ids, and last that of all other ids together."""
+    temperature: float = eqx.field(static=True, default=1.0)
+    """The temperature of the probabilities in `top_nats`."""

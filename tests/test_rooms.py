@@ -419,6 +419,7 @@ READING_OTHERWISE = {
     "eqformer/_files.py",
     "eqformer/_prepare.py",
     "eqformer/data/_documents.py",
+    "eqformer/data/_stored_rows.py",
     "eqformer/data/_token_store.py",
     "eqformer/planning/_compile.py",
     "scripts/benchmark.py",

@@ -6,12 +6,20 @@ from ._chat_template import (
     has_chat_template as has_chat_template,
     read_special_tokens as read_special_tokens,
 )
+from ._completion_rows import (
+    batch_completions as batch_completions,
+    batch_labelled as batch_labelled,
+    batch_preferences as batch_preferences,
+    LabelledPacking as LabelledPacking,
+    PairPacking as PairPacking,
+)
 from ._conversations import (
     Conversation as Conversation,
     ConversationEncoder as ConversationEncoder,
     conversations as conversations,
     detect_form as detect_form,
     EncodedExample as EncodedExample,
+    labelled as labelled,
     LossOn as LossOn,
     MarkedSpan as MarkedSpan,
     preferences as preferences,
@@ -32,22 +40,17 @@ from ._files import files as files
 from ._loader import (
     Loader as Loader,
     Mixture as Mixture,
+    Packing as Packing,
     Prefetch as Prefetch,
     prefetch as prefetch,
     shuffle_indices as shuffle_indices,
 )
-from ._packing import (
-    batch_completions as batch_completions,
-    batch_labelled as batch_labelled,
-    batch_pairs as batch_pairs,
-    batch_preferences as batch_preferences,
-    DocumentPacking as DocumentPacking,
-    PairPacking as PairPacking,
-    WindowPacking as WindowPacking,
-)
+from ._packing import batch_pairs as batch_pairs, DocumentPacking as DocumentPacking, WindowPacking as WindowPacking
+from ._stored_rows import open_stored_rows as open_stored_rows, StoredRows as StoredRows
 from ._token_store import check_vocab as check_vocab, open_store as open_store, TokenStore as TokenStore
 from ._tokenizer import (
     ByteTokenizer as ByteTokenizer,
+    check_same_ids as check_same_ids,
     FileTokenizer as FileTokenizer,
     PromptTokenizer as PromptTokenizer,
     TextStream as TextStream,

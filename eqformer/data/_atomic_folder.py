@@ -136,6 +136,18 @@ def read_description(target: Path, *, verify: bool) -> JsonObject:
     return meta
 
 
+def describe_file(path: Path) -> dict[str, int]:
+    """Return the size and the checksum of a file, as `read_description` compares them."""
+    return {"size": path.stat().st_size, "crc32": _checksum(path)}
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[bool]:
+    """Lock a folder and yield whether this process has the lock, which it keeps until the block ends."""
+    with (folder / _LOCK).open("wb") as file:
+        yield os.name != "posix" or _lock(file)
+
+
 def _checksum(path: Path) -> int:
     value = 0
     with open_regular(path) as file:

@@ -54,6 +54,8 @@ Form = Literal[
     "prompt and completion",
     "preferences of messages",
     "preferences",
+    "labelled completion of messages",
+    "labelled completion",
     "text",
 ]
 
@@ -142,6 +144,8 @@ class EncodedExample(NamedTuple):
     weights: Float[np.ndarray, "tokens"]
     reply_ends: Int[np.ndarray, "replies"]
     text_bytes: int
+    label: bool | None = None
+    """Whether a labelled completion is desirable; None for other rows."""
 
 
 class MarkedSpan(NamedTuple):
@@ -194,7 +198,12 @@ class ConversationEncoder:
 
     def encode_documents(self, documents: Sequence[Document]) -> list[EncodedExample]:
         """Encode documents, each a row as JSON. Raises a `ValueError` that names the row."""
-        return [self.encode(read_example(parse_json(text), location=name)[1], name) for name, text, _ in documents]
+        return [self._encode_row(parse_json(text), name) for name, text, _ in documents]
+
+    def _encode_row(self, row: object, location: str) -> EncodedExample:
+        label = row.get("label") if isinstance(row, dict) else None
+        encoded = self.encode(read_example(row, location=location)[1], location)
+        return encoded._replace(label=label if isinstance(label, bool) else None)
 
     def mark_learned(self, document: Document) -> list[MarkedSpan]:
         """Return the text of a document, a row as JSON, in spans that tell which tokens are trained on."""
@@ -341,7 +350,7 @@ def conversations(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
 
 
 def detect_form(path: str | os.PathLike[str]) -> Form:
-    """Return the form of the first row of a path of `conversations` or `preferences`; "text" for all other text.
+    """Return the form of the first row of a path of `conversations`, `preferences` or `labelled`; "text" for all other.
 
     Raises a `ValueError` as `read_example` does if the row has the fields of a chat, but not as a chat has them.
     """
@@ -353,6 +362,10 @@ def detect_form(path: str | os.PathLike[str]) -> Form:
         except (ValueError, StopIteration):
             return "text"
     match row:
+        case {"prompt": list(), "completion": list(), "label": bool()}:
+            return "labelled completion of messages"
+        case {"prompt": str(), "completion": str(), "label": bool()}:
+            return "labelled completion"
         case {"messages": _} | {"prompt": _, "completion": _} | {"text": str()}:
             return read_example(row, location=name)[0]
         case {"prompt": str(), "chosen": str(), "rejected": str()}:
@@ -413,6 +426,32 @@ def read_label(row: object, *, location: str) -> bool:
     if not isinstance(label, bool):
         raise ValueError(f"{location} must have a `label` of true or false, but it is {label!r}; add it.")
     return label
+
+
+def labelled(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> TextSource:
+    """Return the rows of files or folders of labelled completions as a source for an encoder and `LabelledPacking`.
+
+    Raises a `ValueError` as `files` does; the source's `check` raises one for a row that `read_label` refuses, and for
+    rows that are all desirable, or all undesirable.
+    """
+    source = files(path, field=None)
+
+    def check() -> None:
+        labels = set()
+        for name, text, _ in source:
+            row = parse_json(text)
+            form, _ = read_example(row, location=name)
+            if not form.startswith("prompt and completion"):
+                raise ValueError(f"{name} must have `prompt`, `completion` and `label`, but is {form}; give them.")
+            labels.add(read_label(row, location=name))
+        if len(labels) == 1:
+            raise ValueError(
+                f"labelled({source.name!r}): KTO compares desirable and undesirable completions, but the label of "
+                f"every row is {str(*labels).lower()}; add rows of the other label."
+            )
+
+    fingerprint = source.fingerprint
+    return replace(source, check=check, fingerprint=lambda: f"labelled {fingerprint()}")
 
 
 def preferences(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> TextSource:

@@ -7,23 +7,27 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Literal, NamedTuple, SupportsFloat
+from typing import NamedTuple, SupportsFloat
 
 from .._files import list_paths
 from .._shapes import Batch
 from ._conversations import ConversationEncoder
 from ._documents import TextSource
-from ._loader import Loader, Mixture
+from ._loader import Loader, Mixture, Packing
 from ._token_store import check_vocab, EmptySplitError, is_stored, open_store, Split, SplitBy, TokenStore
 from ._tokenizer import Tokenizer
 
 
 class ValidationMeans(NamedTuple):
-    """Means over the tokens of a text: the loss in nats, the share of correct tokens, and the bytes of a token."""
+    """Means over the tokens of a text: the loss in nats, the share of correct tokens, and the bytes of a token.
+
+    `rewards` has means over pairs of completions, by name.
+    """
 
     loss: float
     accuracy: float
     bytes_per_token: float
+    rewards: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,12 @@ class Corpus:
         )
         return train, held_out
 
+    def map_loaders(self, function: Callable[[Loader], Loader]) -> "Corpus":
+        """Return the corpus with a function applied to each loader, such as one that adds stored arrays to rows."""
+        loaders, held_out = ({name: function(x) for name, x in part.items()} for part in (self.loaders, self.held_out))
+        (first, *_), train = loaders.values(), self.train
+        return Corpus(train.with_loaders(loaders) if isinstance(train, Mixture) else first, held_out)
+
     def describe(self, steps: int) -> str:
         """Describe each source of a mixture: its tokens, its share of the rows and its epochs in the run."""
         if not isinstance(self.train, Mixture):
@@ -85,12 +95,17 @@ class Corpus:
     ) -> tuple[ValidationMeans, dict[str, ValidationMeans]]:
         """Return the means over the held-out text: of all sources, weighted by their shares, and of each source.
 
-        `sums` returns a batch's `nats`, `correct` and `count`, as `training.evaluation_sums` does. At most `batches`
+        `sums` returns a batch's `nats`, `correct` and `count`, as `training.evaluation_sums` does, and for preferences
+        those of `training.make_reward_evaluation` too. At most `batches`
         evenly spaced batches of each source are read, and of each batch the rows `rows[0]` to `rows[1] - 1`.
         """
         means = {name: _average(loader, sums, batches, rows) for name, loader in self.held_out.items()}
-        total = (sum(self.weights[name] * mean[field] for name, mean in means.items()) for field in range(3))
-        return ValidationMeans(*total), means
+        shares = [(self.weights[name], mean) for name, mean in means.items()]
+        fields = ("loss", "accuracy", "bytes_per_token")
+        total = (sum(share * getattr(mean, field) for share, mean in shares) for field in fields)
+        names = shares[0][1].rewards
+        rewards = {name: sum(share * mean.rewards[name] for share, mean in shares) for name in names}
+        return ValidationMeans(*total, rewards=rewards), means
 
 
 def open_corpus(
@@ -101,7 +116,7 @@ def open_corpus(
     seq: int,
     batch: int,
     seed: int,
-    packing: Literal["windows", "documents", "pairs"] = "windows",
+    packing: Packing = "windows",
     weights: Mapping[str, float] | None = None,
     validation: float = 0.05,
     vocab: int | None = None,
@@ -112,7 +127,7 @@ def open_corpus(
     Args:
         sources: The sources, by a name for messages and metrics.
         tokenizer: The tokenizer of all sources, or the encoder of chat data, which needs `packing="documents"`, or
-            `"pairs"` for `preferences`.
+            `"pairs"` for `preferences` and `"labelled"` for `labelled`.
         cache_dir: One or several cache folders, as in `open_store`; after a failed write to a folder, only those that
             follow it are tried.
         seq: The tokens of a row.
@@ -202,9 +217,9 @@ def _average(
 ) -> ValidationMeans:
     """Average the held-out batches of one source."""
     start, stop = (0, loader.batch_size) if rows is None else rows
-    total = {"nats": 0.0, "correct": 0.0, "count": 0.0}
+    total: dict[str, float] = {}
     for batch in loader.epoch(batches, start=start, stop=stop):
-        batch_sums = sums(batch)
-        total = {name: value + float(batch_sums[name]) for name, value in total.items()}
-    loss, accuracy = total["nats"] / total["count"], total["correct"] / total["count"]
-    return ValidationMeans(loss, accuracy, loader.store.bytes_per_token)
+        total = {name: total.get(name, 0.0) + float(value) for name, value in sums(batch).items()}
+    nats, correct, count, pairs = (total.pop(name, 0.0) for name in ("nats", "correct", "count", "pairs"))
+    rewards = {name: value / max(pairs, 1) for name, value in total.items()}
+    return ValidationMeans(nats / count, correct / count, loader.store.bytes_per_token, rewards)

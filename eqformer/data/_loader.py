@@ -3,22 +3,27 @@
 A background thread computes batches ahead of use.
 """
 
+import copy
 import functools
 import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from fractions import Fraction
 from math import isqrt
 from typing import Any, Generic, Literal, TypeVar
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Int, UInt
 
+from .._files import JsonObject
 from .._shapes import Batch
-from ._packing import as_examples, DocumentPacking, PairPacking, WindowPacking
+from ._completion_rows import LabelledPacking, PairPacking
+from ._packing import as_examples, DocumentPacking, WindowPacking
+from ._stored_rows import ComputedRows, store_rows, StoredRows
 from ._token_store import TokenStore
 
 
@@ -74,6 +79,8 @@ def _mix_bits(values: UInt[np.ndarray, "*shape"]) -> UInt[np.ndarray, "*shape"]:
 
 # Batches of one text.
 
+Packing = Literal["windows", "documents", "pairs", "labelled"]
+
 
 class Loader:
     """Batches of `batch` rows of `seq` tokens, in an order that `seed` decides.
@@ -81,7 +88,8 @@ class Loader:
     A run is an endless sequence of examples: row `row` of the batch at `step` is example `step * batch + row`. An epoch
     is `rows_per_epoch` examples, which contain every row of the data once; each epoch has another order. A batch may
     span two epochs, so no row is dropped. `packing` is `"windows"` (`WindowPacking`), `"documents"`
-    (`DocumentPacking`), or `"pairs"` (`PairPacking`), of which two rows are shuffled as one.
+    (`DocumentPacking`), `"pairs"` (`PairPacking`), of which two rows are shuffled as one, or `"labelled"`
+    (`LabelledPacking`).
 
     **Raises:** `ValueError` if `batch` is not positive, or odd for pairs, the packing is unknown, or the packing
     refuses `seq`.
@@ -94,12 +102,17 @@ class Loader:
         seq: int,
         batch: int,
         seed: int,
-        packing: Literal["windows", "documents", "pairs"] = "windows",
+        packing: Packing = "windows",
     ):
         call = f"Loader(store, seq={seq}, batch={batch}, packing={packing!r})"
         if batch < 1:
             raise ValueError(f"{call}: a batch must have at least 1 row, but batch is {batch}; pass a positive number.")
-        packings = {"windows": WindowPacking, "documents": DocumentPacking, "pairs": PairPacking}
+        packings = {
+            "windows": WindowPacking,
+            "documents": DocumentPacking,
+            "pairs": PairPacking,
+            "labelled": LabelledPacking,
+        }
         if packing not in packings:
             raise ValueError(f"{call}: packing must be one of {list(packings)}, but is {packing!r}; pass one of them.")
         self.packing = packings[packing](store, seq=seq)
@@ -109,6 +122,7 @@ class Loader:
         self.seq = seq
         self.batch_size = batch
         self.seed = seed
+        self.stored: StoredRows | None = None
 
     @property
     def rows_per_epoch(self) -> int:
@@ -132,7 +146,60 @@ class Loader:
         """Return the rows of these examples, given by their numbers over the whole run; pairs must be complete."""
         groups = _number_groups(examples, self.packing.group)
         rows = shuffle_indices(groups, rows=self.packing.rows, seed=self.seed)
-        return replace(self.packing(rows), examples=as_examples(examples))
+        return replace(self.read(rows), examples=as_examples(examples))
+
+    def read(self, rows: Int[np.ndarray, "rows"]) -> Batch:
+        """Return rows, or pairs, of the packing by their numbers, with their stored arrays."""
+        batch = self.packing(rows)
+        return batch if self.stored is None else self.stored.add_to(batch, rows)
+
+    @property
+    def settings(self) -> JsonObject:
+        """The tokens and how they are packed into rows, as JSON: what arrays of rows must have been computed for."""
+        return {"tokens": self.store.path.name, "packing": type(self.packing).__name__, "seq": self.seq}
+
+    def with_row_arrays(
+        self, arrays: ComputedRows, *, progress: Callable[[int, int], object] | None = None
+    ) -> "Loader":
+        """Return a loader of the same batches with arrays that are computed once for all rows.
+
+        They are kept in a folder beside the tokens, whose name depends on the tokens, the rows and `arrays.settings`.
+        If the folder exists, nothing is computed; if a process ended before all rows were done, the missing rows are.
+        `progress` is called with the number of rows (or pairs) done and of all.
+        """
+        group, (start, stop) = self.packing.group, arrays.rows
+
+        def compute(numbers: Int[np.ndarray, "rows"]) -> Mapping[str, np.ndarray]:
+            results = arrays(self.packing(numbers[start // group : stop // group]))
+            return {name: x.reshape(len(numbers), group, *x.shape[1:]) for name, x in results.items()}
+
+        settings, batch = {**arrays.settings, **self.settings}, self.batch_size // group
+        stored = store_rows(
+            self.store.path,
+            self.packing.rows,
+            compute,
+            settings,
+            batch=batch,
+            is_writer=arrays.is_writer,
+            progress=progress,
+        )
+        return self.with_stored(stored)
+
+    def with_stored(self, stored: StoredRows) -> "Loader":
+        """Return a loader of the same batches with arrays that were computed once for all rows.
+
+        Raises a `ValueError` for arrays of other tokens or of other rows.
+        """
+        differing = {name: value for name, value in self.settings.items() if stored.settings.get(name) != value}
+        if differing:
+            saved = {name: stored.settings.get(name) for name in differing}
+            raise ValueError(
+                f"Loader.with_stored({stored.path.name}): the arrays must be of the loader's rows, but were computed "
+                f"for {saved}, and the loader has {differing}; compute them for this loader."
+            )
+        loader = copy.copy(self)
+        loader.stored = stored
+        return loader
 
     def epoch(self, batches: int | None = None, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Iterate over the data once in its stored order, the same each time: for evaluation.
@@ -156,7 +223,7 @@ class Loader:
             numbers = number * self.batch_size + np.arange(start, stop, dtype=np.int64)
             groups, total_groups = _number_groups(numbers, self.packing.group), total // self.packing.group
             rows = _space_evenly(np.minimum(groups, total_groups - 1), total_groups, self.packing.rows)
-            batch = self.packing(rows)
+            batch = self.read(rows)
             weights = batch.weights * (numbers < total).astype(np.float32)[:, None]
             yield replace(batch, weights=weights)
 
@@ -245,6 +312,12 @@ class Mixture:
         self._order = int.from_bytes(hashlib.blake2b(f"mixture {int(seed)}".encode(), digest_size=8).digest(), "big")
         self._cached_block = functools.lru_cache(maxsize=4)(self._assign_block)
 
+    def with_loaders(self, loaders: Mapping[str, Loader]) -> "Mixture":
+        """Return the same mixture of loaders of the same rows, such as those of `Loader.with_stored`."""
+        mixture = copy.copy(self)
+        mixture.loaders = dict(loaders)
+        return mixture
+
     def batch(self, step: int) -> Batch:
         """Return the batch at a step, counted from 0 over the whole run."""
         return self.rows(step, 0, self.batch_size)
@@ -307,14 +380,15 @@ def _join_batches(
 
     `documents` is the maximum number of documents in a row of the mixture.
     """
-    like = parts[0][1]
-    names = [field.name for field in fields(like) if isinstance(getattr(like, field.name), np.ndarray)]
-    joined = {}
-    for name in names:
-        joined[name] = np.empty((len(examples), *getattr(like, name).shape[1:]), getattr(like, name).dtype)
-        for mask, batch in parts:
-            joined[name][mask] = getattr(batch, name)
-    return replace(like, **joined | {"examples": as_examples(examples), "documents": documents})
+
+    def join(*arrays: np.ndarray) -> np.ndarray:
+        joined = np.empty((len(examples), *arrays[0].shape[1:]), arrays[0].dtype)
+        for (mask, _), array in zip(parts, arrays, strict=True):
+            joined[mask] = array
+        return joined
+
+    batches = [replace(batch, documents=documents) for _, batch in parts]
+    return replace(jax.tree.map(join, *batches), examples=as_examples(examples))
 
 
 # Batches computed ahead.

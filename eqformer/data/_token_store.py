@@ -56,6 +56,8 @@ class TokenStore:
     """The loss weight of each token of chat data; None: all tokens are trained on."""
     cuts: Int[np.ndarray, "cuts"] | None = None
     """The ends of the replies of chat data, as indices of tokens, at which a long conversation may be cut."""
+    labels: Int[np.ndarray, "documents"] | None = None
+    """1 for a desirable completion of chat data, 0 for an undesirable one, and -1 for a row without a label."""
 
     @property
     def documents(self) -> int:
@@ -251,6 +253,7 @@ def _write_tokens(
             if is_weighted:
                 writer.append("weights.bin", example.weights.astype("<f4"))
                 writer.append("cuts.bin", (tokens + example.reply_ends).astype("<i8"))
+                writer.append("labels.bin", np.array([-1 if example.label is None else example.label], np.int8))
                 writer.append(_NAMES, np.frombuffer(to_bytes(f"{document.name}\n"), np.uint8))
                 cuts += len(example.reply_ends)
             lengths.append(len(example.ids))
@@ -379,6 +382,7 @@ def _map_store(target: Path, *, verify: bool) -> TokenStore:
             fingerprint=meta["tokenizer"],
             weights=np.memmap(target / "weights.bin", "<f4", "r").view(np.ndarray) if "cuts" in meta else None,
             cuts=np.fromfile(target / "cuts.bin", "<i8") if "cuts" in meta else None,
+            labels=np.fromfile(target / "labels.bin", np.int8) if "labels.bin" in meta["files"] else None,
         )
         counts = (len(tokens), len(offsets) - 1)
         expected = (meta["tokens"], meta["documents"])

@@ -298,6 +298,10 @@ class FileTokenizer:
         with self._describe_failure("decode(ids)", "these ids"):
             return self._tokenizer.decode(array.tolist(), skip_special_tokens=skip_special_tokens)
 
+    def tokens_by_id(self) -> dict[int, str]:
+        """Return the token of each id, as the file spells it."""
+        return {number: token for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+
     def to_json(self) -> str:
         """Return the text of the file."""
         return read_utf8(self._path)
@@ -306,6 +310,29 @@ class FileTokenizer:
         """Turn failures of the package `tokenizers` in the block into a `ValueError` that names the file."""
         return foreign_call(
             lambda reason: f"FileTokenizer({str(self._path)!r}).{method}: the tokenizer refuses {subject} ({reason})."
+        )
+
+
+def check_same_ids(tokenizer: Tokenizer, other: Tokenizer) -> None:
+    """Raise a `ValueError` unless each id means the same token in both tokenizers, as distillation needs.
+
+    Two `tokenizer.json` of the same tokens may differ in other settings.
+    """
+    if tokenizer.fingerprint == other.fingerprint:
+        return
+    call, advice = "check_same_ids(tokenizer, other)", "use models of one tokenizer"
+    if not (isinstance(tokenizer, FileTokenizer) and isinstance(other, FileTokenizer)):
+        raise ValueError(
+            f"{call}: the tokenizers must have the same tokens, but they are {tokenizer.fingerprint!r} and "
+            f"{other.fingerprint!r}; {advice}."
+        )
+    pieces, other_pieces = tokenizer.tokens_by_id(), other.tokens_by_id()
+    differing = [number for number in {**pieces, **other_pieces} if pieces.get(number) != other_pieces.get(number)]
+    if differing:
+        first = min(differing)
+        raise ValueError(
+            f"{call}: each id must mean the same token, but {len(differing):,} of {len(pieces):,} ids differ, such as "
+            f"{first}, which is {pieces.get(first)!r} and {other_pieces.get(first)!r}; {advice}."
         )
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .. import nn
 from ._context_attention import context_order, ContextMethod
@@ -264,6 +264,12 @@ class Placement(ParallelConfig):
         pieces = None if np.all(np.diff(order) == 1) else self.size(CONTEXT)
         tokens = nn.with_row_layout_of(dataclasses.replace(tokens, lengths=lengths), tokens, pieces)
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
+
+    def to_token_order(self, x: Array) -> Array:
+        """Return an array of rows and tokens that devices have computed of arranged tokens in the order of the text."""
+        if self.size(CONTEXT) == 1:
+            return x
+        return jnp.take(x, np.argsort(context_order(self.context_method, x.shape[1], self.size(CONTEXT))), axis=1)
 
     def leaves(self, model: nn.LanguageModel) -> PyTree:
         """Return a tree like `model`, which is sharded, with a `Leaf` for each array."""

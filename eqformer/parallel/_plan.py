@@ -18,7 +18,7 @@ from ._global_values import DeviceParts, join_parts, ON_EACH_DEVICE, Split, spli
 from ._layout import axes_of
 from ._mesh import AXES, axis_sizes, AXIS_TYPES, BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._placement import Leaf, Placement
-from ._shard_map import filter_shard_map, vary, vary_like
+from ._shard_map import filter_shard_map, vary, vary_like, varying_axes
 from ._vocab_chunks import with_chunked_tables
 from ._wrap import Mode, split_mixtures, split_over_context, split_over_tensor
 from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
@@ -157,6 +157,10 @@ class OnDevice:
         """Return the sum over the devices of some axes, by default all between which tokens are split."""
         axes = (*self.plan.batch_axes, CONTEXT) if axes is None else axes
         return send.psum(name, vary(x, axes), axes) if axes else x
+
+    def replicate(self, x: Array) -> Array:
+        """Return a value that all devices of `tensor` have computed alike, typed as replicated over them."""
+        return send.pmax("replicated values", x, TENSOR) if TENSOR in varying_axes(x) else x
 
     @property
     def vocabulary(self) -> SplitVocabulary | None:

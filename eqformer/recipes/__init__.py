@@ -14,6 +14,7 @@ from ._named_recipes import (
     user_file as user_file,
 )
 from ._recipe import (
+    Distillation as Distillation,
     fields_of as fields_of,
     flags_of as flags_of,
     Mesh as Mesh,

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .._shapes import Batch
+from ..data import Packing
 from ..models import ModelConfig
 from ..nn import Execution, Precision
 from ..parallel import ParallelConfig
 from ..planning import batch_shapes, pair_shapes
-from ..training import Lora, Optimization
+from ..training import Divergence, Lora, Optimization
 
 
 def _set_paths(part: Any, *names: str) -> None:
@@ -38,8 +39,8 @@ class Text:
     """The tokenizer's token that ends a document, if the file does not say which it is."""
     field: str = "text"
     """The field of .jsonl and .parquet rows that holds the text."""
-    packing: Literal["windows", "documents", "pairs"] = "windows"
-    """Rows are contiguous windows of the text, packed documents that do not attend to each other, or preferences."""
+    packing: Packing = "windows"
+    """Rows are windows of the text, packed documents that do not attend to each other, or preferences (by --loss)."""
     validation: float = 0.05
     """The share of documents that is kept for validation, chosen by a hash of their names."""
 
@@ -57,6 +58,22 @@ class Metrics:
     """The Weights & Biases project to log to (extra `metrics`)."""
     gradient_norms: bool = False
     """Write the norm of each module's gradient too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Distillation:
+    """The loss of a model that learns from --teacher."""
+
+    divergence: Divergence = "forward-kl"
+    """The divergence of the model's probabilities from the teacher's."""
+    temperature: float = 1.0
+    """By which the logits of both are divided."""
+    weight: float = 0.5
+    """The share of the divergence in the loss; the rest is the next-token loss."""
+    beta: float = 0.5
+    """The share of the teacher in --distillation.divergence jsd."""
+    top: int | None = None
+    """Learn from so many of the teacher's top ids, computed once beside the tokens; None: from all, step by step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +134,20 @@ class Recipe:
     """Text or chats (docs/data.md): a file, a folder or a dataset of the hub. Python's standard library by default."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     """The learned tokens of chats: the assistant's replies, those after the user's last message, or all."""
-    loss: Literal["next-token", "dpo", "ipo", "orpo"] = "next-token"
-    """Learn the next token, or to prefer the chosen to the rejected completion of each pair of --data."""
+    loss: Literal["next-token", "dpo", "ipo", "orpo", "kto"] = "next-token"
+    """Learn the next token, to prefer the chosen completion of each pair of --data, or from labelled completions."""
     beta: float = 0.1
-    """How strongly DPO and IPO hold the model to its beginning; for ORPO the weight of the odds ratio."""
+    """How strongly DPO, IPO and KTO hold the model to its beginning; for ORPO the weight of the odds ratio."""
+    desirable_weight: float = 1.0
+    """The weight of KTO's completions with the label true."""
+    undesirable_weight: float = 1.0
+    """The weight of KTO's completions with the label false."""
+    reference: Literal["model", "stored"] = "model"
+    """The reference: a copy of the first weights in memory, or nats of all rows, computed once beside the tokens."""
+    teacher: Path | None = None
+    """A published model with the same tokens to learn from beside the text: a folder, a GGUF file or a hub name."""
+    distillation: Distillation = Distillation()
+    """The loss of a model that learns from --teacher."""
     seq: int = 256
     """Tokens a row."""
     batch: int = 16
@@ -178,14 +205,19 @@ class Recipe:
         _set_paths(self, "published", "from_run", "data")
 
     @property
+    def has_preferences(self) -> bool:
+        """Whether the loss learns from preferences, that is from pairs of completions or from labelled ones."""
+        return self.loss != "next-token"
+
+    @property
     def compares_pairs(self) -> bool:
         """Whether the rows are pairs of completions, of which the loss learns to prefer one."""
-        return self.loss != "next-token"
+        return self.loss in ("dpo", "ipo", "orpo")
 
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares the model with a reference."""
-        return self.loss in ("dpo", "ipo")
+        return self.loss in ("dpo", "ipo", "kto")
 
     def batch_shapes(self) -> Batch:
         """Return the shapes of a batch."""

@@ -13,8 +13,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh as DeviceMesh
 from jaxtyping import Array, Key
 
-from .. import models, nn, parallel, planning, training
-from ._recipe import fields_of, flags_of, format_flag, Mesh, name_flags_in_errors, Recipe
+from .. import data, models, nn, parallel, planning, training
+from ..text import load_tokenizer
+from ._recipe import Distillation, fields_of, flags_of, format_flag, Mesh, name_flags_in_errors, Recipe
 from ._report import Screen
 from ._run_directory import RunDirectory
 from ._texts import check_published, recipe_tokenizer
@@ -44,6 +45,15 @@ def load_published_model(recipe: Recipe, plan: parallel.Plan | None, screen: Scr
         show = functools.partial(progress, f"reading {recipe.published}")
         model = models.load(recipe.published, plan=plan, dtype=recipe.precision.parameters, progress=show)
     return configure_model(recipe, model)
+
+
+def load_teacher(recipe: Recipe, plan: parallel.Plan, screen: Screen) -> nn.Transformer:
+    """Load the recipe's teacher, sharded by the plan."""
+    assert recipe.teacher is not None
+    with screen.bar() as progress:
+        show = functools.partial(progress, f"reading {recipe.teacher}")
+        model = models.load(recipe.teacher, plan=plan, dtype=recipe.precision.parameters, progress=show)
+    return recipe.precision.apply(recipe.execution.apply(model))
 
 
 def build_model(recipe: Recipe) -> nn.Transformer:
@@ -143,16 +153,26 @@ def setting_flags(settings: Mapping[str, object]) -> str:
     return " ".join(flags)
 
 
-def make_train_step(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) -> training.Step:
+def make_train_step(
+    recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer
+) -> training.Step | training.KtoStep:
     """Build the recipe's step under a plan."""
-    return recipe.optimizer.step(optimizer, plan, loss=make_loss(recipe), gradient_norms=recipe.metrics.gradient_norms)
+    gradient_norms = recipe.metrics.gradient_norms
+    step = recipe.optimizer.step(optimizer, plan, loss=make_loss(recipe), gradient_norms=gradient_norms)
+    return training.KtoStep(step, plan) if recipe.loss == "kto" else step
 
 
 def make_loss(recipe: Recipe) -> Callable[..., Any]:
     """Return the recipe's loss."""
-    if not recipe.compares_pairs:
+    if recipe.teacher is not None:
+        options = recipe.distillation
+        return training.distillation_loss(
+            options.divergence, temperature=options.temperature, weight=options.weight, beta=options.beta
+        )
+    if recipe.loss == "next-token":
         return recipe.optimizer.loss
-    return training.preference_loss(recipe.loss, beta=recipe.beta)
+    weights = {"desirable_weight": recipe.desirable_weight, "undesirable_weight": recipe.undesirable_weight}
+    return training.preference_loss(recipe.loss, beta=recipe.beta, **weights)
 
 
 def make_train_state(
@@ -180,12 +200,15 @@ def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
         raise ValueError(f"--sample-every {recipe.sample_every}: give the steps between samples, or 0 for none at all.")
     if recipe.profile is not None:
         parse_steps(recipe.profile)
-    if recipe.compares_pairs and (recipe.text.mix or recipe.text.hub or recipe.loss_on == "all"):
+    if recipe.has_preferences and (recipe.text.hub or recipe.loss_on == "all"):
         raise ValueError(
-            f"--loss {recipe.loss}: the completions of pairs in --data are compared; leave --text.mix, --text.hub and "
+            f"--loss {recipe.loss}: the completions of rows in --data or --text.mix are compared; leave --text.hub and "
             "--loss-on all out."
         )
+    if recipe.loss == "kto" and recipe.debug_nans:
+        raise ValueError("--loss kto --debug-nans: the reference point is no part of the batch; leave one of them out.")
     _check_vocab(recipe)
+    _check_distillation(recipe)
     with name_flags_in_errors(recipe):  # The library makes its own checks.
         training.LossSpikes(**dataclasses.asdict(recipe.spikes))
         shapes = model_shapes(recipe)
@@ -205,6 +228,35 @@ def check_run(recipe: Recipe, directory: RunDirectory) -> nn.Transformer:
     check_published(recipe, directory)
     check_from_run(recipe, shapes, directory)
     return shapes
+
+
+def _check_distillation(recipe: Recipe) -> None:
+    """Raise a `ValueError` for a teacher beside choices that it does not go with, or whose tokens are other ones."""
+    options = recipe.distillation
+    if recipe.teacher is None:
+        if options != Distillation():
+            raise ValueError("--distillation: these are choices for a teacher; give --teacher, or leave them out.")
+        return
+    flag = f"--teacher {recipe.teacher}"
+    if recipe.loss != "next-token" or recipe.optimizer.z_loss:
+        raise ValueError(
+            f"{flag}: a teacher is learned from beside the next tokens; leave --loss {recipe.loss} and "
+            f"--optimizer.z-loss {recipe.optimizer.z_loss} out."
+        )
+    if recipe.debug_nans and options.top is None:
+        raise ValueError(f"{flag} --debug-nans: a search with a second model is not possible; leave one of them out.")
+    vocab, known = recipe.model.vocab, models.read_config(recipe.teacher).vocab
+    if vocab != known:
+        raise ValueError(
+            f"{flag}: teacher and model must have logits of the same ids, but it has {known} and the model {vocab}; "
+            "take a model of one family, or --text.tokenizer of the teacher with --model.vocab."
+        )
+    if options.top is not None and not 1 <= options.top <= vocab:
+        raise ValueError(f"--distillation.top {options.top}: give a number of ids from 1 to {vocab}.")
+    try:
+        data.check_same_ids(recipe_tokenizer(recipe), load_tokenizer(recipe.teacher))
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
 
 
 def check_values(recipe: Recipe) -> None:

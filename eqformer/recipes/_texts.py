@@ -116,8 +116,10 @@ def detect_form(path: Path) -> str:
 
 
 def open_chats(recipe: Recipe, path: Path) -> data.TextSource:
-    """Return the conversations of a path, or its pairs of completions for a loss of preferences."""
-    return data.preferences(path) if recipe.compares_pairs else data.conversations(path)
+    """Return the conversations of a path, or its pairs of completions or labelled ones for a loss of preferences."""
+    if recipe.compares_pairs:
+        return data.preferences(path)
+    return data.labelled(path) if recipe.has_preferences else data.conversations(path)
 
 
 def chat_paths(recipe: Recipe) -> list[Path]:
@@ -125,13 +127,12 @@ def chat_paths(recipe: Recipe) -> list[Path]:
 
     Raises a `ValueError` if only some of its texts are such.
     """
-    if recipe.compares_pairs:
-        if recipe.data is None:
-            raise ValueError(f"--loss {recipe.loss}: pairs are read from a file or folder; give --data PAIRS.jsonl.")
-        return [Path(recipe.data)]
+    if recipe.has_preferences and recipe.data is None and not recipe.text.mix:
+        kind = "pairs are" if recipe.compares_pairs else "labelled completions are"
+        raise ValueError(f"--loss {recipe.loss}: {kind} read from a file or folder; give --data ROWS.jsonl.")
     paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if not part.startswith("hub:")]
     paths += [] if recipe.data is None else [Path(recipe.data)]
-    chats = [path for path in paths if detect_form(path) not in _TEXT_FORMS]
+    chats = [path for path in paths if recipe.has_preferences or detect_form(path) not in _TEXT_FORMS]
     if chats and len(chats) < max(len(paths), len(recipe.text.mix)):
         raise ValueError(
             f"--text.mix {' '.join(recipe.text.mix)}: {chats[0]} has conversations, and others have text; give texts "
@@ -148,7 +149,7 @@ def reads_chats(recipe: Recipe) -> bool:
 def for_chats(recipe: Recipe) -> Recipe:
     """Return the recipe with rows of whole conversations or pairs, and a question as the prompt of its samples."""
     prompt = _PROMPT if recipe.prompt == Recipe.prompt else recipe.prompt
-    packing = "pairs" if recipe.compares_pairs else "documents"
+    packing = "pairs" if recipe.compares_pairs else "labelled" if recipe.has_preferences else "documents"
     return dataclasses.replace(recipe, prompt=prompt, text=dataclasses.replace(recipe.text, packing=packing))
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from .. import data, generation, nn, parallel, planning, training
 from .._dataclass_json import dataclass_to_json
-from .._shapes import PreferenceBatch
+from .._shapes import Batch
 from ..parallel import check_alike, is_first_process, on_all_processes, on_first_process
 from ._evaluation import evaluation_line, make_scores, open_evaluator
 from ._recipe import name_flags_in_errors, Recipe
@@ -32,6 +32,7 @@ from ._setup import (
     init_from_run,
     Keys,
     load_published_model,
+    load_teacher,
     make_keys,
     make_loss,
     make_optimizer,
@@ -165,6 +166,8 @@ class Trainer:
         self.scores = None
         if self.evaluator is not None:
             self.scores = make_scores(recipe, self.evaluator, self.tokenizer, directory, self.states, shapes)
+        self.reference: Any = None
+        self.add_reference_nats = training.make_reference_nats(plan)
         self.last: dict[str, Any] = {}
 
     def run(self) -> "TrainedRun":
@@ -177,6 +180,8 @@ class Trainer:
         checkpointer = self.directory.checkpointer(recipe.keep)
         start = checkpointer.latest_step or 0
         with checkpointer, self.stop, ThreadPoolExecutor(1) as executor:
+            if start < recipe.steps:
+                self._store_arrays(checkpointer)
             # The step is compiled while the state is made or read, since XLA holds no lock of Python's.
             step = executor.submit(lambda: self.step) if start < recipe.steps else None
             state = self._state(checkpointer)
@@ -203,7 +208,7 @@ class Trainer:
                 screen.steps(recipe.steps, start) as show,
             ):
                 compiled = step.result()
-                compared = self._add_reference(batches, state, is_first=not start)
+                compared = self._add_other_model(batches, state, is_first=not start)
                 self._begin()
                 with self._open_metrics(start) as writers:
                     callbacks, steps = self._callbacks(writers, show, checkpointer), recipe.steps
@@ -225,12 +230,14 @@ class Trainer:
         on_first_process(lambda: (directory.begin(self.name, recipe), copy_companions(recipe, directory)))
 
     @functools.cached_property
-    def step(self) -> training.Step:
+    def step(self) -> training.Step | training.KtoStep:
         """The step, compiled from shapes."""
         first = self.texts.train.rows(0, self.rows.start, self.rows.stop)
+        if self.recipe.teacher is not None and self.recipe.distillation.top is None:
+            return make_train_step(self.recipe, self.plan, self.optimizer)  # Compiled for the first batch.
         if self.recipe.has_reference:
             first = dataclasses.replace(first, reference_nats=np.zeros(len(first.ids), np.float32))
-        shapes = self.states.step_shapes(self.rows.shapes(first))
+        shapes: Any = self.states.step_shapes(self.rows.shapes(first))
         return make_train_step(self.recipe, self.plan, self.optimizer).compile(*shapes)
 
     def _callbacks(
@@ -284,6 +291,15 @@ class Trainer:
         return [training.Evaluations(every, self.scores, write), training.Every(every, draw)]
 
     @functools.cached_property
+    def evaluate_rewards(self) -> Callable[..., dict[str, Any]] | None:
+        """The function that sums the rewards of a batch of pairs; None for other rows."""
+        recipe = self.recipe
+        if not recipe.compares_pairs:
+            return None
+        assert recipe.loss != "next-token"
+        return training.make_reward_evaluation(self.plan, recipe.loss, beta=recipe.beta)
+
+    @functools.cached_property
     def _peak(self) -> float:
         """Measured peak of all devices together, in FLOP/s."""
         assert isinstance(self.plan.mesh, Mesh)
@@ -302,19 +318,43 @@ class Trainer:
         skipped = sum(last - first + 1 for first, last in self.spikes.skipped_batches)
         return lambda run: clock.rate(run) | ({"batches_left_out": skipped} if skipped else {})
 
-    def _add_reference(
-        self, batches: Iterable[PreferenceBatch], state: training.TrainState, *, is_first: bool
-    ) -> Iterable[PreferenceBatch]:
-        """Return batches with the nats of their rows by the model before its first step, or before its adapter."""
-        if not self.recipe.has_reference:
+    def _store_arrays(self, checkpointer: training.Checkpointer) -> None:
+        """Compute what the recipe keeps of all rows beside their tokens, while no other model is in memory."""
+        recipe, top = self.recipe, self.recipe.distillation.top
+        if recipe.teacher is not None and top is not None:
+            title, temperature = "computing the teacher's probabilities", recipe.distillation.temperature
+            teacher = load_teacher(recipe, self.plan, self.screen)
+            arrays = training.teacher_arrays(
+                teacher, self.plan, top=top, temperature=temperature, batch_size=recipe.batch
+            )
+        elif recipe.has_reference and recipe.reference == "stored":
+            title, is_first = "computing the reference's nats", not checkpointer.latest_step
+            state = self._state(checkpointer) if is_first else self._first_state()
+            reference = nn.without_lora(state.model)
+            arrays = training.reference_arrays(reference, self.plan, batch_size=recipe.batch)
+        else:
+            return
+        with self.screen.bar() as progress:
+            show = functools.partial(progress, title)
+            self.texts = self.texts.map_loaders(lambda loader: loader.with_row_arrays(arrays, progress=show))
+
+    def _add_other_model(self, batches: Iterable[Any], state: training.TrainState, *, is_first: bool) -> Iterable[Any]:
+        """Return batches with what their rows need of a second model, the teacher or the reference.
+
+        The reference is the model before its first step, or before its adapter.
+        """
+        recipe = self.recipe
+        if recipe.teacher is not None and recipe.distillation.top is None:
+            return training.add_teacher(batches, load_teacher(recipe, self.plan, self.screen), self.plan)
+        if not recipe.has_reference or recipe.reference == "stored":
             return batches
-        if is_first or self.recipe.lora.rank:
+        if is_first or recipe.lora.rank:
             copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))  # Steps donate the state's arrays.
             arrays, static = eqx.partition(nn.without_lora(state.model), eqx.is_array)
-            reference = eqx.combine(copy(arrays), static)
+            self.reference = eqx.combine(copy(arrays), static)
         else:
-            reference = self._first_state().model
-        return training.add_reference_nats(batches, reference, self.plan)
+            self.reference = self._first_state().model
+        return (self.add_reference_nats(self.reference, batch) for batch in batches)
 
     def _first_state(self) -> training.TrainState:
         """Return the state before the first step of a new run."""
@@ -347,7 +387,14 @@ class Trainer:
         return self.states.restore(checkpointer)[0]
 
     def _validate(self, model: Any) -> tuple[Any, Mapping[str, Any]]:
-        sums = lambda batch: self.evaluate(model, self.rows.place(batch))
+        def sums(batch: Batch) -> dict[str, Any]:
+            placed: Any = self.rows.place(batch)
+            results = self.evaluate(model, placed)
+            if self.evaluate_rewards is None:
+                return results
+            compared = placed if self.reference is None else self.add_reference_nats(self.reference, placed)
+            return results | self.evaluate_rewards(model, compared)
+
         rows = self.rows.start, self.rows.stop
         return self.texts.validate(sums, self.recipe.validation_batches, rows=rows)
 

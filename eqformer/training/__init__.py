@@ -3,9 +3,14 @@
 from ._debug_nans import DebugNans as DebugNans, first_non_finite as first_non_finite, NonFinite as NonFinite
 from ._evaluation import (
     add_reference_nats as add_reference_nats,
+    add_teacher as add_teacher,
     Evaluations as Evaluations,
+    KtoStep as KtoStep,
     make_evaluation as make_evaluation,
+    make_reference_nats as make_reference_nats,
+    make_reward_evaluation as make_reward_evaluation,
     make_row_nats as make_row_nats,
+    make_teacher_top_nats as make_teacher_top_nats,
     make_token_log_probs as make_token_log_probs,
     Validation as Validation,
 )
@@ -39,6 +44,12 @@ from ._pictures import (
     plot_losses as plot_losses,
 )
 from ._planned_state import PlannedState as PlannedState, ProcessRows as ProcessRows, restore_model as restore_model
+from ._row_arrays import (
+    fingerprint as fingerprint,
+    reference_arrays as reference_arrays,
+    RowArrays as RowArrays,
+    teacher_arrays as teacher_arrays,
+)
 from ._run_folder import RunFolder as RunFolder
 from ._step import (
     make_step as make_step,
@@ -55,11 +66,12 @@ from ._train_state import (
 )
 from .checkpoint._checkpointer import Checkpointer as Checkpointer, CheckpointError as CheckpointError
 from .checkpoint._contents import run_metadata as run_metadata, saved_key as saved_key, versions as versions
-from .losses._cross_entropy import (
-    chunk_size as chunk_size,
-    cross_entropy as cross_entropy,
-    token_nats as token_nats,
-    Vocabulary as Vocabulary,
+from .losses._cross_entropy import chunk_size as chunk_size, cross_entropy as cross_entropy
+from .losses._distillation import (
+    check_teacher as check_teacher,
+    distillation_loss as distillation_loss,
+    Divergence as Divergence,
+    teacher_top_nats as teacher_top_nats,
 )
 from .losses._loss_aux import (
     loss_count as loss_count,
@@ -86,6 +98,7 @@ from .losses._token_losses import (
     row_loss as row_loss,
     row_nats as row_nats,
 )
+from .losses._vocabulary import token_nats as token_nats, Vocabulary as Vocabulary
 from .optimizer._learning_rates import (
     constant as constant,
     Continuation as Continuation,

@@ -5,17 +5,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, PyTree
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, Key, PyTree
 
-from .._shapes import Batch, PolicyBatch, PreferenceBatch
-from ..parallel import CONTEXT, filter_shard_map, OnDevice, Plan
+from .._shapes import Batch, DistillationBatch, PolicyBatch, PreferenceBatch
+from ..nn import Tokens
+from ..parallel import BATCH_AXES, CONTEXT, filter_shard_map, OnDevice, Plan
 from ._loop import Every, Progress
 from ._metrics import bits_per_byte
+from ._step import Step
+from ._train_state import TrainState
+from .losses._distillation import teacher_top_nats
 from .losses._policy import token_log_probs
-from .losses._token_losses import batch_tokens, evaluation_sums, row_nats
+from .losses._token_losses import batch_tokens, evaluation_sums, kto_baseline, pair_rewards, PreferenceLoss, row_nats
+from .losses._vocabulary import Vocabulary
 
 
 def make_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
@@ -42,21 +47,133 @@ def make_token_log_probs(plan: Plan) -> Callable[[PyTree, PolicyBatch], Float[Ar
     def device_log_probs(device: OnDevice, *args: PyTree, **views: PyTree) -> Float[Array, "batch seq"]:
         return token_log_probs(*args, **views)
 
-    forward = _make_forward(plan, device_log_probs, PartitionSpec(plan.batch_axes, CONTEXT))
+    return _make_forward(plan, device_log_probs, PartitionSpec(plan.batch_axes, CONTEXT))
 
-    def log_probs(model: PyTree, batch: PolicyBatch) -> Float[Array, "batch seq"]:
-        # Devices split the tokens of a row in another order than the row's.
-        columns, _ = plan.arrange(np.arange(batch.ids.shape[1])[None], batch_tokens(batch))
-        return jnp.take(forward(model, batch), np.argsort(np.asarray(columns)[0]), axis=1)
 
-    return log_probs
+def make_reward_evaluation(
+    plan: Plan, loss: PreferenceLoss, *, beta: float
+) -> Callable[[PyTree, PreferenceBatch], dict[str, Float[Array, ""]]]:
+    """Return a jitted function `(model, batch)` that sums the rewards of a batch of pairs, by a loss of pairs.
+
+    The sums are `reward_margin` and `reward_accuracy`, as in `preference_loss`, and `pairs`, the number of pairs. Pairs
+    without any weight, with which an epoch fills its last batch up, do not count.
+    """
+    row_nats = make_row_nats(plan)
+
+    @jax.jit
+    def sum_rewards(nats: Array, batch: PreferenceBatch) -> dict[str, Float[Array, ""]]:
+        is_pair = jnp.any(batch.weights[::2] > 0, axis=-1).astype(nats.dtype)
+        rewards = pair_rewards(loss, beta, nats, batch)
+        margins = rewards[::2] - rewards[1::2]
+        accuracy = jnp.sum(jnp.where(margins > 0, is_pair, jnp.zeros_like(is_pair)))
+        return {"reward_margin": jnp.sum(margins * is_pair), "reward_accuracy": accuracy, "pairs": jnp.sum(is_pair)}
+
+    return lambda model, batch: sum_rewards(row_nats(model, batch), batch)
 
 
 def add_reference_nats(batches: Iterable[PreferenceBatch], reference: PyTree, plan: Plan) -> Iterator[PreferenceBatch]:
-    """Yield each batch with its rows' nats by a frozen model, which are computed under a plan when the batch is due."""
-    row_nats = make_row_nats(plan)
+    """Yield each batch with its rows' nats by a frozen model, which are computed under a plan when the batch is due.
+
+    A batch's `mismatched` rows get theirs too.
+    """
+    add = make_reference_nats(plan)
     for batch in batches:
-        yield dataclasses.replace(batch, reference_nats=row_nats(reference, batch))
+        yield add(reference, batch)
+
+
+def make_reference_nats(plan: Plan) -> Callable[[PyTree, PreferenceBatch], PreferenceBatch]:
+    """Return a function `(reference, batch)` that adds a frozen model's nats to a batch, as `add_reference_nats`."""
+    row_nats = make_row_nats(plan)
+
+    def add(reference: PyTree, batch: PreferenceBatch) -> PreferenceBatch:
+        mismatched = batch.mismatched
+        if mismatched is not None:
+            mismatched = dataclasses.replace(mismatched, reference_nats=row_nats(reference, mismatched))
+        return dataclasses.replace(batch, reference_nats=row_nats(reference, batch), mismatched=mismatched)
+
+    return add
+
+
+class KtoStep:
+    """A training step for KTO, called like a `Step`: it computes the batch's `baseline` before it takes the step.
+
+    The baseline is `kto_baseline` of the batch's `mismatched` rows, by the state's model and by the reference, whose
+    nats `add_reference_nats` computes. It is one number for the whole batch, on any mesh, in any number of
+    microbatches. The batch is otherwise that of `make_step(preference_loss("kto"), optimizer, plan)`.
+    """
+
+    def __init__(self, step: Step, plan: Plan):
+        self.step, self.plan = step, plan
+        self._row_nats = make_row_nats(plan)
+        shardings = [NamedSharding(plan.mesh, spec) for spec in (PartitionSpec(BATCH_AXES), PartitionSpec())]
+
+        def repeat_baseline(nats: Array, reference_nats: Array) -> tuple[Float[Array, "batch"], Float[Array, ""]]:
+            baseline = kto_baseline(nats, reference_nats)
+            return jnp.broadcast_to(baseline, nats.shape), baseline
+
+        self._baseline = jax.jit(repeat_baseline, out_shardings=tuple(shardings))
+
+    def compile(self, state: PyTree, batch: PreferenceBatch, key: PyTree = None) -> "KtoStep":
+        """Return the step compiled for arguments like these, or for their shapes."""
+        if self.step.program is not None:
+            return self
+        like = batch.examples
+        baseline = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=getattr(like, "sharding", None))
+        batch = dataclasses.replace(batch, baseline=baseline, mismatched=None)
+        return KtoStep(self.step.compile(state, batch, key), self.plan)
+
+    def __call__(
+        self, state: TrainState, batch: PreferenceBatch, key: Key[Array, ""] | None = None
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """Take one step; `state` is donated. The metrics have the batch's `baseline` too."""
+        mismatched = batch.mismatched
+        if mismatched is None or mismatched.reference_nats is None:
+            raise ValueError(
+                "KtoStep(state, batch): the batch needs mismatched rows with their reference_nats; make it by a Loader "
+                "with packing='labelled' and training.add_reference_nats."
+            )
+        rows, baseline = self._baseline(self._row_nats(state.model, mismatched), mismatched.reference_nats)
+        state, metrics = self.step(state, dataclasses.replace(batch, baseline=rows, mismatched=None), key)
+        return state, metrics | {"baseline": baseline}
+
+
+def add_teacher(batches: Iterable[Batch], teacher: PyTree, plan: Plan | None = None) -> Iterator[DistillationBatch]:
+    """Yield each batch with a teacher and its hidden states, which are computed when the batch is due.
+
+    The teacher is any model of the same token ids; under a plan it is sharded by it (`models.load(..., plan=plan)`).
+    """
+    hidden_states = eqx.filter_jit(_hidden_states) if plan is None else _make_hidden_states(plan)
+    for batch in batches:
+        rows = {field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)}
+        yield DistillationBatch(**rows, teacher=teacher, teacher_hidden=hidden_states(teacher, batch))
+
+
+def make_teacher_top_nats(
+    plan: Plan, *, top: int, temperature: float
+) -> Callable[[PyTree, Batch], tuple[Int[Array, "batch seq top"], Float[Array, "batch seq buckets"]]]:
+    """Return a jitted function `(teacher, batch)` that computes `teacher_top_nats` under a plan."""
+
+    def device_top_nats(device: OnDevice, *args: PyTree, **views: PyTree) -> tuple[Array, Array]:
+        ids, nats = teacher_top_nats(*args, top=top, temperature=temperature, **views)
+        return device.replicate(ids), device.replicate(nats)
+
+    return _make_forward(plan, device_top_nats, PartitionSpec(plan.batch_axes, CONTEXT))
+
+
+def _hidden_states(
+    model: PyTree, batch: Batch, *, tokens: Tokens | None = None, vocabulary: Vocabulary | None = None
+) -> Float[Array, "batch seq embed"]:
+    """Return a model's output before its logits, without dropout."""
+    return model.encode(jnp.asarray(batch.ids), batch_tokens(batch) if tokens is None else tokens)[0]
+
+
+def _make_hidden_states(plan: Plan) -> Callable[[PyTree, Batch], Float[Array, "batch seq embed"]]:
+    """Return a jitted function `(model, batch)` that computes hidden states under a plan."""
+
+    def device_hidden(device: OnDevice, *args: PyTree, **views: PyTree) -> Float[Array, "batch seq embed"]:
+        return device.replicate(_hidden_states(*args, **views))
+
+    return _make_forward(plan, device_hidden, PartitionSpec(plan.batch_axes, CONTEXT))
 
 
 def _make_forward(
@@ -79,7 +196,8 @@ def _make_forward(
 
         rows = plan.arrange(batch, batch_tokens(batch))
         specs = plan.parameter_specs(model), plan.batch_specs(rows)
-        return filter_shard_map(per_device, plan.mesh, specs, out_specs)(model, rows)
+        results = filter_shard_map(per_device, plan.mesh, specs, out_specs)(model, rows)
+        return jax.tree.map(plan.to_token_order, results) if CONTEXT in out_specs else results
 
     return forward
 
@@ -102,12 +220,18 @@ class Means(Protocol):
         """The mean number of bytes of text for each token."""
         ...
 
+    @property
+    def rewards(self) -> Mapping[str, float]:
+        """Means over pairs of completions, by name."""
+        ...
+
 
 class Validation(Every):
     """A callback that writes validation metrics after each `every` steps.
 
-    The row has `validation_loss`, `validation_bits_per_byte` and `validation_accuracy` and, for several sources, the
-    `validation_loss/NAME` of each source.
+    The row has `validation_loss`, `validation_bits_per_byte` and `validation_accuracy`, for pairs of completions also
+    `validation_reward_margin` and `validation_reward_accuracy` and, for several sources, the `validation_loss/NAME` of
+    each source.
     """
 
     def __init__(
@@ -131,6 +255,7 @@ class Validation(Every):
             "validation_bits_per_byte": bits_per_byte(mean.loss, mean.bytes_per_token),
             "validation_accuracy": mean.accuracy,
         }
+        row |= {f"validation_{name}": value for name, value in mean.rewards.items()}
         sources = by_source if len(by_source) > 1 else {}
         self._write(row | {f"validation_loss/{name}": source.loss for name, source in sources.items()})
 

@@ -19,6 +19,7 @@ from .. import nn, parallel
 from .._shapes import Batch
 from ._train_state import fetch_from_host, return_to_host, state_shardings, TrainState
 from .losses import _loss_aux
+from .losses._distillation import detach_teacher, give_teacher
 from .losses._token_losses import batch_tokens
 from .optimizer._optimizer import Optimizer, partition_trained, trainable, Trained
 
@@ -58,7 +59,9 @@ class SingleDevice:
 
     def gradients(self, model: PyTree, batch: PyTree, key: PyTree, scale: _loss_aux.Scale = None) -> LossGradients:
         """Return the loss's sum, its count and the gradients of the sum, over the whole batch."""
-        return accumulate_gradients(self.loss_fn, self.microbatches, self.trained, model, batch, key, scale)
+        batch, teacher = detach_teacher(batch)
+        loss_fn = give_teacher(self.loss_fn, teacher)
+        return accumulate_gradients(loss_fn, self.microbatches, self.trained, model, batch, key, scale)
 
     def fetch_optimizer_state(
         self, optimizer: Optimizer, optimizer_state: PyTree, gradients: PyTree
@@ -86,13 +89,16 @@ class ShardedExecution(SingleDevice):
     def gradients(self, model: PyTree, batch: PyTree, key: PyTree, scale: _loss_aux.Scale = None) -> LossGradients:
         plan = self.plan
         plan.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1], group=batch.group)
-        per_device = functools.partial(self._gradients_per_device, plan.on_device(model))
+        batch, teacher = detach_teacher(batch)
+        devices = plan.on_device(model), None if teacher is None else plan.on_device(teacher)
+        per_device = functools.partial(self._gradients_per_device, *devices)
         rows = plan.arrange(batch, batch_tokens(batch, key))
         replicated = jax.sharding.PartitionSpec()
-        specs = plan.parameter_specs(model), plan.batch_specs(rows), replicated
+        teacher_specs = replicated if teacher is None else plan.parameter_specs(teacher)
+        specs = plan.parameter_specs(model), plan.batch_specs(rows), replicated, teacher_specs
         out_specs = replicated, (replicated, plan.aux_spec, replicated), plan.state_specs(model)
         run = parallel.filter_shard_map(per_device, plan.mesh, specs, out_specs)
-        total, (count, aux, metrics), gradients = run(model, rows, scale)
+        total, (count, aux, metrics), gradients = run(model, rows, scale, teacher)
         has_aux = nn.aux_of(aux) or metrics
         return total, _loss_aux.LossAux(count, aux, metrics) if has_aux else count, gradients
 
@@ -112,16 +118,30 @@ class ShardedExecution(SingleDevice):
         return self.plan.unshard_aux(aux, model)
 
     def _gradients_per_device(
-        self, device: parallel.OnDevice, model: PyTree, rows: PyTree, scale: _loss_aux.Scale
+        self,
+        device: parallel.OnDevice,
+        teacher_device: parallel.OnDevice | None,
+        model: PyTree,
+        rows: PyTree,
+        scale: _loss_aux.Scale,
+        teacher: PyTree,
     ) -> tuple:
         """Return the loss's sum, its count with the aux, and the gradients, reduced over all devices."""
         parameters = device.parameters(model)
-        total, loss_aux, gradients = self._run_microbatches(device, model, parameters, rows, scale)
+        wrapped_teacher = None if teacher_device is None else teacher_device.wrap(teacher, teacher)
+        loss_fn = give_teacher(self.loss_fn, wrapped_teacher)
+        total, loss_aux, gradients = self._run_microbatches(loss_fn, device, model, parameters, rows, scale)
         parts = _loss_aux.loss_count(loss_aux), _loss_aux.routing_aux(loss_aux), _loss_aux.loss_metrics(loss_aux)
         return device.total(total), jax.tree.map(device.total, parts), device.reduce(gradients)
 
     def _run_microbatches(
-        self, device: parallel.OnDevice, model: PyTree, parameters: PyTree, rows: PyTree, scale: _loss_aux.Scale
+        self,
+        loss_fn: _loss_aux.LossFn,
+        device: parallel.OnDevice,
+        model: PyTree,
+        parameters: PyTree,
+        rows: PyTree,
+        scale: _loss_aux.Scale,
     ) -> LossGradients:
         """Run one microbatch after another and sum their gradients.
 
@@ -129,16 +149,18 @@ class ShardedExecution(SingleDevice):
         """
 
         def loss(parameters: PyTree, rows: PyTree, key: None) -> tuple[Array, _loss_aux.CountOrAux]:
-            return self._loss(device, device.wrap(parameters, model), rows)
+            return self._loss(loss_fn, device, device.wrap(parameters, model), rows)
 
         microbatches = 1 if self.plan.is_pipelined else self.microbatches
         return accumulate_gradients(loss, microbatches, self.trained, parameters, rows, None, scale)
 
-    def _loss(self, device: parallel.OnDevice, model: PyTree, rows: PyTree) -> tuple[Array, _loss_aux.CountOrAux]:
+    def _loss(
+        self, loss_fn: _loss_aux.LossFn, device: parallel.OnDevice, model: PyTree, rows: PyTree
+    ) -> tuple[Array, _loss_aux.CountOrAux]:
         batch, tokens = rows
-        result = self.loss_fn(model, batch, None, tokens=tokens, vocabulary=device.vocabulary)
-        total, loss_aux = _loss_aux.sum_and_count(result, self.loss_fn)
-        _loss_aux.check_not_split(total, self.loss_fn, self.plan.size(parallel.TENSOR))
+        result = loss_fn(model, batch, None, tokens=tokens, vocabulary=device.vocabulary)
+        total, loss_aux = _loss_aux.sum_and_count(result, loss_fn)
+        _loss_aux.check_not_split(total, loss_fn, self.plan.size(parallel.TENSOR))
         return total, loss_aux
 
 
@@ -146,7 +168,13 @@ class PipelinedExecution(ShardedExecution):
     """A loss over a mesh whose stages run forward and backward passes of microbatches by a schedule."""
 
     def _run_microbatches(
-        self, device: parallel.OnDevice, model: PyTree, parameters: PyTree, rows: PyTree, scale: _loss_aux.Scale
+        self,
+        loss_fn: _loss_aux.LossFn,
+        device: parallel.OnDevice,
+        model: PyTree,
+        parameters: PyTree,
+        rows: PyTree,
+        scale: _loss_aux.Scale,
     ) -> LossGradients:
         """Run the pipeline's schedule.
 
@@ -170,7 +198,7 @@ class PipelinedExecution(ShardedExecution):
             return hidden, tuple(stage_aux)
 
         def compute_loss(edges: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, _loss_aux.CountOrAux]:
-            return self._loss(device, _with_stacks(edges, (_ReturnHidden(hidden, microbatch[1]),)), microbatch)
+            return self._loss(loss_fn, device, _with_stacks(edges, (_ReturnHidden(hidden, microbatch[1]),)), microbatch)
 
         microbatches = split_microbatches(rows, self.microbatches)
         cotangent = _loss_aux.loss_cotangent(scale, jax.tree.map(operator.itemgetter(0), microbatches))

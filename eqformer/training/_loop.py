@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -13,7 +13,6 @@ from jaxtyping import Array, Key, PyTree
 
 from ..parallel import Votes
 from ._planned_state import PlannedState
-from ._step import Step
 from ._train_state import TrainState
 from .checkpoint._checkpointer import Checkpointer
 
@@ -73,8 +72,21 @@ class Callback:
         """Run at the end of a run, also of one that a callback or an error ends. The last callback ends first."""
 
 
+@runtime_checkable
+class TrainStep(Protocol):
+    """Interface of a step that `train` takes, such as a `Step`."""
+
+    def compile(self, state: PyTree, batch: PyTree, key: PyTree = None) -> "TrainStep":
+        """Return the step compiled for arguments like these."""
+        ...
+
+    def __call__(self, state: Any, batch: Any, key: Any = None) -> tuple[TrainState, dict[str, Array]]:
+        """Take one step; `state` is donated."""
+        ...
+
+
 def train(
-    step: Step,
+    step: TrainStep,
     state: TrainState,
     batches: Iterable[PyTree] | Callable[[Progress], PyTree],
     key: Key[Array, ""] | None = None,

@@ -15,6 +15,8 @@ from eqformer.data import (
     ConversationEncoder,
     conversations,
     detect_form,
+    labelled,
+    LabelledPacking,
     Loader,
     Mixture,
     open_corpus,
@@ -113,9 +115,9 @@ def test_batches_of_pairs_and_of_labels(encoder):
         assert batch.targets[row, :length].tolist() == example.ids[1 : length + 1].tolist()
         assert batch.weights[row, :length].tolist() == example.weights[1 : length + 1].tolist()
         assert (batch.segments[row] >= 0).sum() == length and not batch.weights[row, length:].any()
-    labelled: Any = batch_labelled(pair, [True, False], seq=9)
-    assert labelled.group == 1 and labelled.labels.tolist() == [1, 0]
-    assert np.array_equal(labelled.ids, batch.ids[:2])
+    rows: Any = batch_labelled(pair, [True, False], seq=9)
+    assert rows.group == 1 and rows.labels.tolist() == [1, 0]
+    assert np.array_equal(rows.ids, batch.ids[:2])
 
 
 def write_rows(path: Path, count: int) -> Path:
@@ -201,3 +203,57 @@ def test_stores_that_are_no_pairs(encoder, tmp_path):
     (tmp_path / "bad.jsonl").write_text(json.dumps(TEXT) + "\n" + json.dumps({"prompt": "a", "chosen": "b"}))
     with pytest.raises(ValueError, match="bad.jsonl#1 must have `prompt`, `chosen` and `rejected`"):
         preferences(tmp_path / "bad.jsonl").check()
+
+
+def test_labelled_rows_have_the_completion_of_the_row_before(encoder, tmp_path):
+    rows = [{"prompt": f"{n}? ", "completion": f"answer {n}", "label": n % 3 == 0} for n in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert detect_form(tmp_path / "rows.jsonl") == "labelled completion"
+    store = open_store(labelled(tmp_path / "rows.jsonl"), encoder, tmp_path / "c", validation=0.0)
+    batch: Any = Loader(store, seq=16, batch=5, seed=0, packing="labelled").batch(0)
+    texts = [trim(row) for row in batch.ids]
+    numbers = [int(text[:1]) for text in texts]
+    assert sorted(numbers) == [0, 1, 2, 3, 4] and texts == [b"%d? answer %d" % (n, n) for n in numbers]
+    assert batch.labels.tolist() == [n % 3 == 0 for n in numbers]
+    assert [trim(row) for row in batch.mismatched.ids] == [b"%d? answer %d" % (n, (n - 1) % 5) for n in numbers]
+    for part in (batch, batch.mismatched):
+        assert [row.tolist() for row in part.weights] == [[0, 0] + [1] * 9 + [0] * 5] * 5
+    mixture = Mixture(
+        {"a": Loader(store, seq=16, batch=4, seed=0, packing="labelled")}
+        | {"b": Loader(store, seq=16, batch=4, seed=1, packing="labelled")},
+        {"a": 1, "b": 1},
+        seed=0,
+    )
+    for row, other in zip(mixture.batch(3).ids, mixture.batch(3).mismatched.ids):  # type: ignore[attr-defined]
+        assert trim(other).startswith(trim(row)[:3]) and trim(other)[-1] == b"40123"[int(trim(row)[:1])]
+
+
+def trim(row: np.ndarray) -> bytes:
+    return bytes(row[row > 0].astype(np.uint8).tolist())
+
+
+def test_labelled_rows_that_are_refused(encoder, tmp_path):
+    def refused(*rows: Any) -> str:
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        with pytest.raises(ValueError) as error:
+            labelled(tmp_path / "rows.jsonl").check()
+        return str(error.value)
+
+    row = {"prompt": "1", "completion": "2", "label": True}
+    assert "the label of every row is true; add rows of the other label" in refused(row, row)
+    assert "rows.jsonl#1 must have a `label` of true or false, but it is 'good'" in refused(
+        row, row | {"label": "good"}
+    )
+    assert "rows.jsonl#1 must have `messages`" in refused(row, {"prompt": "1", "label": True})
+    assert "rows.jsonl#0 must have `prompt`, `completion` and `label`, but is text" in refused(
+        {"text": "a", "label": True}
+    )
+    long = {"prompt": "1" * 9, "completion": "2", "label": False}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (row, long))))
+    store = open_store(labelled(tmp_path / "rows.jsonl"), encoder, tmp_path / "c", validation=0.0)
+    with pytest.raises(ValueError, match=r"that of rows.jsonl#1 has 9 tokens; pass a longer seq"):
+        LabelledPacking(store, seq=8)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(TEXT))
+    pairs = open_store(preferences(tmp_path / "pairs.jsonl"), encoder, tmp_path / "c", validation=0.0)
+    with pytest.raises(ValueError, match=r"make the store of data.labelled\(path\)"):
+        LabelledPacking(pairs, seq=8)

@@ -5,6 +5,7 @@ import io
 import json
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hub_server import serve_hub
 from script_helpers import losses, rows, run_here
 from text_cases import CONFIG, published_folder, small_model, TEMPLATE
 
-from eqformer import data
+from eqformer import data, models
 from eqformer.recipes import RECIPES
 
 
@@ -101,7 +102,10 @@ def test_prompts_and_completions_and_all_tokens(folder, tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("flags", [[], ["--lora.rank", 2, "--simulate", 2, "--mesh.fsdp", 2], ["--loss", "orpo"]])
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--reference", "stored"], ["--lora.rank", 2, "--simulate", 2, "--mesh.fsdp", 2], ["--loss", "orpo"]],
+)
 def test_a_run_learns_preferences(folder, tmp_path, flags):
     command = ["--model", folder / "model", "--data", folder / "preferences.jsonl", *FLAGS, "--loss", "dpo"]
     command[command.index("--batch") + 1] = "4"
@@ -109,6 +113,8 @@ def test_a_run_learns_preferences(folder, tmp_path, flags):
     done = run_here("pretrain.py", *command, "--steps", 6)
     assert done.returncode == 0, done.stderr
     margins = values_of(tmp_path / "run", "reward_margin")
+    held_out = values_of(tmp_path / "run", "validation_reward_margin")  # of the same pair
+    assert held_out[-1] > margins[-1] and values_of(tmp_path / "run", "validation_reward_accuracy")[-1] == 1
     if "orpo" in flags:
         assert margins[-1] > margins[0]
         return
@@ -154,6 +160,62 @@ def test_chats_and_preferences_of_the_hub(folder, tmp_path, monkeypatch):
     assert values_of(tmp_path / "pairs", "reward_margin")[-1] > 0
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize("flags", [[], ["--lora.rank", 2, "--simulate", 2, "--mesh.fsdp", 2]])
+def test_a_run_learns_from_labelled_completions(folder, tmp_path, flags):
+    labelled = [
+        {"prompt": f"{number} is ", "completion": word, "label": word == "yes"}
+        for number in range(40)
+        for word in ("yes", "no")
+    ]
+    (tmp_path / "labelled.jsonl").write_text("\n".join(map(json.dumps, labelled)))
+    command = ["--model", folder / "model", "--data", tmp_path / "labelled.jsonl", *FLAGS, "--loss", "kto"]
+    command += ["--beta", 0.5, "--optimizer.learning-rate", 1e-2, *flags, "--run-dir", tmp_path / "run"]
+    done = run_here("pretrain.py", *command, "--steps", 8)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run")[0] == pytest.approx(0.5, abs=1e-5)
+    chosen, rejected = (values_of(tmp_path / "run", f"rewards_{name}") for name in ("chosen", "rejected"))
+    assert chosen[-1] - rejected[-1] > 0.1 and min(values_of(tmp_path / "run", "baseline")) >= 0
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("flags", [[], ["--distillation.top", 5], ["--simulate", 2, "--mesh.fsdp", 2, "--zero", 3]])
+def test_a_run_learns_from_a_teacher(folder, tmp_path, flags):
+    tokenizer = data.tokenizer_files(data.ByteTokenizer(), max_length=64)
+    models.save(small_model(1), tmp_path / "teacher", config=CONFIG, files=tokenizer)
+    options = ["--distillation.weight", 1.0, "--distillation.temperature", 2.0, *FLAGS, *flags]
+    command = ["--model", folder / "model", "--data", folder / "pairs.jsonl", "--teacher", tmp_path / "teacher"]
+    command += [*options, "--optimizer.learning-rate", 1e-2, "--run-dir", tmp_path / "run"]
+    done = run_here("pretrain.py", *command, "--steps", 6)
+    assert done.returncode == 0, done.stderr
+    divergences = values_of(tmp_path / "run", "divergence")
+    assert losses(tmp_path / "run") == pytest.approx([4 * value for value in divergences], rel=1e-4)
+    assert divergences[-1] < 0.9 * divergences[0] and "next_token_loss" in rows(tmp_path / "run", "divergence")[0]
+    again = run_here("pretrain.py", *command, "--steps", 7, "--prolong", "hold")
+    assert again.returncode == 0 and len(values_of(tmp_path / "run", "divergence")) == 7, again.stderr
+
+
+def test_teachers_that_are_refused(folder, tmp_path):
+    def refused(*flags) -> str:
+        command = ["--simulate", 1, "--run-dir", tmp_path / "run", "--model", folder / "model", *flags]
+        done = run_here("pretrain.py", "--data", folder / "pairs.jsonl", *command)
+        assert done.returncode == 2 and done.stderr.count("error:") == 1 and not (tmp_path / "run").exists()
+        return done.stderr
+
+    larger = dataclasses.replace(CONFIG, vocab=CONFIG.vocab + 1)
+    models.save(models.build(larger, key=jax.random.key(0)), tmp_path / "larger", config=larger)
+    teacher = ["--teacher", folder / "model"]
+    assert "give --teacher, or leave them out" in refused("--distillation.weight", 1.0)
+    assert "leave --loss dpo and --optimizer.z-loss 0.0 out" in refused(*teacher, "--loss", "dpo")
+    assert "it has 257 and the model 256" in refused("--teacher", tmp_path / "larger")
+    assert "give a number of ids from 1 to 256" in refused(*teacher, "--distillation.top", 300)
+    assert "weight at least 0 and at most 1" in refused(*teacher, "--distillation.weight", 2.0)
+    published_folder(tmp_path / "others")
+    text = data.ByteTokenizer().to_json().replace('"a": 97, "b": 98', '"a": 98, "b": 97')
+    (tmp_path / "others" / "tokenizer.json").write_text(text)
+    assert "2 of 256 ids differ, such as 97, which is 'a' and 'b'" in refused("--teacher", tmp_path / "others")
+
+
 def values_of(run_dir, name: str) -> list[float]:
     """The values of a metric in the order of steps."""
     return [row[name] for row in rows(run_dir, name)]
@@ -180,8 +242,14 @@ def test_what_is_refused(folder, tmp_path):
     assert "has conversations, and others have text" in refused("--model", folder / "model", *mix)
     assert "pairs are read from a file or folder; give --data" in refused("--loss", "dpo")
     pairs = ["--model", folder / "model", "--data", folder / "preferences.jsonl", "--loss", "dpo"]
-    assert "leave --text.mix, --text.hub and --loss-on all out" in refused(*pairs, "--loss-on", "all")
+    assert "leave --text.hub and --loss-on all out" in refused(*pairs, "--loss-on", "all")
     assert "--beta 0.0" in refused(*pairs, "--beta", 0)
     assert "whole groups of 2 rows" in refused(*pairs, "--batch", 3)
     assert "must have `prompt`, `chosen` and `rejected`" in refused(*pairs, "--data", folder / "pairs.jsonl")
+    labelled = ["--model", folder / "model", "--data", folder / "preferences.jsonl", "--loss", "kto"]
+    assert "preferences.jsonl#0 must have" in refused(*labelled)
+    assert "must have a `label` of true or false, but it is None" in refused(
+        *labelled, "--data", folder / "pairs.jsonl"
+    )
+    assert "--desirable-weight 0.0" in refused(*labelled, "--desirable-weight", 0)
     assert CONFIG.vocab == data.ByteTokenizer.vocab

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
-from eqformer import PreferenceBatch, training
+from eqformer import models, PreferenceBatch, training
+from eqformer.data import batch_labelled, EncodedExample
+from eqformer.parallel import make_mesh, Plan
 from eqformer.training import loss_count
 
 
 ROWS, SEQ, VOCAB, EMBED, BETA = 6, 7, 11, 5, 0.3
+SMALL = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=1, heads=4, kv_heads=2, mlp=64)
 LOSSES: tuple[Any, ...] = ("dpo", "ipo", "orpo", "kto")
 
 
@@ -151,3 +154,29 @@ def test_what_is_refused():
     assert "has no baseline; use data.batch_labelled" in refused("kto", batch_of(baseline=None, **half))
     with pytest.raises(ValueError, match=r"beta=0\.0, .*each must be above 0"):
         training.preference_loss("dpo", beta=0.0)
+
+
+def test_a_kto_step_computes_its_baseline_before_it_steps():
+    """On one device as a mesh, with a model whose nats differ from the reference's."""
+    model, reference = (models.build(SMALL, key=jax.random.key(seed)) for seed in (0, 1))
+    plan = Plan(make_mesh(devices=jax.devices()[:1]))
+    rng = np.random.default_rng(0)
+    rows = [
+        EncodedExample(rng.integers(1, 99, 9), (np.arange(9) > 3).astype(np.float32), np.array([9]), 9)
+        for _ in range(8)
+    ]
+    batch, mismatched = (batch_labelled(part, [True, False] * 2, seq=8) for part in (rows[:4], rows[4:]))
+    batch = dataclasses.replace(batch, mismatched=mismatched)
+    optimizer = training.optimizer("sgd", model, rate=0.1)
+    step = training.KtoStep(training.make_step(loss_of("kto"), optimizer, plan), plan)
+    (ready,) = training.add_reference_nats([batch], reference, plan)
+    assert ready.mismatched is not None and ready.mismatched.reference_nats is not None
+    nats = training.row_nats(model, mismatched)
+    baseline = float(training.kto_baseline(nats, ready.mismatched.reference_nats))
+    expected = dataclasses.replace(ready, baseline=np.full(4, baseline, np.float32), mismatched=None)
+    loss = training.make_gradient_function(loss_of("kto"))(model, expected, None)[0] / 4
+    with pytest.raises(ValueError, match="the batch needs mismatched rows with their reference_nats"):
+        step(training.init_state(model, optimizer), batch)
+    state, metrics = step(training.init_state(model, optimizer), ready)
+    assert float(metrics["baseline"]) == pytest.approx(baseline, rel=1e-5)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)

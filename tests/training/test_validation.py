@@ -14,7 +14,8 @@ def test_rows_have_the_means_of_all_and_of_each_of_several_sources():
     rows, asked = [], []
 
     def of(loss: float) -> Any:
-        return SimpleNamespace(loss=loss, accuracy=loss / 8, bytes_per_token=2.0)
+        rewards = {"reward_margin": loss / 2}
+        return SimpleNamespace(loss=loss, accuracy=loss / 8, bytes_per_token=2.0, rewards=rewards)
 
     def means(model):
         asked.append(model)
@@ -29,6 +30,7 @@ def test_rows_have_the_means_of_all_and_of_each_of_several_sources():
         validation.after_step(run)
     assert asked == ["mixed", "mixed", "one"] and [row["step"] for row in rows] == [2, 4, 5]  # and after the last
     assert rows[0]["validation_loss"] == 3.0 and rows[0]["validation_accuracy"] == 3 / 8
+    assert rows[0]["validation_reward_margin"] == 1.5
     assert rows[0]["validation_bits_per_byte"] == pytest.approx(1.5 / math.log(2))
     assert (rows[0]["validation_loss/a"], rows[0]["validation_loss/b"]) == (2.0, 4.0)
     assert [name for name in rows[2] if "/" in name] == []

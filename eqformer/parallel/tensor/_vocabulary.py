@@ -140,6 +140,44 @@ class SplitVocabulary(eqx.Module):
         is_peak = peak == send.pmax("argmax logits", peak, TENSOR)
         return send.pmin("argmax ids", jnp.where(is_peak, first, self.total), TENSOR) == targets
 
+    def log_probabilities(self, logits: Float[Array, "tokens vocab"]) -> Float[Array, "tokens vocab"]:
+        """Return the logarithm of the probability of each of this device's ids; a very negative number for padding."""
+        logits = self._without_padding(logits)
+        peak = send.pmax("logit maxima", jax.lax.stop_gradient(jnp.max(logits, axis=-1)), TENSOR)[:, None]
+        return logits - peak - jnp.log(self.sum_ids(jnp.exp(logits - peak)))[:, None]
+
+    def sum_ids(self, values: Float[Array, "tokens vocab"]) -> Float[Array, "tokens"]:
+        """Return the sum over all ids of a number for each token and id."""
+        return send.psum("softmax denominators", jnp.sum(values, axis=-1), TENSOR)
+
+    def take_ids(
+        self, values: Float[Array, "tokens vocab"], ids: Int[Array, "tokens ids"]
+    ) -> Float[Array, "tokens ids"]:
+        """Return the numbers of some ids of each token."""
+        local_ids = ids - self._ids(values)[:, :1]
+        is_local = (local_ids >= 0) & (local_ids < values.shape[1])
+        picked = jnp.take_along_axis(values, jnp.where(is_local, local_ids, 0), axis=-1)
+        return send.psum("target logits", jnp.where(is_local, picked, jnp.zeros_like(picked)), TENSOR)
+
+    def drop_ids(
+        self, values: Float[Array, "tokens vocab"], ids: Int[Array, "tokens ids"]
+    ) -> Float[Array, "tokens vocab"]:
+        """Return this device's numbers with a very negative one for some ids of each token."""
+        local_ids = ids - self._ids(values)[:, :1]
+        outside = jnp.where(local_ids < 0, values.shape[1], local_ids)  # Negative indices would count from the end.
+        return values.at[jnp.arange(len(ids))[:, None], outside].set(jnp.finfo(values.dtype).min / 4, mode="drop")
+
+    def top_ids(
+        self, values: Float[Array, "tokens vocab"], count: int
+    ) -> tuple[Int[Array, "tokens ids"], Float[Array, "tokens ids"]]:
+        """Return the ids with the largest numbers of each token, in order, and these numbers."""
+        largest, indices = jax.lax.top_k(values, min(count, values.shape[1]))
+        local_ids = jnp.take_along_axis(self._ids(values), indices, axis=-1)
+        largest, ids = (send.all_gather("target logits", x, TENSOR, -1) for x in (largest, local_ids))
+        largest, order = jax.lax.top_k(largest, count)
+        ids = jnp.take_along_axis(ids, order, axis=-1)
+        return send.pmax("replicated values", ids, TENSOR), send.pmax("replicated values", largest, TENSOR)
+
     def _ids(self, logits: Float[Array, "tokens vocab"]) -> Int[Array, "tokens vocab"]:
         local_ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         return local_ids + jax.lax.axis_index(TENSOR) * logits.shape[1]

@@ -8,7 +8,7 @@ iteration.
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import cast, Protocol, runtime_checkable
+from typing import cast
 
 import equinox as eqx
 import jax
@@ -23,6 +23,7 @@ from ..._array_checks import checked
 from ...nn import in_float32
 from ...parallel import vary, varying_axes
 from ...program import inner_jaxprs
+from ._vocabulary import token_nats
 
 
 Unembed = Callable[..., Array]  # hidden states of tokens -> logits
@@ -171,37 +172,6 @@ def vocabulary_chunk_nats(
 # Cross-entropy.
 
 
-@runtime_checkable
-class Vocabulary(Protocol):
-    """A reader of logits of which a device holds only a part, for a mesh that splits the vocabulary."""
-
-    def nats(self, logits: Array, targets: Array) -> tuple[Array, Array]:
-        """Return each token's nats and log-normalizer, as `token_nats` does."""
-        ...
-
-    def is_first(self, logits: Array, targets: Array) -> Array:
-        """Return for each token whether its target has the largest logit."""
-        ...
-
-
-@checked
-def token_nats(
-    logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]
-) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
-    """Return `logsumexp(logits) - logits[target]` of each token in nats, and the logsumexp itself.
-
-    The result is NaN for a target that is no id, just as the embedding of such an id; a weight of 0 leaves the token
-    out of the loss. The function takes logits over the whole vocabulary; a loss over a split vocabulary replaces it.
-    """
-    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    log_normalizer = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1)) + peak[:, 0]
-    # A comparison instead of a gather: its gradient fuses with the softmax's, where a gather's would be a scatter.
-    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
-    target_logit = jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=-1)
-    is_id = (targets >= 0) & (targets < logits.shape[1])
-    return jnp.where(is_id, log_normalizer - target_logit, jnp.nan), log_normalizer
-
-
 def apply_weights(values: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return `values * weights`, and 0 where the weight is 0, even if the value is NaN or infinite."""
     return jnp.where(weights != 0, values, jnp.zeros_like(values)) * weights.astype(values.dtype)
@@ -237,53 +207,95 @@ def cross_entropy(
         nats: Computes nats from logits; a mesh that splits the vocabulary passes its own function.
     """
     flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
-    if chunk is None and hidden.dtype == jnp.float16:
-        chunk = 1024  # A chunk's gradient of the table is computed before any scaling, and must fit in float16.
+    chunk = _float16_chunk(hidden) if chunk is None else chunk
     if nats is token_nats and has_chunked_vocabulary(unembed):
         losses, log_normalizer = vocabulary_chunk_nats(unembed, *flat[:2], chunk)
         losses = losses + z_loss * jnp.square(log_normalizer) if z_loss else losses
         return jnp.sum(apply_weights(losses, flat[2])), jnp.sum(flat[2].astype(losses.dtype))
-    sizes = split_tokens(unembed, flat[0], chunk)
-    unembed, tables = _extract_tables(unembed, flat[0][: sizes[1]])
 
-    def chunk_loss(
-        casts: list[Array | None], tables: list[ReadTable], hidden: Array, targets: Array, weights: Array
-    ) -> Array:
-        logits = in_float32(unembed(hidden, *_with_casts(casts, tables)))
-        losses, log_normalizer = nats(logits, targets)
+    def chunk_loss(logits: Array, arrays: tuple, _: PyTree) -> tuple[Array, tuple[()]]:
+        losses, log_normalizer = nats(logits, arrays[0])
         if z_loss:
             losses = losses + z_loss * jnp.square(log_normalizer)
-        return jnp.sum(apply_weights(losses, weights))
+        return jnp.sum(apply_weights(losses, arrays[1])), ()
 
-    def total_loss(tables: list[ReadTable], flat: tuple) -> Array:
+    total, _ = sum_token_losses(unembed, flat, chunk_loss, chunk=chunk)
+    return total, jnp.sum(flat[2].astype(total.dtype))
+
+
+def _float16_chunk(hidden: Array) -> int | None:
+    """Return 1024 for float16: a chunk's gradient of the table is computed before any scaling, and must fit in it."""
+    return 1024 if hidden.dtype == jnp.float16 else None
+
+
+ChunkLoss = Callable[[Array, tuple, PyTree], tuple[Array, PyTree]]
+"""(logits, a chunk of the arrays behind the hidden states, constants) -> (sum of the losses, other sums)"""
+
+
+def sum_token_losses(
+    unembed: Unembed, token_arrays: tuple, chunk_loss: ChunkLoss, *, chunk: int | None, constants: PyTree = ()
+) -> tuple[Float[Array, ""], PyTree]:
+    """Return the results of `chunk_loss`, summed over chunks of tokens; the first is differentiable.
+
+    Gradients go to the hidden states, which are the first of `token_arrays`, and to the arrays that `unembed` reads.
+    They are computed in the forward pass, as `cross_entropy` says, and no logits are stored. `constants` has the arrays
+    that `chunk_loss` reads beside its tokens; they get no gradients.
+    """
+    hidden = token_arrays[0]
+    chunk = _float16_chunk(hidden) if chunk is None else chunk
+    sizes = split_tokens(unembed, hidden, chunk)
+    unembed, tables = _extract_tables(unembed, hidden[: sizes[1]])
+
+    def one_chunk(
+        casts: list[Array | None], constants: PyTree, arrays: tuple, tables: list[ReadTable], hidden: Array
+    ) -> tuple[Array, PyTree]:
+        logits = in_float32(unembed(hidden, *_with_casts(casts, tables)))
+        return chunk_loss(logits, arrays, constants)
+
+    def total_loss(tables: list[ReadTable], token_arrays: tuple, constants: PyTree) -> tuple[Array, PyTree]:
         casts = [table.cast() for table in tables]
-        return sum_over_chunks(lambda arrays: (chunk_loss(casts, tables, *arrays), None), flat, sizes)[0]
+        run = lambda arrays: (one_chunk(casts, constants, arrays[1:], tables, arrays[0]), None)
+        return sum_over_chunks(run, token_arrays, sizes)[0]
 
-    def forward(tables: list[ReadTable], flat: tuple) -> tuple[Array, tuple[list[ReadTable], Array]]:
+    def forward(
+        tables: list[ReadTable], token_arrays: tuple, constants: PyTree
+    ) -> tuple[tuple[Array, PyTree], tuple[list[ReadTable], Array]]:
         casts = [table.cast() for table in tables]
 
-        def with_gradients(arrays: tuple) -> tuple[tuple[Array, list[ReadTable]], Array]:
-            hidden, targets, weights = arrays
-            loss = functools.partial(chunk_loss, casts, targets=targets, weights=weights)
-            total, pull_back = jax.vjp(loss, tables, hidden)
+        def with_gradients(arrays: tuple) -> tuple[tuple[tuple[Array, PyTree], list[ReadTable]], Array]:
+            loss = functools.partial(one_chunk, casts, constants, arrays[1:])
+            total, pull_back, sums = jax.vjp(loss, tables, arrays[0], has_aux=True)
             table_grads, hidden_grad = pull_back(vary(jnp.ones_like(total), varying_axes(total)))
-            return (total, in_float32(table_grads)), hidden_grad
+            return ((total, sums), in_float32(table_grads)), hidden_grad
 
-        (total, table_grads), hidden_grad = sum_over_chunks(with_gradients, flat, sizes, casts)
-        return total, (table_grads, hidden_grad)
+        (sums, table_grads), hidden_grad = sum_over_chunks(with_gradients, token_arrays, sizes, casts)
+        return sums, (table_grads, hidden_grad)
 
-    def backward(residuals: tuple[list[ReadTable], Array], cotangent: Array) -> tuple[list[ReadTable], tuple]:
+    def backward(
+        residuals: tuple[list[ReadTable], Array], cotangents: tuple[Array, PyTree]
+    ) -> tuple[list[ReadTable], tuple, None]:
         table_grads, hidden_grad = residuals
 
         def scale(grad: Array, like: Array) -> Array:
-            return (grad * cotangent.astype(grad.dtype)).astype(like.dtype)
+            return (grad * cotangents[0].astype(grad.dtype)).astype(like.dtype)
 
-        return jax.tree.map(scale, table_grads, tables), (scale(in_float32(hidden_grad), hidden_grad), None, None)
+        hidden_grads = scale(in_float32(hidden_grad), hidden_grad), *[None] * (len(token_arrays) - 1)
+        return jax.tree.map(scale, table_grads, tables), hidden_grads, None
 
     differentiable = jax.custom_vjp(total_loss)
     differentiable.defvjp(forward, backward)
-    total = differentiable(tables, flat)
-    return total, jnp.sum(flat[2].astype(total.dtype))
+    return differentiable(tables, token_arrays, constants)
+
+
+def frozen_unembed(unembed: Unembed, chunk: Array) -> tuple[Unembed, PyTree]:
+    """Return `unembed` for chunks like this one as a function of hidden states and constants, and these constants."""
+    unembed, tables = _extract_tables(unembed, chunk)
+    constants = [table.cast() for table in tables], tables
+
+    def logits(hidden: Array, constants: PyTree) -> Array:
+        return in_float32(unembed(hidden, *_with_casts(*constants)))
+
+    return logits, jax.lax.stop_gradient(constants)
 
 
 def chunked_token_nats(

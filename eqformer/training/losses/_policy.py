@@ -17,6 +17,7 @@ from ...parallel import sum_rows, vary_like
 from . import _cross_entropy
 from ._loss_aux import add_aux_losses, CountOrAux, LossAux, LossFn
 from ._token_losses import batch_tokens
+from ._vocabulary import token_nats, Vocabulary
 
 
 PolicyLoss = Literal["grpo", "dapo", "dr_grpo", "gspo"]
@@ -101,12 +102,12 @@ def policy_loss(
         *,
         chunk: int | None = None,
         tokens: Tokens | None = None,
-        vocabulary: _cross_entropy.Vocabulary | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> tuple[Float[Array, ""], CountOrAux]:
         tokens = batch_tokens(batch, key) if tokens is None else tokens
         hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
         targets, unembed = jnp.asarray(batch.targets), _at_temperature(model.unembed, batch.temperature)
-        nats_fn = _cross_entropy.token_nats if vocabulary is None else vocabulary.nats
+        nats_fn = token_nats if vocabulary is None else vocabulary.nats
         nats, entropies = _token_statistics(unembed, jax.lax.stop_gradient(hidden), targets, chunk, nats_fn)
 
         def apply_objective(log_probs: Array) -> tuple[Array, tuple[Array, dict[str, tuple[Array, Array]]]]:
@@ -218,7 +219,7 @@ def token_log_probs(
     *,
     chunk: int | None = None,
     tokens: Tokens | None = None,
-    vocabulary: _cross_entropy.Vocabulary | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Float[Array, "batch seq"]:
     """Return `log p_i[target_i]` of each target of a batch, without dropout; no gradients go through the result.
 
@@ -228,7 +229,7 @@ def token_log_probs(
     tokens = batch_tokens(batch) if tokens is None else tokens
     hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
     unembed = _at_temperature(model.unembed, batch.temperature)
-    nats_fn = _cross_entropy.token_nats if vocabulary is None else vocabulary.nats
+    nats_fn = token_nats if vocabulary is None else vocabulary.nats
     nats = _cross_entropy.chunked_token_nats(
         unembed, jax.lax.stop_gradient(hidden), jnp.asarray(batch.targets), chunk=chunk, nats=nats_fn
     )

@@ -9,7 +9,7 @@ from typing import Any, get_args, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ... import nn
 from ..._array_checks import checked
@@ -18,6 +18,7 @@ from ...nn import in_float32, packed_in_order, positions_like, Source, token_key
 from ...parallel import sum_rows, vary_like
 from . import _cross_entropy
 from ._loss_aux import add_aux_losses, CountOrAux, LossAux, LossFn
+from ._vocabulary import token_nats, Vocabulary, WholeVocabulary
 
 
 @checked
@@ -29,7 +30,7 @@ def next_token_loss(
     chunk: int | None = None,
     z_loss: float = 0.0,
     tokens: Tokens | None = None,
-    vocabulary: _cross_entropy.Vocabulary | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Float[Array, ""], CountOrAux]:
     """Return the sum over a batch of the nats of each target, and the weight of those tokens.
 
@@ -50,7 +51,7 @@ def next_token_loss(
     tokens = batch_tokens(batch, key) if tokens is None else tokens
     hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
-    nats = _cross_entropy.token_nats if vocabulary is None else vocabulary.nats
+    nats = token_nats if vocabulary is None else vocabulary.nats
     total, count = _cross_entropy.cross_entropy(
         model.unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss, nats=nats
     )
@@ -64,7 +65,7 @@ def evaluation_sums(
     *,
     chunk: int | None = None,
     tokens: Tokens | None = None,
-    vocabulary: _cross_entropy.Vocabulary | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> dict[str, Float[Array, ""]]:
     """Return `nats`, `correct` (targets with the largest logit) and `count`, summed over a batch, without dropout."""
     tokens = batch_tokens(batch) if tokens is None else tokens
@@ -72,21 +73,18 @@ def evaluation_sums(
     flat = (hidden.reshape(-1, hidden.shape[-1]), *(jnp.asarray(x).reshape(-1) for x in (batch.targets, batch.weights)))
     sizes = _cross_entropy.split_tokens(model.unembed, flat[0], chunk)
     unembed = _cross_entropy.cast_tables_once(model.unembed, flat[0][: sizes[1]])
+    view = WholeVocabulary() if vocabulary is None else vocabulary
 
     def chunk_sums(arrays: tuple) -> tuple[dict[str, Array], None]:
         logits = in_float32(unembed(arrays[0]))
         weights = arrays[2].astype(logits.dtype)
-        nats, _ = (_cross_entropy.token_nats if vocabulary is None else vocabulary.nats)(logits, arrays[1])
-        is_first = (_is_first if vocabulary is None else vocabulary.is_first)(logits, arrays[1])
+        nats, _ = view.nats(logits, arrays[1])
+        is_first = view.is_first(logits, arrays[1])
         per_token = {"nats": nats, "correct": is_first.astype(logits.dtype)}
         sums = {name: jnp.sum(_cross_entropy.apply_weights(values, weights)) for name, values in per_token.items()}
         return sums | {"count": jnp.sum(weights)}, None
 
     return _cross_entropy.sum_over_chunks(chunk_sums, flat, sizes)[0]
-
-
-def _is_first(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
-    return jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets
 
 
 # The tokens of a batch.
@@ -233,7 +231,7 @@ def row_nats(
     *,
     chunk: int | None = None,
     tokens: Tokens | None = None,
-    vocabulary: _cross_entropy.Vocabulary | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Float[Array, "batch"]:
     """Return `-sum_i w_i log p_i[target_i]` of each row, without dropout; no gradients go through the result.
 
@@ -265,7 +263,7 @@ def row_loss(function: RowFunction) -> LossFn:
         *,
         chunk: int | None = None,
         tokens: Tokens | None = None,
-        vocabulary: _cross_entropy.Vocabulary | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> tuple[Float[Array, ""], CountOrAux]:
         tokens = batch_tokens(batch, key) if tokens is None else tokens
         hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
@@ -279,7 +277,7 @@ def row_loss(function: RowFunction) -> LossFn:
         (value, (count, metrics)), slopes = jax.value_and_grad(apply_function, has_aux=True)(nats)
         weights = jnp.asarray(batch.weights)
         weights = weights.astype(slopes.dtype) * slopes[:, None]
-        nats_fn = _cross_entropy.token_nats if vocabulary is None else vocabulary.nats
+        nats_fn = token_nats if vocabulary is None else vocabulary.nats
         total, _ = _cross_entropy.cross_entropy(
             model.unembed, hidden, jnp.asarray(batch.targets), weights, chunk=chunk, nats=nats_fn
         )
@@ -292,11 +290,11 @@ def row_loss(function: RowFunction) -> LossFn:
 
 
 def _sum_row_nats(
-    model: PyTree, hidden: Array, batch: Batch, chunk: int | None, vocabulary: _cross_entropy.Vocabulary | None
+    model: PyTree, hidden: Array, batch: Batch, chunk: int | None, vocabulary: Vocabulary | None
 ) -> tuple[Float[Array, "batch"], int]:
     """Return each row's nats, and the number of devices over which a row is split."""
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
-    nats_fn = _cross_entropy.token_nats if vocabulary is None else vocabulary.nats
+    nats_fn = token_nats if vocabulary is None else vocabulary.nats
     nats = _cross_entropy.chunked_token_nats(
         model.unembed, jax.lax.stop_gradient(hidden), targets, chunk=chunk, nats=nats_fn
     )
@@ -369,20 +367,18 @@ def _pair_sums(
             f"even number of rows, but this one has group={batch.group} and {len(nats)} rows; use "
             "data.batch_preferences."
         )
+    rewards = pair_rewards(name, beta, nats, batch)
     if name == "orpo":
         means = -nats / _row_weights(batch)
-        rewards = beta * means
         # A probability of 1 has no finite odds.
         means = jnp.minimum(means, -jnp.finfo(nats.dtype).eps)
         log_odds = means - jnp.where(means > -math.log(2), jnp.log(-jnp.expm1(means)), jnp.log1p(-jnp.exp(means)))
         losses = -means[::2] - beta * jax.nn.log_sigmoid(log_odds[::2] - log_odds[1::2])
     else:
-        log_ratios = _log_ratios(name, nats, batch)
-        rewards = beta * log_ratios
         if name == "dpo":
             losses = -jax.nn.log_sigmoid(rewards[::2] - rewards[1::2])
         else:
-            per_token = log_ratios / _row_weights(batch)
+            per_token = _log_ratios(name, nats, batch) / _row_weights(batch)
             losses = jnp.square(per_token[::2] - per_token[1::2] - 1 / (2 * beta))
     pairs = jnp.full((), len(losses), nats.dtype)
     chosen, rejected = rewards[::2], rewards[1::2]
@@ -395,6 +391,11 @@ def _pair_sums(
     }
     metrics = {metric: (jnp.sum(x, dtype=nats.dtype), pairs) for metric, x in values.items()}
     return jnp.sum(losses), len(losses), metrics
+
+
+def pair_rewards(name: str, beta: float, nats: Float[Array, "batch"], batch: PreferenceBatch) -> Float[Array, "batch"]:
+    """Return the reward of each row of a batch of pairs, as `preference_loss` says."""
+    return beta * (-nats / _row_weights(batch) if name == "orpo" else _log_ratios(name, nats, batch))
 
 
 def _kto_sums(

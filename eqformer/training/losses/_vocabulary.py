@@ -1,0 +1,100 @@
+"""Readers of logits: nats, log-probabilities and sums over a vocabulary that a device has whole or in part."""
+
+from typing import Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..._array_checks import checked
+
+
+@runtime_checkable
+class Vocabulary(Protocol):
+    """A reader of logits of which a device holds only a part, for a mesh that splits the vocabulary."""
+
+    def nats(self, logits: Array, targets: Array) -> tuple[Array, Array]:
+        """Return each token's nats and log-normalizer, as `token_nats` does."""
+        ...
+
+    def is_first(self, logits: Array, targets: Array) -> Array:
+        """Return for each token whether its target has the largest logit."""
+        ...
+
+    def log_probabilities(self, logits: Array) -> Array:
+        """Return the logarithm of each id's probability; a very negative number for ids that only pad the logits."""
+        ...
+
+    def sum_ids(self, values: Array) -> Array:
+        """Return the sum over the vocabulary of a number for each token and id."""
+        ...
+
+    def take_ids(self, values: Array, ids: Array) -> Array:
+        """Return the numbers of some ids of each token."""
+        ...
+
+    def drop_ids(self, values: Array, ids: Array) -> Array:
+        """Return the numbers with a very negative one for some ids of each token."""
+        ...
+
+    def top_ids(self, values: Array, count: int) -> tuple[Array, Array]:
+        """Return the ids with the largest numbers of each token, in order, and these numbers."""
+        ...
+
+
+class WholeVocabulary(eqx.Module):
+    """The `Vocabulary` of a device that has the logits of all ids."""
+
+    def nats(self, logits: Array, targets: Array) -> tuple[Array, Array]:
+        """Return `token_nats`."""
+        return token_nats(logits, targets)
+
+    def is_first(self, logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
+        """Return whether the target is the first of the ids with the largest logit."""
+        return jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets
+
+    def log_probabilities(self, logits: Float[Array, "tokens vocab"]) -> Float[Array, "tokens vocab"]:
+        """Return the log-softmax."""
+        return jax.nn.log_softmax(logits)
+
+    def sum_ids(self, values: Float[Array, "tokens vocab"]) -> Float[Array, "tokens"]:
+        """Return the sum over ids."""
+        return jnp.sum(values, axis=-1)
+
+    def take_ids(
+        self, values: Float[Array, "tokens vocab"], ids: Int[Array, "tokens ids"]
+    ) -> Float[Array, "tokens ids"]:
+        """Return the numbers of some ids of each token."""
+        return jnp.take_along_axis(values, ids, axis=-1)
+
+    def drop_ids(
+        self, values: Float[Array, "tokens vocab"], ids: Int[Array, "tokens ids"]
+    ) -> Float[Array, "tokens vocab"]:
+        """Return the numbers with a very negative one for some ids of each token."""
+        return values.at[jnp.arange(len(ids))[:, None], ids].set(jnp.finfo(values.dtype).min / 4)
+
+    def top_ids(
+        self, values: Float[Array, "tokens vocab"], count: int
+    ) -> tuple[Int[Array, "tokens ids"], Float[Array, "tokens ids"]]:
+        """Return the ids with the largest numbers of each token, in order, and these numbers."""
+        largest, ids = jax.lax.top_k(values, count)
+        return ids, largest
+
+
+@checked
+def token_nats(
+    logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]
+) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
+    """Return `logsumexp(logits) - logits[target]` of each token in nats, and the logsumexp itself.
+
+    The result is NaN for a target that is no id, just as the embedding of such an id; a weight of 0 leaves the token
+    out of the loss. The function takes logits over the whole vocabulary; a loss over a split vocabulary replaces it.
+    """
+    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    log_normalizer = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1)) + peak[:, 0]
+    # A comparison instead of a gather: its gradient fuses with the softmax's, where a gather's would be a scatter.
+    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
+    target_logit = jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=-1)
+    is_id = (targets >= 0) & (targets < logits.shape[1])
+    return jnp.where(is_id, log_normalizer - target_logit, jnp.nan), log_normalizer
