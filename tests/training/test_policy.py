@@ -106,6 +106,7 @@ def test_each_loss_and_its_gradients_are_the_formula(name):
             assert abs(other / float(want) - 1) > 1e-3
 
 
+@pytest.mark.grid
 def test_each_choice_matters():
     """The control: no two of the losses, and none with another clipping or temperature, are the same."""
     with jax.enable_x64(True):

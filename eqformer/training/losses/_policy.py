@@ -104,6 +104,7 @@ def policy_loss(
         tokens: Tokens | None = None,
         vocabulary: Vocabulary | None = None,
     ) -> tuple[Float[Array, ""], CountOrAux]:
+        _check_batch(objective, batch)
         tokens = batch_tokens(batch, key) if tokens is None else tokens
         hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
         targets, unembed = jnp.asarray(batch.targets), _at_temperature(model.unembed, batch.temperature)
@@ -142,6 +143,20 @@ def _check_objective(name: str, objective: _Objective) -> None:
         )
 
 
+def _check_batch(objective: _Objective, batch: PolicyBatch) -> None:
+    """Raise a `ValueError` for a batch without the numbers that a loss reads."""
+    if batch.advantages is None:
+        raise ValueError(
+            "policy_loss: the batch has no advantages; give dataclasses.replace(batch, advantages=...), see "
+            "training.group_advantages."
+        )
+    if objective.beta and batch.reference_log_probs is None:
+        raise ValueError(
+            f"policy_loss(beta={objective.beta}): the batch needs log-probabilities by a reference; give "
+            "dataclasses.replace(batch, reference_log_probs=training.make_token_log_probs(plan)(reference, batch))."
+        )
+
+
 def _policy_sums(
     objective: _Objective,
     log_probs: Float[Array, "batch seq"],
@@ -160,12 +175,8 @@ def _policy_sums(
     if (reference := _known_log_probs(batch.reference_log_probs, weights)) is not None:
         difference = reference - log_probs
         per_token["kl"] = jnp.exp(difference) - difference - 1
-        losses = losses + objective.beta * per_token["kl"] * (ratios if objective.unbiased_kl else 1)
-    elif objective.beta:
-        raise ValueError(
-            f"policy_loss(beta={objective.beta}): the batch needs log-probabilities by a reference; give "
-            "dataclasses.replace(batch, reference_log_probs=training.make_token_log_probs(plan)(reference, batch))."
-        )
+        if objective.beta:
+            losses = losses + objective.beta * per_token["kl"] * (ratios if objective.unbiased_kl else 1)
     if (sampler := _known_log_probs(batch.sampler_log_probs, weights)) is not None:
         per_token["sampler_difference"] = jnp.abs(log_probs - sampler)
 
@@ -186,11 +197,7 @@ def _clipped_losses(
 
     `shares` is the weight of each token over that of its row.
     """
-    if batch.advantages is None:
-        raise ValueError(
-            "policy_loss: the batch has no advantages; give dataclasses.replace(batch, advantages=...), see "
-            "training.group_advantages."
-        )
+    assert batch.advantages is not None, "see _check_batch"
     advantages = jnp.asarray(batch.advantages).astype(log_probs.dtype)[:, None]
     old = _known_log_probs(batch.old_log_probs, shares)
     log_ratios = log_probs - (jax.lax.stop_gradient(log_probs) if old is None else old)
