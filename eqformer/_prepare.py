@@ -120,6 +120,15 @@ def _processor_name() -> str:
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
 
 
+def last_level_cache() -> int | None:
+    """Return the bytes of the processor's largest cache; None if the system does not tell, as on others than Linux."""
+    sizes: list[int] = []
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(file.read_text(encoding="utf-8").strip().removesuffix("K")) * 2**10)
+    return max(sizes, default=None)
+
+
 def _flags(devices: int | None, compilers: bool, gradients: bool) -> list[str]:
     """Return the words of `XLA_FLAGS`: the user's, and our flags that XLA knows."""
     flags = os.environ.get("XLA_FLAGS", "").split()

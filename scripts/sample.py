@@ -75,6 +75,11 @@ class Command(ModelFlags):
     """Tokens of the longest row of --prompts, with its text."""
 
 
+def load_model(command: Command) -> text.LLM:
+    """Load the model that writes; its programs are stored, so that they may take longer to compile."""
+    return load_llm(command, predictor=command.draft == PREDICTOR, throughput=True)
+
+
 def load_draft(command: Command) -> text.LLM | str | None:
     """Load the model that proposes tokens."""
     if command.draft is None or command.draft == PREDICTOR:
@@ -139,7 +144,7 @@ def start_text(command: Command, llm: text.LLM, prompt: str) -> text.StreamedTex
 
 def write_file(command: Command, prompts: Path, out: Path) -> None:
     """Write a text for each row of a file."""
-    llm, screen = load_llm(command, predictor=command.draft == PREDICTOR), Screen(errors=True)
+    llm, screen = load_model(command), Screen(errors=True)
     check_system(command, llm)
     engine = llm.engine(
         slots=command.slots,
@@ -179,7 +184,7 @@ def write(command: Command) -> None:
             f"--prompts {command.prompts} --out {command.out} --prompt {command.prompt}: texts for a file of rows need "
             "both --prompts and --out, and no --prompt; give both, or neither."
         )
-    llm, screen = load_llm(command, predictor=command.draft == PREDICTOR), Screen(errors=True)
+    llm, screen = load_model(command), Screen(errors=True)
     prompt = command.prompt
     if prompt is None:
         prompt = default_prompt(command, llm)

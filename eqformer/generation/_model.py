@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..nn import LanguageModel, modules, PositionEncoding, Predictor, Routed, Tokens
+from ..nn import has_shape, LanguageModel, modules, PositionEncoding, Predictor, Routed, Tokens
 
 
 @runtime_checkable
@@ -73,22 +73,27 @@ def unstack_layers(model: LanguageModel) -> LanguageModel:
     return eqx.tree_at(lambda m: m.stacks, model, layers)
 
 
-def unstack_for_platform(model: LanguageModel, platform: str, chip: str = "", devices: int = 1) -> LanguageModel:
+def unstack_for_platform(
+    model: LanguageModel, platform: str, chip: str = "", devices: int = 1, *, cache: int | None = None
+) -> LanguageModel:
     """Unstack the layers of a model if decoding on a platform is then known to be faster.
 
     Layers are unstacked on GPUs and on TPU7x, and mixtures of experts everywhere: a scan copies all experts, on CPUs
     although a token reads few of them, and on TPUs for their kernels. Other TPUs read slices of stacked arrays in
-    place, except for projections to or from heads that do not fit into vector memory. On CPUs dense layers gain less
-    than compilation may take. Models whose layers are split over the axis `pipe` stay stacked: do not call this for
-    them.
+    place, except for projections to or from heads that do not fit into vector memory. On CPUs dense layers are
+    unstacked if their weights do not fit into the last-level cache, because copies then go through main memory;
+    compilation takes several times as long. Models whose layers are split over the axis `pipe` stay stacked: do not
+    call this for them.
 
     Args:
         model: The model, or its shapes.
         platform: `"gpu"`, `"tpu"` or `"cpu"`.
         chip: The device kind by JAX, `jax.devices()[0].device_kind`.
         devices: The number of devices over which a projection is split.
+        cache: The bytes of a CPU's last-level cache; None: unknown, so that dense layers stay stacked.
     """
     scan_copies = platform in _COPYING_PLATFORMS or "7x" in chip.lower()
+    scan_copies |= platform == "cpu" and cache is not None and _layer_bytes(model) > cache
     scan_copies |= platform == "tpu" and _largest_head_projection(model) >= devices * _VECTOR_MEMORY
     return unstack_layers(model) if scan_copies or modules(model.stacks, Routed) else model
 
@@ -97,6 +102,12 @@ _COPYING_PLATFORMS = ("gpu", "cuda", "rocm")
 """Platforms whose compilers copy slices of everything a loop reads; TPU7x changes the tiling of stacked weights."""
 _VECTOR_MEMORY = 2**26
 """Bytes: TPUs bring slices of more than two dims (those with heads) into vector memory, and copy larger ones."""
+
+
+def _layer_bytes(model: LanguageModel) -> int:
+    """Return the bytes of all layers' weights."""
+    arrays = jax.tree.leaves(eqx.filter([stack.blocks for stack in model.stacks], has_shape))
+    return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
 def _largest_head_projection(model: LanguageModel) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 
 from .. import data, generation, models, nn, parallel, training
+from .._prepare import last_level_cache
 from ._companions import load_tokenizer, read_begin_id, read_chat_template
 from ._llm import LLM
 from ._run_folder import is_run, open_run_tokenizer, read_run_recipe, restore_run_model
@@ -18,6 +19,7 @@ def load(
     dtype: jax.typing.DTypeLike | None = None,
     weights: str = "decoded",
     predictor: bool = False,
+    throughput: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LLM:
     """Load a model with its tokenizer and chat template.
@@ -32,6 +34,8 @@ def load(
         dtype: The dtype of all weights; None: each has its published dtype.
         weights: `"quantized"` keeps quantized weights as they are stored, in less memory; `"decoded"` decodes them.
         predictor: Whether to read the module that predicts a further token too, for `generate(draft="mtp")`.
+        throughput: Whether programs may take longer to compile if decoding is faster then: on a CPU, layers whose
+            weights fit into no cache are unstacked (see `generation.unstack_for_platform`).
         progress: A function that is called with the number of bytes read so far, and of all bytes.
     """
     path = models.local_path(source)
@@ -46,16 +50,17 @@ def load(
                 f"load({str(source)!r}): a run's model has the dtypes of its recipe and the weights of its checkpoint; "
                 "leave out dtype, weights and predictor."
             )
-        return _load_run(path, plan)
+        return _load_run(path, plan, throughput)
     if plan is not None:  # The model is compared with the plan before its arrays are read.
         parallel.ShardedModel(models.shapes(models.read_config(path)), plan)
     tokenizer, folder = load_tokenizer(path), models.companion_folder(path)
     model = models.load(path, plan=plan, dtype=dtype, weights=weights, predictor=predictor, progress=progress)
     max_length = getattr(models.read_config(path), "max_seq", None)
-    return make_llm(prepare_to_decode(model, plan), tokenizer, folder, max_length, special_tokens=True)
+    prepared = prepare_to_decode(model, plan, throughput=throughput)
+    return make_llm(prepared, tokenizer, folder, max_length, special_tokens=True)
 
 
-def _load_run(path: Path, plan: parallel.Plan | None) -> LLM:
+def _load_run(path: Path, plan: parallel.Plan | None, throughput: bool) -> LLM:
     """Load the model of a run's latest checkpoint.
 
     Prompts get special tokens only if the run began from a published model.
@@ -65,7 +70,8 @@ def _load_run(path: Path, plan: parallel.Plan | None) -> LLM:
         parallel.ShardedModel(recipe.shapes(), plan)
     tokenizer, model = open_run_tokenizer(path, recipe), restore_run_model(path, recipe, plan)
     is_published = published.is_dir()
-    return make_llm(prepare_to_decode(model, plan), tokenizer, published, recipe.seq, special_tokens=is_published)
+    prepared = prepare_to_decode(model, plan, throughput=throughput)
+    return make_llm(prepared, tokenizer, published, recipe.seq, special_tokens=is_published)
 
 
 def make_llm(
@@ -86,11 +92,16 @@ def make_llm(
     return LLM(model, tokenizer, read_chat_template(folder), tuple(ends), special_tokens, max_length, begin_id)
 
 
-def prepare_to_decode(model: nn.LanguageModel, plan: parallel.Plan | None) -> generation.Model:
-    """Return the model in the form that decodes fastest on JAX's default devices; with a plan, sharded by it."""
+def prepare_to_decode(
+    model: nn.LanguageModel, plan: parallel.Plan | None, *, throughput: bool = False
+) -> generation.Model:
+    """Return the model in the form that decodes fastest on JAX's default devices; with a plan, sharded by it.
+
+    Without `throughput`, dense layers stay stacked on CPUs: each of their programs compiles several times as fast.
+    """
     platform, chip = jax.default_backend(), jax.devices()[0].device_kind
     if plan is None:
-        return generation.unstack_for_platform(model, platform, chip)
+        return generation.unstack_for_platform(model, platform, chip, cache=last_level_cache() if throughput else None)
     if not plan.is_pipelined:
         num_shards = plan.size(parallel.TENSOR) * plan.size(parallel.FSDP)
         model = plan.shard(generation.unstack_for_platform(model, platform, chip, devices=num_shards))

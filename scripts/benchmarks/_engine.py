@@ -10,21 +10,23 @@ import numpy as np
 from benchmarks import _peers
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import generation, models
+from eqformer._prepare import last_level_cache
 from eqformer.generation import Engine, Request
 
 
 SMOLLM2 = models.LlamaConfig(vocab=49_152, embed=576, layers=30, heads=9, kv_heads=3, mlp=1536, tied=True)
+CONFIGS = {"8 M": models.preset("llama-byte-8m"), "135 M": SMOLLM2}
 COUNTS = (1, 8, 32)
 CAPACITY = 256
 
 
 def engine(rounds: int) -> Iterator[Row]:
     """New tokens a second of 1, 8 and 32 greedy requests of unlike lengths (8 M, and SmolLM2's shape of 135 M)."""
-    small = models.preset("llama-byte-8m")
-    assert isinstance(small, models.LlamaConfig)
-    for name, config in {"8 M": small, "135 M": SMOLLM2}.items():
+    for name, config in CONFIGS.items():
+        assert isinstance(config, models.LlamaConfig)
         model = eqx.filter_jit(lambda key, config=config: models.build(config, key=key))(jax.random.key(0))
-        model = generation.unstack_for_platform(model, jax.default_backend(), jax.devices()[0].device_kind)
+        chip = jax.devices()[0].device_kind
+        model = generation.unstack_for_platform(model, jax.default_backend(), chip, cache=last_level_cache())
         peer = _peers.build_model(config, CAPACITY).eval() if _peers.are_installed() else None
         for count in COUNTS:
             requests = make_requests(config.vocab, count)

@@ -33,10 +33,11 @@ class ModelFlags:
     """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
-def load_llm(flags: ModelFlags, *, predictor: bool = False) -> text.LLM:
+def load_llm(flags: ModelFlags, *, predictor: bool = False, throughput: bool = False) -> text.LLM:
     """Load the model of the flags; a `ValueError` names flags that contradict each other or that a run does not have.
 
-    With `predictor` the module that predicts a further token is read too, if the model has one.
+    With `predictor` the module that predicts a further token is read too, if the model has one. With `throughput`
+    decoding may take longer to compile if it is faster then.
     """
     if flags.model is not None and flags.run_dir is not None:
         raise ValueError(f"--model {flags.model} --run-dir {flags.run_dir}: one model is read; leave one of them out.")
@@ -50,7 +51,7 @@ def load_llm(flags: ModelFlags, *, predictor: bool = False) -> text.LLM:
         if flags.weights != "decoded":
             raise ValueError(f"--weights {flags.weights}: a run's weights are in no fewer bits; leave it out.")
         RunDirectory(source).read()  # Its errors name flags.
-        return text.load(source, plan=plan)
+        return text.load(source, plan=plan, throughput=throughput)
     if flags.weights == "quantized" and source.is_file():
         raise ValueError(
             f"--weights quantized --model {source}: the blocks of a GGUF file are decoded; leave out --weights, and "
@@ -63,6 +64,7 @@ def load_llm(flags: ModelFlags, *, predictor: bool = False) -> text.LLM:
             dtype=None if flags.dtype is None else nn.float_dtype(flags.dtype, f"--dtype {flags.dtype}"),
             weights=flags.weights,
             predictor=predictor,
+            throughput=throughput,
             progress=functools.partial(progress, f"reading {source}"),
         )
 
