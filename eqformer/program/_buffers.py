@@ -4,10 +4,13 @@ import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import jax
+from jaxtyping import PyTree
+
 from . import _hlo_text as hlo_text
 
 
-Value = int | list  # the number of a buffer, or a list of values for a tuple
+Value = PyTree  # The number of a buffer, or a list of values for a tuple.
 
 
 class Buffer(NamedTuple):
@@ -41,7 +44,7 @@ def largest_buffers(text: str) -> tuple[int, list[Buffer]]:
     first, (result, _) = _walk(computations, entry, set())
     # Both walks give a buffer the same number. The second leaves out the program's result, which is in the place of a
     # donated argument, and all buffers in the place of that result.
-    uncounted, size = set(_flatten(result)), 0
+    uncounted, size = set(jax.tree.leaves(result)), 0
     while len(uncounted) > size:
         size = len(uncounted)
         uncounted |= {buffer for group in first.shared if not uncounted.isdisjoint(group) for buffer in group}
@@ -77,14 +80,12 @@ class _Walk:
 
     def new_value(self, result: str, line: hlo_text.Instruction, is_uncounted: bool = False) -> Value:
         """Return new buffers for a type, nested as its tuples are; buffers that are `is_uncounted` count 0 bytes."""
-        return self._new_buffers(_nest_types(result), line, is_uncounted)
+        return jax.tree.map(lambda type: self._new_buffer(type, line, is_uncounted), _nest_types(result))
 
-    def _new_buffers(self, types: str | list, line: hlo_text.Instruction, is_uncounted: bool) -> Value:
-        if isinstance(types, list):
-            return [self._new_buffers(part, line, is_uncounted) for part in types]
+    def _new_buffer(self, type: str, line: hlo_text.Instruction, is_uncounted: bool) -> int:
         is_uncounted |= len(self.buffers) in self.uncounted
-        size = 0 if is_uncounted else hlo_text.main_memory_size(types)
-        self.buffers.append(Buffer(types.partition("{")[0], size, hlo_text.scopes_of(line.attributes)))
+        size = 0 if is_uncounted else hlo_text.main_memory_size(type)
+        self.buffers.append(Buffer(type.partition("{")[0], size, hlo_text.scopes_of(line.attributes)))
         return len(self.buffers) - 1
 
     def run(self, name: str, arguments: list[Value], is_loop: bool = False) -> tuple[Value, _Peak]:
@@ -105,11 +106,12 @@ class _Walk:
             inner.append(peak)
         births, last_reads = self._lifetimes(lines, values)
         for index, line in enumerate(lines):
-            if line.opcode == "copy" and isinstance(source := values[line.operands[0]], int):
+            if line.opcode == "copy" and not line.has_tuple_result:
+                source = values[line.operands[0]]
                 is_last = last_reads[source] == index and source >= first_new
                 self.shared += [(values[line.name], source)] if is_last else []
         result = values[next(line.name for line in lines if line.is_root)]
-        carries, next_carries = _flatten(arguments), _flatten(result)
+        carries, next_carries = jax.tree.leaves(arguments), jax.tree.leaves(result)
         in_place: set[int] = set()
         if is_loop and len(carries) == len(next_carries):
             pairs = zip(carries, next_carries)
@@ -125,16 +127,18 @@ class _Walk:
         births: dict[int, int] = {}
         last_reads: dict[int, int] = {}
         for index, line in enumerate(lines):
-            for buffer in _flatten(values[line.name]):
+            for buffer in jax.tree.leaves(values[line.name]):
                 births.setdefault(buffer, index)
                 last_reads.setdefault(buffer, index)
             if line.opcode not in _NAMING:
                 for operand in line.operands:
-                    last_reads |= dict.fromkeys(_flatten(values.get(operand, [])), index)
+                    last_reads |= dict.fromkeys(jax.tree.leaves(values.get(operand)), index)
         # A fused loop writes its result over an operand of the same size that no later instruction reads.
         for index, line in enumerate(lines):
-            if "kind=kLoop" in line.attributes and isinstance(new := values[line.name], int) and births[new] == index:
-                for buffer in _flatten([values.get(name, []) for name in line.operands]):
+            if "kind=kLoop" not in line.attributes or line.has_tuple_result:
+                continue
+            if births[new := values[line.name]] == index:
+                for buffer in jax.tree.leaves([values.get(name) for name in line.operands]):
                     if last_reads[buffer] == index and self.buffers[buffer].size == self.buffers[new].size:
                         last_reads[buffer] = index - 1
                         break
@@ -173,10 +177,10 @@ class _Walk:
         no_peak = _Peak(0, [])
         if line.opcode == "conditional":
             branches = [self.run(name, [operand]) for name, operand in zip(names, operands[1:])]
-            self.shared += zip(*(_flatten(result) for result, _ in branches))
+            self.shared += zip(*(jax.tree.leaves(result) for result, _ in branches))
             return max(branches, key=lambda run: run[1].size, default=(self.new_value(line.result, line), no_peak))
         result, peak = self.run(names[0], operands) if names else (self.new_value(line.result, line), no_peak)
-        return ([operands, result] if line.opcode == "async-start" else result), peak
+        return ([result, *operands] if line.opcode == "async-start" else result), peak
 
     def _value_of(self, line: hlo_text.Instruction, operands: list[Value]) -> Value:
         """Return the value of an instruction that runs no other computation."""
@@ -207,7 +211,7 @@ class _Walk:
         The value of the start of an all-reduce is the result alone.
         """
         new = self.new_value(line.result, line)
-        if not isinstance(new, list) or line.opcode == "all-reduce-start":
+        if not line.has_tuple_result or line.opcode == "all-reduce-start":
             return new
         result, source = (0, 1) if line.opcode == "copy-start" else (1, 0)
         if line.opcode.startswith("ragged-all-to-all"):  # writes into its second operand
@@ -220,7 +224,7 @@ class _Walk:
         new = self.new_value(line.result, line)
         # `output_to_operand_aliasing={{1}: (0, {})}` writes output 1 over operand 0, `{{}: (0, {})}` the only output.
         for index, number in re.findall(r"\{(\d*)\}: \((\d+), \{\}", line.attributes):
-            if index and isinstance(new, list):
+            if index and line.has_tuple_result:
                 new[int(index)] = operands[int(number)]
             elif not index:
                 new = operands[int(number)]
@@ -236,7 +240,7 @@ class _Walk:
         """Return the value of a fusion; an output that updates a slice of an operand is that operand's buffer."""
         body = hlo_text.fusion_body(line, self.computations)
         outputs = hlo_text.fusion_outputs(body)
-        values: list[Value] = list(new) if isinstance(new, list) else [new]
+        values: list[Value] = list(new) if line.has_tuple_result else [new]
         if len(outputs) != len(values):
             return new
         for index, output in enumerate(outputs):
@@ -244,16 +248,11 @@ class _Walk:
                 target = hlo_text.source_of(body[output.operands[0]], {"bitcast"}, body)
                 if target.opcode == "parameter":
                     values[index] = operands[int(target.literal)]
-        return values if isinstance(new, list) else values[0]
+        return values if line.has_tuple_result else values[0]
 
 
 # Opcodes that only give a value another name, and read no buffer.
 _NAMING = ("tuple", "get-tuple-element", "bitcast", "optimization-barrier", "parameter")
-
-
-def _flatten(value: Value) -> list[int]:
-    """Return the numbers of all buffers of a value."""
-    return [number for part in value for number in _flatten(part)] if isinstance(value, list) else [value]
 
 
 def _nest_types(result: str) -> str | list:

@@ -28,6 +28,11 @@ class Instruction(NamedTuple):
     is_root: bool = False
     """Whether the instruction's result is the computation's result."""
 
+    @property
+    def has_tuple_result(self) -> bool:
+        """Whether the result is a tuple, `(f32[2], s32[])`."""
+        return self.result.startswith("(")
+
 
 Computations = Mapping[str, Sequence[Instruction]]
 

@@ -91,6 +91,27 @@ def test_the_buffers_of_a_program():
     assert largest_buffers(read_later)[0] == 3 * MATRIX  # so that its next value needs a place of its own
 
 
+def test_the_result_of_an_asynchronous_computation_lives_until_it_is_read():
+    text = """
+%doubled (a: f32[64,64]) -> f32[64,64] {
+  %a = f32[64,64]{1,0} parameter(0)
+  ROOT %b = f32[64,64]{1,0} add(%a, %a)
+}
+
+ENTRY %main (x: f32[64,64]) -> f32[64,64] {
+  %x = f32[64,64]{1,0} parameter(0)
+  %start = ((f32[64,64]{1,0}), f32[64,64]{1,0}, u32[]) async-start(%x), calls=%doubled
+  %done = f32[64,64]{1,0} async-done(%start)
+  %first = f32[64,64]{1,0} multiply(%x, %x)
+  %second = f32[64,64]{1,0} multiply(%x, %x)
+  %both = f32[64,64]{1,0} add(%first, %second)
+  ROOT %sum = f32[64,64]{1,0} add(%done, %both)
+}
+"""
+    assert largest_buffers(text)[0] == 4 * MATRIX
+    assert largest_buffers(text.replace("add(%done, %both)", "add(%x, %both)"))[0] == 3 * MATRIX  # The control.
+
+
 @pytest.mark.quick
 def test_what_a_program_executes():
     assert executed(TEXT) == (7 * 2 * 64 * 64 * 32 + 2 * 64**3, 700)
