@@ -21,14 +21,20 @@ class UnknownKindError(ValueError):
 
 def dataclass_to_json(value: Any) -> Any:
     """Return a value as JSON; a dataclass keeps its class's name as `kind`."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: dataclass_to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"kind": type(value).__name__, **fields}
-    if isinstance(value, tuple):
-        return [dataclass_to_json(part) for part in value]
-    if isinstance(value, float) and math.isinf(value):
-        return {_FLOAT: "Infinity" if value > 0 else "-Infinity"}
-    return str(value) if isinstance(value, Path) else value
+    match value:
+        case tuple():
+            return [dataclass_to_json(part) for part in value]
+        case float() if math.isinf(value):
+            return {_FLOAT: "Infinity" if value > 0 else "-Infinity"}
+        case Path():
+            return str(value)
+        case type():
+            return value
+        case _ if dataclasses.is_dataclass(value):
+            fields = {field.name: dataclass_to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            return {"kind": type(value).__name__, **fields}
+        case _:
+            return value
 
 
 def dataclass_from_json(value: Any, classes: Mapping[str, type], source: str) -> Any:
@@ -38,12 +44,19 @@ def dataclass_from_json(value: Any, classes: Mapping[str, type], source: str) ->
     `UnknownKindError` for another class, and a `ValueError` for a field that its class does not have, or that has a
     value of another type.
     """
-    if isinstance(value, list):
-        return tuple(dataclass_from_json(part, classes, source) for part in value)
-    if not isinstance(value, dict):
-        return value
-    if value.get(_FLOAT) in ("Infinity", "-Infinity"):
-        return float(value[_FLOAT])
+    match value:
+        case list():
+            return tuple(dataclass_from_json(part, classes, source) for part in value)
+        case dict() if value.get(_FLOAT) in ("Infinity", "-Infinity"):
+            return float(value[_FLOAT])
+        case dict():
+            return _make_dataclass(value, classes, source)
+        case _:
+            return value
+
+
+def _make_dataclass(value: Mapping[str, Any], classes: Mapping[str, type], source: str) -> Any:
+    """Return the dataclass that an object in JSON describes."""
     fields = {name: dataclass_from_json(part, classes, source) for name, part in value.items() if name != "kind"}
     kind: Any = classes.get(value.get("kind", ""))
     if kind is None:

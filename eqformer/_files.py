@@ -205,7 +205,10 @@ def _check_mode(path: str | os.PathLike[str], mode: int) -> None:
 
 
 def _unreadable(path: str | os.PathLike[str], error: OSError | ValueError) -> ValueError:
-    if isinstance(error, FileNotFoundError):
-        return ValueError(f"{os.fspath(path)}: the file is missing.")
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return ValueError(f"{os.fspath(path)}: it cannot be read ({reason}).")
+    match error:
+        case FileNotFoundError():
+            return ValueError(f"{os.fspath(path)}: the file is missing.")
+        case OSError(strerror=str(reason)) if reason:
+            return ValueError(f"{os.fspath(path)}: it cannot be read ({reason}).")
+        case _:
+            return ValueError(f"{os.fspath(path)}: it cannot be read ({error}).")

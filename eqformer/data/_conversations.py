@@ -387,8 +387,6 @@ def split_preference(row: object, *, location: str) -> tuple[JsonObject, JsonObj
     `tools` and `chat_template_kwargs` may stand beside them. Raises a `ValueError` that names the location for any
     other row, and for a rejected completion that equals the chosen one.
     """
-    if not isinstance(row, dict):
-        raise ValueError(f"{location} must be an object with fields, but is {type(row).__name__}.")
     match row:
         case {"prompt": str(prompt), "chosen": str(chosen), "rejected": str(rejected)}:
             parts = prompt, chosen, rejected
@@ -403,12 +401,14 @@ def split_preference(row: object, *, location: str) -> tuple[JsonObject, JsonObj
                     "messages differ, or one has a single message; give the prompt as `prompt`."
                 )
             parts = chosen[:shared], chosen[shared:], rejected[shared:]
-        case _:
+        case dict():
             raise ValueError(
                 f"{location} must have `prompt`, `chosen` and `rejected` (three texts or three lists of messages), or "
                 "`chosen` and `rejected` as whole conversations, but its fields are "
                 f"{', '.join(map(_describe_field, row.items()))}; rename them."
             )
+        case _:
+            raise ValueError(f"{location} must be an object with fields, but is {type(row).__name__}.")
     prompt, chosen, rejected = parts
     if chosen == rejected:
         raise ValueError(f"{location}: `rejected` equals `chosen`, so there is nothing to prefer; leave the row out.")

@@ -101,12 +101,13 @@ class Budget:
         sizes[address] = self.largest + 1
         total = 1
         for part in parts:
-            if isinstance(part, int | float | None):
-                total += 1
-            elif isinstance(part, str):
-                total += 1 + text_size(part)
-            else:
-                total += 1 + self._size(part, sizes)
+            match part:
+                case int() | float() | None:
+                    total += 1
+                case str():
+                    total += 1 + text_size(part)
+                case _:
+                    total += 1 + self._size(part, sizes)
             if total > self.largest:
                 self.allow(total)
         sizes[address] = total

@@ -340,17 +340,16 @@ def _nodes_on_path(model: PyTree, path: tuple) -> Iterator[tuple[Any, dataclasse
     """Yield each node on the path to a leaf, with the field that leads to the next node, or None for other entries."""
     node = model
     for entry in path:
-        if isinstance(entry, jax.tree_util.GetAttrKey):
-            yield node, _fields(type(node)).get(entry.name)
-            node = getattr(node, entry.name)
-            continue
-        yield node, None
-        if isinstance(entry, jax.tree_util.SequenceKey):
-            node = node[entry.idx]
-        elif isinstance(entry, jax.tree_util.DictKey):
-            node = node[entry.key]
-        else:
-            return
+        match entry:
+            case jax.tree_util.GetAttrKey(name=name):
+                yield node, _fields(type(node)).get(name)
+                node = getattr(node, name)
+            case jax.tree_util.SequenceKey(idx=key) | jax.tree_util.DictKey(key=key):
+                yield node, None
+                node = node[key]
+            case _:
+                yield node, None
+                return
 
 
 @functools.cache

@@ -295,16 +295,17 @@ def _flags_without_bounds(config: Any) -> set[str]:
 
 def _check_value(flag: str, value: Any, may_be_infinite: bool) -> None:
     for part in jax.tree.leaves(value):
-        if flag in _COUNTS and part < 1:
-            fix = "it counts, so give at least 1"
-        elif isinstance(part, float) and not (math.isfinite(part) or (may_be_infinite and math.isinf(part))):
-            fix = "give a finite number"
-        elif isinstance(part, int) and not -(2**63) <= part < 2**63:
-            fix = "give a number of at most 64 bits"
-        elif isinstance(part, str) and part.encode(errors="ignore").decode() != part:
-            part, fix = ascii(part), "this is no text in UTF-8; type it anew"
-        else:
-            continue
+        match part:
+            case _ if flag in _COUNTS and part < 1:
+                fix = "it counts, so give at least 1"
+            case float() if not (math.isfinite(part) or (may_be_infinite and math.isinf(part))):
+                fix = "give a finite number"
+            case int() if not -(2**63) <= part < 2**63:
+                fix = "give a number of at most 64 bits"
+            case str() if part.encode(errors="ignore").decode() != part:
+                part, fix = ascii(part), "this is no text in UTF-8; type it anew"
+            case _:
+                continue
         raise ValueError(f"{flag} {part}: {fix}.")
 
 

@@ -114,13 +114,14 @@ def parse_row(line: bytes, label: str) -> JsonObject:
         row = parse_json(line.decode("utf-8"))
     except ValueError:
         row = None
-    step = row.get("step") if isinstance(row, dict) else None
-    if not isinstance(row, dict) or not isinstance(step, int | float) or isinstance(step, bool):
-        raise ValueError(
-            f"{label} is not a JSON object with a number as its step, so the file cannot be continued or drawn; move "
-            "it away or repair the line."
-        )
-    return row
+    match row:
+        case {"step": int() | float() as step} if not isinstance(step, bool):
+            return row
+        case _:
+            raise ValueError(
+                f"{label} is not a JSON object with a number as its step, so the file cannot be continued or drawn; "
+                "move it away or repair the line."
+            )
 
 
 class TensorBoard:

@@ -96,21 +96,24 @@ def metadata_to_json(metadata: Mapping[str, object]) -> str:
 
 
 def _check_json(path: str, value: object) -> None:
-    if isinstance(value, dict):
-        for name, member in value.items():
-            _check_json(f"{path}[{name!r}]", member)
-    elif isinstance(value, list | tuple):
-        for index, element in enumerate(value):
-            _check_json(f"{path}[{index}]", element)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(
-            f"Checkpointer.save(metadata): {path} is {value}, but JSON has only finite numbers; save None or text."
-        )
-    elif not isinstance(value, str | int | float | None):
-        raise ValueError(
-            f"Checkpointer.save(metadata): {path} has the type {type(value).__name__}, which JSON does not have; "
-            "save a Python number (`float(x)`, `x.tolist()`), or text."
-        )
+    match value:
+        case dict():
+            for name, member in value.items():
+                _check_json(f"{path}[{name!r}]", member)
+        case list() | tuple():
+            for index, element in enumerate(value):
+                _check_json(f"{path}[{index}]", element)
+        case float() if not math.isfinite(value):
+            raise ValueError(
+                f"Checkpointer.save(metadata): {path} is {value}, but JSON has only finite numbers; save None or text."
+            )
+        case str() | int() | float() | None:
+            return
+        case _:
+            raise ValueError(
+                f"Checkpointer.save(metadata): {path} has the type {type(value).__name__}, which JSON does not have; "
+                "save a Python number (`float(x)`, `x.tolist()`), or text."
+            )
 
 
 def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:

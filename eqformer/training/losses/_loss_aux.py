@@ -96,8 +96,11 @@ def routing_metrics(loss_aux: CountOrAux) -> dict[str, Array]:
 
 def sum_and_count(result: PyTree, loss_fn: LossFn) -> tuple[Float[Array, ""], CountOrAux]:
     """Return the sum and the count that a loss returned, as arrays; raise a `ValueError` for any other result."""
-    total, loss_aux = result if isinstance(result, tuple | list) and len(result) == 2 else (None, None)
-    count = None if loss_aux is None else loss_count(loss_aux)
+    match result:
+        case (total, loss_aux) if loss_aux is not None:
+            count = loss_count(loss_aux)
+        case _:
+            total = loss_aux = count = None
     if total is None or count is None or np.shape(total) != () or np.shape(count) != ():
         raise ValueError(
             f"{_name(loss_fn)}(model, batch, key): a loss returns two numbers, the sum over tokens and their count: "
@@ -140,12 +143,13 @@ def check_not_split(total: Float[Array, ""], loss_fn: LossFn, size: int) -> None
 
 def _describe(result: PyTree) -> str:
     """Return the number of values of a result, and the shapes of two."""
-    if not isinstance(result, tuple | list):
-        return "one value"
-    if len(result) != 2:
-        return f"{len(result)} values"
-    first, second = (np.shape(loss_count(x)) for x in result)
-    return f"two values of shapes {first} and {second}"
+    match result:
+        case (total, count):
+            return f"two values of shapes {np.shape(loss_count(total))} and {np.shape(loss_count(count))}"
+        case tuple() | list():
+            return f"{len(result)} values"
+        case _:
+            return "one value"
 
 
 def _name(loss_fn: LossFn) -> str:
