@@ -261,12 +261,16 @@ class FileTokenizer:
 
     def _encode_names(self, method: str, text: str, add_special_tokens: bool) -> Any:
         """Return the package's encoding of a text in which names of special tokens mean these tokens."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            with self._describe_failure(method, "the text"):
-                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        with self._describe_failure(method, "the text"):
+            return self._prompt_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    @functools.cached_property
+    def _prompt_tokenizer(self) -> Any:
+        """The package's tokenizer that reads names of special tokens as these tokens.
+
+        It is a second object, because a setting of one object cannot be changed while another thread encodes by it.
+        """
+        return type(self._tokenizer).from_str(self._tokenizer.to_str())
 
     @functools.cached_property
     def special_ids(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@ import json
 import os
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,10 @@ def test_bytes_as_a_file(tmp_path):
         assert files["tokenizer.json"] == (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
         settings = json.loads(files["tokenizer_config.json"])
         assert (settings["eos_token"], settings["model_max_length"]) == ("<|endoftext|>", 77)
+    with ThreadPoolExecutor(4) as pool:  # A server encodes prompts and texts at once.
+        encode = lambda number: (file.encode if number % 2 else file.encode_prompt)("a<|endoftext|>" * 500)
+        lengths = [len(ids) for ids in pool.map(encode, range(100))]
+        assert lengths == [1000, 500 * len("a<|endoftext|>")] * 50
     named = FileTokenizer(tmp_path / "tokenizer.json", end_of_text="a")  # no token of its own, which a name could mean
     assert "eos_token" not in json.loads(tokenizer_files(named, max_length=77)["tokenizer_config.json"])
 
