@@ -93,17 +93,22 @@ def _compare(name: str, old: Any, new: Any) -> list[str]:
 
 def _check_types(kind: Any, fields: Mapping[str, Any], source: str) -> None:
     """Raise a `ValueError` for a field that holds a value of another type than its annotation says."""
+    for name, value in fields.items():
+        if (hint := violated_annotation(kind, name, value)) is not None:
+            raise ValueError(
+                f"{source}: {kind.__name__}.{name} must be of {hint}, but is {value!r:.100}; write the file "
+                "anew by the command that began the run."
+            )
+
+
+def violated_annotation(kind: Any, name: str, value: Any) -> Any:
+    """Return the annotation of a dataclass's field if the value is of another type; None if the value may be there."""
     from beartype import BeartypeConf  # Imported here, since the package imports this file at once.
     from beartype.door import is_bearable
 
-    numbers = BeartypeConf(is_pep484_tower=True)  # An integer is a float too, as in annotations.
     try:
-        hints = typing.get_type_hints(kind)
+        hint = typing.get_type_hints(kind)[name]
     except NameError:  # A class of the user's file, whose annotations type checkers alone can read.
-        return
-    for name, value in fields.items():
-        if not is_bearable(value, hints[name], conf=numbers):
-            raise ValueError(
-                f"{source}: {kind.__name__}.{name} must be of {hints[name]}, but is {value!r:.100}; write the file "
-                "anew by the command that began the run."
-            )
+        return None
+    numbers = BeartypeConf(is_pep484_tower=True)  # An integer is a float too, as in annotations.
+    return None if is_bearable(value, hint, conf=numbers) else hint

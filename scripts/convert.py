@@ -93,7 +93,7 @@ def _write_run(name: str, recipe: Recipe, target: RunDirectory, screen: Screen) 
     with target:
         target.claim(name, recipe)
         target.begin(name, recipe)
-        texts.copy_companions(recipe, target)
+        texts.copy_published_files(recipe, target)
         metadata = training.run_metadata(
             recipe={"name": name, "recipe": dataclass_to_json(recipe)},
             step=0,

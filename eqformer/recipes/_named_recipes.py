@@ -19,7 +19,7 @@ from ..training import Optimization
 from ._recipe import Mesh, Recipe
 
 
-def default() -> Recipe:
+def default_recipe() -> Recipe:
     """A byte-level Llama of 0.8 million parameters, on the sources of Python's standard library.
 
     By Muon: AdamW needs twice as many bytes to write as well.
@@ -27,20 +27,20 @@ def default() -> Recipe:
     return Recipe(model=preset("llama-byte-1m"), steps=320, optimizer=_MUON)
 
 
-def moe() -> Recipe:
+def moe_recipe() -> Recipe:
     """A mixture of experts, two of eight a token: 0.8 million parameters at work, as in the default model, of 2.6."""
-    return dataclasses.replace(default(), model=preset("mixtral-byte-3m"))
+    return dataclasses.replace(default_recipe(), model=preset("mixtral-byte-3m"))
 
 
-def adamw() -> Recipe:
+def adamw_recipe() -> Recipe:
     """The default recipe's model by AdamW, which needs more than twice the steps: 800."""
     return Recipe(model=preset("llama-byte-1m"))
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    "default": default,
-    "moe": moe,
-    "adamw": adamw,
+    "default": default_recipe,
+    "moe": moe_recipe,
+    "adamw": adamw_recipe,
 }
 
 
@@ -50,7 +50,7 @@ _ADAMW = Optimization(name="adamw", learning_rate=3e-4)
 _NARROW = Optimization(name="adamw", learning_rate=3e-4, moments="8bit")
 
 
-def _adamw_recipe(
+def _large_recipe(
     model: str,
     mesh: Mesh,
     batch: int,
@@ -77,25 +77,25 @@ _TOKENS: dict[str, Any] = {"residual": "sequence"}
 # for, and the recipe. None has been run: each is planned and compiled (docs/accelerators-planning.md). All train by
 # AdamW, in float32 with products in bfloat16; moments have 8 bits and lie on the host where wide ones do not fit.
 LARGE: dict[str, tuple[str, Recipe]] = {
-    "llama-3-8b-v5e-256": ("v5e:16x16", _adamw_recipe("llama-3-8b", Mesh(fsdp=256), 256, 4096)),
-    "llama-3-8b-h100-8": ("h100:8", _adamw_recipe("llama-3-8b", Mesh(fsdp=8), 16, 4096)),
-    "llama-3-8b-h100-64": ("h100:8x8", _adamw_recipe("llama-3-8b", Mesh(fsdp=64), 128, 4096, Execution())),
-    "llama-3-70b-v5p-512": ("v5p:8x8x8", _adamw_recipe("llama-3-70b", Mesh(fsdp=512), 512, 8192)),
-    "llama-3-70b-h100-128": ("h100:8x16", _adamw_recipe("llama-3-70b", Mesh(fsdp=16, tensor=8), 32, 8192, **_TOKENS)),
+    "llama-3-8b-v5e-256": ("v5e:16x16", _large_recipe("llama-3-8b", Mesh(fsdp=256), 256, 4096)),
+    "llama-3-8b-h100-8": ("h100:8", _large_recipe("llama-3-8b", Mesh(fsdp=8), 16, 4096)),
+    "llama-3-8b-h100-64": ("h100:8x8", _large_recipe("llama-3-8b", Mesh(fsdp=64), 128, 4096, Execution())),
+    "llama-3-70b-v5p-512": ("v5p:8x8x8", _large_recipe("llama-3-70b", Mesh(fsdp=512), 512, 8192)),
+    "llama-3-70b-h100-128": ("h100:8x16", _large_recipe("llama-3-70b", Mesh(fsdp=16, tensor=8), 32, 8192, **_TOKENS)),
     "llama-3.1-405b-v5p-2048": (
         "v5p:8x16x16",
-        _adamw_recipe("llama-3.1-405b", Mesh(fsdp=256, tensor=8), 512, 8192, **_TOKENS),
+        _large_recipe("llama-3.1-405b", Mesh(fsdp=256, tensor=8), 512, 8192, **_TOKENS),
     ),
-    "mixtral-8x7b-v5p-128": ("v5p:4x4x8", _adamw_recipe("mixtral-8x7b", Mesh(fsdp=16, expert=8), 128, 4096)),
-    "deepseek-v3-v5p-2048": ("v5p:8x16x16", _adamw_recipe("deepseek-v3", Mesh(fsdp=32, expert=64), 2048, 4096)),
-    "deepseek-v3-tpu7x-512": ("tpu7x:8x8x8", _adamw_recipe("deepseek-v3", Mesh(fsdp=32, expert=32), 1024, 4096)),
+    "mixtral-8x7b-v5p-128": ("v5p:4x4x8", _large_recipe("mixtral-8x7b", Mesh(fsdp=16, expert=8), 128, 4096)),
+    "deepseek-v3-v5p-2048": ("v5p:8x16x16", _large_recipe("deepseek-v3", Mesh(fsdp=32, expert=64), 2048, 4096)),
+    "deepseek-v3-tpu7x-512": ("tpu7x:8x8x8", _large_recipe("deepseek-v3", Mesh(fsdp=32, expert=32), 1024, 4096)),
     "deepseek-v3-h100-256": (
         "h100:8x32",
-        _adamw_recipe(
+        _large_recipe(
             "deepseek-v3", Mesh(fsdp=8, expert=32), 256, 4096, optimizer=_NARROW, optimizer_memory="pinned_host"
         ),
     ),
-    "qwen3-30b-a3b-h100-64": ("h100:8x8", _adamw_recipe("qwen3-30b-a3b", Mesh(fsdp=8, expert=8), 256, 4096)),
+    "qwen3-30b-a3b-h100-64": ("h100:8x8", _large_recipe("qwen3-30b-a3b", Mesh(fsdp=8, expert=8), 256, 4096)),
 }
 
 

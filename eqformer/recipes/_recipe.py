@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from .._dataclass_json import violated_annotation
 from .._shapes import Batch
 from ..data import Packing
 from ..models import ModelConfig
@@ -251,6 +252,19 @@ def fields_of(command: Any, prefix: str = "--") -> Iterator[tuple[str, Any, type
             yield from fields_of(value, f"{prefix}{name}." if name else prefix)
         else:
             yield prefix + name, value, type(command), field.name
+
+
+def check_types(recipe: Recipe) -> None:
+    """Raise a `ValueError`, which names the flag, for a field with a value of another type than its annotation.
+
+    Fields of the model are checked where the model is built.
+    """
+    for flag, value, kind, name in fields_of(recipe):
+        if flag.startswith("--model."):
+            continue
+        if (hint := violated_annotation(kind, name, value)) is not None:
+            expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+            raise ValueError(f"{flag} {value!r:.100}: {kind.__name__}.{name} must be of {expected}; give such a value.")
 
 
 def format_flag(flag: str, value: Any) -> str:

@@ -324,7 +324,7 @@ def _fp8_lines(recipe: Recipe, model: nn.LanguageModel, chip: str) -> list[str]:
     if chip == "cpu":
         return [f"products: of numbers of 8 bits, multiplied in a wider dtype here: slower than {compute}'s"]
     experts = nn.modules(model, nn.Experts)
-    has_fp8_experts = any(isinstance(linear, nn.Fp8Linear) for linear in nn.linear_maps(experts))
+    has_fp8_experts = bool(nn.modules(experts, nn.Fp8Linear))
     if not has_fp8_experts or kernels.has_fp8_grouped_matmul(chip):
         return [f"products: in 8 bits{', those of experts too' * has_fp8_experts}"]
     return [f"products: in 8 bits, but those of experts in {compute} where they have kernels on {chip}"]

@@ -68,10 +68,10 @@ def model_shapes(recipe: Recipe) -> nn.Transformer:
 
 def configure_model(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
     """Return the model with the recipe's execution settings, precision and LoRA."""
-    return add_lora(recipe, recipe.precision.apply(recipe.execution.apply(model)))
+    return apply_lora(recipe, recipe.precision.apply(recipe.execution.apply(model)))
 
 
-def add_lora(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
+def apply_lora(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
     """Return the model with the recipe's LoRA, which changes nothing before the first step."""
     return recipe.lora.apply(model, key=jax.random.fold_in(make_keys(recipe).init, 1))
 
@@ -191,7 +191,7 @@ def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
     With `trains=False` its model need not be one that learns the next token. Raises a `ValueError`, which names the
     flags, for a recipe that cannot work.
     """
-    check_values(recipe)
+    check_fields(recipe)
     if not 0 < (share := recipe.text.validation) < 1:
         raise ValueError(f"--text.validation {share}: a share of the documents lies between 0 and 1; 0.05 is usual.")
     if not 0 <= recipe.seed < 2**32:
@@ -259,7 +259,7 @@ def _check_distillation(recipe: Recipe) -> None:
         raise ValueError(f"{flag}: {error}") from error
 
 
-def check_values(recipe: Recipe) -> None:
+def check_fields(recipe: Recipe) -> None:
     """Raise a `ValueError`, which names the flag, for a value that recipe.json cannot hold or a run cannot use."""
     unbounded = _flags_without_bounds(recipe.model)
     for flag, value in flags_of(recipe).items():
@@ -358,7 +358,7 @@ def init_from_run(recipe: Recipe, states: training.PlannedState) -> training.Tra
         return states.restore(checkpointer, recipe.from_step, reset_counters=True)[0]
     shapes = model_shapes(_with_saved_dtypes(recipe, old))
     model = training.restore_model(checkpointer, shapes, states.plan, step=recipe.from_step)
-    model = model if old.lora == recipe.lora else add_lora(recipe, nn.merge_lora(model))
+    model = model if old.lora == recipe.lora else apply_lora(recipe, nn.merge_lora(model))
     return states.init_from(recipe.precision.apply(model))
 
 

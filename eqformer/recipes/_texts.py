@@ -93,10 +93,11 @@ def complete_recipe(recipe: Recipe) -> Recipe:
         recipe = dataclasses.replace(recipe, from_run=Path(recipe.from_run).absolute())
     if recipe.published is not None:  # Absolute, as in `published_recipe`, so that the run resumes from any directory.
         recipe = dataclasses.replace(recipe, published=models.local_path(recipe.published).absolute())
+    _detect_form.cache_clear()  # The files may have changed since an earlier run of this process.
     return for_chats(recipe) if reads_chats(recipe) else recipe
 
 
-def copy_companions(recipe: Recipe, directory: RunDirectory) -> None:
+def copy_published_files(recipe: Recipe, directory: RunDirectory) -> None:
     """Copy the tokenizer's file, and the files that the model was published with except weights, into the run."""
     if (file := recipe.text.tokenizer) is not None and not directory.checkpointer().steps:
         write_atomic(directory.tokenizer, lambda part: shutil.copyfile(file, part))
@@ -105,14 +106,9 @@ def copy_companions(recipe: Recipe, directory: RunDirectory) -> None:
 
 
 _PROMPT = "Why is the sky blue?"
+_detect_form = functools.cache(data.detect_form)  # Lists the files of a path once; `complete_recipe` forgets them.
 _TEXT_FORMS = ("text", "preferences", "preferences of messages")  # --text.field may name a field of preferences.
 _MESSAGE_FORMS = ("messages", "prompt and completion of messages", "preferences of messages")
-
-
-@functools.cache
-def detect_form(path: Path) -> str:
-    """Return `data.detect_form` of a path, whose files are listed once in a command."""
-    return data.detect_form(path)
 
 
 def open_chats(recipe: Recipe, path: Path) -> data.TextSource:
@@ -132,7 +128,7 @@ def chat_paths(recipe: Recipe) -> list[Path]:
         raise ValueError(f"--loss {recipe.loss}: {kind} read from a file or folder; give --data ROWS.jsonl.")
     paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if not part.startswith("hub:")]
     paths += [] if recipe.data is None else [Path(recipe.data)]
-    chats = [path for path in paths if recipe.has_preferences or detect_form(path) not in _TEXT_FORMS]
+    chats = [path for path in paths if recipe.has_preferences or _detect_form(path) not in _TEXT_FORMS]
     if chats and len(chats) < max(len(paths), len(recipe.text.mix)):
         raise ValueError(
             f"--text.mix {' '.join(recipe.text.mix)}: {chats[0]} has conversations, and others have text; give texts "
@@ -167,7 +163,7 @@ def chat_encoder(
     else:
         reason = "the model was published without one"
         encoder = load_conversation_encoder(folder, tokenizer, loss_on=recipe.loss_on)
-    if encoder.template is None and detect_form(paths[0]) in _MESSAGE_FORMS:
+    if encoder.template is None and _detect_form(paths[0]) in _MESSAGE_FORMS:
         raise ValueError(
             f"--data {paths[0]}: conversations are written by a model's chat template, but {reason}; give --model of a "
             "chat model, or texts as prompt and completion."
@@ -181,7 +177,7 @@ def sample_prompt(
     """Return the ids that a sample continues, and those that end it: the recipe's prompt as its data has prompts."""
     if encoder is None:
         return tokenizer.encode(recipe.prompt).tolist() or [tokenizer.end_of_text], (tokenizer.end_of_text,)
-    if encoder.template is None or detect_form(chat_paths(recipe)[0]) not in _MESSAGE_FORMS:
+    if encoder.template is None or _detect_form(chat_paths(recipe)[0]) not in _MESSAGE_FORMS:
         return tokenizer.encode_prompt(recipe.prompt).tolist() or [tokenizer.end_of_text], encoder.end_ids
     text = encoder.template.render([{"role": "user", "content": recipe.prompt}])
     return tokenizer.encode_prompt(text, add_special_tokens=False).tolist(), encoder.end_ids

@@ -21,11 +21,11 @@ from .._dataclass_json import dataclass_to_json
 from .._shapes import Batch
 from ..parallel import check_alike, is_first_process, on_all_processes, on_first_process
 from ._evaluation import evaluation_line, make_scores, open_evaluator
-from ._recipe import name_flags_in_errors, Recipe
+from ._recipe import check_types, name_flags_in_errors, Recipe
 from ._report import closing_lines, local_platform, metrics_line, opening_line, Screen, Show, training_lines
 from ._run_directory import RunDirectory, schedule_phases
 from ._setup import (
-    add_lora,
+    apply_lora,
     candidate_flags,
     check_plan,
     check_run,
@@ -47,7 +47,7 @@ from ._setup import (
 from ._texts import (
     chat_encoder,
     complete_recipe,
-    copy_companions,
+    copy_published_files,
     open_sources,
     open_texts,
     recipe_tokenizer,
@@ -95,6 +95,7 @@ def train(
         screen: Where notes and progress are shown: `Screen(silent=True)` shows nothing. By default standard output, by
             the first process: a progress bar in a terminal where `rich` is installed, or lines with the time left.
     """
+    check_types(recipe)
     recipe, directory = complete_recipe(recipe), RunDirectory(folder)
     name = name or directory.path.name
     check_alike({"--recipe": name} | {f"--{flag}": value for flag, value in dataclass_to_json(recipe).items()})
@@ -227,7 +228,7 @@ class Trainer:
     def _begin(self) -> None:
         """Write the recipe and its tokenizer: the first files of the run, once nothing can be refused any more."""
         recipe, directory = self.recipe, self.directory
-        on_first_process(lambda: (directory.begin(self.name, recipe), copy_companions(recipe, directory)))
+        on_first_process(lambda: (directory.begin(self.name, recipe), copy_published_files(recipe, directory)))
 
     @functools.cached_property
     def step(self) -> training.Step | training.KtoStep:
@@ -371,7 +372,7 @@ class Trainer:
         if checkpointer.latest_step == 0:  # A converted model's checkpoint has step 0 and contains only the model.
             shapes = model_shapes(dataclasses.replace(self.recipe, lora=training.Lora()))
             model = training.restore_model(checkpointer, shapes, self.plan)
-            return self.states.init_from(add_lora(self.recipe, model))
+            return self.states.init_from(apply_lora(self.recipe, model))
         metadata = checkpointer.metadata()
         if (text := metadata["data"]["text"]) != self.texts.identity:
             raise ValueError(

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import signal
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -174,7 +175,8 @@ class Every(Callback):
 class StopSignals(Callback):
     """A callback that ends the run after a step once SIGTERM or Ctrl-C asks any of its processes to stop.
 
-    Signals are caught inside its `with` block; a second signal ends the program as usual.
+    Signals are caught inside its `with` block; a second signal ends the program as usual. In a thread other than the
+    main one no signal is caught.
 
         with training.StopSignals(plan.mesh) as stop:
             training.train(step, state, batches, steps=100, callbacks=[stop, checkpoints])
@@ -186,7 +188,9 @@ class StopSignals(Callback):
         self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        # Python handles signals in its main thread only.
+        is_main = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGTERM, signal.SIGINT) if is_main else ():
             self._old_handlers[number] = signal.signal(number, self._request_stop)
         return self
 

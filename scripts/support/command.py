@@ -34,8 +34,8 @@ from eqformer.recipes import (
     trust_recipe,
     user_file,
 )
+from support.ending import one_message
 from support.flags import check_names, parse_words
-from support.screen import one_message
 
 
 Command = TypeVar("Command")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ from text_cases import CONFIG, published_folder, TEMPLATE
 import eqformer
 from eqformer import models, nn, training
 from eqformer.recipes import find_recipe, Mesh, published_recipe, Recipe, Screen, Text, train
+from eqformer.recipes._texts import complete_recipe
 
 
 OPTIMIZER = training.Optimization("sgd", learning_rate=3e-3, warmup=2)
@@ -53,6 +55,9 @@ def test_a_run_from_python_goes_on_and_its_model_is_loaded(run, corpus, capsys):
     "fields,message",
     [
         ({"steps": 0}, "^--steps 0: it counts"),
+        ({"steps": 2.5}, "^--steps 2.5: Recipe.steps must be of int; give"),
+        ({"model": "llama-byte-1m"}, "^--model 'llama-byte-1m': Recipe.model must be of ModelConfig; give"),
+        ({"text": Text(mix=["a=1"])}, r"^--text.mix \['a=1'\]: Text.mix must be of tuple\[str, ...\]; give"),
         ({"mesh": Mesh(fsdp=3)}, "^--mesh.fsdp 3: "),
         ({"data": "nowhere"}, "^--data nowhere .*files"),
         ({"published": "nowhere"}, "nowhere/config.json: the file is missing"),
@@ -125,3 +130,21 @@ def test_recipes_have_names_and_paths_may_be_strings():
     with pytest.raises(ValueError, match="^--recipe defualt: there is no such recipe"):
         find_recipe("defualt")
     assert recipe("a/b") == recipe(Path("a/b")) != recipe("a/c")
+
+
+def test_files_that_have_changed_since_an_earlier_run_are_read_anew(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    for row, packing in (({"messages": TALK}, "documents"), ({"text": "a text"}, "windows")):
+        file.write_text(json.dumps(row) + "\n")
+        assert complete_recipe(recipe(file)).text.packing == packing
+
+
+def test_a_terminal_without_rich_gets_lines(monkeypatch, capsys):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich's own variable: this is a terminal
+    assert Screen().console is not None
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    screen = Screen()
+    with screen.steps(2, 0) as show:
+        screen.note("a [note]")
+        show(2, "loss 1.0", True)
+    assert capsys.readouterr().out == "a [note]\nstep 2/2  loss 1.0  ETA -:--:--\n"

@@ -10,7 +10,7 @@ import pytest
 
 from eqformer import models
 from eqformer.recipes import Recipe, RunDirectory
-from eqformer.recipes._texts import copy_companions
+from eqformer.recipes._texts import copy_published_files
 
 
 class Full:
@@ -79,7 +79,7 @@ def test_after_any_write_that_failed_the_next_start_works(tmp_path, monkeypatch)
         with RunDirectory(folder) as directory:
             directory.claim("name", recipe)
             directory.begin("name", recipe)
-            copy_companions(recipe, directory)
+            copy_published_files(recipe, directory)
             with directory.open_metrics(0) as writers:
                 writers.write({"step": 1, "loss": 2.0})
 

@@ -19,7 +19,7 @@ from script_helpers import LLAMA, TINY, write_corpus
 from eqformer import dataclass_to_json, models, training
 from eqformer.recipes import check, Recipe
 from eqformer.recipes._named_recipes import from_json, read_recipe
-from eqformer.recipes._setup import check_values
+from eqformer.recipes._setup import check_fields
 from eqformer.training import RunFolder
 
 
@@ -179,7 +179,7 @@ def test_every_preset_is_a_recipe_whose_values_are_taken_and_kept(tmp_path):
     infinite = set()
     for name in models.presets():
         recipe = Recipe(model=models.preset(name))
-        check_values(recipe)
+        check_fields(recipe)
         RunFolder(tmp_path).write_recipe(name, recipe)
         assert read_recipe(tmp_path / "recipe.json") == (name, recipe)
         text = (tmp_path / "recipe.json").read_text()
@@ -189,9 +189,9 @@ def test_every_preset_is_a_recipe_whose_values_are_taken_and_kept(tmp_path):
     for steps, words in (((0.0, math.nan), "finite"), ((0.0, 0.1), None)):
         recipe = Recipe(model=dataclasses.replace(models.preset("mamba2-130m"), step_limits=steps))
         with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words):
-            check_values(recipe)
+            check_fields(recipe)
     with pytest.raises(ValueError, match="--model.theta inf: give a finite number"):
-        check_values(Recipe(model=dataclasses.replace(models.preset("llama-byte-1m"), theta=math.inf)))
+        check_fields(Recipe(model=dataclasses.replace(models.preset("llama-byte-1m"), theta=math.inf)))
 
 
 WRONG = [5, "x", None, [], {}, {"kind": 3}, {"kind": []}, {"__float__": "x"}, {"kind": "Recipe"}]

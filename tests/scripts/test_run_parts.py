@@ -22,7 +22,7 @@ from eqformer import data, dataclass_to_json, models, nn, text, training
 from eqformer.recipes import _report, _trainer, find_recipe, Recipe, RECIPES, RunDirectory, Screen, Text
 from eqformer.recipes._report import metrics_line, opening_line
 from eqformer.recipes._setup import build_model, make_keys, model_shapes
-from eqformer.recipes._texts import check_published, copy_companions, recipe_tokenizer
+from eqformer.recipes._texts import check_published, copy_published_files, recipe_tokenizer
 from eqformer.training import _run_folder, Lora, Optimization
 
 
@@ -165,7 +165,7 @@ def test_a_gguf_file_brings_its_tokenizer_to_a_run_and_into_its_exports(tmp_path
     )
     run = RunDirectory(tmp_path / "run")
     run.published.parent.mkdir()
-    copy_companions(begun, run)
+    copy_published_files(begun, run)
     assert {copied.name for copied in run.published.iterdir()} == companions.keys()
     assert recipe_tokenizer(begun, run).end_of_text == models.read_eos_token_ids(run.published)[0]
     model = models.load(file)
@@ -299,7 +299,7 @@ def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, t
     with run:
         run.claim("published", begun)
         run.begin("published", begun)
-        copy_companions(begun, run)
+        copy_published_files(begun, run)
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="published"):  # it has no weights of its own yet
         parse(pretrain.Command, flags)

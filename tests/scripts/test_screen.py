@@ -7,7 +7,7 @@ import time
 import jax
 import pytest
 from script_helpers import command, PLAIN, SCRIPTS
-from support.screen import one_message
+from support.ending import one_message
 
 from eqformer.recipes import _report
 
@@ -21,8 +21,8 @@ WRITES = {
     "many": "[print('text' * 99) for _ in range(999)]",
 }
 GRID = pytest.mark.grid  # a process each
-CODE = "import sys; sys.path.insert(0, {!r})\nfrom eqformer import recipes\nfrom support import screen\n"
-CODE += "with screen.one_message():\n    {}"
+CODE = "import sys; sys.path.insert(0, {!r})\nfrom eqformer import recipes\nfrom support import ending\n"
+CODE += "with ending.one_message():\n    {}"
 
 
 def unread(arguments):

@@ -13,7 +13,7 @@ from support.load import load_llm, ModelFlags
 from eqformer import data, models, training
 from eqformer.recipes import _named_recipes, Recipe, RunDirectory, Text
 from eqformer.recipes._setup import build_model
-from eqformer.recipes._texts import copy_companions
+from eqformer.recipes._texts import copy_published_files
 
 
 TINY = "--model.embed 32 --model.periods 1 --model.window 8 --seq 32 --batch 4 --steps 6 --log-every 1 "
@@ -146,7 +146,7 @@ def test_code_in_a_run_folder_runs_only_where_a_class_needs_it_and_the_user_says
     with its:
         its.claim(f"{tmp_path}/mine.py:make", recipe)
         its.begin(f"{tmp_path}/mine.py:make", recipe)
-        copy_companions(recipe, its)
+        copy_published_files(recipe, its)
     with its.checkpointer() as checkpointer:
         checkpointer.save({"model": build_model(recipe)}, 3, {})
     (tmp_path / "mine.py").unlink()

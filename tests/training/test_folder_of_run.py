@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -73,3 +74,14 @@ def test_a_signal_ends_the_run_after_the_step():
         stop.after_step(run)
         assert run.is_stopping and notes == ["stop"] and signal.getsignal(signal.SIGTERM) is handlers[0]
     assert signal.getsignal(signal.SIGINT) is handlers[1]
+
+
+def test_a_thread_that_gets_no_signals_trains_without_them():
+    def enter_and_leave():
+        with training.StopSignals(parallel.make_mesh(devices=jax.devices()[:1])):
+            return signal.getsignal(signal.SIGTERM)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as executor:
+        assert executor.submit(enter_and_leave).result() is handler
+    assert enter_and_leave() is not handler  # the control: the main thread catches it
