@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -55,9 +56,6 @@ def test_a_run_from_python_goes_on_and_its_model_is_loaded(run, corpus, capsys):
     "fields,message",
     [
         ({"steps": 0}, "^--steps 0: it counts"),
-        ({"steps": 2.5}, "^--steps 2.5: Recipe.steps must be of int; give"),
-        ({"model": "llama-byte-1m"}, "^--model 'llama-byte-1m': Recipe.model must be of ModelConfig; give"),
-        ({"text": Text(mix=["a=1"])}, r"^--text.mix \['a=1'\]: Text.mix must be of tuple\[str, ...\]; give"),
         ({"mesh": Mesh(fsdp=3)}, "^--mesh.fsdp 3: "),
         ({"data": "nowhere"}, "^--data nowhere .*files"),
         ({"published": "nowhere"}, "nowhere/config.json: the file is missing"),
@@ -70,6 +68,23 @@ def test_a_recipe_that_cannot_work_is_refused_before_anything_is_written(fields,
     with pytest.raises(ValueError, match=message):
         train(recipe(corpus, **fields), tmp_path / "run", devices=jax.devices()[:1], screen=QUIET)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "name,value,message",
+    [
+        ("steps", 2.5, "--steps 2.5: Recipe.steps must be of int; give"),
+        ("model", "llama-byte-1m", "--model 'llama-byte-1m': Recipe.model must be of ModelConfig; give"),
+        ("loss", "sft", "--loss 'sft': Recipe.loss must be of Literal['next-token', "),
+    ],
+)
+def test_a_field_of_another_type_is_refused(name, value, message, tmp_path):
+    other = recipe("nowhere")
+    object.__setattr__(other, name, value)  # The tests' own checks of types would refuse it here.
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        train(other, tmp_path / "run", screen=QUIET)
+    with pytest.raises(ValueError, match="^--data nowhere "):  # the control
+        train(recipe("nowhere"), tmp_path / "run", devices=jax.devices()[:1], screen=QUIET)
 
 
 def test_another_recipe_is_refused_in_the_folder_of_a_run(run, corpus):
