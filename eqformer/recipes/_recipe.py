@@ -145,7 +145,7 @@ class Recipe:
     """The weight of KTO's completions with the label false."""
     reference: Literal["model", "stored"] = "model"
     """The reference: a copy of the first weights in memory, or nats of all rows, computed once beside the tokens."""
-    teacher: Path | None = None
+    teacher: Path | str | None = None
     """A published model with the same tokens to learn from beside the text: a folder, a GGUF file or a hub name."""
     distillation: Distillation = Distillation()
     """The loss of a model that learns from --teacher."""
@@ -191,7 +191,7 @@ class Recipe:
     """How many documents of each of these tasks are asked; all by default."""
     evaluate_chat: bool = False
     """Whether these tasks ask by the model's chat template."""
-    evaluate_include_path: Path | None = None
+    evaluate_include_path: Path | str | None = None
     """A folder with configurations of further tasks."""
     sample_every: int = 200
     """Steps between text samples of the model; 0 writes none, also at the end."""
@@ -203,7 +203,7 @@ class Recipe:
     """How the run is split over the mesh."""
 
     def __post_init__(self):
-        _set_paths(self, "published", "from_run", "data")
+        _set_paths(self, "published", "from_run", "data", "teacher", "evaluate_include_path")
 
     @property
     def has_preferences(self) -> bool:
