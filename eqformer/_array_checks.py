@@ -198,8 +198,9 @@ def _make_plain_rule(annotation: Annotation) -> ArgumentRule:
 
 def _make_argument_rule(annotation: Annotation) -> ArgumentRule:
     options = _union_members(annotation)
-    arrays = [option for option in options if isinstance(option, type) and "dim_str" in dir(option)]
-    classes = [option for option in options if isinstance(option, type) and _RULES in option.__dict__]
+    option_classes = [option for option in options if isinstance(option, type)]
+    arrays = [option for option in option_classes if "dim_str" in dir(option)]
+    classes = [option for option in option_classes if _RULES in option.__dict__]
     unchecked = [option for option in options if option not in (*arrays, *classes, type(None))]
     # jax's and numpy's arrays have the same rule.
     distinct = dict.fromkeys(_make_array_rule(option) for option in arrays)

@@ -45,12 +45,17 @@ class Corpus:
     @property
     def weights(self) -> Mapping[str, float]:
         """The share of each source in the training rows."""
-        return self.train.weights if isinstance(self.train, Mixture) else dict.fromkeys(self.held_out, 1.0)
+        return dict.fromkeys(self.held_out, 1.0) if self._mixture is None else self._mixture.weights
 
     @property
     def loaders(self) -> Mapping[str, Loader]:
         """The training loader of each source, by the source's name."""
-        return self.train.loaders if isinstance(self.train, Mixture) else dict.fromkeys(self.held_out, self.train)
+        return dict.fromkeys(self.held_out, self.train) if self._mixture is None else self._mixture.loaders
+
+    @property
+    def _mixture(self) -> Mixture | None:
+        """The mixture of several sources; None for one source."""
+        return self.train if isinstance(self.train, Mixture) else None
 
     @property
     def identity(self) -> str:
@@ -76,9 +81,9 @@ class Corpus:
 
     def describe(self, steps: int) -> str:
         """Describe each source of a mixture: its tokens, its share of the rows and its epochs in the run."""
-        if not isinstance(self.train, Mixture):
+        if self._mixture is None:
             return ""
-        epochs = self.train.epochs(steps)
+        epochs = self._mixture.epochs(steps)
         clauses = []
         for name, loader in self.loaders.items():
             tokens = f"{len(loader.store.tokens):,} tokens"

@@ -128,20 +128,22 @@ def load_tasks(tasks: str | Sequence[Any], *, include_path: str | None = None) -
     **Raises:** `ImportError` if `lm_eval` is not installed; `ValueError` for a task that the harness does not know, and
     for a task that it cannot load, for example because its data cannot be downloaded.
     """
-    names = [tasks] if isinstance(tasks, str) else list(tasks)
-    if not any(isinstance(name, str | Mapping) for name in names):
-        return names
+    tasks = [tasks] if isinstance(tasks, str) else list(tasks)
+    names = [task for task in tasks if isinstance(task, str)]
+    configurations = [task for task in tasks if isinstance(task, Mapping)]
+    if not names and not configurations:
+        return tasks
     # The index of all tasks takes seconds; a task that is described in full needs none.
-    needs_index = any(isinstance(name, str) or (isinstance(name, Mapping) and "group" in name) for name in names)
+    needs_index = bool(names) or any("group" in configuration for configuration in configurations)
     manager = _make_task_manager(include_path=include_path, include_defaults=needs_index)
     known = set(manager.all_tasks)
-    if unknown := [name for name in names if isinstance(name, str) and name not in known]:
+    if unknown := [name for name in names if name not in known]:
         near = difflib.get_close_matches(unknown[0], known, n=5)
         raise ValueError(
-            f"load_tasks({names}): lm-evaluation-harness has no task {unknown[0]!r}; "
+            f"load_tasks({tasks}): lm-evaluation-harness has no task {unknown[0]!r}; "
             f"{'near names are ' + ', '.join(near) if near else 'see `lm-eval ls tasks`'}."
         )
-    return [task for name in names for task in _load_task(manager, name)]
+    return [loaded for task in tasks for loaded in _load_task(manager, task)]
 
 
 def _make_task_manager(**options: Any) -> Any:

@@ -245,6 +245,15 @@ class SpeculativeModel(eqx.Module):
         hidden, cache, _ = self.encode(ids, tokens, cache)
         return self.unembed(hidden[:, -1]), cache
 
+    def put_cache_row(
+        self, cache: SpeculativeCache, rows: int, number: Int[Array, ""], single: SpeculativeCache
+    ) -> SpeculativeCache:
+        """Return the caches of `rows` rows whose row `number` is the row of `single`, the caches of one row."""
+        model_cache = put_cache_row(self.model, cache.model, rows, number, single.model)
+        draft_cache = put_cache_row(self.draft.model, cache.draft, rows, number, single.draft)
+        shallow, single = (dataclasses.replace(part, model=None, draft=None) for part in (cache, single))
+        return dataclasses.replace(put_row(shallow, number, single), model=model_cache, draft=draft_cache)
+
 
 def add_draft(model: Model, draft: Model | str | None, draft_tokens: int, total: int) -> Model:
     """Return the model together with its draft, if there is one.
@@ -271,12 +280,7 @@ def put_row(batch: PyTree, number: Int[Array, ""], single: PyTree) -> PyTree:
 
 def put_cache_row(model: Model, cache: PyTree, rows: int, number: Int[Array, ""], single: PyTree) -> PyTree:
     """Return a cache of `rows` rows whose row `number` is the row of `single`, a cache of one row."""
-    if isinstance(model, SpeculativeModel):
-        model_cache = put_cache_row(model.model, cache.model, rows, number, single.model)
-        draft_cache = put_cache_row(model.draft.model, cache.draft, rows, number, single.draft)
-        shallow, single = (dataclasses.replace(part, model=None, draft=None) for part in (cache, single))
-        return dataclasses.replace(put_row(shallow, number, single), model=model_cache, draft=draft_cache)
-    # A sharded model writes the row where its devices have it.
+    # A sharded model writes the row where its devices have it, and a model with a draft has two caches.
     put = getattr(model, "put_cache_row", None)
     return put_row(cache, number, single) if put is None else put(cache, rows, number, single)
 

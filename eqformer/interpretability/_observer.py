@@ -186,11 +186,12 @@ class Observer:
 
     def _take_layer_values(self, result: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
         """Move the values of a stack's layers from its aux to the frame."""
-        x, cache, aux = result
-        if isinstance(aux, tuple) and len(aux) == 2 and isinstance(aux[1], LayerValues):
-            self.frame.values.update(aux[1].values)
-            aux = aux[0]
-        return x, cache, aux
+        match result:
+            case x, cache, (aux, LayerValues(values=values)):
+                self.frame.values.update(values)
+                return x, cache, aux
+            case _:
+                return result
 
     def _check_level(self, key: str, value: PyTree) -> None:
         """Raise a `ValueError` for a value inside a vmap, a loop, a derivative rule or a shard_map of its own.
@@ -221,6 +222,12 @@ class Observer:
         if point.layer is None or layer is None:
             return replace(value)
         return jax.lax.cond(layer == point.layer, replace, lambda value: value, value)
+
+
+def _find_observer() -> Observer | None:
+    """Return the observer of the call that is traced; None if no observer of this room sees the call."""
+    observer = nn.call_observer()
+    return observer if isinstance(observer, Observer) else None
 
 
 # Callers that sum in another dtype call a linear map's `product` in place of its `__call__`; blocks call `branch`.
@@ -299,8 +306,7 @@ class NumberedLayer(nn.Layer):
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """Run the layer; under an observer, the aux is a pair of the layer's own aux and its `LayerValues`."""
-        observer = nn.call_observer()
-        if not isinstance(observer, Observer):
+        if (observer := _find_observer()) is None:
             return self.inner(x, tokens, cache)
         with observer.layer_frame(self.path, self.number) as values:
             x = observer.observe(join_path(self.path, "input"), x, _STREAM)
@@ -338,8 +344,7 @@ class ObservedAttention(Operation):
 
     def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         """Compute the call."""
-        observer = nn.call_observer()
-        if not isinstance(observer, Observer):
+        if (observer := _find_observer()) is None:
             return self.inner(call)
         path = join_path(observer.path or "", "core")
         key_dim = "seq" if call.kv_tokens is None else "kv_seq"

@@ -70,11 +70,12 @@ def fits(value: object, field_type: FieldType) -> bool:
         return fits(value, args[0]) and value in args[1]
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, option) for option in args)
-    if origin is list:
-        return isinstance(value, list) and all(fits(item, args[0]) for item in value)
-    if origin is tuple:
-        args = args[:1] * len(value) if isinstance(value, tuple) and args[1:] == (...,) else args
-        return isinstance(value, tuple) and len(value) == len(args) and all(map(fits, value, args))
+    if origin in (list, tuple):
+        if not isinstance(value, origin):
+            return False
+        has_any_length = origin is list or args[1:] == (...,)
+        args = args[:1] * len(value) if has_any_length else args
+        return len(value) == len(args) and all(map(fits, value, args))
     if field_type in (int, float):
         return isinstance(value, int if field_type is int else int | float) and not isinstance(value, bool)
     return not isinstance(field_type, type) or isinstance(value, field_type)

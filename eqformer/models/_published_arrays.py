@@ -1,5 +1,6 @@
 """The arrays of a published model by the names of its family's table; quantized arrays are decoded."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
@@ -43,11 +44,15 @@ class PublishedArrays:
                 raise ValueError(
                     f"{self.call}: {first} and {name} are both {table_name}; the folder must have one of them."
                 )
+        self._folder: Folder | None = None
         if isinstance(source, GGUF):
+            self._read_plain = functools.partial(plain_of, source)
             coded = {table_name: coded_of(source, name) for table_name, name in self._stored.items()}
             self._coded = {table_name: array for table_name, array in coded.items() if array is not None}
-        elif published.format is not None:
-            self._find_coded(source, published.format, published.dtype)
+        else:
+            self._folder, self._read_plain = source, source.read
+            if published.format is not None:
+                self._find_coded(source, published.format, published.dtype)
 
     @property
     def names(self) -> Set[str]:
@@ -108,8 +113,7 @@ class PublishedArrays:
             buffer: Memory of `dtype` for a decoded array, as long as two dims of the array or longer.
         """
         if name not in self._coded:
-            stored = self._stored[name]
-            return plain_of(self._source, stored) if isinstance(self._source, GGUF) else self._source.read(stored)
+            return self._read_plain(self._stored[name])
         if index is None and (slices := self.slices(name)):
             return np.stack([self.read(name, dtype, number, map_function) for number in slices])
         coded = self._coded_at(name, index)
@@ -130,9 +134,9 @@ class PublishedArrays:
     def unexplained(self, names: Iterable[str]) -> str:
         """Return the first of these arrays that has a dtype of codes although no format is stated; empty if none
         has."""
-        if isinstance(self._source, GGUF) or self._states_format:
+        if self._folder is None or self._states_format:
             return ""
-        dtypes = {name: self._source.dtype_in_file(self._stored[name]) for name in sorted(names)}
+        dtypes = {name: self._folder.dtype_in_file(self._stored[name]) for name in sorted(names)}
         coded = (f"{self._stored[name]} ({dtype})" for name, dtype in dtypes.items() if _is_code_dtype(dtype))
         return next(coded, "")
 
@@ -140,11 +144,15 @@ class PublishedArrays:
         """Return the format in which an array is quantized; None for an array that is not."""
         return self._coded[name].form if name in self._coded else None
 
+    def grouped_form(self, name: str) -> Grouped:
+        """Return the format of an array that is known to be `Grouped`."""
+        form = self._coded[name].form
+        assert isinstance(form, Grouped)
+        return form
+
     def scale_dtype(self, name: str) -> str:
         """Return the dtype of the scales of an array whose format is `Grouped`; exponents are bytes."""
-        coded = self._coded[name]
-        assert isinstance(coded.form, Grouped)
-        dtype = coded.parts[coded.form.groups.scale].dtype
+        dtype = self._coded[name].parts[self.grouped_form(name).groups.scale].dtype
         return "uint8" if dtype.itemsize == 1 else str(dtype)
 
     def read_codes(self, name: str, index: int | None, unit: tuple[int, int]) -> QuantizedArray:
@@ -155,9 +163,7 @@ class PublishedArrays:
         if index is None and (slices := self.slices(name)):
             codes, scales, zeros = zip(*(self.read_codes(name, number, unit) for number in slices), strict=True)
             return QuantizedArray(np.stack(codes), np.stack(scales), None if zeros[0] is None else np.stack(zeros))
-        coded = self._coded_at(name, index)
-        assert isinstance(coded.form, Grouped)
-        return coded.form.read_codes(coded.parts, unit)
+        return self.grouped_form(name).read_codes(self._coded_at(name, index).parts, unit)
 
     def _coded_at(self, name: str, index: int | None) -> Coded:
         coded = self._coded[name]

@@ -133,8 +133,7 @@ def read_map_codes(
 
     `index` selects one entry of the array's first dim; None reads all of them.
     """
-    form, sizes = arrays.form(name), arrays.shape(name)[-2:]
-    assert isinstance(form, Grouped)
+    form, sizes = arrays.grouped_form(name), arrays.shape(name)[-2:]
     parts: list[Shaped[np.ndarray, "..."]] = []
     for number, linear in enumerate(maps):
         axis = rule.axis_of_last_dim(number)

@@ -139,14 +139,17 @@ def lora_factors(model: PyTree) -> PyTree:
     if not modules(model, LoRA):
         raise ValueError("lora_factors(model): the model has no LoRA; give it some by with_lora.")
 
+    def is_lora(node: PyTree) -> bool:
+        return isinstance(node, LoRA)
+
     def factors(node: PyTree) -> PyTree:
         empty = jax.tree.map(lambda _: None, node)
-        if not isinstance(node, LoRA):
+        if not is_lora(node):
             return empty
         down, up = eqx.filter((node.down, node.up), is_trainable)
         return LoRA(empty.linear, down, up, node.scale)
 
-    return jax.tree.map(factors, model, is_leaf=lambda node: isinstance(node, LoRA))
+    return jax.tree.map(factors, model, is_leaf=is_lora)
 
 
 def add_lora(linear: LinearMap, rank: int, scale: float, *, key: Key[Array, ""]) -> LoRA:

@@ -273,7 +273,7 @@ class Transformer(LanguageModel):
         In `"int8"` or `"float8_e4m3fn"` (`"fp8"`), keys, values and latents have a scale for each token and head, and a
         recurrence's state stays in the compute dtype.
         """
-        shape = (batch,) if isinstance(batch, int) else tuple(batch)
+        shape = _batch_shape(batch)
         if self.max_seq is not None and capacity > self.max_seq:
             raise ValueError(
                 f"init_cache(capacity={capacity}): the model has {self.max_seq} learned positions; pass at most this "
@@ -289,8 +289,13 @@ class Transformer(LanguageModel):
             raise ValueError(
                 "Transformer.init_predictor_cache: the model has no predictor; load or build it with predictor=True."
             )
-        shape = (batch,) if isinstance(batch, int) else tuple(batch)
+        shape = _batch_shape(batch)
         return self.predictor.init_cache(shape, capacity, dtype, compute_dtype=self.compute_dtype, rollback=rollback)
+
+
+def _batch_shape(batch: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the sizes of the dims of rows, of which a single one may be given as a number."""
+    return (batch,) if isinstance(batch, int) else tuple(batch)
 
 
 # Numbers that are folded into random keys for the source and for the embedding's dropout; layers fold in theirs.
