@@ -99,12 +99,14 @@ def _make_conversation(
     """
     checked: list[Message] = []
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(
-                f"{location}: message {number} must be an object with a `role`, but is {str(message)[:80]!r}."
-            )
-        checked.append(message)
-        weight = message.get("weight")
+        match message:
+            case {"role": str()}:
+                checked.append(message)
+            case _:
+                raise ValueError(
+                    f"{location}: message {number} must be an object with a `role`, but is {str(message)[:80]!r}."
+                )
+        weight = checked[-1].get("weight")
         if isinstance(weight, bool) or not (weight is None or (isinstance(weight, int | float) and 0 <= weight < 1e6)):
             raise ValueError(
                 f"{location}: the weight of message {number} must be a number of at least 0 and below 1e6, "

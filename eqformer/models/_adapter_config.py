@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Generic, NoReturn, TypeVar
 
 from .._files import JsonObject
-from ._config_types import FieldType, fits, Index, Length, Number
+from ._config_types import as_list, FieldType, fits, Index, Length, Number
 
 
 T = TypeVar("T")
@@ -165,7 +165,7 @@ def read_adapter_config(values: Mapping[str, object], source: str) -> AdapterCon
         excluded=excluded,
         ranks=options.by_pattern("rank_pattern", Length),
         alphas=options.by_pattern("alpha_pattern", Number),
-        layers=tuple(layers) if isinstance(layers, list) else (layers,),
+        layers=tuple(as_list(layers)),
         layers_pattern=(patterns,) if isinstance(patterns, str) else patterns,
     )
     if not config.targets or config.targets == "all-linear":

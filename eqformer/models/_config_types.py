@@ -81,6 +81,11 @@ def fits(value: object, field_type: FieldType) -> bool:
     return not isinstance(field_type, type) or isinstance(value, field_type)
 
 
+def as_list(value: Any) -> list[Any]:
+    """Return a value that is stated once or as a list, as a list."""
+    return value if isinstance(value, list) else [value]
+
+
 def convert(value: Any, field_type: FieldType) -> Any:
     """Return a value that fits its type, with whole numbers converted to floats if the type has floats."""
     origin, args = typing.get_origin(field_type), typing.get_args(field_type)

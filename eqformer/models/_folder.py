@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 
 from .._failures import foreign_call, load_extra
 from .._files import check_regular, few_names, is_there, map_bytes, parse_json, read_json
-from ._config_types import fits, format_value, Index
+from ._config_types import as_list, fits, format_value, Index
 
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -315,5 +315,5 @@ def read_eos_token_ids(folder: str | Path) -> list[int]:
             raise ValueError(
                 f"{file}: eos_token_id={format_value(stated)}: it must be an id, or a list of ids, from 0 on."
             )
-        return stated if isinstance(stated, list) else [stated]
+        return as_list(stated)
     return []

@@ -53,10 +53,12 @@ def float_dtype(dtype: object, call: str) -> str:
 
     Raises a `ValueError` that begins with `call` for any other dtype, and for float64 where JAX has it switched off.
     """
-    name = dtype.strip().lower().rpartition(".")[2] if isinstance(dtype, str) else _name(dtype)
+    if isinstance(dtype, str):
+        name, shown = dtype.strip().lower().rpartition(".")[2], repr(dtype)
+    else:
+        name = shown = _name(dtype)
     full = next((full for full, short in _FLOATS.items() if name == full or name in short), None)
     if full is None:
-        shown = repr(dtype) if isinstance(dtype, str) else name
         known = ", ".join(f"{full} ({short[0]})" for full, short in _FLOATS.items())
         raise ValueError(f"{call}: {shown} is no floating-point dtype of weights; give one of {known}.")
     if full == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]

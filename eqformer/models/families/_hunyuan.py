@@ -7,7 +7,7 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, RotaryThenNorm, Transformer
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore
-from .._config_types import Attributes, NotNegative, Positive, PublishedConfig, Size
+from .._config_types import as_list, Attributes, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import layers_of
 from .._rotary_attributes import RotaryPositions
@@ -158,7 +158,7 @@ class _ForEachLayer(Entry):
         layers, width = layers_of(published), published.read("intermediate_size", Size)
         for name, only in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
             stated = published.read(name, Size | list[Size], only)
-            if {*(stated if isinstance(stated, list) else [stated])} != {only}:
+            if {*as_list(stated)} != {only}:
                 published.refuse(f"{name}={stated} is not supported for this family, which has {only} in every layer.")
         stated = published.read("moe_topk", Size | list[Size], 1)
         return {"top_ks": tuple(stated) if isinstance(stated, list) else (stated,) * layers}

@@ -53,12 +53,16 @@ def loss_count(loss_aux: Any) -> Any:
 
 def routing_aux(loss_aux: CountOrAux) -> PyTree:
     """Return the aux of routed layers in a `LossAux`; None for a loss that returned the weight of its tokens alone."""
-    return loss_aux.aux if isinstance(loss_aux, LossAux) else None
+    return _as_loss_aux(loss_aux).aux
 
 
 def loss_metrics(loss_aux: CountOrAux) -> Mapping[str, tuple[Array, Array]]:
     """Return the sums and weights of a loss's own metrics; an empty dict for a loss without metrics."""
-    return loss_aux.metrics if isinstance(loss_aux, LossAux) else {}
+    return _as_loss_aux(loss_aux).metrics
+
+
+def _as_loss_aux(loss_aux: CountOrAux) -> LossAux:
+    return loss_aux if isinstance(loss_aux, LossAux) else LossAux(loss_aux)
 
 
 def with_routing_aux(loss_aux: CountOrAux, aux: PyTree) -> LossAux:
