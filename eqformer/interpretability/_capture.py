@@ -22,17 +22,23 @@ from ._observer import (
 from ._points import is_of_predictor, parse_path, Point
 
 
+class Patches(eqx.Module):
+    """The values that a model replaces, each with its function."""
+
+    points: tuple[Point, ...] = eqx.field(static=True, default=())
+    functions: tuple[Callable[..., Any], ...] = ()
+
+    @property
+    def pairs(self) -> tuple[Patch, ...]:
+        """The values and their functions."""
+        return tuple(zip(self.points, self.functions, strict=True))
+
+
 class PatchedModel(nn.LanguageModel):
     """A language model whose calls apply patches; made by `patch`."""
 
     inner: nn.LanguageModel
-    points: tuple[Point, ...] = eqx.field(static=True)
-    functions: tuple[Callable[..., Any], ...]
-
-    @property
-    def patches(self) -> tuple[Patch, ...]:
-        """The values that are replaced, each with its function."""
-        return tuple(zip(self.points, self.functions, strict=True))
+    patches: Patches
 
     # These properties return any pytree: `equinox.tree_at` reads them while placeholders stand in place of the modules.
     @property
@@ -77,25 +83,25 @@ class PatchedModel(nn.LanguageModel):
 
     def embed(self, ids: Int[Array, "*batch seq"], tokens: nn.Tokens) -> Float[Array, "*batch _ embed"]:
         """Return the input of the first stack."""
-        with nn.observe_calls(Observer((), self.patches)):
+        with nn.observe_calls(Observer((), self.patches.pairs)):
             return self.inner.embed(ids, tokens)
 
     def encode(
         self, ids: Int[Array, "*batch seq"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """Return the final norm's output, the new cache, and the aux of the stacks."""
-        observer = Observer((), self.patches)
+        observer = Observer((), self.patches.pairs)
         with nn.observe_calls(observer):
             result = self.inner.encode(ids, tokens, cache)
-        observer.check_applied("encode", [point for point in self.points if not _is_of_head(point)], tokens)
+        observer.check_applied("encode", [point for point in self.patches.points if not _is_of_head(point)], tokens)
         return result
 
     def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Return the logits of what `encode` returned."""
-        observer = Observer((), self.patches)
+        observer = Observer((), self.patches.pairs)
         with nn.observe_calls(observer):
             logits = self.inner.unembed(hidden)
-        observer.check_applied("unembed", filter(_is_of_head, self.points), None)
+        observer.check_applied("unembed", filter(_is_of_head, self.patches.points), None)
         return logits
 
     def init_cache(
@@ -136,7 +142,7 @@ def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) 
             model does not run; from a call, for a function that returns another shape or dtype, and for a module that
             the call does not run.
     """
-    earlier: tuple[Patch, ...] = ()
+    earlier = Patches()
     if isinstance(model, PatchedModel):
         model, earlier = model.inner, model.patches
     points = tuple(parse_path(model, path, "patch(model, functions)") for path in functions)
@@ -149,8 +155,7 @@ def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) 
     is_plain = lambda function: jax.tree_util.all_leaves([function])
     wrapped = [jax.tree_util.Partial(f) if is_plain(f) else f for f in functions.values()]
     inner = insert_wrappers(model, [point.key for point in points])
-    points = (*(point for point, _ in earlier), *points)
-    return PatchedModel(inner, points, (*(function for _, function in earlier), *wrapped))
+    return PatchedModel(inner, Patches((*earlier.points, *points), (*earlier.functions, *wrapped)))
 
 
 class Captured(eqx.Module):
@@ -193,7 +198,7 @@ class Capture(eqx.Module):
 
     model: Callable[..., PyTree]
     points: tuple[Point, ...] = eqx.field(static=True)
-    patches: tuple[Patch, ...] = ()
+    patches: Patches = Patches()
     plan: DevicePlan | None = eqx.field(static=True, default=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Captured:
@@ -203,16 +208,16 @@ class Capture(eqx.Module):
         """
         if self.plan is not None:
             return self._run_on_devices(self.plan, *args, **kwargs)
-        observer = Observer([point.key for point in self.points], self.patches)
+        observer = Observer([point.key for point in self.points], self.patches.pairs)
         with nn.observe_calls(observer):
             output = self.model(*args, **kwargs)
         tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, nn.Tokens)), None)
-        observer.check_applied("the model", [point for point, _ in self.patches], tokens)
+        observer.check_applied("the model", self.patches.points, tokens)
+        self._check_computed(observer.frame.values)
         return self._select(output, observer.frame.values)
 
     def _select(self, output: PyTree, values: dict[str, PyTree]) -> Captured:
-        """Return the values by their paths; raise a `ValueError` for a value that the call did not compute."""
-        self._check_computed(values)
+        """Return the output, and the values by their paths."""
         take_layer = lambda point: lambda x: x if point.layer is None else x[point.layer]
         return Captured(output, {p.path: jax.tree.map(take_layer(p), values[p.key]) for p in self.points})
 
@@ -236,27 +241,27 @@ class Capture(eqx.Module):
         assert isinstance(self.model, nn.LanguageModel)
         plan, model = plan.without_stages(remove_wrappers(self.model))
         tokens = nn.tokens_or_default(tokens, ids.shape, None)
-        patched = [point for point, _ in self.patches]
+        patched = self.patches.points
         names = name_values(model, [*self.points, *patched], ids, tokens)
         self._check_computed(names.values)
         keys = [*names.values]
         in_layer = {point.key: _drop_layers(point, names.values[point.key]) for point in patched if point.key in keys}
 
         def run_local(
-            model: nn.LanguageModel, ids: Array, tokens: nn.Tokens, functions: PyTree, parts: PartConverter
+            model: nn.LanguageModel, ids: Array, tokens: nn.Tokens, patches: Patches, parts: PartConverter
         ) -> PyTree:
-            patches = tuple(zip(patched, functions, strict=True))
-            observer = Observer([p.key for p in self.points], patches, DeviceValues(parts, in_layer))
+            observer = Observer([p.key for p in self.points], patches.pairs, DeviceValues(parts, in_layer))
             with nn.observe_calls(observer):
                 logits, _ = observe_attentions(model, keys)(ids, tokens)
             observer.check_applied("the model", patched, tokens)
             return logits, observer.frame.values
 
-        functions = tuple(function for _, function in self.patches)
         captured = {p.key: names.values[p.key] for p in self.points}
         named = names.logits, captured
         shapes, dims = jax.tree.map(lambda x: x.shapes, named), jax.tree.map(lambda x: x.dims, named)
-        logits, values = plan.run_forward(run_local, number_layers(model, keys), ids, tokens, functions, shapes, dims)
+        logits, values = plan.run_forward(
+            run_local, number_layers(model, keys), ids, tokens, self.patches, shapes, dims
+        )
         return self._select((logits, None), values)
 
 
@@ -323,7 +328,7 @@ def capture(model: nn.Module, paths: Sequence[str], *, plan: DevicePlan | None =
     """
     if isinstance(paths, str):
         raise ValueError(f"capture(model, {paths!r}): paths is a list of paths; write [{paths!r}].")
-    patches: tuple[Patch, ...] = ()
+    patches = Patches()
     if isinstance(model, PatchedModel):
         model, patches = model.inner, model.patches
     if plan is not None and not isinstance(model, nn.LanguageModel):

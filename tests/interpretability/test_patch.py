@@ -133,6 +133,7 @@ def test_a_patch_that_a_call_does_not_run_is_refused(model):
         idle.unembed(hidden)
     with pytest.raises(ValueError, match=r"does not run 'head\.idle'.* the model runs 'embedding', 'stacks\[0\]'"):
         jax.eval_shape(lambda: capture(idle, ["norm"])(IDS).values)
+    assert all(map(eqx.is_array, jax.tree.leaves(capture(doubled, ["norm"]).patches)))
     with_norm = eqx.tree_at(lambda m: m.norm, model, WithIdle(linear, norm))
     with pytest.raises(ValueError, match=r"does not run 'norm\.idle'.* encode runs .*'norm'; name modules"):
         jax.eval_shape(lambda: patch(with_norm, {"norm.idle": lambda x: 2 * x}).encode(IDS)[0])
