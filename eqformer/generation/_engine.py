@@ -40,6 +40,7 @@ class _Row:
 
     request: Request
     result: Result
+    prompt: Int[np.ndarray, "tokens"]
     slot: int
     cache: PyTree
     """The cache of the prompt that is being read; None after that."""
@@ -112,6 +113,7 @@ class Engine:
         self._cancelled: collections.deque[int] = collections.deque()
         self._reading: _Row | None = None
         self._rows: dict[int, _Row] = {}
+        self._biases = np.zeros((slots, model.vocab), np.float32)  # Added to the logits of each slot's next token.
         self._state: EngineRows = free_rows(self.model, slots, self.capacity, self._slots_per_row, cache_dtype)
         self._stream_queues: dict[int, asyncio.Queue[Result | Exception]] = {}
         self._stream_task: asyncio.Task[None] | None = None
@@ -269,9 +271,9 @@ class Engine:
                 hidden = self._read_chunk(row)
                 if row.read < row.result.prompt_length:
                     continue
-                initial = np.asarray(row.request.prompt, np.int32)
+                initial = row.prompt
             else:
-                source, length = self._pad(np.asarray(row.request.prompt, np.int32), self._slots_per_row)
+                source, length = self._pad(row.prompt, self._slots_per_row)
                 chunk = Chunk(self.model, source, jnp.zeros_like(length), length, length)
                 hidden, row.cache = read_encoder_prompt(chunk, row.cache)
                 initial = np.asarray([self.model.start], np.int32)
@@ -284,16 +286,16 @@ class Engine:
         cache, result.shared_length, keep_at = self._prefixes.find(tuple(request.prompt))
         if cache is None:
             cache = init_cache(self.model, 1, self._slots_per_row, self._cache_dtype)
-        return _Row(request, result, slot, cache, result.shared_length, keep_at)
+        prompt = np.asarray(request.prompt, np.int32)
+        return _Row(request, result, prompt, slot, cache, result.shared_length, keep_at)
 
     def _read_chunk(self, row: _Row) -> Float[jax.Array, "batch embed"]:
         """Read the next chunk of a prompt; return the hidden vector of its last id."""
-        prompt = np.asarray(row.request.prompt, np.int32)
-        part = prompt[row.read : row.read + self.prefill_chunk]
+        part = row.prompt[row.read : row.read + self.prefill_chunk]
         # The sizes of chunks depend on the prompt alone, so that its numbers are always computed alike.
         width = min(self.prefill_chunk, 1 << (len(part) - 1).bit_length())
         ids, count = self._pad(part, max(width, BUCKET))
-        start, length = (jnp.asarray([number], jnp.int32) for number in (row.read, len(prompt)))
+        start, length = (jnp.asarray([number], jnp.int32) for number in (row.read, len(row.prompt)))
         hidden, row.cache = read_chunk(Chunk(self.model, ids, start, count, length), row.cache)
         row.read += len(part)
         if row.read == row.keep_at:
@@ -306,8 +308,9 @@ class Engine:
         """Draw a request's first token after the initial ids of its row, and write the row into its slot."""
         request = row.request
         end_ids = [*request.end_ids, *[-1] * (MOST_ENDS - len(request.end_ids))]
+        self._biases[row.slot] = bias = self._bias(row)
         sampling = SamplingState(
-            chain(RowSampling.for_request(request, self._bias(row))),
+            chain(RowSampling.for_request(request, bias)),
             jax.random.key(request.seed)[None],
             jnp.asarray([request.example], jnp.int32),
             jnp.asarray([end_ids], jnp.int32),
@@ -329,7 +332,7 @@ class Engine:
         if masked:
             # The mask of a second token depends on the first, which the host does not have at first.
             has_ids = all(row.result.ids for row in masked)
-            count, bias = (1, self._biases()) if has_ids else (0, None)
+            count, bias = (1, self._mask_next_tokens(masked)) if has_ids else (0, None)
         ended = np.ones(self.slots, bool)
         known = np.zeros(self.slots, np.int32)
         for slot, row in self._rows.items():
@@ -374,13 +377,11 @@ class Engine:
             result.finish = "end" if result.ids[-1] in row.request.end_ids else "length"
         return result
 
-    def _biases(self) -> Float[jax.Array, "batch vocab"]:
-        """Return what is added to the logits of the next token of each row."""
-        biases = np.zeros((self.slots, self.model.vocab), np.float32)
-        for slot, row in self._rows.items():
-            if not row.result.finish:
-                biases[slot] = self._bias(row)
-        return jnp.asarray(biases)
+    def _mask_next_tokens(self, rows: Iterable[_Row]) -> Float[jax.Array, "batch vocab"]:
+        """Return what is added to the logits of each slot's next token, with the present masks of these rows."""
+        for row in rows:
+            self._biases[row.slot] = self._bias(row)
+        return jnp.array(self._biases)  # A copy, since later steps write into the biases.
 
     def _bias(self, row: _Row) -> Float[np.ndarray, "vocab"]:
         """Return what is added to the logits of a row's next token; zeros if the request's function fails."""

@@ -159,12 +159,15 @@ class RowSampling(eqx.Module):
         if positions > 1:
             self = jax.tree.map(lambda setting: jnp.repeat(setting, positions, axis=0), self)
         logits = logits.astype(at_least_float32(logits.dtype)) + self.bias
-        logits = jax.vmap(_scale_row)(logits, history.ids, history.lengths, self.repetition_penalty, self.temperature)
-        # A truncation sorts the vocabulary, so it runs only if a row asks for it.
+        # A penalty scatters ids, and a truncation sorts the vocabulary, so each runs only if a row asks for it.
+        penalties, unchanged = self.repetition_penalty, lambda logits: logits
+        penalize = lambda logits: jax.vmap(_penalize_row)(logits, history.ids, history.lengths, penalties)
         cut_top_k = lambda logits: jax.vmap(_cut_top_k)(logits, self.top_k)
         cut_top_p = lambda logits: jax.vmap(_cut_top_p)(logits, self.top_p)
-        logits = jax.lax.cond(jnp.any(self.top_k < logits.shape[1]), cut_top_k, lambda logits: logits, logits)
-        logits = jax.lax.cond(jnp.any(self.top_p < 1), cut_top_p, lambda logits: logits, logits)
+        logits = jax.lax.cond(jnp.any(penalties != 1), penalize, unchanged, logits)
+        logits = jax.vmap(_scale_row)(logits, self.temperature)
+        logits = jax.lax.cond(jnp.any(self.top_k < logits.shape[1]), cut_top_k, unchanged, logits)
+        logits = jax.lax.cond(jnp.any(self.top_p < 1), cut_top_p, unchanged, logits)
         return jax.vmap(_cut_min_p)(logits, self.min_p)
 
 
@@ -172,14 +175,16 @@ _Logits = Float[Array, "vocab"]
 _Setting = Float[Array, ""]
 
 
-def _scale_row(
-    logits: _Logits, ids: Int[Array, "seq"], length: Int[Array, ""], penalty: _Setting, temperature: _Setting
-) -> _Logits:
-    """Apply a row's repetition penalty and temperature."""
+def _penalize_row(logits: _Logits, ids: Int[Array, "seq"], length: Int[Array, ""], penalty: _Setting) -> _Logits:
     history = History(ids[None], length[None])
-    penalized = eqx.tree_at(lambda t: t.penalty, RepetitionPenalty(1), penalty)(logits[None], history)
+    return eqx.tree_at(lambda t: t.penalty, RepetitionPenalty(1), penalty)(logits[None], history)[0]
+
+
+def _scale_row(logits: _Logits, temperature: _Setting) -> _Logits:
+    """Apply a row's temperature; at 0, leave only the likeliest token."""
+    rows, history = logits[None], _no_history()
     divide = eqx.tree_at(lambda t: t.temperature, Temperature(1), jnp.where(temperature > 0, temperature, 1))
-    return jnp.where(temperature > 0, divide(penalized, history), Temperature(0)(penalized, history))[0]
+    return jnp.where(temperature > 0, divide(rows, history), Temperature(0)(rows, history))[0]
 
 
 def _cut_top_k(logits: _Logits, top_k: Int[Array, ""]) -> _Logits:
