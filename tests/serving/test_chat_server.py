@@ -4,8 +4,8 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from test_completions_server import draw, events, make_app, send
-from text_cases import scripted, small_model, TEMPLATE
+from test_completions_server import draw, events, make_app, SCRIPT, send
+from text_cases import scripted, TEMPLATE
 
 from eqformer import data
 from eqformer.serving import ToolCallParser
@@ -40,16 +40,20 @@ def template(tmp_path, source):
     return data.ChatTemplate(tmp_path)
 
 
+def writer(source, script=SCRIPT):
+    """A model with a chat template that writes a script."""
+    return LLM(scripted(script.ljust(190, "\0")).model, data.ByteTokenizer(), source, end_ids=(0,))
+
+
 def write(source, answer, tools=()):
     """A model that answers a chat by a script."""
     options = {"tools": list(tools)} if tools else {}
-    prompt = source.render(ASK, **options)
-    return LLM(scripted((prompt + answer).ljust(190, "\0")).model, data.ByteTokenizer(), source, end_ids=(0,))
+    return writer(source, source.render(ASK, **options) + answer)
 
 
 @pytest.mark.quick
 def test_answers_are_those_of_an_engine(tmp_path):
-    llm = LLM(small_model(), data.ByteTokenizer(), template(tmp_path, TEMPLATE), end_ids=(0,))
+    llm = writer(template(tmp_path, TEMPLATE))
     messages = [{"role": "developer", "content": "Be kind."}, *ASK]
     body = {"messages": messages, "max_completion_tokens": 15, "temperature": 9, "seed": 3, "n": 2}
     counted = {"stream": True, "stream_options": {"include_usage": True}}
@@ -66,7 +70,7 @@ def test_answers_are_those_of_an_engine(tmp_path):
 
 
 def test_log_probabilities_of_an_answer(tmp_path):
-    llm = LLM(small_model(), data.ByteTokenizer(), template(tmp_path, TEMPLATE), end_ids=(0,))
+    llm = writer(template(tmp_path, TEMPLATE))
     body = {"messages": ASK, "max_tokens": 6, "temperature": 0, "logprobs": True}
     whole, streamed, without = send(make_app(llm), body, body | {"stream": True}, body | {"logprobs": False}, path=CHAT)
     (alone,) = draw(llm, ASK, max_new_tokens=6)
@@ -120,7 +124,7 @@ def test_results_of_tools_are_rendered(tmp_path):
     result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "cold"}]}
     messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
     prompt = "[weather]<user>Hi<assistant>weatherRome<tool>cold<assistant>"
-    llm = LLM(scripted((prompt + "Wear a coat.").ljust(190, "\0")).model, data.ByteTokenizer(), source, end_ids=(0,))
+    llm = writer(source, prompt + "Wear a coat.")
     (response,) = send(make_app(llm), {"messages": messages, "temperature": 0, "tools": [WEATHER]}, path=CHAT)
     assert response.json()["choices"][0]["message"] == {"role": "assistant", "content": "Wear a coat."}
     assert response.json()["usage"]["prompt_tokens"] == len(prompt)
@@ -128,7 +132,7 @@ def test_results_of_tools_are_rendered(tmp_path):
 
 @pytest.mark.skipif(not find_spec("llguidance"), reason="the extra `grammar` is not installed")
 def test_answers_follow_a_schema(tmp_path):
-    llm = LLM(small_model(), data.ByteTokenizer(), template(tmp_path, TEMPLATE), end_ids=(0,))
+    llm = writer(template(tmp_path, TEMPLATE))
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     forms = [{"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, {"type": "text"}]
     follows, plain, broken = send(
@@ -162,7 +166,7 @@ BAD_CHATS = {
 
 @pytest.mark.parametrize("name", BAD_CHATS)
 def test_bad_settings_of_chats_are_refused(tmp_path, name):
-    llm = LLM(small_model(), data.ByteTokenizer(), template(tmp_path, TEMPLATE), end_ids=(0,))
+    llm = writer(template(tmp_path, TEMPLATE))
     app, values = make_app(llm), BAD_CHATS[name]
     are_messages = name in ("content", "tool_calls", "refused by the template")
     field = "messages" if are_messages else name
@@ -171,9 +175,9 @@ def test_bad_settings_of_chats_are_refused(tmp_path, name):
 
 
 def test_models_without_a_template_or_tools_say_so(tmp_path):
-    silent = LLM(small_model(), data.ByteTokenizer(), end_ids=(0,))
+    silent = writer(None)
     (response,) = send(make_app(silent), {"messages": ASK}, path=CHAT)
     assert response.status_code == 400 and "chat template" in response.json()["error"]["message"]
-    llm = LLM(small_model(), data.ByteTokenizer(), template(tmp_path, TEMPLATE), end_ids=(0,))
+    llm = writer(template(tmp_path, TEMPLATE))
     (response,) = send(make_app(llm), {"messages": ASK, "tools": [WEATHER]}, path=CHAT)
     assert response.status_code == 400 and "tools" in response.json()["error"]["message"]

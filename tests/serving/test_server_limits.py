@@ -8,14 +8,13 @@ import threading
 import time
 
 import pytest
-from test_completions_server import send, SIZES, texts
+from test_completions_server import SCRIPT, send, SIZES, texts
 from text_cases import scripted
 
 from eqformer import serving
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-SCRIPT = "".join(chr(97 + number * number % 23) for number in range(190))
 
 
 @pytest.fixture(scope="module")
