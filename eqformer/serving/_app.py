@@ -28,9 +28,9 @@ from ._protocol import (
 )
 from ._responses import (
     chat_message,
-    Choice,
     dump,
     event,
+    ResponseText,
     ResponseWriter,
     Token,
     tokens_of,
@@ -48,7 +48,7 @@ _SEND_SECONDS = 10.0  # Time in which a client must read the last events of a st
 _HANGUP = 499  # The status by which servers log a client that did not wait for its response.
 
 
-class Routes:
+class ModelRoutes:
     """Handlers of the requests to one model."""
 
     def __init__(self, service: TextService, *, name: str, api_key: str | None):
@@ -168,11 +168,11 @@ class Routes:
     ) -> JsonObject:
         """Draw the texts of a completion, and return the response."""
         options = body.options
-        draws = [Choice() for _ in range(len(prompts) * body.best_of)]
+        draws = [ResponseText() for _ in range(len(prompts) * body.best_of)]
         with self._service.admit(len(draws)):
             if options.max_new_tokens:
                 await self._draw(prompts, options, draws)
-            echoes = [await self._echo(prompt, options) if body.echo else Choice() for prompt in prompts]
+            echoes = [await self._echo(prompt, options) if body.echo else ResponseText() for prompt in prompts]
         choices = []
         for number, echo in enumerate(echoes):
             for choice in _best(draws[number * body.best_of : (number + 1) * body.best_of], options.count):
@@ -181,10 +181,10 @@ class Routes:
                 choices.append(writer.completion_choice(len(choices), echo.text + choice.text, finish_reason, tokens))
         return writer.response(choices, self._usage(prompts, draws))
 
-    async def _echo(self, prompt: Prompt, options: TextOptions) -> Choice:
+    async def _echo(self, prompt: Prompt, options: TextOptions) -> ResponseText:
         """Return the text of a prompt, with the scores of its tokens if they are asked for."""
         ids: Any = prompt.content
-        echo = Choice(self._service.llm.tokenizer.decode(ids), [Token(ids[0], None)])
+        echo = ResponseText(self._service.llm.tokenizer.decode(ids), [Token(ids[0], None)])
         if options.alternatives is not None and len(ids) > 1:
             scores = await self._service.score(ids, options.alternatives)
             tables = scores.alternative_ids.tolist(), scores.alternative_log_probabilities.tolist()
@@ -205,7 +205,7 @@ class Routes:
 
     async def _write_chat(self, body: ChatRequest, prompt: Prompt, writer: ResponseWriter) -> JsonObject:
         """Draw the answers of a chat, and return the response."""
-        draws = [Choice() for _ in range(body.options.count)]
+        draws = [ResponseText() for _ in range(body.options.count)]
         with self._service.admit(len(draws)):
             await self._draw([prompt], body.options, draws)
         choices = []
@@ -221,7 +221,7 @@ class Routes:
             choices.append(writer.chat_choice(number, message, finish_reason, tokens, delta=False))
         return writer.response(choices, self._usage([prompt], draws))
 
-    async def _draw(self, prompts: Sequence[Prompt], options: TextOptions, draws: Sequence[Choice]) -> None:
+    async def _draw(self, prompts: Sequence[Prompt], options: TextOptions, draws: Sequence[ResponseText]) -> None:
         """Draw texts, as many for each prompt."""
         async with contextlib.aclosing(merge(await self._start(prompts, options, len(draws)))) as pieces:
             async for number, piece in pieces:
@@ -234,7 +234,7 @@ class Routes:
         numbers = range(count // len(prompts))
         return [await self._service.start(prompt, options, number) for prompt in prompts for number in numbers]
 
-    def _usage(self, prompts: Sequence[Prompt], draws: Sequence[Choice]) -> JsonObject:
+    def _usage(self, prompts: Sequence[Prompt], draws: Sequence[ResponseText]) -> JsonObject:
         tokens = sum(prompt.length for prompt in prompts)
         self._service.metrics.add("prompt_tokens", tokens)
         return usage(tokens, [choice.result for choice in draws])
@@ -242,7 +242,7 @@ class Routes:
     async def _stream_texts(self, options: TextOptions, prompts: Sequence[Prompt], events: "_Events") -> Response:
         """Return a response that streams the texts of all prompts while they are drawn."""
         service = self._service
-        draws = [Choice() for _ in range(len(prompts) * options.count)]
+        draws = [ResponseText() for _ in range(len(prompts) * options.count)]
         deadline = time.monotonic() + service.limits.seconds
         admitted = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
@@ -330,7 +330,7 @@ class _CompletionEvents:
     def __init__(self, writer: ResponseWriter, options: TextOptions):
         self._writer, self._has_log_probs = writer, options.alternatives is not None
 
-    def write(self, number: int, choice: Choice, piece: TextPiece) -> list[JsonObject]:
+    def write(self, number: int, choice: ResponseText, piece: TextPiece) -> list[JsonObject]:
         """Return the events of a piece."""
         if not (piece.text or piece.result or self._has_log_probs):
             return []
@@ -353,7 +353,7 @@ class _ChatEvents:
         self._parsers = [_tool_parser(body) for _ in range(count)] if body.tools else None
         self._has_begun = [False] * count
 
-    def write(self, number: int, choice: Choice, piece: TextPiece) -> list[JsonObject]:
+    def write(self, number: int, choice: ResponseText, piece: TextPiece) -> list[JsonObject]:
         """Return the events of a piece; the first one of a message names its role."""
         content, calls, finish_reason = piece.text, list[ToolCall](), choice.finish_reason
         if self._parsers is not None:
@@ -381,7 +381,7 @@ class _ChatEvents:
 _Events = _CompletionEvents | _ChatEvents
 
 
-def _best(draws: Sequence[Choice], count: int) -> Sequence[Choice]:
+def _best(draws: Sequence[ResponseText], count: int) -> Sequence[ResponseText]:
     """Return the likeliest texts by the mean of their tokens; all in their order if all are asked for."""
     return draws if count == len(draws) else sorted(draws, key=lambda choice: -choice.mean_log_prob)[:count]
 

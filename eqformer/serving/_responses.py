@@ -24,7 +24,7 @@ class Token:
 
 
 @dataclasses.dataclass
-class Choice:
+class ResponseText:
     """A text of a response while it grows."""
 
     text: str = ""

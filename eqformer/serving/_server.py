@@ -27,9 +27,9 @@ def make_app(service: TextService, *, name: str = "eqformer", api_key: str | Non
         api_key: The key that requests to `/v1` must name; None: no key is needed.
     """
     load_extra("starlette", extra="serve", call="make_app(service)")
-    from ._app import Routes
+    from ._app import ModelRoutes
 
-    return Routes(service, name=name, api_key=api_key).app()
+    return ModelRoutes(service, name=name, api_key=api_key).app()
 
 
 def serve(

@@ -81,7 +81,7 @@ class TextService:
             **engine_options: The arguments of `LLM.engine`, such as `slots` and `capacity`.
         """
         limits = limits or Limits()
-        self.llm, self.limits, self.metrics = llm, limits, Metrics()
+        self.llm, self.limits, self.metrics = llm, limits, ServerMetrics()
         self._make_engine = functools.partial(llm.engine, **engine_options)
         self._has_draft = engine_options.get("draft") is not None
         self.engine = self._make_engine()
@@ -357,7 +357,7 @@ class Histogram:
         yield f"{name}_count {totals[-1]}"
 
 
-class Metrics:
+class ServerMetrics:
     """Counts and times since the start of a server; every method may be called from any thread."""
 
     def __init__(self):
