@@ -108,7 +108,10 @@ def copy_published_files(recipe: Recipe, directory: RunDirectory) -> None:
 _PROMPT = "Why is the sky blue?"
 _detect_form = functools.cache(data.detect_form)  # Lists the files of a path once; `complete_recipe` forgets them.
 _TEXT_FORMS = ("text", "preferences", "preferences of messages")  # --text.field may name a field of preferences.
-_MESSAGE_FORMS = ("messages", "prompt and completion of messages", "preferences of messages")
+_MESSAGE_FORMS = (
+    *("messages", "prompt and completion of messages"),
+    *("preferences of messages", "labelled completion of messages"),
+)
 
 
 def open_chats(recipe: Recipe, path: Path) -> data.TextSource:
