@@ -1,6 +1,5 @@
 """Rows about tuning by low-rank changes: tokens a second and peak memory beside peft and transformers."""
 
-import resource
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +12,7 @@ import numpy as np
 from benchmarks import _ours, _peers
 from benchmarks._apart import run_apart
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
-from eqformer import models, nn, training
+from eqformer import models, nn, read_utf8, training
 
 
 # SmolLM2-135M, with random weights: speed does not depend on them.
@@ -74,8 +73,13 @@ def make_peer_step(folder: Path) -> Callable[[], float]:
 
 
 def measure_peak(make: Callable[[], Callable[[], float]], steps: int = 3) -> int:
-    """Return the most bytes that this process, which makes and runs the step, has held in memory."""
+    """Return the most bytes that this process, which makes and runs the step, has held in memory; 0 outside Linux.
+
+    `getrusage` would count the memory of the process that started this one.
+    """
     step = make()
     for _ in range(steps):
         step()
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = Path("/proc/self/status")
+    lines = read_utf8(status).splitlines() if status.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
