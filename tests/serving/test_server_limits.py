@@ -31,15 +31,15 @@ def running(llm, **limits):
     )
     thread.start()
     try:
-        wait_for(lambda: lines and lines[-1].startswith("serving tiny at http://127.0.0.1:"), 60)
+        wait_for(lambda: lines and lines[-1].startswith("serving tiny at http://127.0.0.1:"), 300)
         yield service, int(lines[-1].rpartition(":")[2])
     finally:
         service.drain()
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
 
 
-def wait_for(condition, seconds=10.0):
+def wait_for(condition, seconds=30.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -120,13 +120,13 @@ def closes_idle_connections(port):
 
 def cancels_texts_of_clients_that_hang_up(service, port, body):
     for stream in (False, True):
-        before = service.metrics.render({})
         with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
             content = json.dumps(body | {"model": "tiny", "max_tokens": 180, "stream": stream}).encode()
             client.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(content) + content)
             wait_for(lambda: service.active == 1)
-        wait_for(lambda: service.active == 0 and service.engine.engine.is_idle, 1.5)
-        assert before != service.metrics.render({}) and "cancelled_requests_total 0" not in service.metrics.render({})
+        wait_for(lambda: service.active == 0 and service.engine.engine.is_idle)
+    # A text that was drawn to its end would not count.
+    assert "cancelled_requests_total 2\n" in service.metrics.render({})
 
 
 def refuses_more_than_fit(service, port, body):
