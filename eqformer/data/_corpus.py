@@ -142,7 +142,7 @@ def open_corpus(
         weights: The share of each source in the rows of a `Mixture`; None: there is one source, and no mixture.
         validation: The share of the documents that is held out, by a hash of their names. If a source has too few
             documents for that, the end of each document is held out instead, as by `open_store(split_by="position")`,
-            with a warning. If this share is less than a row, more is held out, half of the text at most.
+            with a warning. If that is less than one row, more is held out, half of the text at most.
         vocab: The number of the model's token ids, see `check_vocab`; None: no check.
         progress: Called with the source and split, `NAME (split)`, the bytes done and the total bytes (0: unknown).
 

@@ -335,7 +335,10 @@ class Mixture:
         return _join_batches(parts, examples, self._documents)
 
     def origin(self, examples: Int[np.ndarray, "batch"]) -> tuple[Int[np.ndarray, "batch"], Int[np.ndarray, "batch"]]:
-        """Return the index of each example's loader, and the example's number in that loader's run; or of pairs."""
+        """Return the index of each example's loader, and the example's number in that loader's run.
+
+        A loader of pairs has a number for each pair.
+        """
         owner, number = np.empty((2, len(examples)), np.int64)
         blocks, offsets = np.divmod(examples, _BLOCK)
         for block in np.unique(blocks):

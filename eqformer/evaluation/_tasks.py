@@ -10,7 +10,7 @@ from ..text import LLM
 
 DEFAULT_LENGTH = 2048
 ACCURACIES = "acc", "exact_match"
-"""Metrics that average, in order of preference: shares of right answers."""
+"""Metrics that count as an accuracy, in order of preference: shares of right answers."""
 
 
 class TaskAverage(NamedTuple):

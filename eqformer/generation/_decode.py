@@ -22,7 +22,7 @@ class SamplingState(eqx.Module):
     examples: Int[Array, "batch"]
     """For each row the number on which its random draws depend, together with its key."""
     end_of_text: Int[Array, "batch ends"]
-    """Ids that end a row; -1 is never drawn."""
+    """Ids that end a row; -1 fills unused entries."""
     scores_transformed: bool = eqx.field(static=True, default=False)
     """Whether the log-probabilities of drawn ids are those after the transforms."""
 
@@ -53,7 +53,7 @@ class ProgramSizes(NamedTuple):
 
 
 MOST_ALTERNATIVES = 20
-"""Likely ids that a request may ask for beside each drawn id."""
+"""The most likely ids that a request may ask for beside each drawn id."""
 
 
 class Alternatives(eqx.Module):

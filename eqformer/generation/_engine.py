@@ -96,9 +96,10 @@ class Engine:
                 raise ValueError(f"Engine({name}={value}): {name} must be at least {least}.")
         self._slots_per_row = self.capacity = round_up(capacity, BUCKET)
         if model.max_seq is not None:
-            # The model never reads the last token that is drawn, so that token needs no position.
             self._slots_per_row = min(self.capacity, model.max_seq)
-            self.capacity = min(self.capacity, model.max_seq + 1)
+            # A decoder never reads the last token that is drawn, so that token needs no position. An encoder reads the
+            # whole prompt.
+            self.capacity = min(self.capacity, model.max_seq + (model.start is None))
         self.slots, self.stride = slots, stride
         self.prefill_chunk = round_up(min(prefill_chunk, self.capacity), BUCKET)
         self._has_draft = draft is not None
@@ -259,7 +260,7 @@ class Engine:
         return ended
 
     def _read_prompts(self) -> None:
-        """Read a chunk of a prompt or, so that few rows do not decode alone, one for every four free slots."""
+        """Read a chunk of a prompt, or one for every four free slots, so that the slots are filled sooner."""
         for _ in range(max(1, (self.slots - len(self._rows)) // 4)):
             while self._reading is None:
                 if not self._waiting or len(self._rows) == self.slots:
@@ -346,7 +347,7 @@ class Engine:
         return results
 
     def _known_length(self, row: _Row) -> int:
-        """Return the ids of a row that the host has: those before the first draw, and the result's."""
+        """Return how many ids of a row the host has: those before the first draw, and the result's."""
         return (row.result.prompt_length if self.model.start is None else 1) + len(row.result.ids)
 
     def _append(self, row: _Row, progress: NewTokens) -> Result:

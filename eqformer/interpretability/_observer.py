@@ -173,8 +173,8 @@ class Observer:
     def check_applied(self, call: str, points: Iterable[Point], tokens: nn.Tokens | None) -> None:
         """Raise a `ValueError` unless the patches of some points were applied; to be called after the call has run.
 
-        Tokens without a source have their source in the cache, where an earlier, patched call may have stored it. So
-        values of the source are not checked in such a call.
+        Tokens without a source read it from the cache, where an earlier, patched call may have stored it. So values of
+        the source are not checked in such a call.
         """
         has_cached_source = tokens is not None and tokens.source is None
         required = [point for point in points if not (has_cached_source and point.is_of_source)]

@@ -33,8 +33,8 @@ _LEAST_BYTES = 2**18  # bytes of a head's slots in a row: reading so many takes 
 class FlashDecodingTpu(Implementation[DecodeCall, Array]):
     """Flash-decoding in Mosaic: products in bfloat16, to which 8-bit keys and values are converted.
 
-    A block in VMEM has up to 2^20 numbers of keys and 2^19 scores, a multiple of 128 slots. `interpret` runs the kernel
-    as plain JAX on any platform, for tests.
+    A block in VMEM is a multiple of 128 slots, with up to 2^20 numbers of keys and 2^19 scores. `interpret` runs the
+    kernel as plain JAX on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)

@@ -83,7 +83,7 @@ _PARTS = (
     "multi_modal_projector patch_merger audio_tower audio_model embed_audio audio_projector mtp"
 )
 _UNREAD = re.compile(rf"(?:model\.)?(?:{'|'.join(_PARTS.split())})\.")
-# config_types.Attributes of a multimodal model that concern only these parts.
+# Attributes of a multimodal model that concern only these parts.
 _OTHER_PARTS = re.compile(
     r"image|video|vision|audio|multi_?modal|projector|^mm_|^spatial_|^out_hidden|^(boi|eoi|boa|eoa)_"
 )

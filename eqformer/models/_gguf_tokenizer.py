@@ -202,7 +202,7 @@ _UNREAD = re.compile(
     r"(?!tokenizer\.).+|tokenizer\.ggml\.(tokens|token_type|scores|merges|token_type_count|\w+_token_ids?"
     r"|add_space_prefix)|tokenizer\.chat_template\..+|tokenizer\.(chat_templates|huggingface\.json)"
 )
-# Keys of tokenizers that are not supported, with the value that has no effect on those that are.
+# Keys of tokenizers that are not supported, with the value at which they change nothing.
 _NEUTRAL = {"tokenizer.ggml.add_sep_token": False, "tokenizer.ggml.remove_extra_whitespaces": False}
 
 

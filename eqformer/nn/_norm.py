@@ -109,8 +109,9 @@ class RMSNorm(Norm):
 class LayerNorm(Norm):
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over named dims (Ba, Kiros and Hinton 2016).
 
-    `over` names the last of the dims, over which alone mean and variance are taken: `LayerNorm("heads head_dim",
-    over="head_dim", ...)` normalizes each head by itself and scales it by its own weights (Command R+).
+    `over` names the trailing dims over which mean and variance are taken, if these are not all:
+    `LayerNorm("heads head_dim", over="head_dim", ...)` normalizes each head by itself and scales it by its own weights
+    (Command R+).
     """
 
     dims: tuple[str, ...] = eqx.field(static=True)

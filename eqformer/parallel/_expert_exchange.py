@@ -67,9 +67,10 @@ def choose_expert_method(
 ) -> str:
     """Return `"gather"` or `"exchange"`: `method` itself or, for `"auto"`, the cheaper one; both are exact.
 
-    A gather sends each device all tokens of every other one, an exchange `top_k / devices` times as many vectors,
-    padded `factor` times that: it is chosen if that is no more or, where a gather would make room for more than
-    `MOST_GATHERED_BYTES`, at most twice as many, as it handles fewer rows. It is not for few tokens, as in decoding.
+    A gather sends each device all tokens of every other device. An exchange sends `top_k / devices` times as many
+    vectors, and a padded one `factor` times that number. The exchange is chosen if it sends no more vectors than the
+    gather. It may send twice as many where a gather would make room for more than `MOST_GATHERED_BYTES`, because an
+    exchange handles fewer rows. For few tokens, as in decoding, the gather is chosen.
 
     Args:
         method: `"auto"`, `"gather"` or `"exchange"`.
@@ -143,7 +144,7 @@ def exchange_choices(
     """Return the sum of all devices' experts for this device's tokens; exact, whatever the load.
 
     A round has `factor` times the room that even loads need: a device for all choices sent to it or, padded, each pair
-    of devices. So there is one round, but for uneven loads: all choices for one of `n` devices take `n / factor`.
+    of devices. Only uneven loads take further rounds: all choices for one of `n` devices take `n / factor` rounds.
     Further rounds are a loop, and its backward pass is one, which computes each round again: gradients are summed over
     rounds in float32 at least, and nothing of a round is kept. There is no second derivative and no forward mode.
 

@@ -1,4 +1,4 @@
-"""Search for plans over as many devices that fit into a device's memory, for training and for decoding."""
+"""Search for plans over a number of devices that fit into a device's memory, for training and for decoding."""
 
 import dataclasses
 import itertools
@@ -301,10 +301,11 @@ def enumerate_meshes(
     experts = min((moe.router.facts().experts for moe in nn.modules(model, nn.ExpertMixture)), default=1)
     stages = min(plan.microbatches, sum(map(len, model.stacks)))
     sizes_of_axes = (_divisors(devices, int(size)) for size in (experts, stages, context, tensor))
-    for replica, expert, pipe, ring, split in itertools.product(sorted(set(replicas)), *sizes_of_axes):
-        fsdp, remainder = divmod(devices, replica * expert * pipe * ring * split)
+    for replica, expert, pipe, context_size, tensor_size in itertools.product(sorted(set(replicas)), *sizes_of_axes):
+        fsdp, remainder = divmod(devices, replica * expert * pipe * context_size * tensor_size)
         if fsdp and not remainder:
-            sizes = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, PIPE: pipe, CONTEXT: ring, TENSOR: split}
+            sizes = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, PIPE: pipe}
+            sizes |= {CONTEXT: context_size, TENSOR: tensor_size}
             yield from ((abstract_mesh(sizes), zero) for zero in sorted({plan.zero, 3} if fsdp > 1 else {plan.zero}))
 
 

@@ -40,7 +40,10 @@ def sent_share(kind: str, devices: int) -> float:
 
 
 def count_ragged_bytes(operand: int, output: int, *_: int) -> int:
-    """Return the bytes that a ragged all-to-all exchanges with an even load: the larger array has unused rows."""
+    """Return the bytes that a ragged all-to-all exchanges with an even load.
+
+    These are the bytes of the smaller array, because the larger one has unused rows.
+    """
     return min(operand, output)
 
 

@@ -287,7 +287,7 @@ def _check_vocab(recipe: Recipe) -> None:
 
 
 def _flags_without_bounds(config: Any) -> set[str]:
-    """Return the flags of a config whose default has an infinite number, as bounds that bound nothing."""
+    """Return the flags of a config whose default contains infinity, which stands for no bound."""
     is_infinite = lambda part: isinstance(part, float) and math.isinf(part)
     defaults = fields_of(type(config), "--model.")
     return {flag for flag, value, *_ in defaults if any(map(is_infinite, jax.tree.leaves(value)))}
@@ -325,7 +325,7 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
     source = RunDirectory(recipe.from_run)
     _, old = source.read()
     checkpointer = training.Checkpointer(source.checkpoints)  # Of any run, since only weights are taken.
-    if not checkpointer.steps or (recipe.from_step or checkpointer.steps[0]) not in checkpointer.steps:
+    if not checkpointer.steps or recipe.from_step not in (None, *checkpointer.steps):
         steps = ", ".join(map(str, checkpointer.steps)) or "none"
         raise ValueError(f"{flag} --from-step {recipe.from_step}: the run has checkpoints of these steps: {steps}.")
     if recipe.from_optimizer:

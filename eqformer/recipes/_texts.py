@@ -63,7 +63,7 @@ def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
 def recipe_tokenizer(recipe: Recipe, directory: RunDirectory | None = None) -> Tokenizer:
     """Return the recipe's tokenizer: --text.tokenizer, or the published model's, or bytes.
 
-    A run has copies of both files, which are read once it has a checkpoint.
+    A run has copies of the files. The copy of --text.tokenizer is read once the run has a checkpoint.
     """
     end_of_text = recipe.text.end_of_text
     if recipe.text.tokenizer is not None:
@@ -124,7 +124,7 @@ def open_chats(recipe: Recipe, path: Path) -> data.TextSource:
 def chat_paths(recipe: Recipe) -> list[Path]:
     """Return the recipe's files and folders of conversations, or of prompts and completions.
 
-    Raises a `ValueError` if only some of its texts are such.
+    Raises a `ValueError` if conversations and plain texts are mixed.
     """
     if recipe.has_preferences and recipe.data is None and not recipe.text.mix:
         kind = "pairs are" if recipe.compares_pairs else "labelled completions are"

@@ -315,7 +315,7 @@ class Trainer:
         return training.DebugNans(loss, key, microbatches=pieces, trained=trained, states=self.states)
 
     def _extra_metrics(self, clock: training.Clock) -> Callable[[training.Progress], dict[str, int | float]]:
-        """Return the function of the metrics that rows have beside the step's."""
+        """Return a function that computes the metrics that rows have beside those of the step."""
         skipped = sum(last - first + 1 for first, last in self.spikes.skipped_batches)
         return lambda run: clock.rate(run) | ({"batches_left_out": skipped} if skipped else {})
 

@@ -230,7 +230,7 @@ class ModelRoutes:
     async def _start(
         self, prompts: Sequence[Prompt], options: TextOptions, count: int
     ) -> list[AsyncGenerator[TextPiece, None]]:
-        """Return the pieces of `count` texts, as many for each prompt."""
+        """Return the pieces of `count` texts, equally many for each prompt."""
         numbers = range(count // len(prompts))
         return [await self._service.start(prompt, options, number) for prompt in prompts for number in numbers]
 

@@ -63,7 +63,7 @@ class TextOptions:
     count: int
     """Texts for each prompt (`n`)."""
     alternatives: int | None
-    """Likely tokens beside each token of the text; None: not even the probabilities of the tokens."""
+    """Likely tokens beside each token of the text; None: no probabilities at all."""
     stream: bool
     include_usage: bool
     """Whether a stream ends with the numbers of tokens."""

@@ -214,7 +214,8 @@ def _check_attention(call: str, attention: nn.Attention) -> None:
 
 
 def _check_outputs(call: str, parts: BlockParts) -> None:
-    """Raise a `ValueError` for norms of outputs, and for scales of sublayers whose outputs the layout adds first."""
+    """Raise a `ValueError` for norms of outputs, and for scales of sublayers, whose outputs the
+    layout adds before it scales them."""
     mixer, feed_forward = parts.sublayers
     sublayers = {"mixer": mixer, "feed_forward": feed_forward}
     output_norms = [

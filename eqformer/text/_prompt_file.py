@@ -68,7 +68,7 @@ def complete_file(
         source: The file of rows. Empty lines are left out.
         target: The file of texts.
         request: The settings of rows that do not have them; its prompt is not read.
-        ask: A function that makes the prompt of a request of a row's text, such as a list of messages.
+        ask: A function that turns a row's text into the prompt of a request, such as a list of messages.
         best_of: Texts that are drawn for each row. All are written, the likeliest first.
         log_probs: Whether to write the ids of each text and their log-probabilities.
         fingerprint: A text on which the texts depend, too, such as the name of the model.

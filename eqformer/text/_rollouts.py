@@ -120,7 +120,7 @@ class Rollouts:
             mask_truncated: Whether completions that `max_new_tokens` ended have weight 0.
             reference: A function of the trained model that returns the reference of the KL divergence, such as
                 `nn.without_lora`, or `lambda model: frozen` for a copy; None: no reference.
-            updates: Steps taken on each batch of completions; a run that goes on between them samples anew.
+            updates: Steps taken on each batch of completions; a run that is resumed between them samples anew.
             plan: The plan of the training step, under which the sharded model also samples; None: one device.
             key: The key of the prompts' order and of all draws.
         """
@@ -258,7 +258,7 @@ class Rollouts:
             raise ValueError(f"{call}, it raised {type(error).__name__}: {error}; correct the function.") from error
         try:
             values = [float(reward) for reward in rewards]
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{call}, it did not return numbers ({error}); return one for each completion.") from error
         if len(values) != len(completions):
             raise ValueError(

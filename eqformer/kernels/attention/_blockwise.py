@@ -27,7 +27,7 @@ Block = int | Literal["platform"]
 """The number of tokens of a block; "platform": the number that is fastest on the platform."""
 FEW = 8
 """The most queries whose scores for all keys are computed at once, without blocks."""
-_WIDEST = 16  # For few queries, blocks of keys are longer than `block`, up to so many times.
+_WIDEST = 16  # For few queries, blocks of keys are longer than `block`, at most this many times.
 _BLOCK, _TPU_BLOCK = 128, 512  # The tokens of a block; docs/accelerators-kernels.md has the measurements.
 
 

@@ -63,8 +63,8 @@ def all_gather_matmul(
     Sends `(n-1)/n` of the gathered `x`. `overlap="none"` gathers, then multiplies; `"ring"` passes pieces round the
     axis and multiplies each while the next one is sent; `"bidirectional"` passes halves both ways round. The rings
     gather again in the backward pass (for the weight gradient) and never hold the gathered `x`; `"none"` saves it,
-    unless `jax.checkpoint` says otherwise. Products are summed in float32 at least and returned in the dtype of `x`;
-    so are the gradients' sums, which travel in that dtype. Reverse mode only.
+    unless `jax.checkpoint` says otherwise. Products are summed in float32 at least and returned in the dtype of `x`.
+    Gradients are summed likewise, and sent in that dtype. Reverse mode only.
 
     In a pipeline's stages, on CPUs and GPUs, neighbors swap pieces (see `shift`). With more than two devices,
     `"ring"` then sends twice as many bytes, and `"bidirectional"` as many as otherwise.

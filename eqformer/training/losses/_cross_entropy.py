@@ -224,7 +224,7 @@ def cross_entropy(
 
 
 def _float16_chunk(hidden: Array) -> int | None:
-    """Return 1024 for float16: a chunk's gradient of the table is computed before any scaling, and must fit in it."""
+    """Return 1024 for float16: a chunk's gradient of the table is computed before scaling, and must not overflow."""
     return 1024 if hidden.dtype == jnp.float16 else None
 
 

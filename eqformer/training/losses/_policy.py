@@ -77,7 +77,7 @@ def policy_loss(
     `|log p - log p by the sampler|`), and the means of the batch's `row_metrics`.
 
     Args:
-        name: The choices that are not given.
+        name: The name of a row of the table, whose choices hold where an argument is None.
         clip_low: How far a ratio may fall below 1 before its gradient is clipped.
         clip_high: How far a ratio may rise above 1 before its gradient is clipped.
         ratio: "token", or "sequence": the geometric mean of the ratios of a row's tokens takes the place of each.
@@ -300,7 +300,8 @@ class GroupAdvantages(NamedTuple):
 def group_advantages(
     rewards: Sequence[float] | Float[np.ndarray, "batch"], group: int, *, scale: bool = True
 ) -> GroupAdvantages:
-    """Return each reward minus the mean of its group and, with `scale`, over the group's standard deviation plus 1e-4.
+    """Return each reward minus the mean of its group and, with `scale`, divided by the group's
+    standard deviation plus 1e-4.
 
     A group is `group` rewards in a row, of completions of one prompt. The standard deviation is that of a sample, with
     `group - 1`, as in TRL. Advantages of a group whose rewards are all equal are exactly 0.

@@ -350,7 +350,8 @@ def preference_loss(
 def kto_baseline(
     nats: Float[Array | np.ndarray, "batch"], reference_nats: Float[Array | np.ndarray, "batch"]
 ) -> Float[Array, ""]:
-    """Return KTO's reference point: the mean of `log p / p_reference` of rows with other prompts' completions, or 0.
+    """Return KTO's reference point: the mean of `log p / p_reference` of rows with other prompts' completions, or 0
+    if it is negative.
 
     Both nats are of the same rows, by the model and by the reference, as `make_row_nats` computes them before a step.
     """
