@@ -271,10 +271,10 @@ def test_a_batch_of_pairs_has_groups_and_nats_of_a_reference(loss, has_reference
 @pytest.mark.grid
 @pytest.mark.parametrize("loss", ["dpo", "orpo"])
 def test_a_step_over_pairs_is_compiled(loss, report, tmp_path, capsys):
-    sizes = "--mesh.fsdp 2 --model.embed 32 --model.mlp 64 --seq 32 --batch 4"
-    assert "compiled: " in report(f"{sizes} --loss {loss} --data {tmp_path}/pairs.jsonl --compile")
+    sizes = f"--mesh.fsdp 8 --model.embed 32 --model.mlp 64 --seq 32 --loss {loss} --data {tmp_path}/pairs.jsonl"
+    assert "compiled: " in report(f"{sizes} --batch 16 --compile")
     with pytest.raises(SystemExit):  # The control: a device would have half a pair.
-        report(f"{sizes} --mesh.fsdp 4 --loss {loss} --data {tmp_path}/pairs.jsonl")
+        report(f"{sizes} --batch 8")
     assert "pieces of whole groups of 2 rows" in capsys.readouterr().err
 
 
