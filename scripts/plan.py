@@ -206,6 +206,8 @@ def training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Targ
 def lower_step(recipe: Recipe, states: training.PlannedState, plan: parallel.Plan) -> jax.stages.Lowered:
     """Lower the recipe's training step under a plan from shapes; `states` may be under any plan."""
     step = setup.make_train_step(recipe, plan, states.optimizer)
+    if isinstance(step, training.KtoStep):
+        step = step.step  # The pass that computes the baseline holds less.
     return planning.lowered_step(states.with_plan(plan), step, recipe.batch_shapes())
 
 

@@ -100,7 +100,7 @@ def _make_conversation(
     checked: list[Message] = []
     for number, message in enumerate(messages):
         match message:
-            case {"role": str()}:
+            case Mapping() if isinstance(message.get("role"), str):
                 checked.append(message)
             case _:
                 raise ValueError(
@@ -389,6 +389,9 @@ def split_preference(row: object, *, location: str) -> tuple[JsonObject, JsonObj
     `tools` and `chat_template_kwargs` may stand beside them. Raises a `ValueError` that names the location for any
     other row, and for a rejected completion that equals the chosen one.
     """
+    options: dict[str, object] = {}
+    if isinstance(row, Mapping):
+        options = {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
     match row:
         case {"prompt": str(prompt), "chosen": str(chosen), "rejected": str(rejected)}:
             parts = prompt, chosen, rejected
@@ -414,7 +417,6 @@ def split_preference(row: object, *, location: str) -> tuple[JsonObject, JsonObj
     prompt, chosen, rejected = parts
     if chosen == rejected:
         raise ValueError(f"{location}: `rejected` equals `chosen`, so there is nothing to prefer; leave the row out.")
-    options = {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
     chosen_row, rejected_row = ({"prompt": prompt, "completion": end, **options} for end in (chosen, rejected))
     return chosen_row, rejected_row
 

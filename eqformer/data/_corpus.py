@@ -50,7 +50,8 @@ class Corpus:
     @property
     def loaders(self) -> Mapping[str, Loader]:
         """The training loader of each source, by the source's name."""
-        return dict.fromkeys(self.held_out, self.train) if self._mixture is None else self._mixture.loaders
+        train = self.train
+        return train.loaders if isinstance(train, Mixture) else dict.fromkeys(self.held_out, train)
 
     @property
     def _mixture(self) -> Mixture | None:

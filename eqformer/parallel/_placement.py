@@ -117,7 +117,8 @@ class Placement(ParallelConfig):
     @property
     def platform(self) -> str:
         """Platform of the mesh's devices: `"tpu"`, `"gpu"` or `"cpu"`; `"cpu"` for a mesh without devices."""
-        device = self.mesh.abstract_device if self.devices is None else self.devices.flat[0]
+        mesh = self.mesh
+        device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
         return "cpu" if device is None else device.platform
 
     def layout(self, *, splits_fsdp: bool) -> Layout:

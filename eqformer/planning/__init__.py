@@ -45,7 +45,7 @@ from ._held_bytes import (
     batch_shapes as batch_shapes,
     judge_formula as judge_formula,
     MARGIN as MARGIN,
-    pair_shapes as pair_shapes,
+    preference_shapes as preference_shapes,
     state_bytes as state_bytes,
     step_bytes as step_bytes,
     StepBytes as StepBytes,

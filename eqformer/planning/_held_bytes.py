@@ -1,5 +1,6 @@
 """The bytes that each device holds under a plan: the state exactly, and a step's temporaries from its trace."""
 
+import dataclasses
 import math
 from typing import Literal, NamedTuple
 
@@ -167,13 +168,17 @@ def batch_shapes(rows: int, seq: int, *, packed: bool = False) -> Batch:
     return eqx.filter_eval_shape(make)
 
 
-def pair_shapes(rows: int, seq: int, *, has_reference: bool) -> PreferenceBatch:
-    """Return the shapes of a batch of pairs, with the nats of a reference if the loss compares the model with one."""
+def preference_shapes(rows: int, seq: int, *, has_reference: bool, has_labels: bool = False) -> PreferenceBatch:
+    """Return the shapes of a batch of pairs or, with `has_labels`, of labelled completions for KTO.
+
+    They have the nats of a reference if the loss compares the model with a reference.
+    """
 
     def make() -> PreferenceBatch:
         ids, weights, examples = _make_tokens(rows, seq)
-        nats = weights[:, 0] if has_reference else None
-        return PreferenceBatch(ids, ids, weights, examples, ids, ids, group=2, documents=1, reference_nats=nats)
+        nats, labels = [weights[:, 0] if condition else None for condition in (has_reference, has_labels)]
+        pairs = PreferenceBatch(ids, ids, weights, examples, ids, ids, group=1 if has_labels else 2, documents=1)
+        return dataclasses.replace(pairs, reference_nats=nats, labels=labels, baseline=labels)
 
     return eqx.filter_eval_shape(make)
 

@@ -13,7 +13,7 @@ from ..data import Packing
 from ..models import ModelConfig
 from ..nn import Execution, Precision
 from ..parallel import ParallelConfig
-from ..planning import batch_shapes, pair_shapes
+from ..planning import batch_shapes, preference_shapes
 from ..training import Divergence, Lora, Optimization
 
 
@@ -222,8 +222,9 @@ class Recipe:
 
     def batch_shapes(self) -> Batch:
         """Return the shapes of a batch."""
-        if self.compares_pairs:
-            return pair_shapes(self.batch, self.seq, has_reference=self.has_reference)
+        if self.has_preferences:
+            has_labels = not self.compares_pairs
+            return preference_shapes(self.batch, self.seq, has_reference=self.has_reference, has_labels=has_labels)
         return batch_shapes(self.batch, self.seq, packed=self.text.packing != "windows")
 
 

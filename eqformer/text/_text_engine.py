@@ -267,8 +267,8 @@ class TextEngine:
                 whole = row.finish(result, result.number) if result.finish else None
                 if whole is not None:
                     text += row.ending
-                lists = result.ids, result.log_probabilities, result.alternatives
-                yield TextPiece(text, *(tuple(values[new]) for values in lists), result=whole)
+                ids, log_probs = tuple(result.ids[new]), tuple(result.log_probabilities[new])
+                yield TextPiece(text, ids, log_probs, tuple(result.alternatives[new]), result=whole)
         finally:
             await results.aclose()
 

@@ -67,7 +67,7 @@ class Load:
         while time.monotonic() < end:
             kind, hangs_up = int(draw.integers(len(self.bodies))), draw.random() < 0.1
             try:
-                outcome = await self._ask(client, kind, draw.integers(1, 8) if hangs_up else None)
+                outcome = await self._ask(client, kind, int(draw.integers(1, 8)) if hangs_up else None)
             except httpx.HTTPError as error:
                 outcome = f"lost ({type(error).__name__})"
             self.outcomes[outcome] += 1

@@ -100,8 +100,8 @@ def test_completions_are_the_texts_of_generate():
     llm = LLM(small_model(), data.ByteTokenizer(), end_ids=(0,))
     bodies = [{"prompt": PROMPT, "max_tokens": 12, "temperature": t, "seed": 3, "n": 2} for t in (0, 9)]
     for body, response in zip(bodies, send(make_app(llm), *bodies)):
-        options = dict(max_new_tokens=12, temperature=body["temperature"], seed=3)
-        assert texts(response) == llm.generate([PROMPT] * 2, **options)
+        expected = llm.generate([PROMPT] * 2, max_new_tokens=12, temperature=body["temperature"], seed=3)
+        assert texts(response) == expected
 
 
 def test_streams_are_the_texts_in_pieces(llm, app):
