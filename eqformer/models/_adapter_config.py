@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Generic, NoReturn, TypeVar
 
 from .._files import JsonObject
@@ -72,8 +72,8 @@ class AdapterConfig:
     rank: int
     alpha: float
     rank_stabilised: bool
-    targets: str | tuple[str, ...]
-    excluded: str | tuple[str, ...]
+    targets: str | frozenset[str]
+    excluded: str | frozenset[str]
     ranks: _ByPattern[int]
     alphas: _ByPattern[float]
     layers: tuple[int, ...]
@@ -161,8 +161,8 @@ def read_adapter_config(values: Mapping[str, object], source: str) -> AdapterCon
         rank=options.take("r", 8, Length, "a positive number"),
         alpha=float(options.take("lora_alpha", 8, Number, "a number")),
         rank_stabilised=options.take("use_rslora", False, bool, "true or false"),
-        targets=targets,
-        excluded=excluded,
+        targets=targets if isinstance(targets, str) else frozenset(targets),
+        excluded=excluded if isinstance(excluded, str) else frozenset(excluded),
         ranks=options.by_pattern("rank_pattern", Length),
         alphas=options.by_pattern("alpha_pattern", Number),
         layers=tuple(as_list(layers)),
@@ -224,10 +224,10 @@ def _suffixes(module: str) -> set[str]:
     return {".".join(words[start:]) for start in range(len(words))}
 
 
-def _is_among(names: str | tuple[str, ...], module: str) -> bool:
+def _is_among(names: str | Set[str], module: str) -> bool:
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
-    return not _suffixes(module).isdisjoint(names)
+    return not names.isdisjoint(_suffixes(module))
 
 
 def _to_whole(value: float) -> int | float:

@@ -297,11 +297,11 @@ class GroupAdvantages(NamedTuple):
     signal."""
 
 
+@checked
 def group_advantages(
     rewards: Sequence[float] | Float[np.ndarray, "batch"], group: int, *, scale: bool = True
 ) -> GroupAdvantages:
-    """Return each reward minus the mean of its group and, with `scale`, divided by the group's
-    standard deviation plus 1e-4.
+    """Return each reward minus the mean of its group; with `scale`, over the group's standard deviation plus 1e-4.
 
     A group is `group` rewards in a row, of completions of one prompt. The standard deviation is that of a sample, with
     `group - 1`, as in TRL. Advantages of a group whose rewards are all equal are exactly 0.
