@@ -67,10 +67,10 @@ class GrammarCompiler:
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split("<state>")[0].split())
             raise ValueError(f"{call}: the grammar cannot be read ({reason}); correct it.")
-        return _Mask(matcher, self._vocab)
+        return _GrammarMask(matcher, self._vocab)
 
 
-class _Mask:
+class _GrammarMask:
     """The tokens that a grammar allows after the ids of one text."""
 
     def __init__(self, matcher: Any, vocab: int):

@@ -231,7 +231,7 @@ class TextEngine:
         A request that is refused has a result whose `finish_reason` is `"error"`.
         """
         remaining = enumerate(requests)
-        rows: dict[int, tuple[int, _Row]] = {}
+        rows: dict[int, tuple[int, _TextRow]] = {}
         while True:
             while len(rows) < 2 * self.engine.slots and (item := next(remaining, None)) is not None:
                 position, request = item
@@ -256,7 +256,7 @@ class TextEngine:
         """
         return self._stream(self._make_row(request, 0))
 
-    async def _stream(self, row: "_Row") -> AsyncGenerator[TextPiece, None]:
+    async def _stream(self, row: "_TextRow") -> AsyncGenerator[TextPiece, None]:
         results = self.engine.stream(row.request)
         count = 0
         try:
@@ -272,14 +272,14 @@ class TextEngine:
         finally:
             await results.aclose()
 
-    def _make_row(self, request: TextRequest, position: int) -> "_Row":
+    def _make_row(self, request: TextRequest, position: int) -> "_TextRow":
         """Check and encode a request, and join it with the text that it will have."""
         encoded = self.encode(request, position)
         is_text = isinstance(request.prompt, str) or not isinstance(request.prompt[0], Mapping)
         # The text of an answer stands alone, and so does that of a model whose encoder reads the prompt.
         continued = encoded.prompt if is_text and self.llm.model.start is None else ()
         stream = data.TextStream(self.llm.tokenizer, continued)
-        return _Row(encoded, TextAssembler(stream, self.llm.end_ids, StopStrings(request.stop)))
+        return _TextRow(encoded, TextAssembler(stream, self.llm.end_ids, StopStrings(request.stop)))
 
     def _encode_prompt(self, request: TextRequest) -> list[int]:
         """Return the ids of a request's prompt."""
@@ -318,7 +318,7 @@ class TextEngine:
         return GrammarCompiler(self.llm.tokenizer, self.llm.model.vocab, self.llm.end_ids)
 
 
-class _Row:
+class _TextRow:
     """A request with the pieces of its text."""
 
     def __init__(self, request: generation.Request, assembler: TextAssembler):
