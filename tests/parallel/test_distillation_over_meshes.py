@@ -8,13 +8,13 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from plan_models import batch_of, model_of
+from loss_parity import fields_of_rows, ROUNDING
+from plan_models import model_of
 from plan_parity import alone, Case, differences, place, under
 
 from eqformer import Batch, training
 
 
-ROUNDING = 50 * float(np.finfo(np.float32).eps)
 TOP, TEMPERATURE = 5, 2.0
 CASES = [
     Case("llama", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "sequence"}),
@@ -38,8 +38,7 @@ def teacher_of(name: str) -> Any:
 
 
 def plain_batch(name: str) -> Batch:
-    batch = batch_of(model_of(name), 8)
-    return Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
+    return Batch(**fields_of_rows(name))
 
 
 @functools.cache

@@ -9,38 +9,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plan_models import batch_of, model_of, plan_over
-from plan_parity import alone, Case, differences, place, under
+from loss_parity import CASES, fields_of_rows, metrics_of_steps, over_three_meshes, ROUNDING
+from plan_models import model_of, plan_over
+from plan_parity import alone, differences, place, under
 
 from eqformer import data, models, nn, PolicyBatch, text, training
 
 
-ROUNDING = 50 * float(np.finfo(np.float32).eps)
 LOSSES: tuple[Any, ...] = ("grpo", "dapo", "gspo")
-CASES = [
-    Case("llama", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "sequence"}),
-    Case("llama", {"fsdp": 2, "pipe": 2, "context": 2}, {"zero": 2, "schedule": "zb-h1", "microbatches": 2}),
-    Case("shared mixture", {"fsdp": 2, "tensor": 2}, {"zero": 1, "residual": "feature", "microbatches": 2}),
-    Case("llama", {"pipe": 2, "tensor": 2}, {"schedule": "gpipe", "microbatches": 4}),
-]
 METRICS = ("loss", "entropy", "clip_fraction", "kl", "sampler_difference", "reward")
 
 
 @functools.cache
 def batch_for(model: str) -> PolicyBatch:
     """Rows with advantages and log-probabilities that are close to the model's own."""
-    batch = batch_of(model_of(model), 8)
-    fields: Any = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    fields: Any = fields_of_rows(model)
     rng = np.random.default_rng(3)
-    weights = np.array(batch.weights)
+    weights = np.array(fields["weights"])
     weights[:, :5] = 0  # the prompt
     policy = PolicyBatch(
         **(fields | {"weights": weights}), advantages=rng.normal(size=8).astype(np.float32), temperature=0.8
     )
-    own = np.asarray(training.token_log_probs(model_of(model), policy))
-    noise = rng.normal(0.0, 0.2, (3, *own.shape)).astype(np.float32)
+    log_probs = np.asarray(training.token_log_probs(model_of(model), policy))
+    noise = rng.normal(0.0, 0.2, (3, *log_probs.shape)).astype(np.float32)
     names = ("old_log_probs", "reference_log_probs", "sampler_log_probs")
-    known = {name: own + part for name, part in zip(names, noise, strict=True)}
+    known = {name: log_probs + part for name, part in zip(names, noise, strict=True)}
     return dataclasses.replace(policy, **known, row_metrics={"reward": np.arange(8, dtype=np.float32)})
 
 
@@ -72,19 +65,9 @@ def test_advantages_of_other_rows_give_another_loss():
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    "mesh, options",
-    [({"context": 2, "tensor": 2}, {}), ({"fsdp": 2, "pipe": 2}, {"schedule": "1f1b"}), ({"fsdp": 4}, {"zero": 3})],
-)
+@over_three_meshes
 def test_metrics_equal_one_devices(mesh, options):
-    model, batch = model_of("llama"), batch_for("llama")
-    optimizer = training.optimizer("sgd", model, rate=1e-3)
-    plan = plan_over(mesh, microbatches=1 if mesh == {"fsdp": 4} else 2, **options)
-    rows = []
-    for step in (training.make_step(loss_of("gspo"), optimizer), training.make_step(loss_of("gspo"), optimizer, plan)):
-        state = training.init_state(jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, model), optimizer)
-        metrics = step(state, batch, None)[1]
-        rows.append([float(metrics[name]) for name in METRICS])
+    rows = metrics_of_steps(loss_of("gspo"), batch_for("llama"), METRICS, mesh, options)
     assert np.allclose(rows[0], rows[1], rtol=1e-4, atol=1e-5) and 0 < rows[0][2] < 1 and rows[0][1] > 1
 
 

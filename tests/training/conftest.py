@@ -1,4 +1,7 @@
-"""One small real model and one made-up batch for the whole room."""
+"""One small real model and one made-up batch for the whole room, and the package trl."""
+
+import importlib
+import importlib.util
 
 import equinox as eqx
 import jax
@@ -8,6 +11,15 @@ import pytest
 from haste import put
 
 from eqformer import Batch, nn
+
+
+@pytest.fixture
+def trl(monkeypatch):
+    """The package trl; a test is skipped where it is not installed."""
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("the package trl is not installed")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    return importlib.import_module("trl")
 
 
 @pytest.fixture(scope="session")

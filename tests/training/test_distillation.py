@@ -8,20 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_preferences import EMBED, model_of, SEQ, Table, VOCAB
+from token_table import EMBED, make_table, Table, VOCAB
 
 from eqformer import Batch, DistillationBatch, training
 from eqformer.training import loss_count
 
 
-ROWS, TEMPERATURE, WEIGHT, BETA = 4, 1.7, 0.6, 0.3
+ROWS, SEQ, TEMPERATURE, WEIGHT, BETA = 4, 7, 1.7, 0.6, 0.3
 DIVERGENCES: tuple[Any, ...] = ("forward-kl", "reverse-kl", "jsd")
 
 
 def teacher_of() -> Table:
     """A teacher of another width."""
-    table, head = np.random.default_rng(5).normal(size=(2, VOCAB, EMBED + 3))
-    return Table(jnp.asarray(table), jnp.asarray(head.T))
+    return make_table(5, embed=EMBED + 3)
 
 
 def plain_batch() -> Batch:
@@ -84,7 +83,7 @@ def check_gradients(run: Any, model: Table, batch: Any, want: Any) -> float:
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_loss_and_gradients_are_the_formula(divergence):
     with jax.enable_x64(True):
-        model, teacher = model_of(), teacher_of()
+        model, teacher = make_table(), teacher_of()
         run = eqx.filter_jit(training.make_gradient_function(loss_of(divergence), microbatches=2))
         batch, bucketed = batch_with(teacher), stored_batch(teacher, 3)
         want = eqx.filter_jit(_values_and_gradients)(divergence, model, teacher, batch)
@@ -105,7 +104,7 @@ def _values_and_gradients(divergence: str, model: Table, teacher: Table, batch: 
 
 def test_all_ids_leave_none_for_the_bucket_of_others():
     with jax.enable_x64(True):
-        model, teacher = model_of(), teacher_of()
+        model, teacher = make_table(), teacher_of()
         totals = [
             float(loss_of("forward-kl")(model, batch, None)[0])
             for batch in (batch_with(teacher), stored_batch(teacher, VOCAB), stored_batch(teacher, VOCAB - 1))
@@ -114,7 +113,7 @@ def test_all_ids_leave_none_for_the_bucket_of_others():
 
 
 def test_a_step_reports_both_parts_and_leaves_the_teacher_alone():
-    model, teacher = jax.tree.map(lambda x: x.astype(jnp.float32), (model_of(), teacher_of()))
+    model, teacher = jax.tree.map(lambda x: x.astype(jnp.float32), (make_table(), teacher_of()))
     copy = jax.tree.map(np.asarray, teacher)
     optimizer = training.optimizer("adamw", model, rate=1e-1)
     step = training.make_step(training.distillation_loss(weight=1.0), optimizer)
@@ -140,6 +139,6 @@ def test_what_is_refused():
             training.distillation_loss(**options)
     teacher, loss = teacher_of(), training.distillation_loss(temperature=2.0)
     with pytest.raises(ValueError, match=r"stored probabilities have the temperature 1.5, .* pass this temperature"):
-        loss(model_of(), stored_batch(teacher, 3, 1.5))
+        loss(make_table(), stored_batch(teacher, 3, 1.5))
     with pytest.raises(ValueError, match=r"the batch needs a teacher with its hidden states, or top_ids"):
-        loss(model_of(), dataclasses.replace(batch_with(teacher), teacher=None))
+        loss(make_table(), dataclasses.replace(batch_with(teacher), teacher=None))

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import Array, Float
+from jaxtyping import Array
+from token_table import make_table, Table, VOCAB
 
 from eqformer import PolicyBatch, training
 from eqformer.training import loss_count
 
 
-ROWS, SEQ, VOCAB, EMBED = 4, 6, 11, 5
+ROWS, SEQ = 4, 6
 LENGTHS = np.array([3, 5, 0, 2])  # a row that is left out
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {"beta": 0.2, "unbiased_kl": False},
@@ -24,22 +25,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Table(eqx.Module):
-    """A model whose logits after a token are a row of a table, times a matrix."""
-
-    table: Float[Array, "vocab embed"]
-    head: Float[Array, "embed vocab"]
-
-    def encode(self, ids, tokens):
-        return self.table[ids], None, None
-
-    def unembed(self, hidden):
-        return hidden @ self.head
-
-
 def model_of(seed: int = 0) -> Table:
-    table, head = 0.6 * np.random.default_rng(seed).normal(size=(2, VOCAB, EMBED))
-    return Table(jnp.asarray(table), jnp.asarray(head.T))
+    return make_table(seed, scale=0.6)
 
 
 def log_probs_of(model: Table, batch: Any, temperature: float = 1.0) -> tuple[Array, Array]:

@@ -1,8 +1,6 @@
 """The losses of policies beside TRL's, on the same model and batch."""
 
 import dataclasses
-import importlib
-import importlib.util
 from typing import Any
 
 import jax
@@ -13,7 +11,6 @@ from text_cases import published_folder, small_model
 from eqformer import PolicyBatch, training
 
 
-HAS_TRL = importlib.util.find_spec("trl") is not None
 ROWS, PROMPT, NEW = 6, 7, 9
 LENGTHS = np.array([3, 9, 6, 1, 8, 4])
 REWARDS = [1.0, 0.0, 0.25, 2.0, 2.0, 2.0]
@@ -26,14 +23,6 @@ CASES = [
     ("dr_grpo", "dr_grpo", "token", {}),
     ("gspo", "grpo", "sequence", {"clip_low": 0.01, "clip_high": 0.02}),
 ]
-
-
-@pytest.fixture
-def trl(monkeypatch):
-    if not HAS_TRL:
-        pytest.skip("the package trl is not installed")
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    return importlib.import_module("trl")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import Array, Float
+from jaxtyping import Array
+from token_table import make_table, Table, VOCAB
 
 from eqformer import models, PreferenceBatch, training
 from eqformer.data import batch_labelled, EncodedExample
@@ -17,27 +18,9 @@ from eqformer.parallel import make_mesh, Plan
 from eqformer.training import loss_count
 
 
-ROWS, SEQ, VOCAB, EMBED, BETA = 6, 7, 11, 5, 0.3
+ROWS, SEQ, BETA = 6, 7, 0.3
 SMALL = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=1, heads=4, kv_heads=2, mlp=64)
 LOSSES: tuple[Any, ...] = ("dpo", "ipo", "orpo", "kto")
-
-
-class Table(eqx.Module):
-    """A model whose logits after a token are a row of a table, times a matrix."""
-
-    table: Float[Array, "vocab embed"]
-    head: Float[Array, "embed vocab"]
-
-    def encode(self, ids, tokens):
-        return self.table[ids], None, None
-
-    def unembed(self, hidden):
-        return hidden @ self.head
-
-
-def model_of(seed: int = 0) -> Table:
-    table, head = np.random.default_rng(seed).normal(size=(2, VOCAB, EMBED))
-    return Table(jnp.asarray(table), jnp.asarray(head.T))
 
 
 def batch_of(**fields) -> PreferenceBatch:
@@ -78,7 +61,7 @@ def loss_of(name: Any):
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_loss_and_its_gradients_are_the_formula(name):
     with jax.enable_x64(True):
-        model, batch = model_of(), batch_of()
+        model, batch = make_table(), batch_of()
         want, want_gradients = eqx.filter_jit(eqx.filter_value_and_grad(lambda model: formula(name, model, batch)))(
             model
         )
@@ -97,7 +80,7 @@ def test_each_loss_and_its_gradients_are_the_formula(name):
 
 def test_microbatches_hold_whole_pairs():
     with jax.enable_x64(True):
-        model, batch = model_of(), batch_of()
+        model, batch = make_table(), batch_of()
         run = training.make_gradient_function(loss_of("dpo"), microbatches=3)
         total, _, _ = run(model, batch, None)
         assert float(total) == pytest.approx(float(formula("dpo", model, batch)), rel=1e-12)
@@ -108,13 +91,13 @@ def test_microbatches_hold_whole_pairs():
 
 def test_metrics_are_means_over_all_microbatches():
     with jax.enable_x64(True):
-        model, batch = model_of(), batch_of()
+        model, batch = make_table(), batch_of()
         optimizer = training.optimizer("sgd", model, rate=1e-3)
         nats = np.asarray(training.row_nats(model, batch))
         rewards = BETA * (np.asarray(batch.reference_nats) - nats)
         for name, microbatches in (("dpo", 1), ("ipo", 3), ("kto", 3)):
             step = training.make_step(loss_of(name), optimizer, microbatches=microbatches)
-            metrics = step(training.init_state(model_of(), optimizer), batch, None)[1]
+            metrics = step(training.init_state(make_table(), optimizer), batch, None)[1]
             if name == "kto":
                 is_desirable = np.asarray(batch.labels) > 0
                 expected = {"rewards_chosen": rewards[is_desirable], "rewards_rejected": rewards[~is_desirable]}
@@ -134,12 +117,12 @@ def test_the_baseline_is_a_mean_that_is_not_negative():
 def test_a_sure_model_has_finite_odds():
     with jax.enable_x64(True):
         batch = batch_of(weights=np.zeros((ROWS, SEQ)))  # of no token: the probability is 1
-        total, _, gradients = training.make_gradient_function(loss_of("orpo"))(model_of(), batch, None)
+        total, _, gradients = training.make_gradient_function(loss_of("orpo"))(make_table(), batch, None)
         assert math.isfinite(float(total)) and all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
 def test_what_is_refused():
-    model = model_of()
+    model = make_table()
 
     def refused(name: Any, batch: PreferenceBatch) -> str:
         with pytest.raises(ValueError) as error:

@@ -12,7 +12,6 @@ from text_cases import CONFIG, published_folder, small_model
 from eqformer import data, models, training
 
 
-HAS_TRL = importlib.util.find_spec("trl") is not None
 BETA, SEQ = 0.3, 40
 ROWS = [{"prompt": f"Why {i}? ", "chosen": f"Because {i * 7}.", "rejected": f"No {i} idea"} for i in range(4)]
 LABELLED = [{"prompt": f"Why {i}? ", "completion": f"Be{'cause' * i}.", "label": i % 3 == 0} for i in range(4)]
@@ -25,14 +24,6 @@ def folders(tmp_path_factory):
     tokenizer = data.tokenizer_files(data.ByteTokenizer(), max_length=64)
     models.save(small_model(1), place / "reference", config=CONFIG, files=tokenizer)
     return place
-
-
-@pytest.fixture
-def trl(monkeypatch):
-    if not HAS_TRL:
-        pytest.skip("the package trl is not installed")
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    return importlib.import_module("trl")
 
 
 def trainer_of(trainer: Any, config: Any, folders, rows, **options) -> Any:
