@@ -101,7 +101,8 @@ def program_under(
 
     def read(*given: Any) -> tuple:
         total, tally, gradients = of_batch(*given)
-        if isinstance(tally, LossAux):
+        # A loss with metrics returns a `LossAux` for models without routed layers too; its `aux` is then None.
+        if isinstance(tally, LossAux) and tally.aux is not None:
             tally = LossAux(tally.count, plan.unshard_aux(tally.aux, model))
         return total, tally, gradients
 
