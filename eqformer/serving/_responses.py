@@ -190,7 +190,8 @@ def event(value: JsonValue) -> bytes:
 
 def dump(value: JsonValue) -> bytes:
     """Return a value as JSON; log-probabilities of minus infinity are written as the least number."""
-    return json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode(errors="backslashreplace")  # JSON names a lone surrogate, which UTF-8 cannot write.
 
 
 def _finite(value: JsonValue) -> JsonValue:

@@ -181,6 +181,7 @@ RAW = {
     "a huge integer": (b'{"model": "tiny", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", "integer"),
     "NaN": (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', "temperature"),
     "a lone surrogate": (b'{"model": "tiny", "prompt": "\\ud800"}', "prompt"),
+    "a lone surrogate as a name": (b'{"model": "tiny", "prompt": "x", "\\ud800": 1}', "unknown fields"),
 }
 
 
