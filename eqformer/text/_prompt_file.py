@@ -85,7 +85,8 @@ def complete_file(
     lines = _check_rows(job)
     written = _read_written(job, lines)
     errors = tokens = 0
-    with target.open("a", encoding="utf-8") as file:
+    # JSON names a lone surrogate of a row, which UTF-8 cannot write.
+    with target.open("a", encoding="utf-8", errors="backslashreplace") as file:
         remaining = [line for line in lines if line not in written]
         progress(0, len(remaining))
         for done, (record, count) in enumerate(_draw(job, remaining, lines), 1):

@@ -112,6 +112,17 @@ def test_a_row_that_cannot_be_continued_is_named_before_anything_is_drawn(engine
     assert not (tmp_path / "out").exists()
 
 
+def test_a_row_with_a_lone_surrogate_is_written_and_read_again(engine, source, tmp_path):
+    row = {"prompt": "x", "stop": "\ud800", "max_new_tokens": 3}
+    source.write_text(json.dumps(row))
+    assert complete(engine, source, tmp_path / "out").errors == 0
+    assert records(tmp_path / "out")[0]["row"] == row and records(tmp_path / "out")[0]["tokens"] == 3
+    assert complete(engine, source, tmp_path / "out").kept == 1
+    source.write_text(json.dumps(row | {"stop": "\ud801"}))
+    with pytest.raises(ValueError, match="line 1: it has a text for line 1 of .*, which has changed"):
+        complete(engine, source, tmp_path / "out")
+
+
 def test_an_error_of_a_row_is_written_and_ends_no_other(engine, source, tmp_path):
     forbidden = {str(token): float("-inf") for token in range(256)}
     source.write_text(source.read_text() + "\n" + json.dumps({"prompt": "a", "logit_bias": forbidden}))
