@@ -145,8 +145,8 @@ class Engine:
             )
         for name, numbers in (
             ("prompt", ids),
-            ("end_of_text", np.asarray(request.end_ids, np.int64)),
-            ("logit_bias", np.asarray(list(request.logit_bias), np.int64)),
+            ("end_of_text", np.asarray(request.end_ids, object)),
+            ("logit_bias", np.asarray(list(request.logit_bias), object)),
         ):
             check_ids(f"{call}: {name}", numbers, self.model.vocab)
         for name, number in (("seed", request.seed), ("example", request.example)):

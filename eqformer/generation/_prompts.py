@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 
 from .._shapes import Array
 from ._decode import ProgramSizes
@@ -74,8 +74,11 @@ def pad_prompts(
     return PaddedPrompts(jnp.asarray(ids), counts, sizes, jnp.ones_like(counts) if has_encoder else counts)
 
 
-def check_ids(name: str, ids: Int[np.ndarray, "tokens"], vocab: int) -> None:
-    """Raise a `ValueError` that begins with the `name` for ids outside of the vocabulary."""
+def check_ids(name: str, ids: Shaped[np.ndarray, "tokens"], vocab: int) -> None:
+    """Raise a `ValueError` that begins with the `name` for ids outside of the vocabulary.
+
+    The ids are integers of any dtype, or of dtype object: a user's id may be too large for an integer dtype.
+    """
     if len(outside := ids[(ids < 0) | (ids >= vocab)]):
         raise ValueError(
             f"{name} holds the id {outside[0]}, but the model's {vocab} ids are 0 to {vocab - 1}; encode the text with "

@@ -289,6 +289,8 @@ def test_streams_yield_growing_results_and_a_closed_one_is_cancelled(model):
         (lambda: Request([1, VOCAB]), "prompt holds the id 61, but the model's 61 ids are 0 to 60"),
         (lambda: Request([1], end_of_text=-1), "end_of_text holds the id -1"),
         (lambda: Request([1], logit_bias={99: 1.0}), "logit_bias holds the id 99"),
+        (lambda: Request([1], logit_bias={10**30: 1.0}), f"logit_bias holds the id {10**30}"),
+        (lambda: Request([1], end_of_text=10**30), f"end_of_text holds the id {10**30}"),
         (lambda: Request([1] * 190, 3), "a prompt of 190 ids and 3 new tokens need a row of 193, but .* have 192"),
     ],
 )
