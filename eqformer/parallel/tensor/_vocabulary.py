@@ -125,7 +125,7 @@ class SplitVocabulary(eqx.Module):
     ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
         """Return `logsumexp(logits) - logits[target]` per token, and the logsumexp; NaN for a target that is no id."""
         ids, logits = self._ids(logits), self._without_padding(logits)
-        peak = send.pmax("logit maxima", jax.lax.stop_gradient(jnp.max(logits, axis=-1)), TENSOR)
+        peak = self._peak(logits)
         total = send.psum("softmax denominators", jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), TENSOR)
         log_normaliser = jnp.log(total) + peak
         of_target = jnp.where(ids == targets[:, None], logits, jnp.zeros_like(logits))
@@ -143,7 +143,7 @@ class SplitVocabulary(eqx.Module):
     def log_probabilities(self, logits: Float[Array, "tokens vocab"]) -> Float[Array, "tokens vocab"]:
         """Return the logarithm of the probability of each of this device's ids; a very negative number for padding."""
         logits = self._without_padding(logits)
-        peak = send.pmax("logit maxima", jax.lax.stop_gradient(jnp.max(logits, axis=-1)), TENSOR)[:, None]
+        peak = self._peak(logits)[:, None]
         return logits - peak - jnp.log(self.sum_ids(jnp.exp(logits - peak)))[:, None]
 
     def sum_ids(self, values: Float[Array, "tokens vocab"]) -> Float[Array, "tokens"]:
@@ -167,16 +167,17 @@ class SplitVocabulary(eqx.Module):
         outside = jnp.where(local_ids < 0, values.shape[1], local_ids)  # Negative indices would count from the end.
         return values.at[jnp.arange(len(ids))[:, None], outside].set(jnp.finfo(values.dtype).min / 4, mode="drop")
 
-    def top_ids(
-        self, values: Float[Array, "tokens vocab"], count: int
-    ) -> tuple[Int[Array, "tokens ids"], Float[Array, "tokens ids"]]:
-        """Return the ids with the largest numbers of each token, in order, and these numbers."""
+    def top_ids(self, values: Float[Array, "tokens vocab"], count: int) -> Int[Array, "tokens ids"]:
+        """Return the ids with the largest numbers of each token, in order."""
         largest, indices = jax.lax.top_k(values, min(count, values.shape[1]))
         local_ids = jnp.take_along_axis(self._ids(values), indices, axis=-1)
         largest, ids = (send.all_gather("target logits", x, TENSOR, -1) for x in (largest, local_ids))
-        largest, order = jax.lax.top_k(largest, count)
-        ids = jnp.take_along_axis(ids, order, axis=-1)
-        return send.pmax("replicated values", ids, TENSOR), send.pmax("replicated values", largest, TENSOR)
+        _, order = jax.lax.top_k(largest, count)
+        return send.pmax("replicated values", jnp.take_along_axis(ids, order, axis=-1), TENSOR)
+
+    def _peak(self, logits: Float[Array, "tokens vocab"]) -> Float[Array, "tokens"]:
+        """Return each token's largest logit on all devices, without a gradient."""
+        return send.pmax("logit maxima", jax.lax.stop_gradient(jnp.max(logits, axis=-1)), TENSOR)
 
     def _ids(self, logits: Float[Array, "tokens vocab"]) -> Int[Array, "tokens vocab"]:
         local_ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)

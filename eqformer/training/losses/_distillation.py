@@ -211,7 +211,7 @@ def teacher_top_nats(
 
     def chunk_top(arrays: tuple[Array, Array]) -> tuple[tuple[()], tuple[Array, Array]]:
         log_p = view.log_probabilities(in_float32(unembed(arrays[0])) / temperature)
-        ids, _ = view.top_ids(log_p, top)
+        ids = view.top_ids(log_p, top)
         return (), (ids, -bucket_log_probabilities(view, log_p, ids))
 
     results = _cross_entropy.sum_over_chunks(chunk_top, flat, sizes)[1]

@@ -38,8 +38,8 @@ class Vocabulary(Protocol):
         """Return the numbers with a very negative one for some ids of each token."""
         ...
 
-    def top_ids(self, values: Array, count: int) -> tuple[Array, Array]:
-        """Return the ids with the largest numbers of each token, in order, and these numbers."""
+    def top_ids(self, values: Array, count: int) -> Array:
+        """Return the ids with the largest numbers of each token, in order."""
         ...
 
 
@@ -74,12 +74,9 @@ class WholeVocabulary(eqx.Module):
         """Return the numbers with a very negative one for some ids of each token."""
         return values.at[jnp.arange(len(ids))[:, None], ids].set(jnp.finfo(values.dtype).min / 4)
 
-    def top_ids(
-        self, values: Float[Array, "tokens vocab"], count: int
-    ) -> tuple[Int[Array, "tokens ids"], Float[Array, "tokens ids"]]:
-        """Return the ids with the largest numbers of each token, in order, and these numbers."""
-        largest, ids = jax.lax.top_k(values, count)
-        return ids, largest
+    def top_ids(self, values: Float[Array, "tokens vocab"], count: int) -> Int[Array, "tokens ids"]:
+        """Return the ids with the largest numbers of each token, in order."""
+        return jax.lax.top_k(values, count)[1]
 
 
 @checked
