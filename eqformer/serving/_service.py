@@ -65,8 +65,8 @@ class Prompt:
     template_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     grammar: Grammar | None = None
     """The grammar of the text; None: any text."""
-    names_tokens: bool = False
-    """Whether the text names special tokens, by which some models mark calls of tools."""
+    keeps_special_tokens: bool = False
+    """Whether special tokens are kept in the text, by which some models mark calls of tools."""
 
 
 class TextService:
@@ -145,7 +145,7 @@ class TextService:
         with _as_bad_request():
             ids = await asyncio.to_thread(encode)
         grammar = None if request.schema is None else Grammar("json_schema", request.schema)
-        prompt = Prompt(request.messages, len(ids), options, grammar, names_tokens=bool(request.tools))
+        prompt = Prompt(request.messages, len(ids), options, grammar, keeps_special_tokens=bool(request.tools))
         self._check_length(prompt, request.options)
         return prompt
 
@@ -159,10 +159,8 @@ class TextService:
             options: The settings.
             example: The number of the text in its request, on which its random draws depend.
         """
-        engine = reader = self.engine
-        if prompt.names_tokens:
-            llm = dataclasses.replace(self.llm, tokenizer=_NamedTokens(self.llm.tokenizer))
-            reader = TextEngine(llm, engine.engine)
+        engine = self.engine
+        decoder = _SpecialTokenDecoder(self.llm.tokenizer) if prompt.keeps_special_tokens else None
         used = prompt.length if self.llm.model.start is None else 1
         most = min(self.limits.new_tokens, engine.engine.capacity - used)
 
@@ -183,7 +181,7 @@ class TextService:
                 allowed=prompt.grammar,
                 template_options=prompt.template_options,
             )
-            return reader.stream(request)
+            return engine.stream(request, decoder=decoder)
 
         with _as_bad_request():
             # Encoding a long prompt and reading a grammar would keep the other requests waiting.
@@ -321,14 +319,12 @@ def _as_bad_request() -> Iterator[None]:
         raise RequestError(400, str(error)) from error
 
 
-class _NamedTokens:
-    """Tokenizer whose texts name special tokens."""
+class _SpecialTokenDecoder:
+    """Tokenizer whose `decode` keeps special tokens in the text."""
 
     def __init__(self, tokenizer: data.PromptTokenizer):
-        self._tokenizer = tokenizer
         self.vocab, self.end_of_text, self.fingerprint = tokenizer.vocab, tokenizer.end_of_text, tokenizer.fingerprint
         self.encode, self.encode_batch = tokenizer.encode, tokenizer.encode_batch
-        self.encode_prompt, self.decode_prompt = tokenizer.encode_prompt, tokenizer.decode_prompt
         self.decode = tokenizer.decode_prompt
 
 

@@ -248,13 +248,20 @@ class TextEngine:
                     position, row = rows.pop(result.number)
                     yield row.finish(result, position)
 
-    def stream(self, request: TextRequest) -> AsyncGenerator[TextPiece, None]:
+    def stream(
+        self, request: TextRequest, *, decoder: data.Tokenizer | None = None
+    ) -> AsyncGenerator[TextPiece, None]:
         """Return an asynchronous iterator over the pieces of a text while it is drawn; the last one has the `result`.
 
         Raises the errors of `encode` at this call, before anything is drawn. No piece splits a character or holds the
         beginning of a stop string. Closing the iterator (`aclose`) cancels the request.
+
+        Args:
+            request: The request.
+            decoder: A tokenizer that decodes the new ids, for example one that keeps special tokens in the text; None:
+                the model's.
         """
-        return self._stream(self._make_row(request, 0))
+        return self._stream(self._make_row(request, 0, decoder))
 
     async def _stream(self, row: "_TextRow") -> AsyncGenerator[TextPiece, None]:
         results = self.engine.stream(row.request)
@@ -272,13 +279,13 @@ class TextEngine:
         finally:
             await results.aclose()
 
-    def _make_row(self, request: TextRequest, position: int) -> "_TextRow":
+    def _make_row(self, request: TextRequest, position: int, decoder: data.Tokenizer | None = None) -> "_TextRow":
         """Check and encode a request, and join it with the text that it will have."""
         encoded = self.encode(request, position)
         is_text = isinstance(request.prompt, str) or not isinstance(request.prompt[0], Mapping)
         # The text of an answer stands alone, and so does that of a model whose encoder reads the prompt.
         continued = encoded.prompt if is_text and self.llm.model.start is None else ()
-        stream = data.TextStream(self.llm.tokenizer, continued)
+        stream = data.TextStream(decoder or self.llm.tokenizer, continued)
         return _TextRow(encoded, TextAssembler(stream, self.llm.end_ids, StopStrings(request.stop)))
 
     def _encode_prompt(self, request: TextRequest) -> list[int]:

@@ -148,6 +148,26 @@ def test_answers_follow_a_schema(tmp_path):
     assert broken.status_code == 400 and "grammar" in broken.json()["error"]["message"]
 
 
+@pytest.mark.skipif(not find_spec("llguidance"), reason="the extra `grammar` is not installed")
+def test_answers_with_tools_follow_a_schema(tmp_path):
+    llm = writer(template(tmp_path, TOOLS_TEMPLATE + TEMPLATE))
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": ASK, "max_tokens": 40, "temperature": 1, "seed": 1, "tools": [WEATHER]}
+    follows, streamed, plain = send(
+        make_app(llm),
+        body | {"response_format": form},
+        body | {"response_format": form, "stream": True},
+        body,
+        path=CHAT,
+    )
+    assert follows.status_code == 200, follows.text
+    answer = follows.json()["choices"][0]["message"]["content"]
+    assert json.loads(answer)["a"] in (1, 2)
+    pieces = [choice["delta"].get("content", "") for event in events(streamed) for choice in event["choices"]]
+    assert "".join(pieces) == answer != plain.json()["choices"][0]["message"]["content"]
+
+
 BAD_CHATS = {
     "messages": (None, [], "Hi", {}, [3], [{"role": "king", "content": "x"}], [{"role": "user"}], [ASK]),
     "content": ([{"role": "user", "content": [{"type": "image_url"}]}], [{"role": "user", "content": 3}]),

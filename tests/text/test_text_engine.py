@@ -85,6 +85,19 @@ def test_streams_have_whole_characters_and_the_result_at_the_end():
     assert "\ufffd" not in "".join(piece.text for piece in pieces[:-1])
 
 
+def test_a_stream_is_decoded_by_another_tokenizer(llm, engine):
+    class UpperCase(data.ByteTokenizer):
+        def decode(self, ids):
+            return super().decode(ids).upper()
+
+    async def read(decoder):
+        request = TextRequest("def ", max_new_tokens=8)
+        return "".join([piece.text async for piece in engine.stream(request, decoder=decoder)])
+
+    text = llm.generate("def ", max_new_tokens=8)
+    assert asyncio.run(read(UpperCase())) == text.upper() != text == asyncio.run(read(None))
+
+
 def test_a_stream_that_is_closed_is_cancelled(llm, engine):
     async def close_early():
         pieces = engine.stream(TextRequest("def ", max_new_tokens=100))
