@@ -270,12 +270,10 @@ class TextEngine:
             async for result in results:
                 new = slice(count, len(result.ids))
                 count = len(result.ids)
-                text = "".join(row.pieces[new])
-                whole = row.finish(result, result.number) if result.finish else None
-                if whole is not None:
-                    text += row.ending
+                ended = row.finish(result, result.number) if result.finish else None
+                text = "".join(row.pieces[new]) + row.ending  # `finish` sets the ending.
                 ids, log_probs = tuple(result.ids[new]), tuple(result.log_probabilities[new])
-                yield TextPiece(text, ids, log_probs, tuple(result.alternatives[new]), result=whole)
+                yield TextPiece(text, ids, log_probs, tuple(result.alternatives[new]), result=ended)
         finally:
             await results.aclose()
 
