@@ -183,7 +183,7 @@ class ModelRoutes:
 
     async def _echo(self, prompt: Prompt, options: TextOptions) -> ResponseText:
         """Return the text of a prompt, with the scores of its tokens if they are asked for."""
-        ids: Any = prompt.content
+        ids = prompt.ids
         echo = ResponseText(self._service.llm.tokenizer.decode(ids), [Token(ids[0], None)])
         if options.alternatives is not None and len(ids) > 1:
             scores = await self._service.score(ids, options.alternatives)

@@ -58,15 +58,19 @@ class Limits:
 class Prompt:
     """A prompt of a request, as the engine takes it."""
 
-    content: Sequence[int] | Sequence[Mapping[str, object]]
-    """Ids to continue, or messages to answer."""
-    length: int
-    """Ids that the model reads."""
-    template_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    ids: list[int]
+    """The ids that the model reads."""
+    messages: Sequence[Mapping[str, object]] | None = None
+    """The messages of a chat, which the ids render; None: the ids are continued."""
     grammar: Grammar | None = None
     """The grammar of the text; None: any text."""
     keeps_special_tokens: bool = False
     """Whether special tokens are kept in the text, by which some models mark calls of tools."""
+
+    @property
+    def length(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.ids)
 
 
 class TextService:
@@ -127,7 +131,7 @@ class TextService:
         """Return the prompts of a completion; raise a `RequestError` for a prompt that cannot be continued."""
         with _as_bad_request():
             rows = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in request.prompts])
-        prompts = [Prompt(ids, len(ids)) for ids in rows]
+        prompts = [Prompt(ids) for ids in rows]
         for prompt in prompts:
             self._check_length(prompt, request.options)
         return prompts
@@ -145,7 +149,7 @@ class TextService:
         with _as_bad_request():
             ids = await asyncio.to_thread(encode)
         grammar = None if request.schema is None else Grammar("json_schema", request.schema)
-        prompt = Prompt(request.messages, len(ids), options, grammar, keeps_special_tokens=bool(request.tools))
+        prompt = Prompt(ids, request.messages, grammar, keeps_special_tokens=bool(request.tools))
         self._check_length(prompt, request.options)
         return prompt
 
@@ -166,7 +170,7 @@ class TextService:
 
         def make_stream() -> AsyncGenerator[TextPiece, None]:
             request = TextRequest(
-                prompt.content,
+                prompt.ids if prompt.messages is None else prompt.messages,
                 max_new_tokens=most if options.max_new_tokens is None else options.max_new_tokens,
                 stop=options.stop,
                 temperature=options.temperature,
@@ -179,12 +183,11 @@ class TextService:
                 example=example,
                 alternatives=options.alternatives or 0,
                 allowed=prompt.grammar,
-                template_options=prompt.template_options,
             )
-            return engine.stream(request, decoder=decoder)
+            return engine.stream(request, prompt_ids=prompt.ids, decoder=decoder)
 
         with _as_bad_request():
-            # Encoding a long prompt and reading a grammar would keep the other requests waiting.
+            # Reading a grammar would keep the other requests waiting.
             pieces = await asyncio.to_thread(make_stream)
         return self._observe(engine, pieces)
 

@@ -193,7 +193,9 @@ class TextEngine:
         """Bytes of all caches, which do not grow."""
         return self.engine.cache_bytes
 
-    def encode(self, request: TextRequest, position: int = 0) -> generation.Request:
+    def encode(
+        self, request: TextRequest, position: int = 0, prompt_ids: Sequence[int] | None = None
+    ) -> generation.Request:
         """Return the request as the engine takes it: with the ids of its prompt, and without its stop strings.
 
         Raises a `ValueError` for everything that `run` and `stream` refuse: a prompt that is empty, too long or of
@@ -203,8 +205,9 @@ class TextEngine:
         Args:
             request: The request.
             position: The number of the text if the request names no `example`.
+            prompt_ids: The ids of the request's prompt if they are known already; None: the prompt is encoded.
         """
-        prompt, allowed = self._encode_prompt(request), request.allowed
+        prompt, allowed = self._encode_prompt(request, prompt_ids), request.allowed
         StopStrings(request.stop)
         encoded = generation.Request(
             prompt,
@@ -249,7 +252,11 @@ class TextEngine:
                     yield row.finish(result, position)
 
     def stream(
-        self, request: TextRequest, *, decoder: data.Tokenizer | None = None
+        self,
+        request: TextRequest,
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        decoder: data.Tokenizer | None = None,
     ) -> AsyncGenerator[TextPiece, None]:
         """Return an asynchronous iterator over the pieces of a text while it is drawn; the last one has the `result`.
 
@@ -258,10 +265,11 @@ class TextEngine:
 
         Args:
             request: The request.
+            prompt_ids: The ids of the request's prompt if they are known already; None: the prompt is encoded.
             decoder: A tokenizer that decodes the new ids, for example one that keeps special tokens in the text; None:
                 the model's.
         """
-        return self._stream(self._make_row(request, 0, decoder))
+        return self._stream(self._make_row(request, 0, prompt_ids, decoder))
 
     async def _stream(self, row: "_TextRow") -> AsyncGenerator[TextPiece, None]:
         results = self.engine.stream(row.request)
@@ -277,20 +285,28 @@ class TextEngine:
         finally:
             await results.aclose()
 
-    def _make_row(self, request: TextRequest, position: int, decoder: data.Tokenizer | None = None) -> "_TextRow":
+    def _make_row(
+        self,
+        request: TextRequest,
+        position: int,
+        prompt_ids: Sequence[int] | None = None,
+        decoder: data.Tokenizer | None = None,
+    ) -> "_TextRow":
         """Check and encode a request, and join it with the text that it will have."""
-        encoded = self.encode(request, position)
+        encoded = self.encode(request, position, prompt_ids)
         is_text = isinstance(request.prompt, str) or not isinstance(request.prompt[0], Mapping)
         # The text of an answer stands alone, and so does that of a model whose encoder reads the prompt.
         continued = encoded.prompt if is_text and self.llm.model.start is None else ()
         stream = data.TextStream(decoder or self.llm.tokenizer, continued)
         return _TextRow(encoded, TextAssembler(stream, self.llm.end_ids, StopStrings(request.stop)))
 
-    def _encode_prompt(self, request: TextRequest) -> list[int]:
+    def _encode_prompt(self, request: TextRequest, prompt_ids: Sequence[int] | None) -> list[int]:
         """Return the ids of a request's prompt."""
         prompt: Any = request.prompt
         ids: list[int]
-        if isinstance(prompt, str):
+        if prompt_ids is not None:
+            ids = list(prompt_ids)
+        elif isinstance(prompt, str):
             ids = self.llm.tokens(prompt)
         elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise ValueError(

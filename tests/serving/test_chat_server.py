@@ -102,6 +102,21 @@ def test_calls_of_tools_are_parsed(tmp_path, form):
     assert [call["function"] for call in last] == [call["function"] for call in choice["message"]["tool_calls"]]
 
 
+@pytest.mark.parametrize("tools", [[], [WEATHER]], ids=["no tools", "tools"])
+def test_a_chat_is_rendered_once_for_all_of_its_texts(tmp_path, monkeypatch, tools):
+    """With tools it is rendered a second time without them, since a template that leaves them out is refused."""
+    source = template(tmp_path, TOOLS_TEMPLATE + TEMPLATE)
+    app, render, rendered = make_app(writer(source)), data.ChatTemplate.render, []
+
+    def count(self, *arguments, **options):
+        rendered.append(arguments)
+        return render(self, *arguments, **options)
+
+    monkeypatch.setattr(data.ChatTemplate, "render", count)
+    (response,) = send(app, {"messages": ASK, "max_tokens": 2, "n": 3, "tools": tools}, path=CHAT)
+    assert response.status_code == 200 and len(rendered) == (2 if tools else 1)
+
+
 @pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize("form", [*PLAIN, *FORMATS])
 def test_calls_do_not_depend_on_pieces(form, size):
