@@ -201,11 +201,13 @@ class TextService:
     def compile(self, progress: Callable[[str], object] = lambda line: None) -> None:
         """Compile the programs of the engine by drawing short texts."""
         start = time.monotonic()
-        engine, length = self.engine.engine, 64
-        lengths = [1]
-        while length <= min(engine.prefill_chunk, engine.capacity - 16):
-            lengths.append(length)
-            length *= 2
+        # A chunk of a prompt is padded to 64, 128, ... or `prefill_chunk` ids, and each width has a program of its own.
+        # A prompt of one token more than a width is padded to the next width.
+        engine, lengths, width = self.engine.engine, [1], 64
+        while width < min(engine.prefill_chunk, engine.capacity - 2):
+            lengths.append(width + 1)
+            width *= 2
+        # The ids differ, because a beginning that prompts share would not be read again.
         requests = [generation.Request([number] * length, 2) for number, length in enumerate(lengths)]
         requests.append(generation.Request([1], 2, temperature=1.0))
         if not self._has_draft:

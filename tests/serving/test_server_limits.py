@@ -11,7 +11,8 @@ import pytest
 from test_completions_server import SCRIPT, send, SIZES, texts
 from text_cases import scripted
 
-from eqformer import serving
+from eqformer import generation, serving
+from eqformer.generation import _engine
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -177,6 +178,22 @@ def test_an_engine_that_fails_is_replaced(llm, monkeypatch):
     (after,) = send(app, body)
     assert texts(after) == [SCRIPT[2:12]] and service.engine is not failed and service.active == 0
     assert "eqformer_engine_failures_total 1" in service.metrics.render({})
+
+
+def test_programs_of_all_widths_are_compiled_once(llm, monkeypatch):
+    service = serving.TextService(llm, **dict(SIZES, prefill_chunk=192))
+    read_chunk, widths = _engine.read_chunk, []
+
+    def count(chunk, cache):
+        widths.append(chunk.ids.shape[1])
+        return read_chunk(chunk, cache)
+
+    monkeypatch.setattr(_engine, "read_chunk", count)
+    service.compile()
+    assert widths == [64, 128, 192, 64, 64]  # The last two requests sample, and have a mask.
+    widths.clear()
+    requests = [generation.Request([7] * length, 1) for length in (1, 64, 65, 128, 129, 191)]
+    assert len([*service.engine.engine.run(requests)]) == 6 and {*widths} == {64, 128, 192}
 
 
 def test_texts_do_not_depend_on_each_other(llm):
