@@ -237,14 +237,16 @@ class TextService:
                 if result is not None and result.finish_reason == "error":
                     raise RequestError(500, result.error)
                 yield piece
+        except (GeneratorExit, asyncio.CancelledError):
+            if result is None:
+                self.metrics.add("cancelled_requests")
+            raise
         except RequestError:
             raise
         except Exception as error:
             self._replace_engine(engine, error)
             raise RequestError(500, f"the engine failed ({type(error).__name__}); try again.") from error
         finally:
-            if result is None:
-                self.metrics.add("cancelled_requests")
             await pieces.aclose()
 
     def _replace_engine(self, failed: TextEngine, error: Exception) -> None:

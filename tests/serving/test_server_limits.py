@@ -177,7 +177,8 @@ def test_an_engine_that_fails_is_replaced(llm, monkeypatch):
     assert first.status_code == second.status_code == 500 and "MemoryError" in first.json()["error"]["message"]
     (after,) = send(app, body)
     assert texts(after) == [SCRIPT[2:12]] and service.engine is not failed and service.active == 0
-    assert "eqformer_engine_failures_total 1" in service.metrics.render({})
+    metrics = service.metrics.render({})
+    assert "eqformer_engine_failures_total 1\n" in metrics and "eqformer_cancelled_requests_total 0\n" in metrics
 
 
 def test_programs_of_all_widths_are_compiled_once(llm, monkeypatch):
