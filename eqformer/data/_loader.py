@@ -180,7 +180,7 @@ class Loader:
             compute,
             settings,
             batch=batch,
-            is_writer=arrays.is_writer,
+            on_writer=arrays.on_writer,
             progress=progress,
         )
         return self.with_stored(stored)

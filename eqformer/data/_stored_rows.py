@@ -1,10 +1,11 @@
 """Arrays that a model computes once for each row of a packing: written in order, resumed, and memory-mapped."""
 
+import functools
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
@@ -62,9 +63,8 @@ class ComputedRows(Protocol):
         """The rows of each batch that this process gives, from the first to the one after the last."""
         ...
 
-    @property
-    def is_writer(self) -> bool:
-        """Whether this process writes; others only take part in the computation."""
+    def on_writer(self, action: Callable[[], object]) -> object:
+        """Run an action in the process that writes; the other processes wait until it is done."""
         ...
 
     def __call__(self, batch: Batch) -> Arrays:
@@ -79,7 +79,7 @@ def store_rows(
     settings: JsonObject,
     *,
     batch: int,
-    is_writer: bool = True,
+    on_writer: Callable[[Callable[[], object]], object],
     progress: Callable[[int, int], object] | None = None,
 ) -> StoredRows:
     """Compute arrays for all rows of a packing into a folder beside its tokens, or open the folder if it exists.
@@ -93,7 +93,7 @@ def store_rows(
         compute: Returns the arrays of rows by name, from the rows' numbers.
         settings: Everything that decides the arrays, as JSON.
         batch: The number of rows that are computed at once; at the end, the last row is repeated.
-        is_writer: Whether this process writes; the others only take part in the computation.
+        on_writer: As in `ComputedRows`: one process writes, and the others only take part in the computation.
         progress: Called with the number of rows done and of all.
 
     Raises a `ValueError` if another process computes them at this time, or they cannot be written.
@@ -101,18 +101,16 @@ def store_rows(
     key = digest([tokens.name, json.dumps(settings, sort_keys=True)])
     target = tokens.parent / f"{tokens.name}-{settings['kind']}-{key[:16]}"
     if not target.exists():
-        partial = target.with_name(f".{target.name}.partial")
-        start = int(read_json(partial / _STATE)["rows"]) if (partial / _STATE).exists() else 0
-        with _open_writer(partial, start, target) if is_writer else _no_writer() as write:
-            for first in range(start, rows, batch):
+        with _explain_errors(target), closing(_RowWriter(target)) as writer:
+            on_writer(writer.open)
+            for first in range(writer.start, rows, batch):
                 count = min(batch, rows - first)
                 arrays = compute(np.minimum(first + np.arange(batch), rows - 1))
-                write({name: array[:count] for name, array in arrays.items()}, first + count)
+                new_rows = {name: array[:count] for name, array in arrays.items()}
+                on_writer(functools.partial(writer.write, new_rows, first + count))
                 if progress is not None:
                     progress(first + count, rows)
-            write({}, rows)
-        if is_writer:
-            _finish(partial, target, settings)
+            on_writer(functools.partial(writer.finish, settings))
     return open_stored_rows(target)
 
 
@@ -133,64 +131,74 @@ def open_stored_rows(path: str | os.PathLike[str]) -> StoredRows:
         ) from error
 
 
-Write = Callable[[Arrays, int], None]
-
-
 @contextmanager
-def _no_writer() -> Iterator[Write]:
-    yield lambda arrays, rows: None
-
-
-@contextmanager
-def _open_writer(partial: Path, start: int, target: Path) -> Iterator[Write]:
-    """Yield `write(arrays, rows)`, which appends the arrays of rows to files and notes how many rows are complete."""
-    call = f"store_rows({target.name})"
-    files: dict[str, BinaryIO] = {}
-    state: dict[str, Any] = {"rows": 0, "arrays": {}}
+def _explain_errors(target: Path) -> Iterator[None]:
+    """Raise an `OSError` of the block as a `ValueError` that says why the arrays cannot be written."""
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        with atomic_folder.lock_folder(partial) as is_locked:
-            if not is_locked:
-                raise ValueError(f"{call}: another process computes these arrays; wait for it.")
-            if start:
-                state = read_json(partial / _STATE)
-
-            def write(arrays: Arrays, rows: int) -> None:
-                for name, array in arrays.items():
-                    if name not in files:
-                        state["arrays"][name] = {"dtype": array.dtype.newbyteorder("<").str, "shape": array.shape[1:]}
-                        row_bytes = array.itemsize * int(np.prod(array.shape[1:]))
-                        path = partial / f"{name}.bin"
-                        with path.open("ab"):  # Creates the file.
-                            os.truncate(path, start * row_bytes)
-                        files[name] = path.open("ab")
-                    files[name].write(np.ascontiguousarray(array, state["arrays"][name]["dtype"]).tobytes())
-                    files[name].flush()
-                    os.fsync(files[name].fileno())
-                state["rows"] = rows
-                write_atomic(partial / _STATE, json.dumps(state))
-
-            yield write
+        yield
     except OSError as error:
         reason, fix = explain_write_error(target.parent, error)
         raise ValueError(
-            f"{call}: the arrays must be written to {target.parent}, but the system says {reason}; "
+            f"store_rows({target.name}): the arrays must be written to {target.parent}, but the system says {reason}; "
             f"{fix or 'find the cause'}, and call again to go on."
         ) from error
-    finally:
-        for file in files.values():
+
+
+class _RowWriter:
+    """Writer of arrays of rows into an unfinished folder, which `finish` renames to `target`.
+
+    Every process has one, but only the process that writes calls `open`, `write` and `finish`.
+    """
+
+    def __init__(self, target: Path):
+        self._target, self._folder = target, target.with_name(f".{target.name}.partial")
+        state_path = self._folder / _STATE
+        self.start = int(read_json(state_path)["rows"]) if state_path.exists() else 0  # Rows that the folder has.
+        self._files: dict[str, BinaryIO] = {}
+        self._state: dict[str, Any] = {"rows": 0, "arrays": {}}
+        self._lock = ExitStack()
+
+    def open(self) -> None:
+        """Create the folder, or lock the existing one and read which arrays it has."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._lock.enter_context(atomic_folder.lock_folder(self._folder)):
+            raise ValueError(f"store_rows({self._target.name}): another process computes these arrays; wait for it.")
+        if self.start:
+            self._state = read_json(self._folder / _STATE)
+
+    def write(self, arrays: Arrays, rows: int) -> None:
+        """Append the arrays of rows to the files, and note how many rows are complete."""
+        for name, array in arrays.items():
+            if name not in self._files:
+                self._files[name] = self._open_file(name, array)
+            dtype = self._state["arrays"][name]["dtype"]
+            self._files[name].write(np.ascontiguousarray(array, dtype).tobytes())
+            self._files[name].flush()
+            os.fsync(self._files[name].fileno())
+        self._state["rows"] = rows
+        write_atomic(self._folder / _STATE, json.dumps(self._state))
+
+    def _open_file(self, name: str, array: Shaped[np.ndarray, "..."]) -> BinaryIO:
+        """Open the file of arrays like this one, and cut off what lies behind its complete rows."""
+        self._state["arrays"][name] = {"dtype": array.dtype.newbyteorder("<").str, "shape": array.shape[1:]}
+        row_bytes = array.itemsize * int(np.prod(array.shape[1:]))
+        path = self._folder / f"{name}.bin"
+        with path.open("ab"):  # Creates the file.
+            os.truncate(path, self.start * row_bytes)
+        return path.open("ab")
+
+    def finish(self, settings: JsonObject) -> None:
+        """Describe the files, which have all rows, and give the folder its name."""
+        self.close()
+        names = [f"{name}.bin" for name in self._state["arrays"]]
+        files = {name: atomic_folder.describe_file(self._folder / name) for name in names}
+        meta = {"settings": settings, **self._state, "files": files}
+        write_atomic(self._folder / "meta.json", json.dumps(meta, indent=2))
+        shutil.rmtree(self._target, ignore_errors=True)
+        self._folder.rename(self._target)
+
+    def close(self) -> None:
+        """Close the files, and unlock the folder."""
+        for file in self._files.values():
             file.close()
-
-
-def _finish(partial: Path, target: Path, settings: JsonObject) -> None:
-    """Describe the files of an unfinished folder, whose rows are all written, and give it its name."""
-    state = read_json(partial / _STATE)
-    names = [f"{name}.bin" for name in state["arrays"]]
-    meta = {
-        "settings": settings,
-        **state,
-        "files": {name: atomic_folder.describe_file(partial / name) for name in names},
-    }
-    write_atomic(partial / "meta.json", json.dumps(meta, indent=2))
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+        self._lock.close()

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree, UInt32
 
 from .._files import JsonObject
 from .._shapes import Batch, PreferenceBatch
-from ..parallel import is_first_process, Plan
+from ..parallel import on_first_process, Plan
 from ._evaluation import make_row_nats, make_teacher_top_nats
 from ._planned_state import ProcessRows
 
@@ -32,10 +32,9 @@ class RowArrays:
         """The rows of each batch that this process gives."""
         return self._process_rows.start, self._process_rows.stop
 
-    @property
-    def is_writer(self) -> bool:
-        """Whether this process writes the arrays."""
-        return is_first_process()
+    def on_writer(self, action: Callable[[], object]) -> object:
+        """Run an action in the first process, which writes the arrays; the others wait. If it raises, all do."""
+        return on_first_process(action)
 
     def __call__(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return the arrays of all rows of a batch, of which this process gives its own."""

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,8 @@ class Sums:
     kind: str = "reference"
     limit: int = 99
     batches: int = 0
-    is_writer: bool = True
     rows: tuple[int, int] = (0, 4)
+    on_writer: Any = lambda action: action()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -107,6 +110,24 @@ def test_rows_that_are_missing_are_computed_by_the_next_call(tmp_path):
     batch: Any = loader.with_row_arrays(again).batch(0)
     assert again.batches == 1 and batch.reference_nats.tolist() == batch.ids.sum(1).tolist()
     assert not partial.exists()
+
+
+def test_other_processes_open_the_folder_after_the_first_has_finished_it(tmp_path):
+    loader, first_is_done = pair_loader(tmp_path), threading.Barrier(2)
+
+    def in_first_process(action):
+        if "finish" in repr(action):
+            time.sleep(0.1)  # The second process would open the folder now.
+        action()
+        first_is_done.wait(timeout=10)
+
+    with ThreadPoolExecutor(1) as pool:  # A thread with the same calls stands for the second process.
+        waiting = Sums(on_writer=lambda action: first_is_done.wait(timeout=10))
+        second = pool.submit(loader.with_row_arrays, waiting)
+        first = loader.with_row_arrays(Sums(on_writer=in_first_process))
+        assert compared_nats(second.result()) == compared_nats(first)
+    with pytest.raises(ValueError, match="the arrays of all rows, but meta.json is absent"):  # The control: no wait.
+        pair_loader(tmp_path, count=6).with_row_arrays(Sums(on_writer=lambda action: None))
 
 
 def test_what_is_refused(tmp_path):
