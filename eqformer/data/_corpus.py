@@ -74,11 +74,15 @@ class Corpus:
         )
         return train, held_out
 
-    def map_loaders(self, function: Callable[[Loader], Loader]) -> "Corpus":
-        """Return the corpus with a function applied to each loader, such as one that adds stored arrays to rows."""
-        loaders, held_out = ({name: function(x) for name, x in part.items()} for part in (self.loaders, self.held_out))
+    def map_loaders(self, function: Callable[[Loader], Loader], *, held_out: bool = True) -> "Corpus":
+        """Return the corpus with a function applied to each loader, such as one that adds stored arrays to rows.
+
+        With `held_out=False`, the loaders of held-out text stay as they are.
+        """
+        loaders = {name: function(loader) for name, loader in self.loaders.items()}
+        held_out_loaders = {name: function(x) for name, x in self.held_out.items()} if held_out else self.held_out
         (first, *_), train = loaders.values(), self.train
-        return Corpus(train.with_loaders(loaders) if isinstance(train, Mixture) else first, held_out)
+        return Corpus(train.with_loaders(loaders) if isinstance(train, Mixture) else first, held_out_loaders)
 
     def describe(self, steps: int) -> str:
         """Describe each source of a mixture: its tokens, its share of the rows and its epochs in the run."""

@@ -337,7 +337,9 @@ class Trainer:
             return
         with self.screen.bar() as progress:
             show = functools.partial(progress, title)
-            self.texts = self.texts.map_loaders(lambda loader: loader.with_row_arrays(arrays, progress=show))
+            add_arrays = lambda loader: loader.with_row_arrays(arrays, progress=show)
+            # Validation reads these arrays for pairs alone, whose rewards it measures.
+            self.texts = self.texts.map_loaders(add_arrays, held_out=recipe.compares_pairs)
 
     def _add_other_model(self, batches: Iterable[Any], state: training.TrainState, *, is_first: bool) -> Iterable[Any]:
         """Return batches with what their rows need of a second model, the teacher or the reference.

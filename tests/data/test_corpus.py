@@ -37,6 +37,10 @@ def test_a_corpus_has_the_loaders_of_its_stores(tmp_path):
         assert not np.array_equal(mixed.train.batch(step).ids, alone.train.batch(step).ids)  # the control
     for name, loader in hand["validation"].items():
         assert np.array_equal(mixed.held_out[name].batch(0).ids, loader.batch(0).ids)
+    other = hand["train"]["a"]
+    for held_out, expected_held_out in ((False, mixed.held_out), (True, {"a": other, "b": other})):
+        mapped = mixed.map_loaders(lambda loader: other, held_out=held_out)
+        assert mapped.loaders == {"a": other, "b": other} and mapped.held_out == expected_held_out
     with pytest.raises(ValueError, match="several sources need weights"):
         opened(sources)
     with pytest.raises(ValueError, match="vocab=64"):
