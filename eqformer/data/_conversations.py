@@ -125,9 +125,9 @@ def _make_conversation(
 
 def _read_tools(tools: object, location: str) -> dict[str, object]:
     """Return the template's variable `tools`, if there are any; tables often store the list as a text of JSON."""
-    if isinstance(tools, str) and tools.strip():
+    if isinstance(tools, str):
         try:
-            tools = parse_json(tools)
+            tools = parse_json(tools) if tools.strip() else None
         except ValueError as error:
             raise ValueError(f"{location}: `tools` is a text, which must be JSON, but {error}; correct it.") from error
     if not tools:

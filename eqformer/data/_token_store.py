@@ -75,7 +75,7 @@ class TokenStore:
     def name_document(self, document: int) -> str:
         """Return the name of a document of chat data, `FILE#ROW`, or its number in a store of an older version."""
         try:
-            names = (self.path / _NAMES).read_bytes().decode().split("\n")
+            names = (self.path / _NAMES).read_bytes().decode("utf-8", "surrogatepass").split("\n")
         except OSError:
             return f"document {document}"
         return names[document]

@@ -260,7 +260,7 @@ def test_tools_may_be_a_text_of_json_and_tables_fill_rows_with_nulls(tmp_path):
     tools = [{"name": name, "parameters": {parameter: "int"}} for name, parameter in (("add", "x"), ("draw", "size"))]
     read = lambda row: read_example(row, location="row")[1]
     assert read(row_of(TALK, tools=json.dumps(tools))) == read(row_of(TALK, tools=tools)) != read(row_of(TALK))
-    assert read(row_of(TALK, tools="")) == read(row_of(TALK))
+    assert read(row_of(TALK, tools="")) == read(row_of(TALK, tools=" \n")) == read(row_of(TALK))
     parquet = pytest.importorskip("pyarrow.parquet")
     table = importlib.import_module("pyarrow").Table.from_pylist
     rows = [{"messages": TALK, "tools": tools}, {"messages": [USER, REPLY | {"content": None, "name": "x"}]}]

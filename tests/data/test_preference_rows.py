@@ -26,6 +26,7 @@ from eqformer.data import (
     read_example,
     read_label,
     split_preference,
+    texts,
 )
 
 
@@ -190,10 +191,13 @@ def test_stores_that_are_no_pairs(encoder, tmp_path):
     long = open_store(preferences(tmp_path / "long.jsonl"), encoder, tmp_path / "c", validation=0.0)
     with pytest.raises(ValueError, match=r"that of long.jsonl#1 leaves none for the chosen one"):
         PairPacking(long, seq=8)
+    row = json.dumps({"prompt": "a", "completion": "b"})
+    lone = open_store(texts({"\udcff": row}), encoder, tmp_path / "c", validation=0.0)
+    assert lone.name_document(0) == "\udcff"  # A lone surrogate, which UTF-8 does not have.
     (long.path / "names.bin").unlink()  # A store of an older version has no names.
     with pytest.raises(ValueError, match=r"that of document 2 leaves none for the chosen one"):
         PairPacking(long, seq=8)
-    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    (tmp_path / "one.jsonl").write_text(row)
     other = open_store(conversations(tmp_path / "one.jsonl"), encoder, tmp_path / "c", validation=0.0)
     with pytest.raises(ValueError, match=r"has other text; make the store of data.preferences\(path\)"):
         PairPacking(other, seq=8)
