@@ -54,6 +54,8 @@ def pytest_pycollect_makeitem():
         for item, name in zip(items, names):
             if name not in mark.args:
                 item.add_marker("grid")
+            elif item.get_closest_marker("grid"):
+                raise ValueError(f"by_default of {item.originalname}: the case {name} must not have the mark grid too")
     return items
 
 

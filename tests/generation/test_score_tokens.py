@@ -11,7 +11,6 @@ from eqformer import generation
 
 PROMPTS = [[3, 5, 7], [4], [*range(20)]]
 NEW = [[1, 2, 3, 4], [9] * 15, [60]]
-QUICK = ("local and global", "latent", "longrope scaling")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ ANSWERS = [[1], [2, 3, 4], [5, 6], [7], [8] * 5, [1, 1], [2], [3, 4], [5, 9]]
 
 
 @pytest.mark.by_default("latent")
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.grid) for k in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_shared_prompts_are_read_once_with_the_same_scores(kind, monkeypatch):
     model, read = make_model(kind), []
     encode = type(model).encode

@@ -17,17 +17,8 @@ CORES = {
     "dot_product": lambda case: DotProductAttention(),
     "blockwise": lambda case: BlockwiseAttention(block=4),
 }
-# Cases whose rules others have too; of those left of these, the kernels' own core has rules that no other case has.
-GRID = {"causal", "one head, one token", "window, one document", "softcap", "sinks", "cache"}
-KERNELS = {"window, one document", "cache"}
-
-
-def is_grid(core: str, name: str) -> bool:
-    return name in GRID and not (core == "dot_product" and name in KERNELS)
-
-
 TABLE = [
-    pytest.param(core, name, id=f"{core}-{name}", marks=[pytest.mark.grid] if is_grid(core, name) else [])
+    pytest.param(core, name, id=f"{core}-{name}")
     for name, case in CASES.items()
     for core in CORES
     if core != "dot_product" or not (case.softcap or case.sinks)

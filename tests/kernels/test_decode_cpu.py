@@ -91,7 +91,7 @@ def run(operation: kernels.Operation, call: kernels.DecodeCall) -> np.ndarray:
 
 
 @pytest.mark.by_default("half, 8 bits in a stack", "a quarter, latents in a stack")
-@pytest.mark.parametrize("name", [*CASES][:3] + [pytest.param(n, marks=pytest.mark.grid) for n in [*CASES][3:]])
+@pytest.mark.parametrize("name", CASES)
 def test_it_computes_the_definition(name):
     """The definition is spoiled by a NaN in the slots that this operation does not read."""
     case = CASES[name]

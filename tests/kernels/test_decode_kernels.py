@@ -174,7 +174,7 @@ LAID = [(10, 512), (128, 512), (128, 2**20)]
 
 @pytest.mark.by_default("everything-10-512", "latents-128-512")
 @pytest.mark.parametrize("lanes, tile", LAID)
-@pytest.mark.parametrize("name", ["everything", "latents", *(pytest.param(n, marks=pytest.mark.grid) for n in OTHERS)])
+@pytest.mark.parametrize("name", ["everything", "latents", *OTHERS])
 def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, tile, monkeypatch):
     monkeypatch.setattr(tpu, "LANES", lanes)
     monkeypatch.setattr(_cache_write, "LANES", lanes)

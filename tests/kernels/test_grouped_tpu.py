@@ -38,11 +38,10 @@ CASES = {
     "slabs of columns": (300, 4, 512, [290, 10]),
     "nobody": (20, 5, 3, [0, 0]),
 }
-FAST = ("few rows", "whole tiles, and pieces beside")
 
 
 @pytest.mark.by_default("few rows")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.grid) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_kernels_for_tpus_give_the_products_of_a_loop(name):
     """As plain JAX."""
     rows, inputs, outputs, sizes = CASES[name]
@@ -80,7 +79,7 @@ LOADS = {
 
 @pytest.mark.by_default("256 rows of each, about-weight_grad")
 @pytest.mark.parametrize("product", ["forward", "weight_grad"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == [*LOADS][-1] else pytest.mark.grid) for n in LOADS])
+@pytest.mark.parametrize("name", LOADS)
 def test_kernels_for_tpus_compute_little_beside(monkeypatch, name, product):
     """Counted as they run: rows that are multiplied, of those that are there. Tiles of 512 rows, each computed whole
     for every expert that has rows in it, as JAX's kernels have it, would be up to three times these."""

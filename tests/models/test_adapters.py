@@ -21,12 +21,6 @@ from eqformer import models, nn
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECORDED = json.loads((FIXTURES / "adapters.json").read_text())
 CONFIG, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
-EVERY_RUN = ("gemma narrow heads", "gpt2 plain", "phi3 window")
-
-
-def wide(*more: str) -> list:
-    """The cases, all but a few for the grid alone."""
-    return [pytest.param(n, marks=() if n in (*EVERY_RUN, *more) else pytest.mark.grid) for n in RECORDED]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +56,7 @@ def product(name: str, module: str, arrays: dict[str, np.ndarray]) -> np.ndarray
 
 
 @pytest.mark.by_default("gpt2 plain", "llama llama3")
-@pytest.mark.parametrize("name", wide("llama llama3"))
+@pytest.mark.parametrize("name", RECORDED)
 def test_the_merged_model_is_published_with_the_products_added(name, tmp_path):
     model, numbers, before = based(name)
     arrays = adapter(tmp_path / "adapter", name)
@@ -79,7 +73,7 @@ def test_the_merged_model_is_published_with_the_products_added(name, tmp_path):
 
 
 @pytest.mark.by_default("phi3 window")
-@pytest.mark.parametrize("name", wide())
+@pytest.mark.parametrize("name", RECORDED)
 def test_an_adapter_gives_pefts_logits(name, logits, tmp_path):
     model, numbers, _ = based(name)
     ids = jnp.asarray(ids_of(model.vocab), jnp.int32)
@@ -90,7 +84,7 @@ def test_an_adapter_gives_pefts_logits(name, logits, tmp_path):
 
 
 @pytest.mark.by_default("phi3 window")
-@pytest.mark.parametrize("name", wide())
+@pytest.mark.parametrize("name", RECORDED)
 def test_an_adapter_goes_back_out(name, tmp_path):
     model, numbers, _ = based(name)
     arrays = adapter(tmp_path / "adapter", name)
@@ -129,13 +123,8 @@ def are_close(one: Any, other: Any, rtol: float, atol: float = 0.0) -> bool:
     [
         ("phi3 window", ["query", "value", "down"], "self_attn.qkv_proj"),
         ("gpt2 plain", [nn.Attention], "attn.c_attn"),
-        pytest.param(
-            "deepseek_v3 plain",
-            ["value_up", "query_rope", "latent_down"],
-            "self_attn.kv_b_proj",
-            marks=pytest.mark.grid,
-        ),
-        pytest.param("mamba2 grouped", ["query", "step", "output"], "mixer.in_proj", marks=pytest.mark.grid),
+        ("deepseek_v3 plain", ["value_up", "query_rope", "latent_down"], "self_attn.kv_b_proj"),
+        ("mamba2 grouped", ["query", "step", "output"], "mixer.in_proj"),
     ],
 )
 def test_maps_published_as_one_are_written_as_blocks(name, where, fused, tmp_path):

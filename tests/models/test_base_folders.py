@@ -15,12 +15,7 @@ from test_published import close, RECORDED, write
 from eqformer import models, nn
 
 
-FEW = ("llama", "qwen3", "mistral", "modernbert")
-FAMILIES = [
-    pytest.param(family, marks=() if family in FEW else pytest.mark.grid)
-    for family in PUBLISHED
-    if PUBLISHED[family].base_prefix
-]
+FAMILIES = [family for family in PUBLISHED if PUBLISHED[family].base_prefix]
 
 
 def rewrite(folder, arrays, rename):

@@ -35,7 +35,7 @@ def test_a_folder_is_the_model_that_a_plain_formula_decodes(name, tmp_path):
 
 
 @pytest.mark.by_default("fp8 blocks")
-@pytest.mark.parametrize("name", ["mxfp4", "fp8 experts", "fp8 blocks", pytest.param("awq", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("name", ["mxfp4", "fp8 experts", "fp8 blocks", "awq"])
 def test_each_device_gets_its_part_whatever_the_plan(name, tmp_path):
     write(tmp_path, name)
     whole = models.load(tmp_path, dtype="float32")
@@ -122,7 +122,7 @@ def test_an_array_is_decoded_alike_in_one_piece_and_in_many():
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.grid), {"fsdp": 2, "tensor": 2, "pipe": 2}])
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2, "pipe": 2}])
 def test_beside_the_model_one_array_is_decoded_at_a_time(sizes, tmp_path):
     """The most memory of the host is the model's share and one array; all of it decoded at once would be its double."""
     config = models.LlamaConfig(vocab=64, embed=512, layers=4, heads=4, kv_heads=4, mlp=2048)

@@ -66,10 +66,7 @@ def test_every_case_is_of_a_tower():
 
 
 @pytest.mark.by_default("gemma3 gemma3_text", "mistral3 ministral3")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if number % 3 == 0 else pytest.mark.grid) for number, name in enumerate(MULTIMODAL)],
-)
+@pytest.mark.parametrize("name", MULTIMODAL)
 def test_a_tower_is_its_family_under_any_of_its_names(name, tmp_path):
     """A case of the family, put into a whole by hand, is the same model as by itself."""
     family, multimodal = MULTIMODAL[name]

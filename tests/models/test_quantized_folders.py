@@ -18,8 +18,7 @@ from eqformer.planning import abstract_mesh, decode_forecast, topology
 
 
 IN_ORDER = [name for name in CASES if "order" not in name]
-EVERY_RUN = {"fp8 blocks", "fp8 one scale", "mxfp4"}
-NAMES = [pytest.param(n, marks=() if n in EVERY_RUN else pytest.mark.grid) for n in (*IN_ORDER, *EXPERT_CASES)]
+NAMES = [*IN_ORDER, *EXPERT_CASES]
 
 
 def same(one: Any, other: Any) -> bool:

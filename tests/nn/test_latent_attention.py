@@ -83,7 +83,7 @@ def test_default_scale_counts_the_rotated_channels():
 
 
 @pytest.mark.by_default("latent queries")
-@pytest.mark.parametrize("kind", ["latent queries", "no rotary", pytest.param("biases", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("kind", ["latent queries", "no rotary", "biases"])
 def test_absorbed_decoding_equals_the_expanded_form(kind):
     """The same last token: decoded from the cache, and as one of two, which does not absorb."""
     module, x = KINDS[kind](), np.asarray(normal(1, 2, 5, 6))

@@ -66,10 +66,7 @@ def plain_layers():
         (1, 4, False),
         (4, 4, False),
         (2, 8, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.grid)
-            for case in ((4, 4, True), (1, 4, True), (2, 2, False), (2, 2, True), (2, 8, False))
-        ),
+        *((4, 4, True), (1, 4, True), (2, 2, False), (2, 2, True), (2, 8, False)),
     ],
 )
 def test_any_number_of_microbatches_will_do(monkeypatch, pipe, microbatches, splits_rows):

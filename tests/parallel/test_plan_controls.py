@@ -55,17 +55,16 @@ class Control(NamedTuple):
     change: Callable[[Any], None]
     case: Case
     caught_by: str = "numbers"  # or "types", or "nothing"
-    every_run: bool = False
 
 
 CONTROLS: dict[str, Control] = {
     # Sums over rows and tokens.
-    "total of losses, unsummed": Control(control.total_of(0, nothing), DATA, "types", True),
+    "total of losses, unsummed": Control(control.total_of(0, nothing), DATA, "types"),
     "total of losses": Control(control.total_of(0, of_first), DATA),
     "total of counts, unsummed": Control(control.total_of(1, nothing), DATA, "types"),
     "total of counts": Control(control.total_of(1, of_first), DATA),
     "gradients over fsdp, unsummed": Control(control.gradients_unsummed, DATA, "types"),
-    "gradients over fsdp": Control(control.of_first_over("fsdp"), DATA, every_run=True),
+    "gradients over fsdp": Control(control.of_first_over("fsdp"), DATA),
     "gradients over replica": Control(control.of_first_over("replica"), Case("llama", {"replica": 2})),
     "gradients over expert": Control(control.of_first_over("expert"), Case("llama", {"expert": 2})),
     "gradients over context": Control(control.of_first_over("context"), ROUND),
@@ -84,7 +83,7 @@ CONTROLS: dict[str, Control] = {
     "gather of parameters": Control(without("weights over fsdp", own_piece), DATA._replace(choices={"zero": 3})),
     # Tensor parallelism.
     "sum of row maps, unsummed": Control(without("row-parallel output", nothing), ROWS, "types"),
-    "sum of row maps": Control(without("row-parallel output", of_first), ROWS, every_run=True),
+    "sum of row maps": Control(without("row-parallel output", of_first), ROWS),
     "sum of the entry's gradient": Control(control.unsummed_entry, ROWS),
     "entry not said to vary": Control(control.untyped_entry, ROWS, "nothing"),
     "bias added once": Control(control.bias_before, ROWS),
@@ -119,7 +118,7 @@ CONTROLS: dict[str, Control] = {
     "gather of the head's tokens": Control(without("head input", own_piece), SEQUENCE),
     "gather of the head's features": Control(without("head input", own_piece), FEATURE),
     "exchange of features for rows": Control(without("vocabulary table by ids", own_exchange), LLAMA_FEATURE),
-    "highest logit, unreduced": Control(without("logit maxima", nothing), ROWS, "types", True),
+    "highest logit, unreduced": Control(without("logit maxima", nothing), ROWS, "types"),
     "sum of the normaliser": Control(without("softmax denominators", of_first), ROWS),
     "sum of the target's logit": Control(without("target logits", of_first), ROWS),
     "own rows of a whole table": Control(control.first_device_in("tensor._vocabulary"), Case("gpt2", {"tensor": 4})),
@@ -165,14 +164,6 @@ CONTROLS: dict[str, Control] = {
 }
 
 
-def named() -> list:
-    """The controls, of which some are in every run: the cheap ones, and one of each kind."""
-    return [
-        pytest.param(*control[:3], id=name, marks=[] if control.every_run else pytest.mark.grid)
-        for name, control in CONTROLS.items()
-    ]
-
-
 @functools.cache
 def right_guesses(name: str) -> Batch:
     """A batch whose targets are the model's own guesses, so that some are right."""
@@ -187,7 +178,7 @@ def right_guesses(name: str) -> Batch:
 
 
 @pytest.mark.by_default("gradients over fsdp", "highest logit, unreduced")
-@pytest.mark.parametrize(("change", "case", "caught_by"), named())
+@pytest.mark.parametrize(("change", "case", "caught_by"), CONTROLS.values(), ids=CONTROLS)
 def test_a_plan_needs_it(change, case, caught_by, monkeypatch):
     expected = of_one_device(case)
     change(monkeypatch)

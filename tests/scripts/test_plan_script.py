@@ -128,24 +128,18 @@ def test_bad_input_is_one_clear_error(flags, message):
             "BlockwiseAttention; not CudnnAttention: it computes in bfloat16 or float16, not float32 (--precision.",
         ),
         ("h100:1 --precision.compute bfloat16", "CudnnAttention\n"),
-        pytest.param(
-            "h100:1 --precision.compute bfloat16 --text.packing documents",
-            "CudnnAttention\n",
-            marks=pytest.mark.grid,
-        ),
+        ("h100:1 --precision.compute bfloat16 --text.packing documents", "CudnnAttention\n"),
         (
             "v5e:1x1",
             "BlockwiseAttention; not SplashAttention: it takes rows of a multiple of 128 tokens, not 32 and 32",
         ),
-        pytest.param(
+        (
             "v5e:1x1 --seq 128 --execution.core blockwise",
             "BlockwiseAttention (--execution.core blockwise asks for it)",
-            marks=pytest.mark.grid,
         ),
-        pytest.param(
+        (
             "v5e:1x2 --mesh.context 2 --context-method gather --seq 256",
             "BlockwiseAttention; not a kernel: keys are gath",
-            marks=pytest.mark.grid,
         ),
     ],
 )

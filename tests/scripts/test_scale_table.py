@@ -6,11 +6,8 @@ from scale_table import formulas, in_docs
 from eqformer.recipes import LARGE
 
 
-DEFAULT = ("llama-3-8b-v5e-256", "llama-3-8b-h100-8")
-
-
 @pytest.mark.by_default("llama-3-8b-h100-8")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.grid) for n in LARGE])
+@pytest.mark.parametrize("name", LARGE)
 def test_the_docs_have_what_formulas_give(name):
     assert in_docs()[name] == formulas(name)
 

@@ -28,7 +28,7 @@ def model():
         (2, 4, "rows", "bidirectional", PREFILL),
         (1, 8, "heads", "ring", DECODE),
         *(
-            pytest.param(x, 8 // x, attention, overlap, seq, marks=pytest.mark.grid)
+            (x, 8 // x, attention, overlap, seq)
             for x in (1, 2, 4, 8)
             for attention in ("rows", "heads")
             for overlap in ("none", "ring", "bidirectional")
@@ -65,13 +65,7 @@ def test_logits(model):
     assert sent_in_all == pytest.approx(whole)
 
 
-GATHERED = [
-    (8, DECODE),
-    (2, PREFILL),
-    pytest.param(8, PREFILL, marks=pytest.mark.grid),
-    pytest.param(2, DECODE, marks=pytest.mark.grid),
-    pytest.param(4, PREFILL, marks=pytest.mark.grid),
-]
+GATHERED = [(8, DECODE), (2, PREFILL), (8, PREFILL), (2, DECODE), (4, PREFILL)]
 
 
 @pytest.mark.by_default("2-16")

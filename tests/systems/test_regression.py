@@ -31,14 +31,8 @@ def in_numpy(steps):
     return np.mean(losses)
 
 
-EVERY_RUN = ("hybrid", "all")
-
-
 @pytest.mark.by_default("hybrid")
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[] if name in EVERY_RUN else pytest.mark.grid) for name in regression.LAYOUTS],
-)
+@pytest.mark.parametrize("layout", regression.LAYOUTS)
 def test_every_layout_descends_as_numpy_does(layout):
     assert regression.train(layout, 1, STEPS) == pytest.approx([in_numpy(STEPS)], rel=1e-6)
 
