@@ -48,12 +48,12 @@ def load_published_model(recipe: Recipe, plan: parallel.Plan | None, screen: Scr
 
 
 def load_teacher(recipe: Recipe, plan: parallel.Plan, screen: Screen) -> nn.Transformer:
-    """Load the recipe's teacher, sharded by the plan."""
+    """Load the recipe's teacher, sharded by the plan, with the layers where the stages of a pipeline hold them."""
     assert recipe.teacher is not None
     with screen.bar() as progress:
         show = functools.partial(progress, f"reading {recipe.teacher}")
         model = models.load(recipe.teacher, plan=plan, dtype=recipe.precision.parameters, progress=show)
-    return recipe.precision.apply(recipe.execution.apply(model))
+    return plan.shard(recipe.precision.apply(recipe.execution.apply(model)))
 
 
 def build_model(recipe: Recipe) -> nn.Transformer:

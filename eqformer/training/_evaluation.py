@@ -140,7 +140,7 @@ class KtoStep:
 def add_teacher(batches: Iterable[Batch], teacher: PyTree, plan: Plan | None = None) -> Iterator[DistillationBatch]:
     """Yield each batch with a teacher and its hidden states, which are computed when the batch is due.
 
-    The teacher is any model of the same token ids; under a plan it is sharded by it (`models.load(..., plan=plan)`).
+    The teacher is any model of the same token ids; under a plan, pass `plan.shard(models.load(..., plan=plan))`.
     """
     hidden_states = eqx.filter_jit(_hidden_states) if plan is None else _make_hidden_states(plan)
     for batch in batches:

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from text_cases import CONFIG, published_folder, TEMPLATE
 
 import eqformer
-from eqformer import models, nn, training
+from eqformer import data, models, nn, parallel, training
 from eqformer.recipes import find_recipe, Mesh, published_recipe, Recipe, Screen, Text, train
+from eqformer.recipes._setup import load_teacher, make_plan
 from eqformer.recipes._texts import complete_recipe
 
 
@@ -115,6 +117,29 @@ def test_a_published_model_is_tuned_on_chats_and_on_preferences(row, fields, met
     assert saved["published"] == str(folder.absolute())
     assert saved["text"]["packing"] == ("pairs" if "loss" in fields else "documents")
     assert eqformer.load(run.folder).chat_template is not None
+
+
+@pytest.mark.grid
+def test_a_teacher_has_its_hidden_states_in_a_pipeline_that_reorders_layers(tmp_path):
+    config = dataclasses.replace(CONFIG, layers=4)
+    model = models.build(config, key=jax.random.key(0))
+    tokenizer = data.tokenizer_files(data.ByteTokenizer(), max_length=64)
+    models.save(model, tmp_path / "teacher", config=config, files=tokenizer)
+    schedule = parallel.ParallelConfig(schedule="interleaved", chunks=2, microbatches=2)
+    distilled = recipe("nowhere", teacher=tmp_path / "teacher", mesh=Mesh(pipe=2), plan=schedule)
+    plan = make_plan(distilled, jax.devices()[:2])
+    ids, weights = np.arange(4 * 32, dtype=np.int32).reshape(4, 32), np.ones((4, 32), np.float32)
+    batch = eqformer.Batch(ids, ids, weights, np.arange(4, dtype=np.int32))
+
+    def hidden_states(teacher, plan=None) -> np.ndarray:
+        (taught,) = training.add_teacher([batch], teacher, plan)
+        return np.asarray(taught.teacher_hidden)
+
+    expected = hidden_states(model)
+    teacher = load_teacher(distilled, plan, QUIET)
+    np.testing.assert_allclose(hidden_states(teacher, plan), expected, rtol=1e-4, atol=1e-5)
+    in_model_order = models.load(tmp_path / "teacher", plan=plan)  # the control
+    assert np.abs(hidden_states(in_model_order, plan) - expected).max() > 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
