@@ -94,6 +94,13 @@ class RunDirectory(training.RunFolder):
             return False
         return self.read()[1].published == published and bool(self.checkpointer().steps)
 
+    def copied_tokenizer(self, recipe: Recipe) -> Path | None:
+        """Return the run's copy of the recipe's --text.tokenizer; None without a checkpoint, or for another file."""
+        if not (self.recipe.exists() and self.tokenizer.exists() and self.checkpointer().steps):
+            return None
+        _, saved = read_recipe(self.recipe, _class_of_model(recipe))
+        return self.tokenizer if saved.text.tokenizer == recipe.text.tokenizer else None
+
     def read(self) -> tuple[str, Recipe]:
         """Return the name and the recipe of an existing run, without claiming it; raises a `ValueError` if there is
         none."""

@@ -185,11 +185,15 @@ def make_train_state(
 _COUNTS = "--steps --seq --batch --log-every --checkpoint-every --keep --validate-every --validation-batches".split()
 
 
-def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
+def check(recipe: Recipe, *, trains: bool = True, directory: RunDirectory | None = None) -> nn.Transformer:
     """Check a recipe and return the shapes of its model.
 
-    With `trains=False` its model need not be one that learns the next token. Raises a `ValueError`, which names the
-    flags, for a recipe that cannot work.
+    Raises a `ValueError`, which names the flags, for a recipe that cannot work.
+
+    Args:
+        recipe: The recipe.
+        trains: Whether the recipe's model must be one that learns the next token.
+        directory: The folder of the recipe's run, whose copy of the tokenizer is read once it has a checkpoint.
     """
     check_fields(recipe)
     if not 0 < (share := recipe.text.validation) < 1:
@@ -207,8 +211,8 @@ def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
         )
     if recipe.loss == "kto" and recipe.debug_nans:
         raise ValueError("--loss kto --debug-nans: the reference point is no part of the batch; leave one of them out.")
-    _check_vocab(recipe)
-    _check_distillation(recipe)
+    _check_vocab(recipe, directory)
+    _check_distillation(recipe, directory)
     with name_flags_in_errors(recipe):  # The library makes its own checks.
         training.LossSpikes(**dataclasses.asdict(recipe.spikes))
         shapes = model_shapes(recipe)
@@ -224,13 +228,13 @@ def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
 
 def check_run(recipe: Recipe, directory: RunDirectory) -> nn.Transformer:
     """Check a recipe for a run in a folder, as `check` does, and return the shapes of its model."""
-    shapes = check(recipe)
+    shapes = check(recipe, directory=directory)
     check_published(recipe, directory)
     check_from_run(recipe, shapes, directory)
     return shapes
 
 
-def _check_distillation(recipe: Recipe) -> None:
+def _check_distillation(recipe: Recipe, directory: RunDirectory | None) -> None:
     """Raise a `ValueError` for a teacher beside choices that it does not go with, or whose tokens are other ones."""
     options = recipe.distillation
     if recipe.teacher is None:
@@ -254,7 +258,7 @@ def _check_distillation(recipe: Recipe) -> None:
     if options.top is not None and not 1 <= options.top <= vocab:
         raise ValueError(f"--distillation.top {options.top}: give a number of ids from 1 to {vocab}.")
     try:
-        data.check_same_ids(recipe_tokenizer(recipe), load_tokenizer(recipe.teacher))
+        data.check_same_ids(recipe_tokenizer(recipe, directory), load_tokenizer(recipe.teacher))
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from error
 
@@ -274,11 +278,11 @@ def parse_steps(profile: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _check_vocab(recipe: Recipe) -> None:
+def _check_vocab(recipe: Recipe, directory: RunDirectory | None) -> None:
     """Raise a `ValueError` if the model's vocabulary is smaller than the tokenizer's, unless it was published so."""
     if recipe.published is not None:
         return
-    file, vocab, known = recipe.text.tokenizer, recipe.model.vocab, recipe_tokenizer(recipe).vocab
+    file, vocab, known = recipe.text.tokenizer, recipe.model.vocab, recipe_tokenizer(recipe, directory).vocab
     if vocab < known:
         flag, subject = ("", "bytes have") if file is None else (f" --text.tokenizer {file}", "the tokenizer has")
         raise ValueError(

@@ -63,14 +63,13 @@ def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
 def recipe_tokenizer(recipe: Recipe, directory: RunDirectory | None = None) -> Tokenizer:
     """Return the recipe's tokenizer: --text.tokenizer, or the published model's, or bytes.
 
-    A run has copies of the files. The copy of --text.tokenizer is read once the run has a checkpoint.
+    A run has copies of the files, which are read in place of files that may be gone. The copy of --text.tokenizer is
+    read once the run has a checkpoint.
     """
     end_of_text = recipe.text.end_of_text
     if recipe.text.tokenizer is not None:
-        file = recipe.text.tokenizer
-        if directory is not None and directory.tokenizer.exists() and directory.checkpointer().steps:
-            file = directory.tokenizer
-        return data.FileTokenizer(file, end_of_text=end_of_text)
+        copy = None if directory is None else directory.copied_tokenizer(recipe)
+        return data.FileTokenizer(copy or recipe.text.tokenizer, end_of_text=end_of_text)
     folder = published_files(recipe, directory)
     has_file = folder is not None and (models.companion_folder(folder) / "tokenizer.json").exists()
     if end_of_text is not None and not has_file:

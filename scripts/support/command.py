@@ -137,10 +137,11 @@ def parse(kind: type[Command], arguments: Sequence[str], hidden_groups: Sequence
         description=f"{inspect.getdoc(kind)}\n\nRecipes (or any preset of eqformer.models):\n{recipes}\n\n"
         f"Recipes of published models on many accelerators: {', '.join(LARGE)}.",
     )
-    recipe = command.run
+    recipe = texts.complete_recipe(command.run)
+    has_vocab_flag = "--model.vocab" in parse_words(arguments)
     if recipe.published is None and recipe.text.tokenizer is not None:
-        recipe = _with_vocabulary(recipe, "--model.vocab" in parse_words(arguments))
-    return dataclasses.replace(command, run=texts.complete_recipe(recipe))
+        recipe = _with_vocabulary(recipe, _run_directory(arguments, command.recipe), has_vocab_flag)
+    return dataclasses.replace(command, run=recipe)
 
 
 def _help_for_help_all(arguments: Sequence[str]) -> list[str]:
@@ -152,7 +153,7 @@ def _default_command(kind: Any, arguments: Sequence[str]) -> Any:
 
     Raises a `ValueError` for values of which the parser's own error would name no flag.
     """
-    word = {flag: words[0] for flag, words in parse_words(arguments).items() if words}.get
+    word = _first_words(arguments).get
     for flag in ("--precision.parameters", "--precision.compute"):
         if (dtype := word(flag)) is not None:
             nn.float_dtype(dtype, f"{flag} {dtype}")
@@ -164,8 +165,17 @@ def _default_command(kind: Any, arguments: Sequence[str]) -> Any:
     if folder is None:
         return kind(name or "default", find_recipe(name or "default"))
     shown_name = name or Path(folder).absolute().name
-    run = RunDirectory(Path(word("--run-dir") or Path("runs") / short_name(shown_name)))
-    return kind(shown_name, _recipe_of_model(name or "default", Path(folder), run))
+    return kind(shown_name, _recipe_of_model(name or "default", Path(folder), _run_directory(arguments, shown_name)))
+
+
+def _first_words(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the first word of each flag that has one."""
+    return {flag: words[0] for flag, words in parse_words(arguments).items() if words}
+
+
+def _run_directory(arguments: Sequence[str], name: str) -> RunDirectory:
+    """Return the folder of the run that the arguments name or, by default, that of a recipe of this name."""
+    return RunDirectory(_first_words(arguments).get("--run-dir") or Path("runs") / short_name(name))
 
 
 def _recipe_of_run(run: RunDirectory) -> tuple[str, Recipe]:
@@ -176,15 +186,18 @@ def _recipe_of_run(run: RunDirectory) -> tuple[str, Recipe]:
     return name, dataclasses.replace(recipe, from_run=None, from_step=None, from_optimizer=False, prolong="refuse")
 
 
-def _with_vocabulary(recipe: Recipe, has_vocab_flag: bool) -> Recipe:
-    """Return the recipe whose model has the tokenizer's vocabulary, rounded up, unless --model.vocab is given."""
+def _with_vocabulary(recipe: Recipe, run: RunDirectory, has_vocab_flag: bool) -> Recipe:
+    """Return the recipe whose model has the tokenizer's vocabulary, rounded up, unless --model.vocab is given.
+
+    The tokenizer is the copy in the folder of the run, if the run has one.
+    """
     text = recipe.text
     if text.round_vocab < 1:
         raise ValueError(f"--text.round-vocab {text.round_vocab}: it counts ids, so give at least 1.")
     if has_vocab_flag:
         return recipe
     with name_flags_in_errors(recipe):
-        vocab = math.ceil(texts.recipe_tokenizer(recipe).vocab / text.round_vocab) * text.round_vocab
+        vocab = math.ceil(texts.recipe_tokenizer(recipe, run).vocab / text.round_vocab) * text.round_vocab
     return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vocab=vocab))
 
 

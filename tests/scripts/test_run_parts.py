@@ -21,7 +21,7 @@ from support.command import parse
 from eqformer import data, dataclass_to_json, models, nn, text, training
 from eqformer.recipes import _report, _trainer, find_recipe, Recipe, RECIPES, RunDirectory, Screen, Text
 from eqformer.recipes._report import metrics_line, opening_line
-from eqformer.recipes._setup import build_model, make_keys, model_shapes
+from eqformer.recipes._setup import build_model, check, check_run, make_keys, model_shapes
 from eqformer.recipes._texts import check_published, copy_published_files, recipe_tokenizer
 from eqformer.training import _run_folder, Lora, Optimization
 
@@ -318,6 +318,39 @@ def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, t
         run.claim("published", again)
     with pytest.raises(ValueError, match="other"):  # of another folder the run knows nothing
         parse(pretrain.Command, ["--model", str(tmp_path / "other"), "--run-dir", str(run.path)])
+
+
+def test_a_run_goes_on_by_its_copy_once_the_tokenizer_is_gone(tmp_path):
+    def write_tokenizer(path, vocab):
+        written = json.loads(data.ByteTokenizer().to_json())
+        first = written["added_tokens"][0]
+        written["added_tokens"] += [{**first, "id": number, "content": f"<{number}>"} for number in range(256, vocab)]
+        path.write_text(json.dumps(written))
+        return path
+
+    file, run = write_tokenizer(tmp_path / "mine.json", 258), RunDirectory(tmp_path / "run")
+    size = "--model.embed 32 --model.layers 1 --model.heads 4 --model.kv-heads 2 --model.mlp 64".split()
+    flags_of_run = lambda path, folder: ["--text.tokenizer", str(path), "--run-dir", str(folder), *size]
+    flags = flags_of_run(file, run.path)
+    begun = parse(pretrain.Command, flags).run
+    with run:
+        run.claim("default", begun)
+        run.begin("default", begun)
+        copy_published_files(begun, run)
+    file.unlink()
+    missing = "^--text.tokenizer .*mine.json: FileTokenizer"
+    with pytest.raises(ValueError, match=missing):  # it has no weights yet
+        parse(pretrain.Command, flags)
+    with run.checkpointer() as checkpointer:
+        checkpointer.save({"x": np.zeros(1)}, 3, {})
+    again = parse(pretrain.Command, flags).run
+    assert again == begun and check_run(again, run).vocab == 258
+    with pytest.raises(ValueError, match="mine.json"):  # the control: a check that knows no run
+        check(again)
+    with pytest.raises(ValueError, match=missing):
+        parse(pretrain.Command, flags_of_run(file, tmp_path / "other"))
+    other = write_tokenizer(tmp_path / "other.json", 259)  # a tokenizer that the run has no copy of
+    assert parse(pretrain.Command, flags_of_run(other, run.path)).run.model.vocab == 259
 
 
 def test_a_checkpoint_of_another_run_or_recipe_is_refused_by_name(tmp_path):
