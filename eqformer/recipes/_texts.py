@@ -69,7 +69,7 @@ def recipe_tokenizer(recipe: Recipe, directory: RunDirectory | None = None) -> T
     end_of_text = recipe.text.end_of_text
     if recipe.text.tokenizer is not None:
         copy = None if directory is None else directory.copied_tokenizer(recipe)
-        return data.FileTokenizer(copy or recipe.text.tokenizer, end_of_text=end_of_text)
+        return _open_tokenizer(copy or recipe.text.tokenizer, end_of_text=end_of_text)
     folder = published_files(recipe, directory)
     has_file = folder is not None and (models.companion_folder(folder) / "tokenizer.json").exists()
     if end_of_text is not None and not has_file:
@@ -92,7 +92,8 @@ def complete_recipe(recipe: Recipe) -> Recipe:
         recipe = dataclasses.replace(recipe, from_run=Path(recipe.from_run).absolute())
     if recipe.published is not None:  # Absolute, as in `published_recipe`, so that the run resumes from any directory.
         recipe = dataclasses.replace(recipe, published=models.local_path(recipe.published).absolute())
-    _detect_form.cache_clear()  # The files may have changed since an earlier run of this process.
+    for read_file in (_open_tokenizer, _detect_form):  # The files may have changed since an earlier run of the process.
+        read_file.cache_clear()
     return for_chats(recipe) if reads_chats(recipe) else recipe
 
 
@@ -105,7 +106,9 @@ def copy_published_files(recipe: Recipe, directory: RunDirectory) -> None:
 
 
 _PROMPT = "Why is the sky blue?"
-_detect_form = functools.cache(data.detect_form)  # Lists the files of a path once; `complete_recipe` forgets them.
+# A run reads each tokenizer.json once, and lists the files of a path once; `complete_recipe` forgets both.
+_open_tokenizer = functools.cache(data.FileTokenizer)
+_detect_form = functools.cache(data.detect_form)
 _TEXT_FORMS = ("text", "preferences", "preferences of messages")  # --text.field may name a field of preferences.
 _MESSAGE_FORMS = (
     *("messages", "prompt and completion of messages"),

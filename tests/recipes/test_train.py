@@ -15,7 +15,7 @@ import eqformer
 from eqformer import data, models, nn, parallel, training
 from eqformer.recipes import find_recipe, Mesh, published_recipe, Recipe, Screen, Text, train
 from eqformer.recipes._setup import load_teacher, make_plan
-from eqformer.recipes._texts import complete_recipe
+from eqformer.recipes._texts import complete_recipe, recipe_tokenizer
 
 
 OPTIMIZER = training.Optimization("sgd", learning_rate=3e-3, warmup=2)
@@ -170,6 +170,16 @@ def test_recipes_have_names_and_paths_may_be_strings():
     with pytest.raises(ValueError, match="^--recipe defualt: there is no such recipe"):
         find_recipe("defualt")
     assert recipe("a/b") == recipe(Path("a/b")) != recipe("a/c")
+
+
+def test_a_tokenizer_is_read_once_a_run_and_anew_by_the_next(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(data.ByteTokenizer().to_json())
+    tokenized = recipe(None, text=Text(tokenizer=file))
+    first, again = (recipe_tokenizer(complete_recipe(tokenized)) for _ in range(2))
+    assert first is not again and recipe_tokenizer(tokenized) is again
+    other_end = dataclasses.replace(tokenized, text=Text(tokenizer=file, end_of_text="A"))
+    assert recipe_tokenizer(other_end).end_of_text == 65
 
 
 def test_files_that_have_changed_since_an_earlier_run_are_read_anew(tmp_path):
