@@ -20,7 +20,7 @@ from ..training import Divergence, Lora, Optimization
 def _set_paths(part: Any, *names: str) -> None:
     """Turn strings in fields of paths into paths, in which a recipe is compared with the one that its run has saved."""
     for name in names:
-        if (value := getattr(part, name)) is not None:
+        if isinstance(value := getattr(part, name), str):
             object.__setattr__(part, name, Path(value))
 
 
@@ -246,13 +246,17 @@ def flags_of(command: Any) -> dict[str, Any]:
 
 def fields_of(command: Any, prefix: str = "--") -> Iterator[tuple[str, Any, type, str]]:
     """Yield every flag of a command with its value, and the dataclass and the name of its field."""
+    return (field for field in _fields_and_parts(command, prefix) if not dataclasses.is_dataclass(field[1]))
+
+
+def _fields_and_parts(command: Any, prefix: str) -> Iterator[tuple[str, Any, type, str]]:
+    """Yield what `fields_of` yields, and each field that holds a dataclass before the fields of that dataclass."""
     for field in dataclasses.fields(command):
         value = getattr(command, field.name, None)
         name = _FLAG_NAMES.get(field.name, field.name.replace("_", "-"))
+        yield prefix + name, value, type(command), field.name
         if dataclasses.is_dataclass(value):
-            yield from fields_of(value, f"{prefix}{name}." if name else prefix)
-        else:
-            yield prefix + name, value, type(command), field.name
+            yield from _fields_and_parts(value, f"{prefix}{name}." if name else prefix)
 
 
 def check_types(recipe: Recipe) -> None:
@@ -260,12 +264,13 @@ def check_types(recipe: Recipe) -> None:
 
     Fields of the model are checked where the model is built.
     """
-    for flag, value, kind, name in fields_of(recipe):
+    for flag, value, kind, name in _fields_and_parts(recipe, "--"):
         if flag.startswith("--model."):
             continue
         if (hint := violated_annotation(kind, name, value)) is not None:
             expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-            raise ValueError(f"{flag} {value!r:.100}: {kind.__name__}.{name} must be of {expected}; give such a value.")
+            call = f"{flag} {value!r:.100}".removeprefix("-- ")  # The field `plan` has no flag.
+            raise ValueError(f"{call}: {kind.__name__}.{name} must be of {expected}; give such a value.")
 
 
 def format_flag(flag: str, value: Any) -> str:
@@ -295,8 +300,8 @@ def add_flags(message: str, flags: Mapping[str, Any]) -> str:
     call = re.match(r"(\w+)\(.*?\): ", message, re.DOTALL)
     if call is None:
         return message
-    names = [f"{call[1]}(", *re.findall(r"\b\w+(?==)", call[0])]
-    chosen = dict.fromkeys(flag for name in names if (flag := _flag_of(name, flags)) is not None)
+    arguments = ["", *re.findall(r"\b\w+(?==)", call[0])]
+    chosen = dict.fromkeys(flag for name in arguments if (flag := _flag_of(call[1], name, flags)) is not None)
     front = " ".join(f"{flag} {_format_value(flags[flag])}" for flag in chosen)
     return f"{front}: {message}" if front else message
 
@@ -305,23 +310,29 @@ def _format_value(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _flag_of(name: str, flags: Mapping[str, Any]) -> str | None:
-    """Return the flag that sets the argument or call `name` of the library, if the command has it and it is set."""
-    hyphens = name.replace("_", "-")
-    candidates = WORDS.get(name, (f"--{hyphens}", *(flag for flag in flags if flag.endswith(f".{hyphens}"))))
+def _flag_of(call: str, argument: str, flags: Mapping[str, Any]) -> str | None:
+    """Return the flag that sets an argument of the library's call or, for the argument "", the call itself.
+
+    None if the command has no such flag, or no value for it.
+    """
+    hyphens = argument.replace("_", "-")
+    usual_flags = (f"--{hyphens}", *(flag for flag in flags if flag.endswith(f".{hyphens}")))
+    candidates = FLAGS_OF_CALLS.get(f"{call}({argument}", FLAGS_OF_CALLS.get(argument, usual_flags))
     return next((flag for flag in candidates if flags.get(flag) not in (None, ())), None)
 
 
 # Fields whose flags have another name.
 _FLAG_NAMES = {"run": "", "machine": "", "plan": "", "published": "model"}
 
-# Flags that set a call (with a bracket) or an argument of the library whose name differs from theirs.
-WORDS = {
+# Flags of the library's calls and arguments whose names do not say the flag: `call(` is a call, `call(argument` the
+# argument of one call, and `argument` that of any call.
+FLAGS_OF_CALLS = {
     "FileTokenizer(": ("--text.tokenizer", "--model"),
     "files(": ("--data", "--text.mix"),
     "hub(": ("--text.hub", "--text.mix"),
     "parse_bytes(": ("--memory",),
     "check_next_token(": ("--model", "--recipe"),
+    "distillation_loss(beta": ("--distillation.beta",),
     "load(": ("--model",),
     "optimizer(": ("--optimizer.name",),
     "rates(": ("--optimizer.rates",),

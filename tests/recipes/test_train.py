@@ -78,13 +78,19 @@ def test_a_recipe_that_cannot_work_is_refused_before_anything_is_written(fields,
         ("steps", 2.5, "--steps 2.5: Recipe.steps must be of int; give"),
         ("model", "llama-byte-1m", "--model 'llama-byte-1m': Recipe.model must be of ModelConfig; give"),
         ("loss", "sft", "--loss 'sft': Recipe.loss must be of Literal['next-token', "),
+        ("published", 3, "--model 3: Recipe.published must be of pathlib.Path | str | None; give"),
+        ("model", Text(), "--model Text(hub=None"),
+        ("mesh", Text(), "--mesh Text(hub=None"),
+        ("plan", Text(), "Text(hub=None"),
     ],
 )
 def test_a_field_of_another_type_is_refused(name, value, message, tmp_path):
     other = recipe("nowhere")
     object.__setattr__(other, name, value)  # The tests' own checks of types would refuse it here.
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+    other.__post_init__()
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as refused:
         train(other, tmp_path / "run", screen=QUIET)
+    assert f": Recipe.{name} must be of " in str(refused.value)
     with pytest.raises(ValueError, match="^--data nowhere "):  # the control
         train(recipe("nowhere"), tmp_path / "run", devices=jax.devices()[:1], screen=QUIET)
 

@@ -17,7 +17,7 @@ from support.flags import check_names, USUAL_NAMES
 
 from eqformer import data, models, nn, parallel, training
 from eqformer.recipes import check, find_recipe, flags_of, LARGE, RECIPES
-from eqformer.recipes._recipe import add_flags, WORDS
+from eqformer.recipes._recipe import add_flags, FLAGS_OF_CALLS
 
 
 def page(kind, capsys, *arguments):
@@ -93,7 +93,7 @@ def test_names_from_elsewhere_are_of_flags_that_exist():
     assert {*USUAL_NAMES} <= known
     names = [name for others in USUAL_NAMES.values() for name in others.split()]
     assert not {name for name in names if names.count(name) > 1}
-    assert {flag for flags in WORDS.values() for flag in flags} <= known | flags_of(plan.Command).keys()
+    assert {flag for flags in FLAGS_OF_CALLS.values() for flag in flags} <= known | flags_of(plan.Command).keys()
 
 
 def unknown_flags(page):
@@ -191,6 +191,8 @@ def test_flags_that_are_there_are_no_other_names():
         ("rates('cosine', decay=3): no", "--optimizer.rates warmup-cosine: "),
         ("check_vocab(store, vocab=64): no", "--model.vocab 256: "),
         ("Loader(store, seq=1, batch=2, packing='windows'): no", "--seq 256 --batch 16 --text.packing windows: "),
+        ("preference_loss('dpo', beta=-1.0): no", "--beta 0.1: "),
+        ("distillation_loss('jsd', weight=0.5, beta=2.0): no", "--distillation.weight 0.5 --distillation.beta 0.5: "),
         ("make_step(microbatches=3): the batch of 16 rows", "--microbatches 1: "),
         ("a message of another form: a=3", ""),
         ("--batch 3: seq=4", ""),
