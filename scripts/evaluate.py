@@ -41,11 +41,11 @@ class Command(ModelFlags):
     num_fewshot: int | None = None
     """Examples before each question; the task's own number by default."""
     limit: int | None = None
-    """How many documents of each task are asked; all by default."""
+    """How many documents of each task are evaluated; all by default."""
     max_length: int | None = None
     """Tokens that the model reads at most for a task; by default as many as it was published for, or 2,048."""
     chat: bool = False
-    """Ask by the model's chat template."""
+    """Use the model's chat template."""
     batch: int = 8
     """Rows that are read together."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None

@@ -37,7 +37,7 @@ class Evaluator:
             texts: Lists of texts by name, of which `evaluate_texts` scores each token once.
             tasks: Tasks as `load_tasks` takes them.
             limit: Documents of each task; None: all.
-            apply_chat_template: Whether tasks ask by the model's chat template.
+            apply_chat_template: Whether tasks use the model's chat template.
             include_path: A folder with configurations of further tasks.
             batch_size: Rows that the model reads at once.
 

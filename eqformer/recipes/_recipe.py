@@ -1,4 +1,4 @@
-"""Recipe of a run: everything that decides its numbers, and how often it reports; errors name its fields as flags."""
+"""Recipe of a run: all settings of a training run, and the names of its fields as flags."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ from ..training import Divergence, Lora, Optimization
 
 
 def _set_paths(part: Any, *names: str) -> None:
-    """Turn strings in fields of paths into paths, in which a recipe is compared with the one that its run has saved."""
+    """Turn strings in fields of paths into paths, so that a recipe equals its saved copy."""
     for name in names:
         if isinstance(value := getattr(part, name), str):
             object.__setattr__(part, name, Path(value))
@@ -31,7 +31,7 @@ class Text:
     hub: str | None = None
     """A Hugging Face dataset by name, in place of --data (extra `data`; needs the network)."""
     mix: tuple[str, ...] = ()
-    """Several texts by weight, in place of --data; the weight is a share of rows, and hub:NAME=WEIGHT a dataset."""
+    """Several texts with their shares of rows; SOURCE is a file, a folder or hub:DATASET; in place of --data."""
     tokenizer: Path | str | None = None
     """A tokenizer.json; the model gets its vocabulary. Bytes by default: 256 ids, of which 0 ends a text."""
     round_vocab: int = 1
@@ -68,23 +68,23 @@ class Distillation:
     divergence: Divergence = "forward-kl"
     """The divergence of the model's probabilities from the teacher's."""
     temperature: float = 1.0
-    """By which the logits of both are divided."""
+    """Divisor of the logits of both models."""
     weight: float = 0.5
     """The share of the divergence in the loss; the rest is the next-token loss."""
     beta: float = 0.5
     """The share of the teacher in --distillation.divergence jsd."""
     top: int | None = None
-    """Learn from so many of the teacher's top ids, computed once beside the tokens; None: from all, step by step."""
+    """Learn from so many of the teacher's top ids, stored once with the tokens; None: from all, step by step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Spikes:
-    """Spikes of the loss: the run goes back to its last checkpoint and leaves out the batches since (as PaLM's)."""
+    """Spikes of the loss: the run goes back to its last checkpoint and skips the batches since, as in PaLM."""
 
     factor: float | None = None
     """A spike is a loss above this many times the median of the steps before it; None watches for none."""
     window: int = 50
-    """Of how many steps."""
+    """Number of steps of that median."""
     most: int = 3
     """How often a run goes back before it ends with an error."""
 
@@ -96,7 +96,7 @@ class Mesh:
     replica: int = 1
     """Data parallelism: the batch is split, and the state is replicated."""
     fsdp: int = 1
-    """The batch is split, and the state by --zero."""
+    """The batch is split, and so is the state that --zero names."""
     expert: int = 1
     """The batch is split, and so are the experts of a mixture."""
     pipe: int = 1
@@ -120,7 +120,7 @@ class Recipe:
     published: Path | str | None = None
     """A published model to train on: a folder with its tokenizer, a file of GGUF, or a name of the hub."""
     from_run: Path | str | None = None
-    """A run whose weights this run starts from; its recipe is this one's too, where --recipe does not name another."""
+    """A run whose weights this run starts from; its recipe is taken too, where --recipe names no other."""
     from_step: int | None = None
     """Which of that run's checkpoints; the latest by default."""
     from_optimizer: bool = False
@@ -128,7 +128,7 @@ class Recipe:
     steps: int = 800
     """How many optimizer steps the run takes."""
     prolong: Literal["refuse", "hold", "rewarm", "reshape"] = "refuse"
-    """If another --steps would make the rate jump: refuse, hold the last rate, warm up anew, or jump (reshape)."""
+    """Where more --steps make the rate jump: refuse, hold the last rate, rewarm (warm up anew) or reshape (jump)."""
     seed: int = 0
     """Decides weights, order, dropout and samples."""
     data: Path | str | None = None
@@ -136,15 +136,15 @@ class Recipe:
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     """The learned tokens of chats: the assistant's replies, those after the user's last message, or all."""
     loss: Literal["next-token", "dpo", "ipo", "orpo", "kto"] = "next-token"
-    """Learn the next token, to prefer the chosen completion of each pair of --data, or from labelled completions."""
+    """Learn the next token; or to prefer the chosen completion of each pair (DPO, IPO, ORPO); or from labels (KTO)."""
     beta: float = 0.1
-    """How strongly DPO, IPO and KTO hold the model to its beginning; for ORPO the weight of the odds ratio."""
+    """How strongly DPO, IPO and KTO hold the model to the reference; for ORPO the weight of the odds ratio."""
     desirable_weight: float = 1.0
     """The weight of KTO's completions with the label true."""
     undesirable_weight: float = 1.0
     """The weight of KTO's completions with the label false."""
     reference: Literal["model", "stored"] = "model"
-    """The reference: a copy of the first weights in memory, or nats of all rows, computed once beside the tokens."""
+    """The reference: a copy of the first weights in memory, or its nats of all rows, stored once with the tokens."""
     teacher: Path | str | None = None
     """A published model with the same tokens to learn from beside the text: a folder, a GGUF file or a hub name."""
     distillation: Distillation = Distillation()
@@ -188,9 +188,9 @@ class Recipe:
     evaluate_tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness (extra `eval`)."""
     evaluate_limit: int | None = None
-    """How many documents of each of these tasks are asked; all by default."""
+    """How many documents of each of these tasks are evaluated; all by default."""
     evaluate_chat: bool = False
-    """Whether these tasks ask by the model's chat template."""
+    """Whether these tasks use the model's chat template."""
     evaluate_include_path: Path | str | None = None
     """A folder with configurations of further tasks."""
     sample_every: int = 200
@@ -228,13 +228,14 @@ class Recipe:
         return batch_shapes(self.batch, self.seq, packed=self.text.packing != "windows")
 
 
-# Fields that may change when a run is continued, since they do not change the steps already taken.
+# Fields that may change when a run goes on: how long it trains, what it reports and how often, and where and how its
+# numbers are computed. They do not decide what the steps before were trained on, or by which loss and optimizer.
 CHANGEABLE = frozenset(
     ("steps", "prolong", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
     + ("evaluate_every", "evaluate_text", "evaluate_tasks", "evaluate_limit", "evaluate_chat", "evaluate_include_path")
     + ("sample_every", "prompt", "metrics", "execution", "profile", "debug_nans", "spikes")
-    # The mesh and the microbatches decide where and when numbers are computed, not their values. Only mixtures differ
-    # a little, whose balance losses are over a microbatch.
+    # The numbers of a step are the same on every mesh and with every plan, but for mixtures of experts: their balance
+    # losses are computed for each microbatch, so that they differ a little with the number of microbatches.
     + ("mesh", "plan")
 )
 
@@ -282,7 +283,7 @@ def format_flag(flag: str, value: Any) -> str:
 
 @contextmanager
 def name_flags_in_errors(command: Any) -> Iterator[None]:
-    """Put flags in front of a `ValueError` that the library raises inside, see `add_flags`."""
+    """Begin a `ValueError` that the library raises inside with the flags of its call, as `add_flags` does."""
     try:
         yield
     except ValueError as error:
@@ -293,7 +294,7 @@ def name_flags_in_errors(command: Any) -> Iterator[None]:
 
 
 def add_flags(message: str, flags: Mapping[str, Any]) -> str:
-    """Return the library's message, `call(name=value): rule`, with the flags in front that set the call's arguments.
+    """Return the library's message, `call(name=value): rule`, after the flags that set the call's arguments.
 
     Messages of any other form, also those that begin with a flag, stay as they are.
     """

@@ -216,7 +216,7 @@ def _open_sources(recipe: Recipe) -> dict[str, tuple[data.TextSource, float]]:
 
 
 def _parse_weight(part: str) -> tuple[str, float]:
-    """Return the path and the weight of `PATH=WEIGHT`."""
+    """Return the path or `hub:NAME`, and the weight, of `SOURCE=WEIGHT`."""
     path, _, number = part.rpartition("=")
     try:
         weight = float(number)

@@ -71,7 +71,7 @@ _FLAGS = {
         "evaluate_tasks": tyro.conf.arg(metavar="NAME ..."),
         "plan": tyro.conf.arg(name=""),
     },
-    Text: {"mix": tyro.conf.arg(metavar="PATH=WEIGHT ...")},
+    Text: {"mix": tyro.conf.arg(metavar="SOURCE=WEIGHT ...")},
 }
 
 
@@ -218,7 +218,7 @@ def _recipe_of_model(name: str, folder: Path, run: RunDirectory) -> Recipe:
 # Flags of the short help by heading, with what they take; a command shows those that it has.
 GROUPS = {
     "model": "--recipe, --model FOLDER, --from-run FOLDER, --model.embed, --model.layers, --model.heads, --lora.rank",
-    "text": "--data PATH, --loss-on, --show-example, --text.mix PATH=WEIGHT, --text.tokenizer FILE, --seq",
+    "text": "--data PATH, --loss-on, --show-example, --text.mix SOURCE=WEIGHT, --text.tokenizer FILE, --seq",
     "training": "--steps, --batch, --microbatches, --optimizer.name, --optimizer.learning-rate, --precision.compute, "
     "--seed",
     "the run": "--run-dir FOLDER, --checkpoint-every, --validate-every, --evaluate-every, --sample-every, --prompt",
