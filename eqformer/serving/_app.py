@@ -33,6 +33,7 @@ from ._responses import (
     ResponseText,
     ResponseWriter,
     Token,
+    token_texts,
     tokens_of,
     ToolCall,
     ToolCallParser,
@@ -54,6 +55,7 @@ class ModelRoutes:
     def __init__(self, service: TextService, *, name: str, api_key: str | None):
         self._service, self._name, self._api_key = service, name, api_key
         self._created = int(time.time())
+        self._token_text = token_texts(service.llm.tokenizer)
 
     def app(self) -> Starlette:
         """Return the ASGI app."""
@@ -157,7 +159,7 @@ class ModelRoutes:
         body = parse_completion(parse_body(await self._read_body(request)), most_texts=service.limits.texts)
         self._check_model(body.model)
         prompts = await service.encode_completion(body)
-        writer = ResponseWriter("text_completion", "cmpl", self._name, service.llm.tokenizer)
+        writer = ResponseWriter("text_completion", "cmpl", self._name, self._token_text)
         if body.options.stream:
             return await self._stream_texts(body.options, prompts, _CompletionEvents(writer, body.options))
         work = self._write_completion(body, prompts, writer)
@@ -198,7 +200,7 @@ class ModelRoutes:
         body = parse_chat(parse_body(await self._read_body(request)), most_texts=service.limits.texts)
         self._check_model(body.model)
         prompt = await service.encode_chat(body)
-        writer = ResponseWriter("chat.completion", "chatcmpl", self._name, service.llm.tokenizer)
+        writer = ResponseWriter("chat.completion", "chatcmpl", self._name, self._token_text)
         if body.options.stream:
             return await self._stream_texts(body.options, [prompt], _ChatEvents(writer, body))
         return _json_response(await self._until_deadline(request, self._write_chat(body, prompt, writer)))

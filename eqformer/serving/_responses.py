@@ -1,11 +1,12 @@
 """Responses of the OpenAI protocol as JSON objects, and the calls of tools that an answer makes."""
 
 import dataclasses
+import functools
 import json
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from .. import data
 from .._files import JsonObject, JsonValue, parse_json
@@ -55,17 +56,36 @@ def tokens_of(piece: TextPiece) -> list[Token]:
     return [Token(*fields) for fields in zip(piece.ids, piece.log_probs, piece.alternatives)]
 
 
+def token_texts(tokenizer: data.PromptTokenizer) -> Callable[[int], str]:
+    """Return a function from an id to its text, which decodes each id once.
+
+    The text is empty for a part of a character and for an id without a token.
+    """
+    # Some tokenizers drop the space at the beginning of a text, so each token is decoded after another one.
+    context = tokenizer.encode_prompt("a", add_special_tokens=False).tolist()
+    context_length = len(tokenizer.decode_prompt(context))
+
+    @functools.cache
+    def token_text(token: int) -> str:
+        if token >= tokenizer.vocab:
+            return ""
+        text = tokenizer.decode_prompt([*context, token])[context_length:]
+        return "" if "\ufffd" in text else text
+
+    return token_text
+
+
 class ResponseWriter:
     """Writer of the JSON objects of one request's response."""
 
-    def __init__(self, kind: str, prefix: str, model: str, tokenizer: data.PromptTokenizer):
+    def __init__(self, kind: str, prefix: str, model: str, token_text: Callable[[int], str]):
         """Prepare the fields that all objects of a response share.
 
         Args:
             kind: The name of the object, such as `text_completion`.
             prefix: The beginning of the response's id.
             model: The name of the model.
-            tokenizer: The tokenizer by which tokens are shown.
+            token_text: A function from an id to its text, as `token_texts` returns it.
         """
         self._shared = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -73,10 +93,7 @@ class ResponseWriter:
             "created": int(time.time()),
             "model": model,
         }
-        self._tokenizer = tokenizer
-        # Some tokenizers drop the space at the beginning of a text.
-        self._context = tokenizer.encode_prompt("a", add_special_tokens=False).tolist()
-        self._context_length = len(tokenizer.decode_prompt(self._context))
+        self._token_text = token_text
 
     def response(self, choices: list[JsonObject], usage: JsonObject | None, kind: str | None = None) -> JsonObject:
         """Return a response, or a part of a streamed response, with these choices."""
@@ -119,7 +136,7 @@ class ResponseWriter:
         offsets = []
         for token in tokens:
             offsets.append(offset)
-            offset += len(self._text(token.id))
+            offset += len(self._token_text(token.id))
         alternatives = [
             # A drawn token that is not among the likeliest is listed, too.
             {self._show(likely): log_prob for likely, log_prob in token.alternatives}
@@ -139,18 +156,12 @@ class ResponseWriter:
         return self._named(token.id, token.log_prob) | {"top_logprobs": top}
 
     def _named(self, token: int, log_prob: float | None) -> JsonObject:
-        text = self._text(token)
+        text = self._token_text(token)
         return {"token": self._show(token), "logprob": log_prob, "bytes": list(text.encode()) if text else None}
 
     def _show(self, token: int) -> str:
         """Return the name of a token: its text, or its number for a part of a character, which has no text."""
-        return self._text(token) or f"token_id:{token}"
-
-    def _text(self, token: int) -> str:
-        if token >= self._tokenizer.vocab:
-            return ""
-        text = self._tokenizer.decode_prompt([*self._context, token])[self._context_length :]
-        return "" if "\ufffd" in text else text
+        return self._token_text(token) or f"token_id:{token}"
 
 
 def chat_message(content: str, calls: "Sequence[ToolCall]", *, delta: bool = False) -> JsonObject:
