@@ -212,12 +212,7 @@ class ModelRoutes:
             await self._draw([prompt], body.options, draws)
         choices = []
         for number, choice in enumerate(draws):
-            content, calls, finish_reason = choice.text, list[ToolCall](), choice.finish_reason
-            if body.tools:
-                parser = _tool_parser(body)
-                content = parser.push(choice.text)
-                ending, calls = parser.finish()
-                content, finish_reason = content + ending, "tool_calls" if calls else finish_reason
+            content, calls, finish_reason = _divide(_tool_parser(body), choice.text, choice.finish_reason)
             tokens = None if body.options.alternatives is None else choice.tokens
             message = chat_message(content, calls)
             choices.append(writer.chat_choice(number, message, finish_reason, tokens, delta=False))
@@ -351,18 +346,12 @@ class _ChatEvents:
 
     def __init__(self, writer: ResponseWriter, body: ChatRequest):
         self._writer, self._has_log_probs = writer, body.options.alternatives is not None
-        count = body.options.count
-        self._parsers = [_tool_parser(body) for _ in range(count)] if body.tools else None
-        self._has_begun = [False] * count
+        self._parsers = [_tool_parser(body) for _ in range(body.options.count)]
+        self._has_begun = [False] * body.options.count
 
     def write(self, number: int, choice: ResponseText, piece: TextPiece) -> list[JsonObject]:
         """Return the events of a piece; the first one of a message names its role."""
-        content, calls, finish_reason = piece.text, list[ToolCall](), choice.finish_reason
-        if self._parsers is not None:
-            content = self._parsers[number].push(content)
-            if piece.result is not None:
-                ending, calls = self._parsers[number].finish()
-                content, finish_reason = content + ending, "tool_calls" if calls else finish_reason
+        content, calls, finish_reason = _divide(self._parsers[number], piece.text, choice.finish_reason)
         message = chat_message(content, calls, delta=True)
         if not self._has_begun[number]:
             self._has_begun[number] = True
@@ -388,8 +377,25 @@ def _best(draws: Sequence[ResponseText], count: int) -> Sequence[ResponseText]:
     return draws if count == len(draws) else sorted(draws, key=lambda choice: -choice.mean_log_prob)[:count]
 
 
-def _tool_parser(body: ChatRequest) -> ToolCallParser:
-    return ToolCallParser([tool["function"]["name"] for tool in body.tools])
+def _tool_parser(body: ChatRequest) -> ToolCallParser | None:
+    """Return a parser of the calls of one answer; None for a chat without tools."""
+    return ToolCallParser([tool["function"]["name"] for tool in body.tools]) if body.tools else None
+
+
+def _divide(
+    parser: ToolCallParser | None, text: str, finish_reason: str | None
+) -> tuple[str, list[ToolCall], str | None]:
+    """Divide the next piece of an answer into plain text and calls of tools; return both and the reason for the end.
+
+    The reason is None before the end of the answer, and becomes `tool_calls` for an answer with calls.
+    """
+    if parser is None:
+        return text, [], finish_reason
+    content = parser.push(text)
+    if finish_reason is None:
+        return content, [], None
+    ending, calls = parser.finish()
+    return content + ending, calls, "tool_calls" if calls else finish_reason
 
 
 async def _before(items: AsyncIterator[T], deadline: float, seconds: float | int) -> AsyncIterator[T]:
