@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .._files import few_names, JsonObject, JsonValue, parse_json
+from ..generation import MOST_ALTERNATIVES
 
 
 Number: TypeAlias = float | int
-MOST_ALTERNATIVES = 20
-"""Likely tokens that may be asked for beside each token of a text."""
 MOST_STOPS = 16
 """Strings that may end one text."""
 MOST_BIASES = 1024
