@@ -9,7 +9,6 @@ if __name__ == "__main__":
     environment.prepare(sys.argv, gradients=False)
 
 import dataclasses
-from pathlib import Path
 
 from support.command import entry
 from support.load import load_llm, ModelFlags
@@ -59,8 +58,8 @@ class Command(ModelFlags):
 
 def serve(command: Command) -> None:
     """Serve the model until the process is told to end."""
-    screen, source = Screen(errors=True), command.model or command.run_dir or Path("runs/default")
-    name = command.name or source.absolute().name
+    screen = Screen(errors=True)
+    name = command.name or command.source.absolute().name
     if command.host not in LOOPBACK and command.api_key is None:
         screen.note(f"--host {command.host}: other machines may use the server without a key; --api-key asks for one")
     limits = serving.Limits(

@@ -32,6 +32,11 @@ class ModelFlags:
     trust_recipe: bool = False
     """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
+    @property
+    def source(self) -> Path:
+        """The model's folder, file or name, or the folder of the run; by default that of the default run."""
+        return self.model or self.run_dir or Path("runs/default")
+
 
 def load_llm(flags: ModelFlags, *, predictor: bool = False, throughput: bool = False) -> text.LLM:
     """Load the model of the flags; a `ValueError` names flags that contradict each other or that a run does not have.
@@ -41,7 +46,7 @@ def load_llm(flags: ModelFlags, *, predictor: bool = False, throughput: bool = F
     """
     if flags.model is not None and flags.run_dir is not None:
         raise ValueError(f"--model {flags.model} --run-dir {flags.run_dir}: one model is read; leave one of them out.")
-    source, plan = flags.model or flags.run_dir or Path("runs/default"), _make_mesh_plan(flags)
+    source, plan = flags.source, _make_mesh_plan(flags)
     if flags.model is None or text.is_run(source):
         if flags.dtype is not None:
             raise ValueError(
