@@ -20,6 +20,7 @@ from ..text import TextPiece
 from ._protocol import (
     ChatRequest,
     CompletionRequest,
+    Fields,
     parse_body,
     parse_chat,
     parse_completion,
@@ -106,11 +107,11 @@ class ModelRoutes:
 
     async def _refuse_route(self, request: Request, error: Exception) -> Response:
         """Answer a request to an unknown path, or by another method."""
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        self._service.metrics.count_response("other", status)
-        message = f"{request.method} {request.url.path:.80} is not served ({getattr(error, 'detail', 'failed')})."
-        response = _error_response(RequestError(status, message))
-        response.headers.update(getattr(error, "headers", None) or {})
+        assert isinstance(error, HTTPException)  # The app registers this handler for no other class.
+        self._service.metrics.count_response("other", error.status_code)
+        message = f"{request.method} {request.url.path:.80} is not served ({error.detail})."
+        response = _error_response(RequestError(error.status_code, message))
+        response.headers.update(error.headers or {})
         return response
 
     async def _list_models(self, request: Request) -> Response:
@@ -156,7 +157,7 @@ class ModelRoutes:
     async def _complete(self, request: Request) -> Response:
         """Answer a request to `/v1/completions`."""
         service = self._service
-        body = parse_completion(parse_body(await self._read_body(request)), most_texts=service.limits.texts)
+        body = parse_completion(await self._read_body(request), most_texts=service.limits.texts)
         self._check_model(body.model)
         prompts = await service.encode_completion(body)
         writer = ResponseWriter("text_completion", "cmpl", self._name, self._token_text)
@@ -197,7 +198,7 @@ class ModelRoutes:
     async def _chat(self, request: Request) -> Response:
         """Answer a request to `/v1/chat/completions`."""
         service = self._service
-        body = parse_chat(parse_body(await self._read_body(request)), most_texts=service.limits.texts)
+        body = parse_chat(await self._read_body(request), most_texts=service.limits.texts)
         self._check_model(body.model)
         prompt = await service.encode_chat(body)
         writer = ResponseWriter("chat.completion", "chatcmpl", self._name, self._token_text)
@@ -265,8 +266,8 @@ class ModelRoutes:
 
         return _EventStream(write(), admitted, deadline + _SEND_SECONDS)
 
-    async def _read_body(self, request: Request) -> bytes:
-        """Return the body; raise a `RequestError` if it is too large, arrives too slowly or is not JSON."""
+    async def _read_body(self, request: Request) -> Fields:
+        """Return the fields of the body; raise a `RequestError` if it is too large, too slow or no JSON object."""
         limits = self._service.limits
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise RequestError(400, "the request needs the header Content-Type: application/json.")
@@ -285,7 +286,7 @@ class ModelRoutes:
             raise RequestError(
                 408, f"the body did not arrive within {limits.body_seconds:g} s; send it again."
             ) from None
-        return bytes(content)
+        return parse_body(bytes(content))
 
     async def _until_deadline(self, request: Request, work: Awaitable[T]) -> T:
         """Return the result of the work; end the work when the client hangs up or the time is over."""
