@@ -1,4 +1,4 @@
-"""Texts for the requests of a server: admission, limits, the engine in use, and its end."""
+"""Draw the texts of a server's requests by one engine: limits, admission, replacement of a failed engine, draining."""
 
 import asyncio
 import bisect
@@ -25,12 +25,15 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits on the requests of a server; a request that exceeds one is refused with an HTTP status."""
+    """Limits on the requests and the connections of a server.
+
+    A request that exceeds a limit with an HTTP status is refused with this status.
+    """
 
     prompt_tokens: int | None = None
     """Most tokens of a prompt (400); None: as many as fit into the engine's rows."""
     new_tokens: int = 1024
-    """Most tokens of a text (400), and those of a chat that names no number."""
+    """Most tokens of a text (400); also the number for a chat that names none."""
     texts: int = 16
     """Most texts that one request may draw, over all of its prompts (400)."""
     waiting: int = 64
@@ -42,9 +45,9 @@ class Limits:
     body_seconds: float | int = 30.0
     """Longest time in which a body must arrive (408)."""
     idle_seconds: float | int = 15.0
-    """Longest time in which the head of a request must arrive on a connection, which is closed then."""
+    """Longest time that a connection may take to send the head of a request, before it is closed."""
     connections: int = 4096
-    """Most open connections; for a further one, that which is idle longest is closed."""
+    """Most open connections; for a further one, the connection that is idle longest is closed."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -59,7 +62,7 @@ class Prompt:
     """A prompt of a request, as the engine takes it."""
 
     ids: list[int]
-    """The ids that the model reads."""
+    """The prompt as token ids."""
     messages: Sequence[Mapping[str, object]] | None = None
     """The messages of a chat, which the ids render; None: the ids are continued."""
     grammar: Grammar | None = None
@@ -143,7 +146,7 @@ class TextService:
         def encode() -> list[int]:
             ids = self.llm.chat_tokens(request.messages, options)
             if request.tools and ids == self.llm.chat_tokens(request.messages, request.template_options):
-                raise ValueError("the model's chat template does not name tools; leave out tools")
+                raise ValueError("the model's chat template leaves out tools; send the request without tools")
             return ids
 
         with _as_bad_request():
@@ -161,10 +164,11 @@ class TextService:
         Args:
             prompt: The prompt.
             options: The settings.
-            example: The number of the text in its request, on which its random draws depend.
+            example: The text's index within its request, on which its random draws depend.
         """
         engine = self.engine
         decoder = _SpecialTokenDecoder(self.llm.tokenizer) if prompt.keeps_special_tokens else None
+        # An encoder reads the prompt outside of the decoder's row, which then begins with the one start id.
         used = prompt.length if self.llm.model.start is None else 1
         most = min(self.limits.new_tokens, engine.engine.capacity - used)
 
@@ -192,7 +196,7 @@ class TextService:
         return self._observe(engine, pieces)
 
     async def score(self, ids: Sequence[int], alternatives: int) -> generation.TokenScores:
-        """Return the scores of all ids of a text but the first, each with so many alternatives."""
+        """Return the scores of all ids of a text but the first, each with `alternatives` likely ids."""
         score = functools.partial(generation.score_tokens, alternatives=alternatives)
         async with self._scoring:
             scores = await asyncio.to_thread(score, self.llm.model, [ids[:1]], [ids[1:]])
@@ -273,7 +277,8 @@ class TextService:
         longest = capacity - 1 if limits.prompt_tokens is None else min(limits.prompt_tokens, capacity - 1)
         if prompt.length > longest:
             message = f"the prompt has {prompt.length:,} tokens, but at most {longest:,} are read; shorten it."
-            raise RequestError(400, message, parameter="prompt", code="context_length_exceeded")
+            parameter = "prompt" if prompt.messages is None else "messages"
+            raise RequestError(400, message, parameter=parameter, code="context_length_exceeded")
         new = options.max_new_tokens or 0
         if new > limits.new_tokens:
             message = f"max_tokens is {new:,}, but at most {limits.new_tokens:,} are drawn; ask for fewer."
@@ -319,7 +324,7 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
 
 @contextlib.contextmanager
 def _as_bad_request() -> Iterator[None]:
-    """Turn an error of the package about its input into an error of the request."""
+    """Raise a `RequestError` of status 400 in place of a `ValueError` or an `ImportError` of the block."""
     try:
         yield
     except (ValueError, ImportError) as error:
@@ -381,10 +386,10 @@ class ServerMetrics:
         with self._lock:
             self._counters[counter] += amount
 
-    def observe(self, time: str, seconds: float) -> None:
-        """Count a time: that to the `first_token`, that `between_tokens`, or that of a `request`."""
+    def observe(self, name: str, seconds: float) -> None:
+        """Record a duration under `first_token`, `between_tokens` or `request`."""
         with self._lock:
-            self._times[time].observe(seconds)
+            self._times[name].observe(seconds)
 
     def render(self, gauges: Mapping[str, float | int]) -> str:
         """Return all metrics, and the gauges, in the text format of Prometheus."""

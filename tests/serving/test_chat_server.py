@@ -117,6 +117,14 @@ def test_a_chat_is_rendered_once_for_all_of_its_texts(tmp_path, monkeypatch, too
     assert response.status_code == 200 and len(rendered) == (2 if tools else 1)
 
 
+def test_a_chat_that_does_not_fit_is_refused(tmp_path):
+    (response,) = send(
+        make_app(writer(template(tmp_path, TEMPLATE))), {"messages": [ASK[0] | {"content": "x" * 500}]}, path=CHAT
+    )
+    error = response.json()["error"]
+    assert response.status_code == 400 and (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
 @pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize("form", [*PLAIN, *FORMATS])
 def test_calls_do_not_depend_on_pieces(form, size):

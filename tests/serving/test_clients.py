@@ -86,7 +86,8 @@ def test_the_harness_has_the_same_numbers_through_the_server(folder, server, tmp
     tasks = make_tasks(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     arguments = {"model": "tiny", "base_url": f"{server[1]}/v1/completions", "tokenizer": str(folder)}
-    # Of 66 tokens the harness reads 64: a request draws one more, and one is the context of a window.
+    # The harness scores 64 tokens at a time if `max_length` is 66: it subtracts one for the token that each request
+    # draws, and one for the token before the window, on which the first score depends.
     arguments |= {"tokenizer_backend": "huggingface", "max_length": 66, "batch_size": 4}
     served = lm_eval.simple_evaluate(
         model="local-completions", model_args=arguments, tasks=[dict(task) for task in tasks], bootstrap_iters=10

@@ -241,6 +241,7 @@ def test_texts_that_do_not_fit_are_refused(app):
     )
     assert long.status_code == both.status_code == most.status_code == 400 and unknown_model.status_code == 404
     assert "500" in long.json()["error"]["message"] and long.json()["error"]["code"] == "context_length_exceeded"
+    assert long.json()["error"]["param"] == "prompt"
     assert "'tiny'" in unknown_model.json()["error"]["message"]
 
 
