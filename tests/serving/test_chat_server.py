@@ -57,28 +57,30 @@ def test_answers_are_those_of_an_engine(tmp_path):
     messages = [{"role": "developer", "content": "Be kind."}, *ASK]
     body = {"messages": messages, "max_completion_tokens": 15, "temperature": 9, "seed": 3, "n": 2}
     counted = {"stream": True, "stream_options": {"include_usage": True}}
-    whole, streamed = send(make_app(llm), body, body | counted, path=CHAT)
-    alike = [{"role": "system", "content": "Be kind."}, *ASK]
-    alone = [result.text for result in draw(llm, alike, 2, max_new_tokens=15, temperature=9.0, seed=3)]
-    answers = [choice["message"]["content"] for choice in whole.json()["choices"]]
-    assert answers == alone and len({*answers}) == 2
+    response, streamed = send(make_app(llm), body, body | counted, path=CHAT)
+    messages = [{"role": "system", "content": "Be kind."}, *ASK]
+    expected = [result.text for result in draw(llm, messages, 2, max_new_tokens=15, temperature=9.0, seed=3)]
+    answers = [choice["message"]["content"] for choice in response.json()["choices"]]
+    assert answers == expected and len({*answers}) == 2
     pieces = [choice for event in events(streamed) for choice in event["choices"]]
     joined = ["".join(p["delta"].get("content", "") for p in pieces if p["index"] == number) for number in (0, 1)]
     assert joined == answers and pieces[0]["delta"]["role"] == "assistant"
-    assert events(streamed)[-1]["usage"] == whole.json()["usage"]
+    assert events(streamed)[-1]["usage"] == response.json()["usage"]
     assert [piece["finish_reason"] for piece in pieces if piece["finish_reason"]] == ["length"] * 2
 
 
 def test_log_probabilities_of_an_answer(tmp_path):
     llm = writer(template(tmp_path, TEMPLATE))
     body = {"messages": ASK, "max_tokens": 6, "temperature": 0, "logprobs": True}
-    whole, streamed, without = send(make_app(llm), body, body | {"stream": True}, body | {"logprobs": False}, path=CHAT)
-    (alone,) = draw(llm, ASK, max_new_tokens=6)
-    told = whole.json()["choices"][0]["logprobs"]["content"]
-    assert [token["logprob"] for token in told] == pytest.approx(list(alone.log_probs), rel=1e-4)
+    response, streamed, without = send(
+        make_app(llm), body, body | {"stream": True}, body | {"logprobs": False}, path=CHAT
+    )
+    (expected,) = draw(llm, ASK, max_new_tokens=6)
+    log_probs = response.json()["choices"][0]["logprobs"]["content"]
+    assert [token["logprob"] for token in log_probs] == pytest.approx(list(expected.log_probs), rel=1e-4)
     parts = [choice["logprobs"]["content"] for event in events(streamed) for choice in event["choices"]]
-    assert [token for part in parts for token in part] == told and without.json()["choices"][0]["logprobs"] is None
-    assert all(token["bytes"] is None or bytes(token["bytes"]).decode() == token["token"] for token in told)
+    assert [token for part in parts for token in part] == log_probs and without.json()["choices"][0]["logprobs"] is None
+    assert all(token["bytes"] is None or bytes(token["bytes"]).decode() == token["token"] for token in log_probs)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -86,8 +88,8 @@ def test_calls_of_tools_are_parsed(tmp_path, form):
     source = template(tmp_path, TOOLS_TEMPLATE + TEMPLATE)
     llm = write(source, FORMATS[form], [WEATHER])
     body = {"messages": ASK, "temperature": 0, "tools": [WEATHER]}
-    whole, streamed = send(make_app(llm), body, body | {"stream": True}, path=CHAT)
-    choice = whole.json()["choices"][0]
+    response, streamed = send(make_app(llm), body, body | {"stream": True}, path=CHAT)
+    choice = response.json()["choices"][0]
     calls = [
         (call["function"]["name"], json.loads(call["function"]["arguments"]))
         for call in choice["message"]["tool_calls"]

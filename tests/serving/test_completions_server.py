@@ -106,14 +106,14 @@ def test_completions_are_the_texts_of_generate():
 
 def test_streams_are_the_texts_in_pieces(llm, app):
     body = {"prompt": [PROMPT, "x"], "max_tokens": 20, "temperature": 0.9, "seed": 1, "n": 2}
-    whole, streamed, counted = send(
+    response, streamed, counted = send(
         app, body, body | {"stream": True}, body | {"stream": True, "stream_options": {"include_usage": True}}
     )
     pieces = [choice for event in events(streamed) for choice in event["choices"]]
     joined = ["".join(piece["text"] for piece in pieces if piece["index"] == number) for number in range(4)]
-    assert joined == texts(whole) and len(pieces) > 8
+    assert joined == texts(response) and len(pieces) > 8
     assert [piece["finish_reason"] for piece in pieces if piece["finish_reason"]] == ["length"] * 4
-    assert events(counted)[-1]["usage"] == whole.json()["usage"] and events(counted)[-1]["choices"] == []
+    assert events(counted)[-1]["usage"] == response.json()["usage"] and events(counted)[-1]["choices"] == []
     assert all("usage" not in event for event in events(streamed))
 
 
@@ -121,26 +121,28 @@ def test_stop_strings_end_texts(llm, app):
     text = draw(llm, PROMPT, max_new_tokens=30)[0].text
     stop = text[10:13]
     body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "stop": [stop, "never in it"]}
-    whole, streamed = send(app, body, body | {"stream": True})
-    assert texts(whole) == [text[: text.index(stop)]] and whole.json()["choices"][0]["finish_reason"] == "stop"
-    assert "".join(choice["text"] for event in events(streamed) for choice in event["choices"]) == texts(whole)[0]
+    response, streamed = send(app, body, body | {"stream": True})
+    assert texts(response) == [text[: text.index(stop)]] and response.json()["choices"][0]["finish_reason"] == "stop"
+    assert "".join(choice["text"] for event in events(streamed) for choice in event["choices"]) == texts(response)[0]
 
 
 def test_log_probabilities_of_texts_and_prompts(llm, app):
     body = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 3}
     without, echo = send(app, body, body | {"echo": True})
     (alone,) = draw(llm, PROMPT, max_new_tokens=5)
-    told = without.json()["choices"][0]["logprobs"]
-    np.testing.assert_allclose(told["token_logprobs"], alone.log_probs, rtol=1e-4)
-    assert len(told["tokens"]) == 5 and told["text_offset"][0] == 0
-    assert [len(likely) for likely in told["top_logprobs"]] == [3] * 5
-    assert all(max(likely.values()) == told for likely, told in zip(told["top_logprobs"], told["token_logprobs"]))
+    log_probs = without.json()["choices"][0]["logprobs"]
+    np.testing.assert_allclose(log_probs["token_logprobs"], alone.log_probs, rtol=1e-4)
+    assert len(log_probs["tokens"]) == 5 and log_probs["text_offset"][0] == 0
+    assert [len(likely) for likely in log_probs["top_logprobs"]] == [3] * 5
+    pairs = zip(log_probs["top_logprobs"], log_probs["token_logprobs"])
+    assert all(max(likely.values()) == log_prob for likely, log_prob in pairs)
     ids = [*PROMPT.encode(), *alone.ids]
     (scores,) = generation.score_tokens(llm.model, [ids[:1]], [ids[1:]], alternatives=3)
-    told = echo.json()["choices"][0]["logprobs"]
-    assert told["tokens"][:9] == list(PROMPT) and told["token_logprobs"][0] is None
-    np.testing.assert_allclose(told["token_logprobs"][1:], scores.log_probabilities, rtol=1e-4)
-    for likely, expected in zip(told["top_logprobs"][1:], scores.alternative_log_probabilities.tolist(), strict=True):
+    log_probs = echo.json()["choices"][0]["logprobs"]
+    assert log_probs["tokens"][:9] == list(PROMPT) and log_probs["token_logprobs"][0] is None
+    np.testing.assert_allclose(log_probs["token_logprobs"][1:], scores.log_probabilities, rtol=1e-4)
+    expected_rows = scores.alternative_log_probabilities.tolist()
+    for likely, expected in zip(log_probs["top_logprobs"][1:], expected_rows, strict=True):
         # A drawn token that is not among the likeliest is listed, too.
         np.testing.assert_allclose(sorted(likely.values(), reverse=True)[:3], expected, rtol=1e-4)
     nothing, only_prompt = send(app, {"prompt": PROMPT}, {"prompt": PROMPT, "max_tokens": 0, "echo": True})

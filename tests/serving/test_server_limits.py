@@ -158,8 +158,8 @@ def test_a_response_in_time(llm, monkeypatch):
     slowed(service, monkeypatch, 0.4)
     app = serving.make_app(service, name="tiny")
     body = {"prompt": "ab", "max_tokens": 150, "temperature": 0}
-    whole, streamed = send(app, body, body | {"stream": True})
-    assert whole.status_code == 408 and "1 s" in whole.json()["error"]["message"]
+    response, streamed = send(app, body, body | {"stream": True})
+    assert response.status_code == 408 and "1 s" in response.json()["error"]["message"]
     *_, last = [line for line in streamed.text.split("\n\n") if line]
     assert "1 s" in json.loads(last.removeprefix("data: "))["error"]["message"] and service.active == 0
 
