@@ -72,7 +72,8 @@ def generate(
     prompt.
 
     Raises a `ValueError` for prompts that are empty or hold unknown ids, for more tokens than learned positions, for a
-    draft of another vocabulary, for transforms that leave a row no token, and for NaN logits.
+    draft of another vocabulary, for another value of `log_probabilities`, for transforms that leave a row no token, and
+    for NaN logits.
 
     Args:
         model: The model, which must have a cache.
@@ -99,6 +100,10 @@ def generate(
             with a draft; None: rows end at `end_of_text` only, and the host is asked nothing before all have ended.
         key: The key of all random draws.
     """
+    if log_probabilities not in (False, True, "transformed"):
+        raise ValueError(
+            f"generate(log_probabilities={log_probabilities!r}): log_probabilities must be False, True or 'transformed'."
+        )
     padded = pad_prompts(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
     sampling = make_sampling_state(model, len(padded.ids), transforms, end_of_text, examples, key)
     if log_probabilities == "transformed":

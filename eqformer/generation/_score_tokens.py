@@ -52,8 +52,8 @@ def score_tokens(
     Rows of like lengths are read together. A prompt that several continuations share is read once, where that saves a
     third of the tokens, and copies of its cache are continued. Sizes are rounded up to multiples of 64, so that other
     rows mostly reuse the compiled programs. A model with an encoder reads the prompts with its encoder. Raises a
-    `ValueError` for prompts and continuations that are empty or hold unknown ids, and for more tokens than learned
-    positions.
+    `ValueError` for prompts and continuations that are empty or hold unknown ids, for more tokens than learned
+    positions, and for numbers that are out of range.
 
     Args:
         model: The model, which must have a cache.
@@ -66,6 +66,8 @@ def score_tokens(
     _check_rows(model, prompts, continuations)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"score_tokens(batch_size={batch_size}): a batch must have at least 1 row.")
+    if alternatives < 0:
+        raise ValueError(f"score_tokens(alternatives={alternatives}): at least 0 likely ids can be told.")
     alternatives = min(alternatives, model.vocab)
     groups = _group_by_prompt(model, prompts, continuations)
     score_batch = _score_rows if len(groups) == len(prompts) else _score_groups
@@ -247,7 +249,7 @@ def _score_hidden(
         is_greedy = jnp.argmax(logits, axis=-1).reshape(targets.shape) == targets
         likeliest, ids = jax.lax.top_k(log_probs, top)
         shape = (*targets.shape, top)
-        return scores, is_greedy, ids.astype(jnp.int32).reshape(shape), likeliest.reshape(shape)
+        return scores, is_greedy, ids.reshape(shape), likeliest.reshape(shape)
 
     split = lambda x: jnp.moveaxis(x.reshape(batch, -1, CHUNK, *x.shape[2:]), 1, 0)
     tables = jax.lax.map(score_chunk, (split(hidden), split(targets)))

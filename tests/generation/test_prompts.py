@@ -47,6 +47,13 @@ def test_bad_input_is_refused(model, prompts, given, message):
         generation.generate(model, prompts, **given, key=KEY)
 
 
+def test_other_log_probabilities_are_refused(model):
+    """A misspelled value would otherwise mean the numbers before the transforms."""
+    generate = inspect.unwrap(generation.generate)  # Where no annotations are checked, as they are in tests.
+    with pytest.raises(ValueError, match=r"log_probabilities='transform'\): .* must be False, True or 'transformed'"):
+        generate(model, [[1]], max_new_tokens=4, log_probabilities="transform", key=KEY)
+
+
 def test_new_tokens_are_counted_from_the_start_id_if_an_encoder_reads_the_prompt():
     model = SimpleNamespace(vocab=61, start=0, max_seq=20)
     message = r"begins with the start id, and 1 \+ 21 - 1 exceeds .* ask for at most 20 new tokens\.$"

@@ -92,6 +92,8 @@ def test_batches_have_the_scores_of_all_rows_at_once(model):
         np.testing.assert_allclose(score.log_probabilities, expected.log_probabilities, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="a batch must have at least 1 row"):
         generation.score_tokens(model, prompts, new, batch_size=0)
+    with pytest.raises(ValueError, match=r"alternatives=-1\): at least 0 likely ids"):
+        generation.score_tokens(model, prompts, new, alternatives=-1)
 
 
 @pytest.mark.parametrize(
