@@ -187,30 +187,21 @@ class PiecewiseAttention(Operation[AttentionCall, Array]):
         """Return the call with the keys, values and tokens of all pieces, in the order of the row."""
 
 
-@functools.singledispatch
 def blockwise_of(core: Operation) -> BlockwiseAttention | None:
     """Return the loop over blocks that computes the same as `core`; None if `core` is an operation of another class.
 
     Ring attention combines partial results of this loop.
     """
-    return None
-
-
-@blockwise_of.register
-def _(core: BlockwiseAttention) -> BlockwiseAttention:
-    return core
-
-
-@blockwise_of.register
-def _(core: Op) -> BlockwiseAttention:
-    loops = (loop for loop in core.implementations if isinstance(loop, BlockwiseAttention))
-    return next(loops, BlockwiseAttention())
-
-
-@blockwise_of.register(Implementation)
-@blockwise_of.register(RequiredKernel)
-def _(core: Implementation | RequiredKernel) -> BlockwiseAttention:
-    return BlockwiseAttention()
+    match core:
+        case BlockwiseAttention():
+            return core
+        case Op():
+            loops = (loop for loop in core.implementations if isinstance(loop, BlockwiseAttention))
+            return next(loops, BlockwiseAttention())
+        case Implementation() | RequiredKernel():
+            return BlockwiseAttention()
+        case _:
+            return None
 
 
 def unsupported_options(core: Operation, options: Sequence[str]) -> tuple[str, ...]:
