@@ -205,10 +205,7 @@ def _check_mode(path: str | os.PathLike[str], mode: int) -> None:
 
 
 def _unreadable(path: str | os.PathLike[str], error: OSError | ValueError) -> ValueError:
-    match error:
-        case FileNotFoundError():
-            return ValueError(f"{os.fspath(path)}: the file is missing.")
-        case OSError(strerror=str(reason)) if reason:
-            return ValueError(f"{os.fspath(path)}: it cannot be read ({reason}).")
-        case _:
-            return ValueError(f"{os.fspath(path)}: it cannot be read ({error}).")
+    if isinstance(error, FileNotFoundError):
+        return ValueError(f"{os.fspath(path)}: the file is missing.")
+    reason = getattr(error, "strerror", None) or error
+    return ValueError(f"{os.fspath(path)}: it cannot be read ({reason}).")
