@@ -331,9 +331,10 @@ class Engine:
         masked = [row for row in self._rows.values() if row.request.allowed is not None and not row.result.finish]
         count, bias = self.stride, None
         if masked:
-            # The mask of a second token depends on the first, which the host does not have at first.
+            # The mask of a second token depends on the first, which the host does not have at first. No token is drawn
+            # then, and the biases are passed unused, so that the step runs the same program as the later ones.
             has_ids = all(row.result.ids for row in masked)
-            count, bias = (1, self._mask_next_tokens(masked)) if has_ids else (0, None)
+            count, bias = int(has_ids), self._mask_next_tokens(masked if has_ids else ())
         ended = np.ones(self.slots, bool)
         known = np.zeros(self.slots, np.int32)
         for slot, row in self._rows.items():

@@ -12,7 +12,7 @@ import pytest
 from generation_reference import KINDS, make_model, VOCAB
 
 from eqformer import generation, models
-from eqformer.generation import Engine, Request
+from eqformer.generation import _engine, Engine, Request
 
 
 END = 7
@@ -219,6 +219,24 @@ def test_logits_are_biased_and_masked_for_each_request(model):
     assert biased.ids == expected.new_ids()[0] != plain.ids
     assert [token % 2 for token in masked.ids] == [0, 1] * 4
     assert len(set(masked.ids)) > 2
+
+
+def test_masked_requests_alone_take_one_program(model, monkeypatch):
+    """Also for the first step, before whose mask the host has to see the token that was drawn after the prompt."""
+    programs = set()
+    decode_slots = _engine.decode_slots
+
+    def decode_and_note(inputs, slots, *static):
+        programs.add((jax.tree.structure(inputs), *static))
+        return decode_slots(inputs, slots, *static)
+
+    monkeypatch.setattr(_engine, "decode_slots", decode_and_note)
+    masked = Request([3, 5, 9], 4, allowed=lambda ids: np.arange(VOCAB) % 2 == len(ids) % 2, temperature=1.0)
+    engine = Engine(model, **SIZES)
+    (result,) = engine.run([masked])
+    assert [token % 2 for token in result.ids] == [0, 1, 0, 1] and len(programs) == 1
+    list(engine.run([dataclasses.replace(masked, allowed=None)]))  # The control: no biases, which is another program.
+    assert len(programs) == 2
 
 
 def test_a_request_that_cannot_go_on_ends_alone(model):
