@@ -354,23 +354,26 @@ class Engine:
     def _append(self, row: _Row, progress: NewTokens) -> Result:
         """Append the new ids of a row to its result, up to its end."""
         result, slot = row.result, row.slot
+        if result.finish:
+            return result
         can_go_on = bool(progress.logits_are_numbers[slot] and progress.has_candidates[slot])
         # The last id of a row that cannot go on was not drawn.
         new = int(progress.lengths[slot]) - self._known_length(row) - (not can_go_on)
         count = row.request.alternatives
-        alternatives = progress.alternative_ids, progress.alternative_log_probabilities
-        likely_ids, likely_log_probabilities = (table[slot, :new, :count].tolist() for table in alternatives)
-        pairs = zip(progress.ids[slot, :new].tolist(), progress.log_probabilities[slot, :new].tolist())
-        for number, (token, log_probability) in enumerate(() if result.finish else pairs):
+        tables = (
+            progress.ids[slot, :new],
+            progress.log_probabilities[slot, :new],
+            progress.alternative_ids[slot, :new, :count],
+            progress.alternative_log_probabilities[slot, :new, :count],
+        )
+        for token, log_probability, likely_ids, likely_values in zip(*(table.tolist() for table in tables)):
             result.ids.append(token)
             result.log_probabilities.append(log_probability)
-            result.alternatives.append(tuple(zip(likely_ids[number], likely_log_probabilities[number])))
+            result.alternatives.append(tuple(zip(likely_ids, likely_values)))
             if row.request.ends is not None and self._call(row, row.request.ends, result.ids):
                 result.finish = "stop"
             if result.finish:
                 return result
-        if result.finish:
-            return result
         if not can_go_on:
             result.finish = "error"
             fault = "its settings left no token to draw" if progress.logits_are_numbers[slot] else "its logits are NaN"
