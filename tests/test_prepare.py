@@ -39,6 +39,15 @@ def test_xla_agrees():
     assert not _starts(format_flags(GONE))
 
 
+def test_the_last_level_cache_is_the_largest_that_linux_lists(monkeypatch, tmp_path):
+    monkeypatch.setattr(_prepare, "Path", lambda path: tmp_path)
+    assert _prepare.last_level_cache() is None  # on other systems
+    for name, size in {"index0": "32K\n", "index1": "1024K\n", "index3": "unknown\n"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "size").write_text(size)
+    assert _prepare.last_level_cache() == 2**20
+
+
 def test_flags_for_gpus_are_set_where_there_are_compilers_for_them_and_the_users_stay(monkeypatch):
     monkeypatch.setattr(_prepare, "keep_freed_memory", lambda libc: None)
     monkeypatch.setattr(_prepare, "_has_started", lambda: False)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..nn import has_shape, Tokens
+from ..nn import Tokens
 from ._decode import (
     after_source,
     Alternatives,
@@ -19,7 +19,7 @@ from ._decode import (
     Rows,
     SamplingState,
 )
-from ._model import Model
+from ._model import count_bytes, Model
 from ._requests import MOST_ENDS, RowSampling
 from ._speculative import make_decode_step, put_cache_row, put_row
 from ._transforms import chain, Temperature
@@ -54,8 +54,7 @@ def init_cache(model: Model, batch: int, capacity: int, dtype: str | None) -> Py
 
 def count_cache_bytes(model: Model, batch: int, capacity: int, dtype: str | None) -> int:
     """Return the bytes of the caches of `batch` rows."""
-    shapes = eqx.filter_eval_shape(model.init_cache, batch, capacity, dtype)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(eqx.filter(shapes, has_shape)))
+    return count_bytes(eqx.filter_eval_shape(model.init_cache, batch, capacity, dtype))
 
 
 @eqx.filter_jit

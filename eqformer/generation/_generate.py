@@ -102,7 +102,8 @@ def generate(
     """
     if log_probabilities not in (False, True, "transformed"):
         raise ValueError(
-            f"generate(log_probabilities={log_probabilities!r}): log_probabilities must be False, True or 'transformed'."
+            f"generate(log_probabilities={log_probabilities!r}): log_probabilities must be False, True or "
+            "'transformed'."
         )
     padded = pad_prompts(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
     sampling = make_sampling_state(model, len(padded.ids), transforms, end_of_text, examples, key)

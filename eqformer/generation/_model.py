@@ -59,6 +59,11 @@ def depends_on_length(model: Model, longest: int) -> bool:
     return any(encoding.changes_within(longest) for encoding in modules(model, PositionEncoding))
 
 
+def count_bytes(tree: PyTree) -> int:
+    """Return the bytes of all arrays, or shapes, in a tree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(eqx.filter(tree, has_shape)))
+
+
 # Models without a scan over layers, which decode faster on platforms where a scan copies the weights it reads.
 
 
@@ -74,7 +79,7 @@ def unstack_layers(model: LanguageModel) -> LanguageModel:
 
 
 def unstack_for_platform(
-    model: LanguageModel, platform: str, chip: str = "", devices: int = 1, *, cache: int | None = None
+    model: LanguageModel, platform: str, chip: str = "", devices: int = 1, *, processor_cache: int | None = None
 ) -> LanguageModel:
     """Unstack the layers of a model if decoding on a platform is then known to be faster.
 
@@ -90,10 +95,11 @@ def unstack_for_platform(
         platform: `"gpu"`, `"tpu"` or `"cpu"`.
         chip: The device kind by JAX, `jax.devices()[0].device_kind`.
         devices: The number of devices over which a projection is split.
-        cache: The bytes of a CPU's last-level cache; None: unknown, so that dense layers stay stacked.
+        processor_cache: The bytes of a CPU's last-level cache; None: unknown, so that dense layers stay stacked.
     """
     scan_copies = platform in _COPYING_PLATFORMS or "7x" in chip.lower()
-    scan_copies |= platform == "cpu" and cache is not None and _layer_bytes(model) > cache
+    if platform == "cpu" and processor_cache is not None:
+        scan_copies |= count_bytes([stack.blocks for stack in model.stacks]) > processor_cache
     scan_copies |= platform == "tpu" and _largest_head_projection(model) >= devices * _VECTOR_MEMORY
     return unstack_layers(model) if scan_copies or modules(model.stacks, Routed) else model
 
@@ -102,12 +108,6 @@ _COPYING_PLATFORMS = ("gpu", "cuda", "rocm")
 """Platforms whose compilers copy slices of everything a loop reads; TPU7x changes the tiling of stacked weights."""
 _VECTOR_MEMORY = 2**26
 """Bytes: TPUs bring slices of more than two dims (those with heads) into vector memory, and copy larger ones."""
-
-
-def _layer_bytes(model: LanguageModel) -> int:
-    """Return the bytes of all layers' weights."""
-    arrays = jax.tree.leaves(eqx.filter([stack.blocks for stack in model.stacks], has_shape))
-    return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
 def _largest_head_projection(model: LanguageModel) -> int:

@@ -101,7 +101,8 @@ def prepare_to_decode(
     """
     platform, chip = jax.default_backend(), jax.devices()[0].device_kind
     if plan is None:
-        return generation.unstack_for_platform(model, platform, chip, cache=last_level_cache() if throughput else None)
+        processor_cache = last_level_cache() if throughput else None
+        return generation.unstack_for_platform(model, platform, chip, processor_cache=processor_cache)
     if not plan.is_pipelined:
         num_shards = plan.size(parallel.TENSOR) * plan.size(parallel.FSDP)
         model = plan.shard(generation.unstack_for_platform(model, platform, chip, devices=num_shards))

@@ -25,8 +25,8 @@ def engine(rounds: int) -> Iterator[Row]:
     for name, config in CONFIGS.items():
         assert isinstance(config, models.LlamaConfig)
         model = eqx.filter_jit(lambda key, config=config: models.build(config, key=key))(jax.random.key(0))
-        chip = jax.devices()[0].device_kind
-        model = generation.unstack_for_platform(model, jax.default_backend(), chip, cache=last_level_cache())
+        platform, chip = jax.default_backend(), jax.devices()[0].device_kind
+        model = generation.unstack_for_platform(model, platform, chip, processor_cache=last_level_cache())
         peer = _peers.build_model(config, CAPACITY).eval() if _peers.are_installed() else None
         for count in COUNTS:
             requests = make_requests(config.vocab, count)

@@ -37,9 +37,9 @@ def test_a_platform_that_copies_what_a_loop_reads_has_layers_apart():
     shape: dict[str, Any] = {"vocab": 16, "embed": 16, "layers": 2, "heads": 2, "kv_heads": 1, "mlp": 16}
     dense, mixture = models.LlamaConfig(**shape), models.MixtralConfig(**shape, experts=2, top_k=1)
 
-    def lengths(config, *where, **cache):
+    def lengths(config, *where, **options):
         model = eqx.filter_eval_shape(models.build, config, key=jax.random.key(0))
-        shapes = eqx.filter_eval_shape(generation.unstack_for_platform, model, *where, **cache)
+        shapes = eqx.filter_eval_shape(generation.unstack_for_platform, model, *where, **options)
         return [len(stack) for stack in shapes.stacks]
 
     wide = models.LlamaConfig(vocab=16, embed=4096, layers=2, heads=32, kv_heads=1, mlp=2**20)
@@ -53,4 +53,5 @@ def test_a_platform_that_copies_what_a_loop_reads_has_layers_apart():
     # A CPU's cache holds all layers' weights, or lacks a byte for it, or its size is unknown.
     stacks = eqx.filter_eval_shape(models.build, dense, key=jax.random.key(0)).stacks
     weights = sum(4 * leaf.size for leaf in jax.tree.leaves([stack.blocks for stack in stacks]))
-    assert [lengths(dense, "cpu", cache=cache) for cache in (weights, weights - 1, None)] == [[2], [1, 1], [2]]
+    found = [lengths(dense, "cpu", processor_cache=cache) for cache in (weights, weights - 1, None)]
+    assert found == [[2], [1, 1], [2]]
