@@ -232,7 +232,8 @@ def test_labelled_rows_have_the_completion_of_the_row_before(encoder, tmp_path):
         assert trim(other).startswith(trim(row)[:3]) and trim(other)[-1] == b"40123"[int(trim(row)[:1])]
 
 
-def trim(row: np.ndarray) -> bytes:
+def trim(row: Any) -> bytes:
+    """Return the bytes of a row of ids without its padding."""
     return bytes(row[row > 0].astype(np.uint8).tolist())
 
 
