@@ -66,19 +66,17 @@ class Alternatives(eqx.Module):
 
     def append(
         self,
-        log_probabilities: Float[Array, "batch new vocab"],
+        logits: Float[Array, "batch new vocab"],
         index: tuple[Int[Array, "batch _"], Int[Array, "batch new"]],
         done: Bool[Array, "batch"],
     ) -> "Alternatives":
         """Return the alternatives with those of new tokens, which are at `index` of the rows that are not done."""
         count = self.ids.shape[2]
-        shape = (*log_probabilities.shape[:2], count)
-
-        def find() -> tuple[Array, Array]:
-            likeliest, ids = jax.lax.top_k(log_probabilities, count)
-            return likeliest, ids.astype(jnp.int32)
-
-        skip = lambda: (jnp.zeros(shape, log_probabilities.dtype), jnp.zeros(shape, jnp.int32))
+        shape = (*logits.shape[:2], count)
+        # Log-probabilities of all ids are computed inside the branch: an operand of `cond` is written to memory also in
+        # steps that skip the branch.
+        find = lambda: tuple(jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), count))
+        skip = lambda: (jnp.zeros(shape, logits.dtype), jnp.zeros(shape, jnp.int32))
         likeliest, ids = jax.lax.cond(jnp.any(self.wanted & ~done), find, skip)
         return Alternatives(
             self.wanted,
@@ -236,10 +234,10 @@ def append_tokens(
     index = (jnp.arange(len(new_ids))[:, None], columns)
     log_probabilities, alternatives = rows.log_probabilities, rows.alternatives
     if log_probabilities is not None:
-        all_log_probabilities = jax.nn.log_softmax(logits.astype(log_probabilities.dtype), axis=-1)
-        drawn = jnp.take_along_axis(all_log_probabilities, new_ids[..., None], axis=-1)[..., 0]
+        wide_logits = logits.astype(log_probabilities.dtype)
+        drawn = jnp.take_along_axis(jax.nn.log_softmax(wide_logits, axis=-1), new_ids[..., None], axis=-1)[..., 0]
         log_probabilities = log_probabilities.at[index].set(drawn, mode="drop")
-        alternatives = None if alternatives is None else alternatives.append(all_log_probabilities, index, rows.done)
+        alternatives = None if alternatives is None else alternatives.append(wide_logits, index, rows.done)
     has_candidates = rows.has_candidates & ~jnp.any((new_ids < 0) & appended, axis=1)
     new_ids = jnp.maximum(new_ids, 0)
     lengths = rows.lengths + jnp.sum(appended, axis=1, dtype=jnp.int32)
