@@ -229,6 +229,16 @@ class Engine:
             del self._stream_queues[number]
             self.cancel(number)
 
+    def delete_caches(self) -> None:
+        """Free the caches of an engine that cannot go on, so that another engine has their memory.
+
+        References to the engine, such as those of a traceback, would keep the caches otherwise.
+        """
+        prompt_cache = None if self._reading is None else self._reading.cache
+        for leaf in jax.tree.leaves((self._state, prompt_cache, self._prefixes.caches())):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+
     async def _feed_streams(self) -> None:
         """Run steps until no request is left, and pass the results, or the error of a step, to the streams."""
         while not self.is_idle:
@@ -440,6 +450,10 @@ class _PrefixCaches:
             return None, 0, keep_at
         self._caches.move_to_end(beginning)
         return _copy(self._caches[beginning]), len(beginning), keep_at
+
+    def caches(self) -> list[PyTree]:
+        """Return the kept caches."""
+        return list(self._caches.values())
 
     def keep(self, beginning: tuple[int, ...], cache: PyTree) -> None:
         """Keep a copy of the cache that has read these ids."""

@@ -260,6 +260,7 @@ class TextService:
         self.metrics.add("engine_failures")
         logging.getLogger("eqformer").exception("the engine failed, and another one is made", exc_info=error)
         try:
+            failed.engine.delete_caches()
             self.engine = self._make_engine()
         except Exception as second:
             self._failure = f"the engine failed and could not be made again ({type(second).__name__})"

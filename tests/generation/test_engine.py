@@ -274,6 +274,22 @@ def test_requests_are_cancelled_wherever_they_are(model):
     assert results[numbers[0]].ids == alone.ids and len(alone.ids) == 40
 
 
+def test_deleted_caches_leave_their_memory(model):
+    live_bytes = lambda: sum(array.nbytes for array in jax.live_arrays())
+    engine = Engine(model, **SIZES)
+    for request in make_requests():
+        engine.submit(request)
+    for _ in range(8):  # Until beginnings of prompts are kept, too.
+        engine.step()
+    before, cache_bytes = live_bytes(), engine.cache_bytes
+    engine.delete_caches()
+    assert before - live_bytes() > cache_bytes / 2
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        engine.step()
+    (other,) = Engine(model, **SIZES).run([Request([1, 2], 6)])  # The model's own arrays are left.
+    assert len(other.ids) == 6
+
+
 def test_streams_yield_growing_results_and_a_closed_one_is_cancelled(model):
     engine, requests = Engine(model, **SIZES), make_requests()
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+import jax
 import pytest
 from test_completions_server import SCRIPT, send, SIZES, texts
 from text_cases import scripted
@@ -177,6 +178,8 @@ def test_an_engine_that_fails_is_replaced(llm, monkeypatch):
     assert first.status_code == second.status_code == 500 and "MemoryError" in first.json()["error"]["message"]
     (after,) = send(app, body)
     assert texts(after) == [SCRIPT[2:12]] and service.engine is not failed and service.active == 0
+    are_deleted = lambda engine: [array.is_deleted() for array in jax.tree.leaves(engine._state)]
+    assert all(are_deleted(failed.engine)) and not any(are_deleted(service.engine.engine))
     metrics = service.metrics.render({})
     assert "eqformer_engine_failures_total 1\n" in metrics and "eqformer_cancelled_requests_total 0\n" in metrics
 
