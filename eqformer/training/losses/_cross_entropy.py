@@ -58,7 +58,7 @@ def sum_over_chunks(
     `sizes` is the result of `split_into_chunks`. The sums start from zeros that depend on `tables`, which `chunk_fn`
     reads: no buffer for the sums exists while the tables are cast.
     """
-    (num_chunks, size), num_tokens = sizes, token_arrays[1].shape[0]
+    (num_chunks, size), num_tokens = sizes, token_arrays[0].shape[0]
     if num_chunks == 1:
         return chunk_fn(token_arrays)
     padding = num_chunks * size - num_tokens
@@ -308,14 +308,24 @@ def chunked_token_nats(
 ) -> Float[Array, "*batch seq"]:
     """Return each token's `-log p[target]`, from logits of `chunk` tokens at a time; not meant for differentiation."""
     flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    sizes = split_tokens(unembed, flat[0], chunk)
-    unembed = cast_tables_once(unembed, flat[0][: sizes[1]])
+    read = lambda logits, arrays: ((), nats(logits, arrays[0])[0])
+    return read_over_chunks(unembed, flat, read, chunk)[1].reshape(targets.shape)
 
-    def chunk_nats(arrays: tuple[Array, Array]) -> tuple[tuple[()], Array]:
-        hidden, targets = arrays
-        return (), nats(in_float32(unembed(hidden)), targets)[0]
 
-    return sum_over_chunks(chunk_nats, flat, sizes)[1].reshape(targets.shape)
+ReadLogits = Callable[[Array, tuple], tuple[PyTree, PyTree]]
+"""(logits, a chunk of the arrays behind the hidden states) -> (sums over tokens, results of each token)"""
+
+
+def read_over_chunks(
+    unembed: Unembed, token_arrays: tuple, read: ReadLogits, chunk: int | None
+) -> tuple[PyTree, PyTree]:
+    """Return the sums that `read` computes from logits, added over chunks of tokens, and its results of each token.
+
+    The hidden states are the first of `token_arrays`. Not meant for differentiation; see `sum_token_losses`.
+    """
+    sizes = split_tokens(unembed, token_arrays[0], chunk)
+    unembed = cast_tables_once(unembed, token_arrays[0][: sizes[1]])
+    return sum_over_chunks(lambda arrays: read(in_float32(unembed(arrays[0])), arrays[1:]), token_arrays, sizes)
 
 
 def split_tokens(unembed: Unembed, hidden: Float[Array, "tokens embed"], chunk: int | None) -> tuple[int, int]:

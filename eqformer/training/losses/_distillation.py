@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ..._array_checks import checked
 from ..._shapes import Batch, DistillationBatch
-from ...nn import in_float32, Tokens
+from ...nn import Tokens
 from ...parallel import vary_like
 from . import _cross_entropy
 from ._loss_aux import add_aux_losses, CountOrAux, LossAux, LossFn
@@ -149,7 +149,7 @@ def bucket_log_probabilities(
 ) -> Float[Array, "tokens buckets"]:
     """Return the log-probabilities of some ids of each token, and last that of all other ids together."""
     other_mass = view.sum_ids(jnp.exp(view.drop_ids(log_probabilities, top_ids)))
-    # Where there are no other ids, the number is about -87 in float32, and not infinite.
+    # The bound keeps the logarithm finite if `top_ids` holds all ids; it is then about -87 in float32.
     log_others = jnp.log(jnp.maximum(other_mass, jnp.finfo(other_mass.dtype).tiny))
     return jnp.concatenate([view.take_ids(log_probabilities, top_ids), log_others[:, None]], axis=-1)
 
@@ -204,17 +204,15 @@ def teacher_top_nats(
     """
     tokens = batch_tokens(batch) if tokens is None else tokens
     hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
-    flat = hidden.reshape(-1, hidden.shape[-1]), jnp.asarray(batch.targets).reshape(-1)
-    sizes = _cross_entropy.split_tokens(model.unembed, flat[0], None)
-    unembed = _cross_entropy.cast_tables_once(model.unembed, flat[0][: sizes[1]])
     view = WholeVocabulary() if vocabulary is None else vocabulary
 
-    def chunk_top(arrays: tuple[Array, Array]) -> tuple[tuple[()], tuple[Array, Array]]:
-        log_p = view.log_probabilities(in_float32(unembed(arrays[0])) / temperature)
+    def read_top(logits: Array, _: tuple[()]) -> tuple[tuple[()], tuple[Array, Array]]:
+        log_p = view.log_probabilities(logits / temperature)
         ids = view.top_ids(log_p, top)
         return (), (ids, -bucket_log_probabilities(view, log_p, ids))
 
-    results = _cross_entropy.sum_over_chunks(chunk_top, flat, sizes)[1]
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    results = _cross_entropy.read_over_chunks(model.unembed, (flat,), read_top, None)[1]
     ids, nats = (x.reshape(*batch.ids.shape, -1) for x in results)
     return ids, nats
 

@@ -266,22 +266,19 @@ def _token_statistics(
 ) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
     """Return each token's `-log p[target]`, and the entropy of its distribution, from chunks of logits."""
     flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    sizes = _cross_entropy.split_tokens(unembed, flat[0], chunk)
-    unembed = _cross_entropy.cast_tables_once(unembed, flat[0][: sizes[1]])
 
-    def chunk_statistics(arrays: tuple[Array, Array]) -> tuple[tuple[()], tuple[Array, Array]]:
-        logits = in_float32(unembed(arrays[0]))
-        nats, log_normalizers = nats_fn(logits, arrays[1])
+    def read_statistics(logits: Array, arrays: tuple) -> tuple[tuple[()], tuple[Array, Array]]:
+        nats, log_normalizers = nats_fn(logits, arrays[0])
         # The entropy is `log Z` minus the mean logit, which is the derivative of `log Z` by a factor of the logits.
         # The derivative also adds up over devices that split the vocabulary.
         _, pull_back = jax.vjp(
-            lambda factors: nats_fn(logits * factors[:, None], arrays[1])[1],
+            lambda factors: nats_fn(logits * factors[:, None], arrays[0])[1],
             vary_like(jnp.ones_like(log_normalizers), log_normalizers),
         )
         (mean_logits,) = pull_back(vary_like(jnp.ones_like(log_normalizers), log_normalizers))
         return (), (nats, log_normalizers - mean_logits)
 
-    nats, entropies = _cross_entropy.sum_over_chunks(chunk_statistics, flat, sizes)[1]
+    nats, entropies = _cross_entropy.read_over_chunks(unembed, flat, read_statistics, chunk)[1]
     return nats.reshape(targets.shape), entropies.reshape(targets.shape)
 
 

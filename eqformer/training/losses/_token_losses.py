@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from ... import nn
 from ..._array_checks import checked
 from ..._shapes import Batch, PreferenceBatch
-from ...nn import in_float32, packed_in_order, positions_like, Source, token_keys, Tokens, with_source
+from ...nn import packed_in_order, positions_like, Source, token_keys, Tokens, with_source
 from ...parallel import sum_rows, vary_like
 from . import _cross_entropy
 from ._loss_aux import add_aux_losses, CountOrAux, LossAux, LossFn
@@ -71,20 +71,17 @@ def evaluation_sums(
     tokens = batch_tokens(batch) if tokens is None else tokens
     hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
     flat = (hidden.reshape(-1, hidden.shape[-1]), *(jnp.asarray(x).reshape(-1) for x in (batch.targets, batch.weights)))
-    sizes = _cross_entropy.split_tokens(model.unembed, flat[0], chunk)
-    unembed = _cross_entropy.cast_tables_once(model.unembed, flat[0][: sizes[1]])
     view = WholeVocabulary() if vocabulary is None else vocabulary
 
-    def chunk_sums(arrays: tuple) -> tuple[dict[str, Array], None]:
-        logits = in_float32(unembed(arrays[0]))
-        weights = arrays[2].astype(logits.dtype)
-        nats, _ = view.nats(logits, arrays[1])
-        is_first = view.is_first(logits, arrays[1])
+    def read_sums(logits: Array, arrays: tuple) -> tuple[dict[str, Array], None]:
+        targets, weights = arrays[0], arrays[1].astype(logits.dtype)
+        nats, _ = view.nats(logits, targets)
+        is_first = view.is_first(logits, targets)
         per_token = {"nats": nats, "correct": is_first.astype(logits.dtype)}
         sums = {name: jnp.sum(_cross_entropy.apply_weights(values, weights)) for name, values in per_token.items()}
         return sums | {"count": jnp.sum(weights)}, None
 
-    return _cross_entropy.sum_over_chunks(chunk_sums, flat, sizes)[0]
+    return _cross_entropy.read_over_chunks(model.unembed, flat, read_sums, chunk)[0]
 
 
 # The tokens of a batch.
