@@ -169,8 +169,8 @@ def _policy_sums(
     # Targets without weight may be no ids, whose log-probability is NaN.
     log_probs = jnp.where(weights != 0, log_probs, 0)
     lengths, devices = sum_rows(weights)
-    row_lengths = jnp.where(lengths == 0, 1, lengths)[:, None]
-    losses, ratios, is_clipped = _clipped_losses(objective, log_probs, weights / row_lengths, batch)
+    shares = weights / jnp.where(lengths == 0, 1, lengths)[:, None]
+    losses, ratios, is_clipped = _clipped_losses(objective, log_probs, shares, batch)
     per_token = {"entropy": entropies, "clip_fraction": is_clipped.astype(dtype)}
     if (reference := _known_log_probs(batch.reference_log_probs, weights)) is not None:
         difference = reference - log_probs
@@ -182,12 +182,13 @@ def _policy_sums(
 
     # Each device that shares a row counts its part of it.
     tokens, rows = jnp.sum(weights), jnp.sum(lengths > 0, dtype=dtype) / devices
-    counts = {"tokens": tokens, "rows": rows}
-    count = rows * objective.mean if isinstance(objective.mean, int) else counts[str(objective.mean)]
+    count = tokens if objective.mean == "tokens" else rows
+    if isinstance(objective.mean, int):
+        count = count * objective.mean
     metrics = {name: (jnp.sum(_cross_entropy.apply_weights(x, weights)), tokens) for name, x in per_token.items()}
     for name, values in batch.row_metrics.items():
         metrics[name] = jnp.sum(jnp.asarray(values).astype(dtype)) / devices, jnp.asarray(len(values) / devices, dtype)
-    return jnp.sum(losses * (weights / row_lengths if objective.mean == "rows" else weights)), count, metrics
+    return jnp.sum(losses * (shares if objective.mean == "rows" else weights)), count, metrics
 
 
 def _clipped_losses(
