@@ -4,7 +4,8 @@ The output dims of a parameter come first (`heads head_dim embed`), as in publis
 mesh has an `axis`.
 """
 
-from typing import TypeGuard
+import dataclasses
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -104,6 +105,11 @@ class Batch(eqx.Module):
                 f"Batch(documents={self.documents}): it is the most packed documents of a row, at least 1, and packed "
                 "rows have segments; give segments, or leave it out."
             )
+
+
+def batch_fields(batch: Batch) -> dict[str, Any]:
+    """Return the fields of `Batch` by name, from which a batch of another class is made of the same rows."""
+    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)}
 
 
 @checked_fields

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ from jaxtyping import Int, Shaped
 
 from .._failures import explain_write_error
 from .._files import JsonObject, read_json, write_atomic
-from .._shapes import Batch, DistillationBatch, PreferenceBatch
+from .._shapes import Batch, batch_fields, DistillationBatch, PreferenceBatch
 from . import _atomic_folder as atomic_folder
 from ._documents import digest
 
@@ -39,9 +39,8 @@ class StoredRows:
         """Return a batch of these rows of the packing with their arrays, as a loss reads them."""
         parts = {name: array[rows].reshape(-1, *array.shape[2:]) for name, array in self.arrays.items()}
         if "top_ids" in parts:
-            copied = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-            ids, nats = parts["top_ids"].astype(np.int32), parts["top_nats"]
-            return DistillationBatch(**copied, top_ids=ids, top_nats=nats, temperature=self.settings["temperature"])
+            ids, nats, temperature = parts["top_ids"].astype(np.int32), parts["top_nats"], self.settings["temperature"]
+            return DistillationBatch(**batch_fields(batch), top_ids=ids, top_nats=nats, temperature=temperature)
         assert isinstance(batch, PreferenceBatch)
         mismatched = batch.mismatched
         if mismatched is not None:

@@ -1,6 +1,5 @@
 """Cases and measurements that the tests of losses over meshes share."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from plan_models import batch_of, model_of, plan_over
 from plan_parity import Case
 
 from eqformer import Batch, training
+from eqformer._shapes import batch_fields
 
 
 ROUNDING = 50 * float(np.finfo(np.float32).eps)
@@ -29,8 +29,7 @@ over_three_meshes = pytest.mark.parametrize(
 
 def fields_of_rows(model: str) -> dict[str, Any]:
     """The fields of a `Batch` of eight rows for a model."""
-    batch = batch_of(model_of(model), 8)
-    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)}
+    return batch_fields(batch_of(model_of(model), 8))
 
 
 def metrics_of_steps(
