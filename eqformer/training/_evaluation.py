@@ -1,6 +1,7 @@
 """Evaluation: sums over a batch under a plan, nats of its rows, and callbacks that validate and evaluate a run."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from .._shapes import Batch, DistillationBatch, PolicyBatch, PreferenceBatch
+from .._shapes import Batch, batch_fields, DistillationBatch, PolicyBatch, PreferenceBatch
 from ..nn import Tokens
 from ..parallel import BATCH_AXES, CONTEXT, filter_shard_map, OnDevice, Plan
 from ._loop import Every, Progress
@@ -25,29 +26,17 @@ from .losses._vocabulary import Vocabulary
 
 def make_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
     """Return a jitted function `(model, batch)` that computes `evaluation_sums` under a plan."""
-
-    def sum_over_devices(device: OnDevice, *args: PyTree, **views: PyTree) -> dict[str, Array]:
-        return {name: device.total(value) for name, value in evaluation_sums(*args, **views).items()}
-
-    return _make_forward(plan, sum_over_devices, PartitionSpec())
+    return _make_forward(plan, evaluation_sums, PartitionSpec(), OnDevice.total)
 
 
 def make_row_nats(plan: Plan) -> Callable[[PyTree, Batch], Float[Array, "batch"]]:
     """Return a jitted function `(model, batch)` that computes `row_nats` under a plan."""
-
-    def device_row_nats(device: OnDevice, *args: PyTree, **views: PyTree) -> Float[Array, "batch"]:
-        return row_nats(*args, **views)
-
-    return _make_forward(plan, device_row_nats, PartitionSpec(plan.batch_axes))
+    return _make_forward(plan, row_nats, PartitionSpec(plan.batch_axes))
 
 
 def make_token_log_probs(plan: Plan) -> Callable[[PyTree, PolicyBatch], Float[Array, "batch seq"]]:
     """Return a jitted function `(model, batch)` that computes `token_log_probs` under a plan."""
-
-    def device_log_probs(device: OnDevice, *args: PyTree, **views: PyTree) -> Float[Array, "batch seq"]:
-        return token_log_probs(*args, **views)
-
-    return _make_forward(plan, device_log_probs, PartitionSpec(plan.batch_axes, CONTEXT))
+    return _make_forward(plan, token_log_probs, PartitionSpec(plan.batch_axes, CONTEXT))
 
 
 def make_reward_evaluation(
@@ -142,22 +131,21 @@ def add_teacher(batches: Iterable[Batch], teacher: PyTree, plan: Plan | None = N
 
     The teacher is any model of the same token ids; under a plan, pass `plan.shard(models.load(..., plan=plan))`.
     """
-    hidden_states = eqx.filter_jit(_hidden_states) if plan is None else _make_hidden_states(plan)
+    if plan is None:
+        hidden_states = eqx.filter_jit(_hidden_states)
+    else:
+        hidden_states = _make_forward(plan, _hidden_states, PartitionSpec(plan.batch_axes, CONTEXT))
     for batch in batches:
-        rows = {field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)}
-        yield DistillationBatch(**rows, teacher=teacher, teacher_hidden=hidden_states(teacher, batch))
+        teacher_hidden = hidden_states(teacher, batch)
+        yield DistillationBatch(**batch_fields(batch), teacher=teacher, teacher_hidden=teacher_hidden)
 
 
 def make_teacher_top_nats(
     plan: Plan, *, top: int, temperature: float
 ) -> Callable[[PyTree, Batch], tuple[Int[Array, "batch seq top"], Float[Array, "batch seq buckets"]]]:
     """Return a jitted function `(teacher, batch)` that computes `teacher_top_nats` under a plan."""
-
-    def device_top_nats(device: OnDevice, *args: PyTree, **views: PyTree) -> tuple[Array, Array]:
-        ids, nats = teacher_top_nats(*args, top=top, temperature=temperature, **views)
-        return device.replicate(ids), device.replicate(nats)
-
-    return _make_forward(plan, device_top_nats, PartitionSpec(plan.batch_axes, CONTEXT))
+    top_nats = functools.partial(teacher_top_nats, top=top, temperature=temperature)
+    return _make_forward(plan, top_nats, PartitionSpec(plan.batch_axes, CONTEXT))
 
 
 def _hidden_states(
@@ -167,20 +155,15 @@ def _hidden_states(
     return model.encode(jnp.asarray(batch.ids), batch_tokens(batch) if tokens is None else tokens)[0]
 
 
-def _make_hidden_states(plan: Plan) -> Callable[[PyTree, Batch], Float[Array, "batch seq embed"]]:
-    """Return a jitted function `(model, batch)` that computes hidden states under a plan."""
-
-    def device_hidden(device: OnDevice, *args: PyTree, **views: PyTree) -> Float[Array, "batch seq embed"]:
-        return device.replicate(_hidden_states(*args, **views))
-
-    return _make_forward(plan, device_hidden, PartitionSpec(plan.batch_axes, CONTEXT))
-
-
 def _make_forward(
-    plan: Plan, function: Callable[..., PyTree], out_specs: PartitionSpec
+    plan: Plan,
+    function: Callable[..., PyTree],
+    out_specs: PartitionSpec,
+    finish: Callable[[OnDevice, Array], Array] = OnDevice.replicate,
 ) -> Callable[[PyTree, Batch], PyTree]:
-    """Jit `function(device, model, batch, tokens=..., vocabulary=...)`, run on each device's rows.
+    """Jit `function(model, batch, tokens=..., vocabulary=...)`, run on each device's rows.
 
+    `finish` makes each of a device's results global: the same on all devices that do not split it by `out_specs`.
     Without a pipeline the batch is not split into microbatches, since no residuals are stored for a backward pass.
     """
     forward_plan = plan if plan.is_pipelined else dataclasses.replace(plan, microbatches=1)
@@ -192,7 +175,8 @@ def _make_forward(
 
         def per_device(model: PyTree, rows: PyTree) -> PyTree:
             wrapped, (batch, tokens) = device.wrap_forward(model), rows
-            return function(device, wrapped, batch, tokens=tokens, vocabulary=device.vocabulary)
+            results = function(wrapped, batch, tokens=tokens, vocabulary=device.vocabulary)
+            return jax.tree.map(functools.partial(finish, device), results)
 
         rows = plan.arrange(batch, batch_tokens(batch))
         specs = plan.parameter_specs(model), plan.batch_specs(rows)
