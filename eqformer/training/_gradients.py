@@ -129,30 +129,30 @@ class ShardedExecution(SingleDevice):
         """Return the loss's sum, its count with the aux, and the gradients, reduced over all devices."""
         parameters = device.parameters(model)
         wrapped_teacher = None if teacher_device is None else teacher_device.wrap(teacher, teacher)
-        loss_fn = give_teacher(self.loss_fn, wrapped_teacher)
-        total, loss_aux, gradients = self._run_microbatches(loss_fn, device, model, parameters, rows, scale)
+        loss = functools.partial(self._loss, give_teacher(self.loss_fn, wrapped_teacher), device)
+        total, loss_aux, gradients = self._run_microbatches(loss, device, model, parameters, rows, scale)
         parts = _loss_aux.loss_count(loss_aux), _loss_aux.routing_aux(loss_aux), _loss_aux.loss_metrics(loss_aux)
         return device.total(total), jax.tree.map(device.total, parts), device.reduce(gradients)
 
     def _run_microbatches(
         self,
-        loss_fn: _loss_aux.LossFn,
+        loss: Callable[[PyTree, PyTree], tuple[Array, _loss_aux.CountOrAux]],
         device: parallel.OnDevice,
         model: PyTree,
         parameters: PyTree,
         rows: PyTree,
         scale: _loss_aux.Scale,
     ) -> LossGradients:
-        """Run one microbatch after another and sum their gradients.
+        """Run one microbatch after another and sum the gradients of `loss(wrapped model, rows)`.
 
         In a pipeline that runs no schedule of backward passes, the wrapped model splits the rows into microbatches.
         """
 
-        def loss(parameters: PyTree, rows: PyTree, key: None) -> tuple[Array, _loss_aux.CountOrAux]:
-            return self._loss(loss_fn, device, device.wrap(parameters, model), rows)
+        def wrap_and_run(parameters: PyTree, rows: PyTree, key: None) -> tuple[Array, _loss_aux.CountOrAux]:
+            return loss(device.wrap(parameters, model), rows)
 
         microbatches = 1 if self.plan.is_pipelined else self.microbatches
-        return accumulate_gradients(loss, microbatches, self.trained, parameters, rows, None, scale)
+        return accumulate_gradients(wrap_and_run, microbatches, self.trained, parameters, rows, None, scale)
 
     def _loss(
         self, loss_fn: _loss_aux.LossFn, device: parallel.OnDevice, model: PyTree, rows: PyTree
@@ -169,7 +169,7 @@ class PipelinedExecution(ShardedExecution):
 
     def _run_microbatches(
         self,
-        loss_fn: _loss_aux.LossFn,
+        loss: Callable[[PyTree, PyTree], tuple[Array, _loss_aux.CountOrAux]],
         device: parallel.OnDevice,
         model: PyTree,
         parameters: PyTree,
@@ -198,7 +198,7 @@ class PipelinedExecution(ShardedExecution):
             return hidden, tuple(stage_aux)
 
         def compute_loss(edges: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, _loss_aux.CountOrAux]:
-            return self._loss(loss_fn, device, _with_stacks(edges, (_ReturnHidden(hidden, microbatch[1]),)), microbatch)
+            return loss(_with_stacks(edges, (_ReturnHidden(hidden, microbatch[1]),)), microbatch)
 
         microbatches = split_microbatches(rows, self.microbatches)
         cotangent = _loss_aux.loss_cotangent(scale, jax.tree.map(operator.itemgetter(0), microbatches))
