@@ -9,14 +9,15 @@ from jaxtyping import Int
 
 from .._shapes import PolicyBatch, PreferenceBatch
 from ._conversations import EncodedExample
-from ._packing import as_examples, have_targets
+from ._packing import as_examples, have_targets, list_rows
 from ._token_store import TokenStore
 
 
 class PairPacking:
     """Pairs of rows: the chosen and the rejected completion of a prompt, from a store of `preferences`.
 
-    A row is one document, which is cut after `seq + 1` tokens; `cut` counts these. Padding is as in `DocumentPacking`.
+    A row is one document, which is cut after `seq + 1` tokens; `cut` counts these, and `cut_note` tells
+    their number. Padding is as in `DocumentPacking`.
     Raises a `ValueError` for a store of other documents, and for a prompt that leaves its completion no token of the
     row.
     """
@@ -35,6 +36,7 @@ class PairPacking:
         self._tokens, self._weights, self._offsets = store.tokens, store.weights, store.offsets
         starts, stops = store.offsets[:-1], store.offsets[1:]
         self.cut = int(np.sum(stops - starts > seq + 1))
+        self.cut_note = _note_cut_completions(self.cut)
         has_target = have_targets(store.weights, starts, np.minimum(stops, starts + seq + 1))
         if not has_target.all():
             document = int(np.argmin(has_target))
@@ -44,14 +46,9 @@ class PairPacking:
                 "a longer seq, or leave the row out."
             )
 
-    @property
-    def cut_note(self) -> str:
-        """Text that says how many completions do not fit into a row; empty if all do."""
-        return _note_cut_completions(self.cut)
-
     def __call__(self, rows: Int[np.ndarray, "pairs"]) -> PreferenceBatch:
         """Return the pairs with these numbers, each as its chosen and then its rejected row."""
-        documents = (2 * rows[:, None] + np.arange(2)).ravel()
+        documents = list_rows(rows, self.group)
         spans = [slice(*self._offsets[document : document + 2]) for document in documents]
         examples = [(self._tokens[span], self._weights[span]) for span in spans]
         return PreferenceBatch(**_fill_rows(examples, self.seq), examples=as_examples(documents), group=2)
@@ -60,7 +57,8 @@ class PairPacking:
 class LabelledPacking:
     """Rows of labelled completions, from a store of `labelled` rows, for KTO.
 
-    A row is one document, which is cut after `seq + 1` tokens; `cut` counts these. Padding is as in `DocumentPacking`.
+    A row is one document, which is cut after `seq + 1` tokens; `cut` counts these, and `cut_note` tells
+    their number. Padding is as in `DocumentPacking`.
     Beside each row, `mismatched` has the row's prompt with the completion of the row before it in the file (before the
     first row, the last), of which KTO's reference point is the mean log-ratio. Raises a `ValueError` for a store of
     other documents, and for a prompt that leaves one of the two completions no token of the row.
@@ -80,8 +78,9 @@ class LabelledPacking:
         self._tokens, self._weights, self._labels = store.tokens, store.weights, store.labels
         self._offsets = store.offsets
         self.cut = int(np.sum(np.diff(store.offsets) > seq + 1))
+        self.cut_note = _note_cut_completions(self.cut)
         spans = zip(store.offsets[:-1], store.offsets[1:], strict=True)
-        # Of a row without a prompt the first token is no target, but given.
+        # The first token of a row without a prompt is its prompt, since no token predicts it.
         self._prompts = np.array([max(int(np.argmax(self._weights[a:b] > 0)), 1) for a, b in spans])
         longest = int(np.argmax(self._prompts))
         if self._prompts[longest] > seq:
@@ -91,21 +90,17 @@ class LabelledPacking:
                 "row out."
             )
 
-    @property
-    def cut_note(self) -> str:
-        """Text that says how many completions do not fit into a row; empty if all do."""
-        return _note_cut_completions(self.cut)
-
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> PreferenceBatch:
         """Return the rows with these numbers."""
-        numbers = as_examples(rows)
-        batch, mismatched = (
-            _fill_rows([_join(self._prompt(row), self._completion(end)) for row, end in pairs], self.seq)
-            for pairs in (zip(rows.tolist(), rows.tolist()), zip(rows.tolist(), ((rows - 1) % self.rows).tolist()))
-        )
-        labels = self._labels[rows].astype(np.float32)
-        mismatched_rows = PreferenceBatch(**mismatched, examples=numbers)
-        return PreferenceBatch(**batch, examples=numbers, labels=labels, mismatched=mismatched_rows)
+        numbers, labels = as_examples(rows), self._labels[rows].astype(np.float32)
+        mismatched = PreferenceBatch(**self._fill(rows, (rows - 1) % self.rows), examples=numbers)
+        return PreferenceBatch(**self._fill(rows, rows), examples=numbers, labels=labels, mismatched=mismatched)
+
+    def _fill(self, prompts: Int[np.ndarray, "batch"], completions: Int[np.ndarray, "batch"]) -> dict[str, Any]:
+        """Return the arrays of a batch of the prompts and the completions of these rows."""
+        pairs = zip(prompts.tolist(), completions.tolist(), strict=True)
+        examples = [_join(self._prompt(prompt), self._completion(completion)) for prompt, completion in pairs]
+        return _fill_rows(examples, self.seq)
 
     def _prompt(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids and the weights of a prompt."""
@@ -119,6 +114,7 @@ class LabelledPacking:
 
 
 def _note_cut_completions(cut: int) -> str:
+    """Return a text that says how many completions do not fit into a row; empty if all do."""
     return f"{cut} completions are cut at the end of a row" if cut else ""
 
 

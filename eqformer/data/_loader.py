@@ -22,7 +22,7 @@ from jaxtyping import Bool, Int, UInt
 from .._files import JsonObject
 from .._shapes import Batch
 from ._completion_rows import LabelledPacking, PairPacking
-from ._packing import as_examples, DocumentPacking, WindowPacking
+from ._packing import as_examples, DocumentPacking, list_rows, WindowPacking
 from ._stored_rows import ComputedRows, store_rows, StoredRows
 from ._token_store import TokenStore
 
@@ -231,17 +231,12 @@ class Loader:
 def _number_groups(rows: Int[np.ndarray, "batch"], group: int) -> Int[np.ndarray, "_"]:
     """Return the number of each pair of rows, or of each row if `group` is 1."""
     groups = rows[::group] // group
-    if not np.array_equal(_list_rows(groups, group), rows):
+    if not np.array_equal(list_rows(groups, group), rows):
         raise ValueError(
             f"Loader(packing='pairs'): a pair is never split, but rows {rows[0]} to {rows[-1]} hold half a pair; "
             "ask for an even first row and an even number of rows."
         )
     return groups
-
-
-def _list_rows(groups: Int[np.ndarray, "groups"], group: int) -> Int[np.ndarray, "batch"]:
-    """Return the numbers of the rows of these groups of `group` rows."""
-    return (groups[:, None] * group + np.arange(group)).ravel()
 
 
 def example_numbers(kind: str, batch: int, step: int, start: int, stop: int) -> Int[np.ndarray, "batch"]:
@@ -329,7 +324,7 @@ class Mixture:
     def at(self, examples: Int[np.ndarray, "batch"]) -> Batch:
         """Return the rows of these examples, given by their numbers over the whole run."""
         owner, number = self.origin(_number_groups(examples, self.group))
-        owner, number = np.repeat(owner, self.group), _list_rows(number, self.group)
+        owner, number = np.repeat(owner, self.group), list_rows(number, self.group)
         masks = [(owner == index, loader) for index, loader in enumerate(self.loaders.values())]
         parts = [(mask, loader.at(number[mask])) for mask, loader in masks if mask.any()]
         return _join_batches(parts, examples, self._documents)

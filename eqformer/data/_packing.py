@@ -187,6 +187,11 @@ def as_examples(numbers: Int[np.ndarray, "batch"]) -> Int[np.ndarray, "batch"]:
     return (numbers % 2**31).astype(np.int32)
 
 
+def list_rows(groups: Int[np.ndarray, "groups"], group: int) -> Int[np.ndarray, "batch"]:
+    """Return the numbers of the rows of these groups of `group` rows."""
+    return (groups[:, None] * group + np.arange(group)).ravel()
+
+
 def pack_best_fit(sizes: Int[np.ndarray, "pieces"], capacity: int) -> Int[np.ndarray, "pieces"]:
     """Return the row of each piece, by best fit, longest first; rows are numbered in the order of their first pieces.
 
