@@ -154,23 +154,30 @@ class Rollouts:
 
     def _make_batch(self, model: PyTree, step: int) -> PolicyBatch:
         """Sample completions, have them scored, and join both to a batch, on the devices of the plan."""
-        first = samples = self._sample(model, step, 0)
-        for attempt in range(1, self._resample + 1):
-            missing = np.flatnonzero(~samples.has_signal(self._group))
-            if not len(missing):
-                break
-            further = self._sample(model, step, attempt)
-            pairs = list(zip(missing.tolist(), np.flatnonzero(further.has_signal(self._group)).tolist()))
-            samples = samples.replace_groups(further, pairs, self._group)
+        first, samples = self._sample_groups(model, step)
         self.samples = samples.samples
         batch = dataclasses.replace(self._join(samples, step), row_metrics=_row_metrics(first))
         if self.plan is not None:
             batch = training.ProcessRows(self.plan, len(samples.samples)).place(batch)
+        log_probs = dict[str, Float[Array, "batch seq"]]()
         if self._updates > 1:
-            batch = dataclasses.replace(batch, old_log_probs=self._log_probs(model, batch))
+            log_probs["old_log_probs"] = self._log_probs(model, batch)
         if self._reference is not None:
-            batch = dataclasses.replace(batch, reference_log_probs=self._log_probs(self._reference(model), batch))
-        return batch
+            log_probs["reference_log_probs"] = self._log_probs(self._reference(model), batch)
+        return dataclasses.replace(batch, **log_probs)
+
+    def _sample_groups(self, model: PyTree, step: int) -> tuple[_Samples, _Samples]:
+        """Return the samples of a step's prompts, and those in which groups of equal rewards have been replaced."""
+        decoding_model = self._decoding_model(model)
+        first = samples = self._sample(decoding_model, step, 0)
+        for attempt in range(1, self._resample + 1):
+            missing = np.flatnonzero(~samples.has_signal(self._group))
+            if not len(missing):
+                break
+            further = self._sample(decoding_model, step, attempt)
+            pairs = list(zip(missing.tolist(), np.flatnonzero(further.has_signal(self._group)).tolist()))
+            samples = samples.replace_groups(further, pairs, self._group)
+        return first, samples
 
     def _join(self, samples: _Samples, step: int) -> PolicyBatch:
         """Join prompts, completions and advantages to a batch; completions that are left out get weight 0."""
@@ -197,13 +204,13 @@ class Rollouts:
             sampler_log_probs=sampler_log_probs,
         )
 
-    def _sample(self, model: PyTree, step: int, attempt: int) -> _Samples:
-        """Sample a group of completions for each prompt of a step, and have them scored."""
+    def _sample(self, model: generation.Model, step: int, attempt: int) -> _Samples:
+        """Sample a group of completions for each prompt of a step by a model that decodes, and have them scored."""
         order_key, draw_key = jax.random.split(jax.random.fold_in(self.key, attempt))
         numbers = np.repeat(self._choose_rows(order_key, step), self._group).tolist()
         prompts = [self._ids[number] for number in numbers]
         result = generation.generate(
-            self._decoding_model(model),
+            model,
             prompts,
             max_new_tokens=self._max_new_tokens,
             transforms=generation.sampling(temperature=self._temperature),

@@ -65,8 +65,8 @@ def differences_of(batch: Any, model: Any) -> tuple[float, float, float]:
 def test_the_samplers_log_probabilities_are_the_trainers(dtype, bound):
     model = in_dtype(dtype)
     batch = batch_of(rollouts_of(), model)
-    own, without_temperature, shifted = differences_of(batch, model)
-    assert own < bound < 0.1 < min(without_temperature, shifted)
+    difference, without_temperature, shifted = differences_of(batch, model)
+    assert difference < bound < 0.1 < min(without_temperature, shifted)
 
 
 def test_a_batch_has_the_completions_and_their_advantages():
@@ -108,22 +108,45 @@ def test_completions_that_are_left_out():
     def first_group(prompts, completions, **columns):
         return [float(number == 0) for number in range(len(prompts))]
 
-    kept = batch_of(rollouts_of(first_group))
-    left = batch_of(rollouts_of(first_group, leave_out_equal=True))
-    assert np.array_equal(left.ids, kept.ids) and left.weights[:4].any() and not left.weights[4:].any()
-    assert kept.weights[4:].any()
+    every_group = batch_of(rollouts_of(first_group))
+    one_group = batch_of(rollouts_of(first_group, leave_out_equal=True))
+    assert np.array_equal(one_group.ids, every_group.ids)
+    assert one_group.weights[:4].any() and not one_group.weights[4:].any()
+    assert every_group.weights[4:].any()
     # The second group is replaced by the first of further prompts.
     filled = rollouts_of(first_group, leave_out_equal=True, resample=1)
     batch = batch_of(filled)
-    assert np.array_equal(batch.ids[:4], kept.ids[:4]) and not np.array_equal(batch.ids[4:], kept.ids[4:])
+    assert np.array_equal(batch.ids[:4], every_group.ids[:4])
+    assert not np.array_equal(batch.ids[4:], every_group.ids[4:])
     assert batch.weights[4:].any() and [sample.reward for sample in filled.samples] == [1.0, 0, 0, 0] * 2
-    own, _, shifted = differences_of(batch, small_model())
-    assert own < 1e-5 < 0.1 < shifted
+    difference, _, shifted = differences_of(batch, small_model())
+    assert difference < 1e-5 < 0.1 < shifted
     masked = rollouts_of(mask_truncated=True)
     batch = batch_of(masked)
     ends = [sample.completion.finish_reason == "stop" for sample in masked.samples]
     assert np.array_equal(batch.weights.any(axis=1), ends)
     assert float(batch.row_metrics["truncated"].mean()) == 1 - np.mean(ends)
+
+
+def test_a_step_prepares_its_model_once_and_reads_batches_of_one_structure():
+    options: Any = {"reference": lambda model: model, "updates": 2, "resample": 2}
+    rollouts = rollouts_of(lambda prompts, completions, **columns: [0.0] * len(prompts), **options)
+    prepare, log_probs = rollouts._decoding_model, rollouts._log_probs
+    prepared, structures = list[Any](), list[Any]()
+
+    def note_model(model: Any) -> Any:
+        prepared.append(model)
+        return prepare(model)
+
+    def note_structure(model: Any, batch: Any) -> Any:
+        structures.append(jax.tree.structure(batch))
+        return log_probs(model, batch)
+
+    rollouts._decoding_model, rollouts._log_probs = note_model, note_structure
+    batch = batch_of(rollouts)
+    assert len(prepared) == 1 and len(structures) == 2 and structures[0] == structures[1]
+    assert jax.tree.structure(batch) != structures[0]  # the control
+    assert np.array_equal(batch.old_log_probs, batch.reference_log_probs)
 
 
 def train(rollouts: Rollouts, steps: int, state: Any = None, start: int = 0, callbacks: Any = ()) -> Any:
@@ -144,8 +167,8 @@ def test_a_run_raises_its_rewards_and_goes_on():
     assert logged[0]["sampler_difference"] < 1e-5 and logged[1]["sampler_difference"] > 1e-3  # of an older model
     part = train(rollouts_of(**options), 4)
     halfway = jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, part.state)
-    rest = train(rollouts_of(**options), 8, part.state, start=4)
-    assert eqx.tree_equal(rest.state, run.state)
+    resumed = train(rollouts_of(**options), 8, part.state, start=4)
+    assert eqx.tree_equal(resumed.state, run.state)
     assert not eqx.tree_equal(halfway.model, run.state.model)  # the control
 
 

@@ -160,10 +160,10 @@ def test_log_probabilities_of_tokens():
         model, batch = model_of(), batch_of()
         is_counted = np.asarray(batch.weights) > 0
         for temperature in (1.0, 0.7):
-            found = training.token_log_probs(model, dataclasses.replace(batch, temperature=temperature), chunk=5)
+            log_probs = training.token_log_probs(model, dataclasses.replace(batch, temperature=temperature), chunk=5)
             want = log_probs_of(model, batch, temperature)[1]
-            assert np.allclose(found[is_counted], want[is_counted], rtol=1e-12)
-        assert not np.allclose(found[is_counted], log_probs_of(model, batch)[1][is_counted], rtol=1e-3)
+            assert np.allclose(log_probs[is_counted], want[is_counted], rtol=1e-12)
+        assert not np.allclose(log_probs[is_counted], log_probs_of(model, batch)[1][is_counted], rtol=1e-3)
 
 
 def test_advantages_of_groups():
