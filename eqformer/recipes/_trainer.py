@@ -161,7 +161,7 @@ class Trainer:
         self.optimizer = make_optimizer(recipe, shapes, self.phases)
         self.states = make_train_state(recipe, plan, self.optimizer, shapes)
         self.flops_per_token = planning.flops_per_token(shapes, recipe.seq, trained=self.optimizer.trained)
-        self.parameters = count_parameters(recipe, shapes)
+        self.parameters = count_parameters(self.optimizer, shapes)
         self.summary = parallel.summary(plan, shapes, rows=recipe.batch, seq=recipe.seq)
         self.evaluate = training.make_evaluation(plan)
         self.scores = None
@@ -439,7 +439,7 @@ class Trainer:
         self.screen.note(f"--- after {step} steps it writes\n{text}\n---")
 
 
-def count_parameters(recipe: Recipe, shapes: Any) -> tuple[int, int]:
-    """Return the number of parameters that the recipe trains, and of all parameters."""
-    trained = make_optimizer(recipe, shapes).trained(shapes)
+def count_parameters(optimizer: training.Optimizer, shapes: Any) -> tuple[int, int]:
+    """Return the number of parameters that the optimizer trains, and of all parameters of a model, given its shapes."""
+    trained = optimizer.trained(shapes)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)), planning.parameter_count(shapes)
