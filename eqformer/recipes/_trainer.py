@@ -322,6 +322,8 @@ class Trainer:
     def _store_arrays(self, checkpointer: training.Checkpointer) -> None:
         """Compute what the recipe keeps of all rows beside their tokens, while no other model is in memory."""
         recipe, top = self.recipe, self.recipe.distillation.top
+        if any(loader.stored is not None for loader in self.texts.loaders.values()):
+            return  # The run goes on after a spike of its loss.
         if recipe.teacher is not None and top is not None:
             title, temperature = "computing the teacher's probabilities", recipe.distillation.temperature
             teacher = load_teacher(recipe, self.plan, self.screen)

@@ -5,6 +5,8 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ from text_cases import CONFIG, published_folder, TEMPLATE
 
 import eqformer
 from eqformer import data, models, nn, parallel, training
-from eqformer.recipes import find_recipe, Mesh, published_recipe, Recipe, Screen, Text, train
+from eqformer.recipes import Distillation, find_recipe, Mesh, published_recipe, Recipe, Screen, Text, train
 from eqformer.recipes._setup import load_teacher, make_plan
 from eqformer.recipes._texts import complete_recipe, recipe_tokenizer
 
@@ -146,6 +148,21 @@ def test_a_teacher_has_its_hidden_states_in_a_pipeline_that_reorders_layers(tmp_
     np.testing.assert_allclose(hidden_states(teacher, plan), expected, rtol=1e-4, atol=1e-5)
     in_model_order = models.load(tmp_path / "teacher", plan=plan)  # the control
     assert np.abs(hidden_states(in_model_order, plan) - expected).max() > 0.1
+
+
+def test_a_run_that_goes_back_at_a_spike_keeps_its_stored_arrays(tmp_path):
+    options = Distillation(top=2)
+    distilled = recipe("nowhere", teacher=tmp_path / "nowhere", distillation=options)
+    plan = make_plan(distilled, jax.devices()[:1])
+
+    def store_arrays(stored) -> None:
+        texts = SimpleNamespace(loaders={"text": SimpleNamespace(stored=stored)})
+        trainer: Any = SimpleNamespace(recipe=distilled, plan=plan, screen=QUIET, texts=texts)
+        Trainer._store_arrays(trainer, training.Checkpointer(tmp_path / "checkpoints"))
+
+    store_arrays("arrays")
+    with pytest.raises(ValueError, match="nowhere"):  # the control: the teacher is loaded
+        store_arrays(None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
