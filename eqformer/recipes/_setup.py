@@ -354,16 +354,25 @@ def init_from_run(recipe: Recipe, states: training.PlannedState) -> training.Tra
 
     With `--from-optimizer` the optimizer's state is that run's too.
     """
+    if not recipe.from_optimizer:
+        return states.init_from(load_run_weights(recipe, states.plan))
+    assert recipe.from_run is not None
+    checkpointer = training.Checkpointer(RunDirectory(recipe.from_run).checkpoints)
+    return states.restore(checkpointer, recipe.from_step, reset_counters=True)[0]
+
+
+def load_run_weights(recipe: Recipe, plan: parallel.Plan) -> nn.Transformer:
+    """Load the recipe's model, not yet sharded, with the weights of the run that the recipe names."""
     assert recipe.from_run is not None
     source = RunDirectory(recipe.from_run)
     _, old = source.read()
-    checkpointer = training.Checkpointer(source.checkpoints)
-    if recipe.from_optimizer:
-        return states.restore(checkpointer, recipe.from_step, reset_counters=True)[0]
     shapes = model_shapes(_with_saved_dtypes(recipe, old))
-    model = training.restore_model(checkpointer, shapes, states.plan, step=recipe.from_step)
-    model = model if old.lora == recipe.lora else apply_lora(recipe, nn.merge_lora(model))
-    return states.init_from(recipe.precision.apply(model))
+    checkpointer = training.Checkpointer(source.checkpoints)
+    model = training.restore_model(checkpointer, shapes, plan, step=recipe.from_step)
+    # With --from-optimizer the run's factors stay, since the optimizer's state is theirs.
+    if old.lora != recipe.lora and not recipe.from_optimizer:
+        model = apply_lora(recipe, nn.merge_lora(model))
+    return recipe.precision.apply(model)
 
 
 def _with_saved_dtypes(recipe: Recipe, old: Recipe) -> Recipe:

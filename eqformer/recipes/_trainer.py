@@ -32,6 +32,7 @@ from ._setup import (
     init_from_run,
     Keys,
     load_published_model,
+    load_run_weights,
     load_teacher,
     make_keys,
     make_loss,
@@ -331,10 +332,10 @@ class Trainer:
                 teacher, self.plan, top=top, temperature=temperature, batch_size=recipe.batch
             )
         elif recipe.has_reference and recipe.reference == "stored":
-            title, is_first = "computing the reference's nats", not checkpointer.latest_step
-            state = self._state(checkpointer) if is_first else self._first_state()
-            reference = nn.without_lora(state.model)
-            arrays = training.reference_arrays(reference, self.plan, batch_size=recipe.batch)
+            title = "computing the reference's nats"
+            is_converted = checkpointer.latest_step == 0
+            model = self.plan.shard(self._converted_model(checkpointer)) if is_converted else self._first_model()
+            arrays = training.reference_arrays(nn.without_lora(model), self.plan, batch_size=recipe.batch)
         else:
             return
         with self.screen.bar() as progress:
@@ -358,7 +359,7 @@ class Trainer:
             arrays, static = eqx.partition(nn.without_lora(state.model), eqx.is_array)
             self.reference = eqx.combine(copy(arrays), static)
         else:
-            self.reference = self._first_state().model
+            self.reference = self._first_model()
         return (self.add_reference_nats(self.reference, batch) for batch in batches)
 
     def _first_state(self) -> training.TrainState:
@@ -369,14 +370,25 @@ class Trainer:
             return self.states.init()
         return self.states.init_from(load_published_model(self.recipe, self.plan, self.screen))
 
+    def _first_model(self) -> nn.LanguageModel:
+        """Return the model before the first step of a new run, sharded by the plan, without an optimizer's state."""
+        if self.recipe.from_run is not None:
+            return self.plan.shard(load_run_weights(self.recipe, self.plan))
+        if self.recipe.published is None:
+            return self.states.init().model
+        return self.plan.shard(load_published_model(self.recipe, self.plan, self.screen))
+
+    def _converted_model(self, checkpointer: training.Checkpointer) -> nn.LanguageModel:
+        """Return the recipe's model, not yet sharded, from the checkpoint of a model that convert.py has written."""
+        shapes = model_shapes(dataclasses.replace(self.recipe, lora=training.Lora()))
+        return apply_lora(self.recipe, training.restore_model(checkpointer, shapes, self.plan))
+
     def _state(self, checkpointer: training.Checkpointer) -> training.TrainState:
         """Return the state to go on from: the latest checkpoint's or the first."""
         if checkpointer.latest_step is None:
             return self._first_state()
         if checkpointer.latest_step == 0:  # A converted model's checkpoint has step 0 and contains only the model.
-            shapes = model_shapes(dataclasses.replace(self.recipe, lora=training.Lora()))
-            model = training.restore_model(checkpointer, shapes, self.plan)
-            return self.states.init_from(apply_lora(self.recipe, model))
+            return self.states.init_from(self._converted_model(checkpointer))
         metadata = checkpointer.metadata()
         if (text := metadata["data"]["text"]) != self.texts.identity:
             raise ValueError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from text_cases import CONFIG, published_folder, TEMPLATE
 import eqformer
 from eqformer import data, models, nn, parallel, training
 from eqformer.recipes import Distillation, find_recipe, Mesh, published_recipe, Recipe, Screen, Text, train
-from eqformer.recipes._setup import load_teacher, make_plan
+from eqformer.recipes._setup import load_teacher, make_optimizer, make_plan, make_train_state, model_shapes
 from eqformer.recipes._texts import complete_recipe, recipe_tokenizer
+from eqformer.recipes._trainer import Trainer
 
 
 OPTIMIZER = training.Optimization("sgd", learning_rate=3e-3, warmup=2)
@@ -148,6 +150,24 @@ def test_a_teacher_has_its_hidden_states_in_a_pipeline_that_reorders_layers(tmp_
     np.testing.assert_allclose(hidden_states(teacher, plan), expected, rtol=1e-4, atol=1e-5)
     in_model_order = models.load(tmp_path / "teacher", plan=plan)  # the control
     assert np.abs(hidden_states(in_model_order, plan) - expected).max() > 0.1
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("source,lora", [("published", 0), ("from_run", 0), ("from_run", 2), ("neither", 0)])
+def test_the_first_model_is_the_first_states_without_its_optimizer(source, lora, run, tmp_path):
+    published = published_folder(tmp_path / "model")
+    sources = {"published": {"published": published}, "from_run": {"from_run": run.folder}, "neither": {}}
+    started = recipe("nowhere", lora=training.Lora(rank=lora), mesh=Mesh(fsdp=2), **sources[source])
+    started = dataclasses.replace(started, plan=parallel.ParallelConfig(zero=3, smallest=1))
+    plan, shapes = make_plan(started, jax.devices()[:2]), model_shapes(started)
+    states = make_train_state(started, plan, make_optimizer(started, shapes), shapes)
+    trainer: Any = SimpleNamespace(recipe=started, plan=plan, states=states, screen=QUIET)
+    model, expected = Trainer._first_model(trainer), Trainer._first_state(trainer).model
+    assert eqx.tree_equal(model, expected)
+    arrays, expected_arrays = (jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in (model, expected))
+    pairs = list(zip(arrays, expected_arrays, strict=True))
+    assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in pairs)
+    assert not all(x.is_fully_replicated for x in arrays)  # the control
 
 
 def test_a_run_that_goes_back_at_a_spike_keeps_its_stored_arrays(tmp_path):
