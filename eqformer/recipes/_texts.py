@@ -34,18 +34,14 @@ def published_recipe(source: str | Path, run: RunDirectory | None = None, **fiel
         fields: Further fields of the `Recipe`.
     """
     folder = Path(source)
-    if run is None or not run.began_from(folder.absolute()):
-        folder = models.local_path(folder)
-    folder = folder.absolute()
+    begun = run if run is not None and run.began_from(folder.absolute()) else None
+    folder = (models.local_path(folder) if begun is None else folder).absolute()
     if RunDirectory(folder).recipe.exists():
         raise ValueError(
             f"--model {folder}: this is a run, and a model is taken from a folder as published; write one of it with "
             f"scripts/convert.py {folder} FOLDER and give that, or let the run itself go on with --run-dir {folder}."
         )
-    if run is not None and not folder.exists() and run.began_from(folder):
-        config = models.read_config(run.published)
-    else:
-        config = models.read_config(folder)
+    config = models.read_config(folder if begun is None or folder.exists() else begun.published)
     return Recipe(**{"model": config, "published": folder, "optimizer": Optimization(learning_rate=1e-4), **fields})
 
 
