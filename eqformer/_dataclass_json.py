@@ -1,6 +1,7 @@
 """Dataclasses as JSON, each with the name of its class, for the files of a run; reading runs no code."""
 
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Container, Iterable, Mapping
@@ -101,13 +102,16 @@ def _check_types(kind: Any, fields: Mapping[str, Any], source: str) -> None:
             )
 
 
+_type_hints = functools.cache(typing.get_type_hints)
+
+
 def violated_annotation(kind: Any, name: str, value: Any) -> Any:
     """Return the annotation of a dataclass's field if the value is of another type; None if the value may be there."""
     from beartype import BeartypeConf  # Imported here, since the package imports this file at once.
     from beartype.door import is_bearable
 
     try:
-        hint = typing.get_type_hints(kind)[name]
+        hint = _type_hints(kind)[name]
     except NameError:  # A class of the user's file, whose annotations type checkers alone can read.
         return None
     numbers = BeartypeConf(is_pep484_tower=True)  # An integer is a float too, as in annotations.
