@@ -116,10 +116,9 @@ def with_plan_flags(recipe: Recipe, call: Callable[[], Result], *more_flags: str
 
 def plan_flags(recipe: Recipe) -> str:
     """Return the mesh, and the plan's choices that differ from the defaults, as flags."""
-    defaults = vars(Recipe.plan)
-    axes = [f"--mesh.{axis} {size}" for axis, size in dataclasses.asdict(recipe.mesh).items() if size != 1]
-    choices = [(name, value) for name, value in vars(recipe.plan).items() if value != defaults[name]]
-    return " ".join(axes + [format_flag(f"--{name.replace('_', '-')}", value) for name, value in choices])
+    choices = [*fields_of(recipe.mesh, "--mesh."), *fields_of(recipe.plan)]
+    defaults = flags_of(Recipe)
+    return " ".join(format_flag(flag, value) for flag, value, *_ in choices if value != defaults[flag])
 
 
 def with_candidate(recipe: Recipe, candidate: planning.Candidate) -> Recipe:
