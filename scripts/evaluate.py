@@ -70,8 +70,7 @@ def evaluate(command: Command) -> None:
         shown = "  ".join(f"{metric} {value:.6g}" for metric, value in values.items())
         print(f"{name:<20} {shown}")
     if command.out is not None:
-        text = json.dumps(figures, indent=2) + "\n"
-        write_atomic(command.out, lambda part: part.write_text(text, encoding="utf-8"))
+        write_atomic(command.out, json.dumps(figures, indent=2) + "\n")
 
 
 def score_texts(command: Command, llm: LLM, source: data.TextSource) -> dict[str, float]:
@@ -95,9 +94,8 @@ def score_texts(command: Command, llm: LLM, source: data.TextSource) -> dict[str
 
 def load_tasks(command: Command) -> list[Any]:
     """Load the command's tasks, before the model is read; a `ValueError` names the flag."""
-    include_path = None if command.include_path is None else str(command.include_path)
     try:
-        return evaluation.load_tasks(command.tasks, include_path=include_path)
+        return evaluation.load_tasks(command.tasks, include_path=command.include_path)
     except ValueError as error:
         raise ValueError(f"--tasks {' '.join(command.tasks)}: {error}") from error
 

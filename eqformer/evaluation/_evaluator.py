@@ -1,6 +1,7 @@
 """Texts and tasks on which a model is scored several times, as during its training."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +29,7 @@ class Evaluator:
         tasks: str | Sequence[Any] = (),
         limit: int | None = None,
         apply_chat_template: bool = False,
-        include_path: str | None = None,
+        include_path: str | Path | None = None,
         batch_size: int = 8,
     ):
         """Load the tasks.

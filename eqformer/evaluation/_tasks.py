@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._failures import load_extra
@@ -118,7 +119,7 @@ def harness_model(
     return HarnessModel(llm, batch_size=batch_size, max_length=length, progress=progress)
 
 
-def load_tasks(tasks: str | Sequence[Any], *, include_path: str | None = None) -> list[Any]:
+def load_tasks(tasks: str | Sequence[Any], *, include_path: str | Path | None = None) -> list[Any]:
     """Load tasks of lm-evaluation-harness with their data, which `evaluate_tasks` takes any number of times.
 
     Args:
@@ -135,7 +136,8 @@ def load_tasks(tasks: str | Sequence[Any], *, include_path: str | None = None) -
         return tasks
     # The index of all tasks takes seconds; a task that is described in full needs none.
     needs_index = bool(names) or any("group" in configuration for configuration in configurations)
-    manager = _make_task_manager(include_path=include_path, include_defaults=needs_index)
+    folder = None if include_path is None else str(include_path)
+    manager = _make_task_manager(include_path=folder, include_defaults=needs_index)
     known = set(manager.all_tasks)
     if unknown := [name for name in names if name not in known]:
         near = difflib.get_close_matches(unknown[0], known, n=5)
@@ -175,7 +177,7 @@ def evaluate_tasks(
     apply_chat_template: bool = False,
     batch_size: int = 8,
     max_length: int | None = None,
-    include_path: str | None = None,
+    include_path: str | Path | None = None,
     progress: Callable[[str, int, int], object] = lambda what, done, total: None,
 ) -> TaskResults:
     """Run tasks of lm-evaluation-harness on a model in this process.

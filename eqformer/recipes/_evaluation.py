@@ -37,14 +37,13 @@ def open_evaluator(recipe: Recipe) -> Evaluator | None:
     if not has_subject:
         return None
     texts, tasks = _read_texts(recipe), recipe.evaluate_tasks
-    include_path = None if recipe.evaluate_include_path is None else str(recipe.evaluate_include_path)
     try:
         return Evaluator(
             texts=texts,
             tasks=tasks,
             limit=recipe.evaluate_limit,
             apply_chat_template=recipe.evaluate_chat,
-            include_path=include_path,
+            include_path=recipe.evaluate_include_path,
         )
     except ValueError as error:
         raise ValueError(f"--evaluate-tasks {' '.join(tasks)}: {error}") from error

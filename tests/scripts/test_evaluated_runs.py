@@ -107,7 +107,7 @@ def test_a_run_is_evaluated_on_tasks(folder, tmp_path):
     scores = rows(tmp_path / "run", "evaluation/animals/acc")
     assert [row["step"] for row in scores] == [0, 2]
     average = evaluation.evaluate_tasks(
-        eqformer.load(tmp_path / "run"), ["animals", "beasts"], limit=4, include_path=str(include)
+        eqformer.load(tmp_path / "run"), ["animals", "beasts"], limit=4, include_path=include
     ).average
     assert average is not None and average.chances == {"animals": 0.5, "beasts": 0.5}
     assert scores[-1]["evaluation/average/centered_accuracy"] == pytest.approx(average.centered_accuracy)
