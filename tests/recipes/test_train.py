@@ -200,10 +200,10 @@ def build_own(config: OwnConfig, *, key) -> nn.Transformer:
 @pytest.mark.grid
 def test_a_run_of_a_family_that_the_program_registers_goes_on(corpus, tmp_path):
     models.register(models.Family("own", OwnConfig, build_own, presets={}))
-    own = recipe(corpus, model=OwnConfig(vocab=256, embed=32))
+    with_own_config = recipe(corpus, model=OwnConfig(vocab=256, embed=32))
     devices = jax.devices()[:1]
-    train(own, tmp_path / "run", devices=devices, screen=QUIET)
-    assert train(own, tmp_path / "run", devices=devices, screen=QUIET).start == 3
+    train(with_own_config, tmp_path / "run", devices=devices, screen=QUIET)
+    assert train(with_own_config, tmp_path / "run", devices=devices, screen=QUIET).start == 3
 
 
 @pytest.mark.quick

@@ -28,10 +28,10 @@ def formulas(name: str) -> str:
     topology, recipe = LARGE[name]
     plan, model = make_abstract_plan(recipe), model_shapes(recipe)
     states = make_train_state(recipe, plan, make_optimizer(recipe, model), model)
-    found = planning.forecast(states, model, recipe.batch_shapes(), planning.topology(topology))
-    sent = sum(size for *_, size in found.sent)
-    held, seconds = found.total / 1e9, found.time.seconds
-    return f"{name} | {topology} | {held:.1f} | {sent / 1e9:.1f} | {seconds:.2f}, {found.time.utilization:.0%}"
+    forecast = planning.forecast(states, model, recipe.batch_shapes(), planning.topology(topology))
+    sent = sum(size for *_, size in forecast.sent)
+    held, time = forecast.total / 1e9, forecast.time
+    return f"{name} | {topology} | {held:.1f} | {sent / 1e9:.1f} | {time.seconds:.2f}, {time.utilization:.0%}"
 
 
 def in_docs() -> dict[str, str]:

@@ -69,9 +69,9 @@ def test_a_published_model_is_trained_gently_by_every_recipe_that_was_not_writte
         assert parse(pretrain.Command, flags).run.optimizer == Optimization("adamw", learning_rate=1e-4)
         asked = parse(pretrain.Command, [*flags, "--optimizer.name", "muon"]).run.optimizer
         assert asked == Optimization("muon", learning_rate=1e-4)
-    own = Optimization("sgd", learning_rate=0.5)
-    monkeypatch.setitem(RECIPES, "tune", lambda: recipe(published=folder, optimizer=own))
-    assert parse(pretrain.Command, ["--recipe", "tune", "--model", str(folder)]).run.optimizer == own
+    named_optimizer = Optimization("sgd", learning_rate=0.5)
+    monkeypatch.setitem(RECIPES, "tune", lambda: recipe(published=folder, optimizer=named_optimizer))
+    assert parse(pretrain.Command, ["--recipe", "tune", "--model", str(folder)]).run.optimizer == named_optimizer
 
 
 @pytest.mark.quick
@@ -150,8 +150,8 @@ def test_a_broken_configuration_is_named(text, folder):
     ],
 )
 def test_flags_of_sample_that_do_not_fit(flags, words, folder, capsys):
-    found = refusal(sample.main, capsys, *flags.format(folder=folder).split())
-    assert words.format(folder=folder) in re.sub(r"\s+", " ", found)
+    message = refusal(sample.main, capsys, *flags.format(folder=folder).split())
+    assert words.format(folder=folder) in re.sub(r"\s+", " ", message)
 
 
 def test_a_gguf_file_brings_its_tokenizer_to_a_run_and_into_its_exports(tmp_path, capsys):

@@ -14,5 +14,5 @@ def test_the_docs_have_what_formulas_give(name):
 
 @pytest.mark.quick
 def test_every_recipe_has_a_row_of_its_own():
-    found = in_docs()
-    assert list(found) == list(LARGE) and len(set(found.values())) == len(LARGE)
+    rows = in_docs()
+    assert list(rows) == list(LARGE) and len(set(rows.values())) == len(LARGE)
