@@ -41,7 +41,7 @@ from ._save import save as save
 from ._weight_rules import Rule as Rule
 from .families import _common, _decoder, _mixtures
 from .families._bamba import BambaConfig as BambaConfig
-from .families._cohere import CohereConfig as CohereConfig
+from .families._cohere import Cohere2Config as Cohere2Config, CohereConfig as CohereConfig
 from .families._deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config, DeepSeekV32Config as DeepSeekV32Config
 from .families._ernie45 import Ernie45Config as Ernie45Config, Ernie45MoEConfig as Ernie45MoEConfig
@@ -50,16 +50,21 @@ from .families._falcon_h1 import FalconH1Config as FalconH1Config
 from .families._gemma import Gemma2Config as Gemma2Config, GemmaConfig as GemmaConfig
 from .families._gemma3 import Gemma3Config as Gemma3Config
 from .families._gemma4 import Gemma4Config as Gemma4Config
-from .families._glm4 import GLM4Config as GLM4Config, GLM4MoEConfig as GLM4MoEConfig
+from .families._glm4 import (
+    GLM4Config as GLM4Config,
+    GLM4MoEConfig as GLM4MoEConfig,
+    GLM4MoELiteConfig as GLM4MoELiteConfig,
+)
 from .families._glm_moe_dsa import GLMMoEDSAConfig as GLMMoEDSAConfig
 from .families._gpt2 import GPT2Config as GPT2Config
+from .families._gpt_neox import GPTNeoXConfig as GPTNeoXConfig, StarCoder2Config as StarCoder2Config
 from .families._gpt_oss import GPTOSSConfig as GPTOSSConfig
 from .families._granite import GraniteConfig as GraniteConfig, GraniteHybridConfig as GraniteHybridConfig
 from .families._hunyuan import HunyuanConfig as HunyuanConfig, HunyuanMoEConfig as HunyuanMoEConfig
 from .families._jaxformer import JAXformerConfig as JAXformerConfig
 from .families._kimi_linear import KimiLinearConfig as KimiLinearConfig
 from .families._lfm2 import LFM2Config as LFM2Config, LFM2MoEConfig as LFM2MoEConfig
-from .families._llama import LlamaConfig as LlamaConfig
+from .families._llama import ArceeConfig as ArceeConfig, HeliumConfig as HeliumConfig, LlamaConfig as LlamaConfig
 from .families._llama4 import Llama4Config as Llama4Config
 from .families._mamba2 import Mamba2Config as Mamba2Config
 from .families._minimax_m2 import MiniMaxM2Config as MiniMaxM2Config

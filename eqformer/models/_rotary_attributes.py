@@ -57,17 +57,20 @@ class RotaryPositions(Entry):
     """Whether `rope_type` must be stated (`"default"` for no scaling), because transformers' default is a scaling."""
     skipped: tuple[str, ...] = ()
     """Names in `rope_parameters` that other entries read, or that have no effect."""
+    older: str = "rope_theta"
+    """The attribute of older configurations for the base."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`."""
         if self.required and not rotary_scaling.either_rotary_parameters(published):
             published.take("rope_parameters")
-        theta, scaling = read_rotary(published, self.theta, self.layer_type, skipped=self.skipped)
+        older = (self.older, "rope_scaling")
+        theta, scaling = read_rotary(published, self.theta, self.layer_type, older, self.skipped)
         return {"theta": theta, "scaling": scaling}
 
     def write(self, config: rotary_scaling.WithRotary) -> Attributes:
         """Return the older attributes for both, which every version of transformers reads."""
-        attributes = {"rope_theta": config.theta} | rotary_scaling.scaling_attributes(config)
+        attributes = {self.older: config.theta} | rotary_scaling.scaling_attributes(config)
         return {"rope_scaling": {"rope_type": "default"}} | attributes if self.required else attributes
 
 
@@ -215,6 +218,9 @@ class ProportionalRotaryByType(Entry):
         return _write_by_type(config, parameters | {"partial_rotary_factor": scaling.part, "factor": scaling.factor})
 
 
+_PART = "partial_rotary_factor"
+
+
 @dataclasses.dataclass(frozen=True)
 class RotaryFraction(Entry):
     """The part of a head's channels that is rotated; families without this entry rotate all channels."""
@@ -223,19 +229,20 @@ class RotaryFraction(Entry):
     """The part if the attribute is missing."""
     inside: bool = False
     """Whether the part is also written into `rope_parameters`, because transformers has a default of its own there."""
+    published: str = _PART
+    """The attribute of its own."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary_fraction`, which is an attribute of its own or within `rope_parameters`."""
-        outside = published.read("partial_rotary_factor", Fraction, self.default)
-        return {
-            "rotary_fraction": _first(
-                rotary_scaling.either_rotary_parameters(published).get("partial_rotary_factor"), outside
-            )
-        }
+        outside = published.read(self.published, Fraction, self.default)
+        inside = rotary_scaling.either_rotary_parameters(published).get(_PART)
+        if inside is not None:
+            published.take(_PART, None)  # `read_rotary` adds it to the attributes
+        return {"rotary_fraction": _first(inside, outside)}
 
     def write(self, config: WithRotaryFraction) -> Attributes:
         """Return the attribute."""
-        attribute = {"partial_rotary_factor": config.rotary_fraction}
+        attribute = {self.published: config.rotary_fraction}
         # Transformers would read an older `rope_scaling` first.
         newer = {"rope_scaling": None, "rope_parameters": _write_parameters(config) | attribute}
         return attribute | (newer if self.inside else {})

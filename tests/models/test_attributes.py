@@ -50,6 +50,8 @@ UNUSED = {
     | {"reorder_and_upcast_attn"},  # of rounding
     "glm_moe_dsa": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
     "glm4_moe": {"num_nextn_predict_layers"},
+    "glm4_moe_lite": {"qk_head_dim"},
+    "gpt_neox": {"classifier_dropout"},
     "granitemoehybrid": {"mamba_chunk_size"},
     "hunyuan_v1_dense": {"eod_token_id"},
     "hunyuan_v1_moe": {"eod_token_id", "sep_token_id"},
@@ -67,6 +69,7 @@ UNUSED = {
     | {"mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "num_nextn_predict_layers"}
     | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},
     "seed_oss": {"residual_dropout"},
+    "starcoder2": {"embedding_dropout", "residual_dropout"},
     "t5": {"classifier_dropout", "dropout_rate", "initializer_factor"},
     "t5gemma": {"classifier_dropout_rate", "dropout_rate", "vocab_size"},
     "t5gemma2": {"classifier_dropout_rate", "dropout_rate", "eoi_token_index", "image_token_index"},

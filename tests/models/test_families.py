@@ -151,6 +151,13 @@ PUBLISHED = {
     "mamba2-2.7b": 2_702_599_680,
     "mamba-codestral-7b": 7_285_403_648,
 }
+PUBLISHED |= {"pythia-70m": 70_426_624, "pythia-160m": 162_322_944, "pythia-410m": 405_334_016}
+PUBLISHED |= {"pythia-1b": 1_011_781_632, "pythia-1.4b": 1_414_647_808, "pythia-2.8b": 2_775_208_960}
+PUBLISHED |= {"pythia-6.9b": 6_857_302_016, "pythia-12b": 11_846_072_320, "gpt-neox-20b": 20_554_567_680}
+PUBLISHED |= {"starcoder2-3b": 3_030_371_328, "starcoder2-7b": 7_173_923_840, "starcoder2-15b": 15_957_889_024}
+PUBLISHED |= {"command-r7b": 8_028_033_024, "command-a": 111_057_580_032}
+# Counted by transformers' classes of the published configurations.
+PUBLISHED |= {"afm-4.5b": 4_619_184_640, "helium-1-preview-2b": 2_172_643_840, "glm-4.7-flash": 29_943_393_920}
 # With the layers' scalars, which transformers does not count.
 PUBLISHED |= {"gemma4-e2b": 4_628_569_379, "gemma4-e4b": 7_463_013_418}
 PUBLISHED |= {"gemma4-26b-a4b": 25_233_141_790, "gemma4-31b": 30_697_345_340}
@@ -172,6 +179,7 @@ SEVERAL_STACKS = (
     "gemma3-27b",
     "gemma4-e",
     "glm-4.5",
+    "glm-4.7-",
     "granite-4.0-h-",
     "glm-5",
     "kimi",

@@ -21,6 +21,7 @@ RECORDED = json.loads((FIXTURES / "multimodal.json").read_text())
 UNREAD = {
     "gemma3": r"multi_modal_projector\. \(2\), vision_tower\. \(32\)\.$",
     "gemma4": r"",
+    "kimi_k25": r"model\.mm_projector\. \(\d+\), model\.vision_tower\. \(\d+\)\.$",
     "muse_glimmer": r"model\.vision_adapter\. \(2\), model\.vision_projection\. \(1\), model\.vision_tower\. \(22\)\.$",
     "qwen3_5": r"model\.visual\. \(\d+\)\.$",
     "qwen3_5_moe": r"model\.visual\. \(\d+\)\.$",

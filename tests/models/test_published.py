@@ -71,6 +71,12 @@ def float32s(name):
 
 # A case of each family, that which says the most of its layers; the others are of the grid.
 BY_DEFAULT = {
+    "arcee biased",
+    "cohere2 windows",
+    "glm4_moe_lite plain",
+    "gpt_neox plain",
+    "helium plain",
+    "starcoder2 window",
     "bamba biased",
     "cohere normed",
     "deepseek_v2 groups",
@@ -128,6 +134,12 @@ BY_DEFAULT = {
 # The default run reads and writes these cases and leaves their logits to the grid: most of their layers are layers of
 # the other cases too.
 LOGITS_IN_GRID = {
+    "arcee biased",
+    "cohere2 windows",
+    "glm4_moe_lite plain",
+    "gpt_neox plain",
+    "helium plain",
+    "starcoder2 window",
     "bamba biased",
     "deepseek_v2 groups",
     "ernie4_5_moe some dense",

@@ -1,18 +1,22 @@
-"""Command R (Cohere 2024): attention and feed-forward side by side after one norm, scaled logits."""
+"""Command R (Cohere 2024): attention and feed-forward side by side after one norm, scaled logits.
+
+Command R7B and Command A (Cohere 2025) have windows and rotary positions in most layers, and neither in the others.
+"""
 
 import dataclasses
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import LayerNorm, ParallelResidual, Residual, Transformer
-from .._attributes import Activation, Attribute
-from .._config_types import Length, NotNegative, Number, Positive
+from ...nn import Attention, GatedMLP, LayerNorm, ParallelResidual, Residual, Transformer
+from .._attributes import Activation, Attribute, Expect, Ignore
+from .._config_types import Index, Length, NotNegative, Number, Positive
 from .._family import DecoderConfig, Family
+from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import decoder_attributes, LAYER, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, rotary_of
+from ._decoder import attention, decoder, gated_mlp, layer_windows, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,9 +39,6 @@ def build_cohere(config: CohereConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Command R with random weights."""
     size = config.head_size
 
-    def norm() -> LayerNorm:
-        return LayerNorm("embed", embed=config.embed, bias=False, eps=config.eps)
-
     def head_norm(heads: str, count: int) -> LayerNorm | None:
         if not config.qk_norm:
             return None
@@ -54,10 +55,18 @@ def build_cohere(config: CohereConfig, *, key: Key[Array, ""]) -> Transformer:
             rotary=rotary_of(config, size, interleaved=True, scaling=config.scaling),
             key=mixer,
         )
-        gated = gated_mlp(config, key=feed_forward)
-        return ParallelResidual((Residual(attended), Residual(gated)), norm())
+        return _parallel(config, attended, gated_mlp(config, key=feed_forward))
 
-    return decoder(config, block, final_norm=norm(), logit_scale=config.logit_scale, key=key)
+    return decoder(config, block, final_norm=_norm(config), logit_scale=config.logit_scale, key=key)
+
+
+def _norm(config: DecoderConfig) -> LayerNorm:
+    return LayerNorm("embed", embed=config.embed, bias=False, eps=config.eps)
+
+
+def _parallel(config: DecoderConfig, attended: Attention, gated: GatedMLP) -> ParallelResidual:
+    """Return a layer whose attention and feed-forward layer stand side by side after one norm."""
+    return ParallelResidual((Residual(attended), Residual(gated)), _norm(config))
 
 
 _PRESETS = {
@@ -68,6 +77,7 @@ _PRESETS = {
     ),
 }
 
+_WEIGHTS = (*LLAMA_WEIGHTS, Rule(f"{LAYER}input_layernorm.weight", "norm.weight"))
 COHERE = Family(
     "cohere",
     CohereConfig,
@@ -82,5 +92,70 @@ COHERE = Family(
         Attribute("logit_scale", "logit_scale", 0.0625),
         Activation(),
     ),
-    (*LLAMA_WEIGHTS, Rule(f"{LAYER}input_layernorm.weight", "norm.weight")),
+    _WEIGHTS,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cohere2Config(DecoderConfig):
+    """The config of a Command R7B or Command A."""
+
+    window_layers: tuple[Index, ...]
+    """The numbers of the layers with a `window` and rotary positions; the other layers have neither."""
+    window: Length = 4096
+    """The number of tokens that the layers of `window_layers` see."""
+    theta: Positive = 50_000.0
+    eps: NotNegative = 1e-5
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    logit_scale: Number = 0.25
+    """A factor of the logits."""
+    tied: bool = True
+    max_seq: Length = 131_072
+
+
+def build_cohere2(config: Cohere2Config, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Command R7B or Command A with random weights."""
+    rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
+
+    def block(window: int | None, key: Key[Array, ""]) -> ParallelResidual:
+        mixer, feed_forward = jax.random.split(key)
+        is_rotated = window is not None
+        attended = attention(config, window=window, bias=config.bias, rotary=rotary if is_rotated else None, key=mixer)
+        return _parallel(config, attended, gated_mlp(config, key=feed_forward))
+
+    ends = {"final_norm": _norm(config), "logit_scale": config.logit_scale}
+    return decoder(config, block, layer_windows(config), **ends, key=key)
+
+
+_COHERE2_PRESETS = {
+    "cohere2-byte-500k": Cohere2Config(
+        256, 96, 4, 6, 2, 256, window_layers=all_but_every(4, 4), window=64, theta=10_000.0
+    ),
+    "command-r7b": Cohere2Config(256_000, 4096, 32, 32, 8, 14_336, window_layers=all_but_every(4, 32)),
+    "command-a": Cohere2Config(256_000, 12_288, 64, 96, 8, 36_864, window_layers=all_but_every(4, 64)),
+}
+
+COHERE2 = Family(
+    "cohere2",
+    Cohere2Config,
+    build_cohere2,
+    _COHERE2_PRESETS,
+    "Cohere2ForCausalLM",
+    "cohere2",
+    (
+        *decoder_attributes(eps="layer_norm_eps", tied=True, max_seq=8192),
+        Windows(4096, Period(4, ("sliding_window_pattern",), but=True)),
+        Attribute("bias", "attention_bias", False),
+        Attribute("logit_scale", "logit_scale", 0.0625),
+        Activation(),
+        # Attributes of Cohere's own program that state what all models of this family have.
+        Expect("order_of_interleaved_layers", "local_attn_first", written=False),
+        Expect("position_embedding_type", "rope_gptj", written=False),
+        Expect("rotary_pct", 1.0, written=False),
+        *(Expect(f"use_{name}", True, written=False) for name in ("gated_activation", "parallel_block")),
+        Expect("use_qk_norm", False, written=False),
+        Ignore("layer_switch", "use_embedding_sharing", "use_parallel_embedding"),  # repeated, or without effect
+    ),
+    _WEIGHTS,
 )

@@ -16,7 +16,7 @@ from .._rotary_attributes import RotaryWithTemperature
 from .._weight_rules import Rule
 from ._common import EDGES, GATED, KeyHeads, LAYER, PRE_NORMS, SIZES, WIDTH
 from ._decoder import damping, decoder, gated_mlp, norm, rotary_of, Together
-from ._mixtures import MIXTURE, SHARED, SHARED_ATTRIBUTES
+from ._mixtures import FIRST_DENSE, MIXTURE, SHARED, SHARED_ATTRIBUTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,21 +181,21 @@ def latent_attention(
 
 
 _WITH_FACTOR = nn.LinearScaling | nn.DynamicScaling | nn.Llama3Scaling | nn.YarnScaling | nn.LongRopeScaling
-_FIRST_DENSE = Unpublished("dense_layers", (), "none but the first layers are dense")
+_FIRST_DENSE = (FIRST_DENSE, Unpublished("dense_layers", (), "none but the first layers are dense"))
 
 
 def latent_attributes(
-    positions: Entry = RotaryWithTemperature(), mixtures: Entry = _FIRST_DENSE, *, max_seq: int
+    positions: Entry = RotaryWithTemperature(), mixtures: tuple[Entry, ...] = _FIRST_DENSE, *, max_seq: int
 ) -> tuple[Entry, ...]:
     """Return the entries of a `LatentConfig`.
 
     Args:
         positions: The entry of rotary positions.
-        mixtures: The entry of later dense layers.
+        mixtures: The entries of dense layers.
         max_seq: Transformers' default for the length of the longest rows.
     """
     return (
-        *(*SIZES, WIDTH, EqualKeyHeads(), positions, *SHARED_ATTRIBUTES, mixtures),
+        *(*SIZES, WIDTH, EqualKeyHeads(), positions, *SHARED_ATTRIBUTES, *mixtures),
         Count("latent", "kv_lora_rank"),
         Attribute("q_latent", "q_lora_rank"),
         Count("head_dim", "qk_nope_head_dim"),

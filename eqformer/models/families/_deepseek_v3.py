@@ -13,13 +13,13 @@ from jaxtyping import Array, Key
 from ...nn import Indexer, Transformer, YarnScaling
 from .._attributes import Attribute, Count, Entry, Expect, Ignore
 from .._config_types import Length, Size
-from .._family import Family
+from .._family import Family, MultimodalModel
 from .._layer_attributes import AllLayers
 from .._weight_rules import NUMBERED_PREDICTOR, Rule
 from ._common import LAYER
 from ._decoder import rotary_of, Together
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentKind, LayerMixtures, SigmoidLatentConfig
-from ._mixtures import SELECTION_BIAS, sigmoid_mixture_beside_shared
+from ._mixtures import FIRST_DENSE, SELECTION_BIAS, sigmoid_mixture_beside_shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,7 @@ DEEPSEEK_V3 = Family(
     (*LATENT_WEIGHTS, SELECTION_BIAS),
     predictor=NUMBERED_PREDICTOR,
     aliases=("kimi_k2",),
+    multimodal=(MultimodalModel("kimi_k25"), MultimodalModel("kimi_k25", "kimi_k2")),
 )
 
 
@@ -216,7 +217,7 @@ DEEPSEEK_V32 = Family(
     _DEEPSEEK_V32_PRESETS,
     "DeepseekV32ForCausalLM",
     "deepseek_v32",
-    (*latent_attributes(mixtures=LayerMixtures(), max_seq=163_840), *DSA_ATTRIBUTES, *_EACH_CHOOSES),
+    (*latent_attributes(mixtures=(FIRST_DENSE, LayerMixtures()), max_seq=163_840), *DSA_ATTRIBUTES, *_EACH_CHOOSES),
     DSA_WEIGHTS,
     predictor=NUMBERED_PREDICTOR,
 )

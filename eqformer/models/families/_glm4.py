@@ -1,6 +1,7 @@
 """GLM-4-0414 (GLM team 2024, arXiv:2406.12793; 2025) and GLM-4.5 to 4.7 (GLM-4.5 team 2025, arXiv:2508.06471).
 
 Both rotate half of each head. GLM-4-0414 has norms before and after sublayers, the others have DeepSeek-V3's mixtures.
+GLM-4.7-Flash is a DeepSeek-V3 of other sizes.
 """
 
 import dataclasses
@@ -9,14 +10,16 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Activation, Attribute, Ignore
-from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, Positive, Size
+from .._attributes import Activation, Attribute, Expect, Fields, Ignore
+from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction
 from .._weight_rules import NUMBERED_PREDICTOR
 from ._common import ATTENTION, decoder_attributes, EDGES, JOINED_GATED, LLAMA_WEIGHTS, norm_weights
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, norm, part_rotary, pre_norm_block
-from ._mixtures import MIXTURE, SELECTION_BIAS, SHARED, SHARED_ATTRIBUTES, sigmoid_mixture_beside_shared
+from ._deepseek import latent_attributes, LATENT_WEIGHTS, LayerMixtures
+from ._deepseek_v3 import build_deepseek_v3, DeepSeekV3Config
+from ._mixtures import FIRST_DENSE, MIXTURE, SELECTION_BIAS, SHARED, SHARED_ATTRIBUTES, sigmoid_mixture_beside_shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +159,7 @@ GLM4_MOE = Family(
     "glm4_moe",
     (
         *decoder_attributes(kv_heads=8, max_seq=131_072),
-        *SHARED_ATTRIBUTES,
+        *(*SHARED_ATTRIBUTES, FIRST_DENSE),
         RotaryFraction(0.5),
         Attribute("normalise", "norm_topk_prob", True),
         Attribute("qk_norm", "use_qk_norm", False),
@@ -166,5 +169,74 @@ GLM4_MOE = Family(
         Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # predictors, which transformers skips too
     ),
     (*LLAMA_WEIGHTS, *MIXTURE, *SHARED, SELECTION_BIAS),
+    predictor=NUMBERED_PREDICTOR,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GLM4MoELiteConfig(DeepSeekV3Config):
+    """The config of a GLM-4.7-Flash."""
+
+    head_dim: Size = 192
+    v_dim: Size = 256
+    experts: Size = 64
+    top_k: Size = 4
+    first_dense: Index = 1
+    groups: Size = 1
+    kept_groups: Size = 1
+    scale: Number = 1.8
+    theta: Positive = 1_000_000.0
+    eps: NotNegative = 1e-5
+    max_seq: Length = 202_752
+
+
+class _LayerMixtures(LayerMixtures):
+    """`mlp_layer_types`; without a list, the first layer alone is dense, whatever other attributes say."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `first_dense` and `dense_layers`."""
+        if fields := super().read(published):
+            published.take("first_k_dense_replace", None)
+            return fields
+        published.expect("first_k_dense_replace", 1)
+        return {"first_dense": 1, "dense_layers": ()}
+
+
+_GLM4_MOE_LITE_PRESETS = {
+    "glm4-moe-lite-byte-500k": GLM4MoELiteConfig(
+        *(256, 64),
+        layers=4,
+        heads=4,
+        mlp=128,
+        expert_mlp=32,
+        q_latent=32,
+        latent=32,
+        head_dim=16,
+        rope_dim=8,
+        v_dim=16,
+        experts=12,
+        theta=1e4,
+        tied=True,
+    ),
+    "glm-4.7-flash": GLM4MoELiteConfig(154_880, 2048, layers=47, heads=20, mlp=10_240, expert_mlp=1536, q_latent=768),
+}
+
+GLM4_MOE_LITE = Family(
+    "glm4_moe_lite",
+    GLM4MoELiteConfig,
+    build_deepseek_v3,
+    _GLM4_MOE_LITE_PRESETS,
+    "Glm4MoeLiteForCausalLM",
+    "glm4_moe_lite",
+    (
+        *latent_attributes(mixtures=(_LayerMixtures(),), max_seq=202_752),
+        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("interleaved", "rope_interleave", True),
+        Attribute("balance", "router_aux_loss_coef", 0.0001),
+        Expect("topk_method", "noaux_tc", written=False),
+        Expect("partial_rotary_factor", 1.0, written=False),
+        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # predictors, which transformers skips too
+    ),
+    (*LATENT_WEIGHTS, SELECTION_BIAS),
     predictor=NUMBERED_PREDICTOR,
 )

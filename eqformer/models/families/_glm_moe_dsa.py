@@ -13,6 +13,7 @@ from .._weight_rules import NUMBERED_PREDICTOR
 from ._decoder import Together
 from ._deepseek import latent_attributes, LatentKind, LayerMixtures
 from ._deepseek_v3 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_WEIGHTS
+from ._mixtures import FIRST_DENSE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ GLM_MOE_DSA = Family(
     "GlmMoeDsaForCausalLM",
     "glm_moe_dsa",
     (
-        *latent_attributes(mixtures=LayerMixtures(), max_seq=202_752),
+        *latent_attributes(mixtures=(FIRST_DENSE, LayerMixtures()), max_seq=202_752),
         *DSA_ATTRIBUTES,
         ReadingLayers(),
         Expect("indexer_rope_interleave", True, written=False),

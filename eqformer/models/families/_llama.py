@@ -1,16 +1,20 @@
-"""Llama 2 and 3 (Touvron et al. 2023; Dubey et al. 2024): pre-norm, grouped queries, rotary, gated silu."""
+"""Llama 2 and 3 (Touvron et al. 2023; Dubey et al. 2024): pre-norm, grouped queries, rotary, gated silu.
+
+AFM (Arcee AI 2025) has squared ReLUs without gates; Helium (Kyutai 2025) rotates neighboring channels together.
+"""
 
 import dataclasses
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Llama3Scaling, Transformer
+from ...nn import Block, Llama3Scaling, MLP, Transformer, YarnScaling
 from .._attributes import Activation, Attribute, Ignore
-from .._config_types import Length, NotNegative
+from .._config_types import Length, NotNegative, Positive
 from .._family import DecoderConfig, Family
+from .._rotary_attributes import RotaryPositions
 from ._common import decoder_attributes, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._decoder import activation_of, attention, damping, decoder, gated_mlp, pre_norm_block, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,7 @@ _PRESETS = {
     "llama-3.2-3b": _llama3(3072, 28, 24, 8192, factor=32.0, tied=True),
 }
 
+_BIASES = (Attribute("bias", "attention_bias", False), Attribute("mlp_bias", "mlp_bias", False))
 LLAMA = Family(
     "llama",
     LlamaConfig,
@@ -84,10 +89,96 @@ LLAMA = Family(
     "llama",
     (
         *decoder_attributes(),
-        Attribute("bias", "attention_bias", False),
+        *_BIASES,
         Activation(),
-        Attribute("mlp_bias", "mlp_bias", False),
         Ignore("is_llama_config"),  # SmolLM2 has it
+    ),
+    LLAMA_WEIGHTS,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArceeConfig(LlamaConfig):
+    """The config of an AFM."""
+
+    activation: str = "relu_squared"
+    max_seq: Length = 65_536
+
+
+def build_arcee(config: ArceeConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return an AFM with random weights."""
+
+    def block(key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        mlp = MLP(
+            embed=config.embed,
+            mlp=config.mlp,
+            activation=activation_of(config),
+            bias=config.mlp_bias,
+            output_std=damping(config) * config.mlp**-0.5,
+            key=feed_forward,
+        )
+        return pre_norm_block(config, attention(config, bias=config.bias, key=mixer), mlp)
+
+    return decoder(config, block, key=key)
+
+
+_ARCEE_PRESETS = {
+    "arcee-byte-500k": ArceeConfig(256, 96, 4, 6, 2, 384, tied=True),
+    "afm-4.5b": ArceeConfig(
+        128_004, 2560, 36, 20, 4, 18_432, head_dim=128, scaling=YarnScaling(20.0, 4096, magnitude=1.0)
+    ),
+}
+
+ARCEE = Family(
+    "arcee",
+    ArceeConfig,
+    build_arcee,
+    _ARCEE_PRESETS,
+    "ArceeForCausalLM",
+    "arcee",
+    (*decoder_attributes(max_seq=4096), *_BIASES, Activation("relu2")),
+    LLAMA_WEIGHTS,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeliumConfig(LlamaConfig):
+    """The config of a Helium."""
+
+    theta: Positive = 100_000.0
+    eps: NotNegative = 1e-8
+    max_seq: Length = 4096
+
+
+def build_helium(config: HeliumConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Helium with random weights."""
+    rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
+
+    def block(key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(config, bias=config.bias, output_bias=False, rotary=rotary, key=mixer)
+        return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
+
+    return decoder(config, block, key=key)
+
+
+_HELIUM_PRESETS = {
+    "helium-byte-500k": HeliumConfig(256, 96, 4, 6, 6, 256, head_dim=16, theta=10_000.0, tied=True),
+    "helium-1-preview-2b": HeliumConfig(48_000, 2560, 24, 20, 20, 7040, head_dim=128),
+}
+
+HELIUM = Family(
+    "helium",
+    HeliumConfig,
+    build_helium,
+    _HELIUM_PRESETS,
+    "HeliumForCausalLM",
+    "helium",
+    (
+        *decoder_attributes(RotaryPositions(100_000.0), head_dim=128, kv_heads=20, max_seq=4096),
+        *_BIASES,
+        Activation(),
     ),
     LLAMA_WEIGHTS,
 )

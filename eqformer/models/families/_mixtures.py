@@ -271,13 +271,13 @@ def mixture_attributes(experts: int, top_k: int, *, normalise: bool = False) -> 
     )
 
 
+FIRST_DENSE = Attribute("first_dense", "first_k_dense_replace")
 # The fields that `mixture_beside_shared` reads, by the attributes of DeepSeek's configurations.
 SHARED_ATTRIBUTES: tuple[Entry, ...] = (
     Count("expert_mlp", "moe_intermediate_size"),
     Count("experts", "n_routed_experts"),
     Count("top_k", "num_experts_per_tok"),
     Count("shared", "n_shared_experts", least=0),
-    Attribute("first_dense", "first_k_dense_replace"),
     Attribute("scale", "routed_scaling_factor"),
     ExpertGroupCount("groups", "n_group"),
     ExpertGroupCount("kept_groups", "topk_group"),
