@@ -29,6 +29,7 @@ LEGEND = {
     "mlp": "hidden features of a feed-forward layer, channels of a short convolution",
     "vocab": "token ids",
     "max_seq": "learned positions",
+    "types": "types of tokens, such as the two texts of a pair",
     "ranges": "distances of positions that share a bias",
     "layers": "blocks of a stack",
     "depth": "layers that are given a vector of each token beside the stream",

@@ -41,6 +41,11 @@ from ._save import save as save
 from ._weight_rules import Rule as Rule
 from .families import _common, _decoder, _mixtures
 from .families._bamba import BambaConfig as BambaConfig
+from .families._bert import (
+    BERTConfig as BERTConfig,
+    DistilBERTConfig as DistilBERTConfig,
+    RoBERTaConfig as RoBERTaConfig,
+)
 from .families._cohere import Cohere2Config as Cohere2Config, CohereConfig as CohereConfig
 from .families._deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config, DeepSeekV32Config as DeepSeekV32Config

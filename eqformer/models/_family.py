@@ -173,6 +173,9 @@ class Family:
     """Whether published folders commonly lack the base model's prefix, so that reading one gives no warning."""
     aliases: tuple[str, ...] = ()
     """Further `model_type`s of its models."""
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Arrays that some folders hold a second time under a name of the head, to which transformers ties them: for each
+    such name, the path of the leaf that the array equals."""
     predictor: PredictorTable | None = None
     """How its models publish the module that predicts one token further; None: models are read without this module."""
     multimodal: tuple[MultimodalModel, ...] = ()
@@ -242,6 +245,11 @@ class Family:
     def is_unread(self, name: str, config: ModelConfig) -> bool:
         """Return whether the array with this name in the table is not read."""
         return name.startswith((*self.ignored_prefixes, *self.unread(config)))
+
+    def tied_leaves(self, model: Transformer) -> dict[str, str]:
+        """Return, for each array that a folder may hold a second time because the head is tied, the path of its
+        leaf."""
+        return {self.head_name: "embedding.weight", **self.tied} if model.head is None else {}
 
     def copied_leaves(self, config: ModelConfig, model: Transformer) -> dict[str, str]:
         """Return, for each array that is published a second time with the predictor, the path of the model's leaf."""

@@ -268,9 +268,8 @@ def _check_names(
     unfilled = {path for path, leaf in flatten_model(shapes).items() if path not in filled and nn.is_trainable(leaf)}
     missing, unexpected = expected - arrays.names, arrays.names - expected
     unexpected = {name for name in unexpected if not name.endswith(published.family.ignored_suffixes)}
-    head = published.family.head_name
-    copies = published.family.copied_leaves(published.config, shapes)
-    copies |= {head: "embedding.weight"} if shapes.head is None else {}
+    tied = published.family.tied_leaves(shapes)
+    copies = published.family.copied_leaves(published.config, shapes) | tied
     copies = {name: path for name, path in copies.items() if name in unexpected}
     unexpected -= copies.keys()
     if codes := arrays.unexplained((expected & arrays.names) | (unexpected if missing else set())):
@@ -281,7 +280,7 @@ def _check_names(
     _refuse_mismatches(arrays, missing, unexpected, unfilled)
     for name, path in copies.items():
         original = next(rule for rule in rules if rule.paths[0] == path)
-        _check_copy(arrays, name, original.published_names()[0], head)
+        _check_copy(arrays, name, original.published_names()[0], is_tied=name in tied)
 
 
 def _refuse_mismatches(
@@ -294,16 +293,16 @@ def _refuse_mismatches(
         raise ValueError(f"{arrays.call}: {'; '.join(faults)}.")
 
 
-def _check_copy(arrays: PublishedArrays, copy: str, name: str, head: str) -> None:
+def _check_copy(arrays: PublishedArrays, copy: str, name: str, *, is_tied: bool) -> None:
     """Raise a `ValueError` unless both copies of an array that is published twice are equal."""
     original, copied = np.asarray(arrays.read(name)), np.asarray(arrays.read(copy))
     if original.shape == copied.shape and all(
         map(np.array_equal, original, copied)
     ):  # row by row, to need little memory
         return
-    if copy == head:
+    if is_tied:
         raise ValueError(
-            f"{arrays.call}: the configuration ties the head to the table, but {head} differs from {name}; with "
+            f"{arrays.call}: the configuration ties the head to the table, but {copy} differs from {name}; with "
             "tie_word_embeddings=false it would be read."
         )
     raise ValueError(

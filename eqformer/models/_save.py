@@ -158,13 +158,14 @@ def _arrays_of_whole_folder(
     unchanged = names_as_stored(arrays, rules, model, call)
     rules = [rule for rule in rules if rule.published_names()[0] not in unchanged]
     replaced = {arrays.stored_name(name) for name in own_names - unchanged}
-    head_name = published.family.head_name
-    head = arrays.stored_name(head_name) if model.head is None and head_name in arrays.names else None
+    tied = published.family.tied_leaves(model).items()
+    tied_leaf = {arrays.stored_name(name): path for name, path in tied if name in arrays.names - own_names}
+    leaves = flatten_model(model)
     copied = published.family.copied_leaves(published.config, model).keys()
-    other_names = sorted(folder.names - replaced - {head} - copied)
+    other_names = sorted(folder.names - replaced - tied_leaf.keys() - copied)
     return itertools.chain(
         ((arrays.stored_name(name), array) for name, array in published_arrays(rules, model)),
-        [] if head is None else [(head, np.asarray(model.embedding.weight))],
+        ((name, np.asarray(leaves[path])) for name, path in tied_leaf.items()),
         _copied_arrays(published.family, published.config, model),
         ((name, folder.read_any(name)) for name in other_names),
     )

@@ -63,6 +63,7 @@ from ._embedding import (
     PerLayerEmbedding as PerLayerEmbedding,
     PerLayerGate as PerLayerGate,
     PerLayerInputs as PerLayerInputs,
+    TokenTypes as TokenTypes,
     unembed as unembed,
 )
 from ._execution import Execution as Execution, with_execution as with_execution
@@ -140,7 +141,13 @@ from ._module import (
     observe_calls as observe_calls,
     path_name as path_name,
 )
-from ._norm import ClippedNorm as ClippedNorm, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
+from ._norm import (
+    ClippedNorm as ClippedNorm,
+    IdentityNorm as IdentityNorm,
+    LayerNorm as LayerNorm,
+    Norm as Norm,
+    RMSNorm as RMSNorm,
+)
 from ._precision import (
     cast as cast,
     Fp8Linear as Fp8Linear,

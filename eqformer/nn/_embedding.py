@@ -48,19 +48,51 @@ class LearnedPositions(PositionEmbedding):
     """
 
     weight: Float[Array, "max_seq embed"]
+    offset: int = eqx.field(static=True)
 
-    def __init__(self, *, max_seq: int, embed: int, std: float = 0.01, key: Key[Array, ""]):
-        """Draw the table with standard deviation `std`."""
-        self.weight = std * jax.random.normal(key, (max_seq, embed), jnp.float32)
+    def __init__(self, *, max_seq: int, embed: int, offset: int = 0, std: float = 0.01, key: Key[Array, ""]):
+        """Draw the table.
+
+        Args:
+            max_seq: The number of positions.
+            embed: Channels of a vector.
+            offset: Rows of the table before that of position 0, which no token reads (RoBERTa).
+            std: Standard deviation of the table.
+            key: For the table.
+        """
+        self.weight = std * jax.random.normal(key, (offset + max_seq, embed), jnp.float32)
+        self.offset = offset
 
     @property
     def max_seq(self) -> int:
         """The number of positions in the table."""
-        return self.weight.shape[0]
+        return self.weight.shape[0] - self.offset
 
     def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        """Look up the vector of each position; padding, at position -1, gets the first vector."""
-        return lookup_rows(self.weight, jnp.maximum(positions, 0))
+        """Look up the vector of each position; padding, at position -1, gets the vector of position 0."""
+        return lookup_rows(self.weight, jnp.maximum(positions, 0) + self.offset)
+
+
+class TokenTypes(PositionEmbedding):
+    """A table with a vector for each token type, such as the text of a pair, added to the token embeddings (BERT).
+
+    Types are looked up like positions. The vector of a type outside the table is NaN.
+    """
+
+    weight: Float[Array, "types embed"]
+
+    def __init__(self, *, types: int, embed: int, std: float = 0.02, key: Key[Array, ""]):
+        """Draw the table with standard deviation `std`."""
+        self.weight = std * jax.random.normal(key, (types, embed), jnp.float32)
+
+    @property
+    def max_seq(self) -> None:
+        """None: types do not limit the number of positions."""
+        return None
+
+    def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
+        """Look up the vector of each token's type."""
+        return lookup_rows(self.weight, positions)
 
 
 @checked

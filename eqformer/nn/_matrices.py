@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ._embedding import LearnedPositions
+from ._embedding import LearnedPositions, TokenTypes
 from ._linear import DenseMap
 from ._model_contracts import EmbeddingTable
 from ._module import has_shape
@@ -31,7 +31,7 @@ def matrices(model: PyTree) -> PyTree:
     """Return a tree like `model` with a `Matrix` for each weight matrix, and None for biases, norms and all else."""
 
     def has_matrix(node: object) -> bool:
-        tables = EmbeddingTable | LearnedPositions | eqx.nn.Embedding
+        tables = EmbeddingTable | LearnedPositions | TokenTypes | eqx.nn.Embedding
         return isinstance(node, DenseMap | tables | eqx.nn.Linear)
 
     def mark_weight(node: PyTree) -> PyTree:

@@ -137,7 +137,8 @@ class TokenEmbedding(EmbeddingTable):
 
 
 class PositionEmbedding(Module):
-    """Vectors of positions, which a model adds to its token embeddings: the contract of `LearnedPositions`.
+    """Vectors of positions or of token types, which a model adds to its token embeddings: the contract of
+    `LearnedPositions` and `TokenTypes`.
 
     A device may call it for some of the tokens, or hold some of the features if its arrays name them `embed`.
     """

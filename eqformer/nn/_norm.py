@@ -167,6 +167,19 @@ class LayerNorm(Norm):
         return y.astype(x.dtype)
 
 
+class IdentityNorm(Norm):
+    """The input itself, for a place at which a model has no norm."""
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """Return no dims."""
+        return ()
+
+    def normalize(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
+        """Return `x`."""
+        return x
+
+
 class ClippedNorm(Norm):
     """The output of a norm, or the input itself, clipped to `[-bound, bound]` (OLMoE)."""
 

@@ -172,6 +172,8 @@ class Transformer(LanguageModel):
     """The encoder of `tokens.source` for cross-attention, with the model's embedding table (T5) or its own."""
     score_bias: ScoreBias | None = None
     """A bias of attention scores, such as a `RelativeBias`, for the layers' attentions that use one."""
+    token_types: PositionEmbedding | None = None
+    """A table of token types, a `TokenTypes`, added to the token embeddings (BERT)."""
 
     @property
     def start(self) -> int | None:
@@ -229,9 +231,12 @@ class Transformer(LanguageModel):
         return with_source(tokens, self.encoder(x, source_tokens))
 
     def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*batch _ embed"]:
-        """Return the input of the first stack: token embeddings plus learned position embeddings, if the model has
-        any."""
+        """Return the input of the first stack: token embeddings plus embeddings of token types and of positions, if
+        the model has such tables."""
         x = self.embedding(ids).astype(self.compute_dtype)
+        if self.token_types is not None:
+            types = jnp.zeros_like(tokens.positions) if tokens.types is None else tokens.types
+            x = add_float32(x, self.token_types(types))
         if self.positions is not None:
             x = add_float32(x, self.positions(tokens.positions))
         x = x if self.embedding_norm is None else self.embedding_norm(x)

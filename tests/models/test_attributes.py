@@ -42,6 +42,8 @@ UNUSED = {
     "deepseek_v2": {"head_dim", "qk_head_dim"},
     "deepseek_v3": {"head_dim", "qk_head_dim", "num_nextn_predict_layers"},
     "deepseek_v32": {"head_dim", "qk_head_dim", "first_k_dense_replace"},  # the last said again by mlp_layer_types
+    **dict.fromkeys(("bert", "roberta"), {"attention_probs_dropout_prob", "classifier_dropout"}),
+    "distilbert": {"qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"},
     "bamba": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "exaone4": {"sliding_window_pattern"},  # said again by layer_types
     "falcon_h1": {"mamba_chunk_size", "num_logits_to_keep"},
@@ -181,7 +183,7 @@ def test_the_recorded_bookkeeping_is_that_of_the_installed_transformers():
 def test_an_activation_that_the_family_has_not_is_refused(family):
     config = next(one["config"] for name, one in RECORDED.items() if name.split()[0] == family)
     others = {"gpt2": "activation_function", "modernbert": "hidden_activation", "nemotron_h": "mlp_hidden_act"}
-    others |= {"t5": "feed_forward_proj", "muse_glimmer_text": "hidden_activation"}
+    others |= {"distilbert": "activation", "t5": "feed_forward_proj", "muse_glimmer_text": "hidden_activation"}
     name = others.get(family, "hidden_activation" if "gemma" in family else "hidden_act")
     wrong = {name: "gated-helix" if family == "t5" else "helix"}
     with pytest.raises(ValueError, match=rf"config.json.*: {name}='{wrong[name]}' is not supported for this family, w"):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from test_attributes import case, HARMLESS, numbers_of, PUBLISHED, SUPERSEDED, UNUSED
-from test_published import RECORDED
+from test_published import ENCODERS, RECORDED
 
 from eqformer import nn
 from eqformer.models import config_types
@@ -17,7 +17,7 @@ def test_a_decoder_of_which_a_token_sees_later_ones_is_refused(family):
     config = case(family)
     assert numbers_of(config | {"is_causal": True}) == numbers_of(config)
     for value in (False, None):
-        if family == "modernbert":  # an encoder, in which transformers does not look at it
+        if family in ENCODERS:  # an encoder, in which transformers does not look at it
             assert numbers_of(config | {"is_causal": value}) == numbers_of(config)
         else:
             with pytest.raises(ValueError, match=rf"config.json: is_causal={value}"):

@@ -1,10 +1,14 @@
-"""An encoder's packed rows, and that nothing is decoded with it."""
+"""An encoder's packed and padded rows, its token types, older folders, and that nothing is decoded with it."""
+
+import dataclasses
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_published import close, write
+from safetensors.numpy import load_file
+from test_base_folders import load_and_list, rewrite
+from test_published import close, compiled, write
 
 from eqformer import models, nn
 
@@ -26,3 +30,76 @@ def test_packed_rows_of_an_encoder_are_as_each_alone_and_no_cache_is_made(tmp_pa
     assert not close(together[0, :10], np.asarray(logits[1, :10]), 1e-2)
     with pytest.raises(ValueError, match=r"Attention.init_cache: with Mask\(is_causal=False.* token sees later tokens"):
         model.init_cache(1, 24)
+
+
+@pytest.mark.parametrize("name", ["bert plain", "roberta plain", "distilbert plain"])
+def test_padding_changes_no_token(name, tmp_path):
+    """Ids of padding count for nothing, and rows of any width have the same numbers."""
+    write(tmp_path, name)
+    model, ids = models.load(tmp_path), np.random.default_rng(1).integers(1, 61, (2, 24))
+    lengths = jnp.asarray([17, 9])
+    tokens, others = nn.right_padded(lengths, 24), np.where(np.arange(24) < np.asarray(lengths)[:, None], ids, 5)
+    logits, same = compiled(model, ids, tokens), compiled(model, others, tokens)
+    alone = compiled(model, ids[1:, :9], nn.positions_like((1, 9)))
+    unmasked = compiled(model, ids, nn.positions_like((2, 24)))
+    assert np.array_equal(logits[0, :17], same[0, :17]) and close(logits[1, :9], np.asarray(alone[0]))
+    assert not close(unmasked[1, :9], np.asarray(alone[0]), 1e-2)
+
+
+def test_token_types_add_their_vectors(tmp_path):
+    """The second text of a pair has type 1: as a model whose only type has the other vector, where all tokens have."""
+    arrays = write(tmp_path, "bert three types")
+    model, ids = models.load(tmp_path), np.random.default_rng(2).integers(1, 61, (1, 12))
+    of_type = lambda types: nn.positions_like((1, 12)).replace(types=jnp.asarray(types, jnp.int32)[None])
+    table = model.token_types
+    assert isinstance(table, nn.TokenTypes) and table.weight.shape == (3, 24)
+    moved = eqx.tree_at(lambda m: m.token_types.weight, model, table.weight[jnp.asarray([1, 0, 2])])
+    ones, pair = compiled(model, ids, of_type([1] * 12)), compiled(model, ids, of_type([0] * 5 + [1] * 7))
+    assert np.array_equal(ones, compiled(moved, ids, None))
+    assert np.array_equal(pair, compiled(moved, ids, of_type([1] * 5 + [0] * 7)))
+    assert np.array_equal(compiled(model, ids, None), compiled(model, ids, of_type([0] * 12)))
+    assert not close(pair, np.asarray(ones), 1e-2)
+    assert np.isnan(compiled(model, ids, of_type([3] * 12))).all()
+    assert np.array_equal(table.weight, arrays["bert.embeddings.token_type_embeddings.weight"])
+
+
+def test_the_oldest_names_of_bert_and_its_second_names_of_the_table(tmp_path):
+    """Norms of gamma and beta, the table again as the head, buffers, and parts beside the head for masked tokens."""
+    arrays = write(tmp_path, "bert plain")
+    want = models.load(tmp_path)
+    rename = lambda key: key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    second = {
+        "cls.predictions.decoder.weight": arrays["bert.embeddings.word_embeddings.weight"].copy(),
+        "cls.predictions.decoder.bias": arrays["cls.predictions.bias"].copy(),
+        "bert.embeddings.position_ids": np.arange(64)[None],
+        "cls.seq_relationship.weight": np.ones((2, 24), np.float32),
+    }
+    rewrite(tmp_path, arrays | second, rename)
+    model, told = load_and_list(tmp_path)
+    assert eqx.tree_equal(model, want) and told == [
+        "arrays that are not part of the text model are left unread: cls. (1)."
+    ]
+    changed = dataclasses.replace(model, logit_bias=model.logit_bias + 1)
+    models.save(changed, tmp_path / "back", like=tmp_path, whole=True)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == {rename(key) for key in arrays | second}
+    assert np.array_equal(back["cls.predictions.decoder.bias"], arrays["cls.predictions.bias"] + 1)
+    rewrite(tmp_path, arrays | second | {"cls.predictions.decoder.bias": np.ones(61, np.float32)}, rename)
+    with pytest.raises(
+        ValueError, match=r"ties the head to the table, but cls.predictions.decoder.bias differs from cls"
+    ):
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["xlm-roberta", "camembert"])
+def test_other_names_of_roberta(kind, tmp_path):
+    write(tmp_path, "roberta plain")
+    want, config = models.load(tmp_path), (tmp_path / "config.json").read_text()
+    assert '"model_type": "roberta"' in config
+    (tmp_path / "config.json").write_text(config.replace('"roberta"', f'"{kind}"'))
+    assert eqx.tree_equal(models.load(tmp_path), want)
+    with pytest.raises(ValueError, match=r"max_position_embeddings=1: it must be a whole number of at least 2"):
+        (tmp_path / "config.json").write_text(
+            config.replace('"max_position_embeddings": 25', '"max_position_embeddings": 1')
+        )
+        models.read_config(tmp_path)

@@ -117,6 +117,8 @@ CHOSEN: dict[str, dict[str, Any]] = {
 }
 # Presets of the sizes that transformers takes where nothing is said.
 DEFAULTS = {
+    "bert": "bert-base-uncased",
+    "distilbert": "distilbert-base-uncased",
     "cohere": "command-r",
     "deepseek_v3": "deepseek-v3",
     "deepseek_v32": "deepseek-v3.2",

@@ -73,7 +73,7 @@ def plan_over(sizes: dict[str, int], **choices: Any) -> Plan:
 @pytest.mark.parametrize("name", RECORDED)
 def test_over_data_and_heads(name, record_property):
     config = RECORDED[name]["config"] | RECORDED[name]["config"].get("decoder", {})
-    names = "num_key_value_heads", "num_attention_heads", "n_head", "n_groups", "num_heads"
+    names = "num_key_value_heads", "num_attention_heads", "n_head", "n_heads", "n_groups", "num_heads"
     heads = next(config[name] for name in names if name in config)
     if heads == 1 or heads % 2 == 0:
         assert_same(plan_over({"fsdp": 2, "tensor": 2}), name)

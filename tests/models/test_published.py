@@ -78,6 +78,9 @@ BY_DEFAULT = {
     "helium plain",
     "starcoder2 window",
     "bamba biased",
+    "bert plain",
+    "distilbert narrow",
+    "roberta plain",
     "cohere normed",
     "deepseek_v2 groups",
     "deepseek_v32 chosen keys",
@@ -199,7 +202,7 @@ def test_a_published_model_goes_back_out(name, tmp_path):
     check_round_trip(models.load(tmp_path), arrays, tmp_path)
 
 
-ENCODERS = {"modernbert"}  # of which a token sees later ones
+ENCODERS = {"bert", "distilbert", "modernbert", "roberta"}  # of which a token sees later ones
 
 
 @pytest.mark.grid

@@ -11,6 +11,7 @@ import pytest
 from format_cases import CASES, EXPERT_CASES, F8
 from format_folders import as_stored, change, EXPERTS, GATE, same_bits, store, write
 from safetensors.numpy import load_file
+from test_published import ENCODERS
 
 from eqformer import models, nn
 from eqformer.parallel import make_mesh, Plan
@@ -187,7 +188,7 @@ def test_every_family_runs_with_codes(family):
     def run() -> Any:
         model = nn.quantize(models.build(config, key=jax.random.key(0)), "int4")
         ids = jnp.zeros((1, 4), jnp.int32)
-        cache = None if family == "modernbert" else model.init_cache(1, 8)  # which sees whole rows
+        cache = None if family in ENCODERS else model.init_cache(1, 8)  # which sees whole rows
         tokens = nn.positions_like((1, 4))
         tokens = tokens if model.encoder is None else nn.with_source(tokens, nn.Source(ids, tokens))
         return model(ids, tokens)[0], model(ids, tokens, cache)[0]
