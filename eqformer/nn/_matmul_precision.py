@@ -56,9 +56,9 @@ class MatmulPrecision(abc.ABC):
         """Return the weight's gradient, `sum g x^T` over all vectors."""
 
 
-# On CPUs, a product with one vector reads the matrix where it is stored. For more vectors the matrix is reordered
-# first, which costs as much as products with three or four vectors.
-_FEW_VECTORS = 3
+# On CPUs, the second factor of a product is reordered in memory before the product, which for few vectors costs more
+# than the product. Up to this many vectors the matrix is therefore the first factor.
+_FEW_VECTORS = 64
 
 
 class ComputeDtypeMatmul(MatmulPrecision):
@@ -75,16 +75,19 @@ class ComputeDtypeMatmul(MatmulPrecision):
     def forward(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
-        """Return `W x`; on CPUs two or three vectors are multiplied one by one."""
+        """Return `W x`; on CPUs the matrix is the first factor if there are few vectors."""
         multiply = partial(jnp.einsum, "...i,oi->...o", preferred_element_type=dtype)
         if not 1 < math.prod(x.shape[:-1]) <= _FEW_VECTORS:
             return multiply(x, weight)
 
-        def multiply_one_by_one(x: Array, weight: Array) -> Array:
-            outputs = [multiply(vector, weight) for vector in x.reshape(math.prod(x.shape[:-1]), x.shape[-1])]
-            return jnp.stack(outputs).reshape(*x.shape[:-1], weight.shape[0])
+        def multiply_matrix_first(x: Array, weight: Array) -> Array:
+            vectors = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+            outputs = jnp.einsum("oi,vi->ov", weight, vectors, preferred_element_type=dtype)
+            # Without a barrier, a transposed product is compiled as a product whose second factor is the matrix.
+            outputs = jax.lax.optimization_barrier(outputs).T
+            return outputs.reshape(*x.shape[:-1], weight.shape[0])
 
-        return cpu_or(multiply_one_by_one, multiply, x, weight)
+        return cpu_or(multiply_matrix_first, multiply, x, weight)
 
     def input_grad(
         self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike

@@ -41,14 +41,24 @@ def test_few_vectors_do_not_make_xla_copy_the_weight():
     assert transposed.search(many)  # the control
 
 
-def test_two_or_three_vectors_meet_a_matrix_one_by_one_on_cpus_and_together_elsewhere(monkeypatch):
+def test_the_matrix_is_the_first_factor_of_few_vectors_on_cpus(monkeypatch):
     monkeypatch.setattr(_platform, "compilers", lambda: ("cuda",))
     module = make("embed -> mlp")
-    products = lambda rows, platform: (
-        jax.jit(module.__call__).trace(normal(1, rows, 5)).lower(lowering_platforms=(platform,)).as_text()
-    ).count("stablehlo.dot_general")
-    assert [products(rows, "cpu") for rows in (1, 2, 3, 4)] == [1, 2, 3, 1]
-    assert [products(rows, "cuda") for rows in (1, 2, 3, 4)] == [1, 1, 1, 1]
+    trace = lambda rows: jax.jit(module.__call__).trace(normal(1, rows, 5))
+    sizes = "x".join(map(str, module.weight.shape))
+
+    def is_first_factor(rows, platform):
+        text = trace(rows).lower(lowering_platforms=(platform,)).as_text()
+        (factors,) = re.findall(r"dot_general .* : \(tensor<(\S+)xf32>, tensor<(\S+)xf32>\)", text)
+        assert set(factors) == {sizes, f"{rows}x5"}
+        return factors[0] == sizes
+
+    assert [is_first_factor(rows, "cpu") for rows in (1, 2, 64, 65)] == [False, True, True, False]
+    assert [is_first_factor(rows, "cuda") for rows in (1, 2, 64, 65)] == [False] * 4
+    # XLA keeps the order of the factors: the product has a column for each vector.
+    compiled = trace(7).lower().compile().as_text() or ""
+    assert re.search(r"f32\[4,7\]\S* dot\(", compiled) and not re.search(r"f32\[7,4\]\S* dot\(", compiled)
+    assert re.search(r"f32\[65,4\]\S* dot\(", trace(65).lower().compile().as_text() or "")  # the control
     nothing = nn.ComputeDtypeMatmul().forward(jnp.zeros((2, 0)), jnp.zeros((4, 0)), jnp.float32)
     assert nothing.shape == (2, 4) and not np.any(nothing)  # a map of no inputs, which odd sizes leave
 
