@@ -152,7 +152,10 @@ class PublishedArrays:
 
     def scale_dtype(self, name: str) -> str:
         """Return the dtype of the scales of an array whose format is `Grouped`; exponents are bytes."""
-        dtype = self._coded[name].parts[self.grouped_form(name).groups.scale].dtype
+        groups = self.grouped_form(name).groups
+        if groups.scale_dtype is not None:
+            return groups.scale_dtype
+        dtype = self._coded[name].parts[groups.scale].dtype
         return "uint8" if dtype.itemsize == 1 else str(dtype)
 
     def read_codes(self, name: str, index: int | None, unit: tuple[int, int]) -> QuantizedArray:

@@ -21,6 +21,7 @@ from .formats import Format, read_format
 # Words that wrappers (`torch.compile`, FSDP, activation checkpointing) insert into the names of wrapped modules, and
 # the word that data parallelism puts before all names.
 _WRAPPERS, _DATA_PARALLEL = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"), "module"
+_MODELOPT = "hf_quant_config.json"
 QUANTIZATION_KEYS, DTYPE_KEYS = ("quantization_config", "compression_config"), ("dtype", "torch_dtype")
 
 
@@ -142,7 +143,7 @@ def describe_model(path: Path, source: Folder | GGUF | None = None) -> Published
     published.finish()
     private = ", ".join(private_names(attributes))
     notes = (f"{config_file}: private attributes are passed over: {private}.",) if private else ()
-    form = _read_format(quantization, config_file)
+    form = _read_format(quantization, config_file) or _read_modelopt(path)
     model = PublishedModel(family, config, multimodal, attributes, form, notes=notes)
     if (family.as_stored is None and not getattr(config, "tied", False)) or not has_weights(path):
         return model
@@ -200,6 +201,18 @@ def _read_format(values: Sequence[object], source: str) -> Format | None:
     if not isinstance(stated[0], dict) or any(value != stated[0] for value in stated):
         raise ValueError(f"{source}: {QUANTIZATION_KEYS[0]}={stated}: it must be one object.")
     return read_format(PublishedConfig(stated[0], f"{source}: {QUANTIZATION_KEYS[0]}", "this format"))
+
+
+def _read_modelopt(path: Path) -> Format | None:
+    """Return the format that ModelOpt's file states, in folders whose `config.json` states none."""
+    file = path / _MODELOPT
+    if not file.exists():
+        return None
+    quantization = PublishedConfig(read_json(file), str(file)).nested("quantization")
+    if quantization.get("quant_algo") is None:  # only caches are quantized, which are not read
+        return None
+    stated = quantization | {"quant_method": "modelopt"}
+    return read_format(PublishedConfig(stated, f"{file}: quantization", "this format"))
 
 
 def _find_family(published: PublishedConfig) -> tuple[Family, MultimodalModel | None]:

@@ -148,6 +148,25 @@ def mxfp4(rng: np.random.Generator, experts: int, rows: int, columns: int) -> tu
     return {"_blocks": codes, "_scales": its}, np.stack(found)
 
 
+def nvfp4(codes: str, array_scale: str, divides: bool) -> Callable[..., tuple[Stored, np.ndarray]]:
+    """Groups of 16 columns, with one more scale for the array."""
+
+    def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
+        packed_codes = rng.integers(0, 256, (rows, columns // 2)).astype(np.uint8)
+        its, of_array = scales(rng, rows, columns // 16, dtype=F8), np.float32(0.01 + rng.random())
+
+        def value(row: int, column: int) -> float:
+            code = nibble(packed_codes[row, column // 2], column % 2)
+            group = np.float32(its[row, column // 16])
+            scale = group / of_array if divides else group * of_array
+            return float((-1) ** (code >> 3) * np.float32(FP4[code & 7]) * scale)
+
+        stored = {codes: packed_codes, ".weight_scale": its, array_scale: np.array([of_array] if divides else of_array)}
+        return stored, each(rows, columns, value)
+
+    return make
+
+
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     """A `quantization_config` of compressed-tensors."""
     its = {"actorder": None, "dynamic": False, "num_bits": 8, "observer": "minmax", "symmetric": True} | weights
@@ -156,6 +175,15 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 
 FOUR: dict[str, Any] = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 16}
+OF_MODELOPT: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
+    },
+    "ignore": ["lm_head"],
+    "producer": {"name": "modelopt", "version": "0.47.0"},
+    "quant_algo": "NVFP4",
+    "quant_method": "modelopt",
+}
 OF_GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
 CASES = {
     "fp8 blocks": Case(
@@ -182,6 +210,15 @@ CASES = {
     ),
     "int4 in another order": Case(
         compressed("pack-quantized", **FOUR, actorder="group"), packed(order=True), ".weight_packed", ".weight_scale"
+    ),
+    "nvfp4": Case(
+        compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16),
+        nvfp4(".weight_packed", ".weight_global_scale", divides=True),
+        ".weight_packed",
+        ".weight_scale",
+    ),
+    "nvfp4 of modelopt": Case(
+        OF_MODELOPT, nvfp4(".weight", ".weight_scale_2", divides=False), ".weight", ".weight_scale"
     ),
     "gptq": Case(OF_GPTQ, gptq(), ".qweight", ".scales"),
     "gptq in another order": Case(OF_GPTQ | {"desc_act": True}, gptq(order=True), ".qweight", ".scales"),

@@ -8,9 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from format_cases import ALL_CASES, BF16, CASES, compressed, EXPERT_CASES, OF_GPTQ
-from format_folders import change, EXPERTS, GATE, LLAMA, plain, store, write
+from format_folders import change, EXPERTS, GATE, LLAMA, plain, same_bits, store, write
+from safetensors.numpy import load_file
 
 from eqformer import models
+from eqformer.models import PublishedConfig
+from eqformer.models.formats import read_format
 
 
 # By default one of each layout; the others are of the grid.
@@ -102,8 +105,11 @@ def test_a_file_cut_short(name, tmp_path):
     assert models.load(tmp_path) is not None
 
 
+SIGNLESS = ("fp8 one scale", "fp8 by row", "int8 by row", "nvfp4", "nvfp4 of modelopt")
+
+
 @pytest.mark.parametrize(
-    "name", ["fp8 blocks", *(pytest.param(n, marks=pytest.mark.grid) for n in CASES if "8" in n and n != "fp8 blocks")]
+    "name", ["fp8 blocks", *(pytest.param(n, marks=pytest.mark.grid) for n in CASES if n in SIGNLESS)]
 )
 def test_a_scale_of_a_magnitude_is_not_below_0(name, tmp_path):
     stored, _ = write(tmp_path, name)
@@ -216,3 +222,66 @@ def test_a_group_that_there_is_not(tmp_path):
         change(tmp_path, stored | {GATE + ".g_idx": places})
         with pytest.raises(ValueError, match=r"gate_proj.qweight: its columns are of groups .*, but it has 2"):
             models.load(tmp_path)
+
+
+MX_BITS = (("mxfp4-pack-quantized", 4), ("mxfp8-quantized", 8))
+MX = {form: compressed(form, type="float", num_bits=bits, strategy="group", group_size=32) for form, bits in MX_BITS}
+
+
+@pytest.mark.parametrize("form", MX)
+def test_powers_of_two_that_do_not_fit(form):
+    """Of the 8-bit scales of groups of 32: a missing one, and one that is no number."""
+    read = read_format(PublishedConfig(MX[form], "config.json"))
+    is_packed = form.startswith("mxfp4")
+    codes = np.zeros((4, 32 if is_packed else 64), np.uint8 if is_packed else ml_dtypes.float8_e4m3fn)
+    parts = {read.codes: codes, ".weight_scale": np.full((4, 2), 127, np.uint8)}
+    assert read.shape(parts) == (4, 64)
+    with pytest.raises(ValueError, match=r"its .weight_scale has shape \(4, 1\), not \(4, 2\)"):
+        read.shape(parts | {".weight_scale": parts[".weight_scale"][:, :1]})
+    parts[".weight_scale"][3, 1] = 255
+    with pytest.raises(ValueError, match="one of its scales is not finite"):
+        read.decode(parts, slice(0, 4), np.empty((4, 64), np.float32))
+    if is_packed:
+        with pytest.raises(ValueError, match=r"has shape \(4, 24\): rows of 48 numbers are not groups of 32"):
+            read.shape(parts | {read.codes: codes[:, :24]})
+
+
+def test_scales_of_an_array_that_are_no_factors(tmp_path):
+    for name, suffix, wrong in (
+        ("nvfp4", ".weight_global_scale", (0.0, -1.0, np.inf, np.nan)),
+        ("nvfp4 of modelopt", ".weight_scale_2", (-1.0, np.inf, np.nan)),
+    ):
+        stored, _ = write(tmp_path / name, name)
+        array_scale = stored[GATE + suffix]
+        for value in wrong:
+            change(tmp_path / name, stored | {GATE + suffix: np.full_like(array_scale, value)})
+            refused(tmp_path / name, name, rf"gate_proj.*its {suffix} is {value}, which is not a finite number above 0")
+        change(tmp_path / name, stored | {GATE + suffix: np.ones(2, np.float32)})
+        refused(tmp_path / name, name, rf"its {suffix} has shape \(2,\), not \(\) or \(1,\)")
+
+
+def test_algorithms_of_modelopt_are_read_or_refused(tmp_path):
+    """Also from the file beside a configuration that says nothing, as older folders have it."""
+    stored, decoded = write(tmp_path / "folder", "nvfp4 of modelopt")
+    said = json.loads((tmp_path / "folder" / "config.json").read_text())
+    quantization = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    }
+    (tmp_path / "folder" / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    store(tmp_path / "folder", stored, {key: its for key, its in said.items() if key != "quantization_config"})
+    models.save(models.load(tmp_path / "folder"), tmp_path / "plain", like=tmp_path / "folder")
+    back = load_file(tmp_path / "plain" / "model.safetensors")
+    assert all(same_bits(back[key], decoded[key]) for key in decoded)
+    modelopt = CASES["nvfp4 of modelopt"].said
+    for changes, words_of in (
+        ({"quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ' is not known; there are FP8, "),
+        ({"quant_algo": "MXFP8"}, "group_size=16 with quant_algo='MXFP8', whose groups have 32"),
+        ({"config_groups": {"a": {}}}, "each group must have weights"),
+        ({"quantized_layers": {"a": {"quant_algo": "INT4"}}}, "quantized_layers: a=.*: there are FP8, NVFP4"),
+        ({"pre_quant_scale": True}, "pre_quant_scale=True is not supported"),
+    ):
+        with pytest.raises(ValueError, match=words_of):
+            read_format(PublishedConfig(modelopt | changes, "config.json"))

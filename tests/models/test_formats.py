@@ -71,6 +71,12 @@ SAID: dict[str, Any] = {
         "pack-quantized", type="int", num_bits=4, strategy="group", group_size=32, symmetric=False
     ),
     "int8 by row": compressed("pack-quantized", type="int", strategy="channel"),
+    "mx floats": compressed("mxfp8-quantized", type="float", strategy="group", group_size=32),
+    "mxfp4 of compressed-tensors": compressed(
+        "mxfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=32
+    ),
+    "nvfp4": CASES["nvfp4"].said,
+    "nvfp4 of modelopt": CASES["nvfp4 of modelopt"].said,
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32},
     "gptq": OF_GPTQ | {"group_size": 32},
     "gptq in another order": OF_GPTQ | {"group_size": 32, "desc_act": True},

@@ -174,8 +174,8 @@ def test_factors_beside_codes_are_written_and_read_like_any(tmp_path):
     assert same(back, add(quantized)) and jax.tree.structure(back) == jax.tree.structure(add(quantized))
 
 
-# How names of maps end: in T5 and ModernBERT otherwise than in all others.
-MAPS = ("proj.weight", *(f".{name}.weight" for name in ("q", "k", "v", "o", "wi", "wo", "Wqkv", "Wi", "Wo")))
+# How names of maps end: in T5, ModernBERT and GPT-NeoX otherwise than in all others.
+MAPS = ("proj.weight", *(f".{name}.weight" for name in ("q", "k", "v", "o", "wi", "wo", "Wqkv", "Wi", "Wo", "dense")))
 FIRST = {family.name: next(iter(family.presets)) for family in models.FAMILIES.values() if family.model_type}
 
 

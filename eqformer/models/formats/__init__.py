@@ -14,13 +14,21 @@ from ._format import (
 )
 from ._ggml import BLOCKS as BLOCKS, Blocks as Blocks, ORDER as ORDER, ROWS as ROWS
 from ._mxfp4 import mxfp4
+from ._nvfp4 import modelopt
 from ._packed_integers import awq, gptq
 from ._scaled import fp8
 
 
 # The functions that read a `quantization_config`, by its `quant_method`.
 FORMATS: Mapping[str, Callable[[PublishedConfig], Format]] = MappingProxyType(
-    {"awq": awq, "compressed-tensors": compressed_tensors, "fp8": fp8, "gptq": gptq, "mxfp4": mxfp4}
+    {
+        "awq": awq,
+        "compressed-tensors": compressed_tensors,
+        "fp8": fp8,
+        "gptq": gptq,
+        "modelopt": modelopt,
+        "mxfp4": mxfp4,
+    }
 )
 
 
@@ -45,6 +53,7 @@ UNREAD: Mapping[str, frozenset[str]] = MappingProxyType(
                 "is_marlin_format mse act_group_aware"
             ).split()
         ),
+        "modelopt": frozenset("exclude_modules ignore kv_cache_quant_algo kv_cache_scheme producer".split()),
         "mxfp4": frozenset("modules_to_not_convert dequantize".split()),
     }
 )

@@ -8,6 +8,7 @@ from jaxtyping import UInt8
 
 from .._config_types import PublishedConfig
 from ._format import check_codes, check_part, Format, number_of_groups, Parts, SCALES
+from ._nvfp4 import compressed_float4, mxfp8
 from ._packed_integers import bytes_of_words, PackedIntegers, unpack
 from ._scaled import block_of, Scaled
 
@@ -62,6 +63,13 @@ UNREAD_OF_WEIGHTS = frozenset("observer observer_kwargs dynamic scale_dtype zp_d
 UNREAD_OF_GROUPS = frozenset(("targets", "input_activations", "output_activations"))
 
 
+_FLOATS = {  # format, type, bits, strategy, size of groups
+    ("nvfp4-pack-quantized", "float", 4, "tensor_group", 16),
+    ("mxfp4-pack-quantized", "float", 4, "group", 32),
+    ("mxfp8-quantized", "float", 8, "group", 32),
+}
+
+
 def compressed_tensors(published: PublishedConfig) -> Format:
     """Return the format of a `quantization_config`; raises a `ValueError` unless it has packed or scaled numbers."""
     if (sparse := published.nested("sparsity_config").get("format", "dense")) != "dense":
@@ -84,7 +92,7 @@ def _format_of(published: PublishedConfig, form: str, weights: PublishedConfig) 
     size, block = weights.take("group_size", None), block_of(weights, "block_structure")
     is_symmetric, order = weights.take("symmetric", True), weights.take("actorder", None)
     weights.finish_strictly(lambda name, value: name in UNREAD_OF_WEIGHTS)
-    if strategy != "group" and size not in (None, -1):
+    if strategy not in ("group", "tensor_group") and size not in (None, -1):
         weights.refuse(f"group_size={size} beside strategy={strategy!r}; only strategy='group' has groups.")
     if strategy != "block" and block is not None:
         weights.refuse(f"block_structure={block} beside strategy={strategy!r}; only strategy='block' has blocks.")
@@ -95,6 +103,8 @@ def _format_of(published: PublishedConfig, form: str, weights: PublishedConfig) 
         required = (".weight_scale", ".weight_shape", *(() if is_symmetric else (ZERO,)))
         optional = (GROUP_INDICES,) if order else ()
         return PackedWeights(f"INT{bits}", ".weight_packed", required, optional=optional, bits=bits, group=group)
+    if (form, kind, bits, strategy, size) in _FLOATS and is_symmetric:
+        return mxfp8() if bits == 8 else compressed_float4(form)
     kinds = {"float-quantized": ("float",), "int-quantized": ("int",), "naive-quantized": ("float", "int")}
     blocks = {"tensor": (None, None), "channel": (1, None), "block": block}
     if kind in kinds.get(form, ()) and bits == 8 and is_symmetric and blocks.get(strategy) is not None:
@@ -105,5 +115,6 @@ def _format_of(published: PublishedConfig, form: str, weights: PublishedConfig) 
     published.refuse(
         f"format={form!r} with {kind} of {bits} bits by {strategy}, group_size={size}, symmetric={is_symmetric} is not "
         "known; there are pack-quantized with int of 4 or 8 bits by group or channel, and float-quantized, "
-        "int-quantized or naive-quantized with symmetric numbers of 8 bits by tensor, channel or block."
+        "int-quantized or naive-quantized with symmetric numbers of 8 bits by tensor, channel or block, "
+        "nvfp4-pack-quantized by tensor_group of 16, and mxfp4-pack-quantized or mxfp8-quantized by group of 32."
     )

@@ -69,6 +69,8 @@ class GroupLayout(NamedTuple):
     """The suffix of the name of the array of scales."""
     has_zeros: bool = False
     """Whether zero points are stored."""
+    scale_dtype: str | None = None
+    """The dtype of scales that are computed from several arrays; None: scales are as they are stored."""
 
 
 class QuantizedArray(NamedTuple):

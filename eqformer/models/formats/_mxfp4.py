@@ -12,7 +12,7 @@ from ._format import check_codes, check_part, Format, Grouped, GroupLayout, Part
 
 _BLOCKS, _SCALES, _SIZE = "_blocks", "_scales", 32
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
+FP4_VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
 
 
 class MXFP4(Grouped):
@@ -50,7 +50,7 @@ def _products(dtype: str) -> Shaped[np.ndarray, "scales_and_codes 2"]:
 
     The code in the low bits is that of the first number.
     """
-    pairs = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)
+    pairs = np.stack([np.tile(FP4_VALUES, 16), np.repeat(FP4_VALUES, 16)], axis=-1)
     with np.errstate(over="ignore"):
         return np.ldexp(pairs, np.arange(-127, 129)[:, None, None]).reshape(-1, 2).astype(dtype)
 

@@ -1,0 +1,145 @@
+"""Floats of 4 bits in small groups, as compressed-tensors and ModelOpt store them: NVFP4 and MXFP4; ModelOpt's FP8.
+
+NVFP4 has a scale of 8 bits (E4M3) for 16 numbers, and one scale for the array; MXFP4 has a power of two for 32 numbers.
+"""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float32, Shaped
+
+from .._config_types import PublishedConfig
+from . import _format
+from ._mxfp4 import FP4_VALUES
+from ._scaled import Scaled
+
+
+_PAIRS = np.stack([np.tile(FP4_VALUES, 16), np.repeat(FP4_VALUES, 16)], axis=-1)
+"""The two numbers of each byte of codes; the low bits hold the first."""
+_EXPONENTS = ("U8", "F8_E8M0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Float4(_format.Grouped):
+    """`value[code] * scale`, with a scale for each group of numbers in a row.
+
+    NVFP4's scale is the product, or the quotient, of the group's scale and the array's scale.
+    """
+
+    size: int = 16
+    """The number of neighbors that share a scale."""
+    array_scale: str = ""
+    """The suffix of the name of the array's scale; empty: there is none, and groups have powers of two."""
+    divides: bool = False
+    """Whether the array's scale is a divisor of the groups' scales."""
+
+    def shape(self, parts: _format.Parts) -> tuple[int, ...]:
+        """Return the decoded array's shape."""
+        rows, pairs = _format.check_codes(parts, self.codes, "U8", 2)
+        if 2 * pairs % self.size:
+            raise ValueError(
+                f"its {self.codes} has shape {(rows, pairs)}: rows of {2 * pairs} numbers are not groups of {self.size}"
+            )
+        dtypes = ("F8_E4M3",) if self.array_scale else _EXPONENTS
+        _format.check_part(parts, self.required[0], dtypes, ((rows, 2 * pairs // self.size),))
+        if self.array_scale:
+            _format.check_part(parts, self.array_scale, ("F32",), ((), (1,)))
+        return rows, 2 * pairs
+
+    def decode(self, parts: _format.Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:
+        """Decode some rows."""
+        values = np.take(_PAIRS, parts[self.codes][rows], axis=0).reshape(len(out), -1, self.size)
+        out[...] = (values * self._scales(parts, rows)[..., None]).reshape(out.shape)
+
+    def read_codes(self, parts: _format.Parts, unit: tuple[int, int]) -> _format.QuantizedArray:
+        """Return the codes and scales of all rows."""
+        scales = self._scales(parts, slice(None))
+        stored = scales if self.array_scale else parts[self.required[0]].view(np.uint8)
+        return _format.QuantizedArray(parts[self.codes], np.repeat(stored, self.size // unit[1], axis=1), None)
+
+    @property
+    def groups(self) -> _format.GroupLayout:
+        """Return the layout: E2M1; NVFP4's scales are floats, which are computed from two arrays."""
+        scale_dtype = "float32" if self.array_scale else None
+        return _format.GroupLayout("fp4", (1, self.size), self.required[0], scale_dtype=scale_dtype)
+
+    def _scales(self, parts: _format.Parts, rows: slice) -> Float32[np.ndarray, "rows groups"]:
+        """Return the scales of some rows' groups; raises a `ValueError` for a scale that is no number, or below 0."""
+        stored = parts[self.required[0]][rows]
+        if not self.array_scale:
+            return _format.check_finite_scales(stored.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
+        scales = _format.check_nonnegative_scales(stored.astype(np.float32))
+        of_array = np.float32(parts[self.array_scale].reshape(()))
+        if not np.isfinite(of_array) or of_array < 0 or (self.divides and of_array == 0):
+            raise ValueError(f"its {self.array_scale} is {of_array}, which is not a finite number above 0")
+        return scales / of_array if self.divides else scales * of_array
+
+
+def compressed_float4(form: str) -> Float4:
+    """Return compressed-tensors' format `nvfp4-pack-quantized` or `mxfp4-pack-quantized`."""
+    ignored = (".input_global_scale", ".k_scale", ".v_scale")
+    if form == "mxfp4-pack-quantized":
+        return Float4("MXFP4", ".weight_packed", (".weight_scale",), ignored=ignored, size=32)
+    scales = (".weight_scale", ".weight_global_scale")
+    return Float4("NVFP4", ".weight_packed", scales, ignored=ignored, array_scale=scales[1], divides=True)
+
+
+def mxfp8() -> Scaled:
+    """Return MXFP8: floats of 8 bits (E4M3) with a power of two for 32 numbers."""
+    ignored = (".input_scale", ".k_scale", ".v_scale")
+    return Scaled(
+        "MXFP8",
+        ".weight",
+        (".weight_scale",),
+        ignored=ignored,
+        dtypes=("F8_E4M3",),
+        block=(1, 32),
+        scale_dtypes=_EXPONENTS,
+    )
+
+
+_IGNORED = (".input_scale", ".k_scale", ".v_scale")
+_NVFP4 = Float4(
+    "NVFP4",
+    ".weight",
+    (".weight_scale", ".weight_scale_2"),
+    ignored=_IGNORED,
+    dtypes=("U8",),
+    array_scale=".weight_scale_2",
+)
+_FP8 = Scaled("FP8", ".weight", (".weight_scale",), ignored=_IGNORED, dtypes=("F8_E4M3",))
+_ALGORITHMS: dict[str, Float4 | Scaled] = {
+    "FP8": _FP8,
+    "FP8_PER_CHANNEL_PER_TOKEN": dataclasses.replace(_FP8, block=(1, None)),
+    "MIXED_PRECISION": dataclasses.replace(_NVFP4, also=_FP8),  # the arrays' dtypes tell both apart
+    "MXFP8": mxfp8(),
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
+    "W4A8_MXFP4_FP8": Float4("MXFP4", ".weight", (".weight_scale",), ignored=_IGNORED, dtypes=("U8",), size=32),
+}
+_MIXED = ("FP8", "NVFP4", "W4A16_NVFP4")
+
+
+def modelopt(published: PublishedConfig) -> _format.Format:
+    """Return the format of ModelOpt's `quantization_config`, or of the `quantization` in its `hf_quant_config.json`."""
+    algorithm = published.text("quant_algo")
+    if algorithm not in _ALGORITHMS:
+        published.refuse(f"quant_algo={algorithm!r} is not known; there are {', '.join(_ALGORITHMS)}.")
+    for layer, settings in published.nested("quantized_layers").items():
+        if not isinstance(settings, dict) or settings.get("quant_algo") not in _MIXED:
+            published.refuse(f"quantized_layers: {layer}={settings}: there are {', '.join(_MIXED)}.")
+    published.expect("has_zero_point", False)
+    published.expect("pre_quant_scale", False)
+    sizes = [published.take("group_size", None)]
+    for name, group in published.nested("config_groups").items():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            published.refuse(f"config_groups: {name}={group}: each group must have weights.")
+        sizes.append(weights.get("group_size"))
+    form = _ALGORITHMS[algorithm]
+    size = form.size if isinstance(form, Float4) else form.block[1]
+    for stated in sizes:
+        if stated not in (None, size):
+            published.refuse(f"group_size={stated} with quant_algo={algorithm!r}, whose groups have {size} numbers.")
+    return form
