@@ -188,7 +188,7 @@ class SwitchedWindows(Windows):
 
 
 @dataclasses.dataclass(frozen=True)
-class _LaterLayers:
+class LaterLayers:
     """A choice of all layers but the first `max_window_layers`; `count` is the default of the attribute."""
 
     count: int
@@ -201,7 +201,7 @@ class LateWindows(SwitchedWindows):
     """`SwitchedWindows` of all layers but the first `max_window_layers`."""
 
     def __init__(self, window: int, first: int):
-        super().__init__(window, _LaterLayers(first))
+        super().__init__(window, LaterLayers(first))
 
     def write(self, config: WithWindows) -> Attributes:
         """Return both attributes, the switch, and the first layer with a window."""

@@ -44,8 +44,10 @@ UNUSED = {
     "deepseek_v32": {"head_dim", "qk_head_dim", "first_k_dense_replace"},  # the last said again by mlp_layer_types
     **dict.fromkeys(("bert", "roberta"), {"attention_probs_dropout_prob", "classifier_dropout"}),
     "distilbert": {"qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"},
+    "afmoe": {"global_attn_every_n_layers"},  # said again by layer_types
     "bamba": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "exaone4": {"sliding_window_pattern"},  # said again by layer_types
+    "exaone_moe": {"first_k_dense_replace", "sliding_window_pattern"},  # said again by lists of layers
     "falcon_h1": {"mamba_chunk_size", "num_logits_to_keep"},
     "gemma3_text": {"_sliding_window_pattern", "attn_logit_softcapping"},
     "gpt2": {f"summary_{name}" for name in ("type", "first_dropout", "activation", "use_proj", "proj_to_labels")}

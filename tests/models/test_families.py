@@ -165,7 +165,12 @@ PUBLISHED |= {"pythia-1b": 1_011_781_632, "pythia-1.4b": 1_414_647_808, "pythia-
 PUBLISHED |= {"pythia-6.9b": 6_857_302_016, "pythia-12b": 11_846_072_320, "gpt-neox-20b": 20_554_567_680}
 PUBLISHED |= {"starcoder2-3b": 3_030_371_328, "starcoder2-7b": 7_173_923_840, "starcoder2-15b": 15_957_889_024}
 PUBLISHED |= {"command-r7b": 8_028_033_024, "command-a": 111_057_580_032}
+PUBLISHED |= {"granite-3.0-1b-a400m": 1_334_628_352, "granite-3.0-3b-a800m": 3_298_793_472}
+PUBLISHED |= {"glm-4-9b": 9_399_951_360, "olmo-1b": 1_176_764_416, "olmo-7b": 6_888_095_744}
 # Counted by transformers' classes of the published configurations.
+PUBLISHED |= {"dots.llm1": 142_774_381_696, "k-exaone-236b-a23b": 236_571_156_352, "trinity-mini": 26_123_974_400}
+PUBLISHED |= {"solar-open-100b": 102_651_799_552, "cwm-32b": 32_581_097_472, "flex-olmo-7x7b": 33_270_665_216}
+PUBLISHED |= {"jais-2-8b": 8_090_401_280}
 PUBLISHED |= {"afm-4.5b": 4_619_184_640, "helium-1-preview-2b": 2_172_643_840, "glm-4.7-flash": 29_943_393_920}
 # With the layers' scalars, which transformers does not count.
 PUBLISHED |= {"gemma4-e2b": 4_628_569_379, "gemma4-e4b": 7_463_013_418}
@@ -189,6 +194,9 @@ SEVERAL_STACKS = (
     "gemma4-e",
     "glm-4.5",
     "glm-4.7-",
+    "dots.",
+    "k-exaone-",
+    "trinity-",
     "granite-4.0-h-",
     "glm-5",
     "kimi",

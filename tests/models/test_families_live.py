@@ -98,7 +98,7 @@ def test_an_encoders_vectors_are_those_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
-    chosen = {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}  # whose default is of no use
+    chosen = CHOSEN[family] if family in ("deepseek_v2", "dots1") else {}  # whose defaults are of no use
     said = transformers.AutoConfig.for_model(family, **chosen).to_dict() | {"model_type": family}
     want, unlike = meaning(numbers_of(said)), set()
     for name in said.keys() - {"model_type", "max_position_embeddings"}:  # the longest rows change nothing
@@ -111,6 +111,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
 # What transformers' own models lack by default.
 CHOSEN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     **dict.fromkeys(("glm4_moe", "hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 128}),
     "lfm2_moe": {"num_hidden_layers": 24}
     | {"layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)]},
@@ -126,7 +127,13 @@ DEFAULTS = {
     "ernie4_5_moe": "ernie4.5-21b-a3b",
     "gemma": "gemma-7b",
     "gemma2": "gemma2-2b",
+    "cwm": "cwm-32b",
+    "flex_olmo": "flex-olmo-7x7b",
+    "glm": "glm-4-9b",
     "glm4": "glm4-9b",
+    "jais2": "jais-2-8b",
+    "olmo": "olmo-7b",
+    "solar_open": "solar-open-100b",
     "glm4_moe_lite": "glm-4.7-flash",
     "gpt_neox": "gpt-neox-20b",
     "helium": "helium-1-preview-2b",
@@ -195,5 +202,5 @@ def test_in_bfloat16_those_arrays_stay_float32_that_do_in_transformers(name, tmp
 def _published(name: str, shapes: dict[str, Any]) -> str:
     """The name in a folder of what transformers gives another while it runs."""
     found = re.sub(r"^model(?=\..*\.mixer\.)", "backbone", name.replace("gate.moe", "moe")).replace("forget_gate.", "")
-    older = found.replace(".mlp.", ".block_sparse_moe.")
-    return older if older in shapes else found
+    older = (found.replace(".mlp.", ".block_sparse_moe."), found.replace(".gate.e_score", ".e_score"))
+    return next((name for name in older if name in shapes), found)

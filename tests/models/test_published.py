@@ -71,6 +71,17 @@ def float32s(name):
 
 # A case of each family, that which says the most of its layers; the others are of the grid.
 BY_DEFAULT = {
+    "cwm windows",
+    "glm plain",
+    "jais2 plain",
+    "olmo clipped",
+    "solar_open plain",
+    "dots1 late windows",
+    "exaone_moe windows",
+    "afmoe windows",
+    "granitemoe plain",
+    "granitemoeshared shared",
+    "flex_olmo normalised",
     "arcee biased",
     "cohere2 windows",
     "glm4_moe_lite plain",
@@ -137,6 +148,17 @@ BY_DEFAULT = {
 # The default run reads and writes these cases and leaves their logits to the grid: most of their layers are layers of
 # the other cases too.
 LOGITS_IN_GRID = {
+    "cwm windows",
+    "glm plain",
+    "jais2 plain",
+    "olmo clipped",
+    "solar_open plain",
+    "dots1 late windows",
+    "exaone_moe windows",
+    "afmoe windows",
+    "granitemoe plain",
+    "granitemoeshared shared",
+    "flex_olmo normalised",
     "arcee biased",
     "cohere2 windows",
     "glm4_moe_lite plain",

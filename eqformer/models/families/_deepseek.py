@@ -11,7 +11,6 @@ from ... import nn
 from .. import _config_types as config_types
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Unpublished
 from .._family import ModelConfig
-from .._layer_attributes import layers_of
 from .._rotary_attributes import RotaryWithTemperature
 from .._weight_rules import Rule
 from ._common import EDGES, GATED, KeyHeads, LAYER, PRE_NORMS, SIZES, WIDTH
@@ -227,25 +226,6 @@ class EqualKeyHeads(Entry):
     def write(self, config: LatentConfig) -> config_types.Attributes:
         """Return the attribute."""
         return {"num_key_value_heads": config.heads}
-
-
-class LayerMixtures(Entry):
-    """`mlp_layer_types`, a list of dense and sparse layers; without a list, another attribute counts dense layers."""
-
-    def read(self, published: config_types.PublishedConfig) -> Fields:
-        """Return `first_dense` and `dense_layers`; refuse other types of layers, and lists of another length."""
-        layers = layers_of(published)
-        if (types := published.listed("mlp_layer_types", str)) is None:
-            return {}
-        if len(types) != layers or {*types} - {"dense", "sparse"}:
-            published.refuse(f"mlp_layer_types={types} must name {layers} layers, each 'dense' or 'sparse'.")
-        first = [*types, "sparse"].index("sparse")
-        later = tuple(layer for layer, kind in enumerate(types) if kind == "dense" and layer > first)
-        return {"first_dense": first, "dense_layers": later}
-
-    def write(self, config: LatentConfig) -> config_types.Attributes:
-        """Return the list."""
-        return {"mlp_layer_types": ["sparse" if is_mixture else "dense" for is_mixture in config.mixtures]}
 
 
 _ATTENTION, _INTO = f"{LAYER}self_attn.", "(heads width) inputs -> heads width inputs"

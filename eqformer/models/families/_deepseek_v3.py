@@ -18,8 +18,8 @@ from .._layer_attributes import AllLayers
 from .._weight_rules import NUMBERED_PREDICTOR, Rule
 from ._common import LAYER
 from ._decoder import rotary_of, Together
-from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentKind, LayerMixtures, SigmoidLatentConfig
-from ._mixtures import FIRST_DENSE, SELECTION_BIAS, sigmoid_mixture_beside_shared
+from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentKind, SigmoidLatentConfig
+from ._mixtures import FIRST_DENSE, LayerMixtures, SELECTION_BIAS, sigmoid_mixture_beside_shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,31 @@
-"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after sublayers, rotary positions in local layers only."""
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after sublayers, rotary positions in local layers only.
+
+K-EXAONE (LG AI Research 2026) has norms before sublayers, and DeepSeek-V3's mixtures.
+"""
 
 import dataclasses
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Llama3Scaling, Transformer
-from .._attributes import Activation, Expect
-from .._config_types import Index, Length, NotNegative, Positive, PublishedConfig
+from ...nn import Attention, Block, Llama3Scaling, Transformer
+from .._attributes import Activation, Attribute, Count, Expect, Ignore
+from .._config_types import Index, Length, NotNegative, Number, Positive, PublishedConfig
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, NullableWindows, Period
-from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, POST_NORMS
-from ._decoder import attention, decoder, gated_mlp, head_norms, layer_windows, post_norm_block, rotary_of
+from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, LAYER, LLAMA_WEIGHTS, POST_NORMS
+from ._decoder import (
+    attention,
+    damping,
+    decoder,
+    gated_mlp,
+    head_norms,
+    layer_windows,
+    post_norm_block,
+    pre_norm_block,
+    rotary_of,
+)
+from ._mixtures import LayerMixtures, MIXTURE, SELECTION_BIAS, SHARED, SigmoidMoEConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,12 +46,19 @@ def build_exaone4(config: Exaone4Config, *, key: Key[Array, ""]) -> Transformer:
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        is_rotated = window is not None or config.window is None
-        rotary = rotary_of(config, config.head_size, scaling=config.scaling) if is_rotated else None
-        attended = attention(config, window=window, rotary=rotary, output_std=None, **head_norms(config), key=mixer)
+        attended = _attention(config, window, output_std=None, key=mixer)
         return post_norm_block(config, attended, gated_mlp(config, output_std=None, key=feed_forward))
 
     return decoder(config, block, layer_windows(config), key=key)
+
+
+def _attention(
+    config: "Exaone4Config | ExaoneMoEConfig", window: int | None, *, output_std: float | None, key: Key[Array, ""]
+) -> Attention:
+    """Return attention with rotary positions in layers with a window, or in all layers if no layer has a window."""
+    is_rotated = window is not None or config.window is None
+    rotary = rotary_of(config, config.head_size, scaling=config.scaling) if is_rotated else None
+    return attention(config, window=window, rotary=rotary, output_std=output_std, **head_norms(config), key=key)
 
 
 def _local(published: PublishedConfig, layers: int) -> tuple[int, ...]:
@@ -78,4 +99,91 @@ EXAONE4 = Family(
         Expect("reorder_qk_norm", True, written=False),
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(), *GATED, *POST_NORMS),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExaoneMoEConfig(SigmoidMoEConfig):
+    """The config of a K-EXAONE; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+
+    window: Length | None = 4096
+    """The tokens that the layers of `window_layers` see; None: there are no windows, and all layers are rotated."""
+    window_layers: tuple[Index, ...] = ()
+    """The numbers of the layers that see a `window`; with a window, all other layers have no rotary positions."""
+    dense_layers: tuple[Index, ...] = ()
+    """The numbers of later layers without experts."""
+    scale: Number = 2.5
+    theta: Positive = 1_000_000.0
+    eps: NotNegative = 1e-5
+    max_seq: Length = 262_144
+
+    @property
+    def mixtures(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
+
+
+def build_exaone_moe(config: ExaoneMoEConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a K-EXAONE with random weights."""
+
+    def block(kind: tuple[int | None, bool], key: Key[Array, ""]) -> Block:
+        window, is_mixture = kind
+        mixer, feed_forward = jax.random.split(key)
+        output_std = damping(config) * (config.heads * config.head_size) ** -0.5
+        attended = _attention(config, window, output_std=output_std, key=mixer)
+        return pre_norm_block(config, attended, config.feed_forward(is_mixture, feed_forward))
+
+    return decoder(config, block, list(zip(layer_windows(config), config.mixtures, strict=True)), key=key)
+
+
+_MOE_PRESETS = {
+    "exaone-moe-byte-500k": ExaoneMoEConfig(
+        *(256, 64, 4, 4, 2, 128),
+        expert_mlp=32,
+        experts=12,
+        top_k=4,
+        window=64,
+        window_layers=all_but_every(4, 4),
+        theta=1e4,
+        tied=True,
+    ),
+    "k-exaone-236b-a23b": ExaoneMoEConfig(
+        *(153_600, 6144, 48, 64, 8, 18_432),
+        expert_mlp=2048,
+        window=128,
+        window_layers=all_but_every(4, 48),
+        head_dim=128,
+    ),
+}
+
+EXAONE_MOE = Family(
+    "exaone_moe",
+    ExaoneMoEConfig,
+    build_exaone_moe,
+    _MOE_PRESETS,
+    "ExaoneMoeForCausalLM",
+    "exaone_moe",
+    (
+        *decoder_attributes(kv_heads=32),
+        NullableWindows(4096, _local),
+        Count("expert_mlp", "moe_intermediate_size", 1024),
+        Count("experts", ("num_experts", "num_local_experts"), 64),
+        Count("top_k", "num_experts_per_tok", 8),
+        Count("shared", "num_shared_experts", 1, least=0),
+        *(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
+        Attribute("scale", "routed_scaling_factor", 2.5),
+        Attribute("normalise", "norm_topk_prob", True),
+        Count("groups", "n_group", 1),
+        Count("kept_groups", "topk_group", 1),
+        Attribute("balance", "router_aux_loss_coef", 0.0001),
+        Activation(),
+        # Attributes of the publisher's own program that state what all models of this family have.
+        Expect("scoring_func", "sigmoid", written=False),
+        Expect("topk_method", "noaux_tc", written=False),
+        Ignore("is_moe_layer", "mtp_share_layers", "num_nextn_predict_layers"),  # repeated, or of predictors
+    ),
+    (
+        *(*LLAMA_WEIGHTS, *MIXTURE, *SHARED),
+        dataclasses.replace(SELECTION_BIAS, name=f"{LAYER}mlp.e_score_correction_bias"),
+    ),
 )

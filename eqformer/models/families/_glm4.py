@@ -1,7 +1,8 @@
 """GLM-4-0414 (GLM team 2024, arXiv:2406.12793; 2025) and GLM-4.5 to 4.7 (GLM-4.5 team 2025, arXiv:2508.06471).
 
 Both rotate half of each head. GLM-4-0414 has norms before and after sublayers, the others have DeepSeek-V3's mixtures.
-GLM-4.7-Flash is a DeepSeek-V3 of other sizes.
+GLM-4.7-Flash is a DeepSeek-V3 of other sizes; Solar Open (Upstage 2025) has a GLM-4.5's mixtures in all layers, and
+the GLM-4 of 2024 has norms before sublayers only.
 """
 
 import dataclasses
@@ -13,13 +14,23 @@ from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Expect, Fields, Ignore
 from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
-from .._rotary_attributes import RotaryFraction
+from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weight_rules import NUMBERED_PREDICTOR
-from ._common import ATTENTION, decoder_attributes, EDGES, JOINED_GATED, LLAMA_WEIGHTS, norm_weights
+from ._common import ATTENTION, decoder_attributes, EDGES, JOINED_GATED, LLAMA_WEIGHTS, norm_weights, PRE_NORMS
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, norm, part_rotary, pre_norm_block
-from ._deepseek import latent_attributes, LATENT_WEIGHTS, LayerMixtures
+from ._deepseek import latent_attributes, LATENT_WEIGHTS
 from ._deepseek_v3 import build_deepseek_v3, DeepSeekV3Config
-from ._mixtures import FIRST_DENSE, MIXTURE, SELECTION_BIAS, SHARED, SHARED_ATTRIBUTES, sigmoid_mixture_beside_shared
+from ._mixtures import (
+    FIRST_DENSE,
+    LayerMixtures,
+    MIXTURE,
+    SELECTION_BIAS,
+    SHARED,
+    SHARED_ATTRIBUTES,
+    SHARED_CHOICE,
+    sigmoid_mixture_beside_shared,
+    SigmoidMoEConfig,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,27 +86,51 @@ GLM4 = Family(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GLM4MoEConfig(DecoderConfig):
+class GLMConfig(GLM4Config):
+    """The config of a GLM-4 of 2024."""
+
+    eps: NotNegative = 1.5625e-07
+    max_seq: Length = 131_072
+
+
+def build_glm(config: GLMConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a GLM-4 of 2024 with random weights."""
+    rotary = part_rotary(config, interleaved=True)
+
+    def block(key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(config, bias=config.bias, output_bias=False, rotary=rotary, key=mixer)
+        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+
+    return decoder(config, block, key=key)
+
+
+_GLM_PRESETS = {
+    "glm-byte-500k": GLMConfig(256, 96, 4, 6, 2, 256, head_dim=16, bias=True),
+    "glm-4-9b": GLMConfig(151_552, 4096, 40, 32, 2, 13_696, head_dim=128, bias=True),
+}
+
+GLM = Family(
+    "glm",
+    GLMConfig,
+    build_glm,
+    _GLM_PRESETS,
+    "GlmForCausalLM",
+    "glm",
+    (
+        *decoder_attributes(head_dim=128, kv_heads=2, max_seq=131_072),
+        RotaryFraction(0.5),
+        Attribute("bias", "attention_bias", True),
+        Activation(),
+    ),
+    (*EDGES, *ATTENTION, *JOINED_GATED, *PRE_NORMS),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GLM4MoEConfig(SigmoidMoEConfig):
     """The config of a GLM-4.5; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
 
-    expert_mlp: Size
-    """Hidden features of an expert."""
-    experts: Size = 128
-    """The number of experts of a layer."""
-    top_k: Size = 8
-    """The number of experts that each token chooses."""
-    shared: OptionalSize = 1
-    """The number of shared experts."""
-    first_dense: Index = 1
-    """The number of layers at the beginning without experts."""
-    groups: Size = 1
-    """The number of groups of experts."""
-    kept_groups: Size = 1
-    """The number of groups from which a token's experts are chosen."""
-    scale: Number = 1.0
-    """A factor of the experts' weights."""
-    normalise: bool = True
-    """Whether the weights of a token's experts are normalized to add up to 1."""
     rotary_fraction: Fraction = 0.5
     """The part of a head's channels that has rotary positions."""
     theta: Positive = 1_000_000.0
@@ -104,8 +139,6 @@ class GLM4MoEConfig(DecoderConfig):
     """Whether each head's queries and keys have norms."""
     bias: bool = False
     """Whether queries, keys and values have biases."""
-    balance: NotNegative = 0.0001
-    """The weight of `LoadBalance`, row by row."""
     max_seq: Length = 131_072
 
 
@@ -124,11 +157,7 @@ def build_glm4_moe(config: GLM4MoEConfig, *, key: Key[Array, ""]) -> Transformer
             rotary=rotary,
             key=mixer,
         )
-        if is_mixture:
-            layer = sigmoid_mixture_beside_shared(config, feed_forward, normalise=config.normalise)
-        else:
-            layer = gated_mlp(config, key=feed_forward)
-        return pre_norm_block(config, attended, layer)
+        return pre_norm_block(config, attended, config.feed_forward(is_mixture, feed_forward))
 
     return decoder(config, block, [layer >= config.first_dense for layer in range(config.layers)], key=key)
 
@@ -239,4 +268,79 @@ GLM4_MOE_LITE = Family(
     ),
     (*LATENT_WEIGHTS, SELECTION_BIAS),
     predictor=NUMBERED_PREDICTOR,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SolarOpenConfig(DecoderConfig):
+    """The config of a Solar Open; `mlp` is an expert's width."""
+
+    experts: Size = 128
+    """The number of experts of a layer."""
+    top_k: Size = 8
+    """The number of experts that each token chooses."""
+    shared: OptionalSize = 1
+    """The number of shared experts."""
+    groups: Size = 1
+    """The number of groups of experts."""
+    kept_groups: Size = 1
+    """The number of groups from which a token's experts are chosen."""
+    scale: Number = 1.0
+    """A factor of the experts' weights."""
+    normalise: bool = True
+    """Whether the weights of a token's experts are normalized to add up to 1."""
+    theta: Positive = 1_000_000.0
+    eps: NotNegative = 1e-5
+    bias: bool = False
+    """Whether queries, keys and values have biases."""
+    balance: NotNegative = 0.0001
+    """The weight of `LoadBalance`, row by row."""
+    max_seq: Length = 131_072
+
+    @property
+    def expert_mlp(self) -> int:
+        """Hidden features of an expert."""
+        return self.mlp
+
+
+def build_solar_open(config: SolarOpenConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Solar Open with random weights."""
+
+    def block(key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(config, bias=config.bias, output_bias=False, key=mixer)
+        mixture = sigmoid_mixture_beside_shared(config, feed_forward, normalise=config.normalise)
+        return pre_norm_block(config, attended, mixture)
+
+    return decoder(config, block, key=key)
+
+
+_SOLAR_OPEN_PRESETS = {
+    "solar-open-byte-500k": SolarOpenConfig(
+        256, 64, 4, 4, 2, 32, experts=12, top_k=4, head_dim=16, bias=True, theta=1e4, tied=True
+    ),
+    "solar-open-100b": SolarOpenConfig(196_608, 4096, 48, 64, 8, 1280, head_dim=128),
+}
+
+SOLAR_OPEN = Family(
+    "solar_open",
+    SolarOpenConfig,
+    build_solar_open,
+    _SOLAR_OPEN_PRESETS,
+    "SolarOpenForCausalLM",
+    "solar_open",
+    (
+        *decoder_attributes(
+            RotaryPositions(1_000_000.0), head_dim=128, kv_heads=8, mlp="moe_intermediate_size", max_seq=131_072
+        ),
+        *SHARED_CHOICE,
+        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("bias", "attention_bias", False),
+        Attribute("balance", "router_aux_loss_coef", 0.0001),
+        Activation(),
+        Expect("partial_rotary_factor", 1.0, written=False),
+        Expect("first_k_dense_replace", 0, written=False),
+        Ignore("intermediate_size"),  # a width of dense layers, which the family lacks
+    ),
+    (*LLAMA_WEIGHTS, *MIXTURE, *SHARED, SELECTION_BIAS),
 )

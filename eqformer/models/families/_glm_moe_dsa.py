@@ -11,9 +11,9 @@ from .._family import Family
 from .._layer_attributes import layers_of
 from .._weight_rules import NUMBERED_PREDICTOR
 from ._decoder import Together
-from ._deepseek import latent_attributes, LatentKind, LayerMixtures
+from ._deepseek import latent_attributes, LatentKind
 from ._deepseek_v3 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_WEIGHTS
-from ._mixtures import FIRST_DENSE
+from ._mixtures import FIRST_DENSE, LayerMixtures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

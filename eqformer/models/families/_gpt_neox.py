@@ -1,4 +1,4 @@
-"""GPT-NeoX (Black et al. 2022), with Pythia (Biderman et al. 2023), and StarCoder2 (Lozhkov et al. 2024).
+"""GPT-NeoX (Black et al. 2022) with Pythia (Biderman et al. 2023), StarCoder2 (Lozhkov et al. 2024), Jais 2 (2025).
 
 Their norms are `LayerNorm`s with biases, and their feed-forward layers have no gates. GPT-NeoX rotates a part of each
 head, and its sublayers stand side by side.
@@ -191,6 +191,7 @@ _STARCODER2_PRESETS = {
     "starcoder2-15b": StarCoder2Config(49_152, 6144, 40, 48, 4, 24_576, window=4096, theta=100_000.0, tied=False),
 }
 
+_NORM_BIASES = tuple(Rule(f"{LAYER}{name}.bias", f"{path}.norm.bias") for name, path in _SUBLAYERS)
 STARCODER2 = Family(
     "starcoder2",
     StarCoder2Config,
@@ -206,8 +207,57 @@ STARCODER2 = Family(
         Ignore("residual_dropout", "embedding_dropout"),
     ),
     (
-        *(*EDGES, Rule("model.norm.bias", "norm.bias"), *ATTENTION, *PRE_NORMS),
-        *(Rule(f"{LAYER}{name}.bias", f"{path}.norm.bias") for name, path in _SUBLAYERS),
+        *(*EDGES, Rule("model.norm.bias", "norm.bias"), *ATTENTION, *PRE_NORMS, *_NORM_BIASES),
         *_mlp_weights(f"{LAYER}mlp.", ("c_fc", "c_proj")),
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Jais2Config(DecoderConfig):
+    """The config of a Jais 2."""
+
+    bias: bool = True
+    """Whether the attention's four projections have biases."""
+    mlp_bias: bool = True
+    """Whether feed-forward layers have biases."""
+    activation: str = "relu_squared"
+    eps: NotNegative = 1e-5
+    max_seq: Length = 8192
+
+
+def build_jais2(config: Jais2Config, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Jais 2 with random weights."""
+
+    def block(key: Key[Array, ""]) -> Block:
+        mixer_key, feed_forward_key = jax.random.split(key)
+        attended = attention(config, bias=config.bias, key=mixer_key)
+        feed_forward = _mlp(config, bias=config.mlp_bias, key=feed_forward_key)
+        return Block(Residual(attended, _norm(config)), Residual(feed_forward, _norm(config)))
+
+    return decoder(config, block, final_norm=_norm(config), key=key)
+
+
+_JAIS2_PRESETS = {
+    "jais-2-byte-500k": Jais2Config(256, 96, 4, 6, 6, 384, tied=True),
+    "jais-2-8b": Jais2Config(150_272, 3328, 32, 26, 26, 26_624),
+}
+
+JAIS2 = Family(
+    "jais2",
+    Jais2Config,
+    build_jais2,
+    _JAIS2_PRESETS,
+    "Jais2ForCausalLM",
+    "jais2",
+    (
+        *decoder_attributes(eps="layer_norm_eps", max_seq=8192),
+        Attribute("bias", "attention_bias", True),
+        Attribute("mlp_bias", "mlp_bias", True),
+        Activation("relu2"),
+    ),
+    (
+        *(*EDGES, Rule("model.norm.bias", "norm.bias"), *ATTENTION, *PRE_NORMS, *_NORM_BIASES),
+        *_mlp_weights(f"{LAYER}mlp.", ("up_proj", "down_proj")),
     ),
 )

@@ -1,7 +1,7 @@
 """Granite 3 (Granite Team, IBM, 2024) and Granite 4 (IBM 2025).
 
-Granite 3 is a Llama with multipliers of embeddings, scores, sublayers and logits. Granite 4 has Mamba-2 in most layers,
-attention without positions in a few, and experts beside a dense layer.
+Granite 3 is a Llama with multipliers of embeddings, scores, sublayers and logits; some have experts. Granite 4 has
+Mamba-2 in most layers, attention without positions in a few, and experts beside a dense layer.
 """
 
 import dataclasses
@@ -130,6 +130,115 @@ GRANITE = Family(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GraniteMoEConfig(GraniteConfig):
+    """The config of a Granite 3 with experts; `mlp` is an expert's width."""
+
+    experts: Size = 32
+    """The number of experts of a layer."""
+    top_k: Size = 8
+    """The number of experts that each token chooses."""
+    eps: NotNegative = 1e-6
+    balance: NotNegative = 0.001
+    """The weight of `LoadBalance`, over the batch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraniteMoESharedConfig(GraniteMoEConfig):
+    """The config of a Granite 3 with experts beside a shared expert; `mlp` is an expert's width."""
+
+    shared_mlp: OptionalSize = 0
+    """Hidden features of the shared expert; 0: there is none."""
+
+
+def build_granite_moe(config: GraniteMoEConfig | GraniteMoESharedConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Granite 3 with experts, with random weights."""
+    shared_mlp = config.shared_mlp if isinstance(config, GraniteMoESharedConfig) else 0
+
+    def block(key: Key[Array, ""]) -> Block:
+        mixer, router, experts, shared = jax.random.split(key, 4)
+        scores = Scores(config.attention_scale)
+        attended = attention(config, bias=config.bias, scores=scores, output_std=None, key=mixer)
+        mixed = mixture(
+            config,
+            lambda key: gated_mlp(config, output_std=None, key=key),
+            shared=gated_mlp(config, mlp=shared_mlp, output_std=None, key=shared) if shared_mlp else None,
+            normalise=True,
+            router=router,
+            experts=experts,
+        )
+        return pre_norm_block(config, attended, mixed, residual_scale=config.residual_scale)
+
+    return decoder(config, block, embedding_scale=config.embedding_scale, logit_scale=1 / config.logit_divisor, key=key)
+
+
+def _granite_moe(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, experts: int) -> GraniteMoEConfig:
+    return GraniteMoEConfig(
+        *(49_155, embed, layers, heads, kv_heads, mlp),
+        experts=experts,
+        embedding_scale=12.0,
+        attention_scale=1 / 64,
+        residual_scale=0.22,
+        logit_divisor=6.0,
+    )
+
+
+_MOE_BYTE = dataclasses.replace(_granite_moe(64, 4, 4, 2, 32, 12), vocab=256, top_k=4)
+_GRANITE_MOE_PRESETS = {
+    "granite-moe-byte-500k": _MOE_BYTE,
+    "granite-3.0-1b-a400m": _granite_moe(1024, 24, 16, 8, 512, 32),
+    "granite-3.0-3b-a800m": _granite_moe(1536, 32, 24, 8, 512, 40),
+}
+_GRANITE_MOE_SHARED_PRESETS = {
+    "granite-moe-shared-byte-500k": GraniteMoESharedConfig(**vars(_MOE_BYTE), shared_mlp=48),
+}
+
+
+def _joined_weights(name: str, path: str, axis: int = 0) -> tuple[Rule, ...]:
+    """Return the rules for a gated layer, or gated experts, published with `gate` and `up` as one array."""
+    return (
+        Rule(f"{name}input_linear.weight", leaf_paths(("gate", "up"), "weight", path), axis=axis),
+        Rule(f"{name}output_linear.weight", f"{path}down.weight"),
+    )
+
+
+_MIXED, _MOE, _DENSE = "feed_forward.layer.", f"{LAYER}block_sparse_moe.", f"{LAYER}shared_mlp."
+_MOE_ATTRIBUTES = (
+    *(*decoder_attributes(), *SCALES),
+    Count("experts", "num_local_experts", 8),
+    Count("top_k", "num_experts_per_tok", 2),
+    Attribute("balance", "router_aux_loss_coef", 0.001),
+    Activation(),
+    Attribute("bias", "attention_bias", False),
+    *(Unpublished("mlp_bias", False, "no layer has one"), Expect("mlp_bias", False, written=False)),
+)
+_MOE_WEIGHTS = (
+    Rule(f"{_MOE}router.layer.weight", f"{_MIXED}router.linear.weight"),
+    *_joined_weights(_MOE, f"{_MIXED}experts.mlps.", axis=1),
+    *_joined_weights(_DENSE, f"{_MIXED}shared."),
+)
+GRANITE_MOE = Family(
+    "granitemoe",
+    GraniteMoEConfig,
+    build_granite_moe,
+    _GRANITE_MOE_PRESETS,
+    "GraniteMoeForCausalLM",
+    "granitemoe",
+    _MOE_ATTRIBUTES,
+    (*LLAMA_WEIGHTS, *_MOE_WEIGHTS[:3]),
+)
+GRANITE_MOE_SHARED = Family(
+    "granitemoeshared",
+    GraniteMoESharedConfig,
+    build_granite_moe,
+    _GRANITE_MOE_SHARED_PRESETS,
+    "GraniteMoeSharedForCausalLM",
+    "granitemoeshared",
+    (*_MOE_ATTRIBUTES, Count("shared_mlp", "shared_intermediate_size", 0, least=0)),
+    (*LLAMA_WEIGHTS, *_MOE_WEIGHTS),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteHybridConfig(NetSizes, GraniteConfig):
     """The config of a Granite 4; `mlp` is an expert's width, which has no effect without experts."""
 
@@ -245,8 +354,6 @@ class _RotaryOrNone(Entry):
 
 
 _TYPES = ("full_attention", "linear_attention")
-_MIXED, _MOE, _DENSE = "feed_forward.layer.", f"{LAYER}block_sparse_moe.", f"{LAYER}shared_mlp."
-_GATED = ("gate", "up")
 GRANITE_HYBRID = Family(
     "granite_hybrid",
     GraniteHybridConfig,
@@ -272,12 +379,6 @@ GRANITE_HYBRID = Family(
     ),
     (
         *(*EDGES, *beside_mamba(ATTENTION), *mamba_weights(f"{LAYER}mamba."), *PRE_NORMS),
-        Rule(f"{_MOE}router.layer.weight", f"{_MIXED}router.linear.weight"),
-        Rule(f"{_MOE}input_linear.weight", leaf_paths(_GATED, "weight", f"{_MIXED}experts.mlps."), axis=1),
-        Rule(f"{_MOE}output_linear.weight", f"{_MIXED}experts.mlps.down.weight"),
-        Rule(f"{_DENSE}input_linear.weight", leaf_paths(_GATED, "weight", f"{_MIXED}shared.")),
-        Rule(f"{_DENSE}output_linear.weight", f"{_MIXED}shared.down.weight"),
-        Rule(f"{_DENSE}input_linear.weight", leaf_paths(_GATED, "weight", _MIXED)),
-        Rule(f"{_DENSE}output_linear.weight", f"{_MIXED}down.weight"),
+        *(*_MOE_WEIGHTS, *_joined_weights(_DENSE, _MIXED)),
     ),
 )

@@ -13,8 +13,8 @@ from .._layer_attributes import every, LayerTypes
 from .._weight_rules import Rule
 from ._common import gated_weights, LAYER, SIZES, WIDTH
 from ._decoder import activation_of, damping, decoder, gated_mlp, pre_norm_block
-from ._deepseek import EqualKeyHeads, latent_attention, LATENT_WEIGHTS, LayerMixtures, SigmoidLatentConfig
-from ._mixtures import sigmoid_mixture_beside_shared
+from ._deepseek import EqualKeyHeads, latent_attention, LATENT_WEIGHTS, SigmoidLatentConfig
+from ._mixtures import LayerMixtures, sigmoid_mixture_beside_shared
 
 
 def _of_nets(published: PublishedConfig) -> PublishedConfig:

@@ -1,6 +1,7 @@
 """Llama 2 and 3 (Touvron et al. 2023; Dubey et al. 2024): pre-norm, grouped queries, rotary, gated silu.
 
-AFM (Arcee AI 2025) has squared ReLUs without gates; Helium (Kyutai 2025) rotates neighboring channels together.
+AFM (Arcee AI 2025) has squared ReLUs without gates, Helium (Kyutai 2025) rotates neighboring channels together, and the
+Code World Model (Meta FAIR 2025) has windows in three of four layers.
 """
 
 import dataclasses
@@ -10,11 +11,12 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Llama3Scaling, MLP, Transformer, YarnScaling
 from .._attributes import Activation, Attribute, Ignore
-from .._config_types import Length, NotNegative, Positive
+from .._config_types import Index, Length, NotNegative, Positive, PublishedConfig
 from .._family import DecoderConfig, Family
+from .._layer_attributes import Windows
 from .._rotary_attributes import RotaryPositions
 from ._common import decoder_attributes, LLAMA_WEIGHTS
-from ._decoder import activation_of, attention, damping, decoder, gated_mlp, pre_norm_block, rotary_of
+from ._decoder import activation_of, attention, damping, decoder, gated_mlp, layer_windows, pre_norm_block, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,6 +180,65 @@ HELIUM = Family(
     (
         *decoder_attributes(RotaryPositions(100_000.0), head_dim=128, kv_heads=20, max_seq=4096),
         *_BIASES,
+        Activation(),
+    ),
+    LLAMA_WEIGHTS,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CWMConfig(DecoderConfig):
+    """The config of a Code World Model."""
+
+    window_layers: tuple[Index, ...]
+    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    window: Length = 8192
+    """The number of tokens that the layers of `window_layers` see."""
+    theta: Positive = 1_000_000.0
+    eps: NotNegative = 1e-5
+    mlp_bias: bool = False
+    """Whether feed-forward layers have biases."""
+    max_seq: Length = 131_072
+
+
+def build_cwm(config: CWMConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Code World Model with random weights."""
+
+    def block(window: int | None, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        gated = gated_mlp(config, bias=config.mlp_bias, key=feed_forward)
+        return pre_norm_block(config, attention(config, window=window, key=mixer), gated)
+
+    return decoder(config, block, layer_windows(config), key=key)
+
+
+def _all_but_first_of_four(published: PublishedConfig, layers: int) -> tuple[int, ...]:
+    return tuple(layer for layer in range(layers) if layer % 4)
+
+
+_CWM_PRESETS = {
+    "cwm-byte-500k": CWMConfig(
+        256, 96, 4, 6, 2, 256, window_layers=(1, 2, 3), window=64, head_dim=16, theta=10_000.0, tied=True
+    ),
+    "cwm-32b": CWMConfig(
+        *(128_256, 6144, 64, 48, 8, 21_504),
+        window_layers=tuple(layer for layer in range(64) if layer % 4),
+        head_dim=128,
+        scaling=Llama3Scaling(16.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192),
+    ),
+}
+
+CWM = Family(
+    "cwm",
+    CWMConfig,
+    build_cwm,
+    _CWM_PRESETS,
+    "CwmForCausalLM",
+    "cwm",
+    (
+        *decoder_attributes(RotaryPositions(1_000_000.0, required=True), head_dim=128, kv_heads=8, max_seq=131_072),
+        Windows(8192, _all_but_first_of_four),
+        Attribute("mlp_bias", "mlp_bias", False),
         Activation(),
     ),
     LLAMA_WEIGHTS,

@@ -10,8 +10,9 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._attributes import Attribute, Count, Entry, Fields
-from .._config_types import Attributes, Index, NotNegative, Positive, PublishedConfig, Size
+from .._config_types import Attributes, Index, NotNegative, Number, OptionalSize, Positive, PublishedConfig, Size
 from .._family import DecoderConfig
+from .._layer_attributes import layers_of
 from .._weight_rules import Rule
 from ._common import gated_weights, LAYER
 from ._decoder import gated_mlp, WithMLP
@@ -36,6 +37,38 @@ class QwenMoEConfig(DecoderConfig):
     theta: Positive = 1_000_000.0
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SigmoidMoEConfig(DecoderConfig):
+    """Base class of configs of decoders with DeepSeek-V3's mixtures: biased sigmoids choose small experts."""
+
+    expert_mlp: Size
+    """Hidden features of an expert."""
+    experts: Size = 128
+    """The number of experts of a layer."""
+    top_k: Size = 8
+    """The number of experts that each token chooses."""
+    shared: OptionalSize = 1
+    """The number of shared experts."""
+    first_dense: Index = 1
+    """The number of layers at the beginning without experts."""
+    groups: Size = 1
+    """The number of groups of experts."""
+    kept_groups: Size = 1
+    """The number of groups from which a token's experts are chosen."""
+    scale: Number = 1.0
+    """A factor of the experts' weights."""
+    normalise: bool = True
+    """Whether the weights of a token's experts are normalized to add up to 1."""
+    balance: NotNegative = 0.0001
+    """The weight of `LoadBalance`, row by row."""
+
+    def feed_forward(self, is_mixture: bool, key: Key[Array, ""]) -> nn.MoE | nn.GatedMLP:
+        """Return a mixture, or a dense layer."""
+        if not is_mixture:
+            return gated_mlp(self, key=key)
+        return sigmoid_mixture_beside_shared(self, key, normalise=self.normalise)
 
 
 @runtime_checkable
@@ -82,6 +115,14 @@ class WithShared(WithSmallExperts, Protocol):
     def groups(self) -> int: ...
     @property
     def kept_groups(self) -> int: ...
+
+
+@runtime_checkable
+class WithDenseLayers(Protocol):
+    """Fields of a config of which some layers have experts."""
+
+    @property
+    def mixtures(self) -> tuple[bool, ...]: ...
 
 
 class _RouterOptions(TypedDict, total=False):
@@ -240,6 +281,25 @@ class DenseLayers(Entry):
         return {"mlp_only_layers": list(config.dense_layers)}
 
 
+class LayerMixtures(Entry):
+    """`mlp_layer_types`, a list of dense and sparse layers; without a list, another attribute counts dense layers."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `first_dense` and `dense_layers`; refuse other types of layers, and lists of another length."""
+        layers = layers_of(published)
+        if (types := published.listed("mlp_layer_types", str)) is None:
+            return {}
+        if len(types) != layers or {*types} - {"dense", "sparse"}:
+            published.refuse(f"mlp_layer_types={types} must name {layers} layers, each 'dense' or 'sparse'.")
+        first = [*types, "sparse"].index("sparse")
+        later = tuple(layer for layer, kind in enumerate(types) if kind == "dense" and layer > first)
+        return {"first_dense": first, "dense_layers": later}
+
+    def write(self, config: WithDenseLayers) -> Attributes:
+        """Return the list."""
+        return {"mlp_layer_types": ["sparse" if is_mixture else "dense" for is_mixture in config.mixtures]}
+
+
 class ExpertGroupCount(Count):
     """A number of groups of experts; null means one group."""
 
@@ -273,8 +333,7 @@ def mixture_attributes(experts: int, top_k: int, *, normalise: bool = False) -> 
 
 FIRST_DENSE = Attribute("first_dense", "first_k_dense_replace")
 # The fields that `mixture_beside_shared` reads, by the attributes of DeepSeek's configurations.
-SHARED_ATTRIBUTES: tuple[Entry, ...] = (
-    Count("expert_mlp", "moe_intermediate_size"),
+SHARED_CHOICE: tuple[Entry, ...] = (
     Count("experts", "n_routed_experts"),
     Count("top_k", "num_experts_per_tok"),
     Count("shared", "n_shared_experts", least=0),
@@ -282,6 +341,7 @@ SHARED_ATTRIBUTES: tuple[Entry, ...] = (
     ExpertGroupCount("groups", "n_group"),
     ExpertGroupCount("kept_groups", "topk_group"),
 )
+SHARED_ATTRIBUTES: tuple[Entry, ...] = (Count("expert_mlp", "moe_intermediate_size"), *SHARED_CHOICE)
 
 # A `MoE`'s router and its gated experts.
 MIXTURE = (

@@ -5,14 +5,27 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, RotaryScaling, Transformer, YarnScaling
-from .._attributes import Activation, Attribute
-from .._config_types import Index, Length, Positive
+from ...nn import Block, ClippedNorm, LayerNorm, Residual, RotaryScaling, Transformer, YarnScaling
+from .._attributes import Activation, Attribute, Unpublished
+from .._config_types import Index, Length, NotNegative, Positive, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
-from .._rotary_attributes import RotaryByType
-from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, OF_HEADS, POST_NORMS
+from .._rotary_attributes import RotaryByType, RotaryPositions
+from ._common import (
+    ATTENTION,
+    decoder_attributes,
+    EDGES,
+    GATED,
+    head_norm_weights,
+    HeadSize,
+    KeyHeads,
+    OF_HEADS,
+    POST_NORMS,
+    SIZES,
+    WIDTH,
+)
 from ._decoder import attention, decoder, gated_mlp, head_norms, layer_windows, post_norm_block, rotary_of
+from ._mixtures import choice_attributes, MIXTURE, mixture
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,4 +129,113 @@ OLMO3 = Family(
         Activation(),
     ),
     _WEIGHTS,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlexOlmoConfig(Olmo2Config):
+    """The config of a FlexOlmo; `mlp` is an expert's width."""
+
+    experts: Size = 7
+    """The number of experts of a layer."""
+    top_k: Size = 5
+    """The number of experts that each token chooses."""
+    normalise: bool = False
+    """Whether the weights of a token's experts are normalized to add up to 1."""
+    balance: NotNegative = 0.01
+    """The weight of `LoadBalance`, over the batch."""
+
+
+def build_flex_olmo(config: FlexOlmoConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a FlexOlmo with random weights."""
+
+    def block(key: Key[Array, ""]) -> Block:
+        mixer, router, experts = jax.random.split(key, 3)
+        attended = attention(config, bias=config.bias, output_std=None, **head_norms(config, all_heads=True), key=mixer)
+        mixed = mixture(
+            config,
+            lambda key: gated_mlp(config, output_std=None, key=key),
+            normalise=config.normalise,
+            router=router,
+            experts=experts,
+        )
+        return post_norm_block(config, attended, mixed)
+
+    return decoder(config, block, key=key)
+
+
+_FLEX_OLMO_PRESETS = {
+    "flex-olmo-byte-500k": FlexOlmoConfig(256, 64, 4, 4, 4, 32, experts=12, top_k=4, theta=10_000.0, tied=True),
+    "flex-olmo-7x7b": FlexOlmoConfig(100_352, 4096, 32, 32, 32, 11_008),
+}
+
+FLEX_OLMO = Family(
+    "flex_olmo",
+    FlexOlmoConfig,
+    build_flex_olmo,
+    _FLEX_OLMO_PRESETS,
+    "FlexOlmoForCausalLM",
+    "flex_olmo",
+    (
+        *decoder_attributes(RotaryPositions(500_000.0), max_seq=4096),
+        *choice_attributes(7, 5, balance=0.01),
+        Attribute("bias", "attention_bias", False),
+        Activation(),
+    ),
+    (*EDGES, *ATTENTION, *head_norm_weights(OF_HEADS), *POST_NORMS, *MIXTURE),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OlmoConfig(DecoderConfig):
+    """The config of an OLMo of 2024."""
+
+    eps: NotNegative = 1e-5
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    clip: Positive | None = None
+    """The bound of the magnitudes of queries, keys and values; None: none."""
+    max_seq: Length = 2048
+
+
+def build_olmo(config: OlmoConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return an OLMo of 2024 with random weights; its norms are `LayerNorm`s without weights."""
+
+    def norm() -> LayerNorm:
+        return LayerNorm("embed", embed=config.embed, eps=config.eps, scale=False, bias=False)
+
+    def block(key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        clipped = None if config.clip is None else ClippedNorm(None, config.clip)
+        attended = attention(
+            config, bias=config.bias, query_norm=clipped, key_norm=clipped, value_norm=clipped, key=mixer
+        )
+        return Block(Residual(attended, norm()), Residual(gated_mlp(config, key=feed_forward), norm()))
+
+    return decoder(config, block, final_norm=norm(), key=key)
+
+
+_OLMO_PRESETS = {
+    "olmo-byte-500k": OlmoConfig(256, 96, 4, 6, 6, 256, clip=8.0),
+    "olmo-1b": OlmoConfig(50_304, 2048, 16, 16, 16, 8192, tied=True),
+    "olmo-7b": OlmoConfig(50_304, 4096, 32, 32, 32, 11_008),
+}
+
+OLMO = Family(
+    "olmo",
+    OlmoConfig,
+    build_olmo,
+    _OLMO_PRESETS,
+    "OlmoForCausalLM",
+    "olmo",
+    (
+        *(*SIZES, WIDTH, KeyHeads(), HeadSize(), RotaryPositions()),
+        Unpublished("eps", 1e-5, "all OLMo of 2024 have it"),
+        Attribute("tied", "tie_word_embeddings", False),
+        Attribute("max_seq", "max_position_embeddings", 2048),
+        Attribute("bias", "attention_bias", False),
+        Attribute("clip", "clip_qkv", None),
+        Activation(),
+    ),
+    (*EDGES, *ATTENTION, *GATED),
 )

@@ -10,10 +10,10 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Activation, Attribute
+from .._attributes import Activation, Attribute, Expect
 from .._config_types import Index, Length, Positive, Size
 from .._family import DecoderConfig, Family, MultimodalModel
-from .._layer_attributes import LateWindows, SwitchedWindow
+from .._layer_attributes import LaterLayers, LateWindows, NullableWindows, SwitchedWindow
 from . import _mixtures as mixtures
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, layer_windows, pre_norm_block
@@ -149,4 +149,72 @@ QWEN3_MOE = Family(
             (*mixtures.FUSED, *mixtures.TRANSPOSED),
         ),
     ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dots1Config(mixtures.SigmoidMoEConfig):
+    """The config of a dots.llm1; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+
+    window: Length | None = None
+    """The number of tokens that the layers of `window_layers` see."""
+    window_layers: tuple[Index, ...] = ()
+    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    normalise: bool = False
+    max_seq: Length = 32_768
+
+
+def build_dots1(config: Dots1Config, *, key: Key[Array, ""]) -> Transformer:
+    """Return a dots.llm1 with random weights."""
+
+    def block(kind: tuple[int | None, bool], key: Key[Array, ""]) -> Block:
+        window, is_mixture = kind
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(config, window=window, bias=config.bias, **head_norms(config), key=mixer)
+        return pre_norm_block(config, attended, config.feed_forward(is_mixture, feed_forward))
+
+    kinds = [(window, layer >= config.first_dense) for layer, window in enumerate(layer_windows(config))]
+    return decoder(config, block, kinds, key=key)
+
+
+_DOTS1_PRESETS = {
+    "dots1-byte-500k": Dots1Config(
+        256, 64, 4, 4, 2, 128, expert_mlp=32, experts=12, top_k=4, bias=True, normalise=True, theta=1e4, tied=True
+    ),
+    "dots.llm1": Dots1Config(
+        *(152_064, 4096, 62, 32, 32, 10_944),
+        expert_mlp=1408,
+        top_k=6,
+        shared=2,
+        scale=2.5,
+        head_dim=128,
+        normalise=True,
+        theta=10_000_000.0,
+        eps=1e-5,
+    ),
+}
+
+DOTS1 = Family(
+    "dots1",
+    Dots1Config,
+    build_dots1,
+    _DOTS1_PRESETS,
+    "Dots1ForCausalLM",
+    "dots1",
+    (
+        *decoder_attributes(kv_heads=32),
+        *(*mixtures.SHARED_ATTRIBUTES, mixtures.FIRST_DENSE),
+        NullableWindows(4096, LaterLayers(62)),
+        Attribute("normalise", "norm_topk_prob", False),
+        Attribute("bias", "attention_bias", False),
+        Attribute("balance", "router_aux_loss_coef", 0.0001),
+        Activation(),
+        # Attributes of the publisher's own program that state what all models of this family have.
+        Expect("scoring_func", "noaux_tc", "sigmoid", written=False),
+        Expect("topk_method", "noaux_tc", written=False),
+        Expect("moe_layer_freq", 1, written=False),
+    ),
+    (*LLAMA_WEIGHTS, *mixtures.MIXTURE, *mixtures.SHARED, mixtures.SELECTION_BIAS),
 )
