@@ -24,6 +24,7 @@ def test_rows_begin_with_the_start_and_padding_counts_for_nothing():
     assert batch.source_positions.tolist() == [[0, 1, 2], [0, -1, -1]]
 
 
+@pytest.mark.grid
 def test_the_loss_is_of_each_pair_alone():
     """The mean over target tokens, of logits of each pair in a call of its own without padding."""
     triple = lambda x: 3 * x if eqx.is_inexact_array(x) else x

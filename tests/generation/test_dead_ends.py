@@ -39,6 +39,7 @@ def test_a_row_without_a_token_is_an_error(model, transforms, monkeypatch):
     assert generation.generate(model, [[5, 9], [3, 4]], **given).ids.min() == 0  # an id that nothing allowed
 
 
+@pytest.mark.grid
 def test_rows_that_end_before_have_no_dead_end(model):
     text = generation.generate(model, [[5, 9], [3, 4]], max_new_tokens=4, transforms=until_six, key=KEY)
     assert list(map(len, text.new_ids())) == [4, 4]

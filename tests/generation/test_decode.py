@@ -65,7 +65,7 @@ def difference(logits, references, first=0):
 
 # What others of these hold too, one by one.
 FOR_THE_GRID = {
-    *("latent with biases", "latent, sliding window", "latent without rotary", "sinks, sliding window"),
+    *("latent", "latent with biases", "latent, sliding window", "latent without rotary", "sinks, sliding window"),
     *("latent, dynamic scaling", "longrope scaling", "dynamic scaling", "local and global", "sliding window"),
     *("multi-head", "multi-query", "query and key norm, gate", "sliding window, few slots"),
     *("local and global, few slots", "grouped-query", "learned positions"),
@@ -126,6 +126,7 @@ def ways_by_length(model):
     )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", wide(LENGTH_DEPENDENT))
 def test_frequencies_that_depend_on_the_length(kind):
     logits = {way: np.asarray(x) for way, x in quickly(ways_by_length, make_model(kind)).items()}

@@ -335,6 +335,7 @@ def test_a_request_that_does_not_fit_is_refused(model, make, message):
     assert engine.is_idle
 
 
+@pytest.mark.grid
 def test_rows_are_as_long_as_learned_positions_allow():
     """The last token that is drawn needs no position."""
     model, prompt = make_model("learned positions", max_seq=40), [3, 5, 9] * 4

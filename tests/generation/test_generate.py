@@ -38,6 +38,7 @@ def drawn(model):
     )
 
 
+@pytest.mark.grid
 def test_greedy_is_the_slow_loop(plain):
     found = generation.generate(
         plain, PROMPTS, max_new_tokens=NEW, transforms=generation.sampling(temperature=0), key=KEY
@@ -155,6 +156,7 @@ def test_the_loop_stops_when_every_row_has_ended(plain):
     assert len(calls) == 1
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("draft", [None, pytest.param("draft", marks=pytest.mark.grid)])
 def test_a_row_ends_where_the_caller_says(plain, draft):
     options: dict[str, Any] = dict(max_new_tokens=50, log_probabilities=True, key=KEY)

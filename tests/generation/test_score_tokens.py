@@ -55,7 +55,7 @@ SHARED = [[*range(30)]] * 3 + [[7] * 21] + [[*range(30)]] + [[7] * 21] * 4
 ANSWERS = [[1], [2, 3, 4], [5, 6], [7], [8] * 5, [1, 1], [2], [3, 4], [5, 9]]
 
 
-@pytest.mark.by_default("latent")
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_prompts_are_read_once_with_the_same_scores(kind, monkeypatch):
     model, read = make_model(kind), []

@@ -213,7 +213,7 @@ def history_of(rows):
     return generation.History(jnp.asarray(ids), jnp.asarray(np.where(np.arange(rows) % 2, VOCAB, 6), jnp.int32))
 
 
-@pytest.mark.by_default("bfloat16")
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_extreme_settings_have_their_limits(dtype):
     """Alone, and amid usual ones, against the formulas in a range that has no end here."""

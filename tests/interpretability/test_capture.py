@@ -72,6 +72,7 @@ def test_a_vmap_over_rows_gives_each_rows_values(model, captured):
     np.testing.assert_allclose(values, captured[STREAM], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.grid
 def test_gradients_flow_through_values(model):
     def loss(table, use_capture):
         other = eqx.tree_at(lambda m: m.embedding.weight, model, table)
@@ -101,6 +102,7 @@ def lowered(model):
     return jax.jit(lambda leaves: jax.tree.unflatten(structure, leaves)(IDS)[0]).lower(leaves).compile().as_text()
 
 
+@pytest.mark.grid
 def test_a_model_that_nobody_looks_into_compiles_to_the_same_program(model):
     before = lowered(model)
     jax.eval_shape(lambda: capture(model, [STREAM])(IDS).values)

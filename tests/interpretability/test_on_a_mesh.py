@@ -20,7 +20,7 @@ def model():
     return make_model((4,))
 
 
-@pytest.mark.by_default("axes0")
+@pytest.mark.grid
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"pipe": 2, "replica": 2}])
 def test_values_and_edits_over_a_mesh_are_those_of_one_device(model, axes):
     plan = Plan(make_mesh(**axes, devices=jax.devices()[:4]))
@@ -35,6 +35,7 @@ def test_values_and_edits_over_a_mesh_are_those_of_one_device(model, axes):
     assert not np.allclose(expected["norm.input"], run(capture(model, PATHS), IDS)["norm.input"], atol=1e-3)
 
 
+@pytest.mark.grid
 def test_a_device_that_has_a_part_of_a_value_refuses_it(model):
     served = ShardedModel(patch(model, {"norm": lambda x: 2 * x}), Plan(make_mesh(fsdp=2, devices=jax.devices()[:2])))
     with pytest.raises(ValueError, match=r"'norm' is computed inside a shard_map.*plan\.shard\(model\)"):

@@ -69,6 +69,7 @@ def test_a_captured_stream_restores_another_prompts_output(model):
     assert not np.allclose(run(model, other)[0], clean.output[0], atol=1e-3)
 
 
+@pytest.mark.grid
 def test_gradients_flow_to_a_functions_arrays(model):
     def loss(change):
         add = jax.tree_util.Partial(lambda change, x, layer: x + change[layer], change)

@@ -214,6 +214,7 @@ def test_an_edit_needs_the_values_of_all_devices(monkeypatch):
     assert {STREAM, "logits"} <= compare(values, expected, [STREAM, WEIGHTS])
 
 
+@pytest.mark.grid
 def test_calls_that_a_plan_does_not_run_are_refused():
     plan, model = make_plan({"fsdp": 2, "context": 2}, {}), make_model()
     for ids, words in ((IDS[:3], "3 rows do not fall into"), (IDS[:, :6], "rows of 6 tokens are cut into 4")):

@@ -111,7 +111,6 @@ BY_DEFAULT = {
     "an encoding of one's own, by lengths",
     "longrope in a window",
     "delta net",
-    "mamba2",
     "latent in a window",
 }
 

@@ -58,6 +58,7 @@ def test_a_softcap_bounds_its_scores():
     assert needs == [("source",), ("source", "softcap")]
 
 
+@pytest.mark.grid
 def test_an_encoder_may_have_a_table_of_its_own():
     """Of other ids and channels than the model's."""
     model, ids, read = _model(), _ids(2, 6), _ids(2, 9, seed=1)
@@ -93,6 +94,7 @@ def test_a_cache_keeps_the_source_for_calls_without_it(dtype):
         run(model, ids, nn.with_source(nn.positions_like((2, 6)), source), model.init_cache(2, 8))
 
 
+@pytest.mark.grid
 def test_packed_pairs_are_as_each_alone_and_vectors_are_read_as_they_are():
     model, ids, read = _model(), _ids(1, 8), _ids(1, 9, seed=1)
     cut = lambda x, first, last: put(np.asarray(x)[:, first:last])

@@ -109,6 +109,7 @@ def packed_row():
     return ids, nn.Tokens(jnp.asarray(places, jnp.int32), jnp.asarray(segments, jnp.int32))
 
 
+@pytest.mark.grid
 def test_documents_of_a_row_do_not_see_each_other():
     model, (ids, packed) = model_of(), packed_row()
     alone = [eqx.filter_jit(model)(part)[0] for part in (ids[:, :4], ids[:, 4:])]

@@ -51,6 +51,7 @@ def test_it_is_its_loops():
         assert not close(run(other, X, None)[0], y, 1e-3), change
 
 
+@pytest.mark.grid
 def test_leading_dims_and_chunks_change_nothing():
     y, _ = run(NET, X, None)
     assert close(run(NET, X[1], None)[0], y[1], 1e-6) and close(run(NET, X[:, None], None)[0][:, 0], y, 1e-6)

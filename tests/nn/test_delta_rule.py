@@ -116,6 +116,7 @@ def test_keys_alike_are_solved_as_exactly():
     assert all(close(*pair, 1e-5) for pair in zip(found, expected, strict=True))
 
 
+@pytest.mark.grid
 def test_eight_devices_compute_at_once():
     """No call of LAPACK, for whose threads they would wait, each holding one."""
     arrays, owners = given(13, jnp.float32), documents(13)

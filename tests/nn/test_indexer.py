@@ -98,6 +98,7 @@ def test_a_layer_reads_what_an_earlier_one_has_chosen():
             wrong[0](x, None, wrong[1])
 
 
+@pytest.mark.grid
 def test_layers_that_read_a_choice_have_caches_and_decode_alike():
     def stack_of(reads):
         first, second = pair()

@@ -41,6 +41,7 @@ def test_a_share_is_exact_for_any_count():
     assert wraps > len(FACTORS)  # the control: the product itself leaves 32 bits
 
 
+@pytest.mark.grid
 def test_two_million_choices_have_their_slots():
     """They had one an expert; from shapes alone but for the choices."""
     chosen = jnp.tile(jnp.arange(8, dtype=jnp.int32), 250_000)[:, None]

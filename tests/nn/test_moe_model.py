@@ -187,6 +187,7 @@ def test_a_step_s_metrics():
         assert close(metrics[name], value, 1e-6) and np.any(value > 0.01), name
 
 
+@pytest.mark.grid
 def test_the_first_expert_of_each_token_in_every_mixture(model):
     ids = jnp.asarray([[3, 1, 4, 1, 5, 2], [6, 0, 6, 5, 3, 1]])
     last = lambda m: m.stacks[1].blocks.feed_forward.layer.router.linear.weight
@@ -215,6 +216,7 @@ def test_the_first_expert_of_each_token_in_every_mixture(model):
         nn.first_experts(taking, ids)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "dispatch",
     [*(pytest.param(d, marks=pytest.mark.grid) for d in (nn.Dropless(), FEW)), nn.Capacity(0.5, per="batch")],

@@ -117,6 +117,7 @@ def test_devices_rerotate_their_own_rows(monkeypatch):
     assert close(spread(cached, positions, lengths).keys, run(cached, positions, lengths).keys, 1e-6)
 
 
+@pytest.mark.grid
 def test_gradients_are_those_of_whole_rows():
     x, places = normal(4, 1, 7, 6), jnp.arange(7)[None]
 

@@ -57,7 +57,7 @@ def made(kind, given):
     return drawn(nn.Attention, **given) if kind == "grouped" else drawn(nn.LatentAttention, latent=5, **given)
 
 
-@pytest.mark.by_default("grouped")
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["grouped", "latent"])
 def test_a_part_of_a_row_is_rotated_by_the_rows_length(kind):
     rotary = nn.Rotary(4, 100.0, scaling=nn.DynamicScaling(2.0, 3))

@@ -113,6 +113,7 @@ def test_bfloat16_parameters(tied):
     assert model.stacks[0].numbers.dtype == jnp.int32
 
 
+@pytest.mark.grid
 def test_cached_calls_equal_the_uncached_pass(untied):
     whole, _ = run(untied, IDS)
     cache = eqx.filter_jit(lambda model: model.init_cache(2, 6))(untied)

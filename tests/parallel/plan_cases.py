@@ -26,7 +26,7 @@ EVERY_RUN = [
         {"replica": 2, "pipe": 2},
         {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2},
     ),
-    Case("jaxformer", {"tensor": 2}, {"residual": "feature", "overlap": "bidirectional"}, "products"),
+    Case("gpt2", {"tensor": 2}, {"residual": "feature", "overlap": "bidirectional"}, "products"),
     Case(
         "llama",
         {"fsdp": 2, "pipe": 2, "context": 2},
@@ -46,23 +46,25 @@ EVERY_RUN = [
     ),
     Case("llama", {"expert": 2, "pipe": 2}, {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2}),
     Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2, "stage_remat": True}),
+    Case("jaxformer", {"tensor": 2}, {"residual": "replicated"}),
 ]
 FURTHER = [
-    EVERY_RUN[1]._replace(mesh={"fsdp": 2, "tensor": 4}, choices={"zero": 1, "residual": "feature"}),
+    Case("jaxformer", {"tensor": 2}, {"residual": "feature", "overlap": "bidirectional"}, "products"),
+    Case("jaxformer", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}, "products"),
     *(
         EVERY_RUN[0]._replace(
             mesh=mesh, choices=EVERY_RUN[0].choices | {"residual": "sequence", "overlap": "bidirectional"}
         )
         for mesh in ({"fsdp": 2, "pipe": 2, "tensor": 2}, {"replica": 2, "pipe": 2, "tensor": 2})
     ),
-    EVERY_RUN[-2]._replace(mesh={"replica": 2, "pipe": 2}),
+    EVERY_RUN[-3]._replace(mesh={"replica": 2, "pipe": 2}),
     Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 0.5}),
 ]
 EVERY_STEP = [
     Case(
         "five layers",
-        {"pipe": 2, "tensor": 2},
-        {"residual": "replicated", "schedule": "interleaved", "microbatches": 2, "chunks": 2},
+        {"pipe": 2},
+        {"schedule": "interleaved", "microbatches": 2, "chunks": 2},
     ),
 ]
 
@@ -103,7 +105,7 @@ def step_grid() -> list[Case]:
         ),
     ]
     split = EVERY_STEP[0]._replace(
-        mesh={"fsdp": 2, "pipe": 2, "tensor": 2}, choices=EVERY_STEP[0].choices | {"zero": 1}
+        mesh={"fsdp": 2, "pipe": 2, "tensor": 2}, choices=EVERY_STEP[0].choices | {"zero": 1, "residual": "replicated"}
     )
     cases += [split, Case("five layers", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "zb-h1", "microbatches": 2})]
     cases.append(Case("dense, then mixtures", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 2, "chunks": 2}))

@@ -107,6 +107,7 @@ def test_a_ring_that_does_not_turn_is_found_out_and_rows_may_be_in_any_order(mon
     assert distance(split(case, "ring", "float32"), want) > 0.1
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("kind", "method"),
     [

@@ -95,6 +95,7 @@ MORE_MIXED = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", named(MIXED, MORE_MIXED))
 def test_a_mixer_of_ones_own_is_split_like_any(case):
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}

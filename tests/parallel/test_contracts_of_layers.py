@@ -116,6 +116,7 @@ def test_bytes_of_whole_layers_are_counted(case):
     assert counted[TENSOR] == pytest.approx(told[TENSOR], rel=0.03)
 
 
+@pytest.mark.grid
 def test_a_routers_own_rule_rebalances_it():
     model = model_of("cosine rows")
     aux = of_one_device(ROUTED[0]).aux

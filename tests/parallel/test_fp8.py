@@ -34,6 +34,7 @@ MORE = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", named([SPLIT], [EXPERTS, *MORE]))
 def test_losses_and_gradients_are_one_devices(case):
     """Leaf by leaf, to float32's rounding: no slice is rounded to other digits than the whole.

@@ -91,6 +91,7 @@ GRID = [
 CASES = [*EVERY_RUN, *(pytest.param(case, marks=pytest.mark.grid) for case in GRID)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_loss_and_gradients_equal_one_devices(case):
     assert differences(of_plan(case), of_one(case.model), ROUNDING) == {}

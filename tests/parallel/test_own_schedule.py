@@ -45,6 +45,7 @@ GRID = {
 NAMED = [*EVERY_RUN, *(pytest.param(name, marks=pytest.mark.grid) for name in GRID)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", NAMED)
 def test_loss_and_gradients_equal_one_devices(name):
     case = (EVERY_RUN | GRID)[name]

@@ -90,6 +90,7 @@ UNIT = 4 * SEQ * EMBED * 4
 EDGES = 4 * share(4) * UNIT
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "residual,overlap,remat,units",
     [

@@ -36,6 +36,7 @@ def read(model, ids):
     return jnp.concatenate([model.unembed(hidden[:, -1])[None], found]), cache
 
 
+@pytest.mark.grid
 def test_pairs_of_devices_share_a_key_head(monkeypatch):
     """Four devices and two key heads: the logits are one device's, and each has half of a head's rows, of six."""
     model = built()

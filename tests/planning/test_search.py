@@ -81,6 +81,7 @@ def tiny() -> Tiny:
     return Tiny(PlannedState(make, optimizer("adamw", shapes, rate=1e-3), plan), shapes, batch_shapes(64, 128))
 
 
+@pytest.mark.grid
 def test_the_first_ranking_comes_before_any_plan_is_traced(tiny: Tiny, monkeypatch):
     """And after a time at most, although meshes remain: then it says how many were compared."""
     events = []

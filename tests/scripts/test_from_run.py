@@ -36,6 +36,7 @@ def fork(source, run_dir, *more):
     return done
 
 
+@pytest.mark.grid
 def test_a_trace_names_modules_and_collectives_and_metrics_have_time_and_memory(source):
     (trace,) = (source / "profile").rglob("*.xplane.pb")
     assert b"gradients over replica" in trace.read_bytes()

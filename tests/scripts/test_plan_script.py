@@ -26,7 +26,7 @@ def told(arguments):
     return found.stdout
 
 
-@pytest.mark.quick
+@pytest.mark.grid
 def test_a_topology_and_a_devices_memory_give_the_same_figures(tmp_path):
     mesh = "--mesh.fsdp 4 --mesh.tensor 2 --zero 3"
     found = json.loads(told(f"--topology h100:8 {mesh} --json --picture {tmp_path}/costs.png"))

@@ -129,6 +129,7 @@ def test_a_finished_run_says_so_and_changes_nothing(trained, corpus):
     assert (run_dir / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.grid
 def test_sampling_is_seeded_and_starts_with_the_prompt(trained):
     def text(seed, where="--run-dir"):
         flags = "--prompt", "line 3 ", "--tokens", 40, "--seed", seed, "--simulate", 1

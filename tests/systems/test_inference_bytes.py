@@ -68,7 +68,7 @@ def test_logits(model):
 GATHERED = [(8, DECODE), (2, PREFILL), (8, PREFILL), (2, DECODE), (4, PREFILL)]
 
 
-@pytest.mark.by_default("2-16")
+@pytest.mark.grid
 @pytest.mark.parametrize("gathered_over,seq", GATHERED)
 def test_weights_that_are_gathered(model, gathered_over, seq):
     split, tokens = gathered(model, gathered_over, 8 // gathered_over), ROWS * seq

@@ -253,6 +253,7 @@ def test_packed_rows_are_refused(models):
             eqx.filter_eval_shape(encode, split, packed)
 
 
+@pytest.mark.grid
 def test_one_key_head_alone_is_held_whole(models):
     with pytest.raises(ValueError, match="there are 2; take attention='rows'"):
         stationary(models["serial"].model, 2, 4, attention="heads")

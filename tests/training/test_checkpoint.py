@@ -338,6 +338,7 @@ ENDED = """
 """
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "last_steps", [{"waits": 3, "at once": None}, pytest.param({"full": None}, marks=pytest.mark.grid)]
 )

@@ -137,8 +137,7 @@ def test_numbers_that_are_not_finite_end_the_run(line):
     "first, last, traced",
     [
         (1, 2, 1),
-        *(pytest.param(*case, marks=pytest.mark.grid) for case in [(3, 4, 1), (5, 99, 1)]),
-        (6, 9, 1),
+        *(pytest.param(*case, marks=pytest.mark.grid) for case in [(3, 4, 1), (5, 99, 1), (6, 9, 1)]),
         (7, 9, 0),
     ],
 )
@@ -149,6 +148,7 @@ def test_a_trace_of_some_steps_is_written(first, last, traced, line, tmp_path):
     assert len(list(tmp_path.rglob("*.xplane.pb"))) == traced
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("ends", ["by a callback", "by an error"])
 def test_a_run_that_ends_within_its_trace_writes_it_and_leaves_none_on(ends, line, tmp_path):
     step, start, batches = line

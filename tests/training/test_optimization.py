@@ -14,6 +14,7 @@ from eqformer.parallel import make_mesh, Plan
 CHOSEN = training.Optimization("sgd", 0.5, "constant", weight_decay=0.2, clip=0.1, z_loss=0.3)
 
 
+@pytest.mark.grid
 def test_an_optimization_makes_the_step_of_its_numbers(make_model, make_batch):
     model, batch, phases = make_model(), make_batch(), CHOSEN.phases(20)
     assert phases == [training.SchedulePhase(0, 20, 2)] and CHOSEN.phases(800)[0].warmup == 50

@@ -57,7 +57,7 @@ def test_factors_alone_change_and_are_remembered(name, microbatches):
     assert len(remembered) == moments * len(factors) and {x.shape for x in remembered} <= shapes
 
 
-@pytest.mark.quick
+@pytest.mark.grid
 def test_by_default_everything_is_trained():
     """The control: the same steps change, and remember, what stays above."""
     floats = set(by_path(eqx.filter(adapted(), eqx.is_inexact_array)))
