@@ -51,6 +51,7 @@ from ._token_store import check_vocab as check_vocab, open_store as open_store, 
 from ._tokenizer import (
     ByteTokenizer as ByteTokenizer,
     check_same_ids as check_same_ids,
+    EncodedText as EncodedText,
     FileTokenizer as FileTokenizer,
     PromptTokenizer as PromptTokenizer,
     TextStream as TextStream,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Integer, UInt
@@ -176,6 +176,15 @@ _END_OF_TEXT_NAMES = (
 _TRIAL_TEXT = "A word, 1 é.\n"
 
 
+class EncodedText(NamedTuple):
+    """A text, or a pair of texts, as a text encoder reads it."""
+
+    ids: UInt[np.ndarray, "seq"]
+    """The ids, with the special tokens around each text."""
+    types: UInt[np.ndarray, "seq"]
+    """The token types: 0, and 1 in the second text of a pair if the tokenizer says so."""
+
+
 class FileTokenizer:
     """Tokenizer of a `tokenizer.json`, run by the package `tokenizers`.
 
@@ -271,6 +280,35 @@ class FileTokenizer:
         It is a second object, because a setting of one object cannot be changed while another thread encodes by it.
         """
         return type(self._tokenizer).from_str(self._tokenizer.to_str())
+
+    def encode_texts(
+        self, texts: Sequence[str] | Sequence[tuple[str, str]], *, max_length: int | None = None
+    ) -> list[EncodedText]:
+        """Return the ids and token types of texts, or of pairs of texts, with the special tokens around them.
+
+        A text of more than `max_length` tokens is cut at its end, within its special tokens; of a pair, the longer text
+        is cut first. Names of special tokens in a text become these tokens.
+        """
+        with self._describe_failure("encode_texts(texts)", "a text"):
+            encodings = self._cutting_tokenizer(max_length).encode_batch(list(texts))
+        return [
+            EncodedText(np.asarray(encoding.ids, np.uint32), np.asarray(encoding.type_ids, np.uint32))
+            for encoding in encodings
+        ]
+
+    def _cutting_tokenizer(self, max_length: int | None) -> Any:
+        """Return the package's tokenizer that cuts texts to `max_length` tokens."""
+        if max_length is None:
+            return self._prompt_tokenizer
+        if max_length not in self._cutting:
+            self._cutting[max_length] = type(self._tokenizer).from_str(self._tokenizer.to_str())
+            self._cutting[max_length].enable_truncation(max_length)
+        return self._cutting[max_length]
+
+    @functools.cached_property
+    def _cutting(self) -> dict[int, Any]:
+        """The package's tokenizers that cut texts, by the number of tokens that are left."""
+        return {}
 
     @functools.cached_property
     def special_ids(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from ._family import (
     ModelConfig as ModelConfig,
     MultimodalModel as MultimodalModel,
 )
-from ._folder import read_eos_token_ids as read_eos_token_ids
+from ._folder import read_arrays as read_arrays, read_eos_token_ids as read_eos_token_ids
 from ._gguf_tokenizer import (
     companion_folder as companion_folder,
     copy_companions as copy_companions,
@@ -29,6 +29,7 @@ from ._gguf_tokenizer import (
 )
 from ._hub import COMPANION_FILES as COMPANION_FILES, local_path as local_path, ModelCard as ModelCard, push as push
 from ._load import load as load, load_shapes as load_shapes, read_config as read_config
+from ._published_model import is_encoder as is_encoder
 from ._registry import (
     build as build,
     FAMILIES as FAMILIES,

@@ -220,6 +220,11 @@ class Family:
         return rules + self.predictor.rules(table, config, model.predictor, stored)
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether its models are encoders for masked tokens, which write no text."""
+        return self.architecture.endswith("ForMaskedLM")
+
+    @property
     def base_prefix(self) -> str:
         """The prefix of the base model's arrays, or an empty text; folders of a base model without a head lack it."""
         prefix = f"{self.table_name.partition('.')[0]}."

@@ -301,6 +301,15 @@ def write_folder(
     write_json(path / CONFIG, config)
 
 
+def read_arrays(folder: str | Path) -> dict[str, np.ndarray]:
+    """Return every array of a folder of safetensors by its name, such as a dense layer of sentence-transformers.
+
+    Raises a `ValueError` for a folder without safetensors, and for arrays that are not floats.
+    """
+    source = Folder(folder, caller="read_arrays")
+    return {name: np.array(source.read(name)) for name in sorted(source.names)}
+
+
 def read_eos_token_ids(folder: str | Path) -> list[int]:
     """Return the ids that end a text of a published model, the main one first; empty if the folder names none.
 

@@ -47,6 +47,7 @@ def load(
     *,
     dtype: jax.typing.DTypeLike | None = None,
     weights: str = "decoded",
+    head: bool = True,
     predictor: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> nn.Transformer:
@@ -67,6 +68,8 @@ def load(
         weights: `"decoded"`: quantized weights are decoded to `dtype`, which by default is float32 for GGUF and the
             dtype of the configuration otherwise. `"quantized"`: linear maps hold codes and scales
             (`nn.QuantizedLinear`), with the same logits.
+        head: Whether the head is read. Without it, `encode` returns the hidden vectors of the base model, which text
+            encoders pool, and the model has no other logits than those of its embedding table.
         predictor: Whether the module that predicts one token further is read too.
         progress: A function that is called with the number of bytes read so far and the number of all bytes.
 
@@ -78,7 +81,7 @@ def load(
             an array that no map can hold as it is stored.
     """
     plan = _choose_plan(path, mesh, plan)
-    source = _open_model(path, dtype, weights, predictor)
+    source = _open_model(path, dtype, weights, predictor, head)
     sharding_of = _shardings(plan, source.shapes)
     total, done = sum(group.nbytes for group in source.groups), 0
     leaves: dict[str, Array] = {}
@@ -88,25 +91,25 @@ def load(
         progress(done, total)
     leaves |= _initialize_head(source, predictor, sharding_of)
     leaves |= _layer_numbers(source.shapes, sharding_of)
-    model = unflatten_model(source.shapes, leaves)
+    model = _assemble_model(source, leaves)
     return dataclasses.replace(model, compute_dtype=source.compute_dtype)
 
 
 def load_shapes(
-    path: str | Path, *, dtype: jax.typing.DTypeLike | None = None, weights: str = "decoded"
+    path: str | Path, *, dtype: jax.typing.DTypeLike | None = None, weights: str = "decoded", head: bool = True
 ) -> nn.Transformer:
     """Return the shapes and dtypes of the model that `load` returns, without reading an array of the folder.
 
     Raises the errors of `load`.
     """
-    source = _open_model(path, dtype, weights, predictor=False)
+    source = _open_model(path, dtype, weights, predictor=False, head=head)
     leaves = flatten_model(source.shapes)
     leaves |= {
         name: jax.ShapeDtypeStruct(leaves[name].shape, jnp.dtype(source.compute_dtype)) for name in source.absent
     }
     for group in source.groups:
         leaves |= group.leaves
-    return dataclasses.replace(unflatten_model(source.shapes, leaves), compute_dtype=source.compute_dtype)
+    return dataclasses.replace(_assemble_model(source, leaves), compute_dtype=source.compute_dtype)
 
 
 class _ModelSource(NamedTuple):
@@ -119,11 +122,25 @@ class _ModelSource(NamedTuple):
     """The leaves that each rule fills."""
     absent: list[str]
     """The paths of a head's leaves that the folder lacks."""
+    left_out: list[str]
+    """The paths of a head's leaves that are not to be read."""
     config: ModelConfig
     compute_dtype: str
 
 
-def _open_model(path: str | Path, dtype: jax.typing.DTypeLike | None, weights: str, predictor: bool) -> _ModelSource:
+def _assemble_model(source: _ModelSource, leaves: Mapping[str, Array | jax.ShapeDtypeStruct]) -> nn.Transformer:
+    """Return the model with these leaves; without its head if the head is not to be read."""
+    if not source.left_out:
+        return unflatten_model(source.shapes, leaves)
+    shapes = flatten_model(source.shapes)
+    return nn.without_head(
+        unflatten_model(source.shapes, {**{path: shapes[path] for path in source.left_out}, **leaves})
+    )
+
+
+def _open_model(
+    path: str | Path, dtype: jax.typing.DTypeLike | None, weights: str, predictor: bool, head: bool
+) -> _ModelSource:
     """Compare a folder with its configuration and with the family's rules, and find the leaves that each rule fills."""
     path = local_path(path)
     source = GGUF(path) if path.is_file() else Folder(path)
@@ -136,11 +153,14 @@ def _open_model(path: str | Path, dtype: jax.typing.DTypeLike | None, weights: s
     _check_sizes(arrays, published.config)
     shapes = model_shapes(published.config, predictor=predictor)
     all_rules = published.family.rules(published.config, shapes, arrays.shapes, published.multimodal)
-    absent = [rule for rule in all_rules if _is_absent_head(arrays, published, rule)]
-    rules = [rule for rule in all_rules if rule not in absent]
-    _check_names(arrays, published, rules, absent, shapes)
+    left_out = [rule for rule in all_rules if not head and published.family.is_of_head(rule)]
+    absent = [rule for rule in all_rules if head and _is_absent_head(arrays, published, rule)]
+    rules = [rule for rule in all_rules if rule not in absent + left_out]
+    _check_names(arrays, published, rules, absent + left_out, shapes)
     name_notes = [f"{source.call}: {note}." for note in published.notes_on(source.names)]
-    for note in (*source.notes, *published.notes, *name_notes, _note_on_head(absent, arrays), arrays.unread):
+    # A base model lacks a prefix and a head, and may have other parts: a caller who asks for it is told none of these.
+    notes_on_parts = (*name_notes, _note_on_head(absent, arrays), arrays.unread) if head else ()
+    for note in (*source.notes, *published.notes, *notes_on_parts):
         if note:
             warnings.warn(note, stacklevel=3)
     dtypes = _dtypes(arrays, rules, shapes, leaf_dtype)
@@ -148,9 +168,9 @@ def _open_model(path: str | Path, dtype: jax.typing.DTypeLike | None, weights: s
         raise ValueError(f"{arrays.call}: weights={weights!r}: weights must be 'decoded' or 'quantized'.")
     quantized = find_quantized_maps(arrays, rules, shapes) if weights == "quantized" else {}
     groups = [group_leaves(rule, rule_dtype, quantized) for rule, rule_dtype in zip(rules, dtypes, strict=True)]
-    absent_leaves = [leaf for rule in absent for leaf in rule.paths]
+    absent_leaves, left_out_leaves = ([leaf for rule in part for leaf in rule.paths] for part in (absent, left_out))
     shapes = with_quantized_maps(shapes, quantized)
-    return _ModelSource(arrays, shapes, groups, absent_leaves, published.config, dtypes[0])
+    return _ModelSource(arrays, shapes, groups, absent_leaves, left_out_leaves, published.config, dtypes[0])
 
 
 def _is_absent_head(arrays: PublishedArrays, published: PublishedModel, rule: ResolvedRule) -> bool:
@@ -260,13 +280,14 @@ def _check_names(
         arrays: The folder's arrays.
         published: The published model.
         rules: The rules that read arrays of the folder.
-        absent: The rules for a head that the folder lacks.
+        absent: The rules for a head that the folder lacks, or that is not to be read.
         shapes: The model's shapes.
     """
     filled = {path for rule in (*rules, *absent) for path in rule.paths}
     expected = {name for rule in rules for name in rule.published_names()}
     unfilled = {path for path, leaf in flatten_model(shapes).items() if path not in filled and nn.is_trainable(leaf)}
-    missing, unexpected = expected - arrays.names, arrays.names - expected
+    of_absent = {name for rule in absent for name in rule.published_names()}
+    missing, unexpected = expected - arrays.names, arrays.names - expected - of_absent
     unexpected = {name for name in unexpected if not name.endswith(published.family.ignored_suffixes)}
     tied = published.family.tied_leaves(shapes)
     copies = published.family.copied_leaves(published.config, shapes) | tied

@@ -163,6 +163,14 @@ def _describe_file(path: Path, file: GGUF) -> PublishedModel:
     return PublishedModel(family, config, None, attributes, table_name_of=table_names_of(file))
 
 
+def is_encoder(folder: str | Path) -> bool:
+    """Return whether the model of a published folder is an encoder for masked tokens, by the `model_type` alone."""
+    file = Path(folder) / CONFIG
+    model_type = read_json(file).get("model_type") if file.exists() else None
+    families = [family for family in FAMILIES.values() if family.is_encoder]
+    return any(model_type in (family.model_type, *family.aliases) for family in families)
+
+
 def has_weights(folder: Path) -> bool:
     """Return whether a folder has weights that are read; a run's copy of a published folder has none."""
     return any((folder / name).exists() for name in (SINGLE, INDEX))

@@ -148,6 +148,7 @@ from ._norm import (
     Norm as Norm,
     RMSNorm as RMSNorm,
 )
+from ._pooling import DenseLayer as DenseLayer, Pooling as Pooling, POOLINGS as POOLINGS, UnitLength as UnitLength
 from ._precision import (
     cast as cast,
     Fp8Linear as Fp8Linear,
@@ -189,6 +190,7 @@ from ._transformer import (
     PredictionHead as PredictionHead,
     Predictor as Predictor,
     Transformer as Transformer,
+    without_head as without_head,
 )
 from .attention._attention import Attention as Attention
 from .attention._cross_attention import CrossAttention as CrossAttention, MergedAttention as MergedAttention

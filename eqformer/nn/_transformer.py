@@ -1,5 +1,6 @@
 """Language models: embedding, stacks, norm and logits; with encoders, predictors and prediction heads."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import equinox as eqx
@@ -86,6 +87,15 @@ class PredictionHead(Module):
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
         """Apply the head to each token."""
         return self.output_norm(self.activation(self.dense(self.norm(x))))
+
+
+def without_head(model: "Transformer") -> "Transformer":
+    """Return the model without its head: `encode` returns the last layer's output, after the last norm if there is one.
+
+    The logits of the result are those of the embedding table, and mean nothing if the model had another head.
+    """
+    norm = model.norm.norm if isinstance(model.norm, PredictionHead) else model.norm
+    return dataclasses.replace(model, norm=norm, head=None, logit_bias=None, predictor=None)
 
 
 class Predictor(Module):

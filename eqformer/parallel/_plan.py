@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
 from . import _collectives as send
@@ -248,6 +248,26 @@ class Plan(Placement):
         stacked = filter_shard_map(per_device, self.mesh, specs, ON_EACH_DEVICE)(model, rows, inputs)
         columns = zip(stacked, splits, jax.tree.leaves(shapes), strict=True)
         return jax.tree.unflatten(structure, [join_parts(self, x, split, shape.shape) for x, split, shape in columns])
+
+    def encode(
+        self, model: nn.LanguageModel, ids: Int[Array, "batch seq"], tokens: nn.Tokens
+    ) -> Float[Array, "batch seq embed"]:
+        """Return what `model.encode` of a sharded model returns for these rows, as one global array.
+
+        Raises a `ValueError` for a model, rows or tokens that do not fit the mesh.
+        """
+        # Nothing is stored for a backward pass, so only a pipeline needs microbatches.
+        forward_plan = self if self.is_pipelined else dataclasses.replace(self, microbatches=1)
+        forward_plan.check(model, rows=ids.shape[0], seq=ids.shape[1])
+        device = self.on_device(model)
+
+        def per_device(model: nn.LanguageModel, rows: tuple[Array, nn.Tokens]) -> Array:
+            return device.replicate(device.wrap_forward(model).encode(*rows)[0])
+
+        rows = self.arrange(ids, tokens)
+        specs = self.parameter_specs(model), self.batch_specs(rows)
+        hidden = filter_shard_map(per_device, self.mesh, specs, PartitionSpec(self.batch_axes, CONTEXT))(model, rows)
+        return self.to_token_order(hidden)
 
     def without_stages(self, model: nn.LanguageModel) -> tuple["Plan", nn.LanguageModel]:
         """Return a plan without stages and microbatches, and the model in the order in which that plan takes it.

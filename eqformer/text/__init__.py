@@ -5,9 +5,10 @@ from ._companions import (
     load_tokenizer as load_tokenizer,
     read_chat_template as read_chat_template,
 )
+from ._encoder_files import EmbeddingHead as EmbeddingHead
 from ._grammars import Grammar as Grammar
 from ._llm import LLM as LLM
-from ._load import load as load, make_llm as make_llm, prepare_to_decode as prepare_to_decode
+from ._load import load as load, load_llm as load_llm, make_llm as make_llm, prepare_to_decode as prepare_to_decode
 from ._options import ChatOptions as ChatOptions, GenerateOptions as GenerateOptions
 from ._prompt_file import complete_file as complete_file, FileSummary as FileSummary
 from ._results import Completion as Completion, StreamedText as StreamedText
@@ -18,6 +19,7 @@ from ._run_folder import (
     load_run_model as load_run_model,
     load_run_tokenizer as load_run_tokenizer,
 )
+from ._text_encoder import load_encoder as load_encoder, SIMILARITIES as SIMILARITIES, TextEncoder as TextEncoder
 from ._text_engine import (
     TextEngine as TextEngine,
     TextPiece as TextPiece,

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from .. import data, generation, models, nn, parallel, training
 from .._prepare import last_level_cache
 from ._companions import load_tokenizer, read_begin_id, read_chat_template
+from ._encoder_files import MODULES
 from ._llm import LLM
 from ._run_folder import is_run, open_run_tokenizer, read_run_recipe, restore_run_model
+from ._text_encoder import load_encoder
 
 
 def load(
@@ -21,11 +24,59 @@ def load(
     predictor: bool = False,
     throughput: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> LLM:
-    """Load a model with its tokenizer and chat template.
+) -> LLM | Any:
+    """Load a model with its tokenizer: an `LLM`, or the `TextEncoder` of a folder that holds a text encoder.
 
-    Raises a `ValueError` for a path that does not exist, for a model that does not fit the plan, for a folder without
-    `tokenizer.json`, and for what `models.local_path`, `models.load` or `load_run_model` refuse.
+    A folder holds a text encoder if it has the `modules.json` of sentence-transformers, or if its model is an encoder
+    for masked tokens. `load_llm` and `load_encoder` load one of the two, and raise a `ValueError` for what they refuse.
+
+    Args:
+        source: A published folder, one file of GGUF, the folder of a run, or the name of a model of the hub.
+        plan: The plan that shards the model over a mesh; None: one device.
+        dtype: The dtype of all weights; None: each has its published dtype.
+        weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them.
+        predictor: Whether an `LLM` also reads the module that predicts a further token.
+        throughput: Whether an `LLM`'s programs may take longer to compile if decoding is faster then.
+        progress: A function that is called with the number of bytes read so far, and of all bytes.
+    """
+    path = models.local_path(source)
+    if not _holds_encoder(path):
+        return load_llm(
+            source,
+            plan=plan,
+            dtype=dtype,
+            weights=weights,
+            predictor=predictor,
+            throughput=throughput,
+            progress=progress,
+        )
+    if predictor or throughput:
+        raise ValueError(
+            f"load({str(source)!r}): the folder holds a text encoder, which writes no text; leave out predictor and "
+            "throughput."
+        )
+    return load_encoder(source, plan=plan, dtype=dtype, weights=weights, progress=progress)
+
+
+def _holds_encoder(path: Path) -> bool:
+    """Return whether a path is the folder of a text encoder."""
+    return path.is_dir() and not is_run(path) and ((path / MODULES).exists() or models.is_encoder(path))
+
+
+def load_llm(
+    source: str | Path,
+    *,
+    plan: parallel.Plan | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    weights: str = "decoded",
+    predictor: bool = False,
+    throughput: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> LLM:
+    """Load a language model with its tokenizer and chat template.
+
+    Raises a `ValueError` for a path that does not exist, for a text encoder, for a model that does not fit the plan,
+    for a folder without `tokenizer.json`, and for what `models.local_path`, `models.load` or `load_run_model` refuse.
 
     Args:
         source: A published folder, one file of GGUF, the folder of a run (the model of its latest checkpoint), or the
@@ -51,6 +102,10 @@ def load(
                 "leave out dtype, weights and predictor."
             )
         return _load_run(path, plan, throughput)
+    if models.is_encoder(path):
+        raise ValueError(
+            f"load({str(source)!r}): the model is a text encoder, which writes no text; take text.load_encoder."
+        )
     if plan is not None:  # The model is compared with the plan before its arrays are read.
         parallel.ShardedModel(models.shapes(models.read_config(path)), plan)
     tokenizer, folder = load_tokenizer(path), models.companion_folder(path)

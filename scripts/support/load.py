@@ -56,14 +56,14 @@ def load_llm(flags: ModelFlags, *, predictor: bool = False, throughput: bool = F
         if flags.weights != "decoded":
             raise ValueError(f"--weights {flags.weights}: a run's weights are in no fewer bits; leave it out.")
         RunDirectory(source).read()  # Its errors name flags.
-        return text.load(source, plan=plan, throughput=throughput)
+        return text.load_llm(source, plan=plan, throughput=throughput)
     if flags.weights == "quantized" and source.is_file():
         raise ValueError(
             f"--weights quantized --model {source}: the blocks of a GGUF file are decoded; leave out --weights, and "
             "give --dtype bfloat16 for half the memory of float32."
         )
     with Screen(errors=True).bar() as progress:
-        return text.load(
+        return text.load_llm(
             source,
             plan=plan,
             dtype=None if flags.dtype is None else nn.float_dtype(flags.dtype, f"--dtype {flags.dtype}"),

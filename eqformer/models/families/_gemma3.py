@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Attention, Block, LinearScaling, Mask, Mixer, RotaryScaling, Scores, Transformer
-from .._attributes import Activation, Attribute, Expect, Ignore
+from .._attributes import Activation, Attribute, Ignore
 from .._config_types import Index, Length, Positive, Size
 from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import all_but_every, Period, Windows
@@ -39,13 +39,18 @@ class Gemma3Config(DecoderConfig):
     """The scaling of rotary positions in layers with a window; None: none."""
     tied: bool = True
     max_seq: Length = 131_072
+    bidirectional: bool = False
+    """Whether tokens see later tokens too, as in EmbeddingGemma; a window then has half its tokens on either side."""
 
 
 def build_gemma3(config: Gemma3Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Gemma 3 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        return gemma3_block(config, window, decoders.causal_mask(window), key=key)
+        mask = decoders.causal_mask(window)
+        if config.bidirectional:
+            mask = Mask(is_causal=False, window=None if window is None else window // 2 + 1)
+        return gemma3_block(config, window, mask, key=key)
 
     return gemma3_model(config, block, key=key)
 
@@ -146,7 +151,7 @@ GEMMA3 = Family(
         Attribute("logit_softcap", "final_logit_softcapping", None),
         Activation("gelu_pytorch_tanh", "hidden_activation"),
         Attribute("bias", "attention_bias", False),
-        Expect("use_bidirectional_attention", False, written=False),
+        Attribute("bidirectional", "use_bidirectional_attention", False),
         # Nothing reads these; transformers derives the last one from `layer_types`.
         Ignore("hidden_act", "cache_implementation", "attn_logit_softcapping", "_sliding_window_pattern"),
     ),

@@ -1,0 +1,194 @@
+"""The files in which sentence-transformers publishes a text encoder: pooling, dense layers, prompts and lengths."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .. import models, nn
+from .._files import JsonObject, parse_json, read_json, read_utf8
+from ..models import PublishedConfig
+
+
+MODULES = "modules.json"
+_SETTINGS, _LENGTH = "config_sentence_transformers.json", "sentence_bert_config.json"
+_OLDER_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_ACTIVATIONS = {"Tanh": "tanh", "Identity": "identity", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
+_ACTIVATIONS |= {"Sigmoid": "sigmoid", "Mish": "mish"}
+_INPUT, _OUTPUT = "module_input_name", "module_output_name"
+_VECTOR = ("sentence_embedding", None)
+
+
+class EmbeddingHead(nn.Module):
+    """The layers that make the vector of a text from the hidden vectors of its tokens."""
+
+    pooling: nn.Pooling
+    layers: tuple[Callable[[Array], Array], ...] = ()
+    """Layers after the pooling, in order: `nn.DenseLayer` and `nn.UnitLength`."""
+
+    def __call__(
+        self, hidden: Float[Array, "batch seq embed"], tokens: nn.Tokens, skipped: int | Int[Array, ""] = 0
+    ) -> Float[Array, "batch features"]:
+        """Return the vector of each row, from its tokens other than the first `skipped` ones."""
+        x = self.pooling(hidden, tokens, skipped)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderFiles:
+    """The statements of a folder about its text encoder, beside the model itself."""
+
+    folder: Path
+    """The folder with the model and its tokenizer."""
+    head: EmbeddingHead
+    includes_prompt: bool = True
+    """Whether the tokens of a prompt are pooled too."""
+    prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Texts that are put before a text, by name."""
+    default_prompt: str | None = None
+    """The name of the prompt of texts that are embedded without one; None: no prompt."""
+    similarity: str = "cosine"
+    """The function by which vectors are compared."""
+    max_length: int | None = None
+    """Tokens to which texts are cut; None: the folder states none."""
+    lower_case: bool = False
+    """Whether texts are read in lower case."""
+
+
+def read_encoder_files(path: Path) -> EncoderFiles:
+    """Read the files of a text encoder; raises a `ValueError` that names a file with what is not supported.
+
+    A folder without `modules.json` has the mean of all tokens, as in sentence-transformers.
+    """
+    if not (path / MODULES).exists():
+        return EncoderFiles(path, EmbeddingHead(nn.Pooling(("mean",))))
+    modules = [(kind, _module_folder(path, name)) for kind, name in _list_modules(path)]
+    kinds = [kind for kind, _ in modules]
+    if kinds[:2] != ["Transformer", "Pooling"]:
+        raise ValueError(
+            f"{path / MODULES}: the modules are {', '.join(kinds)}; a text encoder begins with Transformer and Pooling."
+        )
+    (_, model_folder), (_, pooling_folder) = modules[:2]
+    pooling, includes_prompt = _read_pooling(pooling_folder)
+    head = EmbeddingHead(pooling, tuple(_read_layer(path, kind, folder) for kind, folder in modules[2:]))
+    settings = _read_optional(path / _SETTINGS)
+    lengths = _read_optional(model_folder / _LENGTH)
+    prompts = settings.nested("prompts")
+    if not all(isinstance(prompt, str | None) for prompt in prompts.values()):
+        settings.refuse(f"prompts={prompts!r}: each must be a text.")
+    default = settings.read("default_prompt_name", str, None)
+    if default is not None and default not in prompts:
+        settings.refuse(f"default_prompt_name={default!r}: the prompts are {', '.join(prompts) or 'none'}.")
+    similarity = settings.read("similarity_fn_name", str, "cosine")
+    length, lower_case = lengths.read("max_seq_length", int, None), lengths.flag("do_lower_case", False)
+    if length is not None and length < 1:
+        lengths.refuse(f"max_seq_length={length}: it must be at least 1.")
+    texts = {name: prompt or "" for name, prompt in prompts.items()}
+    return EncoderFiles(
+        model_folder, head, includes_prompt, texts, default, similarity, max_length=length, lower_case=lower_case
+    )
+
+
+def stated_max_length(folder: Path) -> int | None:
+    """Return the length to which transformers' tokenizer cuts texts, and at most the model's positions."""
+    tokenizer, config = _read_optional(folder / "tokenizer_config.json"), _read_optional(folder / "config.json")
+    stated = [tokenizer.take("model_max_length", None), config.take("max_position_embeddings", None)]
+    lengths = [int(length) for length in stated if isinstance(length, int | float) and length >= 1]
+    return min(lengths, default=None)
+
+
+def _list_modules(path: Path) -> list[tuple[str, str]]:
+    """Return the class and the folder of each module; a class is named without its package."""
+    modules = _read_list(path / MODULES)
+    listed = []
+    for module in modules:
+        kind, name = module.get("type"), module.get("path")
+        if not isinstance(kind, str) or not isinstance(name, str):
+            raise ValueError(f"{path / MODULES}: a module is {module!r}; each has a type and a path, which are texts.")
+        listed.append((kind.rpartition(".")[2], name))
+    return listed
+
+
+def _read_list(file: Path) -> list[JsonObject]:
+    """Return a JSON list of objects; raises a `ValueError` that begins with the path for anything else."""
+    try:
+        value = parse_json(read_utf8(file))
+    except ValueError as error:
+        raise ValueError(f"{file}: it is no JSON that can be read ({error}).") from None
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ValueError(f"{file}: it must hold a JSON list of objects.")
+    return value
+
+
+def _module_folder(path: Path, name: str) -> Path:
+    """Return the folder of a module; raises a `ValueError` for one outside of `path`."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{path / MODULES}: path={name!r}: the folder of a module lies within this folder.")
+    return path / name
+
+
+def _read_optional(file: Path) -> PublishedConfig:
+    """Return the attributes of a file; none if there is no such file."""
+    return PublishedConfig(read_json(file) if file.exists() else {}, str(file), "this version")
+
+
+def _read_pooling(folder: Path) -> tuple[nn.Pooling, bool]:
+    """Return the pooling of a folder, and whether the tokens of a prompt are pooled too."""
+    file = folder / "config.json"
+    attributes = PublishedConfig(read_json(file), str(file), "this version")
+    modes = attributes.take("pooling_mode", None)
+    if modes is None:  # Each mode was a flag before.
+        modes = [mode for flag, mode in _OLDER_MODES.items() if attributes.flag(flag, False)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else modes
+    if not isinstance(modes, list) or not modes or not all(mode in nn.POOLINGS for mode in modes):
+        attributes.refuse(f"pooling_mode={modes!r}: it must be one of {', '.join(nn.POOLINGS)}, or a list of these.")
+    return nn.Pooling(tuple(modes)), attributes.flag("include_prompt", True)
+
+
+def _read_layer(path: Path, kind: str, folder: Path) -> Callable[[Array], Array]:
+    """Return a layer after the pooling."""
+    if kind not in ("Dense", "Normalize"):
+        raise ValueError(
+            f"{path / MODULES}: a module {kind!r} is not supported; after Pooling there may be Dense and Normalize."
+        )
+    file = folder / "config.json"
+    attributes = PublishedConfig(read_json(file) if file.exists() else {}, str(file), "this version")
+    attributes.expect(_INPUT, *_VECTOR)
+    attributes.expect(_OUTPUT, *reversed(_VECTOR), "sentence_embedding")
+    return nn.UnitLength() if kind == "Normalize" else _read_dense(folder, attributes)
+
+
+def _read_dense(folder: Path, attributes: PublishedConfig) -> nn.DenseLayer:
+    """Return a dense layer of sentence-transformers."""
+    inputs, outputs = attributes.count("in_features"), attributes.count("out_features")
+    name = attributes.text("activation_function", "torch.nn.modules.activation.Tanh")
+    activation = _ACTIVATIONS.get(name.rpartition(".")[2])
+    if activation is None:
+        attributes.refuse(f"activation_function={name!r}: it must be one of {', '.join(_ACTIVATIONS)} of torch.nn.")
+    is_residual = attributes.flag("use_residual", False)
+    if is_residual and inputs != outputs:
+        attributes.refuse(f"use_residual=true: in_features={inputs} and out_features={outputs} must be equal then.")
+    arrays, bias = models.read_arrays(folder), attributes.flag("bias", True)
+    expected = {"linear.weight": (outputs, inputs)} | ({"linear.bias": (outputs,)} if bias else {})
+    if (shapes := {name: array.shape for name, array in arrays.items()}) != expected:
+        attributes.refuse(f"the layer's arrays must be {expected}, but the folder has {shapes}.")
+    key = jax.random.key(0)
+    linear = eqx.filter_eval_shape(nn.Linear, "source -> hidden", bias=bias, source=inputs, hidden=outputs, key=key)
+    weights = {name: jnp.asarray(np.asarray(array, np.float32)) for name, array in arrays.items()}
+    linear = eqx.tree_at(lambda m: m.weight, linear, weights["linear.weight"])
+    linear = eqx.tree_at(lambda m: m.bias, linear, weights["linear.bias"]) if bias else linear
+    return nn.DenseLayer(linear, nn.ACTIVATIONS[activation], is_residual=is_residual)

@@ -1,0 +1,329 @@
+"""Vectors of texts: a text encoder with its tokenizer, pooling and prompts."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .. import data, models, nn, parallel
+from ..data import EncodedText
+from ._encoder_files import EmbeddingHead, MODULES, read_encoder_files, stated_max_length
+
+
+Texts = list[str] | tuple[str, ...]
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
+"""The functions of `TextEncoder.similarity`, by the names of sentence-transformers."""
+_NARROWEST = 16  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class TextEncoder:
+    """A text encoder with its tokenizer, which turns texts into vectors.
+
+    `load` returns the `TextEncoder` of a published folder. The vectors are those of sentence-transformers' `encode`.
+    """
+
+    model: nn.Transformer
+    """The model without a head; its `encode` returns the hidden vectors of the tokens."""
+    head: EmbeddingHead
+    """The pooling of these vectors, and the layers after it."""
+    tokenizer: data.FileTokenizer
+    """The tokenizer of texts."""
+    prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Texts that are put before a text, by name, such as `{"query": "query: "}`."""
+    default_prompt: str | None = None
+    """The name of the prompt of texts that are embedded without one; None: no prompt."""
+    includes_prompt: bool = True
+    """Whether the tokens of a prompt are pooled too."""
+    max_length: int | None = None
+    """Tokens to which longer texts are cut; None: texts of any length are read whole."""
+    similarity_name: str = "cosine"
+    """The function by which the vectors are compared: a name in `SIMILARITIES`."""
+    lower_case: bool = False
+    """Whether texts are read in lower case."""
+    plan: parallel.Plan | None = None
+    """The plan that shards the model over a mesh; None: one device."""
+
+    @overload
+    def embed(
+        self,
+        texts: str,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        truncate_dim: int | None = None,
+        normalize: bool = False,
+        batch_size: int = 32,
+    ) -> Float[np.ndarray, "features"]: ...
+    @overload
+    def embed(
+        self,
+        texts: Texts,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        truncate_dim: int | None = None,
+        normalize: bool = False,
+        batch_size: int = 32,
+    ) -> Float[np.ndarray, "texts features"]: ...
+    def embed(
+        self,
+        texts: Any,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        truncate_dim: int | None = None,
+        normalize: bool = False,
+        batch_size: int = 32,
+    ) -> Float[np.ndarray, "*texts features"]:
+        """Return the vector of a text, or one row for each text of a list, in float32.
+
+        A text of more tokens than `max_length` is cut at its end, as in sentence-transformers. Texts of similar lengths
+        are read together, in rows of a few widths, so that few programs are compiled.
+
+        Args:
+            texts: A text, or a list of texts.
+            prompt_name: The name of a prompt of `prompts` that is put before each text; None: the default prompt.
+            prompt: A prompt in place of a named one.
+            truncate_dim: The number of first channels that are kept, for models that are trained so (Matryoshka).
+            normalize: Whether vectors are divided by their length, after they are truncated.
+            batch_size: Texts that are read together.
+
+        Raises:
+            ValueError: For an empty list, for anything but texts, for an unknown prompt, and for a `truncate_dim` that
+                is not between 1 and the channels of a vector.
+        """
+        call = "embed(texts)"
+        rows = check_texts(call, texts)
+        if batch_size < 1:
+            raise ValueError(f"embed(batch_size={batch_size}): at least 1 text is read at a time.")
+        prompt = self._find_prompt(prompt_name, prompt)
+        encoded = self._encode([prompt + text for text in rows])
+        skipped = 0 if self.includes_prompt or not prompt else self._prompt_length(prompt)
+
+        def run(ids: Array, tokens: nn.Tokens) -> Array:
+            return _embed_rows(self.model, self.head, self.plan, ids, tokens, jnp.asarray(skipped, jnp.int32))
+
+        vectors = np.stack(map_batches(run, encoded, batch_size, self.plan))
+        vectors = self._truncate(vectors, truncate_dim)
+        if normalize:
+            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+        return vectors[0] if isinstance(texts, str) else vectors
+
+    def similarity(
+        self, vectors: Float[np.ndarray, "*rows _"], others: Float[np.ndarray, "*columns _"]
+    ) -> Float[np.ndarray, "rows columns"]:
+        """Return the similarity of each vector and each other vector, by `similarity_name`; distances are negative.
+
+        A single vector counts as one row.
+        """
+        first, second = np.atleast_2d(np.asarray(vectors, np.float32)), np.atleast_2d(np.asarray(others, np.float32))
+        if first.shape[1] != second.shape[1]:
+            raise ValueError(
+                f"similarity(vectors, others): the vectors have {first.shape[1]} and {second.shape[1]} channels; give "
+                "vectors of one model, truncated alike."
+            )
+        if self.similarity_name == "euclidean":
+            return -np.linalg.norm(first[:, None] - second[None], axis=-1)
+        if self.similarity_name == "manhattan":
+            return -np.sum(np.abs(first[:, None] - second[None]), axis=-1)
+        if self.similarity_name == "cosine":
+            first, second = (x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12) for x in (first, second))
+        return first @ second.T
+
+    def _find_prompt(self, name: str | None, prompt: str | None) -> str:
+        """Return the text that is put before each text; empty for none."""
+        if prompt is not None and name is not None:
+            raise ValueError(f"embed(prompt_name={name!r}, prompt={prompt!r}): give one prompt.")
+        if prompt is not None:
+            return prompt
+        name = self.default_prompt if name is None else name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            known = ", ".join(map(repr, self.prompts)) or "none"
+            raise ValueError(f"embed(prompt_name={name!r}): the model's prompts are {known}; give one, or prompt=.")
+        return self.prompts[name]
+
+    def _encode(self, texts: Sequence[str]) -> list[EncodedText]:
+        texts = [text.lower() for text in texts] if self.lower_case else texts
+        return self.tokenizer.encode_texts(texts, max_length=self.max_length)
+
+    def _prompt_length(self, prompt: str) -> int:
+        """Return the tokens of a prompt with the special tokens before it."""
+        (row,) = self._encode([prompt])
+        return len(row.ids) - int(len(row.ids) > 0 and row.ids[-1] in self.tokenizer.special_ids)
+
+    def _truncate(self, vectors: Float[np.ndarray, "texts features"], channels: int | None) -> np.ndarray:
+        if channels is None:
+            return vectors
+        if not 1 <= channels <= vectors.shape[1]:
+            raise ValueError(
+                f"embed(truncate_dim={channels}): a vector has {vectors.shape[1]} channels; keep at least 1 of them."
+            )
+        return vectors[:, :channels]
+
+
+def check_texts(call: str, texts: object) -> list[str]:
+    """Return texts as a list; raises a `ValueError` that begins with `call` for anything but a text or texts."""
+    rows = [texts] if isinstance(texts, str) else texts
+    if not isinstance(rows, list | tuple) or not rows:
+        description = "an empty list" if rows == [] or rows == () else f"a {type(rows).__name__}"
+        raise ValueError(f"{call}: texts are a text or a list of at least one text, but it is {description}.")
+    if wrong := [index for index, row in enumerate(rows) if not isinstance(row, str)]:
+        raise ValueError(f"{call}: text {wrong[0]} is a {type(rows[wrong[0]]).__name__}; give texts.")
+    return list(rows)
+
+
+def map_batches(
+    run: Callable[[Int[Array, "batch seq"], nn.Tokens], Array],
+    rows: Sequence[EncodedText],
+    batch_size: int,
+    plan: parallel.Plan | None = None,
+) -> list[np.ndarray]:
+    """Return the results of `run` for each text, in the order of the texts.
+
+    `run` reads batches of texts of similar lengths, the longest first, padded to one of a few widths. With a plan,
+    devices share the rows of a batch evenly.
+    """
+    if empty := [number for number, row in enumerate(rows) if not len(row.ids)]:
+        raise ValueError(
+            f"text {empty[0]} has no token, and the tokenizer adds none around it; give at least one character."
+        )
+    order = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    # All batches are started before the first result is copied.
+    devices = 1 if plan is None else math.prod(map(plan.size, plan.batch_axes)) * plan.microbatches
+    results = [run(*_pad_batch([rows[number] for number in batch], batch_size, devices)) for batch in batches]
+    arrays: list[np.ndarray] = [np.empty(0)] * len(rows)
+    for batch, result in zip(batches, results, strict=True):
+        for number, array in zip(batch, np.asarray(result)):
+            arrays[number] = array
+    return arrays
+
+
+def padded_width(length: int) -> int:
+    """Return the width of rows for texts of up to `length` tokens: a power of two, or three quarters of one."""
+    width = max(_NARROWEST, 1 << (length - 1).bit_length())
+    return width * 3 // 4 if length <= width * 3 // 4 and width > _NARROWEST else width
+
+
+def _pad_batch(rows: Sequence[EncodedText], batch_size: int, devices: int) -> tuple[Int[Array, "batch seq"], nn.Tokens]:
+    """Return texts as rows of one width; rows of one token fill the batch up to a power of two, or `batch_size`, and to
+    a multiple of the devices."""
+    count = -(-min(batch_size, 1 << (len(rows) - 1).bit_length()) // devices) * devices
+    width = padded_width(max(len(row.ids) for row in rows))
+    ids, types = np.zeros((2, count, width), np.int32)
+    lengths = np.ones(count, np.int32)
+    for number, row in enumerate(rows):
+        lengths[number] = len(row.ids)
+        ids[number, : len(row.ids)], types[number, : len(row.ids)] = row.ids, row.types
+    return jnp.asarray(ids), nn.right_padded(jnp.asarray(lengths), width).replace(types=jnp.asarray(types))
+
+
+@eqx.filter_jit
+def _embed_rows(
+    model: nn.Transformer,
+    head: EmbeddingHead,
+    plan: parallel.Plan | None,
+    ids: Int[Array, "batch seq"],
+    tokens: nn.Tokens,
+    skipped: Int[Array, ""],
+) -> Float[Array, "batch features"]:
+    return head(hidden_vectors(model, plan, ids, tokens), tokens, skipped).astype(jnp.float32)
+
+
+def hidden_vectors(
+    model: nn.Transformer, plan: parallel.Plan | None, ids: Int[Array, "batch seq"], tokens: nn.Tokens
+) -> Float[Array, "batch seq embed"]:
+    """Return the hidden vectors of a model on one device, or under its plan.
+
+    Token types that the model has no vectors for, such as those of RoBERTa, are left out.
+    """
+    table = model.token_types
+    has_types = isinstance(table, nn.TokenTypes) and table.weight.shape[0] > 1
+    tokens = tokens if has_types else tokens.replace(types=None)
+    return model.encode(ids, tokens)[0] if plan is None else plan.encode(model, ids, tokens)
+
+
+def load_encoder(
+    source: str | Path,
+    *,
+    pooling: str | None = None,
+    plan: parallel.Plan | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    weights: str = "decoded",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> TextEncoder:
+    """Load a text encoder with its tokenizer, pooling, dense layers and prompts.
+
+    Args:
+        source: A published folder, as sentence-transformers or transformers write it, or the name of a model of the
+            hub.
+        pooling: How the vector of a text is made from those of its tokens, a name in `nn.POOLINGS`; None: as the
+            folder's `modules.json` states, or, for an encoder without this file, the mean, as in
+            sentence-transformers.
+        plan: The plan that shards the model over a mesh; None: one device. The vectors are the same.
+        dtype: The dtype of the model's weights; None: each has its published dtype.
+        weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them.
+        progress: A function that is called with the number of bytes read so far, and of all bytes.
+
+    Raises:
+        ValueError: For a decoder without `modules.json` and `pooling`, and for what the folder's files state that is
+            not supported.
+    """
+    path = models.local_path(source)
+    call = f"load_encoder({str(source)!r})"
+    if not path.is_dir():
+        raise ValueError(f"{call}: a text encoder is a folder of safetensors; correct the path.")
+    files = read_encoder_files(path)
+    if pooling is not None:
+        files = dataclasses.replace(files, head=EmbeddingHead(nn.Pooling((pooling,))))
+    elif not (path / MODULES).exists() and not models.is_encoder(files.folder):
+        raise ValueError(
+            f"{call}: the model is a decoder, and the folder has no {MODULES} that states how its vectors are pooled; "
+            f"give pooling=, one of {', '.join(nn.POOLINGS)}, such as 'lasttoken'."
+        )
+    if files.similarity not in SIMILARITIES:
+        raise ValueError(
+            f"{call}: similarity_fn_name={files.similarity!r}: it must be one of {', '.join(SIMILARITIES)}."
+        )
+    tokenizer = load_text_tokenizer(files.folder)
+    model = models.load(files.folder, plan=plan, dtype=dtype, weights=weights, head=False, progress=progress)
+    if plan is not None:
+        model = plan.shard(model)
+    return TextEncoder(
+        model,
+        files.head,
+        tokenizer,
+        files.prompts,
+        files.default_prompt,
+        files.includes_prompt,
+        limit_length(model, files.max_length, files.folder),
+        files.similarity,
+        files.lower_case,
+        plan,
+    )
+
+
+def limit_length(model: nn.Transformer, max_length: int | None, folder: Path) -> int | None:
+    """Return the number of tokens to which texts are cut: that of the folder, and at most the learned positions."""
+    lengths = [stated_max_length(folder) if max_length is None else max_length, model.max_seq]
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def load_text_tokenizer(folder: Path) -> data.FileTokenizer:
+    """Load the tokenizer of a text encoder, whose separator ends a text if it names no end of text."""
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        raise ValueError(f"load_encoder({str(folder)!r}): the folder has no tokenizer.json; put the model's own there.")
+    names = data.read_special_tokens(folder)
+    end = next((names[name] for name in ("eos_token", "sep_token", "pad_token") if names.get(name)), None)
+    return data.FileTokenizer(file, end_of_text=0 if end is None else end)
