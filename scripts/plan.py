@@ -285,7 +285,7 @@ def _training_lines(recipe: Recipe, plan: parallel.Plan, forecast: planning.Fore
     pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
     tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
     lines = [f"a microbatch on a device is {tokens}"]
-    if forecast.sent and recipe.optimizer.name == "muon":
+    if forecast.sent and recipe.optimizer.name in ("muon", "normuon"):
         lines.append("Muon's products of whole matrices send more, as XLA parts them: a compiled step counts all")
     if plan.is_pipelined:
         lines += ["", "timeline, a backward as long as two forwards", parallel.draw_timeline(plan.timetable())]

@@ -118,6 +118,7 @@ from .optimizer._optimizer import (
     global_norm as global_norm,
     MOMENTS as MOMENTS,
     muon as muon,
+    normuon as normuon,
     Optimizer as Optimizer,
     optimizer as optimizer,
     OPTIMIZERS as OPTIMIZERS,

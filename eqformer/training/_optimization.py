@@ -19,8 +19,8 @@ from .optimizer._optimizer import Optimizer, optimizer, trainable, Trained
 class Optimization:
     """The settings of an optimizer, its learning rates and the loss. Plain data: the methods check it."""
 
-    name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """AdamW, Muon or gradient descent; Muon trains hidden matrices, and AdamW the other parameters."""
+    name: Literal["adamw", "muon", "normuon", "sgd"] = "adamw"
+    """AdamW, Muon, NorMuon or gradient descent; Muon and NorMuon train hidden matrices, and AdamW the others."""
     learning_rate: float = 3e-3
     """The peak learning rate."""
     rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
@@ -31,6 +31,8 @@ class Optimization:
     """The dtype of the optimizer's moments between steps: bfloat16 takes half the memory, 8bit a quarter."""
     weight_decay: float = 0.1
     """Decay of matrices, times the learning rate; biases and norms never decay."""
+    cautious: bool = False
+    """Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402)."""
     clip: float | None = 1.0
     """The largest global gradient norm; larger gradients are scaled down to it. None switches clipping off."""
     z_loss: float = 0.0
@@ -52,7 +54,12 @@ class Optimization:
         Raises a `ValueError` for a decay below zero, and for impossible learning rates.
         """
         self._check_positive("weight_decay")
-        options: dict[str, object] = {"moments": self.moments, "weight_decay": self.weight_decay, "trained": trained}
+        options: dict[str, object] = {
+            "moments": self.moments,
+            "weight_decay": self.weight_decay,
+            "cautious": self.cautious,
+            "trained": trained,
+        }
         return optimizer(self.name, model, rate=self.make_rates(phases), **options)
 
     def loss(

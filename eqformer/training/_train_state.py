@@ -78,17 +78,21 @@ def _with_memory(sharding: jax.sharding.NamedSharding, on_host: bool) -> jax.sha
 
 
 def _optimizer_spec(moment: PyTree, spec: jax.sharding.PartitionSpec, parameter: ArrayOrShape) -> PyTree:
-    """Return the spec of an optimizer's array for a parameter; scales of rows are sharded like the rows."""
+    """Return the spec of an optimizer's array for a parameter; dims of size 1 are not sharded."""
     if isinstance(moment, MomentCodes):
-        levels_spec, dims = _optimizer_spec(moment.levels, spec, parameter), len(parameter.shape)
-        scale_spec = jax.sharding.PartitionSpec(*(*spec, *(None,) * (dims - len(spec)))[: dims - 1])
-        return eqx.tree_at(lambda codes: (codes.levels, codes.scale), moment, (levels_spec, scale_spec))
-    if moment.shape != parameter.shape:
+        specs = _optimizer_spec(moment.levels, spec, parameter), _optimizer_spec(moment.scale, spec, parameter)
+        return eqx.tree_at(lambda codes: (codes.levels, codes.scale), moment, specs)
+    if moment.shape == parameter.shape:
+        return spec
+    if len(moment.shape) != len(parameter.shape) or any(
+        size not in (1, of_parameter) for size, of_parameter in zip(moment.shape, parameter.shape)
+    ):
         raise ValueError(
             f"state_shardings: the optimizer holds an array of shape {moment.shape} for a parameter of shape "
-            f"{parameter.shape}, but under a plan it is sharded like the parameter; hold it in the parameter's shape."
+            f"{parameter.shape}, but under a plan it is sharded like the parameter; hold it in the parameter's shape, "
+            "or with 1 in the place of some sizes."
         )
-    return spec
+    return jax.sharding.PartitionSpec(*(None if size == 1 else axes for size, axes in zip(moment.shape, spec)))
 
 
 def _copy_repeated_arrays(tree: PyTree) -> PyTree:

@@ -110,6 +110,7 @@ def step_grid() -> list[Case]:
     cases += [split, Case("five layers", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "zb-h1", "microbatches": 2})]
     cases.append(Case("dense, then mixtures", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 2, "chunks": 2}))
     muon = [case._replace(optimizer="muon") for case in (cases[1], cases[5], *cases[-2:])]
+    muon += [case._replace(optimizer="normuon") for case in (cases[1], cases[4], cases[5])]
     return cases + muon
 
 

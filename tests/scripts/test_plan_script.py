@@ -306,6 +306,7 @@ def test_pretrains_flags_are_taken_and_help_reads_well(report, tmp_path, capsys)
 def test_what_muon_sends_is_said_to_be_left_out(report):
     left_out = "Muon's products of whole matrices send more"
     assert left_out in report("--mesh.fsdp 2 --optimizer.name muon")
+    assert left_out in report("--mesh.fsdp 2 --optimizer.name normuon")
     assert left_out not in report("--mesh.fsdp 2 --optimizer.name adamw")
     assert left_out not in report("--optimizer.name muon")  # on one device
 

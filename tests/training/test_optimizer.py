@@ -78,6 +78,46 @@ def muon_by_hand(value, gradients, beta=0.95, decay=DECAY, rms=0.2):
     return value
 
 
+def best_quintics(lower, steps, cushion=0.02407327424182761):
+    """The coefficients of Polar Express by Remez' exchange: polynomials that err least from 1, one after another.
+
+    Below `cushion` of the largest value, singular values need not be near 1; each polynomial is scaled so that its
+    smallest and largest values lie at the same distance from 1 (arXiv 2505.16932, section 4.3).
+    """
+    upper, coefficients = 1.0, []
+    for _ in range(steps):
+        start = max(lower, cushion * upper)
+        points = np.linspace(start, upper, 4)
+        for _ in range(50):
+            powers = np.stack([points, points**3, points**5, [1, -1, 1, -1]], axis=1)
+            a, b, c, _ = np.linalg.solve(powers, np.ones(4))
+            points = np.array([start, *np.sort(np.sqrt(np.roots([5 * c, 3 * b, a]).real)), upper])
+        lowest, highest = (a * x + b * x**3 + c * x**5 for x in (lower, upper))
+        scale = 2 / (lowest + highest)
+        coefficients.append((a * scale, b * scale, c * scale))
+        lower = scale * lowest
+        upper = 2 - lower
+    return [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in coefficients]
+
+
+def normuon_by_hand(value, gradients, beta=0.95, row_decay=0.95, decay=DECAY, rms=0.2, equal=True):
+    """One `outputs inputs` matrix through momentum, Polar Express, division by each row's mean square, and decay.
+
+    Where `equal` is False, the rows are not divided.
+    """
+    value, momentum, squares = np.float64(value), 0.0, 0.0
+    for step, gradient in enumerate(np.asarray(gradients, np.float64), 1):
+        momentum = beta * momentum + (1 - beta) * gradient
+        x = beta * momentum / (1 - beta ** (step + 1)) + (1 - beta) * gradient / (1 - beta**step)
+        x /= np.linalg.norm(x)
+        for a, b, c in best_quintics(1e-3, 5):
+            x = a * x + b * (x @ x.T) @ x + c * (x @ x.T) @ (x @ x.T) @ x
+        squares = row_decay * squares + (1 - row_decay) * np.mean(x**2, axis=1, keepdims=True)
+        x = x / np.sqrt(squares / (1 - row_decay**step)) if equal else x
+        value = value - RATE * (x * rms / np.sqrt(np.mean(x**2)) + decay * value)
+    return value
+
+
 @pytest.fixture(scope="module")
 def trained(filled):
     """Every optimizer's leaves after a few steps from the same model and gradients."""
@@ -101,7 +141,7 @@ def trained(filled):
 
     model = filled(build)
     gradients = random_gradients(model)
-    options = {"adamw": dict(weight_decay=DECAY), "muon": dict(weight_decay=DECAY), "sgd": dict(momentum=0.9)}
+    options = {name: dict(weight_decay=DECAY) for name in training.OPTIMIZERS} | {"sgd": dict(momentum=0.9)}
     after = {
         name: run(training.optimizer(name, model, rate=RATE, **options[name]), model, gradients)
         for name in training.OPTIMIZERS
@@ -142,6 +182,58 @@ def test_muon_orthogonalises_each_matrix_of_the_ensemble_by_itself(trained):
     for path in before.keys() - hidden.keys():
         expected = adam_by_hand(before[path], gradients[path], decay=DECAY if marks[path] is not None else 0.0)
         np.testing.assert_allclose(after["muon"][0][path], expected, rtol=2e-5, atol=2e-6, err_msg=path)
+
+
+def test_normuon_divides_each_rows_update_by_its_mean_square(trained):
+    model, gradients, after = trained
+    before, marks = by_path(training.trainable(model)), marks_by_path(model)
+    for path, mark in marks.items():
+        if mark is None or mark.table:  # AdamW's, as Muon's are
+            np.testing.assert_array_equal(after["normuon"][0].get(path), after["muon"][0].get(path))
+            continue
+        shape = before[path].shape
+        outputs = int(np.prod(shape[1 : 1 + mark.outputs]))
+        for layer in range(3):
+            rows = [x[layer].reshape(outputs, -1) for x in (before[path], *gradients[path])]
+            expected = normuon_by_hand(rows[0], rows[1:]).reshape(shape[1:])
+            np.testing.assert_allclose(after["normuon"][0][path][layer], expected, rtol=1e-4, atol=1e-5, err_msg=path)
+        orthogonal = normuon_by_hand(rows[0], rows[1:], equal=False).reshape(
+            shape[1:]
+        )  # The control: rows not divided.
+        assert np.abs(orthogonal - after["normuon"][0][path][2]).max() > 1e-4, path
+
+
+def test_polar_express_ends_nearer_to_an_orthogonal_matrix():
+    values = np.geomspace(1e-3, 1, 1001)
+    worst = {}
+    for iteration, steps in {
+        "polar-express": best_quintics(1e-3, 5),
+        "quintic": [(3.4445, -4.7750, 2.0315)] * 5,
+    }.items():
+        x = values
+        for a, b, c in steps:
+            x = a * x + b * x**3 + c * x**5
+        worst[iteration] = np.abs(x - 1).max()
+    assert worst["polar-express"] < 0.16 and worst["quintic"] > 0.5, worst
+
+
+@pytest.mark.parametrize("name", [name for name in training.OPTIMIZERS if name != "sgd"])
+def test_only_weights_that_move_towards_zero_decay_cautiously(name, make_model):
+    model = make_model(layers=1)
+    gradients = random_gradients(model, seed=1)[:1]
+    before = by_path(training.trainable(model))
+    make = partial(training.optimizer, name, model, rate=RATE)  # of which each is run once, and not compiled
+    still, _ = run(make(weight_decay=0.0), model, gradients)
+    decayed, _ = run(make(weight_decay=DECAY), model, gradients)
+    cautious, _ = run(make(weight_decay=DECAY, cautious=True), model, gradients)
+    shares = []
+    for path in before:
+        shrinks = (still[path] - before[path]) * before[path] < 0
+        np.testing.assert_allclose(
+            cautious[path], np.where(shrinks, decayed[path], still[path]), atol=1e-8, err_msg=path
+        )
+        shares.append(np.mean(cautious[path] != decayed[path]))
+    assert max(shares) > 0.3  # The control: many weights moved away from 0.
 
 
 def test_sgd_with_momentum(trained):
@@ -190,10 +282,15 @@ def test_state_mirrors_the_parameters(name, make_model):
         pairs, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[-1], PartitionSpec)
     )
     wanted = [x.shape for x in jax.tree.leaves(parameters)]
-    # Adam holds two moments of each leaf, Muon one of each hidden matrix and two of the rest, SGD one.
+    # Adam holds two moments of each leaf, Muon one of each hidden matrix and two of the others, SGD one. NorMuon also
+    # has a number for each output of a hidden matrix.
     hidden = [m for m in jax.tree.leaves(nn.matrices(model), is_leaf=lambda x: isinstance(x, nn.Matrix)) if not m.table]
-    assert len(pairs) == {"adamw": 2 * len(wanted), "muon": 2 * len(wanted) - len(hidden), "sgd": len(wanted)}[name]
-    assert {shape for shape, _ in pairs} == set(wanted)
+    counts = {"adamw": 2 * len(wanted), "normuon": 2 * len(wanted), "sgd": len(wanted)}
+    assert len(pairs) == (counts | {"muon": 2 * len(wanted) - len(hidden)})[name]
+    shapes_of_rows = [shape for shape, _ in pairs if shape not in wanted]
+    assert {shape for shape, _ in pairs} >= set(wanted)
+    assert len(shapes_of_rows) == (len(hidden) if name == "normuon" else 0)
+    assert all(shape[-1] == 1 for shape in shapes_of_rows)
     assert all(len(spec) == len(shape) for shape, spec in pairs)
 
 
@@ -227,8 +324,12 @@ def test_norm_is_of_all_leaves_together():
 
 
 def test_an_unknown_name_is_refused(make_model):
-    with pytest.raises(ValueError, match="'adam'.*adamw, muon, sgd"):
+    with pytest.raises(ValueError, match="'adam'.*adamw, muon, normuon, sgd"):
         training.optimizer("adam", make_model(layers=1), rate=RATE)
+    with pytest.raises(ValueError, match="iteration='cubic'.*quintic and polar-express"):
+        training.optimizer("muon", make_model(layers=1), rate=RATE, iteration="cubic")
+    with pytest.raises(ValueError, match="newton_schulz_steps=6.*has 5 steps"):
+        training.optimizer("normuon", make_model(layers=1), rate=RATE, newton_schulz_steps=6)
 
 
 @pytest.mark.parametrize("name", ["muon", *(pytest.param(name, marks=pytest.mark.grid) for name in ("adamw", "sgd"))])
