@@ -348,20 +348,31 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
         raise ValueError(f"{flag}: the recipe's model has other arrays than the run's: {error}") from error
 
 
-def init_from_run(recipe: Recipe, states: training.PlannedState) -> training.TrainState:
-    """Return the state before the first step, with the weights of the run that the recipe names.
+def init_state(recipe: Recipe, states: training.PlannedState, screen: Screen) -> training.TrainState:
+    """Return the state before the first step of a new run; with `--from-optimizer`, that run's state."""
+    if recipe.from_optimizer:
+        assert recipe.from_run is not None
+        checkpointer = training.Checkpointer(RunDirectory(recipe.from_run).checkpoints)
+        return states.restore(checkpointer, recipe.from_step, reset_counters=True)[0]
+    if recipe.from_run is None and recipe.published is None:
+        return states.init()
+    return states.init_from(_load_weights(recipe, states.plan, screen))
 
-    With `--from-optimizer` the optimizer's state is that run's too.
-    """
-    if not recipe.from_optimizer:
-        return states.init_from(load_run_weights(recipe, states.plan))
-    assert recipe.from_run is not None
-    checkpointer = training.Checkpointer(RunDirectory(recipe.from_run).checkpoints)
-    return states.restore(checkpointer, recipe.from_step, reset_counters=True)[0]
+
+def init_model(recipe: Recipe, states: training.PlannedState, screen: Screen) -> nn.LanguageModel:
+    """Return the model before the first step of a new run, sharded by the plan, without an optimizer's state."""
+    if recipe.from_run is None and recipe.published is None:
+        return states.init().model
+    return states.plan.shard(_load_weights(recipe, states.plan, screen))
+
+
+def _load_weights(recipe: Recipe, plan: parallel.Plan, screen: Screen) -> nn.Transformer:
+    """Load the recipe's model, with the weights of a run or as it was published; layers are in the model's order."""
+    return load_published_model(recipe, plan, screen) if recipe.from_run is None else load_run_weights(recipe, plan)
 
 
 def load_run_weights(recipe: Recipe, plan: parallel.Plan) -> nn.Transformer:
-    """Load the recipe's model, not yet sharded, with the weights of the run that the recipe names."""
+    """Load the recipe's model with the weights of the run that it names; layers are in the model's order."""
     assert recipe.from_run is not None
     source = RunDirectory(recipe.from_run)
     _, old = source.read()

@@ -29,10 +29,9 @@ from ._setup import (
     candidate_flags,
     check_plan,
     check_run,
-    init_from_run,
+    init_model,
+    init_state,
     Keys,
-    load_published_model,
-    load_run_weights,
     load_teacher,
     make_keys,
     make_loss,
@@ -333,8 +332,10 @@ class Trainer:
             )
         elif recipe.has_reference and recipe.reference == "stored":
             title = "computing the reference's nats"
-            is_converted = checkpointer.latest_step == 0
-            model = self.plan.shard(self._converted_model(checkpointer)) if is_converted else self._first_model()
+            if checkpointer.latest_step == 0:
+                model = self.plan.shard(self._converted_model(checkpointer))
+            else:
+                model = init_model(recipe, self.states, self.screen)
             arrays = training.reference_arrays(nn.without_lora(model), self.plan, batch_size=recipe.batch)
         else:
             return
@@ -359,24 +360,8 @@ class Trainer:
             arrays, static = eqx.partition(nn.without_lora(state.model), eqx.is_array)
             self.reference = eqx.combine(copy(arrays), static)
         else:
-            self.reference = self._first_model()
+            self.reference = init_model(recipe, self.states, self.screen)
         return (self.add_reference_nats(self.reference, batch) for batch in batches)
-
-    def _first_state(self) -> training.TrainState:
-        """Return the state before the first step of a new run."""
-        if self.recipe.from_run is not None:
-            return init_from_run(self.recipe, self.states)
-        if self.recipe.published is None:
-            return self.states.init()
-        return self.states.init_from(load_published_model(self.recipe, self.plan, self.screen))
-
-    def _first_model(self) -> nn.LanguageModel:
-        """Return the model before the first step of a new run, sharded by the plan, without an optimizer's state."""
-        if self.recipe.from_run is not None:
-            return self.plan.shard(load_run_weights(self.recipe, self.plan))
-        if self.recipe.published is None:
-            return self.states.init().model
-        return self.plan.shard(load_published_model(self.recipe, self.plan, self.screen))
 
     def _converted_model(self, checkpointer: training.Checkpointer) -> nn.LanguageModel:
         """Return the recipe's model, not yet sharded, from the checkpoint of a model that convert.py has written."""
@@ -386,7 +371,7 @@ class Trainer:
     def _state(self, checkpointer: training.Checkpointer) -> training.TrainState:
         """Return the state to go on from: the latest checkpoint's or the first."""
         if checkpointer.latest_step is None:
-            return self._first_state()
+            return init_state(self.recipe, self.states, self.screen)
         if checkpointer.latest_step == 0:  # A converted model's checkpoint has step 0 and contains only the model.
             return self.states.init_from(self._converted_model(checkpointer))
         metadata = checkpointer.metadata()

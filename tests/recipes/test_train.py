@@ -17,7 +17,15 @@ from text_cases import CONFIG, published_folder, TEMPLATE
 import eqformer
 from eqformer import data, models, nn, parallel, training
 from eqformer.recipes import Distillation, find_recipe, Mesh, published_recipe, Recipe, Screen, Text, train
-from eqformer.recipes._setup import load_teacher, make_optimizer, make_plan, make_train_state, model_shapes
+from eqformer.recipes._setup import (
+    init_model,
+    init_state,
+    load_teacher,
+    make_optimizer,
+    make_plan,
+    make_train_state,
+    model_shapes,
+)
 from eqformer.recipes._texts import complete_recipe, recipe_tokenizer
 from eqformer.recipes._trainer import Trainer
 
@@ -161,8 +169,7 @@ def test_the_first_model_is_the_first_states_without_its_optimizer(source, lora,
     started = dataclasses.replace(started, plan=parallel.ParallelConfig(zero=3, smallest=1))
     plan, shapes = make_plan(started, jax.devices()[:2]), model_shapes(started)
     states = make_train_state(started, plan, make_optimizer(started, shapes), shapes)
-    trainer: Any = SimpleNamespace(recipe=started, plan=plan, states=states, screen=QUIET)
-    model, expected = Trainer._first_model(trainer), Trainer._first_state(trainer).model
+    model, expected = init_model(started, states, QUIET), init_state(started, states, QUIET).model
     assert eqx.tree_equal(model, expected)
     arrays, expected_arrays = (jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in (model, expected))
     pairs = list(zip(arrays, expected_arrays, strict=True))
