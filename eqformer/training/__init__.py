@@ -42,6 +42,7 @@ from ._pictures import (
     plot_expert_loads as plot_expert_loads,
     plot_experts as plot_experts,
     plot_losses as plot_losses,
+    plot_rewards as plot_rewards,
 )
 from ._planned_state import PlannedState as PlannedState, ProcessRows as ProcessRows, restore_model as restore_model
 from ._row_arrays import (

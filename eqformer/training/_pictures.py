@@ -1,4 +1,4 @@
-"""Pictures of a run: losses, evaluations and the loads of experts, from rows of `JsonLines`; a text in colors."""
+"""Pictures of a run: losses, rewards, evaluations and loads of experts, from rows of `JsonLines`; a text in colors."""
 
 import colorsys
 import html
@@ -106,6 +106,38 @@ def plot_expert_loads(metrics: str | Path, path: str | Path) -> None:
     panels[-1].set_xlabel("step")
     figure.colorbar(image, ax=list(panels), label="load over an even share")
     write_atomic(path, figure.savefig)
+
+
+def plot_rewards(metrics: str | Path, path: str | Path) -> None:
+    """Plot the metrics of `policy_loss` in rows of the file `metrics`, as a PNG of four panels.
+
+    The panels have the reward, the tokens of a completion, shares of tokens, completions and groups, and nats a token.
+    If no row has a reward, no file is written. The file is written atomically. Needs matplotlib.
+    """
+    rows = read_rows(metrics)
+    if not _list_points(rows, "reward"):
+        return
+    figure = make_figure("plot_rewards(metrics, path)", (11, 7))
+    for axes, (title, names) in zip(figure.subplots(2, 2).flat, _REWARD_PANELS.items(), strict=True):
+        curves = {name: points for name in names if (points := _list_points(rows, name))}
+        for name, points in curves.items():
+            (line,) = axes.plot(*zip(*points), linewidth=1, alpha=0.45)
+            label = name.replace("_", " ")
+            axes.plot(*zip(*_smooth(points)), color=line.get_color(), linewidth=1.6, label=label)
+        axes.set(xlabel="step", ylabel=title)
+        axes.grid(alpha=0.25)
+        if curves:
+            axes.legend(frameon=False, fontsize=8)
+    write_atomic(path, figure.savefig)
+
+
+_REWARD_PANELS = {
+    "reward": ("reward", "reward_std"),
+    "tokens of a completion": ("completion_tokens",),
+    "share": ("clip_fraction", "truncated", "groups_without_signal"),
+    "nats a token": ("entropy", "kl", "sampler_difference"),
+}
+"""The metrics that each panel of `plot_rewards` draws."""
 
 
 def _list_points(rows: list[JsonObject], name: str) -> list[tuple[int | float, float]]:

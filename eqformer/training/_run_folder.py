@@ -20,7 +20,7 @@ from .._dataclass_json import dataclass_to_json
 from .._failures import explain_write_error
 from .._files import read_json, read_utf8, write_atomic
 from ._metrics import JsonLines, MetricWriter, MetricWriters, TensorBoard, WeightsAndBiases
-from ._pictures import plot_evaluations, plot_expert_loads, plot_experts, plot_losses, read_rows
+from ._pictures import plot_evaluations, plot_expert_loads, plot_experts, plot_losses, plot_rewards, read_rows
 from .checkpoint._checkpointer import Checkpointer
 
 
@@ -40,8 +40,8 @@ class RunFolder:
     loads the model of a run's latest checkpoint.
 
     The fields are paths in the folder: `recipe`, `source`, `metrics`, `checkpoints`, `samples`, the pictures `loss`,
-    `evaluations`, `loads`, `experts` and `experts_page`, `data` (tokens), `published` and `tokenizer` (copies of what
-    the run began from), `profile` and `lock`.
+    `rewards`, `evaluations`, `loads`, `experts` and `experts_page`, `data` (tokens), `published` and `tokenizer`
+    (copies of what the run began from), `profile` and `lock`.
     """
 
     def __init__(self, path: str | Path, *, call: str | None = None):
@@ -53,6 +53,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.loss = path / "loss.png"
+        self.rewards = path / "rewards.png"
         self.evaluations = path / "evaluations.png"
         self.loads = path / "load.png"
         self.experts = path / "experts.png"
@@ -162,8 +163,10 @@ class RunFolder:
         return {name: value for row in rows for name, value in row.items()}
 
     def draw_metrics(self) -> None:
-        """Draw the losses of the metrics, and evaluations and the loads of experts if there are any."""
-        plot_losses(self.metrics, self.loss)
+        """Draw the rewards of the metrics or, of a run without them, the losses, and evaluations and expert loads."""
+        plot_rewards(self.metrics, self.rewards)
+        if not self.rewards.exists():  # The loss of a policy is no measure of its progress.
+            plot_losses(self.metrics, self.loss)
         plot_evaluations(self.metrics, self.evaluations)
         plot_expert_loads(self.metrics, self.loads)
 
@@ -188,8 +191,8 @@ class RunFolder:
 
     def files_to_look_at(self) -> list[Path]:
         """Return the existing files of the folder that people look at."""
-        files = self.loss, self.evaluations, self.loads, self.experts, self.experts_page, self.samples, self.metrics
-        return [path for path in files if path.exists()]
+        pictures = self.loss, self.rewards, self.evaluations, self.loads, self.experts, self.experts_page
+        return [path for path in (*pictures, self.samples, self.metrics) if path.exists()]
 
     def __enter__(self: Folder) -> Folder:
         return self

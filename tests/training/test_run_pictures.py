@@ -50,6 +50,28 @@ def test_evaluations_are_drawn_by_text_and_task(tmp_path, monkeypatch):
     assert len(drawn) == 1  # the control: nothing is drawn of a run without evaluations
 
 
+def test_rewards_are_drawn_in_four_panels(tmp_path, monkeypatch):
+    drawn: list[Any] = []
+    monkeypatch.setattr(_pictures, "write_atomic", lambda path, write: drawn.append(write.__self__))
+    metrics = {"reward": 0.25, "reward_std": 0.1, "completion_tokens": 7.5, "clip_fraction": 0.0, "entropy": 2.0}
+    rows = [{"step": step, "loss": 0.1} | metrics for step in (1, 2)]
+    training.plot_rewards(written(tmp_path / "metrics.jsonl", rows), tmp_path / "rewards.png")
+    labels = [[line.get_label() for line in axes.lines if line.get_label()[0] != "_"] for axes in drawn[0].axes]
+    assert labels == [["reward", "reward std"], ["completion tokens"], ["clip fraction"], ["entropy"]]
+    assert drawn[0].axes[1].lines[0].get_xydata().tolist() == [[1, 7.5], [2, 7.5]]
+    training.plot_rewards(written(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0}]), tmp_path / "no.png")
+    assert len(drawn) == 1  # the control: nothing is drawn of a run without rewards
+
+
+def test_a_folder_draws_rewards_in_place_of_losses(tmp_path):
+    for name, row in (("rewards", {"step": 1, "loss": 0.1, "reward": 0.5}), ("loss", {"step": 1, "loss": 2.0})):
+        folder = training.RunFolder(tmp_path / name)
+        folder.path.mkdir()
+        written(folder.metrics, [row])
+        folder.draw_metrics()
+        assert [path.name for path in folder.files_to_look_at()] == [f"{name}.png", "metrics.jsonl"]
+
+
 def test_pictures_are_written_whole_and_only_of_what_there_is(tmp_path):
     loads = [[0.25, 0.75], [0.5, 0.5]]  # of two layers
     rows = [{"step": step, "loss": 5.0 / step, "expert_load": loads} for step in (1, 2, 3)]
