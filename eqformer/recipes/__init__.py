@@ -7,6 +7,7 @@ from . import _report, _setup, _texts
 from ._named_recipes import (
     find_recipe as find_recipe,
     LARGE as LARGE,
+    load_user_function as load_user_function,
     needs_code as needs_code,
     RECIPES as RECIPES,
     short_name as short_name,
@@ -25,7 +26,7 @@ from ._recipe import (
     Text as Text,
 )
 from ._report import Screen as Screen
-from ._run_directory import RunDirectory as RunDirectory
+from ._run_directory import RunDirectory as RunDirectory, schedule_phases as schedule_phases
 from ._setup import check as check
 from ._texts import published_recipe as published_recipe
 from ._trainer import train as train, TrainedRun as TrainedRun

@@ -150,25 +150,43 @@ def short_name(name: str) -> str:
 
 def load_user_recipe(name: str) -> Recipe:
     """Call the function of a user's file that returns the recipe; raises a `ValueError` if there is none."""
-    parts = _split_name(name)
-    assert parts is not None
-    file, function = parts
+    function = load_user_function("--recipe", name, "recipe")
+    recipe = function()
+    if not isinstance(recipe, Recipe):
+        call = f"{getattr(function, '__name__', name)}()"
+        raise ValueError(f"--recipe {name}: {call} gave a {type(recipe).__name__}; return a recipes.Recipe.")
+    return recipe
+
+
+def load_user_function(flag: str, name: str, result: str) -> Callable[..., Any]:
+    """Return a function of a user's file, which is run.
+
+    Args:
+        flag: The flag that named the function, with which a `ValueError` for a missing file or function begins.
+        name: The file and the function, as `FILE.py:NAME`.
+        result: What the function gives, by which it is named if there is no `:NAME`.
+    """
+    parts = _split_name(name, result)
+    if parts is None:
+        raise ValueError(f"{flag} {name}: this names no function; give FILE.py:NAME of a function in a Python file.")
+    file, function_name = parts
     if not file.is_file():
-        raise ValueError(f"--recipe {name}: there is no file {file}; give FILE.py:NAME of a function in one.")
-    module = load_module(file)
-    make_recipe = getattr(module, function, None)
-    if not callable(make_recipe):
+        raise ValueError(f"{flag} {name}: there is no file {file}; give FILE.py:NAME of a function in one.")
+    try:
+        module = load_module(file)
+    except Exception as error:
+        reason = f"running {file} raised {type(error).__name__}: {error}"
+        raise ValueError(f"{flag} {name}: {reason}; correct the file.") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
         defined = sorted(
             name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         )
         raise ValueError(
-            f"--recipe {name}: {file} has no function {function!r}, which would give the recipe; it has "
+            f"{flag} {name}: {file} has no function {function_name!r}, which would give the {result}; it has "
             f"{', '.join(defined) or 'none'}: give {file}:NAME."
         )
-    recipe = make_recipe()
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"--recipe {name}: {function}() gave a {type(recipe).__name__}; return a recipes.Recipe.")
-    return recipe
+    return function
 
 
 def load_module(file: Path) -> ModuleType:
@@ -195,10 +213,10 @@ def user_classes(file: Path) -> dict[str, type]:
     }
 
 
-def _split_name(name: str) -> tuple[Path, str] | None:
-    """Return the file and the function of `FILE.py:NAME`; the function is `recipe` by default."""
+def _split_name(name: str, default: str = "recipe") -> tuple[Path, str] | None:
+    """Return the file and the function of `FILE.py:NAME`, or of `FILE.py` with the default as the function."""
     match = re.fullmatch(r"(.+\.py)(?::(\w+))?", name)
-    return None if match is None else (Path(match[1]), match[2] or "recipe")
+    return None if match is None else (Path(match[1]), match[2] or default)
 
 
 def from_json(value: Any, classes: Mapping[str, type] = MappingProxyType({})) -> Any:
