@@ -12,7 +12,7 @@ from ._load import load as load, load_llm as load_llm, make_llm as make_llm, pre
 from ._options import ChatOptions as ChatOptions, GenerateOptions as GenerateOptions
 from ._prompt_file import complete_file as complete_file, FileSummary as FileSummary
 from ._results import Completion as Completion, StreamedText as StreamedText
-from ._rollouts import Reward as Reward, Rollouts as Rollouts, Sample as Sample
+from ._rollouts import read_prompts as read_prompts, Reward as Reward, Rollouts as Rollouts, Sample as Sample
 from ._run_folder import (
     export_run as export_run,
     is_run as is_run,

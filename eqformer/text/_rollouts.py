@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from .. import data, generation, nn, parallel, training
+from .._files import parse_json
 from .._shapes import PolicyBatch
 from ._llm import LLM
 from ._load import prepare_to_decode
@@ -18,6 +20,24 @@ from ._results import complete, Completion, StopStrings, TextAssembler
 
 Reward = Callable[..., Sequence[float]]
 """`(prompts, completions, **columns) -> rewards`: a number for each completion."""
+
+
+def read_prompts(path: str | Path) -> list[dict[str, Any]]:
+    """Read the rows of `Rollouts` from .jsonl or .parquet files, a folder of these, or a dataset of the hub.
+
+    Raises a `ValueError` as `data.files` does, and for the first row whose `prompt` is neither a text nor messages.
+    """
+    rows = list[dict[str, Any]]()
+    for document in data.files(path, field=None):
+        match row := parse_json(document.text):
+            case {"prompt": str() | [{}, *_]}:
+                rows.append(dict(row))
+            case _:
+                raise ValueError(
+                    f"read_prompts({str(path)!r}): {document.name}: a row has a prompt, which is a text or a list of "
+                    f"messages, but this row is {document.text:.80}; correct it."
+                )
+    return rows
 
 
 class Sample(NamedTuple):
@@ -78,6 +98,8 @@ class Rollouts:
 
     samples: Sequence[Sample] = ()
     """The completions of the last batch, with their rewards."""
+    seq: int
+    """The tokens of a batch's rows, in which every prompt and completion fits."""
 
     def __init__(
         self,
@@ -139,7 +161,7 @@ class Rollouts:
         self._prompts, self._group, self._max_new_tokens, self._updates = prompts, group, max_new_tokens, updates
         self._temperature, self._scale, self._resample = temperature, scale_rewards, resample
         self._leave_out_equal, self._mask_truncated, self._reference = leave_out_equal, mask_truncated, reference
-        self._seq = _fit_rows(llm.model, self._ids, max_new_tokens)
+        self.seq = _fit_rows(llm.model, self._ids, max_new_tokens)
         self._batch: PolicyBatch | None = None
         self._next_step = 0
         make_log_probs = training.make_token_log_probs
@@ -185,7 +207,7 @@ class Rollouts:
         batch = data.batch_completions(
             samples.prompts,
             [completion.ids for completion in completions],
-            seq=self._seq,
+            seq=self.seq,
             first_example=step * len(completions),
             temperature=self._temperature,
         )
@@ -195,7 +217,7 @@ class Rollouts:
         if self._leave_out_equal:
             is_counted &= samples.advantages.stds > 0
         sampler_log_probs = np.zeros(batch.ids.shape, np.float32)
-        width = min(samples.log_probs.shape[1] - 1, self._seq)
+        width = min(samples.log_probs.shape[1] - 1, self.seq)
         sampler_log_probs[:, :width] = samples.log_probs[:, 1 : width + 1]  # The target of an index is the next id.
         return dataclasses.replace(
             batch,

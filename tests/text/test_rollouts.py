@@ -12,7 +12,7 @@ import pytest
 from text_cases import Scripted, small_model, TEMPLATE, USER
 
 from eqformer import data, nn, training
-from eqformer.text import LLM, Rollouts
+from eqformer.text import LLM, read_prompts, Rollouts
 
 
 END = 10
@@ -84,6 +84,17 @@ def test_a_batch_has_the_completions_and_their_advantages():
     other = batch_of(rollouts, step=1)  # another step has other prompts and draws
     assert not np.array_equal(batch.ids, other.ids)
     assert [len({tuple(row) for row in x.ids[:, :1].tolist()}) for x in (batch, other)] == [2, 2]
+
+
+@pytest.mark.parametrize("line", ['{"prompt": 3}', '{"prompt": []}', '{"text": "a"}', "[1]"])
+def test_a_row_without_a_prompt_is_refused(line, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "letter": "x"}\n{"prompt": [{"role": "user", "content": "b"}], "letter": "y"}\n')
+    rows = read_prompts(file)
+    assert [row["letter"] for row in rows] == ["x", "y"] and rows[1]["prompt"][0]["content"] == "b"
+    file.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(ValueError, match=r"^read_prompts\('.*prompts.jsonl'\): prompts.jsonl#1: a row has a prompt"):
+        read_prompts(file)
 
 
 def test_columns_and_messages_reach_the_reward(tmp_path):
