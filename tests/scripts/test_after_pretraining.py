@@ -28,6 +28,9 @@ def write_inputs() -> None:
     pair = {"prompt": [ask], "chosen": [answer("So.")], "rejected": [answer("No.")]}
     Path("chats.jsonl").write_text("\n".join([json.dumps({"messages": [ask, answer("Like this.")]})] * 40))
     Path("pairs.jsonl").write_text("\n".join([json.dumps(pair)] * 40))
+    Path("prompts.jsonl").write_text(json.dumps({"prompt": [ask]}))
+    (reward,) = re.findall(r"```python\n(# reward.py\n.*?)```", PAGE.read_text(), re.DOTALL)
+    Path("reward.py").write_text(reward)
     Path("book.txt").write_text("Call me Ishmael. Some years ago, never mind how long precisely. " * 4)
 
 
@@ -52,13 +55,14 @@ def test_the_page_runs_from_its_first_command_to_its_last(tmp_path, monkeypatch)
     write_inputs()
     page = PAGE.read_text()
     printed = run_commands(page)
-    assert len(printed) == 8
+    assert len(printed) == 10
     example, *_ = printed.values()
     assert "[[Like this.<|endoftext|>]]" in example
     scores = [row["evaluation/book.txt/perplexity"] for row in rows(Path("runs/tuned"), "evaluation/book.txt/accuracy")]
     *_, before, after, _ = printed.values()
     figure = lambda printed: float(re.findall(r"perplexity (\S+)", printed)[0])
     assert figure(before) == pytest.approx(scores[0], rel=1e-4) and figure(after) != pytest.approx(scores[0], rel=1e-2)
+    assert rows(Path("runs/rewarded"), "reward") and Path("runs/rewarded/rewards.png").exists()
     margins = [row["reward_margin"] for row in rows(Path("runs/preferred"), "reward_margin")]
     assert margins[-1] > 0 and {path.name for path in Path("preferred").iterdir()} >= {"chat_template.jinja"}
     if find_spec("transformers") and find_spec("torch"):
