@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(eqformer.__file__).parent
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 EXTRAS = (
     "orbax grain tokenizers safetensors tyro rich matplotlib pyarrow datasets tensorboardX wandb torch transformers "
-    "starlette uvicorn llguidance"
+    "starlette uvicorn llguidance gguf"
 )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 import zlib
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from test_published import FIXTURES
 from eqformer import models
 from eqformer.data import FileTokenizer, has_chat_template
 from eqformer.models._gguf_file import GGUF
-from eqformer.models.formats import BLOCKS
+from eqformer.models.formats import BLOCKS, PACKAGED
 from eqformer.nn import Llama3Scaling
 from eqformer.parallel import make_mesh, Plan
 
@@ -63,7 +64,47 @@ def test_every_type_of_block_is_decoded_as_the_package_does():
             assert checksum(found) == RECORDED[name]["package"][key] and checksum(found[..., ::-1]) != checksum(found)
             seen.add(tensor.form.name)
     seen |= {tensor.form.name for name in CONVERTED for tensor in GGUF(FIXTURES / f"{name}.gguf").tensors.values()}
-    assert seen == {form.name for form in BLOCKS.values()}
+    assert seen == {form.name for form in BLOCKS.values()} - {name for name, *_ in PACKAGED.values()}
+
+
+def random_blocks(kind: int) -> np.ndarray:
+    """Eight rows of two blocks of random bytes, of which each is a number of its type."""
+    quants = pytest.importorskip("gguf", reason="the extra `gguf` is not installed").quants
+    octets = np.random.default_rng(kind).integers(0, 256, (256, PACKAGED[kind][2])).astype(np.uint8)
+    with np.errstate(all="ignore"):
+        decoded = quants.dequantize(octets, quants.GGMLQuantizationType(kind))
+    finite = octets[np.isfinite(decoded).all(axis=-1) & (np.abs(decoded) < 1e30).all(axis=-1)]
+    return finite[:16].reshape(8, -1)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("kind", PACKAGED, ids=lambda kind: PACKAGED[kind][0])
+def test_further_types_are_decoded_by_the_package(kind, tmp_path):
+    octets, numbers, path = random_blocks(kind), 2 * PACKAGED[kind][1], tmp_path / "a.gguf"
+    quants = pytest.importorskip("gguf").quants
+    assert quants.GGML_QUANT_SIZES[quants.GGMLQuantizationType(kind)] == PACKAGED[kind][1:]
+    name = "blk.0.attn_x.weight"
+    path.write_bytes(made(arrays={name: octets}, kinds={name: kind}, columns={name: numbers}))
+    file, want = GGUF(path), quants.dequantize(octets, quants.GGMLQuantizationType(kind))
+    found = file.read(name)
+    assert found.shape == (8, numbers) and same_bits(found, want) and not same_bits(found[::-1].copy(), want)
+
+
+@pytest.mark.hf
+def test_numbers_of_the_package_that_are_not_finite_are_refused(tmp_path):
+    pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+    octets, name = np.full((8, 18), 255, np.uint8), "blk.0.attn_x.weight"  # IQ4_NL, whose scale is no number
+    (tmp_path / "a.gguf").write_bytes(made(arrays={name: octets}, kinds={name: 20}, columns={name: 32}))
+    with pytest.raises(ValueError, match="one of its numbers is not finite"), np.errstate(all="ignore"):
+        GGUF(tmp_path / "a.gguf").read(name)
+
+
+def test_a_further_type_without_the_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    octets, name = np.zeros((8, 18), np.uint8), "blk.0.attn_x.weight"
+    (tmp_path / "a.gguf").write_bytes(made(arrays={name: octets}, kinds={name: 20}, columns={name: 32}))
+    with pytest.raises(ImportError, match=r"type IQ4_NL in a GGUF file needs the package gguf.*eqformer\[gguf\]"):
+        GGUF(tmp_path / "a.gguf").read(name)
 
 
 @pytest.mark.by_default("gemma3", "qwen3moe")
@@ -128,14 +169,19 @@ def made(
     arrays: dict[str, np.ndarray] | None = None,
     kinds: dict[str, int] | None = None,
     shift: int = 0,
+    columns: dict[str, int] | None = None,
 ) -> bytes:
-    """A file of float32 arrays with some numbers and arrays changed, those of None left out."""
+    """A file of float32 arrays with some numbers and arrays changed, those of None left out.
+
+    Arrays of other `kinds` are bytes, and `columns` says how many numbers a row of them has.
+    """
     values = {key: its for key, its in (SAID | (said or {})).items() if its is not None}
     its = {key: np.ones(shape, np.float32) for key, shape in SHAPES.items()} | (arrays or {})
     header, data = b"GGUF" + struct.pack("<IQQ", 3, len(its), len(values)), b""
     header += b"".join(text(key) + value(one) for key, one in values.items())
     for key, array in its.items():
-        header += text(key) + struct.pack(f"<I{array.ndim}Q", array.ndim, *array.shape[::-1])
+        shape = (*array.shape[:-1], (columns or {}).get(key, array.shape[-1]))
+        header += text(key) + struct.pack(f"<I{array.ndim}Q", array.ndim, *shape[::-1])
         header += struct.pack("<IQ", (kinds or {}).get(key, 0), len(data) + shift)
         data += array.tobytes() + bytes(-array.nbytes % 32)
     return header + bytes(-len(header) % 32) + data
@@ -310,8 +356,9 @@ SCALES |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 def test_a_scale_of_each_type_of_block_that_is_no_number_is_refused():
     plain = {"F32", "F16", "BF16"}
-    assert SCALES.keys() | plain == {form.name for form in BLOCKS.values()}
-    for form in (form for form in BLOCKS.values() if form.name not in plain):
+    packaged = {name for name, *_ in PACKAGED.values()}
+    assert SCALES.keys() | plain | packaged == {form.name for form in BLOCKS.values()}
+    for form in (form for form in BLOCKS.values() if form.name not in plain | packaged):
         out = np.ones((2, 3 * form.numbers), np.float32)
         octets = np.zeros((2, 3 * form.octets), np.uint8)
         form.decode({"": octets}, slice(0, 2), out)
