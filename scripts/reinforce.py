@@ -83,7 +83,7 @@ class Command:
 
 # Flags of a recipe that choose a loss of texts, or read a text.
 _FLAGS_OF_TEXTS = (
-    *("--loss", "--teacher", "--text.hub", "--text.mix", "--evaluate-every", "--spikes.factor"),
+    *("--loss", "--beta", "--teacher", "--text.hub", "--text.mix", "--evaluate-every", "--spikes.factor"),
     *("--profile", "--debug-nans", "--optimizer.z-loss", "--precision.products"),
 )
 
@@ -118,7 +118,8 @@ def check_flags(command: Command) -> None:
         )
     for flag, value in flags_of(recipe).items():
         if flag in _FLAGS_OF_TEXTS and value != defaults[flag]:
-            raise ValueError(f"{flag} {value}: training on rewards has no such choice; leave it out.")
+            fix = "give --kl-weight" if flag == "--beta" else "leave it out"
+            raise ValueError(f"{flag} {value}: training on rewards has no such choice; {fix}.")
     if command.group < 2 or recipe.batch % command.group:
         raise ValueError(
             f"--batch {recipe.batch} --group {command.group}: a step has whole groups of at least 2 completions; give "
@@ -254,6 +255,8 @@ class RewardRun:
                     run = training.train(
                         self.step, state, self.rollouts, steps=recipe.steps, start=start, callbacks=callbacks
                     )
+            if run.is_stopping:
+                directory.draw_metrics()
         self._note_end(run.step)
 
     def _make_rollouts(

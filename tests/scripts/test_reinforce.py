@@ -55,6 +55,7 @@ def command_of(inputs: Path, recipe_fields: Any = None) -> reinforce.Command:
         ({"data": None}, {}, "--data: there are no prompts; give --data PROMPTS.jsonl"),
         ({"published": None}, {}, "--model: rewards need a model that is sometimes right; give --model"),
         ({"loss": "dpo"}, {}, "--loss dpo: training on rewards has no such choice; leave it out"),
+        ({"beta": 0.04}, {}, "--beta 0.04: training on rewards has no such choice; give --kl-weight"),
         ({"batch": 6}, {}, "--batch 6 --group 4: a step has whole groups of at least 2 completions"),
         ({}, {"group": 1}, "--batch 8 --group 1: a step has whole groups"),
         (
@@ -115,7 +116,7 @@ def test_prompts_that_exceed_a_row_are_refused_before_weights_are_read(inputs, t
 
 
 def flags(inputs: Path, reward: str = "high") -> list[Any]:
-    options = "--batch 8 --group 4 --tokens 8 --seq 32 --steps 8 --log-every 1 --checkpoint-every 4 --sample-every 4"
+    options = "--batch 8 --group 4 --tokens 8 --seq 32 --steps 8 --log-every 1 --checkpoint-every 8 --sample-every 4"
     options += " --updates 2 --kl-weight 0.01 --optimizer.learning-rate 1e-2 --optimizer.warmup 0 --simulate 1"
     paths = ["--model", inputs / "M", "--data", inputs / "prompts.jsonl", "--reward", f"{inputs}/rewards.py:{reward}"]
     return [*paths, *options.split()]
@@ -151,6 +152,7 @@ def test_a_run_raises_its_rewards_goes_on_and_is_written_out(inputs, tmp_path, m
         stop_at(patched, 3)
         stopped = run_here("reinforce.py", *flags(inputs), "--run-dir", tmp_path / "stopped")
     assert "stopped at step 4; the checkpoint is saved" in stopped.stdout  # after both updates on its completions
+    assert (tmp_path / "stopped" / "rewards.png").exists()
     halfway = saved_arrays(tmp_path / "stopped", 4)
     assert "goes on at step 4" in run_here("reinforce.py", *flags(inputs), "--run-dir", tmp_path / "stopped").stdout
     expected, resumed = (saved_arrays(tmp_path / name, 8) for name in ("whole", "stopped"))
