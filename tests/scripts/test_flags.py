@@ -89,12 +89,12 @@ def test_names_of_the_vocabularys_table_are_answered_with_our_flags():
 
 def test_names_from_elsewhere_are_of_flags_that_exist():
     names = (*RECIPES, "gpt2-byte-1m", "jaxformer-byte-1m")  # whose models have other fields
-    ours = [of_recipe(pretrain.Command, name) for name in names] + [flags_of(sample.Command)]
+    commands = sample.Command, plan.Command, reinforce.Command
+    ours = [of_recipe(pretrain.Command, name) for name in names] + [*map(flags_of, commands)]
     known = {flag for flags in ours for flag in flags}
     assert {*USUAL_NAMES} <= known
     names = [name for others in USUAL_NAMES.values() for name in others.split()]
     assert not {name for name in names if names.count(name) > 1}
-    known |= flags_of(plan.Command).keys() | flags_of(reinforce.Command).keys()
     assert {flag for flags in FLAGS_OF_CALLS.values() for flag in flags} <= known
 
 
