@@ -29,6 +29,7 @@ LEGEND = {
     "mlp": "hidden features of a feed-forward layer, channels of a short convolution",
     "vocab": "token ids",
     "max_seq": "learned positions",
+    "labels": "classes of a classifier",
     "types": "types of tokens, such as the two texts of a pair",
     "ranges": "distances of positions that share a bias",
     "layers": "blocks of a stack",

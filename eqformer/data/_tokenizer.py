@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int, Integer, UInt
+from jaxtyping import Bool, Int, Integer, UInt
 
 from .._failures import foreign_call, load_extra, quiet_panics
 from .._files import is_there, parse_json, read_bytes, read_utf8
@@ -183,6 +183,10 @@ class EncodedText(NamedTuple):
     """The ids, with the special tokens around each text."""
     types: UInt[np.ndarray, "seq"]
     """The token types: 0, and 1 in the second text of a pair if the tokenizer says so."""
+    spans: Int[np.ndarray, "seq 2"]
+    """The first character of each token in its text, and the one after its last."""
+    is_special: Bool[np.ndarray, "seq"]
+    """Which tokens are special tokens around the texts."""
 
 
 class FileTokenizer:
@@ -292,7 +296,12 @@ class FileTokenizer:
         with self._describe_failure("encode_texts(texts)", "a text"):
             encodings = self._cutting_tokenizer(max_length).encode_batch(list(texts))
         return [
-            EncodedText(np.asarray(encoding.ids, np.uint32), np.asarray(encoding.type_ids, np.uint32))
+            EncodedText(
+                np.asarray(encoding.ids, np.uint32),
+                np.asarray(encoding.type_ids, np.uint32),
+                np.asarray(encoding.offsets, np.int64).reshape(-1, 2),
+                np.asarray(encoding.special_tokens_mask, bool),
+            )
             for encoding in encodings
         ]
 

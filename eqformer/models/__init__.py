@@ -14,6 +14,7 @@ from ._attributes import (
     SwitchedAttribute as SwitchedAttribute,
     Unpublished as Unpublished,
 )
+from ._classifiers import Classifier as Classifier, ClassifierTable as ClassifierTable
 from ._config_types import PublishedConfig as PublishedConfig
 from ._family import (
     DecoderConfig as DecoderConfig,
@@ -29,7 +30,7 @@ from ._gguf_tokenizer import (
 )
 from ._hub import COMPANION_FILES as COMPANION_FILES, local_path as local_path, ModelCard as ModelCard, push as push
 from ._load import load as load, load_shapes as load_shapes, read_config as read_config
-from ._published_model import is_encoder as is_encoder
+from ._published_model import is_classifier as is_classifier, is_encoder as is_encoder
 from ._registry import (
     build as build,
     FAMILIES as FAMILIES,

@@ -158,7 +158,7 @@ REQUIRED: object = object()
 _OF_MODELS = (
     "attention_dropout attn_pdrop auto_map embd_pdrop hidden_dropout initializer_range keys_to_ignore_at_inference "
     "max_position_embeddings max_window_layers model_max_length output_router_logits pretraining_tp resid_pdrop "
-    "transformers.js_config unsloth_fixed unsloth_version"
+    "sbert_ce_default_activation_function sentence_transformers transformers.js_config unsloth_fixed unsloth_version"
 )
 # Attributes that transformers puts, or has put, into the configuration of any model; `tests/fixtures/make_generic.py`
 # lists them. `add_cross_attention`, `is_decoder`, `is_encoder_decoder`, `per_layer_config`, `pruned_heads` and

@@ -8,6 +8,7 @@ from typing import NoReturn
 from ..nn import RotaryScaling, Transformer
 from . import _config_types as config_types
 from ._attributes import Entry, field_types, read_entries
+from ._classifiers import ClassifierTable, DECODER_CLASSIFIER
 from ._rotary_scaling import check_scaling
 from ._weight_rules import NOTHING_STORED, PREDICTOR, PredictorTable, resolve_rules, ResolvedRule, Rule, StoredShapes
 
@@ -176,6 +177,8 @@ class Family:
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Arrays that some folders hold a second time under a name of the head, to which transformers ties them: for each
     such name, the path of the leaf that the array equals."""
+    classifier: ClassifierTable | None = DECODER_CLASSIFIER
+    """How its classifiers of texts and of tokens are published; None: there are none."""
     predictor: PredictorTable | None = None
     """How its models publish the module that predicts one token further; None: models are read without this module."""
     multimodal: tuple[MultimodalModel, ...] = ()
@@ -214,6 +217,8 @@ class Family:
         None.
         """
         table = self.weights if multimodal is None else (*self.weights, *multimodal.weights)
+        if self.classifier is not None and model.classifier is not None:
+            table = (*table, *self.classifier.weights)
         rules = resolve_rules(table, config, model, stored)
         if self.predictor is None or model.predictor is None:
             return rules
@@ -245,7 +250,7 @@ class Family:
         """Return whether a rule's leaves are the head, or a layer between the base model and the head."""
         is_of_predictor = any(path.startswith(PREDICTOR) for path in rule.paths)
         is_outside = bool(self.base_prefix) and not rule.name.startswith(self.base_prefix) and not is_of_predictor
-        return is_outside or all(path.startswith("head.") for path in rule.paths)
+        return is_outside or all(path.startswith(("head.", "classifier.")) for path in rule.paths)
 
     def is_unread(self, name: str, config: ModelConfig) -> bool:
         """Return whether the array with this name in the table is not read."""

@@ -124,7 +124,7 @@ class _ModelSource(NamedTuple):
     """The paths of a head's leaves that the folder lacks."""
     left_out: list[str]
     """The paths of a head's leaves that are not to be read."""
-    config: ModelConfig
+    published: PublishedModel
     compute_dtype: str
 
 
@@ -151,7 +151,7 @@ def _open_model(
         published = dataclasses.replace(published, predictor=True)
     arrays = PublishedArrays(source, published)
     _check_sizes(arrays, published.config)
-    shapes = model_shapes(published.config, predictor=predictor)
+    shapes = model_shapes(published.config, predictor=predictor, classifier=published.classifier)
     all_rules = published.family.rules(published.config, shapes, arrays.shapes, published.multimodal)
     left_out = [rule for rule in all_rules if not head and published.family.is_of_head(rule)]
     absent = [rule for rule in all_rules if head and _is_absent_head(arrays, published, rule)]
@@ -170,7 +170,7 @@ def _open_model(
     groups = [group_leaves(rule, rule_dtype, quantized) for rule, rule_dtype in zip(rules, dtypes, strict=True)]
     absent_leaves, left_out_leaves = ([leaf for rule in part for leaf in rule.paths] for part in (absent, left_out))
     shapes = with_quantized_maps(shapes, quantized)
-    return _ModelSource(arrays, shapes, groups, absent_leaves, left_out_leaves, published.config, dtypes[0])
+    return _ModelSource(arrays, shapes, groups, absent_leaves, left_out_leaves, published, dtypes[0])
 
 
 def _is_absent_head(arrays: PublishedArrays, published: PublishedModel, rule: ResolvedRule) -> bool:
@@ -195,7 +195,9 @@ def _initialize_head(source: _ModelSource, predictor: bool, sharding_of: Mapping
         return {}
 
     def initial() -> dict[str, Array]:
-        leaves = flatten_model(build(source.config, predictor=predictor, key=jax.random.key(0)))
+        published, key = source.published, jax.random.key(0)
+        model = build(published.config, predictor=predictor, classifier=published.classifier, key=key)
+        leaves = flatten_model(model)
         return {path: leaves[path].astype(source.compute_dtype) for path in source.absent}
 
     return jax.jit(initial, out_shardings={path: sharding_of[path] for path in source.absent})()

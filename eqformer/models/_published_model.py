@@ -8,6 +8,7 @@ import numpy as np
 
 from .._files import JsonObject, read_json
 from ..nn import Transformer
+from ._classifiers import Classifier, classifier_of, names_classifier
 from ._config_types import private_names, PublishedConfig
 from ._family import Family, ModelConfig, MultimodalModel, TEXT
 from ._folder import CONFIG, FLOATS, Folder, INDEX, SINGLE
@@ -43,6 +44,8 @@ class PublishedModel:
     """Whether the module that predicts one token further is read too."""
     notes: tuple[str, ...] = ()
     """Warnings about the configuration, a line each."""
+    classifier: Classifier | None = None
+    """The model's classifier of texts or tokens; None: it is a language model."""
 
     @property
     def dtype(self) -> str:
@@ -108,6 +111,10 @@ class PublishedModel:
         return name.startswith((*words, *self.family.ignored_prefixes, *predictor_prefix))
 
     def _is_read(self, name: str) -> bool:
+        table = self.family.classifier
+        is_of_texts = self.classifier is not None and not self.classifier.of_tokens
+        if table is not None and is_of_texts and name in [rule.name for rule in table.weights]:
+            return True
         predictor = self.family.predictor
         if predictor is not None and name.startswith(predictor.prefix_of(self.config)):
             return self.predictor
@@ -144,7 +151,8 @@ def describe_model(path: Path, source: Folder | GGUF | None = None) -> Published
     private = ", ".join(private_names(attributes))
     notes = (f"{config_file}: private attributes are passed over: {private}.",) if private else ()
     form = _read_format(quantization, config_file) or _read_modelopt(path)
-    model = PublishedModel(family, config, multimodal, attributes, form, notes=notes)
+    classifier = _read_classifier(family, attributes, config_file)
+    model = PublishedModel(family, config, multimodal, attributes, form, notes=notes, classifier=classifier)
     if (family.as_stored is None and not getattr(config, "tied", False)) or not has_weights(path):
         return model
     folder = Folder(path) if source is None else source
@@ -152,6 +160,17 @@ def describe_model(path: Path, source: Folder | GGUF | None = None) -> Published
         names = [name for name in model.table_names(folder.names).values() if name is not None]
         return dataclasses.replace(model, config=family.as_stored(config, names))
     return _untie_different_head(model, folder)
+
+
+def _read_classifier(family: Family, attributes: JsonObject, config_file: str) -> Classifier | None:
+    """Return the classifier that a configuration states; None for a language model or a base model."""
+    architectures = attributes.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    if not names_classifier(architecture):
+        return None
+    if family.classifier is None:
+        raise ValueError(f"{config_file}: architectures=[{architecture!r}]: the family has no classifiers.")
+    return family.classifier.read(str(architecture), PublishedConfig(attributes, config_file))
 
 
 def _describe_file(path: Path, file: GGUF) -> PublishedModel:
@@ -169,6 +188,13 @@ def is_encoder(folder: str | Path) -> bool:
     model_type = read_json(file).get("model_type") if file.exists() else None
     families = [family for family in FAMILIES.values() if family.is_encoder]
     return any(model_type in (family.model_type, *family.aliases) for family in families)
+
+
+def is_classifier(folder: str | Path) -> bool:
+    """Return whether a published folder is of a classifier of texts or tokens, by its `architectures` alone."""
+    file = Path(folder) / CONFIG
+    architectures = read_json(file).get("architectures") if file.exists() else None
+    return isinstance(architectures, list) and bool(architectures) and names_classifier(architectures[0])
 
 
 def has_weights(folder: Path) -> bool:
@@ -275,7 +301,7 @@ def format_of(
 
 def check_shapes(call: str, model: Transformer, config: ModelConfig) -> None:
     """Raise a `ValueError` that names arrays of other shapes than a model of this config has."""
-    expected_model = model_shapes(config, predictor=model.predictor is not None)
+    expected_model = model_shapes(config, predictor=model.predictor is not None, classifier=classifier_of(model))
     shapes, expected_shapes = _shapes(model), _shapes(expected_model)
     names = sorted(shapes.keys() | expected_shapes.keys())
     if differing := [name for name in names if shapes.get(name) != expected_shapes.get(name)]:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Key
 from .._array_checks import checked
 from ..nn import Transformer
 from . import families
+from ._classifiers import Classifier
 from ._family import check_config, Family, ModelConfig
 from ._weight_rules import PredictorTable
 
@@ -82,16 +83,23 @@ def preset(name: str) -> ModelConfig:
 
 
 @checked
-def build(model: str | ModelConfig, *, predictor: bool = False, key: Key[Array, ""]) -> Transformer:
+def build(
+    model: str | ModelConfig, *, predictor: bool = False, classifier: Classifier | None = None, key: Key[Array, ""]
+) -> Transformer:
     """Build a model with random weights, from the name of a preset or from a family's config.
 
     `shapes` returns only its shapes, and `nn.with_execution` sets how it runs. With `predictor`, the model has the
-    module that predicts one token further; raises a `ValueError` if its family does not publish such a module.
+    module that predicts one token further; raises a `ValueError` if its family does not publish such a module. With a
+    `classifier`, the model classifies texts or tokens, and has no head of a language model.
     """
     config = preset(model) if isinstance(model, str) else model
     family = family_of(call := f"build({model!r})", config)
     check_config(call, config)
     transformer = family.build(config, key=key)
+    if classifier is not None:
+        if family.classifier is None or transformer.encoder is not None or predictor:
+            raise ValueError(f"{call[:-1]}, classifier={classifier}): the family {family.name} has no classifiers.")
+        return family.classifier.add_to(transformer, config, classifier, key=jax.random.fold_in(key, 2))
     if not predictor:
         return transformer
     table = predictor_of(f"{call[:-1]}, predictor=True)", family)
@@ -99,9 +107,9 @@ def build(model: str | ModelConfig, *, predictor: bool = False, key: Key[Array, 
     return dataclasses.replace(transformer, predictor=module)
 
 
-def shapes(model: str | ModelConfig, *, predictor: bool = False) -> Transformer:
+def shapes(model: str | ModelConfig, *, predictor: bool = False, classifier: Classifier | None = None) -> Transformer:
     """Return the model that `build` returns, with `ShapeDtypeStruct`s instead of arrays, for a model of any size."""
-    return eqx.filter_eval_shape(build, model, predictor=predictor, key=jax.random.key(0))
+    return eqx.filter_eval_shape(build, model, predictor=predictor, classifier=classifier, key=jax.random.key(0))
 
 
 def predictor_of(call: str, family: Family) -> PredictorTable:

@@ -72,6 +72,8 @@ def save(
         if whole:
             raise ValueError(f"{call}: whole=True writes the folder that the model came from again; give it as like=.")
         configuration = _configuration(family, config)
+        if model.classifier is not None and family.classifier is not None:
+            configuration |= family.classifier.write(family.architecture, model)
         if model.predictor is not None and family.predictor is not None:
             configuration |= family.predictor.attributes
     else:

@@ -148,7 +148,13 @@ from ._norm import (
     Norm as Norm,
     RMSNorm as RMSNorm,
 )
-from ._pooling import DenseLayer as DenseLayer, Pooling as Pooling, POOLINGS as POOLINGS, UnitLength as UnitLength
+from ._pooling import (
+    ClassificationHead as ClassificationHead,
+    DenseLayer as DenseLayer,
+    Pooling as Pooling,
+    POOLINGS as POOLINGS,
+    UnitLength as UnitLength,
+)
 from ._precision import (
     cast as cast,
     Fp8Linear as Fp8Linear,

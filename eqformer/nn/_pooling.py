@@ -90,3 +90,20 @@ class UnitLength(Module):
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
         """Return each vector with length 1; zeros stay zeros."""
         return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
+class ClassificationHead(Module):
+    """Scores of labels for each text, or without a pooling for each token, in float32 at least."""
+
+    pooling: Pooling | None
+    """How the vector of a text is made; None: each token is classified."""
+    dense: DenseLayer | None
+    """A dense layer before the scores; None: there is none."""
+    output: LinearMap
+    """The map to the scores, `embed -> labels`."""
+
+    def __call__(self, hidden: Float[Array, "batch seq embed"], tokens: Tokens) -> Float[Array, "batch *seq labels"]:
+        """Return the scores, which are logits of the labels."""
+        x = hidden if self.pooling is None else self.pooling(hidden, tokens)
+        x = x.astype(at_least_float32(x.dtype))
+        return self.output(x if self.dense is None else self.dense(x))

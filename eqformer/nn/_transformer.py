@@ -18,6 +18,7 @@ from ._mlp import gelu
 from ._model_contracts import LanguageModel, LayerStack, ModelParts, PositionEmbedding, RandomMask, TokenEmbedding
 from ._module import Module, modules
 from ._norm import Norm
+from ._pooling import ClassificationHead
 from ._stack import empty_caches, run_layers
 from ._tokens import Source, Tokens, tokens_or_default, with_source
 
@@ -95,7 +96,7 @@ def without_head(model: "Transformer") -> "Transformer":
     The logits of the result are those of the embedding table, and mean nothing if the model had another head.
     """
     norm = model.norm.norm if isinstance(model.norm, PredictionHead) else model.norm
-    return dataclasses.replace(model, norm=norm, head=None, logit_bias=None, predictor=None)
+    return dataclasses.replace(model, norm=norm, head=None, logit_bias=None, predictor=None, classifier=None)
 
 
 class Predictor(Module):
@@ -184,6 +185,8 @@ class Transformer(LanguageModel):
     """A bias of attention scores, such as a `RelativeBias`, for the layers' attentions that use one."""
     token_types: PositionEmbedding | None = None
     """A table of token types, a `TokenTypes`, added to the token embeddings (BERT)."""
+    classifier: ClassificationHead | None = None
+    """A head that classifies texts or tokens, in the place of logits of the vocabulary; `classify` applies it."""
 
     @property
     def start(self) -> int | None:
@@ -260,6 +263,12 @@ class Transformer(LanguageModel):
             logits = add_float32(self.head.product(hidden, at_least_float32(hidden.dtype)), self.head.bias)
         logits = add_float32(logits, self.logit_bias)
         return apply_softcap(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)
+
+    def classify(self, hidden: Float[Array, "batch seq embed"], tokens: Tokens) -> Float[Array, "batch *seq labels"]:
+        """Return the classifier's scores of each text or token, for the output of `encode`."""
+        if self.classifier is None:
+            raise ValueError("Transformer.classify: the model has no classifier; load or build it with one.")
+        return self.classifier(hidden, tokens)
 
     @checked
     def predict(

@@ -19,6 +19,12 @@ from ._run_folder import (
     load_run_model as load_run_model,
     load_run_tokenizer as load_run_tokenizer,
 )
+from ._text_classifier import (
+    Classification as Classification,
+    load_classifier as load_classifier,
+    TextClassifier as TextClassifier,
+    TokenLabel as TokenLabel,
+)
 from ._text_encoder import load_encoder as load_encoder, SIMILARITIES as SIMILARITIES, TextEncoder as TextEncoder
 from ._text_engine import (
     TextEngine as TextEngine,

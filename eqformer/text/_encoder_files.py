@@ -86,7 +86,6 @@ def read_encoder_files(path: Path) -> EncoderFiles:
     pooling, includes_prompt = _read_pooling(pooling_folder)
     head = EmbeddingHead(pooling, tuple(_read_layer(path, kind, folder) for kind, folder in modules[2:]))
     settings = _read_optional(path / _SETTINGS)
-    lengths = _read_optional(model_folder / _LENGTH)
     prompts = settings.nested("prompts")
     if not all(isinstance(prompt, str | None) for prompt in prompts.values()):
         settings.refuse(f"prompts={prompts!r}: each must be a text.")
@@ -94,13 +93,21 @@ def read_encoder_files(path: Path) -> EncoderFiles:
     if default is not None and default not in prompts:
         settings.refuse(f"default_prompt_name={default!r}: the prompts are {', '.join(prompts) or 'none'}.")
     similarity = settings.read("similarity_fn_name", str, "cosine")
-    length, lower_case = lengths.read("max_seq_length", int, None), lengths.flag("do_lower_case", False)
-    if length is not None and length < 1:
-        lengths.refuse(f"max_seq_length={length}: it must be at least 1.")
+    length, lower_case = read_lengths(model_folder)
     texts = {name: prompt or "" for name, prompt in prompts.items()}
     return EncoderFiles(
         model_folder, head, includes_prompt, texts, default, similarity, max_length=length, lower_case=lower_case
     )
+
+
+def read_lengths(folder: Path) -> tuple[int | None, bool]:
+    """Return the length to which a model's texts are cut, None if the folder states none, and whether they are read in
+    lower case."""
+    settings = _read_optional(folder / _LENGTH)
+    length = settings.read("max_seq_length", int, None)
+    if length is not None and length < 1:
+        settings.refuse(f"max_seq_length={length}: it must be at least 1.")
+    return length, settings.flag("do_lower_case", False)
 
 
 def stated_max_length(folder: Path) -> int | None:

@@ -12,6 +12,7 @@ from ._companions import load_tokenizer, read_begin_id, read_chat_template
 from ._encoder_files import MODULES
 from ._llm import LLM
 from ._run_folder import is_run, open_run_tokenizer, read_run_recipe, restore_run_model
+from ._text_classifier import load_classifier
 from ._text_encoder import load_encoder
 
 
@@ -25,10 +26,12 @@ def load(
     throughput: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LLM | Any:
-    """Load a model with its tokenizer: an `LLM`, or the `TextEncoder` of a folder that holds a text encoder.
+    """Load a model with its tokenizer: an `LLM`, a `TextEncoder` or a `TextClassifier`.
 
-    A folder holds a text encoder if it has the `modules.json` of sentence-transformers, or if its model is an encoder
-    for masked tokens. `load_llm` and `load_encoder` load one of the two, and raise a `ValueError` for what they refuse.
+    A folder holds a classifier if its `config.json` names a model `ForSequenceClassification` or
+    `ForTokenClassification`. It holds a text encoder if it has the `modules.json` of sentence-transformers, or if its
+    model is an encoder for masked tokens. `load_llm`, `load_encoder` and `load_classifier` load one of the three, and
+    raise a `ValueError` for what they refuse.
 
     Args:
         source: A published folder, one file of GGUF, the folder of a run, or the name of a model of the hub.
@@ -40,7 +43,10 @@ def load(
         progress: A function that is called with the number of bytes read so far, and of all bytes.
     """
     path = models.local_path(source)
-    if not _holds_encoder(path):
+    is_published = path.is_dir() and not is_run(path)
+    is_classifier = is_published and models.is_classifier(path)
+    is_encoder = is_published and ((path / MODULES).exists() or models.is_encoder(path))
+    if not is_classifier and not is_encoder:
         return load_llm(
             source,
             plan=plan,
@@ -52,15 +58,11 @@ def load(
         )
     if predictor or throughput:
         raise ValueError(
-            f"load({str(source)!r}): the folder holds a text encoder, which writes no text; leave out predictor and "
-            "throughput."
+            f"load({str(source)!r}): the folder holds a text encoder or a classifier, which writes no text; leave out "
+            "predictor and throughput."
         )
-    return load_encoder(source, plan=plan, dtype=dtype, weights=weights, progress=progress)
-
-
-def _holds_encoder(path: Path) -> bool:
-    """Return whether a path is the folder of a text encoder."""
-    return path.is_dir() and not is_run(path) and ((path / MODULES).exists() or models.is_encoder(path))
+    load_texts = load_classifier if is_classifier else load_encoder
+    return load_texts(source, plan=plan, dtype=dtype, weights=weights, progress=progress)
 
 
 def load_llm(
@@ -102,9 +104,10 @@ def load_llm(
                 "leave out dtype, weights and predictor."
             )
         return _load_run(path, plan, throughput)
-    if models.is_encoder(path):
+    if models.is_encoder(path) or models.is_classifier(path):
         raise ValueError(
-            f"load({str(source)!r}): the model is a text encoder, which writes no text; take text.load_encoder."
+            f"load({str(source)!r}): the model is a text encoder or a classifier, which writes no text; take "
+            "text.load_encoder or text.load_classifier."
         )
     if plan is not None:  # The model is compared with the plan before its arrays are read.
         parallel.ShardedModel(models.shapes(models.read_config(path)), plan)

@@ -11,7 +11,18 @@ import pytest
 from jaxtyping import Array, Float
 
 from eqformer import LEGEND
-from eqformer.models import build, FAMILIES, GPT2Config, JAXformerConfig, LlamaConfig, preset, presets, Rule, shapes
+from eqformer.models import (
+    build,
+    Classifier,
+    FAMILIES,
+    GPT2Config,
+    JAXformerConfig,
+    LlamaConfig,
+    preset,
+    presets,
+    Rule,
+    shapes,
+)
 from eqformer.models._weight_rules import layer_groups
 from eqformer.nn import Attention, Block, dims, LatentAttention, Residual, Rotary, SuperBlock, YarnScaling
 from eqformer.planning import parameter_count
@@ -337,7 +348,13 @@ def test_every_rule_of_weights_is_of_some_model():
     for family in FAMILIES.values():
         for name in family.presets:
             found |= _paths(family.weights, shapes_of(name)) if "-byte-" in name else set()
-    assert {(rule.part, rule.path) for family in FAMILIES.values() for rule in family.weights} == found
+    classifiers = {family.classifier: family for family in [*FAMILIES.values(), llama] if family.classifier is not None}
+    for table, family in classifiers.items():
+        for of_tokens in (False, True):
+            model = shapes(next(iter(family.presets)), classifier=Classifier(3, of_tokens))
+            found |= _paths((*family.weights, *table.weights), model)
+    tables = [*(family.weights for family in FAMILIES.values()), *(table.weights for table in classifiers)]
+    assert {(rule.part, rule.path) for table in tables for rule in table} == found
     wrong = dataclasses.replace(llama.weights[0], path="embeding.weight")
     assert _paths([wrong], shapes_of("llama-byte-1m")) == set()
 

@@ -14,6 +14,7 @@ from family_weights import weight
 
 
 RECORDED = json.loads(file.read_text()) if (file := FIXTURES / "encoders.json").exists() else {}
+CLASSIFIERS = json.loads(file.read_text()) if (file := FIXTURES / "classifiers.json").exists() else {}
 TEXTS = [
     "the cat sat on the mat",
     "a dog",
@@ -32,7 +33,7 @@ PAIRS = [
 
 def write_encoder(folder: Path, name: str, seed: str = "") -> None:
     """Write a recorded case's folder; another `seed` has other weights."""
-    case = RECORDED[name]
+    case = RECORDED[name] if name in RECORDED else CLASSIFIERS[name]
     for file, content in case["files"].items():
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text(json.dumps(content))

@@ -184,7 +184,7 @@ def test_bad_files(file, content, error, tmp_path):
 
 def test_an_encoder_is_no_language_model(tmp_path):
     write_encoder(tmp_path, "bert mean")
-    with pytest.raises(ValueError, match="the model is a text encoder, which writes no text; take text.load_encoder"):
+    with pytest.raises(ValueError, match="a text encoder or a classifier, which writes no text"):
         text.load_llm(tmp_path)
     with pytest.raises(ValueError, match="leave out predictor and throughput"):
         eqformer.load(tmp_path, throughput=True)
@@ -195,5 +195,5 @@ def test_few_widths_are_compiled():
     assert sorted(set(widths)) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
     assert all(length <= width < max(17, 1.5 * length) for length, width in zip(range(1, 513), widths))
     with pytest.raises(ValueError, match="text 1 has no token"):
-        row = data.EncodedText(np.ones(3, np.uint32), np.zeros(3, np.uint32))
-        map_batches(lambda ids, tokens: ids, [row, data.EncodedText(row.ids[:0], row.types[:0])], 2)
+        row = data.EncodedText(np.ones(3, np.uint32), np.zeros(3, np.uint32), np.zeros((3, 2), int), np.zeros(3, bool))
+        map_batches(lambda ids, tokens: ids, [row, row._replace(ids=row.ids[:0])], 2)

@@ -4,6 +4,7 @@ These are encoders for masked tokens with learned positions and with a norm afte
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore
+from .._classifiers import ClassifierTable, linear_rules
 from .._config_types import Attributes, Index, LayerCount, Length, NotNegative, PublishedConfig, Rate, Size
 from .._family import Family, ModelConfig
 from .._weight_rules import Rule
@@ -272,6 +274,37 @@ _DISTILBERT_PRESETS = {
     "distilbert-base-uncased": DistilBERTConfig(30_522, 768, 6, 12, 3072, dropout=0.1),
 }
 
+
+def _where(part: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Return rules of a classifier with a dense layer or, if `part` is empty, of one without."""
+    path = "classifier.dense.linear.weight"
+    return tuple(dataclasses.replace(rule, needs=path if part else "", lacks="" if part else path) for rule in rules)
+
+
+def _dense(activation: str) -> Callable[[DistilBERTConfig], dict[str, str]]:
+    """Return the options of a classifier's dense layer."""
+    return lambda config: {"activation": activation}
+
+
+_BERT_CLASSIFIER = ClassifierTable(
+    (*linear_rules("bert.pooler.dense", "dense.linear"), *linear_rules("classifier", "output")),
+    pooling="cls",
+    dense=_dense("tanh"),
+)
+_ROBERTA_CLASSIFIER = ClassifierTable(
+    (
+        *linear_rules("classifier.dense", "dense.linear"),
+        *_where("dense", linear_rules("classifier.out_proj", "output")),
+        *_where("", linear_rules("classifier", "output")),
+    ),
+    pooling="cls",
+    dense=_dense("tanh"),
+)
+_DISTILBERT_CLASSIFIER = ClassifierTable(
+    (*linear_rules("pre_classifier", "dense.linear"), *linear_rules("classifier", "output")),
+    pooling="cls",
+    dense=_dense("relu"),
+)
 BERT = Family(
     *("bert", BERTConfig, build_bert, _BERT_PRESETS, "BertForMaskedLM", "bert"),
     BERT_ATTRIBUTES,
@@ -279,6 +312,7 @@ BERT = Family(
     ignored_suffixes=("embeddings.position_ids",),
     ignored_prefixes=("bert.pooler.", "cls.seq_relationship."),
     is_bare=True,
+    classifier=_BERT_CLASSIFIER,
     tied={"cls.predictions.decoder.weight": "embedding.weight", "cls.predictions.decoder.bias": "logit_bias"},
 )
 ROBERTA = Family(
@@ -289,6 +323,7 @@ ROBERTA = Family(
     ignored_prefixes=("roberta.pooler.",),
     is_bare=True,
     aliases=("xlm-roberta", "camembert"),
+    classifier=_ROBERTA_CLASSIFIER,
     tied={"lm_head.decoder.weight": "embedding.weight", "lm_head.decoder.bias": "logit_bias"},
 )
 DISTILBERT = Family(
@@ -296,5 +331,6 @@ DISTILBERT = Family(
     DISTILBERT_ATTRIBUTES,
     DISTILBERT_WEIGHTS,
     is_bare=True,
+    classifier=_DISTILBERT_CLASSIFIER,
     tied={"vocab_projector.weight": "embedding.weight"},
 )

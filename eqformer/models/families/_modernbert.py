@@ -1,6 +1,7 @@
 """ModernBERT (Warner et al. 2024, arXiv:2412.13663): an encoder for masked tokens, with local and global attention."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._attributes import Activation, Attribute, Entry, Ignore
+from .._classifiers import ClassifierTable, linear_rules
 from .._config_types import Index, LayerCount, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import Family, ModelConfig
 from .._layer_attributes import LayerTypes
@@ -110,6 +112,7 @@ MODERNBERT_WEIGHTS = (
     Rule(f"{_FEED_FORWARD}Wi.bias", leaf_paths(_GATED, "bias", "feed_forward.layer.")),
     *_weight_and_bias(f"{_FEED_FORWARD}Wo", "feed_forward.layer.down"),
     *_weight_and_bias("model.final_norm", "norm.norm"),
+    *_weight_and_bias("model.final_norm", "norm"),  # of a model without a prediction head
     *_weight_and_bias("head.dense", "norm.dense"),
     *_weight_and_bias("head.norm", "norm.output_norm"),
     *_weight_and_bias("decoder", "head"),
@@ -173,6 +176,24 @@ _PRESETS = {
     "modernbert-large": ModernBERTConfig(50_368, 1024, 28, 16, 2624, global_layers=tuple(range(0, 28, 3))),
 }
 
+
+def _dense(config: ModernBERTConfig) -> dict[str, Any]:
+    """Return the options of the dense layer of a classifier."""
+    norm = {"norm_eps": config.eps, "norm_bias": config.norm_bias}
+    return {"activation": config.dense_activation, "bias": config.dense_bias, **norm}
+
+
+_CLASSIFIER = ClassifierTable(
+    (
+        *linear_rules("head.dense", "dense.linear"),
+        *linear_rules("head.norm", "dense.norm"),
+        *linear_rules("classifier", "output"),
+    ),
+    pooling="cls",
+    pooling_attribute="classifier_pooling",
+    dense=_dense,
+    token_dense=_dense,
+)
 MODERNBERT = Family(
     "modernbert",
     ModernBERTConfig,
@@ -182,4 +203,5 @@ MODERNBERT = Family(
     "modernbert",
     MODERNBERT_ATTRIBUTES,
     MODERNBERT_WEIGHTS,
+    classifier=_CLASSIFIER,
 )

@@ -1,0 +1,238 @@
+"""Labels and scores of texts, of pairs of texts and of tokens: a classifier with its tokenizer and its labels."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .. import data, models, nn, parallel
+from .._files import JsonObject, read_json
+from ..data import EncodedText
+from ._encoder_files import read_lengths
+from ._text_encoder import check_texts, hidden_vectors, limit_length, load_text_tokenizer, map_batches, Texts
+
+
+Pair = tuple[str, str]
+
+
+class Classification(NamedTuple):
+    """The likeliest label of a text, and the probabilities of all labels."""
+
+    label: str
+    probability: float
+    probabilities: Mapping[str, float]
+
+
+class TokenLabel(NamedTuple):
+    """The likeliest label of a token, which is the text from the character `start` up to `stop`."""
+
+    text: str
+    label: str
+    probability: float
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TextClassifier:
+    """A classifier of texts, of pairs of texts or of tokens, with its tokenizer and its labels.
+
+    `load` returns the `TextClassifier` of a folder of transformers' `ForSequenceClassification` and
+    `ForTokenClassification` models, such as rerankers and reward models.
+    """
+
+    model: nn.Transformer
+    """The model with its classifier."""
+    tokenizer: data.FileTokenizer
+    """The tokenizer of texts."""
+    labels: tuple[str, ...]
+    """The name of each label."""
+    max_length: int | None = None
+    """Tokens to which longer texts are cut; None: texts of any length are read whole."""
+    is_multi_label: bool = False
+    """Whether a text may have several labels, each with a probability of its own."""
+    activation: str = "sigmoid"
+    """The function of a score, for `score`: `"sigmoid"`, or `"identity"` for the logit itself."""
+    reads_types: bool = True
+    """Whether a model with token types reads those of the tokenizer, which tell the texts of a pair apart."""
+    plan: parallel.Plan | None = None
+    """The plan that shards the model over a mesh; None: one device."""
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether each token has a label."""
+        return self.model.classifier is not None and self.model.classifier.pooling is None
+
+    @overload
+    def classify(self, texts: str, *, batch_size: int = 32) -> Classification | list[TokenLabel]: ...
+    @overload
+    def classify(self, texts: Texts, *, batch_size: int = 32) -> list[Classification] | list[list[TokenLabel]]: ...
+    def classify(self, texts: Any, *, batch_size: int = 32) -> Any:
+        """Return the `Classification` of a text, or of each text of a list; of a classifier of tokens, their labels.
+
+        Probabilities are a softmax over the labels or, for a model with one label or with several labels of a text, a
+        sigmoid of each. Special tokens have no label. Raises a `ValueError` for an empty list and for anything but
+        texts.
+        """
+        rows = check_texts("classify(texts)", texts)
+        encoded = self.tokenizer.encode_texts(rows, max_length=self.max_length)
+        logits = self._logits(encoded, batch_size)
+        label = self._label_tokens if self.is_of_tokens else self._label_text
+        results = [label(text, row, scores) for text, row, scores in zip(rows, encoded, logits, strict=True)]
+        return results[0] if isinstance(texts, str) else results
+
+    @overload
+    def score(self, texts: str | Pair, *, activation: str | None = None, batch_size: int = 32) -> float: ...
+    @overload
+    def score(
+        self, texts: list[str] | Sequence[Pair], *, activation: str | None = None, batch_size: int = 32
+    ) -> Float[np.ndarray, "texts *labels"]: ...
+    def score(self, texts: Any, *, activation: str | None = None, batch_size: int = 32) -> Any:
+        """Return the score of each pair of texts, such as a question and an answer, or of each text of a list.
+
+        A text or a tuple of two texts has one score. A model with several labels returns a score for each. The function
+        of a score is the model's `activation`, as in sentence-transformers' `CrossEncoder.predict`; `"identity"`
+        returns the logits, such as the reward of a reward model. Pairs of more tokens than `max_length` are cut at the
+        end of the longer text. Raises a `ValueError` for an empty list, and for anything but texts or pairs of texts.
+        """
+        is_single = isinstance(texts, str) or (isinstance(texts, tuple) and _is_pair(texts))
+        rows = [texts] if is_single else texts
+        call, name = "score(texts)", self.activation if activation is None else activation
+        if name not in ("sigmoid", "identity"):
+            raise ValueError(f"score(activation={name!r}): it must be 'sigmoid' or 'identity'.")
+        if self.is_of_tokens:
+            raise ValueError(f"{call}: the model labels tokens, so a text has no score; take classify.")
+        if isinstance(rows, list | tuple) and rows and all(map(_is_pair, rows)):
+            rows = [tuple(row) for row in rows]
+        else:
+            rows = check_texts(call, rows)
+        logits = np.stack(self._logits(self.tokenizer.encode_texts(rows, max_length=self.max_length), batch_size))
+        scores = _sigmoid(logits) if name == "sigmoid" else logits
+        scores = scores[:, 0] if len(self.labels) == 1 else scores
+        if not is_single:
+            return scores
+        return float(scores[0]) if scores.ndim == 1 else scores[0]
+
+    def _logits(self, rows: Sequence[EncodedText], batch_size: int) -> list[np.ndarray]:
+        """Return the logits of each text, or of each token of each text."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: at least 1 text is read at a time.")
+
+        def run(ids: Array, tokens: nn.Tokens) -> Array:
+            tokens = tokens if self.reads_types else tokens.replace(types=None)
+            return _classify_rows(self.model, self.plan, ids, tokens)
+
+        return map_batches(run, rows, batch_size, self.plan)
+
+    def _probabilities(self, logits: Float[np.ndarray, "*tokens labels"]) -> Float[np.ndarray, "*tokens labels"]:
+        if self.is_multi_label or len(self.labels) == 1:
+            return _sigmoid(logits)
+        exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        return exponentials / exponentials.sum(axis=-1, keepdims=True)
+
+    def _label_text(self, text: str, row: EncodedText, logits: Float[np.ndarray, "labels"]) -> Classification:
+        probabilities = self._probabilities(logits)
+        best = int(np.argmax(probabilities))
+        by_label = dict(zip(self.labels, map(float, probabilities), strict=True))
+        return Classification(self.labels[best], float(probabilities[best]), by_label)
+
+    def _label_tokens(self, text: str, row: EncodedText, logits: Float[np.ndarray, "width labels"]) -> list[TokenLabel]:
+        probabilities = self._probabilities(logits)
+        labeled = []
+        for (start, stop), is_special, scores in zip(row.spans.tolist(), row.is_special, probabilities):
+            if not is_special:
+                best = int(np.argmax(scores))
+                labeled.append(TokenLabel(text[start:stop], self.labels[best], float(scores[best]), start, stop))
+        return labeled
+
+
+def _is_pair(value: object) -> bool:
+    """Return whether a value is a pair of texts, which a list of two texts within a list is, too."""
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+def _sigmoid(logits: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    return (1 / (1 + np.exp(-np.clip(logits, -80, 80)))).astype(np.float32)
+
+
+@eqx.filter_jit
+def _classify_rows(
+    model: nn.Transformer, plan: parallel.Plan | None, ids: Int[Array, "batch seq"], tokens: nn.Tokens
+) -> Float[Array, "batch *seq labels"]:
+    return model.classify(hidden_vectors(model, plan, ids, tokens), tokens).astype(jnp.float32)
+
+
+def load_classifier(
+    source: str | Path,
+    *,
+    plan: parallel.Plan | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    weights: str = "decoded",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> TextClassifier:
+    """Load a classifier of texts or of tokens with its tokenizer and its labels.
+
+    Args:
+        source: A folder of transformers' `ForSequenceClassification` or `ForTokenClassification` model, or the name of
+            such a model of the hub.
+        plan: The plan that shards the model over a mesh; None: one device. The scores are the same.
+        dtype: The dtype of all weights; None: each has its published dtype.
+        weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them.
+        progress: A function that is called with the number of bytes read so far, and of all bytes.
+
+    Raises:
+        ValueError: For a folder of another model.
+    """
+    path = models.local_path(source)
+    if not path.is_dir() or not models.is_classifier(path):
+        raise ValueError(
+            f"load_classifier({str(source)!r}): the folder's config.json names no model ForSequenceClassification or "
+            "ForTokenClassification; take text.load_encoder or text.load_llm."
+        )
+    model = models.load(path, plan=plan, dtype=dtype, weights=weights, progress=progress)
+    model = model if plan is None else plan.shard(model)
+    attributes, max_length = read_json(path / "config.json"), read_lengths(path)[0]
+    assert model.classifier is not None
+    (count,) = model.classifier.output.output_shape
+    return TextClassifier(
+        model,
+        load_text_tokenizer(path),
+        _label_names(attributes, count),
+        limit_length(model, max_length, path),
+        attributes.get("problem_type") == "multi_label_classification",
+        _read_activation(path, attributes, count),
+        _reads_types(path),
+        plan,
+    )
+
+
+def _label_names(attributes: JsonObject, count: int) -> tuple[str, ...]:
+    """Return the name of each label; transformers leaves out its own default names."""
+    names = attributes.get("id2label")
+    if not isinstance(names, dict):
+        return tuple(f"LABEL_{number}" for number in range(count))
+    return tuple(str(names.get(str(number), f"LABEL_{number}")) for number in range(count))
+
+
+def _read_activation(path: Path, attributes: JsonObject, labels: int) -> str:
+    """Return the function of scores that sentence-transformers wrote, by default a sigmoid of a single label."""
+    file = path / "config_sentence_transformers.json"
+    holders = [read_json(file) if file.exists() else {}, attributes.get("sentence_transformers")]
+    stated = [holder.get("activation_fn") for holder in holders if isinstance(holder, dict)]
+    for name in (*stated, attributes.get("sbert_ce_default_activation_function")):
+        if isinstance(name, str) and name.rpartition(".")[2] in ("Sigmoid", "Identity"):
+            return name.rpartition(".")[2].lower()
+    return "sigmoid" if labels == 1 else "identity"
+
+
+def _reads_types(path: Path) -> bool:
+    """Return whether a model reads token types; false only if the tokenizer's settings list other inputs."""
+    file = path / "tokenizer_config.json"
+    names = read_json(file).get("model_input_names") if file.exists() else None
+    return not isinstance(names, list) or "token_type_ids" in names

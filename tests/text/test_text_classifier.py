@@ -1,0 +1,144 @@
+"""Classifiers of texts, pairs and tokens have transformers' logits, and scores as sentence-transformers' rerankers."""
+
+import dataclasses
+import json
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from encoder_folders import CLASSIFIERS, FIXTURES, PAIRS, TEXTS, write_encoder
+from safetensors.numpy import load_file
+
+import eqformer
+from eqformer import models, parallel, text
+
+
+@pytest.fixture(scope="module")
+def logits():
+    with np.load(FIXTURES / "encoders.npz") as file:
+        return {key: file[key] for key in file if key.partition("/")[0] in CLASSIFIERS}
+
+
+@pytest.fixture(scope="module")
+def classifiers(tmp_path_factory):
+    """Each recorded classifier, which is loaded when it is first asked for."""
+    loaded: dict[str, text.TextClassifier] = {}
+
+    def load(name: str) -> text.TextClassifier:
+        if name not in loaded:
+            folder = tmp_path_factory.mktemp("classifier")
+            write_encoder(folder, name)
+            loaded[name] = text.load_classifier(folder)
+        return loaded[name]
+
+    return load
+
+
+def difference(one, other):
+    return np.max(np.abs(np.asarray(one) - other))
+
+
+OF_TEXTS = [name for name in CLASSIFIERS if "tokens" not in name]
+
+
+@pytest.mark.parametrize("name", OF_TEXTS)
+def test_scores_are_transformers_logits(name, classifiers, logits):
+    classifier = classifiers(name)
+    texts, pairs = (classifier.score(rows, activation="identity", batch_size=4) for rows in (TEXTS, PAIRS))
+    want = np.stack([logits[f"{name}/{number}"] for number in range(len(TEXTS) + len(PAIRS))])
+    want = want[:, 0] if want.shape[1] == 1 else want
+    assert difference(texts, want[: len(TEXTS)]) < 1e-5 and difference(pairs, want[len(TEXTS) :]) < 1e-5
+    assert difference(pairs[::-1], want[len(TEXTS) :]) > 1e-2
+    assert difference(classifier.score(PAIRS[0], activation="identity"), want[len(TEXTS)]) < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in OF_TEXTS if "reranker" in name])
+def test_rerankers_score_as_a_cross_encoder(name, classifiers, logits):
+    """One has a sigmoid by default, and the other the identity, by its `config.json`."""
+    classifier = classifiers(name)
+    scores = classifier.score(PAIRS)
+    assert scores.shape == (len(PAIRS),) and difference(scores, logits[f"{name}/scores"]) < 1e-5
+    assert classifier.activation == ("sigmoid" if name == "bert reranker" else "identity")
+    swapped = classifier.score([(second, first) for first, second in PAIRS])
+    assert difference(scores, swapped) > 1e-3 and isinstance(classifier.score(PAIRS[1]), float)
+
+
+def test_labels_and_probabilities(classifiers, logits):
+    softmax, sigmoids, default = map(classifiers, ("distilbert labels", "roberta several labels", "modernbert mean"))
+    for classifier, name in ((softmax, "distilbert labels"), (sigmoids, "roberta several labels")):
+        result, want = classifier.classify(TEXTS)[1], np.exp(logits[f"{name}/1"].astype(np.float64))
+        want = want / want.sum() if name == "distilbert labels" else want / (1 + want)
+        assert list(result.probabilities) == ["bad", "fair", "good"]
+        assert difference(list(result.probabilities.values()), want) < 1e-5
+        assert result.label == ["bad", "fair", "good"][int(np.argmax(want))]
+        assert result.probability == result.probabilities[result.label]
+    assert abs(sum(sigmoids.classify("a dog").probabilities.values()) - 1) > 1e-2
+    assert default.labels == ("LABEL_0", "LABEL_1")
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSIFIERS if "tokens" in name])
+def test_tokens_have_labels(name, classifiers, logits):
+    classifier = classifiers(name)
+    for number, (line, labels) in enumerate(zip(TEXTS, classifier.classify(TEXTS))):
+        want = logits[f"{name}/{number}"]
+        first = 0 if name == "qwen3 tokens" else 1
+        want = want[first : first + len(labels)]
+        assert [label.label for label in labels] == [classifier.labels[best] for best in np.argmax(want, axis=1)]
+        weights = np.exp(want - want.max(axis=1, keepdims=True))
+        assert (
+            difference([label.probability for label in labels], (weights / weights.sum(1, keepdims=True)).max(1)) < 1e-5
+        )
+        assert all(line[label.start : label.stop] == label.text for label in labels)
+        assert " ".join(label.text for label in labels).startswith("the cat" if number == 0 else "")
+    with pytest.raises(ValueError, match="the model labels tokens, so a text has no score; take classify"):
+        classifier.score("a dog")
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_folders_go_back_out(name, tmp_path):
+    write_encoder(tmp_path, name)
+    arrays, model = load_file(tmp_path / "model.safetensors"), models.load(tmp_path)
+    assert model.classifier is not None
+    config = models.read_config(tmp_path)
+    models.save(model, tmp_path / "like", like=tmp_path)
+    models.save(model, tmp_path / "config", config=config)
+    for folder in ("like", "config"):
+        back = load_file(tmp_path / folder / "model.safetensors")
+        assert back.keys() == arrays.keys() and all(np.array_equal(back[key], arrays[key]) for key in arrays)
+        assert eqx.tree_equal(models.load(tmp_path / folder), model)
+    base = models.load(tmp_path, head=False)
+    assert base.classifier is None and np.array_equal(base.embedding.weight, model.embedding.weight)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"pipe": 3}])
+def test_any_mesh_has_the_same_scores(sizes, tmp_path, logits):
+    write_encoder(tmp_path, "bert reranker")
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    classifier = text.load_classifier(
+        tmp_path, plan=parallel.Plan(parallel.make_mesh(**sizes, devices=devices), zero=3)
+    )
+    assert difference(classifier.score(PAIRS), logits["bert reranker/scores"]) < 1e-5
+
+
+def test_a_built_classifier_and_what_is_refused(tmp_path, classifiers):
+    model = models.build("llama-byte-1m", classifier=models.Classifier(2), key=jax.random.key(0))
+    assert model.head is None and model.classifier is not None and model.classifier.output.shape == (2, 128)
+    with pytest.raises(ValueError, match="the family t5 has no classifiers"):
+        models.shapes("t5-small", classifier=models.Classifier(2))
+    with pytest.raises(ValueError, match=r"Classifier\(labels=0\): a classifier has at least 1 label"):
+        models.Classifier(0)
+    classifier = classifiers("bert reranker")
+    wrong = {"it is an empty list": [], "text 0 is a tuple": [("a", "b"), "c"], "text 1 is a NoneType": ["a", None]}
+    for error, texts in wrong.items():
+        with pytest.raises(ValueError, match=error):
+            classifier.score(texts)
+    with pytest.raises(ValueError, match=r"score\(activation='softmax'\): it must be 'sigmoid' or 'identity'"):
+        classifier.score(PAIRS, activation="softmax")
+    write_encoder(tmp_path, "bert reranker")
+    assert isinstance(eqformer.load(tmp_path), text.TextClassifier)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
+    with pytest.raises(ValueError, match="names no model ForSequenceClassification"):
+        text.load_classifier(tmp_path)
+    assert dataclasses.replace(classifier, activation="identity").score("a dog") != classifier.score("a dog")
