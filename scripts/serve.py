@@ -37,9 +37,9 @@ class Command(ModelFlags):
     capacity: int = 2048
     """Tokens of the longest text, with its prompt."""
     prefill_chunk: int = 256
-    """Tokens of a prompt that are read between two decoding steps."""
+    """Tokens of a prompt that are read at once; between two decoding steps, such a chunk is read for each free slot."""
     stride: int = 8
-    """Tokens of each text that are drawn before clients see them: 1 streams evenly, more is faster."""
+    """Most tokens of each text that are drawn before clients see them: 1 streams evenly, more is faster."""
     cache_dtype: str | None = None
     """Dtype of cached keys and values: bfloat16, int8 or fp8; as computed by default."""
     most_prompt_tokens: int | None = None

@@ -170,11 +170,17 @@ def prefill(
     return draw_and_append(rows, model.unembed(last_hidden), cache, sampling)
 
 
-def decode_until(step: Callable[[Rows], Rows], rows: Rows, length: Int[Array, "batch"]) -> Rows:
-    """Repeat `step` until each row has at least `length` tokens or is done; rows that are done do not change."""
+def decode_until(
+    step: Callable[[Rows], Rows], rows: Rows, length: Int[Array, "batch"], most_done: int | Int[Array, ""] | None = None
+) -> Rows:
+    """Repeat `step` until each row has at least `length` tokens or is done; rows that are done do not change.
+
+    The loop ends earlier as soon as more than `most_done` rows are done.
+    """
 
     def unfinished(rows: Rows) -> Array:
-        return jnp.any(~rows.done & (rows.lengths < length))
+        goes_on = jnp.any(~rows.done & (rows.lengths < length))
+        return goes_on if most_done is None else goes_on & (jnp.sum(rows.done) <= most_done)
 
     return jax.lax.while_loop(unfinished, step, rows)
 

@@ -81,9 +81,10 @@ class Engine:
             model: The model, which must have a cache.
             slots: Requests that are continued at once.
             capacity: Ids of the longest row, with its prompt; at most the model's learned positions.
-            prefill_chunk: Ids of a prompt that are read between two decoding steps, rounded up to a multiple of 64.
-            stride: Tokens of each row that are drawn before the host looks at them: with a small stride, requests begin
-                and stream more evenly, with a large one, all are faster.
+            prefill_chunk: Ids of a prompt that are read at once, rounded up to a multiple of 64. Between two decoding
+                steps, such a chunk is read for each free slot.
+            stride: Most tokens of each row that are drawn before the host looks at them: with a small stride, requests
+                stream more evenly, with a large one, all are faster. If a request waits, a step ends when a row ends.
             prefixes: Caches of beginnings of prompts that are kept for other prompts that begin alike.
             cache_dtype: The dtype of keys and values in the caches; None: the compute dtype.
             draft: A smaller model that proposes tokens for `model` to check; `"mtp"` is the model's own predictor.
@@ -270,8 +271,8 @@ class Engine:
         return ended
 
     def _read_prompts(self) -> None:
-        """Read a chunk of a prompt, or one for every four free slots, so that the slots are filled sooner."""
-        for _ in range(max(1, (self.slots - len(self._rows)) // 4)):
+        """Read a chunk of a prompt for each free slot: a decoding step takes as long with free slots as without."""
+        for _ in range(self.slots - len(self._rows)):
             while self._reading is None:
                 if not self._waiting or len(self._rows) == self.slots:
                     return
@@ -349,7 +350,8 @@ class Engine:
         known = np.zeros(self.slots, np.int32)
         for slot, row in self._rows.items():
             ended[slot], known[slot] = bool(row.result.finish), self._known_length(row)
-        inputs = DecodeInputs(self.model, jnp.asarray(ended), jnp.asarray(known), jnp.asarray(count, jnp.int32), bias)
+        numbers = (jnp.asarray(count, jnp.int32), jnp.asarray(bool(self._waiting)))
+        inputs = DecodeInputs(self.model, jnp.asarray(ended), jnp.asarray(known), *numbers, bias)
         is_greedy = all(row.request.is_greedy for row in self._rows.values())
         self._state, progress = decode_slots(inputs, self._state, self._most_new, is_greedy)
         progress = jax.device_get(progress)
@@ -419,7 +421,7 @@ class Engine:
     @staticmethod
     def _pad(ids: Int[np.ndarray, "tokens"], width: int) -> tuple[Int[jax.Array, "batch seq"], Int[jax.Array, "batch"]]:
         """Return ids as a padded batch of one row, and its length."""
-        return jnp.asarray(np.pad(ids, (0, width - len(ids))))[None], jnp.asarray([len(ids)], jnp.int32)
+        return jnp.asarray(np.pad(ids, (0, width - len(ids)))[None]), jnp.asarray([len(ids)], jnp.int32)
 
 
 class _PrefixCaches:

@@ -160,7 +160,9 @@ class DecodeInputs(NamedTuple):
     known: Int[Array, "batch"]
     """Ids of each row that the host has."""
     count: Int[Array, ""]
-    """Tokens to draw for each row."""
+    """Most tokens to draw for each row."""
+    has_waiting: Bool[Array, ""]
+    """Whether a request waits for a slot, so that the step ends as soon as a row has ended."""
     bias: Float[Array, "batch vocab"] | None
     """Biases in place of those of the slots, for rows whose next ids depend on the host; None without such rows."""
 
@@ -180,7 +182,8 @@ def decode_slots(
     elif inputs.bias is not None:
         sampling = eqx.tree_at(lambda state: state.transforms.transforms[0].bias, sampling, inputs.bias)
     rows = dataclasses.replace(slots.rows, done=slots.rows.done | inputs.ended)
-    rows = decode_until(make_decode_step(inputs.model, sampling), rows, rows.lengths + inputs.count)
+    most_done = jnp.where(inputs.has_waiting, jnp.sum(rows.done), len(rows.done))
+    rows = decode_until(make_decode_step(inputs.model, sampling), rows, rows.lengths + inputs.count, most_done)
     columns = inputs.known[:, None] + jnp.arange(most_new, dtype=jnp.int32)
     columns = jnp.minimum(columns, rows.ids.shape[1] - 1)
     assert rows.log_probabilities is not None and rows.alternatives is not None

@@ -164,9 +164,10 @@ class LLM:
         Args:
             slots: Texts that are drawn at once.
             capacity: Tokens of the longest text, with its prompt.
-            prefill_chunk: Tokens of a prompt that are read between two decoding steps.
-            stride: Tokens of each text that are drawn before the host looks at them: with a small stride, texts begin
-                and stream more evenly, with a large one, all are faster.
+            prefill_chunk: Tokens of a prompt that are read at once; between two decoding steps, such a chunk is read
+                for each free slot.
+            stride: Most tokens of each text that are drawn before the host looks at them: with a small stride, texts
+                stream more evenly, with a large one, all are faster.
             prefixes: Beginnings of prompts whose caches are kept for other prompts that begin alike.
             cache_dtype: Dtype of keys and values in the caches; None: that in which they are computed.
             draft: A smaller model that proposes tokens; `"mtp"` is the model's own predictor.

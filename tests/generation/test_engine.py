@@ -274,12 +274,25 @@ def test_requests_are_cancelled_wherever_they_are(model):
     assert results[numbers[0]].ids == alone.ids and len(alone.ids) == 40
 
 
+def test_slots_are_filled_before_a_step_and_again_when_a_row_has_ended(model):
+    requests = [Request([3 + number], new) for number, new in enumerate((3, 12, 5))]
+
+    def step_lengths(requests):
+        engine = Engine(model, **dict(SIZES, slots=2, stride=8))
+        for request in requests:
+            engine.submit(request)
+        return [{result.number: len(result.ids) for result in engine.step()} for _ in range(2)]
+
+    assert step_lengths(requests) == [{0: 3, 1: 3}, {1: 11, 2: 5}]
+    assert step_lengths(requests[:2]) == [{0: 3, 1: 9}, {1: 12}]  # The control: no request waits.
+
+
 def test_deleted_caches_leave_their_memory(model):
     live_bytes = lambda: sum(array.nbytes for array in jax.live_arrays())
     engine = Engine(model, **SIZES)
     for request in make_requests():
         engine.submit(request)
-    for _ in range(8):  # Until beginnings of prompts are kept, too.
+    while not engine._prefixes.caches():
         engine.step()
     before, cache_bytes = live_bytes(), engine.cache_bytes
     engine.delete_caches()
