@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from jaxtyping import Shaped, UInt8
+from jaxtyping import Int, Shaped, UInt8
 
 from .._files import JsonObject, map_bytes
-from .formats import BLOCKS, Blocks, ORDER, Parts, ROWS
+from .formats import BLOCKS, Blocks, COLUMNS, ORDER, Parts, ROWS
 
 
 # The types of values, by their numbers in files.
@@ -28,6 +28,10 @@ _VALUE_BYTES, _TEXT_BYTES, _ENTRY_BYTES = 13, 8, 32
 _MOST_ARRAYS = 1 << 17
 
 
+Order = tuple[Int[np.ndarray, "rows"] | None, Int[np.ndarray, "columns"] | None]
+"""The indices of an array's rows and columns in the order of published folders; None if the order is the same."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tensor:
     """An array of a GGUF file: its type, its shape with rows first, and its bytes row by row."""
@@ -36,9 +40,10 @@ class Tensor:
     shape: tuple[int, ...]
     rows: UInt8[np.ndarray, "rows octets"]
 
-    def parts(self, order: np.ndarray | None) -> Parts:
-        """Return the parts that are decoded, with the rows in another `order` if there is one."""
-        return {ROWS: self.rows} if order is None else {ROWS: self.rows, ORDER: order}
+    def parts(self, order: "Order" = (None, None)) -> Parts:
+        """Return the parts that are decoded, with rows and columns in another `order` if there is one."""
+        orders = {ORDER: order[0], COLUMNS: order[1]}
+        return {ROWS: self.rows} | {name: indices for name, indices in orders.items() if indices is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +120,7 @@ class GGUF:
         """Return an array, decoded; for small arrays, because all of it is decoded at once."""
         tensor = self.tensors[name]
         decoded = np.empty((len(tensor.rows), tensor.shape[-1]), np.float32)
-        tensor.form.decode(tensor.parts(None), slice(0, None), decoded)
+        tensor.form.decode(tensor.parts(), slice(0, None), decoded)
         return decoded.reshape(tensor.shape)
 
     def divisors(self, name: str) -> Shaped[np.ndarray, "*dims"] | None:

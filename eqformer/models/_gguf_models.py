@@ -1,121 +1,49 @@
-"""Models in GGUF files: llama.cpp's names of numbers and arrays, translated to those of published folders."""
+"""Models in GGUF files: their configuration, and their arrays under the names of published folders."""
 
-import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Shaped
 
 from .._files import JsonObject
 from ._config_types import PublishedConfig
+from ._gguf_architectures import Architecture, ARCHITECTURES, LAYER, MIXTRAL
 from ._gguf_file import DIVISORS, DTYPE, GGUF
 from .formats import Coded
 
 
-# Published names of the feed-forward layer's maps.
-_MAPS = {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-LAYER: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    **{f"ffn_{name}": published for name, published in _MAPS.items()},
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """An architecture of GGUF files: the family of its models, and how its files differ from published folders."""
-
-    model_type: str
-    """The family's `model_type`."""
-    layer: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Published names of a layer's arrays, beyond `LAYER`; `{}` stands for an expert's number."""
-    numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Published names of numbers that not all architectures have; a file may lack them."""
-    implied: Callable[[JsonObject], JsonObject] = lambda config: {}
-    """A function that computes attributes that files leave out, from the attributes that files have."""
-    interleaved: bool = False
-    """Whether channels of queries and keys that are rotated together are neighbors."""
-    adds_one: bool = False
-    """Whether files store norms' scales with 1 added."""
-
-
-def _experts(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
-    maps = {f"ffn_{name}_exps": f"{prefix}experts.{{}}.{published}" for name, published in names.items()}
-    return {"ffn_gate_inp": f"{prefix}gate"} | maps
-
-
-def _gemma_scores(config: JsonObject) -> JsonObject:
-    """Return the attribute for the divisor of attention scores, whose square root divides the scores.
-
-    Like llama.cpp, this recognizes the two 27B models by their numbers of layers.
-    """
-    is_largest = config["num_hidden_layers"] in (46, 62)
-    width = config["hidden_size"] // config["num_attention_heads"]
-    return {"query_pre_attn_scalar": width if is_largest else config["head_dim"]}
-
-
-_FOUR_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_WINDOW = {"attention.sliding_window": "sliding_window"}
-_SOFTCAPS = {f"{name}_logit_softcapping": f"{name}_logit_softcapping" for name in ("attn", "final")}
-_LOCAL = {
-    "rope.freq_base_swa": "rope_local_base_freq",
-    "attention.sliding_window_pattern": "sliding_window_pattern",
-}
-_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", interleaved=True),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture(
-        "qwen3_moe",
-        _experts("mlp.", {name: f"{name}_proj" for name in _MAPS}),
-        {**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
-        lambda config: {"norm_topk_prob": True},
-    ),
-    "gemma": Architecture("gemma", adds_one=True),
-    "gemma2": Architecture("gemma2", _FOUR_NORMS, {**_WINDOW, **_SOFTCAPS}, _gemma_scores, adds_one=True),
-    "gemma3": Architecture(
-        "gemma3_text", _FOUR_NORMS, {**_WINDOW, **_SOFTCAPS, **_LOCAL}, _gemma_scores, adds_one=True
-    ),
-    "phi3": Architecture("phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, _WINDOW),
-}
-# GGUF calls Mixtral "llama" too; a file with expert_count > 0 is Mixtral.
-MIXTRAL = Architecture(
-    "mixtral",
-    _experts("block_sparse_moe.", {"gate": "w1", "up": "w3", "down": "w2"}),
-    {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    interleaved=True,
-)
-
-
 _EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)(?:\.(\d+))?")  # layer, kind, part, expert
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?(?:\.(\d+))?")  # layer, kind, part, expert
 
 
-def table_names_of(file: GGUF) -> dict[str, str]:
-    """Return the name in the family's table of each array."""
-    table = {**LAYER, **_architecture(file).layer}
+def table_names_of(file: GGUF) -> dict[str, str | None]:
+    """Return the name in the family's table of each array; None for the arrays of predictors, which are not read."""
+    architecture = _architecture(file)
+    table, layers = {**LAYER, **architecture.layer}, _layers(file, architecture)
 
-    def published_name(name: str) -> str:
+    def published_name(name: str) -> str | None:
         match = _NAME.fullmatch(name)
-        layer, kind, part, expert = match.groups() if match else (None, "", "", None)
-        known = (_EDGES if layer is None else table).get(kind)
-        if known is None or ("{}" in known) != (expert is not None):
+        layer, kind, part, expert = match.groups() if match else (None, "", None, None)
+        if layer is not None and architecture.has_predictors and int(layer) >= layers:
+            return None
+        names, prefix = (_EDGES, "") if layer is None else (table, f"model.layers.{layer}.")
+        if (known := names.get(kind if part is None else f"{kind}.{part}")) is not None and expert is None:
+            return f"{prefix}{known}"
+        known = names.get(kind)
+        if known is None or part is None or ("{}" in known) != (expert is not None):
             return name
-        return f"{'' if layer is None else f'model.layers.{layer}.'}{known.format(expert)}.{part}"
+        return f"{prefix}{known.format(expert)}.{part}"
 
     return {name: published_name(name) for name in file.names}
+
+
+def _layers(file: GGUF, architecture: Architecture) -> int:
+    """Return the number of layers, without predictors of further tokens."""
+    kind = file.values["general.architecture"]
+    predictors = file.values.get(f"{kind}.nextn_predict_layers", 0) if architecture.has_predictors else 0
+    return file.values[f"{kind}.block_count"] - predictors
 
 
 def _architecture(file: GGUF) -> Architecture:
@@ -124,32 +52,36 @@ def _architecture(file: GGUF) -> Architecture:
     return MIXTRAL if kind == "llama" and file.values.get(f"{kind}.expert_count") else ARCHITECTURES[kind]
 
 
-def order_of(file: GGUF, name: str) -> Int[np.ndarray, "rows"] | None:
-    """Return the indices of an array's rows in the order of published folders; None if the order is the same."""
-    kind = file.values["general.architecture"]
-    match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", name)
-    if not _architecture(file).interleaved or match is None:
-        return None
-    heads = file.values[f"{kind}.attention.head_count"]
-    heads = heads if match[1] == "q" else file.values.get(f"{kind}.attention.head_count_kv", heads)
-    rows = file.tensors[name].shape[0]
-    if rows % (2 * heads):
-        raise ValueError(f"{file.call}: {name} has {rows} rows, which {heads} heads of pairs of channels cannot have.")
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+def _axis_left_out(file: GGUF, name: str) -> int | None:
+    """Return the place of a dim of size 1 that published folders have and the file leaves out; None: there is none."""
+    match = _NAME.fullmatch(name)
+    axis = _architecture(file).left_out.get(match[2] if match else "")
+    return axis if axis is not None and len(file.tensors[name].shape) == axis + 1 else None
+
+
+def shape_of(file: GGUF, name: str) -> tuple[int, ...]:
+    """Return the published shape of an array that is not coded."""
+    shape, axis = file.tensors[name].shape, _axis_left_out(file, name)
+    return shape if axis is None else (*shape[:axis], 1, *shape[axis:])
 
 
 def coded_of(file: GGUF, name: str) -> Coded | None:
     """Return an array of two dims as codes, which are decoded when the array is read; None for other arrays."""
     tensor = file.tensors[name]
-    if len(tensor.shape) != 2:
+    if len(tensor.shape) != 2 or _axis_left_out(file, name) is not None:
         return None
-    return Coded(tensor.form, tensor.parts(order_of(file, name)), tensor.shape, DTYPE)
+    return Coded(tensor.form, tensor.parts(_architecture(file).order(file, name)), tensor.shape, DTYPE)
 
 
 def plain_of(file: GGUF, name: str) -> Shaped[np.ndarray, "*dims"]:
     """Return a small array as published folders have it."""
-    array = file.read(name)
-    return array - array.dtype.type(1) if _architecture(file).adds_one and name.endswith("norm.weight") else array
+    architecture, array = _architecture(file), file.read(name)
+    rows, _ = architecture.order(file, name)
+    array = array if rows is None else array[rows]
+    try:
+        return architecture.restore(name, array).reshape(shape_of(file, name))
+    except ValueError as error:
+        raise ValueError(f"{file.call}: {error}.") from None
 
 
 def configuration_of(file: GGUF) -> JsonObject:
@@ -169,7 +101,7 @@ def configuration_of(file: GGUF) -> JsonObject:
         "vocab_size": table.shape[0],
         "hidden_size": embed,
         "num_hidden_layers": size.read("block_count"),
-        "intermediate_size": size.read("feed_forward_length"),
+        "intermediate_size": size.read(_width(file, kind)),
         "num_attention_heads": heads,
         "num_key_value_heads": size.read("attention.head_count_kv", heads),
         "rms_norm_eps": published.number(f"{kind}.attention.layer_norm_rms_epsilon"),
@@ -179,12 +111,27 @@ def configuration_of(file: GGUF) -> JsonObject:
         **_head(published, size, kind, embed // heads),
         **_scaling(published, kind, file),
     }
+    if architecture.has_predictors:
+        config["num_hidden_layers"] -= published.count(f"{kind}.nextn_predict_layers", 0, 0)
+    for name, attribute in architecture.sizes.items():
+        config[attribute] = size.read(name)
     for name, attribute in architecture.numbers.items():
         config[attribute] = published.take(f"{kind}.{name}", None) or None
-    config |= architecture.implied(config)
+    for name, value in architecture.expected.items():
+        published.expect(f"{kind}.{name}", value)
+    for name in architecture.unread:
+        published.take(f"{kind}.{name}", None)
+    config |= architecture.implied(config, file)
     published.expect(f"{kind}.vocab_size", table.shape[0])
     published.finish_strictly(lambda name, value: _is_without_effect(name.removeprefix(f"{kind}."), value))
     return config
+
+
+def _width(file: GGUF, kind: str) -> str:
+    """Return the name of the hidden features' number: that of experts in files of models whose layers all have some."""
+    experts = "expert_feed_forward_length"
+    has_dense = f"{kind}.feed_forward_length" in file.values or f"{kind}.{experts}" not in file.values
+    return "feed_forward_length" if has_dense else experts
 
 
 class _SizeReader:

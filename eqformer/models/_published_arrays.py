@@ -11,7 +11,7 @@ from jaxtyping import Shaped
 
 from ._folder import FLOATS, Folder
 from ._gguf_file import GGUF
-from ._gguf_models import coded_of, plain_of
+from ._gguf_models import coded_of, plain_of, shape_of
 from ._published_model import PublishedModel
 from ._weight_rules import Shape, StoredShapes
 from .formats import Coded, Format, Grouped, QuantizedArray
@@ -46,11 +46,14 @@ class PublishedArrays:
                 )
         self._folder: Folder | None = None
         if isinstance(source, GGUF):
-            self._read_plain = functools.partial(plain_of, source)
+            self._read_plain, self._plain_shape = (
+                functools.partial(plain_of, source),
+                functools.partial(shape_of, source),
+            )
             coded = {table_name: coded_of(source, name) for table_name, name in self._stored.items()}
             self._coded = {table_name: array for table_name, array in coded.items() if array is not None}
         else:
-            self._folder, self._read_plain = source, source.read
+            self._folder, self._read_plain, self._plain_shape = source, source.read, source.shape
             if published.format is not None:
                 self._find_coded(source, published.format, published.dtype)
 
@@ -84,7 +87,7 @@ class PublishedArrays:
 
     def shape(self, name: str) -> Shape:
         """Return an array's shape."""
-        return self._coded[name].shape if name in self._coded else self._source.shape(self._stored[name])
+        return self._coded[name].shape if name in self._coded else self._plain_shape(self._stored[name])
 
     def slices(self, name: str) -> Sequence[int]:
         """Return the indices of the first dim that are decoded one by one; none for an array that is read at once."""

@@ -38,7 +38,7 @@ class PublishedModel:
     """The attributes of `config.json`."""
     format: Format | None = None
     """The format of quantized arrays."""
-    table_name_of: Mapping[str, str] | None = None
+    table_name_of: Mapping[str, str | None] | None = None
     """The name in the family's table of each array, for GGUF files; None: arrays are named as in published folders."""
     predictor: bool = False
     """Whether the module that predicts one token further is read too."""

@@ -15,7 +15,14 @@ from test_published import FIXTURES
 
 from eqformer import models
 from eqformer.models._gguf_file import GGUF
-from eqformer.models._gguf_models import _is_without_effect, _NEUTRAL
+from eqformer.models._gguf_models import (
+    _is_without_effect,
+    _NEUTRAL,
+    coded_of,
+    configuration_of,
+    plain_of,
+    table_names_of,
+)
 
 
 ONES = np.ones((8, 8), np.float32)
@@ -167,3 +174,43 @@ def test_a_damaged_file_is_loaded_or_refused(name, tmp_path):
                 counts["refused"] += 1
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert min(counts.values()) >= 5 and grown < 100_000, (counts, grown)
+
+
+def test_what_the_converter_of_qwen35_cannot_have_written_is_refused(monkeypatch):
+    file = GGUF(FIXTURES / "qwen35.gguf")
+    monkeypatch.setitem(file.values, "qwen35.ssm.group_count", 3)
+    with pytest.raises(ValueError, match=r"attn_gate.weight has shape \(64, 64\), which 4 heads of 16 cannot have"):
+        coded_of(file, "blk.0.attn_gate.weight")
+    monkeypatch.setitem(file.values, "qwen35.ssm.group_count", 2)
+    assert plain_of(file, "blk.0.ssm_a").shape == (4,) and plain_of(file, "blk.0.ssm_conv1d.weight").shape == (
+        128,
+        1,
+        4,
+    )
+    monkeypatch.setattr(file, "read", lambda name: np.array([-1.0, 0.0, -1.0, -1.0], np.float32))
+    with pytest.raises(ValueError, match=r"load\('.*qwen35.gguf'\): blk.0.ssm_a holds a number that is not below 0"):
+        plain_of(file, "blk.0.ssm_a")
+
+
+def test_other_choices_of_experts_and_too_many_predictors_are_refused(monkeypatch):
+    file = GGUF(FIXTURES / "glm4moe.gguf")
+    config = configuration_of(file)
+    assert config["use_qk_norm"] and config["attention_bias"] and config["norm_topk_prob"]
+    for name, value, words in (
+        ("expert_gating_func", 1, "expert_gating_func=1 is not supported"),
+        ("nextn_predict_layers", -1, "nextn_predict_layers=-1: it must be a whole number"),
+        ("expert_count", 1 << 30, "expert_count=1073741824, but the largest array"),
+    ):
+        with monkeypatch.context() as changed, pytest.raises(ValueError, match=words):
+            changed.setitem(file.values, f"glm4moe.{name}", value)
+            configuration_of(file)
+
+
+def test_predictors_of_a_file_are_left_unread(monkeypatch):
+    """They are counted among its layers, and llama.cpp passes over them too."""
+    file = GGUF(FIXTURES / "glm4moe.gguf")
+    assert None not in table_names_of(file).values() and configuration_of(file)["num_hidden_layers"] == 2
+    monkeypatch.setitem(file.values, "glm4moe.nextn_predict_layers", 1)
+    names = table_names_of(file)
+    assert {name.split(".")[1] for name in names if names[name] is None} == {"1"}
+    assert configuration_of(file)["num_hidden_layers"] == 1

@@ -13,7 +13,7 @@ from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
-from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, PRE_NORMS
+from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, layer_windows, pre_norm_block
 from ._mixtures import mixture, stacked_mixture_weights
 
@@ -78,6 +78,16 @@ _PRESETS = {
     ),
 }
 
+# The experts of GGUF files, each map by itself.
+_EXPERTS = "feed_forward.layer.experts.mlps"
+_APART = (
+    *(
+        dataclasses.replace(rule, variant=True)
+        for rule in gated_weights(_EXPERTS, prefix=f"{LAYER}mlp.experts.{{expert}}.")
+    ),
+    Rule(f"{LAYER}mlp.experts.gate_proj_bias", f"{_EXPERTS}.gate.bias", variant=True),
+    Rule(f"{LAYER}mlp.experts.up_proj_bias", f"{_EXPERTS}.up.bias", variant=True),
+)
 GPT_OSS = Family(
     "gpt_oss",
     GPTOSSConfig,
@@ -102,5 +112,6 @@ GPT_OSS = Family(
         *(*EDGES, *ATTENTION, *PRE_NORMS),
         Rule(f"{LAYER}self_attn.sinks", "mixer.layer.scores.sinks"),
         *stacked_mixture_weights(interleaved=True),
+        *_APART,
     ),
 )

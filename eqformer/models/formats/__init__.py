@@ -12,7 +12,14 @@ from ._format import (
     Parts as Parts,
     QuantizedArray as QuantizedArray,
 )
-from ._ggml import BLOCKS as BLOCKS, Blocks as Blocks, ORDER as ORDER, PACKAGED as PACKAGED, ROWS as ROWS
+from ._ggml import (
+    BLOCKS as BLOCKS,
+    Blocks as Blocks,
+    COLUMNS as COLUMNS,
+    ORDER as ORDER,
+    PACKAGED as PACKAGED,
+    ROWS as ROWS,
+)
 from ._mxfp4 import mxfp4
 from ._nvfp4 import modelopt
 from ._packed_integers import awq, gptq

@@ -13,8 +13,8 @@ from ..._failures import load_extra
 from ._format import check_finite_scales, Format, Parts
 
 
-ROWS, ORDER = "", "order"
-"""The parts of an array: the bytes of each row and, if rows are stored in another order, the index of each row."""
+ROWS, ORDER, COLUMNS = "", "order", "columns"
+"""The parts of an array: the bytes of each row and, if rows or columns are stored in another order, their indices."""
 _Values = Callable[[UInt8[np.ndarray, "blocks octets"]], Float32[np.ndarray, "blocks numbers"]]
 
 
@@ -40,7 +40,8 @@ class Blocks(Format):
         """Decode some rows."""
         chosen = parts[ORDER][rows] if ORDER in parts else rows
         octets = np.ascontiguousarray(parts[ROWS][chosen])
-        out[...] = self.values(octets.reshape(-1, self.octets)).reshape(out.shape)
+        values = self.values(octets.reshape(-1, self.octets)).reshape(out.shape)
+        out[...] = values[:, parts[COLUMNS]] if COLUMNS in parts else values
 
 
 def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks 1"]:
