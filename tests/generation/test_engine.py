@@ -22,7 +22,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     dict(temperature=0.9, top_k=9, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
 )
 QUICK = "local and global"
-PRESETS = [name for name in models.presets() if "-byte-" in name and "bert" not in name]
+ENCODERS = tuple(preset for family in models.FAMILIES.values() if family.is_encoder for preset in family.presets)
+PRESETS = [name for name in models.presets() if "-byte-" in name and not name.startswith(ENCODERS)]
 
 
 @pytest.fixture(scope="module")

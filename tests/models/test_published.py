@@ -91,6 +91,8 @@ BY_DEFAULT = {
     "bamba biased",
     "bert plain",
     "distilbert narrow",
+    "eurobert tied",
+    "mpnet plain",
     "roberta plain",
     "cohere normed",
     "deepseek_v2 groups",
@@ -224,7 +226,7 @@ def test_a_published_model_goes_back_out(name, tmp_path):
     check_round_trip(models.load(tmp_path), arrays, tmp_path)
 
 
-ENCODERS = {"bert", "distilbert", "modernbert", "roberta"}  # of which a token sees later ones
+ENCODERS = {"bert", "distilbert", "eurobert", "modernbert", "mpnet", "roberta"}  # of which a token sees later ones
 
 
 @pytest.mark.grid

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018, arXiv:1810.04805) and its variants RoBERTa, XLM-RoBERTa and DistilBERT.
+"""BERT (Devlin et al. 2018, arXiv:1810.04805) and its variants RoBERTa, XLM-RoBERTa, DistilBERT and MPNet.
 
 These are encoders for masked tokens with learned positions and with a norm after each residual addition.
 """
@@ -62,6 +62,31 @@ class RoBERTaConfig(BERTConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class MPNetConfig(DistilBERTConfig):
+    """The config of an MPNet, whose scores have a bias by distance; the prediction head's activation is `gelu`."""
+
+    _: dataclasses.KW_ONLY
+    eps: NotNegative = 1e-12
+    """The number that norms add to the variance before the root."""
+
+
+_MPNET_OFFSET = 2  # Rows of MPNet's table of positions that no token reads, whatever the id of padding is.
+
+
+@dataclasses.dataclass(frozen=True)
+class _PositionsAfterOffset(Entry):
+    """The rows of MPNet's table of positions, of which the first two are of no position."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `max_seq`."""
+        return {"max_seq": published.count("max_position_embeddings", 512, _MPNET_OFFSET + 1) - _MPNET_OFFSET}
+
+    def write(self, config: MPNetConfig) -> Attributes:
+        """Return the attribute."""
+        return {"max_position_embeddings": config.max_seq + _MPNET_OFFSET}
+
+
+@dataclasses.dataclass(frozen=True)
 class _PositionsAfterPadding(Entry):
     """The rows of RoBERTa's table of positions, of which the first `pad_token_id + 1` are of no position."""
 
@@ -100,6 +125,11 @@ BERT_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("max_seq", "max_position_embeddings", 512),
 )
 ROBERTA_ATTRIBUTES: tuple[Entry, ...] = (*_SHARED, Count("types", "type_vocab_size", 2), _PositionsAfterPadding())
+MPNET_ATTRIBUTES: tuple[Entry, ...] = (
+    *_SHARED,
+    _PositionsAfterOffset(),
+    Expect("relative_attention_num_buckets", 32),
+)
 DISTILBERT_ATTRIBUTES: tuple[Entry, ...] = (
     Count("vocab", "vocab_size", 30_522),
     Count("embed", "dim", 768),
@@ -187,8 +217,30 @@ DISTILBERT_WEIGHTS = (
 )
 
 
+MPNET_WEIGHTS = (
+    *_table_rules("mpnet"),
+    Rule("mpnet.encoder.relative_attention_bias.weight", "score_bias.weight"),
+    *_layer_rules(
+        "mpnet.encoder.layer.{layer}.",
+        tuple(f"attention.attn.{name}" for name in ("q", "k", "v", "o")),
+        ("attention.LayerNorm", "output.LayerNorm"),
+        ("intermediate.dense", "output.dense"),
+    ),
+    *_linear_rules("lm_head.dense", "norm.dense"),
+    *_linear_rules("lm_head.layer_norm", "norm.output_norm"),
+    Rule("lm_head.bias", "logit_bias"),
+)
+
+
 def _build(
-    config: DistilBERTConfig, *, types: int, eps: float, offset: int, head_activation: str, key: Key[Array, ""]
+    config: DistilBERTConfig,
+    *,
+    types: int,
+    eps: float,
+    offset: int,
+    head_activation: str,
+    has_distance_bias: bool = False,
+    key: Key[Array, ""],
 ) -> nn.Transformer:
     """Return an encoder with random weights.
 
@@ -198,6 +250,7 @@ def _build(
         eps: The number that norms add to the variance.
         offset: Rows of the table of positions that no token reads.
         head_activation: The activation of the prediction head.
+        has_distance_bias: Whether scores have a bias by distance.
         key: The key of the weights.
     """
     embed, heads = config.embed, config.heads
@@ -212,14 +265,16 @@ def _build(
     def block(key: Key[Array, ""]) -> nn.Block:
         mixer_key, feed_forward_key = jax.random.split(key)
         mask = nn.Mask(is_causal=False)
-        attention = nn.Attention(embed=embed, heads=heads, head_dim=head_dim, bias=True, mask=mask, key=mixer_key)
+        sizes = {"embed": embed, "heads": heads, "head_dim": head_dim}
+        scores = nn.Scores(bias=has_distance_bias)
+        attention = nn.Attention(**sizes, bias=True, mask=mask, scores=scores, key=mixer_key)
         activation = activation_of(config)
         mlp = nn.MLP(embed=embed, mlp=config.mlp, activation=activation, bias=True, key=feed_forward_key)
         return nn.Block(
             nn.Residual(attention, sum_norm=norm(), dropout=dropout), nn.Residual(mlp, sum_norm=norm(), dropout=dropout)
         )
 
-    table_key, positions_key, types_key, stack_key, dense_key = jax.random.split(key, 5)
+    table_key, positions_key, types_key, stack_key, dense_key, bias_key = jax.random.split(key, 6)
     dense_activation = nn.ACTIVATIONS[head_activation]
     return nn.Transformer(
         embedding=nn.Embedding(vocab=config.vocab, embed=embed, key=table_key),
@@ -233,6 +288,7 @@ def _build(
         ),
         logit_bias=jnp.zeros(config.vocab, jnp.float32),
         dropout=dropout,
+        score_bias=nn.RelativeBias(heads=heads, both_ways=True, key=bias_key) if has_distance_bias else None,
     )
 
 
@@ -251,6 +307,12 @@ def build_roberta(config: RoBERTaConfig, *, key: Key[Array, ""]) -> nn.Transform
 def build_distilbert(config: DistilBERTConfig, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a DistilBERT with random weights and its head for masked tokens."""
     return _build(config, types=0, eps=1e-12, offset=0, head_activation=config.activation, key=key)
+
+
+def build_mpnet(config: MPNetConfig, *, key: Key[Array, ""]) -> nn.Transformer:
+    """Return an MPNet with random weights and its head for masked tokens."""
+    options = {"types": 0, "offset": _MPNET_OFFSET, "head_activation": "gelu", "has_distance_bias": True}
+    return _build(config, eps=config.eps, **options, key=key)
 
 
 _BYTE = (256, 64, 4, 4, 128)
@@ -272,6 +334,11 @@ _ROBERTA_PRESETS = {
 _DISTILBERT_PRESETS = {
     "distilbert-byte-200k": DistilBERTConfig(*_BYTE),
     "distilbert-base-uncased": DistilBERTConfig(30_522, 768, 6, 12, 3072, dropout=0.1),
+}
+
+_MPNET_PRESETS = {
+    "mpnet-byte-200k": MPNetConfig(*_BYTE),
+    "mpnet-base": MPNetConfig(30_527, *_BASE, eps=1e-5, dropout=0.1),
 }
 
 
@@ -333,4 +400,14 @@ DISTILBERT = Family(
     is_bare=True,
     classifier=_DISTILBERT_CLASSIFIER,
     tied={"vocab_projector.weight": "embedding.weight"},
+)
+MPNET = Family(
+    *("mpnet", MPNetConfig, build_mpnet, _MPNET_PRESETS, "MPNetForMaskedLM", "mpnet"),
+    MPNET_ATTRIBUTES,
+    MPNET_WEIGHTS,
+    ignored_suffixes=("embeddings.position_ids",),
+    ignored_prefixes=("mpnet.pooler.",),
+    is_bare=True,
+    classifier=_ROBERTA_CLASSIFIER,
+    tied={"lm_head.decoder.weight": "embedding.weight", "lm_head.decoder.bias": "logit_bias"},
 )
