@@ -205,12 +205,9 @@ class TextService:
     def compile(self, progress: Callable[[str], object] = lambda line: None) -> None:
         """Compile the programs of the engine by drawing short texts."""
         start = time.monotonic()
-        # A chunk of a prompt is padded to 64, 128, ... or `prefill_chunk` ids, and each width has a program of its own.
+        engine = self.engine.engine
         # A prompt of one token more than a width is padded to the next width.
-        engine, lengths, width = self.engine.engine, [1], 64
-        while width < min(engine.prefill_chunk, engine.capacity - 2):
-            lengths.append(width + 1)
-            width *= 2
+        lengths = [1, *(width + 1 for width in engine.chunk_widths[:-1] if width < engine.capacity - 2)]
         # The ids differ, because a beginning that prompts share would not be read again.
         requests = [generation.Request([number] * length, 2) for number, length in enumerate(lengths)]
         requests.append(generation.Request([1], 2, temperature=1.0))

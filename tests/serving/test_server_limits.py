@@ -194,10 +194,10 @@ def test_programs_of_all_widths_are_compiled_once(llm, monkeypatch):
 
     monkeypatch.setattr(_engine, "read_chunk", count)
     service.compile()
-    assert widths == [64, 128, 192, 64, 64]  # The last two requests sample, and have a mask.
+    assert widths == [32, 64, 128, 192, 32, 32]  # The last two requests sample, and have a mask.
     widths.clear()
-    requests = [generation.Request([7] * length, 1) for length in (1, 64, 65, 128, 129, 191)]
-    assert len([*service.engine.engine.run(requests)]) == 6 and {*widths} == {64, 128, 192}
+    requests = [generation.Request([7] * length, 1) for length in (1, 32, 33, 64, 65, 128, 129, 191)]
+    assert len([*service.engine.engine.run(requests)]) == 8 and {*widths} == {32, 64, 128, 192}
 
 
 def test_texts_do_not_depend_on_each_other(llm):
