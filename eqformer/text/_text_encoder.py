@@ -297,6 +297,8 @@ def load_encoder(
         )
     tokenizer = load_text_tokenizer(files.folder)
     model = models.load(files.folder, plan=plan, dtype=dtype, weights=weights, head=False, progress=progress)
+    if model.encoder is not None:
+        raise ValueError(f"{call}: the model has an encoder and a decoder; only models of one stack are pooled.")
     if plan is not None:
         model = plan.shard(model)
     return TextEncoder(

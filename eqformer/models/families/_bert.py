@@ -265,9 +265,15 @@ def _build(
     def block(key: Key[Array, ""]) -> nn.Block:
         mixer_key, feed_forward_key = jax.random.split(key)
         mask = nn.Mask(is_causal=False)
-        sizes = {"embed": embed, "heads": heads, "head_dim": head_dim}
-        scores = nn.Scores(bias=has_distance_bias)
-        attention = nn.Attention(**sizes, bias=True, mask=mask, scores=scores, key=mixer_key)
+        attention = nn.Attention(
+            embed=embed,
+            heads=heads,
+            head_dim=head_dim,
+            bias=True,
+            mask=mask,
+            scores=nn.Scores(bias=has_distance_bias),
+            key=mixer_key,
+        )
         activation = activation_of(config)
         mlp = nn.MLP(embed=embed, mlp=config.mlp, activation=activation, bias=True, key=feed_forward_key)
         return nn.Block(
@@ -311,8 +317,15 @@ def build_distilbert(config: DistilBERTConfig, *, key: Key[Array, ""]) -> nn.Tra
 
 def build_mpnet(config: MPNetConfig, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return an MPNet with random weights and its head for masked tokens."""
-    options = {"types": 0, "offset": _MPNET_OFFSET, "head_activation": "gelu", "has_distance_bias": True}
-    return _build(config, eps=config.eps, **options, key=key)
+    return _build(
+        config,
+        types=0,
+        eps=config.eps,
+        offset=_MPNET_OFFSET,
+        head_activation="gelu",
+        has_distance_bias=True,
+        key=key,
+    )
 
 
 _BYTE = (256, 64, 4, 4, 128)
