@@ -109,10 +109,11 @@ class TextClassifier:
         if self.is_of_tokens:
             raise ValueError(f"{call}: the model labels tokens, so a text has no score; take classify.")
         if isinstance(rows, list | tuple) and rows and all(map(_is_pair, rows)):
-            rows = [tuple(row) for row in rows]
+            pairs = [(str(first), str(second)) for first, second in rows]
+            encoded = self.tokenizer.encode_texts(pairs, max_length=self.max_length)
         else:
-            rows = check_texts(call, rows)
-        logits = np.stack(self._logits(self.tokenizer.encode_texts(rows, max_length=self.max_length), batch_size))
+            encoded = self.tokenizer.encode_texts(check_texts(call, rows), max_length=self.max_length)
+        logits = np.stack(self._logits(encoded, batch_size))
         scores = _sigmoid(logits) if name == "sigmoid" else logits
         scores = scores[:, 0] if len(self.labels) == 1 else scores
         if not is_single:
@@ -171,6 +172,7 @@ def _classify_rows(
 def load_classifier(
     source: str | Path,
     *,
+    answers: tuple[str, str] | None = None,
     plan: parallel.Plan | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     weights: str = "decoded",
@@ -181,6 +183,9 @@ def load_classifier(
     Args:
         source: A folder of transformers' `ForSequenceClassification` or `ForTokenClassification` model, or the name of
             such a model of the hub.
+        answers: Two tokens of a language model, such as `("yes", "no")` of Qwen3-Reranker. The score of a text, which
+            ends where the model would answer, is the logit of the first one minus that of the second; its sigmoid is
+            the probability of the first one of the two.
         plan: The plan that shards the model over a mesh; None: one device. The scores are the same.
         dtype: The dtype of all weights; None: each has its published dtype.
         weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them.
@@ -190,10 +195,12 @@ def load_classifier(
         ValueError: For a folder of another model.
     """
     path = models.local_path(source)
+    if answers is not None:
+        return _load_answers(source, path, answers, plan, dtype, weights, progress)
     if not path.is_dir() or not models.is_classifier(path):
         raise ValueError(
             f"load_classifier({str(source)!r}): the folder's config.json names no model ForSequenceClassification or "
-            "ForTokenClassification; take text.load_encoder or text.load_llm."
+            "ForTokenClassification; take text.load_encoder or text.load_llm, or give answers= of a language model."
         )
     model = models.load(path, plan=plan, dtype=dtype, weights=weights, progress=progress)
     model = model if plan is None else plan.shard(model)
@@ -210,6 +217,39 @@ def load_classifier(
         _reads_types(path),
         plan,
     )
+
+
+def _load_answers(
+    source: str | Path,
+    path: Path,
+    answers: tuple[str, str],
+    plan: parallel.Plan | None,
+    dtype: jax.typing.DTypeLike | None,
+    weights: str,
+    progress: Callable[[int, int], None],
+) -> TextClassifier:
+    """Load a language model as a classifier by the logits of two answers."""
+    call = f"load_classifier({str(source)!r}, answers={answers!r})"
+    if not path.is_dir() or models.is_encoder(path) or models.is_classifier(path):
+        raise ValueError(f"{call}: answers are tokens of a language model; give the folder of one.")
+    tokenizer = load_text_tokenizer(path)
+    ids = [tokenizer.encode(answer) for answer in answers]
+    if len(answers) != 2 or any(len(row) != 1 for row in ids):
+        counts = " and ".join(str(len(row)) for row in ids)
+        raise ValueError(f"{call}: an answer must be one token, but they are {counts} tokens; give two such answers.")
+    model = models.load(path, plan=plan, dtype=dtype, weights=weights, progress=progress)
+    if model.logit_softcap is not None or model.logit_bias is not None or model.encoder is not None:
+        raise ValueError(f"{call}: the model's logits are no linear map of its last token's vector.")
+    table = model.embedding.weight if model.head is None else model.head.matrix()
+    first, second = (table[int(row[0])].astype(jnp.float32) for row in ids)
+    scale = 1.0 if model.logit_scale is None else model.logit_scale
+    shapes = eqx.filter_eval_shape(nn.Linear, "embed -> labels", embed=len(first), labels=1, key=jax.random.key(0))
+    output = eqx.tree_at(lambda linear: linear.weight, shapes, scale * (first - second)[None])
+    head = nn.ClassificationHead(nn.Pooling(("lasttoken",)), None, output)
+    model = dataclasses.replace(nn.without_head(model), classifier=head)
+    model = model if plan is None else plan.shard(model)
+    max_length = limit_length(model, read_lengths(path)[0], path)
+    return TextClassifier(model, tokenizer, (answers[0],), max_length, plan=plan)
 
 
 def _label_names(attributes: JsonObject, count: int) -> tuple[str, ...]:

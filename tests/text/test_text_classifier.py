@@ -5,13 +5,14 @@ import json
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from encoder_folders import CLASSIFIERS, FIXTURES, PAIRS, TEXTS, write_encoder
 from safetensors.numpy import load_file
 
 import eqformer
-from eqformer import models, parallel, text
+from eqformer import data, models, parallel, text
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +143,22 @@ def test_a_built_classifier_and_what_is_refused(tmp_path, classifiers):
     with pytest.raises(ValueError, match="names no model ForSequenceClassification"):
         text.load_classifier(tmp_path)
     assert dataclasses.replace(classifier, activation="identity").score("a dog") != classifier.score("a dog")
+
+
+def test_answers_of_a_language_model(tmp_path):
+    """As of Qwen3-Reranker: the probability of one answer of two, by the logits behind a text."""
+    config = models.preset("llama-byte-1m")
+    model = models.build(config, key=jax.random.key(0))
+    files = data.tokenizer_files(data.ByteTokenizer(), max_length=64)
+    models.save(model, tmp_path / "llama", config=config, files=files)
+    reranker = text.load_classifier(tmp_path / "llama", answers=("y", "n"))
+    scores, lines = reranker.score(["Is a cat an animal? ", "No? "]), ["Is a cat an animal? ", "No? "]
+    for line, score in zip(lines, scores):
+        (last,) = model(jnp.asarray([list(line.encode())], jnp.int32))[0][:, -1]
+        assert difference(jax.nn.sigmoid(last[ord("y")] - last[ord("n")]), score) < 1e-6
+    assert difference(scores, 1 - scores) > 1e-3 and reranker.labels == ("y",)
+    with pytest.raises(ValueError, match="an answer must be one token, but they are 3 and 2 tokens"):
+        text.load_classifier(tmp_path / "llama", answers=("yes", "no"))
+    write_encoder(tmp_path, "bert reranker")
+    with pytest.raises(ValueError, match="answers are tokens of a language model"):
+        text.load_classifier(tmp_path, answers=("y", "n"))
