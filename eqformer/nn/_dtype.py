@@ -5,7 +5,9 @@ that sum in the dtype of the broadcast. A sum of thousands of bfloat16 numbers s
 than half a step of the total. The operations here cast to float32 first, then broadcast, and round once.
 """
 
+import math
 import operator
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num, PyTree
 
-from ..kernels import at_least_float32
+from ..kernels import at_least_float32, cpu_or
 
 
 def in_float32(tree: PyTree) -> PyTree:
@@ -101,6 +103,29 @@ def broadcast_float32(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[A
     return jnp.broadcast_to(x.astype(at_least_float32(x.dtype)), shape).astype(x.dtype)
 
 
+# On CPUs, the second factor of a product is reordered in memory before the product, which for few vectors costs more
+# than the product. Up to this many vectors the matrix is therefore the first factor.
+_FEW_VECTORS = 64
+
+
+def multiply_vectors(
+    x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "*batch outputs"]:
+    """Return `x W^T` in `dtype`; on CPUs the matrix is the first factor if there are few vectors."""
+    multiply = partial(jnp.einsum, "...i,oi->...o", preferred_element_type=dtype)
+    if not 1 < math.prod(x.shape[:-1]) <= _FEW_VECTORS:
+        return multiply(x, weight)
+
+    def multiply_matrix_first(x: Array, weight: Array) -> Array:
+        vectors = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        outputs = jnp.einsum("oi,vi->ov", weight, vectors, preferred_element_type=dtype)
+        # Without a barrier, a transposed product is compiled as a product whose second factor is the matrix.
+        outputs = jax.lax.optimization_barrier(outputs).T
+        return outputs.reshape(*x.shape[:-1], weight.shape[0])
+
+    return cpu_or(multiply_matrix_first, multiply, x, weight)
+
+
 def matmul_float32(
     x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"]
 ) -> Float[Array, "*batch outputs"]:
@@ -110,12 +135,12 @@ def matmul_float32(
     the dtype of `x`. For 16-bit `x` only reverse mode is defined (no `jax.jvp`).
     """
     is_float32 = at_least_float32(x.dtype) == x.dtype
-    return _einsum("...i,oi->...o", x, weight, x.dtype) if is_float32 else _matmul_16_bits(x, weight)
+    return multiply_vectors(x, weight.astype(x.dtype), x.dtype) if is_float32 else _matmul_16_bits(x, weight)
 
 
 @jax.custom_vjp
 def _matmul_16_bits(x: Array, weight: Array) -> Array:
-    return _einsum("...i,oi->...o", x, weight, x.dtype)
+    return multiply_vectors(x, weight.astype(x.dtype), at_least_float32(x.dtype))
 
 
 def _matmul_16_bits_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:

@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import math
 from functools import partial
 from typing import ClassVar
 
@@ -11,8 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ..kernels import cpu_or, E4M3, E5M2, round_to_fp8
-from ._dtype import at_least_float32
+from ..kernels import E4M3, E5M2, round_to_fp8
+from ._dtype import at_least_float32, multiply_vectors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +55,6 @@ class MatmulPrecision(abc.ABC):
         """Return the weight's gradient, `sum g x^T` over all vectors."""
 
 
-# On CPUs, the second factor of a product is reordered in memory before the product, which for few vectors costs more
-# than the product. Up to this many vectors the matrix is therefore the first factor.
-_FEW_VECTORS = 64
-
-
 class ComputeDtypeMatmul(MatmulPrecision):
     """Products of arrays without rounding, in their own dtype."""
 
@@ -75,19 +69,8 @@ class ComputeDtypeMatmul(MatmulPrecision):
     def forward(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
-        """Return `W x`; on CPUs the matrix is the first factor if there are few vectors."""
-        multiply = partial(jnp.einsum, "...i,oi->...o", preferred_element_type=dtype)
-        if not 1 < math.prod(x.shape[:-1]) <= _FEW_VECTORS:
-            return multiply(x, weight)
-
-        def multiply_matrix_first(x: Array, weight: Array) -> Array:
-            vectors = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-            outputs = jnp.einsum("oi,vi->ov", weight, vectors, preferred_element_type=dtype)
-            # Without a barrier, a transposed product is compiled as a product whose second factor is the matrix.
-            outputs = jax.lax.optimization_barrier(outputs).T
-            return outputs.reshape(*x.shape[:-1], weight.shape[0])
-
-        return cpu_or(multiply_matrix_first, multiply, x, weight)
+        """Return `W x`."""
+        return multiply_vectors(x, weight, dtype)
 
     def input_grad(
         self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
