@@ -9,20 +9,26 @@ if __name__ == "__main__":
     environment.prepare(sys.argv, gradients=False)
 
 import dataclasses
+from collections.abc import Sequence
 
 from support.command import entry
-from support.load import load_llm, ModelFlags
+from support.load import load_model, ModelFlags
 
-from eqformer import serving
+from eqformer import serving, text
 from eqformer.recipes import Screen
 
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+TEXT_FLAGS = ("slots", "capacity", "prefill_chunk", "stride", "cache_dtype", "most_new_tokens")
+EMBEDDING_FLAGS = ("batch_size",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Command(ModelFlags):
-    """Serve the latest checkpoint of a run, or a published model, to clients of the OpenAI protocol."""
+    """Serve the latest checkpoint of a run, or a published model, to clients of the OpenAI protocol.
+
+    A folder that holds a text encoder serves /v1/embeddings; every other one serves completions and chats.
+    """
 
     host: str = "127.0.0.1"
     """The address to listen on; the default is reached from this machine only."""
@@ -42,18 +48,65 @@ class Command(ModelFlags):
     """Most tokens of each text that are drawn before clients see them: 1 streams evenly, more is faster."""
     cache_dtype: str | None = None
     """Dtype of cached keys and values: bfloat16, int8 or fp8; as computed by default."""
+    batch_size: int = 32
+    """Texts that a text encoder reads together."""
     most_prompt_tokens: int | None = None
-    """Most tokens of a prompt; by default as many as fit into the capacity."""
+    """Most tokens of a prompt or a text to embed; by default a prompt fits the capacity, a text to embed is cut."""
     most_new_tokens: int = 1024
     """Most tokens of a text, and those of a chat whose client names no number."""
-    most_texts: int = 16
-    """Most texts that one request may ask for."""
-    most_waiting: int = 64
-    """Most texts that wait for a slot; further requests are refused."""
+    most_texts: int | None = None
+    """Most texts that one request may ask for; by default 16, of a text encoder 2,048."""
+    most_waiting: int | None = None
+    """Most texts that wait, further ones are refused; by default 64, of a text encoder 4,096."""
     most_seconds: float = 300.0
     """Longest time from a request to its response."""
     most_body_bytes: int = 1 << 22
     """Bytes of the largest body of a request."""
+
+
+def make_service(command: Command) -> serving.TextService | serving.EmbeddingService:
+    """Load the model, and return the service that answers its requests."""
+    model = load_model(command, text.load)
+    if isinstance(model, text.TextClassifier):
+        raise ValueError(
+            f"--model {command.source}: a classifier generates no text and no vectors, so it is not served; in Python, "
+            "eqformer.load(FOLDER) has score and classify."
+        )
+    if isinstance(model, text.TextEncoder):
+        _refuse_flags(command, TEXT_FLAGS, "a text encoder, which generates no text")
+        limits = _limits(command, serving.EMBEDDING_LIMITS)
+        return serving.EmbeddingService(model, limits=limits, batch_size=command.batch_size)
+    _refuse_flags(command, EMBEDDING_FLAGS, "a language model, which has --slots instead")
+    return serving.TextService(
+        model,
+        limits=_limits(command, serving.Limits()),
+        slots=command.slots,
+        capacity=command.capacity,
+        prefill_chunk=command.prefill_chunk,
+        stride=command.stride,
+        cache_dtype=command.cache_dtype,
+    )
+
+
+def _limits(command: Command, defaults: serving.Limits) -> serving.Limits:
+    """Return the limits of the flags, and the default of each limit whose flag is None."""
+    stated = {"texts": command.most_texts, "waiting": command.most_waiting}
+    return dataclasses.replace(
+        defaults,
+        prompt_tokens=command.most_prompt_tokens,
+        new_tokens=command.most_new_tokens,
+        seconds=command.most_seconds,
+        body_bytes=command.most_body_bytes,
+        **{name: number for name, number in stated.items() if number is not None},
+    )
+
+
+def _refuse_flags(command: Command, names: Sequence[str], model: str) -> None:
+    """Raise a `ValueError` for a flag that says nothing about this kind of model, and is not at its default."""
+    for name in names:
+        if (value := getattr(command, name)) != getattr(Command, name):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} {value}: {command.source} holds {model}; leave --{flag} out.")
 
 
 def serve(command: Command) -> None:
@@ -62,23 +115,7 @@ def serve(command: Command) -> None:
     name = command.name or command.source.absolute().name
     if command.host not in LOOPBACK and command.api_key is None:
         screen.note(f"--host {command.host}: other machines may use the server without a key; --api-key asks for one")
-    limits = serving.Limits(
-        prompt_tokens=command.most_prompt_tokens,
-        new_tokens=command.most_new_tokens,
-        texts=command.most_texts,
-        waiting=command.most_waiting,
-        seconds=command.most_seconds,
-        body_bytes=command.most_body_bytes,
-    )
-    service = serving.TextService(
-        load_llm(command),
-        limits=limits,
-        slots=command.slots,
-        capacity=command.capacity,
-        prefill_chunk=command.prefill_chunk,
-        stride=command.stride,
-        cache_dtype=command.cache_dtype,
-    )
+    service = make_service(command)
     serving.serve(
         service, host=command.host, port=command.port, name=name, api_key=command.api_key, progress=screen.note
     )

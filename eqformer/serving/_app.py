@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.applications import Starlette  # pyright: ignore[reportMissingImports]
 from starlette.exceptions import HTTPException  # pyright: ignore[reportMissingImports]
@@ -17,13 +17,16 @@ from starlette.routing import Route  # pyright: ignore[reportMissingImports]
 
 from .._files import JsonObject, JsonValue, read_utf8
 from ..text import TextPiece
+from ._embeddings import EmbeddingService
 from ._protocol import (
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     Fields,
     parse_body,
     parse_chat,
     parse_completion,
+    parse_embedding,
     RequestError,
     TextOptions,
 )
@@ -39,37 +42,38 @@ from ._responses import (
     ToolCall,
     ToolCallParser,
     usage,
+    write_embeddings,
 )
-from ._service import merge, Prompt, TextService
+from ._service import merge, Prompt, Service, TextService
 
 
 T = TypeVar("T")
+ServiceT = TypeVar("ServiceT", bound=Service)
 Handler = Callable[[Request], Awaitable[Response]]
 PAGE = Path(__file__).parent / "_page.html"
 _SEND_SECONDS = 10.0  # Time in which a client must read the last events of a stream.
 _HANGUP = 499  # The status by which servers log a client that did not wait for its response.
 
 
-class ModelRoutes:
-    """Handlers of the requests to one model."""
+class ServerRoutes(Generic[ServiceT]):
+    """Handlers of the requests that every model answers, and the checks of all requests."""
 
-    def __init__(self, service: TextService, *, name: str, api_key: str | None):
+    def __init__(self, service: ServiceT, *, name: str, api_key: str | None):
         self._service, self._name, self._api_key = service, name, api_key
         self._created = int(time.time())
-        self._token_text = token_texts(service.llm.tokenizer)
 
-    def app(self) -> Starlette:
-        """Return the ASGI app."""
-        routes = [
-            ("/v1/completions", self._complete, "POST"),
-            ("/v1/chat/completions", self._chat, "POST"),
-            ("/v1/embeddings", self._embed, "POST"),
+    def routes(self) -> list[tuple[str, Handler, str]]:
+        """Return the path, the handler and the method of each route."""
+        return [
             ("/v1/models", self._list_models, "GET"),
             ("/v1/models/{name:path}", self._show_model, "GET"),
             ("/health", self._show_health, "GET"),
             ("/metrics", self._show_metrics, "GET"),
-            ("/", self._show_page, "GET"),
         ]
+
+    def app(self) -> Starlette:
+        """Return the ASGI app."""
+        routes = self.routes()
         return Starlette(
             routes=[Route(path, self._guard(path, handler), methods=[method]) for path, handler, method in routes],
             exception_handlers={HTTPException: self._refuse_route},
@@ -122,9 +126,8 @@ class ModelRoutes:
         return _json_response(self._model_object())
 
     def _model_object(self) -> JsonObject:
-        capacity = self._service.engine.engine.capacity
         values = {"id": self._name, "object": "model", "created": self._created, "owned_by": "eqformer"}
-        return values | {"max_model_len": capacity}
+        return values | {"max_model_len": self._service.capacity}
 
     async def _show_health(self, request: Request) -> Response:
         refusal = self._service.refusal
@@ -132,27 +135,76 @@ class ModelRoutes:
         return _json_response(values, 503 if refusal else 200)
 
     async def _show_metrics(self, request: Request) -> Response:
-        service = self._service
-        gauges = {
-            "active_texts": service.active,
-            "waiting_texts": service.waiting,
-            "slots": service.engine.engine.slots,
-            "cache_bytes": service.engine.cache_bytes,
-        }
-        content = service.metrics.render(gauges)
+        content = self._service.metrics.render(self._service.gauges())
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def _show_page(self, request: Request) -> Response:
-        return HTMLResponse(read_utf8(PAGE))
-
-    async def _embed(self, request: Request) -> Response:
-        reason = f"{self._name} generates text and has no embeddings; serve a model that has them."
-        raise RequestError(404, reason, code="model_not_found")
 
     def _check_model(self, name: str) -> None:
         if name != self._name:
             message = f"the model {name[:80]!r} is not served here; /v1/models lists {self._name!r}."
             raise RequestError(404, message, parameter="model", code="model_not_found")
+
+    async def _read_body(self, request: Request) -> Fields:
+        """Return the fields of the body; raise a `RequestError` if it is too large, too slow or no JSON object."""
+        limits = self._service.limits
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise RequestError(400, "the request needs the header Content-Type: application/json.")
+        too_large = RequestError(413, f"the body must have at most {limits.body_bytes:,} bytes; send less.")
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > limits.body_bytes:
+            raise too_large
+        content = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                async for part in request.stream():
+                    content += part
+                    if len(content) > limits.body_bytes:
+                        raise too_large
+        except TimeoutError:
+            raise RequestError(
+                408, f"the body did not arrive within {limits.body_seconds:g} s; send it again."
+            ) from None
+        return parse_body(bytes(content))
+
+    async def _until_deadline(self, request: Request, work: Awaitable[T]) -> T:
+        """Return the result of the work; end the work when the client hangs up or the time is over."""
+        seconds = self._service.limits.seconds
+        task, hangup = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_hangup(request))
+        try:
+            done, _ = await asyncio.wait({task, hangup}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if task in done:
+                return task.result()
+            if hangup in done:
+                raise ClientDisconnect
+            raise _late(seconds)
+        finally:
+            for unfinished in (task, hangup):
+                unfinished.cancel()
+            await asyncio.gather(task, hangup, return_exceptions=True)
+
+
+class TextRoutes(ServerRoutes[TextService]):
+    """Handlers of the requests to a language model."""
+
+    def __init__(self, service: TextService, *, name: str, api_key: str | None):
+        super().__init__(service, name=name, api_key=api_key)
+        self._token_text = token_texts(service.llm.tokenizer)
+
+    def routes(self) -> list[tuple[str, Handler, str]]:
+        """Return the path, the handler and the method of each route."""
+        return [
+            ("/v1/completions", self._complete, "POST"),
+            ("/v1/chat/completions", self._chat, "POST"),
+            ("/v1/embeddings", self._refuse_embedding, "POST"),
+            ("/", self._show_page, "GET"),
+            *super().routes(),
+        ]
+
+    async def _show_page(self, request: Request) -> Response:
+        return HTMLResponse(read_utf8(PAGE))
+
+    async def _refuse_embedding(self, request: Request) -> Response:
+        reason = f"{self._name} generates text and has no embeddings; serve the folder of a text encoder."
+        raise RequestError(404, reason, code="model_not_found")
 
     async def _complete(self, request: Request) -> Response:
         """Answer a request to `/v1/completions`."""
@@ -266,43 +318,37 @@ class ModelRoutes:
 
         return _EventStream(write(), admitted, deadline + _SEND_SECONDS)
 
-    async def _read_body(self, request: Request) -> Fields:
-        """Return the fields of the body; raise a `RequestError` if it is too large, too slow or no JSON object."""
-        limits = self._service.limits
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise RequestError(400, "the request needs the header Content-Type: application/json.")
-        too_large = RequestError(413, f"the body must have at most {limits.body_bytes:,} bytes; send less.")
-        length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > limits.body_bytes:
-            raise too_large
-        content = bytearray()
-        try:
-            async with asyncio.timeout(limits.body_seconds):
-                async for part in request.stream():
-                    content += part
-                    if len(content) > limits.body_bytes:
-                        raise too_large
-        except TimeoutError:
-            raise RequestError(
-                408, f"the body did not arrive within {limits.body_seconds:g} s; send it again."
-            ) from None
-        return parse_body(bytes(content))
 
-    async def _until_deadline(self, request: Request, work: Awaitable[T]) -> T:
-        """Return the result of the work; end the work when the client hangs up or the time is over."""
-        seconds = self._service.limits.seconds
-        task, hangup = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_hangup(request))
-        try:
-            done, _ = await asyncio.wait({task, hangup}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if task in done:
-                return task.result()
-            if hangup in done:
-                raise ClientDisconnect
-            raise _late(seconds)
-        finally:
-            for unfinished in (task, hangup):
-                unfinished.cancel()
-            await asyncio.gather(task, hangup, return_exceptions=True)
+class EmbeddingRoutes(ServerRoutes[EmbeddingService]):
+    """Handlers of the requests to a text encoder."""
+
+    def routes(self) -> list[tuple[str, Handler, str]]:
+        """Return the path, the handler and the method of each route."""
+        return [
+            ("/v1/embeddings", self._embed, "POST"),
+            ("/v1/completions", self._refuse_text, "POST"),
+            ("/v1/chat/completions", self._refuse_text, "POST"),
+            *super().routes(),
+        ]
+
+    async def _embed(self, request: Request) -> Response:
+        """Answer a request to `/v1/embeddings`."""
+        body = parse_embedding(await self._read_body(request), most_texts=self._service.limits.texts)
+        self._check_model(body.model)
+        content = await self._until_deadline(request, self._write_embeddings(body))
+        return Response(content, media_type="application/json")
+
+    async def _write_embeddings(self, body: EmbeddingRequest) -> bytes:
+        """Embed the texts of a request, and return the response."""
+        with self._service.admit(len(body.texts)):
+            tokens = await self._service.count_tokens(body)
+            vectors = await self._service.embed(body)
+            # Writing millions of numbers would keep the other requests waiting.
+            return await asyncio.to_thread(write_embeddings, self._name, vectors, tokens, as_base64=body.as_base64)
+
+    async def _refuse_text(self, request: Request) -> Response:
+        reason = f"{self._name} is a text encoder and generates no text; use /v1/embeddings, or serve a language model."
+        raise RequestError(404, reason, code="model_not_found")
 
 
 class _EventStream(StreamingResponse):
@@ -419,7 +465,7 @@ async def _wait_for_hangup(request: Request) -> None:
 
 
 def _late(seconds: float | int) -> RequestError:
-    return RequestError(408, f"the response took more than {seconds:g} s; ask for fewer tokens, or try again later.")
+    return RequestError(408, f"the response took more than {seconds:g} s; ask for less, or try again later.")
 
 
 def _error_response(error: RequestError) -> Response:

@@ -95,6 +95,20 @@ class ChatRequest:
     options: TextOptions
 
 
+@dataclasses.dataclass(frozen=True)
+class EmbeddingRequest:
+    """The body of a request to `/v1/embeddings`."""
+
+    model: str
+    texts: list[str]
+    dimensions: int | None
+    """The number of first channels that are kept, of vectors that are then scaled to length 1; None: whole vectors."""
+    as_base64: bool
+    """Whether vectors are written as the base64 of little-endian float32 numbers, instead of lists of numbers."""
+    prompt_name: str | None
+    """The name of the encoder's prompt that is put before each text; None: the default prompt."""
+
+
 class Fields:
     """The fields of a JSON object, each of which is checked and taken once."""
 
@@ -236,6 +250,27 @@ def parse_chat(fields: Fields, *, most_texts: int) -> ChatRequest:
     return ChatRequest(model, messages, tools, schema, template_options, options)
 
 
+def parse_embedding(fields: Fields, *, most_texts: int) -> EmbeddingRequest:
+    """Return the request of a body of `/v1/embeddings`; raise a `RequestError` for a body that breaks a rule.
+
+    `most_texts` is the most texts of one request.
+    """
+    model, texts = _model(fields), _prompts(fields, "input")
+    if isinstance(texts[0], list):
+        reason = "the body: input has token ids, but the encoder reads texts; send the texts themselves."
+        raise RequestError(400, reason, parameter="input")
+    if len(texts) > most_texts:
+        message = f"input has {len(texts):,} texts, but at most {most_texts:,} are embedded for a request; send fewer."
+        raise RequestError(400, message, parameter="input")
+    encoding = fields.text("encoding_format", "float")
+    if encoding not in ("float", "base64"):
+        raise fields.error("encoding_format", "float or base64", encoding)
+    dimensions, prompt_name = fields.integer("dimensions", 1, 2**31 - 1), fields.text("prompt_name")
+    fields.ignore("user")
+    fields.finish()
+    return EmbeddingRequest(model, [*map(str, texts)], dimensions, encoding == "base64", prompt_name)
+
+
 def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | None, most_texts: int) -> TextOptions:
     """Return the settings that completions and chats share."""
     for name in ("frequency_penalty", "presence_penalty"):
@@ -272,9 +307,9 @@ def _model(fields: Fields) -> str:
     return model
 
 
-def _prompts(fields: Fields) -> list[str] | list[list[int]]:
-    """Return the prompts: texts, or lists of ids."""
-    value = fields.require("prompt")
+def _prompts(fields: Fields, name: str = "prompt") -> list[str] | list[list[int]]:
+    """Return the prompts of a field: texts, or lists of ids."""
+    value = fields.require(name)
     prompts: Any = [value] if isinstance(value, str) else value if isinstance(value, list) else []
     if prompts and all(_is_id(item) for item in prompts):
         return [prompts]
@@ -282,7 +317,7 @@ def _prompts(fields: Fields) -> list[str] | list[list[int]]:
         return prompts
     if prompts and all(isinstance(item, list) and item and all(map(_is_id, item)) for item in prompts):
         return prompts
-    raise fields.error("prompt", "a text, a list of texts, a list of token ids, or a list of such lists", value)
+    raise fields.error(name, "a text, a list of texts, a list of token ids, or a list of such lists", value)
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Responses of the OpenAI protocol as JSON objects, and the calls of tools that an answer makes."""
 
+import base64
 import dataclasses
 import functools
 import json
@@ -7,6 +8,9 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Float
 
 from .. import data
 from .._files import JsonObject, JsonValue, parse_json
@@ -203,6 +207,21 @@ def dump(value: JsonValue) -> bytes:
     """Return a value as JSON; log-probabilities of minus infinity are written as the least number."""
     text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.encode(errors="backslashreplace")  # JSON names a lone surrogate, which UTF-8 cannot write.
+
+
+def write_embeddings(
+    model: str, vectors: Float[np.ndarray, "texts features"], tokens: int, *, as_base64: bool
+) -> bytes:
+    """Return the response to a request to `/v1/embeddings`, as JSON."""
+
+    def write(number: int, vector: Float[np.ndarray, "features"]) -> bytes:
+        numbers = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()
+        return dump({"object": "embedding", "index": number, "embedding": numbers})
+
+    counts = {"prompt_tokens": tokens, "total_tokens": tokens}
+    empty = dump({"object": "list", "model": model, "usage": counts, "data": []})
+    # A dump holds the interpreter's lock; between the dumps of two vectors other threads run.
+    return empty.removesuffix(b"]}") + b",".join(write(*item) for item in enumerate(vectors)) + b"]}"
 
 
 def _finite(value: JsonValue) -> JsonValue:

@@ -8,32 +8,36 @@ from collections.abc import Callable
 from typing import Any
 
 from .._failures import load_extra
-from ._service import Limits, TextService
+from ._embeddings import EmbeddingService
+from ._service import Limits, Service, TextService
 
 
 _SPARE_FILES = 64
 """Files that the process may open beside its connections."""
 
 
-def make_app(service: TextService, *, name: str = "eqformer", api_key: str | None = None) -> Any:
+def make_app(service: TextService | EmbeddingService, *, name: str = "eqformer", api_key: str | None = None) -> Any:
     """Return an ASGI app that serves a model by the OpenAI protocol, and that other apps can mount.
 
-    The app has the routes `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health`, `/metrics` and a page for
-    chats at `/`. Raises an `ImportError` without the package `starlette`, which the extra `serve` installs.
+    The app has the routes `/v1/models`, `/health` and `/metrics`. The app of a language model also has
+    `/v1/completions`, `/v1/chat/completions` and a page for chats at `/`, that of a text encoder `/v1/embeddings`.
+    Raises an `ImportError` without the package `starlette`, which the extra `serve` installs.
 
     Args:
-        service: The service that draws the texts.
+        service: The service that draws the texts, or embeds them.
         name: The name of the model in requests.
         api_key: The key that requests to `/v1` must name; None: no key is needed.
     """
     load_extra("starlette", extra="serve", call="make_app(service)")
-    from ._app import ModelRoutes
+    from ._app import EmbeddingRoutes, TextRoutes
 
-    return ModelRoutes(service, name=name, api_key=api_key).app()
+    if isinstance(service, EmbeddingService):
+        return EmbeddingRoutes(service, name=name, api_key=api_key).app()
+    return TextRoutes(service, name=name, api_key=api_key).app()
 
 
 def serve(
-    service: TextService,
+    service: TextService | EmbeddingService,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -43,12 +47,12 @@ def serve(
 ) -> None:
     """Compile the programs of a service, and serve its model until the process gets SIGTERM or SIGINT.
 
-    At the first signal, or at `service.drain()`, new requests are refused (503) and the texts that are drawn are
+    At the first signal, or at `service.drain()`, new requests are refused (503) and the admitted texts are
     finished; a second signal ends them. Raises an `ImportError` without the packages of the extra `serve`, and a
     `ValueError` for an address that cannot be used.
 
     Args:
-        service: The service that draws the texts.
+        service: The service that draws the texts, or embeds them.
         host: The address that the server listens on; the default is reached from the same machine only.
         port: The port; 0 takes a free one.
         name: The name of the model in requests.
@@ -94,13 +98,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _server_class() -> Any:
-    """Return uvicorn's server with an end that finishes the texts that are drawn."""
+    """Return uvicorn's server with an end that finishes the admitted texts."""
     import uvicorn  # pyright: ignore[reportMissingImports]
 
     class DrainingServer(uvicorn.Server):
-        """Server that refuses new requests after a signal, and ends when no text is drawn."""
+        """Server that refuses new requests after a signal, and ends when no text is active."""
 
-        def __init__(self, config: uvicorn.Config, service: TextService):
+        def __init__(self, config: uvicorn.Config, service: Service):
             super().__init__(config)
             self._service = service
 

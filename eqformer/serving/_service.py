@@ -1,5 +1,6 @@
 """Draw the texts of a server's requests by one engine: limits, admission, replacement of a failed engine, draining."""
 
+import abc
 import asyncio
 import bisect
 import contextlib
@@ -31,13 +32,16 @@ class Limits:
     """
 
     prompt_tokens: int | None = None
-    """Most tokens of a prompt (400); None: as many as fit into the engine's rows."""
+    """Most tokens of a prompt, or of a text to embed (400).
+
+    None: a prompt must fit into the engine's rows, and a text to embed is cut to the encoder's `max_length`.
+    """
     new_tokens: int = 1024
     """Most tokens of a text (400); also the number for a chat that names none."""
     texts: int = 16
-    """Most texts that one request may draw, over all of its prompts (400)."""
+    """Most texts that one request may draw, over all of its prompts, or embed (400)."""
     waiting: int = 64
-    """Most texts that wait for a slot (429)."""
+    """Most texts that wait until others have ended (429)."""
     seconds: float | int = 300.0
     """Longest time from a request to its response (408)."""
     body_bytes: int = 1 << 22
@@ -76,7 +80,68 @@ class Prompt:
         return len(self.ids)
 
 
-class TextService:
+class Service(abc.ABC):
+    """Admission of the requests to one model: limits, the number of active texts, metrics and draining."""
+
+    def __init__(self, limits: Limits, metrics: "ServerMetrics"):
+        self.limits, self.metrics = limits, metrics
+        self.active = 0
+        """Texts that wait or are computed."""
+        self.is_draining = False
+        """Whether new requests are refused, because the server ends."""
+        self._failure = ""
+
+    @property
+    @abc.abstractmethod
+    def slots(self) -> int:
+        """Texts that are computed at once."""
+
+    @property
+    @abc.abstractmethod
+    def capacity(self) -> int | None:
+        """Tokens of the longest text; None: any number."""
+
+    @abc.abstractmethod
+    def compile(self, progress: Callable[[str], object] = lambda line: None) -> None:
+        """Compile the programs before the first request; `progress` is called with a line after each."""
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; admitted texts are finished. A server then ends when none is left."""
+        self.is_draining = True
+
+    @property
+    def waiting(self) -> int:
+        """Texts that wait until others have ended."""
+        return max(0, self.active - self.slots)
+
+    @property
+    def refusal(self) -> str:
+        """The reason why no request is taken; empty if requests are taken."""
+        return "the server is ending" if self.is_draining else self._failure
+
+    def gauges(self) -> dict[str, int]:
+        """Return the current numbers of `/metrics`, by name."""
+        return {"active_texts": self.active, "waiting_texts": self.waiting, "slots": self.slots}
+
+    @contextlib.contextmanager
+    def admit(self, count: int) -> Iterator[None]:
+        """Count `count` texts as active in the block; raise a `RequestError` if they cannot be taken."""
+        if self.refusal:
+            raise RequestError(503, f"{self.refusal}; try again later, or another server.", code="unavailable")
+        most = self.slots + self.limits.waiting
+        if count > most:
+            raise RequestError(400, f"the request has {count} texts, but {most} fit at once; ask for fewer.")
+        if self.active + count > most:
+            message = f"{self.active} texts are computed or wait, of at most {most}; try again later."
+            raise RequestError(429, message, code="queue_full")
+        self.active += count
+        try:
+            yield
+        finally:
+            self.active -= count
+
+
+class TextService(Service):
     """Draws the texts of many requests by one engine."""
 
     def __init__(self, llm: LLM, *, limits: Limits | None = None, **engine_options: Any):
@@ -87,48 +152,27 @@ class TextService:
             limits: The limits on requests; None: the default `Limits`.
             **engine_options: The arguments of `LLM.engine`, such as `slots` and `capacity`.
         """
-        limits = limits or Limits()
-        self.llm, self.limits, self.metrics = llm, limits, ServerMetrics()
+        counters = ("prompt_tokens", "generated_tokens", "cancelled_requests", "engine_failures")
+        super().__init__(limits or Limits(), ServerMetrics(counters, ("first_token", "between_tokens", "request")))
+        self.llm = llm
         self._make_engine = functools.partial(llm.engine, **engine_options)
         self._has_draft = engine_options.get("draft") is not None
         self.engine = self._make_engine()
-        self.active = 0
-        """Texts that wait or are drawn."""
-        self.is_draining = False
-        """Whether new requests are refused, because the server ends."""
-        self._failure = ""
         self._scoring = asyncio.Lock()
 
-    def drain(self) -> None:
-        """Refuse new requests from now on; the texts that are drawn go on. A server then ends when none is left."""
-        self.is_draining = True
+    @property
+    def slots(self) -> int:
+        """Texts that are drawn at once."""
+        return self.engine.engine.slots
 
     @property
-    def waiting(self) -> int:
-        """Texts that wait for a slot."""
-        return max(0, self.active - self.engine.engine.slots)
+    def capacity(self) -> int:
+        """Tokens of the longest text, with its prompt."""
+        return self.engine.engine.capacity
 
-    @property
-    def refusal(self) -> str:
-        """The reason why no request is taken; empty if requests are taken."""
-        return "the server is ending" if self.is_draining else self._failure
-
-    @contextlib.contextmanager
-    def admit(self, count: int) -> Iterator[None]:
-        """Count `count` texts as active in the block; raise a `RequestError` if they cannot be taken."""
-        if self.refusal:
-            raise RequestError(503, f"{self.refusal}; try again later, or another server.", code="unavailable")
-        most = self.engine.engine.slots + self.limits.waiting
-        if count > most:
-            raise RequestError(400, f"the request draws {count} texts, but {most} fit at once; ask for fewer.")
-        if self.active + count > most:
-            message = f"{self.active} texts are drawn or wait, of at most {most}; try again later."
-            raise RequestError(429, message, code="queue_full")
-        self.active += count
-        try:
-            yield
-        finally:
-            self.active -= count
+    def gauges(self) -> dict[str, int]:
+        """Return the current numbers of `/metrics`, by name."""
+        return super().gauges() | {"cache_bytes": self.engine.cache_bytes}
 
     async def encode_completion(self, request: CompletionRequest) -> list[Prompt]:
         """Return the prompts of a completion; raise a `RequestError` for a prompt that cannot be continued."""
@@ -366,13 +410,11 @@ class Histogram:
 class ServerMetrics:
     """Counts and times since the start of a server; every method may be called from any thread."""
 
-    def __init__(self):
+    def __init__(self, counters: Sequence[str], times: Sequence[str]):
         self._lock = threading.Lock()
         self._responses: Counter[tuple[str, int]] = Counter()
-        self._counters: Counter[str] = Counter(
-            dict.fromkeys(("prompt_tokens", "generated_tokens", "cancelled_requests", "engine_failures"), 0)
-        )
-        self._times = {name: Histogram() for name in ("first_token", "between_tokens", "request")}
+        self._counters: Counter[str] = Counter(dict.fromkeys(counters, 0))
+        self._times = {name: Histogram() for name in times}
 
     def count_response(self, path: str, status: int) -> None:
         """Count a response by its path and its status."""
@@ -380,12 +422,12 @@ class ServerMetrics:
             self._responses[path, status] += 1
 
     def add(self, counter: str, amount: int = 1) -> None:
-        """Add to a counter: `prompt_tokens`, `generated_tokens`, `cancelled_requests` or `engine_failures`."""
+        """Add to one of the counters."""
         with self._lock:
             self._counters[counter] += amount
 
     def observe(self, name: str, seconds: float) -> None:
-        """Record a duration under `first_token`, `between_tokens` or `request`."""
+        """Record a duration under one of the names of times."""
         with self._lock:
             self._times[name].observe(seconds)
 

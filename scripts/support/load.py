@@ -2,14 +2,18 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
 from eqformer import nn, parallel, text
 from eqformer.recipes import Mesh, Recipe, RECIPES, RunDirectory, Screen, setup
 from support.processes import Machine, run_devices
+
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,10 +43,18 @@ class ModelFlags:
 
 
 def load_llm(flags: ModelFlags, *, predictor: bool = False, throughput: bool = False) -> text.LLM:
-    """Load the model of the flags; a `ValueError` names flags that contradict each other or that a run does not have.
+    """Load the language model of the flags; a `ValueError` names flags that contradict each other or do not suit a run.
 
     With `predictor` the module that predicts a further token is read too, if the model has one. With `throughput`
     decoding may take longer to compile if it is faster then.
+    """
+    return load_model(flags, text.load_llm, predictor=predictor, throughput=throughput)
+
+
+def load_model(flags: ModelFlags, load: Callable[..., T], *, predictor: bool = False, throughput: bool = False) -> T:
+    """Load the model of the flags by `text.load_llm`, or by `text.load`, which takes text encoders too.
+
+    Raises `ValueError`, and takes `predictor` and `throughput`, as `load_llm` does.
     """
     if flags.model is not None and flags.run_dir is not None:
         raise ValueError(f"--model {flags.model} --run-dir {flags.run_dir}: one model is read; leave one of them out.")
@@ -56,14 +68,14 @@ def load_llm(flags: ModelFlags, *, predictor: bool = False, throughput: bool = F
         if flags.weights != "decoded":
             raise ValueError(f"--weights {flags.weights}: a run's weights are in no fewer bits; leave it out.")
         RunDirectory(source).read()  # Its errors name flags.
-        return text.load_llm(source, plan=plan, throughput=throughput)
+        return load(source, plan=plan, throughput=throughput)
     if flags.weights == "quantized" and source.is_file():
         raise ValueError(
             f"--weights quantized --model {source}: the blocks of a GGUF file are decoded; leave out --weights, and "
             "give --dtype bfloat16 for half the memory of float32."
         )
     with Screen(errors=True).bar() as progress:
-        return text.load_llm(
+        return load(
             source,
             plan=plan,
             dtype=None if flags.dtype is None else nn.float_dtype(flags.dtype, f"--dtype {flags.dtype}"),

@@ -1,5 +1,6 @@
 """Clients of others against a process of `scripts/serve.py`: OpenAI's own, and lm-evaluation-harness."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,12 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from test_embeddings_server import write_encoder_folder
 from test_evaluate_tasks import answers, CHAT, make_tasks, numbers
 from text_cases import published_folder, USER
 
 import eqformer
-from eqformer import evaluation
+from eqformer import evaluation, text
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
@@ -26,10 +29,11 @@ def folder(tmp_path_factory):
     return published_folder(tmp_path_factory.mktemp("served") / "tiny", chat_template__jinja=CHAT)
 
 
-@pytest.fixture(scope="module")
-def server(folder):
-    """A server process; yields it and its address."""
-    command = [sys.executable, str(SCRIPT), "--model", str(folder), "--port", "0", "--api-key", "secret", *SIZES]
+@contextlib.contextmanager
+def serve(folder, *flags):
+    """Start a server process of the name `tiny`; yield it and its address."""
+    command = [sys.executable, str(SCRIPT), "--model", str(folder), "--name", "tiny", "--port", "0", *flags]
+    command += ["--api-key", "secret"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
@@ -40,10 +44,19 @@ def server(folder):
             break
     else:
         pytest.fail("".join(lines))
-    yield process, lines[-1].split()[-1]
-    process.kill()
-    process.wait()
-    process.stderr.close()
+    try:
+        yield process, lines[-1].split()[-1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    """A server process; yields it and its address."""
+    with serve(folder, *SIZES) as started:
+        yield started
 
 
 @pytest.mark.grid
@@ -75,6 +88,38 @@ def test_the_client_of_openai(folder, server):
         with pytest.raises(status) as failure:
             call()
         assert failure.value.body["message"]
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(not find_spec("openai"), reason="the package `openai` is not installed")
+@pytest.mark.filterwarnings("default")
+def test_the_client_of_openai_embeds_texts(tmp_path):
+    import openai  # pyright: ignore[reportMissingImports]
+
+    encoder_folder = write_encoder_folder(tmp_path / "encoder")
+    encoder = eqformer.load(encoder_folder)
+    assert isinstance(encoder, text.TextEncoder)
+    expected = encoder.embed(["a cat", "a dog"])
+    with serve(encoder_folder, "--batch-size", "4") as (process, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+        request = {"model": "tiny", "input": ["a cat", "a dog"]}
+        for options in ({}, {"encoding_format": "float"}):  # The client asks for base64 by default, and decodes it.
+            response = client.embeddings.create(**request, **options)
+            vectors = np.array([item.embedding for item in response.data])
+            assert np.allclose(vectors, expected, atol=1e-5) and not np.allclose(vectors, expected[::-1], atol=1e-5)
+            assert response.usage.prompt_tokens == 10
+        (short,) = client.embeddings.create(model="tiny", input="a cat", dimensions=7).data
+        assert np.allclose(short.embedding, encoder.embed("a cat", truncate_dim=7, normalize=True), atol=1e-5)
+        for status, call in (
+            (openai.BadRequestError, lambda: client.embeddings.create(model="tiny", input=[1, 2])),
+            (openai.NotFoundError, lambda: client.completions.create(model="tiny", prompt="x")),
+            (openai.NotFoundError, lambda: client.chat.completions.create(model="tiny", messages=[USER])),
+        ):
+            with pytest.raises(status) as failure:
+                call()
+            assert failure.value.body["message"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 @pytest.mark.grid

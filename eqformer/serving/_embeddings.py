@@ -1,0 +1,195 @@
+"""Embed the texts of a server's requests by one text encoder: texts that wait at the same time share a batch."""
+
+import asyncio
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from ..text import TextEncoder
+from ._protocol import EmbeddingRequest, RequestError
+from ._service import Limits, ServerMetrics, Service
+
+
+EMBEDDING_LIMITS = Limits(texts=2048, waiting=4096)
+"""The default limits of an `EmbeddingService`."""
+_BATCHES = 4  # Batches of one step, whose texts the encoder sorts by length before it divides them.
+_WIDEST = 512  # Tokens of the longest text that is compiled for before the first request.
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    """The texts of one request that wait, and the vectors of the others."""
+
+    request: EmbeddingRequest
+    result: asyncio.Future[list[Float[np.ndarray, "features"]]]
+    """The vectors of all texts, in their order."""
+
+    def __post_init__(self):
+        texts = self.request.texts
+        self.vectors: dict[int, Float[np.ndarray, "features"]] = {}
+        # Texts are taken from the end, the longest first.
+        self.waiting = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+
+    def add(self, number: int, vector: Float[np.ndarray, "features"]) -> None:
+        """Keep the vector of a text; the last one ends the job."""
+        self.vectors[number] = vector
+        if len(self.vectors) == len(self.request.texts) and not self.result.done():
+            self.result.set_result([self.vectors[index] for index in range(len(self.vectors))])
+
+    def fail(self, error: RequestError) -> None:
+        """End the job with an error."""
+        if not self.result.done():
+            self.result.set_exception(error)
+
+
+class EmbeddingService(Service):
+    """Embeds the texts of many requests by one text encoder.
+
+    One thread runs the encoder. The requests that wait when it is free give it texts in turn, so that short requests do
+    not wait for long ones.
+    """
+
+    def __init__(self, encoder: TextEncoder, *, limits: Limits | None = None, batch_size: int = 32):
+        """Embed a first text, which shows that the encoder works.
+
+        Args:
+            encoder: The text encoder, as `eqformer.load` returns it.
+            limits: The limits on requests; None: `EMBEDDING_LIMITS`, of 2,048 texts a request, and 4,096 that wait.
+            batch_size: Texts that the encoder reads together.
+        """
+        counters = ("prompt_tokens", "embedded_texts", "cancelled_requests", "encoder_failures")
+        metrics = ServerMetrics(counters, ("step", "request"))
+        super().__init__(limits or EMBEDDING_LIMITS, metrics)
+        self.encoder, self.batch_size = encoder, batch_size
+        self._channels = len(encoder.embed("a", batch_size=batch_size))
+        self._jobs: collections.deque[_Job] = collections.deque()
+        self._worker: asyncio.Task[None] | None = None
+
+    @property
+    def slots(self) -> int:
+        """Texts that are embedded at once."""
+        return _BATCHES * self.batch_size
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens to which longer texts are cut; None: texts of any length are read whole."""
+        return self.encoder.max_length
+
+    def compile(self, progress: Callable[[str], object] = lambda line: None) -> None:
+        """Compile the programs of single texts of up to 512 tokens.
+
+        Programs of longer texts and of several rows are compiled when they are first needed.
+        """
+        start = time.monotonic()
+        longest = min(self.encoder.max_length or _WIDEST, _WIDEST)
+        (shortest,) = self._lengths(["a"], self.encoder.default_prompt)
+        width = 16
+        while width <= longest:
+            for tokens in (width, width * 3 // 2):
+                if shortest <= tokens <= longest:
+                    # In most vocabularies the word is one token.
+                    self.encoder.embed(" ".join(["a"] * (tokens - shortest + 1)), batch_size=self.batch_size)
+                    progress(f"compiled for texts of {tokens} tokens, {time.monotonic() - start:,.1f} s")
+            width *= 2
+
+    async def count_tokens(self, request: EmbeddingRequest) -> int:
+        """Return the tokens that the encoder reads of a request; raise a `RequestError` if it breaks a rule."""
+        prompts = self.encoder.prompts
+        if request.prompt_name is not None and request.prompt_name not in prompts:
+            known = ", ".join(map(repr, prompts)) or "none"
+            message = f"prompt_name is {request.prompt_name[:80]!r}, but the model's prompts are {known}; name one."
+            raise RequestError(400, message, parameter="prompt_name")
+        if request.dimensions is not None and request.dimensions > self._channels:
+            message = f"dimensions is {request.dimensions:,}, but a vector has {self._channels:,}; ask for fewer."
+            raise RequestError(400, message, parameter="dimensions")
+        name = self.encoder.default_prompt if request.prompt_name is None else request.prompt_name
+        lengths = await asyncio.to_thread(self._lengths, request.texts, name)
+        for number, length in enumerate(lengths):
+            self._check_length(number, length)
+        tokens = sum(lengths if self.capacity is None else (min(length, self.capacity) for length in lengths))
+        self.metrics.add("prompt_tokens", tokens)
+        return tokens
+
+    async def embed(self, request: EmbeddingRequest) -> Float[np.ndarray, "texts features"]:
+        """Return the vectors of a request's texts; no more of its texts are embedded when the call is cancelled."""
+        job = _Job(request, asyncio.get_running_loop().create_future())
+        self._jobs.append(job)
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._run())
+        try:
+            vectors = np.stack(await job.result)
+        except asyncio.CancelledError:
+            self.metrics.add("cancelled_requests")
+            raise
+        if wrong := np.flatnonzero(~np.isfinite(vectors).all(-1)).tolist():
+            raise RequestError(500, f"the vector of input[{wrong[0]}] has infinite numbers or NaN; see the weights.")
+        self.metrics.add("embedded_texts", len(vectors))
+        return vectors
+
+    async def _run(self) -> None:
+        """Embed the texts that wait, step by step, until none is left."""
+        while batch := self._take():
+            start = time.monotonic()
+            try:
+                vectors = await asyncio.to_thread(self._embed, batch)
+            except Exception as error:
+                self.metrics.add("encoder_failures")
+                logging.getLogger("eqformer").exception("the encoder failed at %d texts", len(batch))
+                for job, _ in batch:
+                    job.fail(RequestError(500, f"the encoder failed ({type(error).__name__}); try again."))
+            else:
+                for (job, number), vector in zip(batch, vectors, strict=True):
+                    job.add(number, vector)
+            self.metrics.observe("step", time.monotonic() - start)
+
+    def _take(self) -> list[tuple[_Job, int]]:
+        """Take the texts of the next step from the jobs that wait, one text of each job in turn."""
+        batch: list[tuple[_Job, int]] = []
+        while self._jobs and len(batch) < self.slots:
+            job = self._jobs.popleft()
+            # A job has ended early if its client hung up, or if an earlier step failed.
+            if not job.result.done():
+                batch.append((job, job.waiting.pop()))
+                if job.waiting:
+                    self._jobs.append(job)
+        return batch
+
+    def _embed(self, batch: Sequence[tuple[_Job, int]]) -> list[Float[np.ndarray, "features"]]:
+        """Return the vectors of texts; those of one prompt and one number of channels are embedded together."""
+        groups = collections.defaultdict[tuple[str | None, int | None], list[int]](list)
+        for row, (job, _) in enumerate(batch):
+            groups[job.request.prompt_name, job.request.dimensions].append(row)
+        vectors: dict[int, Float[np.ndarray, "features"]] = {}
+        for (prompt_name, dimensions), rows in groups.items():
+            texts = [batch[row][0].request.texts[batch[row][1]] for row in rows]
+            results = self.encoder.embed(
+                texts,
+                prompt_name=prompt_name,
+                truncate_dim=dimensions,
+                normalize=dimensions is not None,
+                batch_size=self.batch_size,
+            )
+            vectors.update(zip(rows, results, strict=True))
+        return [vectors[row] for row in range(len(batch))]
+
+    def _lengths(self, texts: Sequence[str], prompt_name: str | None) -> list[int]:
+        """Return the tokens of texts behind a prompt, with special tokens, before they are cut."""
+        prompt = "" if prompt_name is None else self.encoder.prompts[prompt_name]
+        texts = [prompt + text for text in texts]
+        texts = [text.lower() for text in texts] if self.encoder.lower_case else texts
+        return [len(row.ids) for row in self.encoder.tokenizer.encode_texts(texts)]
+
+    def _check_length(self, number: int, length: int) -> None:
+        """Raise a `RequestError` for a text without a token, or with too many."""
+        most = self.limits.prompt_tokens
+        if not length:
+            message = f"input[{number}] has no token, and the tokenizer adds none; give at least a character."
+            raise RequestError(400, message, parameter="input")
+        if most is not None and length > most:
+            message = f"input[{number}] has {length:,} tokens, but at most {most:,} are read; shorten it."
+            raise RequestError(400, message, parameter="input", code="context_length_exceeded")
