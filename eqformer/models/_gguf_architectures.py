@@ -53,6 +53,10 @@ class Architecture:
     """A function that returns the published values of an array of one dim, given its name."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """By the names of arrays: the place of a dim of size 1 that files leave out."""
+    edges: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Published names of arrays outside of the layers that not all architectures have."""
+    has_key_heads_by_layer: bool = False
+    """Whether files have a list of the key heads of each layer, 0 for a layer without attention."""
     has_predictors: bool = False
     """Whether files count predictors of further tokens among the layers."""
 
@@ -135,6 +139,19 @@ def _qwen35_values(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.n
             raise ValueError(f"{name} holds a number that is not below 0, and rates of decay are")
         return np.log(-array)
     return array if name.endswith(".ssm_norm.weight") else _minus_one(name, array)
+
+
+def _conv_layers(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return which layers have attention, and other attributes of LFM2."""
+    heads = file.listed("lfm2.attention.head_count_kv")
+    return {
+        "layer_types": ["full_attention" if number else "conv" for number in heads],
+        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in file.tensors),
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": config["rms_norm_eps"],
+        "rms_norm_eps": None,
+        "head_dim": None,
+    }
 
 
 def _oss_scaling(config: JsonObject, file: GGUF) -> JsonObject:
@@ -258,6 +275,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         implied=_growth,
         order=_rotated_pairs,
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        {
+            "attn_norm": "operator_norm",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "ffn_norm": "ffn_norm",
+            **{f"ffn_{name}": f"feed_forward.{w}" for name, w in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
+            **{f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")},
+        },
+        sizes={"shortconv.l_cache": "conv_L_cache"},
+        implied=_conv_layers,
+        left_out={"shortconv.conv": 1},
+        edges={"token_embd_norm": "model.embedding_norm"},
+        has_key_heads_by_layer=True,
     ),
     "glm4moe": Architecture(
         "glm4_moe",

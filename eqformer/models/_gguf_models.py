@@ -22,13 +22,14 @@ def table_names_of(file: GGUF) -> dict[str, str | None]:
     """Return the name in the family's table of each array; None for the arrays of predictors, which are not read."""
     architecture = _architecture(file)
     table, layers = {**LAYER, **architecture.layer}, _layers(file, architecture)
+    edges = {**_EDGES, **architecture.edges}
 
     def published_name(name: str) -> str | None:
         match = _NAME.fullmatch(name)
         layer, kind, part, expert = match.groups() if match else (None, "", None, None)
         if layer is not None and architecture.has_predictors and int(layer) >= layers:
             return None
-        names, prefix = (_EDGES, "") if layer is None else (table, f"model.layers.{layer}.")
+        names, prefix = (edges, "") if layer is None else (table, f"model.layers.{layer}.")
         if (known := names.get(kind if part is None else f"{kind}.{part}")) is not None and expert is None:
             return f"{prefix}{known}"
         known = names.get(kind)
@@ -103,7 +104,7 @@ def configuration_of(file: GGUF) -> JsonObject:
         "num_hidden_layers": size.read("block_count"),
         "intermediate_size": size.read(_width(file, kind)),
         "num_attention_heads": heads,
-        "num_key_value_heads": size.read("attention.head_count_kv", heads),
+        "num_key_value_heads": _key_heads(published, file, kind) or size.read("attention.head_count_kv", heads),
         "rms_norm_eps": published.number(f"{kind}.attention.layer_norm_rms_epsilon"),
         "rope_theta": published.number(f"{kind}.rope.freq_base", 10_000.0),
         "max_position_embeddings": published.count(f"{kind}.context_length", 2048),
@@ -125,6 +126,19 @@ def configuration_of(file: GGUF) -> JsonObject:
     published.expect(f"{kind}.vocab_size", table.shape[0])
     published.finish_strictly(lambda name, value: _is_without_effect(name.removeprefix(f"{kind}."), value))
     return config
+
+
+def _key_heads(published: PublishedConfig, file: GGUF, kind: str) -> int | None:
+    """Return the key heads of all layers that have some; None for an architecture that states one number."""
+    if not _architecture(file).has_key_heads_by_layer:
+        return None
+    name = f"{kind}.attention.head_count_kv"
+    heads, layers = file.listed(name), published.count(f"{kind}.block_count")
+    published.take(name)
+    numbers = {*heads} - {0}
+    if len(heads) != layers or len(numbers) != 1 or not all(type(number) is int and number >= 0 for number in heads):
+        published.refuse(f"{name}={heads}: it must have {layers} numbers, each 0 or one other number.")
+    return numbers.pop()
 
 
 def _width(file: GGUF, kind: str) -> str:

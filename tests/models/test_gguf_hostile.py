@@ -214,3 +214,12 @@ def test_predictors_of_a_file_are_left_unread(monkeypatch):
     names = table_names_of(file)
     assert {name.split(".")[1] for name in names if names[name] is None} == {"1"}
     assert configuration_of(file)["num_hidden_layers"] == 1
+
+
+def test_key_heads_by_layer_must_be_of_each_layer(monkeypatch):
+    file = GGUF(FIXTURES / "lfm2.gguf")
+    assert configuration_of(file)["layer_types"] == ["conv", "full_attention"]
+    for heads in ([], [2], [0, 0], [2, 4], [0, -2], [True, 2], ["2", 0]):
+        monkeypatch.setattr(file, "listed", lambda name, heads=heads: heads)
+        with pytest.raises(ValueError, match="head_count_kv=.*: it must have 2 numbers, each 0 or one other"):
+            configuration_of(file)
