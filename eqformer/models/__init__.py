@@ -110,6 +110,7 @@ from .families._olmo2 import (
     Olmo3Config as Olmo3Config,
     OlmoConfig as OlmoConfig,
 )
+from .families._olmo_hybrid import OlmoHybridConfig as OlmoHybridConfig
 from .families._olmoe import OLMoEConfig as OLMoEConfig
 from .families._phi3 import Phi3Config as Phi3Config
 from .families._qwen2 import Qwen2Config as Qwen2Config, Qwen2MoEConfig as Qwen2MoEConfig

@@ -74,6 +74,7 @@ UNUSED = {
     "nemotron_h": {"chunk_size", "expand", "time_step_max", "time_step_floor", "use_mamba_kernels"}
     | {"mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "num_nextn_predict_layers"}
     | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},
+    "olmo_hybrid": {f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")},
     "seed_oss": {"residual_dropout"},
     "starcoder2": {"embedding_dropout", "residual_dropout"},
     "t5": {"classifier_dropout", "dropout_rate", "initializer_factor"},

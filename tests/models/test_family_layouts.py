@@ -26,6 +26,7 @@ DEEPER = {  # of families whose cases hold one period each
     "kimi_linear plain": (("layers", 4), ("attention_layers", (1, 3)), ("first_dense", 0)),
     "llama4_text plain": (("no_rotary_layers", (1, 3)), ("full_layers", (1, 3))),
     "nemotron_h experts": (("layers", 8), ("pattern", "ME*M" * 2)),
+    "olmo_hybrid no positions": (("layers", 4), ("attention_layers", (1, 3))),
     "t5gemma alike, untied": (("layers", 4), ("window_layers", (0, 2))),
     "t5gemma unlike halves": (("layers", 4), ("window_layers", (0, 2))),
     "t5gemma2 even window": (("layers", 4), ("window_layers", (0, 2))),

@@ -71,6 +71,7 @@ def float32s(name):
 
 # A case of each family, that which says the most of its layers; the others are of the grid.
 BY_DEFAULT = {
+    "olmo_hybrid chosen layers",
     "cwm windows",
     "glm plain",
     "jais2 plain",
@@ -150,6 +151,7 @@ BY_DEFAULT = {
 # The default run reads and writes these cases and leaves their logits to the grid: most of their layers are layers of
 # the other cases too.
 LOGITS_IN_GRID = {
+    "olmo_hybrid chosen layers",
     "cwm windows",
     "glm plain",
     "jais2 plain",

@@ -27,7 +27,7 @@ def literal(net, x):
     mixed = lambda part, conv: convolved(conv, linear(x, part))
     unit = lambda y: y / np.sqrt((y * y).sum(axis=-1, keepdims=True) + 1e-6)
     query, key = unit(mixed(net.query, net.query_conv)), unit(mixed(net.key, net.key_conv))
-    value, rate = mixed(net.value, net.value_conv), sigmoid(linear(x, net.rate))
+    value, rate = mixed(net.value, net.value_conv), net.largest_rate * sigmoid(linear(x, net.rate))
     decay = -np.exp(wide(net.log_rate)) * np.log1p(np.exp(linear(x, net.decay) + wide(net.decay_bias)))
     output, group = np.zeros(value.shape), value.shape[2] // key.shape[2]
     for row, head in np.ndindex(len(x), value.shape[2]):
@@ -49,6 +49,12 @@ def test_it_is_its_loops():
     for change in ("log_rate", "decay_bias"):
         other = replaced(NET, **{change: getattr(NET, change) + 0.5})
         assert not close(run(other, X, None)[0], y, 1e-3), change
+
+
+def test_rates_may_reach_2():
+    net = drawn(nn.GatedDeltaNet, **SIZES, chunk=3, largest_rate=2.0, key=KEY)
+    y, _ = run(net, X, None)
+    assert close(y, literal(net, wide(X)), 1e-5) and not close(y, literal(NET, wide(X)), 1e-3)
 
 
 @pytest.mark.grid

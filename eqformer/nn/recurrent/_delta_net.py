@@ -25,10 +25,10 @@ class GatedDeltaNet(Mixer):
 
     Queries, keys and values pass through short convolutions and silu (or another `activation`); queries and keys are
     normalized to length 1. Each of `heads` has a matrix state that follows the `delta_rule`: the state decays by
-    `exp(-exp(log_rate) softplus(decay(x) + decay_bias))` and is corrected at the rate `sigmoid(rate(x))`. The output is
-    normalized within each head and multiplied by `silu(gate(x))`. `kv_heads` counts the heads of queries and of keys;
-    each serves `heads / kv_heads` heads of values. There are no positions: tokens
-    must be in reading order, with padding at the end of a row, and a document starts at position 0 or at a new segment.
+    `exp(-exp(log_rate) softplus(decay(x) + decay_bias))` and is corrected at the rate `sigmoid(rate(x))`, times
+    `largest_rate`. The output is normalized within each head and multiplied by `silu(gate(x))`. `kv_heads` counts the
+    heads of queries and of keys; each serves `heads / kv_heads` heads of values. There are no positions: tokens must be
+    in reading order, with padding at the end of a row, and a document starts at position 0 or at a new segment.
     Head counts are read off the weights.
     """
 
@@ -47,6 +47,7 @@ class GatedDeltaNet(Mixer):
     output: LinearMap
     chunk: int = eqx.field(static=True)
     activation: Callable[[Array], Array] = eqx.field(static=True)
+    largest_rate: float = eqx.field(static=True)
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class GatedDeltaNet(Mixer):
         eps: float = 1e-6,
         output_std: float | None = None,
         activation: Callable[[Array], Array] = silu,
+        largest_rate: float = 1.0,
         key: Key[Array, ""],
     ):
         """Draw the weights; for a zero input the decay is `exp(-a softplus(1))` with `a` from U(0.01, 16).
@@ -76,6 +78,8 @@ class GatedDeltaNet(Mixer):
             eps: Added to the mean square in the norm of the output.
             output_std: Standard deviation of the output projection's weights; None: as for the other projections.
             activation: Applied after the convolutions.
+            largest_rate: A factor of the rates; with 2, a correction may change the sign of the state (Grazzi et al.
+                2024, arXiv:2411.12537).
             key: For the weights.
         """
         check_sizes("GatedDeltaNet", heads=heads, kv_heads=kv_heads, chunk=chunk)
@@ -97,7 +101,7 @@ class GatedDeltaNet(Mixer):
         self.norm = RMSNorm("v_dim", v_dim=v_dim, eps=eps)
         merge_heads = functools.partial(Linear, "heads v_dim -> embed", heads=heads, v_dim=v_dim, embed=embed)
         self.output = merge_heads(std=output_std, key=keys[10])
-        self.chunk, self.activation = chunk, activation
+        self.chunk, self.activation, self.largest_rate = chunk, activation, largest_rate
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: RecurrentCache | None = None
@@ -113,6 +117,7 @@ class GatedDeltaNet(Mixer):
         step = jax.nn.softplus(self.decay(x).astype(state_dtype) + self.decay_bias.astype(state_dtype))
         log_decay = jnp.where(is_real, -jnp.exp(self.log_rate.astype(state_dtype)) * step, 0)
         rate = jnp.where(is_real, jax.nn.sigmoid(self.rate(x)).astype(state_dtype), 0)
+        rate = rate if self.largest_rate == 1 else rate * self.largest_rate
         states = recurrent.initial_states(key, value)
         mixed, new_states = delta_rule(
             query, key, value, rate, log_decay, recurrent.documents, states, chunk=self.chunk

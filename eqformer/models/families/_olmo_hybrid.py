@@ -1,0 +1,213 @@
+"""OLMo Hybrid (Ai2 2026): gated delta nets, and an OLMo 3 attention in each fourth layer, with or without positions.
+
+The nets' rates reach 2, so that a state may change its sign. Norms are before the sublayers of layers with a net, and
+after the sublayers of layers with an attention.
+"""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Attention, Block, GatedDeltaNet, Transformer
+from .._attributes import Activation, Attribute, Entry, Fields, Ignore
+from .._config_types import Attributes, Index, Length, Positive, PublishedConfig, Size
+from .._family import DecoderConfig, Family
+from .._layer_attributes import every, LayerTypes
+from .._rotary_attributes import RotaryPositions
+from .._rotary_scaling import either_rotary_parameters
+from .._weight_rules import Rule
+from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, LAYER, OF_HEADS
+from ._decoder import (
+    activation_of,
+    attention,
+    decoder,
+    gated_mlp,
+    head_norms,
+    post_norm_block,
+    pre_norm_block,
+    rotary_of,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OlmoHybridConfig(DecoderConfig):
+    """The config of an OLMo Hybrid."""
+
+    attention_layers: tuple[Index, ...]
+    """The numbers of the layers with attention; all other layers have gated delta nets."""
+    net_heads: Size
+    """Value heads of a net."""
+    net_kv_heads: Size
+    """Query and key heads of a net."""
+    net_head_dim: Size
+    """Channels of a query or key head of a net."""
+    net_v_dim: Size
+    """Channels of a value head of a net."""
+    taps: Size = 4
+    """The number of tokens that a net's convolutions read."""
+    wide_rates: bool = True
+    """Whether a net's rates reach 2 instead of 1."""
+    rotary: bool = False
+    """Whether the attention has rotary positions."""
+    theta: Positive = 500_000.0
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    max_seq: Length = 65_536
+
+
+def build_olmo_hybrid(config: OlmoHybridConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return an OLMo Hybrid with random weights."""
+    rotary = rotary_of(config, config.head_size, scaling=config.scaling) if config.rotary else None
+
+    def attended(key: Key[Array, ""]) -> Attention:
+        norms = head_norms(config, all_heads=True)
+        return attention(config, bias=config.bias, output_std=None, rotary=rotary, **norms, key=key)
+
+    def net(key: Key[Array, ""]) -> GatedDeltaNet:
+        return GatedDeltaNet(
+            embed=config.embed,
+            heads=config.net_heads,
+            kv_heads=config.net_kv_heads,
+            head_dim=config.net_head_dim,
+            v_dim=config.net_v_dim,
+            taps=config.taps,
+            activation=activation_of(config),
+            eps=1e-5,
+            largest_rate=2.0 if config.wide_rates else 1.0,
+            key=key,
+        )
+
+    def block(is_attention: bool, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        gated = gated_mlp(config, output_std=None, key=feed_forward)
+        if is_attention:
+            return post_norm_block(config, attended(mixer), gated)
+        return pre_norm_block(config, net(mixer), gated)
+
+    return decoder(config, block, [layer in config.attention_layers for layer in range(config.layers)], key=key)
+
+
+class _RotaryOrNone(Entry):
+    """Rotary positions; there are none if `rope_parameters` state a `rope_theta` of null."""
+
+    _positions = RotaryPositions()
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `rotary`, `theta` and `scaling`."""
+        parameters = either_rotary_parameters(published)
+        if "rope_theta" in parameters and parameters["rope_theta"] is None:
+            return {"rotary": False, "theta": 500_000.0, "scaling": None}
+        return self._positions.read(published) | {"rotary": True}
+
+    def write(self, config: OlmoHybridConfig) -> Attributes:
+        """Return the attributes."""
+        if config.rotary:
+            return self._positions.write(config)
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+
+
+class _NetSizes(Entry):
+    """The sizes of the nets, which follow from the attention's where they are null or missing."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return the four sizes."""
+        heads, embed = published.read("num_attention_heads", Size), published.read("hidden_size", Size)
+        kv_heads = published.read("linear_num_key_heads", Size, heads)
+        head_dim = published.read("linear_key_head_dim", Size, int(0.75 * embed / kv_heads))
+        return {
+            "net_heads": published.read("linear_num_value_heads", Size, heads),
+            "net_kv_heads": kv_heads,
+            "net_head_dim": head_dim,
+            "net_v_dim": published.read("linear_value_head_dim", Size, 2 * head_dim),
+        }
+
+    def write(self, config: OlmoHybridConfig) -> Attributes:
+        """Return the attributes."""
+        return {
+            "linear_num_value_heads": config.net_heads,
+            "linear_num_key_heads": config.net_kv_heads,
+            "linear_key_head_dim": config.net_head_dim,
+            "linear_value_head_dim": config.net_v_dim,
+        }
+
+
+def _each_fourth(published: PublishedConfig, layers: int) -> tuple[int, ...]:
+    """Return every fourth layer, or the last of fewer layers."""
+    return every(4, layers) or (layers - 1,)
+
+
+_PRESETS = {
+    "olmo-hybrid-byte-500k": OlmoHybridConfig(
+        *(256, 64, 4, 4, 4, 192),
+        attention_layers=(3,),
+        net_heads=4,
+        net_kv_heads=4,
+        net_head_dim=16,
+        net_v_dim=32,
+        tied=True,
+    ),
+    "olmo-hybrid-7b": OlmoHybridConfig(
+        *(100_352, 3840, 32, 30, 30, 11_008),
+        attention_layers=every(4, 32),
+        net_heads=30,
+        net_kv_heads=30,
+        net_head_dim=96,
+        net_v_dim=192,
+    ),
+}
+
+_NET, _INTO = f"{LAYER}linear_attn.", "(heads dim) embed -> heads dim embed"
+_MAPS = (("q", "query"), ("k", "key"), ("v", "value"), ("g", "gate"))
+_NET_WEIGHTS = (
+    *(Rule(f"{_NET}{name}_proj.weight", f"mixer.layer.{path}.weight", _INTO) for name, path in _MAPS),
+    Rule(f"{_NET}b_proj.weight", "mixer.layer.rate.weight"),
+    Rule(f"{_NET}a_proj.weight", "mixer.layer.decay.weight"),
+    *(
+        Rule(f"{_NET}{name}_conv1d.weight", f"mixer.layer.{path}_conv.weight", "(heads dim) 1 taps -> heads dim taps")
+        for name, path in _MAPS[:3]
+    ),
+    Rule(f"{_NET}A_log", "mixer.layer.log_rate"),
+    Rule(f"{_NET}dt_bias", "mixer.layer.decay_bias"),
+    Rule(f"{_NET}o_norm.weight", "mixer.layer.norm.weight"),
+    Rule(f"{_NET}o_proj.weight", "mixer.layer.output.weight", "embed (heads dim) -> embed heads dim"),
+)
+
+
+def _norm_weights(path: str, name: str, other: str) -> tuple[Rule, Rule]:
+    """Return the rules for a norm that is published under either of two names."""
+    norm = Rule(f"{LAYER}{name}.weight", f"{path}.weight")
+    return norm, dataclasses.replace(norm, name=f"{LAYER}{other}.weight", variant=True)
+
+
+_RATES = "mixer.layer.log_rate"
+OLMO_HYBRID = Family(
+    "olmo_hybrid",
+    OlmoHybridConfig,
+    build_olmo_hybrid,
+    _PRESETS,
+    "OlmoHybridForCausalLM",
+    "olmo_hybrid",
+    (
+        *decoder_attributes(_RotaryOrNone(), max_seq=65_536),
+        LayerTypes("attention_layers", ("full_attention", "linear_attention"), _each_fourth),
+        _NetSizes(),
+        Attribute("taps", "linear_conv_kernel_dim", 4),
+        Attribute("wide_rates", "linear_allow_neg_eigval", True),
+        Attribute("bias", "attention_bias", False),
+        Activation(),
+        # Settings of initialization.
+        Ignore(*(f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor"))),
+    ),
+    (
+        *EDGES,
+        *(dataclasses.replace(rule, lacks=_RATES) for rule in (*ATTENTION, *head_norm_weights(OF_HEADS))),
+        *(dataclasses.replace(rule, needs=_RATES) for rule in _NET_WEIGHTS),
+        Rule(f"{LAYER}post_feedforward_layernorm.weight", "feed_forward.output_norm.weight"),
+        # Transformers saves these norms under other names than it gives them while it runs.
+        *_norm_weights("mixer.output_norm", "feedforward_layer_norm", "post_attention_layernorm"),
+        *_norm_weights("mixer.norm", "attention_layer_norm", "input_layernorm"),
+        *_norm_weights("feed_forward.norm", "feedforward_layer_norm", "post_attention_layernorm"),
+        *GATED,
+    ),
+)
