@@ -220,8 +220,8 @@ def muon(
 def normuon(model: PyTree, *, rate: Rates, row_decay: float = 0.95, **options: PyTree) -> Optimizer:
     """Return NorMuon (arXiv 2510.05491) by Polar Express: Muon whose updates have rows of about the same size.
 
-    It reaches a loss in fewer steps than Muon, at the price of a number of state for each output. `options` are those
-    of `muon`; `row_decay` is the decay of the mean squares of rows.
+    It holds one number for each output beside Muon's momentum. `options` are those of `muon`; `row_decay` is the decay
+    of the mean squares of rows.
     """
     return muon(model, rate=rate, row_decay=row_decay, **{"iteration": "polar-express", **options})
 
@@ -257,7 +257,7 @@ def sgd(
 
 
 # Neighboring bfloat16 numbers are up to 2^-7 apart: a relative change below half of that is rounded back.
-_MAX_BFLOAT16_B2 = 0.98
+_MAX_BFLOAT16_DECAY = 0.98
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType(
     {"adamw": adamw, "muon": muon, "normuon": normuon, "sgd": sgd}
 )
@@ -268,17 +268,19 @@ def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: PyTre
 
     `options` are those of the named optimizer, and `moments`, the dtype of its state between steps (float32, bfloat16,
     8bit). Raises a `ValueError` for an unknown name, and for bfloat16 moments whose change in a step is so small that
-    rounding undoes it (`b2` above 0.98).
+    rounding undoes it (`b2` or `row_decay` above 0.98).
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer({name!r}): the optimizers are {', '.join(OPTIMIZERS)}; pass one of these.")
     moments = options.pop("moments", "float32")
-    if moments == "bfloat16" and options.get("b2", 0.0) > _MAX_BFLOAT16_B2:
-        raise ValueError(
-            f"optimizer({name!r}, moments={moments!r}, b2={options['b2']}): in a step a mean of "
-            f"squares loses {1 - options['b2']:.2g} of its value, which rounding to bfloat16 restores, so it never "
-            f"falls; take moments='float32' or '8bit', or b2 of at most {_MAX_BFLOAT16_B2}."
-        )
+    means_of_squares = {"b2": options.get("b2"), "row_decay": options.get("row_decay")}
+    for option, decay in means_of_squares.items():
+        if moments == "bfloat16" and decay is not None and decay > _MAX_BFLOAT16_DECAY:
+            raise ValueError(
+                f"optimizer({name!r}, moments={moments!r}, {option}={decay}): in a step a mean of "
+                f"squares loses {1 - decay:.2g} of its value, which rounding to bfloat16 restores, so it never "
+                f"falls; take moments='float32' or '8bit', or {option} of at most {_MAX_BFLOAT16_DECAY}."
+            )
     optimizer = OPTIMIZERS[name](model, rate=rate if callable(rate) else constant(rate), **options)
     return dataclasses.replace(optimizer, moments=moments)
 

@@ -28,7 +28,7 @@ POLAR_EXPRESS = tuple(
 )
 
 
-def coefficients(iteration: str, steps: int) -> tuple:
+def coefficients(iteration: str, steps: int) -> tuple[float, float, float] | tuple[tuple[float, float, float], ...]:
     """Return the coefficients of an iteration; raise a `ValueError` for an unknown name or number of steps."""
     if iteration == "quintic":
         return QUINTIC
@@ -39,7 +39,7 @@ def coefficients(iteration: str, steps: int) -> tuple:
     if not 1 <= steps <= len(POLAR_EXPRESS):
         raise ValueError(
             f"muon(iteration={iteration!r}, newton_schulz_steps={steps}): this iteration has {len(POLAR_EXPRESS)} "
-            "steps; pass a number from 1 to that."
+            f"steps; pass a number from 1 to {len(POLAR_EXPRESS)}."
         )
     return POLAR_EXPRESS[:steps]
 
