@@ -81,11 +81,14 @@ class Command:
     """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
-# Flags of a recipe that choose a loss of texts, or read a text.
-_FLAGS_OF_TEXTS = (
-    *("--loss", "--beta", "--teacher", "--text.hub", "--text.mix", "--evaluate-every", "--spikes.factor"),
-    *("--profile", "--debug-nans", "--optimizer.z-loss", "--precision.products"),
+# Beginnings of the recipe's flags that a run on rewards reads, beside those of its plan; the other flags are of texts.
+_READ_FLAGS = (
+    *("--model", "--from-", "--data", "--text.tokenizer", "--text.round-vocab", "--text.end-of-text", "--seq"),
+    *("--batch", "--steps", "--prolong", "--seed", "--optimizer.", "--lora.", "--precision.", "--execution."),
+    *("--metrics.", "--log-every", "--checkpoint-every", "--keep", "--sample-every", "--mesh."),
 )
+# Flags that change the step of a run on text, and that no run on rewards may take over from the run of --from-run.
+_FLAGS_OF_STEPS = ("--loss", "--teacher", "--optimizer.z-loss", "--precision.products")
 
 
 def reinforce(command: Command) -> None:
@@ -105,7 +108,7 @@ def reinforce(command: Command) -> None:
 
 def check_flags(command: Command) -> None:
     """Raise a `ValueError` for flags that are missing, do not go together, or are those of texts."""
-    recipe, defaults = command.run, flags_of(Recipe)
+    recipe = command.run
     if command.reward is None:
         raise ValueError(
             "--reward: there is none; give FILE.py:NAME of a function reward(prompts, completions, **columns)."
@@ -116,10 +119,7 @@ def check_flags(command: Command) -> None:
         raise ValueError(
             "--model: rewards need a model that is sometimes right; give --model FOLDER, or --from-run DIR of a run."
         )
-    for flag, value in flags_of(recipe).items():
-        if flag in _FLAGS_OF_TEXTS and value != defaults[flag]:
-            fix = "give --kl-weight" if flag == "--beta" else "leave it out"
-            raise ValueError(f"{flag} {value}: training on rewards has no such choice; {fix}.")
+    check_flags_of_texts(recipe)
     if command.group < 2 or recipe.batch % command.group:
         raise ValueError(
             f"--batch {recipe.batch} --group {command.group}: a step has whole groups of at least 2 completions; give "
@@ -130,6 +130,30 @@ def check_flags(command: Command) -> None:
             f"--checkpoint-every {recipe.checkpoint_every} --updates {command.updates}: a run goes on with new "
             "completions; give a --checkpoint-every that is a multiple of --updates."
         )
+
+
+def check_flags_of_texts(recipe: Recipe) -> None:
+    """Raise a `ValueError` for a flag that has an effect on training on text only.
+
+    A run that starts from another (`--from-run`) has the recipe of that run; its choices for texts have no effect.
+    """
+    recipes = [Recipe(recipe.model)]
+    if recipe.from_run is not None:
+        recipes.append(RunDirectory(recipe.from_run).read()[1])
+    if texts.reads_chats(recipe):
+        recipes = list(map(texts.for_chats, recipes))
+    default, *inherited = map(flags_of, recipes)
+    plan_flags = flags_of(recipe.plan)
+    for flag, value in flags_of(recipe).items():
+        changes_step = flag in _FLAGS_OF_STEPS
+        if not changes_step and (flag in plan_flags or flag.startswith(_READ_FLAGS)):
+            continue
+        if value != default[flag] and (changes_step or value not in [flags.get(flag) for flags in inherited]):
+            fix = "give --kl-weight" if flag == "--beta" else "leave it out"
+            if changes_step and inherited:
+                fix += f", or give {flag} {default[flag]} if the run of --from-run has it"
+            shown_value = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ValueError(f"{flag} {shown_value}: training on rewards has no such choice; {fix}.")
 
 
 def list_settings(command: Command, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from script_helpers import rows, run_here, saved_arrays, stop_at
 from text_cases import published_folder, TEMPLATE
 
 import eqformer
-from eqformer.recipes import published_recipe, RunDirectory, setup
+from eqformer import training
+from eqformer.recipes import Metrics, published_recipe, Recipe, RunDirectory, setup, Text, texts
 
 
 REWARDS = """
@@ -56,6 +57,10 @@ def command_of(inputs: Path, recipe_fields: Any = None) -> reinforce.Command:
         ({"published": None}, {}, "--model: rewards need a model that is sometimes right; give --model"),
         ({"loss": "dpo"}, {}, "--loss dpo: training on rewards has no such choice; leave it out"),
         ({"beta": 0.04}, {}, "--beta 0.04: training on rewards has no such choice; give --kl-weight"),
+        ({"evaluate_tasks": ("gsm8k", "a")}, {}, "--evaluate-tasks gsm8k a: training on rewards has no such choice"),
+        ({"validate_every": 5}, {}, "--validate-every 5: training on rewards has no such choice; leave it out"),
+        ({"prompt": "Hi"}, {}, "--prompt Hi: training on rewards has no such choice"),
+        ({"text": Text(field="question")}, {}, "--text.field question: training on rewards has no such choice"),
         ({"batch": 6}, {}, "--batch 6 --group 4: a step has whole groups of at least 2 completions"),
         ({}, {"group": 1}, "--batch 8 --group 1: a step has whole groups"),
         (
@@ -70,6 +75,35 @@ def test_flags_that_do_not_fit_are_refused(recipe_fields, fields, message, input
     command = command_of(inputs, recipe_fields)
     with pytest.raises(ValueError, match=f"^{message}"):
         reinforce.check_flags(dataclasses.replace(command, **fields))
+
+
+def test_flags_of_texts_are_those_that_a_run_on_rewards_does_not_read(inputs, tmp_path):
+    recipe = command_of(inputs).run
+    read = Text(tokenizer=inputs / "tokenizer.json"), training.Optimization(clip=2.0), Metrics(tensorboard=True)
+    fields = {"sample_every": 3, "keep": 1, "plan": dataclasses.replace(recipe.plan, microbatches=2)}
+    fields |= dict(zip(("text", "optimizer", "metrics"), read))
+    reinforce.check_flags_of_texts(dataclasses.replace(recipe, **fields))
+    recipe_of_chats = with_answers(recipe, tmp_path)
+    reinforce.check_flags_of_texts(texts.for_chats(recipe_of_chats))
+    # Flags of a run that this run starts from stay without effect, unless they change the step.
+    source, inherited = RunDirectory(tmp_path / "source"), {"evaluate_tasks": ("gsm8k",), "validate_every": 5}
+    source.path.mkdir()
+    source.begin("M", dataclasses.replace(recipe_of_chats, **inherited, loss="dpo"))
+    start = texts.for_chats(dataclasses.replace(recipe_of_chats, **inherited, from_run=source.path))
+    reinforce.check_flags_of_texts(start)
+    for change, flag in (({"validate_every": 6}, "--validate-every 6"), ({"loss": "dpo"}, "--loss dpo")):
+        with pytest.raises(ValueError, match=f"^{flag}: "):
+            reinforce.check_flags_of_texts(dataclasses.replace(start, **change))
+    with pytest.raises(ValueError, match=r"leave it out, or give --loss next-token if the run of --from-run has it"):
+        reinforce.check_flags_of_texts(dataclasses.replace(start, loss="dpo"))
+
+
+def with_answers(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with prompts whose rows also have an answer, which are read as chats are."""
+    message = lambda role: [{"role": role, "content": "a"}]
+    file = folder / "answered.jsonl"
+    file.write_text(json.dumps({"prompt": message("user"), "completion": message("assistant")}))
+    return dataclasses.replace(recipe, data=file)
 
 
 def test_a_run_goes_on_with_the_same_rewards_alone(inputs, tmp_path):
