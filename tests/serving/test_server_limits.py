@@ -1,5 +1,6 @@
 """The server under load and at its limits, over real connections: hangups, queues, idle connections, its end."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -14,6 +15,7 @@ from text_cases import scripted
 
 from eqformer import generation, serving
 from eqformer.generation import _engine
+from eqformer.serving import _server
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -221,3 +223,20 @@ def test_addresses_that_cannot_be_used_are_refused(llm):
 def test_limits_are_numbers_above_zero(name):
     with pytest.raises(ValueError, match=f"Limits\\({name}=0\\)"):
         serving.Limits(**{name: 0})
+
+
+def test_small_packets_are_sent_at_once():
+    """Otherwise the end of each response waits about 40 ms for the client's acknowledgement of its head."""
+
+    async def read_option(listener):
+        accepted = asyncio.get_running_loop().create_future()
+        async with await asyncio.start_server(lambda reader, writer: accepted.set_result(writer), sock=listener):
+            _, client = await asyncio.open_connection(*listener.getsockname())
+            writer = await accepted
+            option = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            client.close()
+            writer.close()
+            return option
+
+    assert asyncio.run(read_option(_server._listen("127.0.0.1", 0))) != 0
+    assert asyncio.run(read_option(socket.create_server(("127.0.0.1", 0)))) == 0  # a socket without the protocol
