@@ -69,8 +69,8 @@ class Command:
     """How far a token's probability may rise before its gradient is clipped; by default as the loss was published."""
     updates: int = 1
     """Steps on each batch of completions."""
-    scale_rewards: bool = True
-    """Divide advantages by the standard deviation of the group's rewards; not in Dr. GRPO."""
+    scale_rewards: bool | None = None
+    """Whether advantages are divided by the standard deviation of the group's rewards; by default not for dr_grpo."""
     leave_out_equal: bool = False
     """Leave out groups whose rewards are all equal, as in DAPO."""
     mask_truncated: bool = False
@@ -161,6 +161,7 @@ def list_settings(command: Command, rows: list[dict[str, Any]]) -> dict[str, Any
     other_fields = ("recipe", "run", "machine", "run_dir", "trust_recipe")
     names = [field.name for field in dataclasses.fields(Command) if field.name not in other_fields]
     settings = {f"--{name.replace('_', '-')}": getattr(command, name) for name in names}
+    settings["--scale-rewards"] = scales_rewards(command)
     file = user_file(command.reward or "")
     assert file is not None
     function = (command.reward or "").removeprefix(str(file)).removeprefix(":") or "reward"
@@ -301,7 +302,7 @@ class RewardRun:
             group=command.group,
             max_new_tokens=command.tokens,
             temperature=command.temperature,
-            scale_rewards=command.scale_rewards,
+            scale_rewards=scales_rewards(command),
             leave_out_equal=command.leave_out_equal,
             resample=command.resample,
             mask_truncated=command.mask_truncated,
@@ -371,6 +372,11 @@ def make_loss(command: Command) -> Callable[..., Any]:
         mean=command.tokens if command.policy_loss == "dr_grpo" else None,
         beta=command.kl_weight,
     )
+
+
+def scales_rewards(command: Command) -> bool:
+    """Return whether advantages are divided by standard deviations: as the flag says, or as the loss was published."""
+    return command.policy_loss != "dr_grpo" if command.scale_rewards is None else command.scale_rewards
 
 
 def describe_metrics(last: Mapping[str, Any]) -> str:

@@ -133,20 +133,27 @@ def test_a_run_goes_on_with_the_same_rewards_alone(inputs, tmp_path):
         reinforce.check_same_settings(directory, settings)
 
 
+def open_run(command: reinforce.Command, folder: Path, prompts: list[dict[str, Any]]) -> reinforce.RewardRun:
+    plan, shapes = setup.make_plan(command.run, jax.devices()[:1]), setup.model_shapes(command.run)
+    return reinforce.RewardRun(command, RunDirectory(folder), shapes, plan, prompts, lambda *columns: [], {})
+
+
 def test_prompts_that_exceed_a_row_are_refused_before_weights_are_read(inputs, tmp_path):
-    directory, prompts = RunDirectory(tmp_path / "run"), [{"prompt": "a" * 20}]
-
-    def open_run(seq: int) -> reinforce.RewardRun:
-        command = command_of(inputs, {"seq": seq})
-        plan = setup.make_plan(command.run, jax.devices()[:1])
-        shapes = setup.model_shapes(command.run)
-        return reinforce.RewardRun(command, directory, shapes, plan, prompts, lambda *columns: [], {})
-
+    run_of = lambda seq: open_run(command_of(inputs, {"seq": seq}), tmp_path / "run", [{"prompt": "a" * 20}])
     with pytest.raises(
         ValueError, match="^--seq 16 --tokens 8: the longest prompt and its completion need a row of 32"
     ):
-        open_run(16)
-    assert open_run(32).rollouts.seq == 32
+        run_of(16)
+    assert run_of(32).rollouts.seq == 32
+
+
+@pytest.mark.parametrize(
+    "policy_loss, flag, scales", [("grpo", None, True), ("dr_grpo", None, False), ("dr_grpo", True, True)]
+)
+def test_dr_grpo_does_not_divide_advantages_by_standard_deviations(policy_loss, flag, scales, inputs, tmp_path):
+    command = dataclasses.replace(command_of(inputs), policy_loss=policy_loss, scale_rewards=flag)
+    assert open_run(command, tmp_path / "run", [{"prompt": "a"}]).rollouts._scale is scales
+    assert reinforce.list_settings(command, [])["--scale-rewards"] is scales
 
 
 def flags(inputs: Path, reward: str = "high") -> list[Any]:
