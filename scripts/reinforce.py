@@ -119,17 +119,18 @@ def check_flags(command: Command) -> None:
         raise ValueError(
             "--model: rewards need a model that is sometimes right; give --model FOLDER, or --from-run DIR of a run."
         )
-    check_flags_of_texts(recipe)
     if command.group < 2 or recipe.batch % command.group:
         raise ValueError(
             f"--batch {recipe.batch} --group {command.group}: a step has whole groups of at least 2 completions; give "
             "a --batch that is a multiple of --group."
         )
-    if command.updates < 1 or recipe.checkpoint_every % command.updates:
-        raise ValueError(
-            f"--checkpoint-every {recipe.checkpoint_every} --updates {command.updates}: a run goes on with new "
-            "completions; give a --checkpoint-every that is a multiple of --updates."
-        )
+    for flag, steps in (("--steps", recipe.steps), ("--checkpoint-every", recipe.checkpoint_every)):
+        if command.updates < 1 or steps % command.updates:
+            raise ValueError(
+                f"{flag} {steps} --updates {command.updates}: a run goes on with new completions, so it is saved after "
+                f"all updates on a batch only; give at least 1 for --updates, and a multiple of it for {flag}."
+            )
+    check_flags_of_texts(recipe)
 
 
 def check_flags_of_texts(recipe: Recipe) -> None:

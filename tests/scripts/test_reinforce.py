@@ -68,6 +68,12 @@ def command_of(inputs: Path, recipe_fields: Any = None) -> reinforce.Command:
             {"updates": 2},
             "--checkpoint-every 5 --updates 2: a run goes on with new completions",
         ),
+        (
+            {"steps": 5},
+            {"updates": 2},
+            "--steps 5 --updates 2: a run goes on with new completions, so it is saved after",
+        ),
+        ({}, {"updates": 0}, "--steps 800 --updates 0: "),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(recipe_fields, fields, message, inputs):
