@@ -338,7 +338,7 @@ FLAGS_OF_CALLS = {
     "optimizer(": ("--optimizer.name",),
     "rates(": ("--optimizer.rates",),
     "read_prompts(": ("--data",),
-    "Rollouts(": ("--data",),
+    "Rollouts(rows": ("--data",),
     "preset(": ("--recipe",),
     "policy_loss(": ("--policy-loss",),
     "policy_loss(beta": ("--kl-weight",),

@@ -304,13 +304,13 @@ class Rollouts:
 def _check_fields(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the fields of rows beside the prompt; raise a `ValueError` where rows differ."""
     if not rows:
-        raise ValueError("Rollouts(rows): there is no row; give at least one, with a prompt.")
+        raise ValueError("Rollouts(rows=[]): there is no row; give at least one, with a prompt.")
     fields = list(rows[0])
     for number, row in enumerate(rows):
         if "prompt" not in row or set(row) != set(fields):
             raise ValueError(
-                f"Rollouts(rows): each row has a prompt and the fields of row 0, {sorted(fields)}, but row {number} "
-                f"has {sorted(row)}; give all rows the same fields."
+                f"Rollouts(rows=[...]): each row has a prompt and the fields of row 0, {sorted(fields)}, but row "
+                f"{number} has {sorted(row)}; give all rows the same fields."
             )
     return [field for field in fields if field != "prompt"]
 
@@ -320,11 +320,11 @@ def _encode_prompt(llm: LLM, prompt: Any, number: int) -> list[int]:
     if isinstance(prompt, str):
         ids = llm.tokens(prompt)
     elif llm.chat_template is None:
-        raise ValueError(f"Rollouts(rows): row {number} has messages, and the LLM no chat template; give texts.")
+        raise ValueError(f"Rollouts(rows=[...]): row {number} has messages, and the LLM no chat template; give texts.")
     else:
         ids = llm.tokenizer.encode_prompt(llm.chat_template.render(prompt), add_special_tokens=False).tolist()
     if not ids:
-        raise ValueError(f"Rollouts(rows): the prompt of row {number} has no tokens; give at least one character.")
+        raise ValueError(f"Rollouts(rows=[...]): the prompt of row {number} has no tokens; give a character.")
     return ids
 
 

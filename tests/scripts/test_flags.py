@@ -206,6 +206,20 @@ def test_errors_of_the_library_name_flags(message, flags):
     assert add_flags(message, of_recipe(pretrain.Command)) == flags + message
 
 
+@pytest.mark.parametrize(
+    "message, flags",
+    [
+        ("Rollouts(rows=[...]): each row has a prompt", "--data prompts.jsonl: "),
+        ("Rollouts(reward=high): for step 1", "--reward high.py: "),
+        ("Rollouts(max_new_tokens=64): the longest prompt", "--tokens 64: "),
+        ("Rollouts(llm): this model has an encoder", ""),
+    ],
+)
+def test_errors_of_rollouts_name_the_flags_of_their_arguments_alone(message, flags):
+    values = of_recipe(reinforce.Command) | {"--data": "prompts.jsonl", "--reward": "high.py"}
+    assert add_flags(message, values) == flags + message
+
+
 def test_a_tokenizer_sets_the_vocabulary(tmp_path):
     file = tmp_path / "tokenizer.json"
     written = json.loads(data.ByteTokenizer().to_json())

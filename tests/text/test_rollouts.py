@@ -221,10 +221,14 @@ def test_what_is_refused():
             rollouts_of(**options)
         return str(error.value)
 
-    assert "Rollouts(group=1): it must be at least 2" in refused(group=1) and "there is no row" in refused(rows=[])
+    assert "Rollouts(group=1): it must be at least 2" in refused(
+        group=1
+    ) and "Rollouts(rows=[]): there is no row" in refused(rows=[])
     assert "Rollouts(temperature=0.0): completions are drawn" in refused(temperature=0.0)
     assert "but row 1 has ['prompt']; give all rows the same fields" in refused(rows=[ROWS[0], {"prompt": "b"}])
-    assert "row 0 has messages, and the LLM no chat template" in refused(rows=[{"prompt": [USER]}])
+    assert "Rollouts(rows=[...]): row 0 has messages, and the LLM no chat template" in refused(
+        rows=[{"prompt": [USER]}]
+    )
     assert "the prompt of row 0 has no tokens" in refused(rows=[{"prompt": ""}])
     short = language_model(Scripted(jnp.zeros(8, jnp.int32), max_seq=8))
     assert "the longest prompt has 8 tokens, and with a completion exceeds the model's 8 positions" in refused(
