@@ -249,6 +249,7 @@ class RewardRun:
         self.phases, self.rates_note = schedule_phases(recipe, directory.checkpointer())
         optimizer = setup.make_optimizer(recipe, shapes, self.phases)
         self.states = setup.make_train_state(recipe, plan, optimizer, shapes)
+        self.parameters = setup.count_parameters(optimizer, shapes)
         self.rollouts = self._make_rollouts(shapes, plan, rows, reward)
         if (seq := self.rollouts.seq) > recipe.seq:
             raise ValueError(
@@ -268,14 +269,14 @@ class RewardRun:
             directory.claim(self.command.recipe, recipe)
             with directory.checkpointer(recipe.keep) as checkpointer, self.stop:
                 start = checkpointer.latest_step or 0
-                begin = f"goes on at step {start}" if start else "starts"
-                screen.note(f"{self.command.recipe}: training on rewards of {recipe.data} {begin} in {directory.path}")
+                screen.note(self._opening(start))
                 if self.rates_note:
                     screen.note(self.rates_note)
                 if start >= recipe.steps:
                     screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
                     return
                 state = self.states.restore(checkpointer)[0] if start else setup.init_state(recipe, self.states, screen)
+                screen.note(f"sampling {recipe.batch} completions for step {start + 1} ...")
                 with screen.steps(recipe.steps, start) as show:
                     callbacks = self._callbacks(checkpointer, show)
                     run = training.train(
@@ -312,6 +313,12 @@ class RewardRun:
             plan=plan if plan.mesh.size > 1 else None,
             key=setup.make_keys(recipe).steps,
         )
+
+    def _opening(self, start: int) -> str:
+        """Return a line on the run that begins or goes on at a step: its model, its folder and its prompts."""
+        recipe, command = self.recipe, self.command
+        prompts = f"{recipe.batch // command.group} prompts a step of {recipe.data}, {command.group} completions each"
+        return report.opening_line(command.recipe, recipe, self.directory, start, self.parameters, prompts)
 
     def _callbacks(self, checkpointer: training.Checkpointer, show: report.Show) -> list[training.Callback]:
         """Return what is done after each step, in this order."""

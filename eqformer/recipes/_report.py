@@ -183,7 +183,7 @@ def print_warnings() -> Iterator[None]:
 
 
 def opening_line(
-    name: str, recipe: Recipe, directory: RunDirectory, start: int, parameters: tuple[int, int], tokens: tuple[int, int]
+    name: str, recipe: Recipe, directory: RunDirectory, start: int, parameters: tuple[int, int], data: str
 ) -> str:
     """Return a line on a run that begins.
 
@@ -193,7 +193,7 @@ def opening_line(
         directory: The run's folder.
         start: The step at which the run goes on.
         parameters: The number of trained parameters, and of all.
-        tokens: The number of training tokens, and of validation tokens.
+        data: What the run learns from, such as `7 training tokens, 5 for validation`.
     """
     begin = f"goes on at step {start}" if start else "starts"
     if not start and recipe.from_run is not None:
@@ -201,8 +201,7 @@ def opening_line(
     trained, total = parameters
     share = "all trained" if trained == total else f"{trained:,} of them trained ({trained / total:.2%})"
     return (
-        f"{name}: a {type(recipe.model).__name__} of {total:,} parameters, {share}, {begin} in {directory.path}; "
-        f"{tokens[0]:,} training tokens, {tokens[1]:,} for validation"
+        f"{name}: a {type(recipe.model).__name__} of {total:,} parameters, {share}, {begin} in {directory.path}; {data}"
     )
 
 

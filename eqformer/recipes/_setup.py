@@ -84,6 +84,12 @@ def make_optimizer(
     return config.optimizer(model, phases or config.phases(recipe.steps), trained=recipe.lora.trained)
 
 
+def count_parameters(optimizer: training.Optimizer, shapes: Any) -> tuple[int, int]:
+    """Return the number of parameters that the optimizer trains, and of all parameters of a model, given its shapes."""
+    trained = optimizer.trained(shapes)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)), planning.parameter_count(shapes)
+
+
 def make_plan(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:
     """Return the recipe's plan over all the devices; a `ValueError` that it raises names the flags."""
     mesh = with_plan_flags(recipe, lambda: parallel.make_mesh(**vars(recipe.mesh), devices=devices))

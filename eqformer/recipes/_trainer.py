@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from ._setup import (
     candidate_flags,
     check_plan,
     check_run,
+    count_parameters,
     init_model,
     init_state,
     Keys,
@@ -186,7 +186,8 @@ class Trainer:
             # The step is compiled while the state is made or read, since XLA holds no lock of Python's.
             step = executor.submit(lambda: self.step) if start < recipe.steps else None
             state = self._state(checkpointer)
-            screen.note(opening_line(self.name, recipe, self.directory, start, self.parameters, self.texts.tokens))
+            tokens = "{:,} training tokens, {:,} for validation".format(*self.texts.tokens)
+            screen.note(opening_line(self.name, recipe, self.directory, start, self.parameters, tokens))
             if mix := self.texts.describe(recipe.steps):
                 screen.note(mix)
             if self.plan.mesh.size > 1:
@@ -436,9 +437,3 @@ class Trainer:
         if nn.chooses_experts(model):
             self.directory.color_by_experts(model, ids, pieces)
         self.screen.note(f"--- after {step} steps it writes\n{text}\n---")
-
-
-def count_parameters(optimizer: training.Optimizer, shapes: Any) -> tuple[int, int]:
-    """Return the number of parameters that the optimizer trains, and of all parameters of a model, given its shapes."""
-    trained = optimizer.trained(shapes)
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)), planning.parameter_count(shapes)

@@ -150,7 +150,10 @@ def test_prompts_that_exceed_a_row_are_refused_before_weights_are_read(inputs, t
         ValueError, match="^--seq 16 --tokens 8: the longest prompt and its completion need a row of 32"
     ):
         run_of(16)
-    assert run_of(32).rollouts.seq == 32
+    run = run_of(32)
+    assert run.rollouts.seq == 32
+    prompts = f"2 prompts a step of {inputs}/prompts.jsonl, 4 completions each"
+    assert run._opening(3).endswith(f", goes on at step 3 in {tmp_path / 'run'}; {prompts}")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +192,8 @@ def test_a_reward_that_fails_at_first_leaves_no_folder(reward, message, inputs, 
 def test_a_run_raises_its_rewards_goes_on_and_is_written_out(inputs, tmp_path, monkeypatch):
     done = run_here("reinforce.py", *flags(inputs), "--run-dir", tmp_path / "whole")
     assert done.returncode == 0, done.stderr
+    opening, sampling, *_ = done.stdout.splitlines()
+    assert "parameters, all trained, starts in" in opening and sampling == "sampling 8 completions for step 1 ..."
     assert "step 8/8  reward " in done.stdout and "ETA" in done.stdout and "(reward " in done.stdout
     whole = rows(tmp_path / "whole", "reward")
     assert whole[-1]["reward"] > whole[0]["reward"] + 0.2 and whole[0]["kl"] < 1e-6 < 1e-3 < whole[-1]["kl"]

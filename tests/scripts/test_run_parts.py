@@ -21,7 +21,15 @@ from support.command import parse
 from eqformer import data, dataclass_to_json, models, nn, text, training
 from eqformer.recipes import _report, _trainer, find_recipe, Recipe, RECIPES, RunDirectory, Screen, Text
 from eqformer.recipes._report import metrics_line, opening_line
-from eqformer.recipes._setup import build_model, check, check_run, make_keys, make_optimizer, model_shapes
+from eqformer.recipes._setup import (
+    build_model,
+    check,
+    check_run,
+    count_parameters,
+    make_keys,
+    make_optimizer,
+    model_shapes,
+)
 from eqformer.recipes._texts import check_published, copy_published_files, recipe_tokenizer
 from eqformer.training import _run_folder, Lora, Optimization
 
@@ -284,10 +292,10 @@ def test_a_terminal_of_eighty_columns_shows_all():
 def test_the_opening_counts_trained_and_all_parameters(rank, tmp_path):
     run = recipe(lora=Lora(rank=rank))
     shapes = eqx.filter_eval_shape(build_model, run)
-    trained, in_all = _trainer.count_parameters(make_optimizer(run, shapes), shapes)
+    trained, in_all = count_parameters(make_optimizer(run, shapes), shapes)
     factors = rank * 4 * (2 * (128 + 128) + 2 * (128 + 64))  # of four layers' queries, outputs, keys and values
     assert in_all == 820352 + factors and trained == (factors or in_all)
-    line = opening_line("name", run, RunDirectory(tmp_path), 0, (trained, in_all), (7, 5))
+    line = opening_line("name", run, RunDirectory(tmp_path), 0, (trained, in_all), "7 training tokens")
     assert f"of {in_all:,} parameters, " + (f"{factors:,} of them trained (" if rank else "all trained, ") in line
 
 
