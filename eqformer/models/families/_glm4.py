@@ -10,9 +10,9 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Transformer
-from .._attributes import Activation, Attribute, Expect, Fields, Ignore
-from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, Positive, PublishedConfig, Size
+from ...nn import Block, Transformer, YarnScaling
+from .._attributes import Activation, Attribute, Count, Expect, Fields, Ignore
+from .._config_types import Fraction, Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weight_rules import NUMBERED_PREDICTOR
@@ -21,14 +21,15 @@ from ._decoder import attention, decoder, four_norm_block, gated_mlp, norm, part
 from ._deepseek import latent_attributes, LATENT_WEIGHTS
 from ._deepseek_v3 import build_deepseek_v3, DeepSeekV3Config
 from ._mixtures import (
+    ExpertGroupCount,
     FIRST_DENSE,
     LayerMixtures,
     MIXTURE,
     SELECTION_BIAS,
     SHARED,
     SHARED_ATTRIBUTES,
-    SHARED_CHOICE,
     sigmoid_mixture_beside_shared,
+    SigmoidMixtureConfig,
     SigmoidMoEConfig,
 )
 
@@ -272,29 +273,13 @@ GLM4_MOE_LITE = Family(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SolarOpenConfig(DecoderConfig):
-    """The config of a Solar Open; `mlp` is an expert's width."""
+class SolarOpenConfig(SigmoidMixtureConfig):
+    """The config of a Solar Open, whose layers all have experts; `mlp` is an expert's width."""
 
-    experts: Size = 128
-    """The number of experts of a layer."""
-    top_k: Size = 8
-    """The number of experts that each token chooses."""
-    shared: OptionalSize = 1
-    """The number of shared experts."""
-    groups: Size = 1
-    """The number of groups of experts."""
-    kept_groups: Size = 1
-    """The number of groups from which a token's experts are chosen."""
-    scale: Number = 1.0
-    """A factor of the experts' weights."""
-    normalise: bool = True
-    """Whether the weights of a token's experts are normalized to add up to 1."""
     theta: Positive = 1_000_000.0
     eps: NotNegative = 1e-5
     bias: bool = False
     """Whether queries, keys and values have biases."""
-    balance: NotNegative = 0.0001
-    """The weight of `LoadBalance`, row by row."""
     max_seq: Length = 131_072
 
     @property
@@ -319,7 +304,7 @@ _SOLAR_OPEN_PRESETS = {
     "solar-open-byte-500k": SolarOpenConfig(
         256, 64, 4, 4, 2, 32, experts=12, top_k=4, head_dim=16, bias=True, theta=1e4, tied=True
     ),
-    "solar-open-100b": SolarOpenConfig(196_608, 4096, 48, 64, 8, 1280, head_dim=128),
+    "solar-open-100b": SolarOpenConfig(196_608, 4096, 48, 64, 8, 1280, head_dim=128, scaling=YarnScaling(2.0, 65_536)),
 }
 
 SOLAR_OPEN = Family(
@@ -333,7 +318,12 @@ SOLAR_OPEN = Family(
         *decoder_attributes(
             RotaryPositions(1_000_000.0), head_dim=128, kv_heads=8, mlp="moe_intermediate_size", max_seq=131_072
         ),
-        *SHARED_CHOICE,
+        Count("experts", "n_routed_experts", 128),
+        Count("top_k", "num_experts_per_tok", 8),
+        Count("shared", "n_shared_experts", 1, least=0),
+        Attribute("scale", "routed_scaling_factor", 1.0),
+        ExpertGroupCount("groups", "n_group", 1),
+        ExpertGroupCount("kept_groups", "topk_group", 1),
         Attribute("normalise", "norm_topk_prob", True),
         Attribute("bias", "attention_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.0001),

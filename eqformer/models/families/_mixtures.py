@@ -40,19 +40,15 @@ class QwenMoEConfig(DecoderConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SigmoidMoEConfig(DecoderConfig):
-    """Base class of configs of decoders with DeepSeek-V3's mixtures: biased sigmoids choose small experts."""
+class SigmoidMixtureConfig(DecoderConfig):
+    """Base class of configs of decoders with DeepSeek-V3's choice of experts, by biased sigmoids."""
 
-    expert_mlp: Size
-    """Hidden features of an expert."""
     experts: Size = 128
     """The number of experts of a layer."""
     top_k: Size = 8
     """The number of experts that each token chooses."""
     shared: OptionalSize = 1
     """The number of shared experts."""
-    first_dense: Index = 1
-    """The number of layers at the beginning without experts."""
     groups: Size = 1
     """The number of groups of experts."""
     kept_groups: Size = 1
@@ -63,6 +59,16 @@ class SigmoidMoEConfig(DecoderConfig):
     """Whether the weights of a token's experts are normalized to add up to 1."""
     balance: NotNegative = 0.0001
     """The weight of `LoadBalance`, row by row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SigmoidMoEConfig(SigmoidMixtureConfig):
+    """Base class of configs of decoders with DeepSeek-V3's mixtures of small experts after dense layers."""
+
+    expert_mlp: Size
+    """Hidden features of an expert."""
+    first_dense: Index = 1
+    """The number of layers at the beginning without experts."""
 
     def feed_forward(self, is_mixture: bool, key: Key[Array, ""]) -> nn.MoE | nn.GatedMLP:
         """Return a mixture, or a dense layer."""
@@ -306,7 +312,7 @@ class ExpertGroupCount(Count):
     def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value."""
         (name,) = self.published_names
-        return {self.name: 1 if published.take(name) is None else published.count(name)}
+        return {self.name: 1 if published.take(name, self.default) is None else published.count(name, self.default)}
 
 
 def choice_attributes(
@@ -333,7 +339,8 @@ def mixture_attributes(experts: int, top_k: int, *, normalise: bool = False) -> 
 
 FIRST_DENSE = Attribute("first_dense", "first_k_dense_replace")
 # The fields that `mixture_beside_shared` reads, by the attributes of DeepSeek's configurations.
-SHARED_CHOICE: tuple[Entry, ...] = (
+SHARED_ATTRIBUTES: tuple[Entry, ...] = (
+    Count("expert_mlp", "moe_intermediate_size"),
     Count("experts", "n_routed_experts"),
     Count("top_k", "num_experts_per_tok"),
     Count("shared", "n_shared_experts", least=0),
@@ -341,7 +348,6 @@ SHARED_CHOICE: tuple[Entry, ...] = (
     ExpertGroupCount("groups", "n_group"),
     ExpertGroupCount("kept_groups", "topk_group"),
 )
-SHARED_ATTRIBUTES: tuple[Entry, ...] = (Count("expert_mlp", "moe_intermediate_size"), *SHARED_CHOICE)
 
 # A `MoE`'s router and its gated experts.
 MIXTURE = (
