@@ -143,10 +143,17 @@ def meaning(numbers: Any) -> dict[str, Any]:
 # What publishers' folders have besides, and transformers leaves unread.
 LEFT_OVER: dict[str, dict[str, Any]] = {
     "command-r": {"model_max_length": 131_072},
+    "command-r7b": {"cache_implementation": "hybrid", "layer_switch": 4, "position_embedding_type": "rope_gptj"}
+    | {"order_of_interleaved_layers": "local_attn_first", "rotary_pct": 1.0, "use_parallel_embedding": True}
+    | dict.fromkeys(("use_embedding_sharing", "use_gated_activation", "use_parallel_block"), True)
+    | {"use_qk_norm": False},
     "gemma2-9b": {"sliding_window_size": 4096},
     "gpt2-large": {"n_special": 0, "predict_special_tokens": True},
     "nemotron-h-8b": {"attention_head_dim": 128},
     "smollm3-3b": {"max_window_layers": 28},
+    "starcoder2-7b": {"activation_function": "gelu", "layer_norm_epsilon": 1e-5}
+    | {"norm_type": "layer_norm", "mlp_type": "default"}
+    | dict.fromkeys(("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights"), True),
 }
 
 

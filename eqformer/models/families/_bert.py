@@ -115,6 +115,7 @@ _SHARED: tuple[Entry, ...] = (
     Expect("position_embedding_type", "absolute", written=False),
     *_NO_DECODER,
     Ignore("attention_probs_dropout_prob", "classifier_dropout", "directionality"),
+    Ignore("language", "name"),  # How a program for answers to questions describes its models.
     Ignore(
         *(f"pooler_{name}" for name in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type"))
     ),
@@ -142,7 +143,7 @@ DISTILBERT_ATTRIBUTES: tuple[Entry, ...] = (
     Expect("tie_word_embeddings", True),
     *_NO_DECODER,
     Ignore("sinusoidal_pos_embds"),  # How the table of positions was initialized.
-    Ignore("attention_dropout", "qa_dropout", "seq_classif_dropout"),
+    Ignore("attention_dropout", "qa_dropout", "seq_classif_dropout", "tie_weights_"),
 )
 
 

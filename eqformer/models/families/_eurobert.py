@@ -50,6 +50,7 @@ EUROBERT = Family(
         Expect("mlp_bias", False),
         Ignore("is_causal"),  # The model is an encoder, whatever the value is.
         Ignore("classifier_pooling", "clf_pooling", "mask_token_id"),
+        Ignore("bos_token", "eos_token", "pad_token", "mask_token"),  # The tokenizer has them, too.
     ),
     LLAMA_WEIGHTS,
     classifier=None,  # The scores of its classifiers are means over tokens.

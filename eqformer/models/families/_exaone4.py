@@ -180,6 +180,7 @@ EXAONE_MOE = Family(
         # Attributes of the publisher's own program that state what all models of this family have.
         Expect("scoring_func", "sigmoid", written=False),
         Expect("topk_method", "noaux_tc", written=False),
+        Expect("first_last_k_dense_replace", 1, written=False),
         Ignore("is_moe_layer", "mtp_share_layers", "num_nextn_predict_layers"),  # repeated, or of predictors
     ),
     (

@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, LayerNorm, MLP, ParallelResidual, Residual, Transformer
-from .._attributes import Activation, Attribute, Entry, Fields, Ignore
+from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore
 from .._config_types import Attributes, Fraction, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction, RotaryPositions
@@ -94,6 +94,20 @@ class _EqualKeyHeads(Entry):
         return {}
 
 
+class _RepeatedRotary(Entry):
+    """Attributes by which releases of transformers since 4.45 repeat those for rotary positions, with equal values."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return no field; refuse a value other than the repeated one."""
+        published.expect("rope_theta", published.take("rotary_emb_base", 10_000.0))
+        published.expect("partial_rotary_factor", published.take("rotary_pct", 0.25))
+        return {}
+
+    def write(self, config: GPTNeoXConfig) -> Attributes:
+        """Return no attribute."""
+        return {}
+
+
 def _gpt_neox(embed: int, layers: int, heads: int, vocab: int = 50_304) -> GPTNeoXConfig:
     return GPTNeoXConfig(vocab, embed, layers, heads, heads, 4 * embed)
 
@@ -122,6 +136,7 @@ GPT_NEOX = Family(
     "gpt_neox",
     (
         *(*SIZES, WIDTH, _EqualKeyHeads()),
+        _RepeatedRotary(),  # before `RotaryPositions`, which adds the names in `rope_parameters` to the attributes
         RotaryPositions(older="rotary_emb_base"),
         RotaryFraction(0.25, published="rotary_pct"),
         Attribute("parallel", "use_parallel_residual", True),
@@ -131,6 +146,7 @@ GPT_NEOX = Family(
         Attribute("tied", "tie_word_embeddings", False),
         Attribute("max_seq", "max_position_embeddings", 2048),
         Ignore("classifier_dropout"),
+        Ignore("attention_probs_dropout_prob", "hidden_dropout_prob", "type_vocab_size"),  # the first configurations
     ),
     (
         Rule("gpt_neox.embed_in.weight", "embedding.weight"),
@@ -204,7 +220,12 @@ STARCODER2 = Family(
         Attribute("window", "sliding_window", None),
         Attribute("bias", "use_bias", True),
         Activation("gelu_pytorch_tanh"),
+        # Attributes of the publisher's own program that state what all models of this family have.
+        Expect("norm_type", "layer_norm", written=False),
+        Expect("mlp_type", "default", written=False),
         Ignore("residual_dropout", "embedding_dropout"),
+        Ignore("activation_function", "layer_norm_epsilon"),  # `hidden_act` and `norm_epsilon` are read in their place.
+        Ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
     ),
     (
         *(*EDGES, Rule("model.norm.bias", "norm.bias"), *ATTENTION, *PRE_NORMS, *_NORM_BIASES),

@@ -1,0 +1,47 @@
+"""Publishers' own `config.json` files, with attributes that transformers reads nowhere, are read without a refusal.
+
+The texts are copies that public repositories hold. The cases of `make_families.py` have the attributes of transformers'
+own configurations only.
+"""
+
+import json
+
+import pytest
+from test_published import FIXTURES
+from test_published_configs import meaning
+
+from eqformer import models
+
+
+CONFIG_FILES = json.loads((FIXTURES / "config_files.json").read_text())
+PRESETS = {name for family in models.FAMILIES.values() for name in family.presets}
+
+
+def read(folder, attributes):
+    """Return the config of a folder with this `config.json`."""
+    (folder / "config.json").write_text(json.dumps(attributes))
+    return models.read_config(folder)
+
+
+@pytest.mark.parametrize("name", CONFIG_FILES)
+def test_a_published_config_file_is_read(name, tmp_path):
+    config = read(tmp_path, CONFIG_FILES[name])
+    if name in PRESETS:
+        assert meaning(config) == meaning(models.preset(name))
+    with pytest.raises(ValueError, match="does not know: gloom=3"):
+        read(tmp_path, CONFIG_FILES[name] | {"gloom": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value"),
+    [
+        ("starcoder2-3b", "mlp_type", "gated"),
+        ("starcoder2-3b", "norm_type", "rms_norm"),
+        ("k-exaone-236b-a23b", "first_last_k_dense_replace", 2),
+        ("pythia-6.9b", "rope_theta", 20_000),
+        ("pythia-6.9b", "partial_rotary_factor", 0.5),
+    ],
+)
+def test_a_publishers_attribute_that_would_be_another_model_is_refused(name, attribute, value, tmp_path):
+    with pytest.raises(ValueError, match=f"{attribute}={value!r} is not supported for this family"):
+        read(tmp_path, CONFIG_FILES[name] | {attribute: value})
