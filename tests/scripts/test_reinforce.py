@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +221,21 @@ def test_a_run_raises_its_rewards_goes_on_and_is_written_out(inputs, tmp_path, m
     assert run_here("convert.py", tmp_path / "whole", tmp_path / "published").returncode == 0
     answers = [eqformer.load(tmp_path / name).generate("a", max_new_tokens=8) for name in ("whole", "published")]
     assert answers[0] == answers[1] != eqformer.load(inputs / "M").generate("a", max_new_tokens=8)
+
+
+@pytest.mark.grid
+def test_the_command_of_the_page_on_training_runs(inputs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "M").symlink_to(inputs / "M")
+    (tmp_path / "prompts.jsonl").write_bytes((inputs / "prompts.jsonl").read_bytes())
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    (reward,) = re.findall(r"^def share_of_digits.*?(?=\n\n)", page, re.DOTALL | re.MULTILINE)
+    (command,) = re.findall(r"^python scripts/reinforce\.py (.*?)\n```", page, re.DOTALL | re.MULTILINE)
+    assert "--steps 100 " in command
+    words = shlex.split(command.replace("\\\n", " ").replace("--steps 100", "--steps 1"))
+    missing = run_here("reinforce.py", *words, "--simulate", 1)
+    assert missing.returncode == 2 and "reward.py" in missing.stderr  # the control
+    (tmp_path / "reward.py").write_text(reward)
+    done = run_here("reinforce.py", *words, "--simulate", 1)
+    assert done.returncode == 0, done.stderr
+    assert "sampling 32 completions" in done.stdout and rows(tmp_path / "runs" / "rewarded", "reward")
