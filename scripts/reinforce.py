@@ -71,10 +71,10 @@ class Command:
     """Steps on each batch of completions."""
     scale_rewards: bool | None = None
     """Whether advantages are divided by the standard deviation of the group's rewards; by default not for dr_grpo."""
-    leave_out_equal: bool = False
-    """Leave out groups whose rewards are all equal, as in DAPO."""
+    mask_equal_groups: bool = False
+    """Groups whose completions all have the same reward get weight 0, as in DAPO."""
     mask_truncated: bool = False
-    """Leave out completions that have no end within --tokens, as in DAPO."""
+    """Completions that --tokens cuts off get weight 0, as in DAPO."""
     resample: int = 0
     """How many times a step draws further prompts in place of groups whose rewards are all equal, as in DAPO."""
     trust_recipe: bool = False
@@ -305,7 +305,7 @@ class RewardRun:
             max_new_tokens=command.tokens,
             temperature=command.temperature,
             scale_rewards=scales_rewards(command),
-            leave_out_equal=command.leave_out_equal,
+            mask_equal_groups=command.mask_equal_groups,
             resample=command.resample,
             mask_truncated=command.mask_truncated,
             reference=reference if command.kl_weight else None,

@@ -68,7 +68,7 @@ def reinforce(model: nn.Transformer, rows: list[dict[str, str]], seed: int) -> t
     """Raise the reward of a model's own answers by GRPO; return the model and each step's metrics."""
     llm = text.LLM(model, TOKENIZER, end_ids=(END,))
     rollouts = text.Rollouts(
-        llm, rows, is_right, prompts=32, group=8, max_new_tokens=4, leave_out_equal=True, key=jax.random.key(seed)
+        llm, rows, is_right, prompts=32, group=8, max_new_tokens=4, mask_equal_groups=True, key=jax.random.key(seed)
     )
     optimizer = training.optimizer("adamw", model, rate=training.constant(1e-3))
     step = training.make_step(training.policy_loss("dapo"), optimizer)

@@ -112,7 +112,7 @@ class Rollouts:
         max_new_tokens: int,
         temperature: float = 1.0,
         scale_rewards: bool = True,
-        leave_out_equal: bool = False,
+        mask_equal_groups: bool = False,
         resample: int = 0,
         mask_truncated: bool = False,
         reference: Callable[[PyTree], PyTree] | None = None,
@@ -137,7 +137,7 @@ class Rollouts:
             temperature: The temperature of sampling, which the batches pass on to the loss.
             scale_rewards: Whether advantages are divided by the standard deviation of the group's rewards; False for
                 Dr. GRPO.
-            leave_out_equal: Whether groups whose rewards are all equal have weight 0, as in DAPO.
+            mask_equal_groups: Whether groups whose rewards are all equal have weight 0, as in DAPO.
             resample: How many times further prompts are sampled in a step, to replace groups whose rewards are equal.
             mask_truncated: Whether completions that `max_new_tokens` ended have weight 0.
             reference: A function of the trained model that returns the reference of the KL divergence, such as
@@ -160,7 +160,7 @@ class Rollouts:
         self._ids = [_encode_prompt(llm, row["prompt"], number) for number, row in enumerate(rows)]
         self._prompts, self._group, self._max_new_tokens, self._updates = prompts, group, max_new_tokens, updates
         self._temperature, self._scale, self._resample = temperature, scale_rewards, resample
-        self._leave_out_equal, self._mask_truncated, self._reference = leave_out_equal, mask_truncated, reference
+        self._mask_equal_groups, self._mask_truncated, self._reference = mask_equal_groups, mask_truncated, reference
         self.seq = _fit_rows(llm.model, self._ids, max_new_tokens)
         self._batch: PolicyBatch | None = None
         self._next_step = 0
@@ -214,7 +214,7 @@ class Rollouts:
         is_counted = np.ones(len(completions), bool)
         if self._mask_truncated:
             is_counted &= [completion.finish_reason == "stop" for completion in completions]
-        if self._leave_out_equal:
+        if self._mask_equal_groups:
             is_counted &= samples.advantages.stds > 0
         sampler_log_probs = np.zeros(batch.ids.shape, np.float32)
         width = min(samples.log_probs.shape[1] - 1, self.seq)

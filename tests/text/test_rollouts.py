@@ -120,12 +120,12 @@ def test_completions_that_are_left_out():
         return [float(number == 0) for number in range(len(prompts))]
 
     every_group = batch_of(rollouts_of(first_group))
-    one_group = batch_of(rollouts_of(first_group, leave_out_equal=True))
+    one_group = batch_of(rollouts_of(first_group, mask_equal_groups=True))
     assert np.array_equal(one_group.ids, every_group.ids)
     assert one_group.weights[:4].any() and not one_group.weights[4:].any()
     assert every_group.weights[4:].any()
     # The second group is replaced by the first of further prompts.
-    filled = rollouts_of(first_group, leave_out_equal=True, resample=1)
+    filled = rollouts_of(first_group, mask_equal_groups=True, resample=1)
     batch = batch_of(filled)
     assert np.array_equal(batch.ids[:4], every_group.ids[:4])
     assert not np.array_equal(batch.ids[4:], every_group.ids[4:])

@@ -222,7 +222,7 @@ def test_only_weights_that_move_towards_zero_decay_cautiously(name, make_model):
     model = make_model(layers=1)
     gradients = random_gradients(model, seed=1)[:1]
     before = by_path(training.trainable(model))
-    make = partial(training.optimizer, name, model, rate=RATE)  # of which each is run once, and not compiled
+    make = partial(training.optimizer, name, model, rate=RATE)
     still, _ = run(make(weight_decay=0.0), model, gradients)
     decayed, _ = run(make(weight_decay=DECAY), model, gradients)
     cautious, _ = run(make(weight_decay=DECAY, cautious=True), model, gradients)
