@@ -21,6 +21,7 @@ from ._config_types import as_list, fits, format_value, Index
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+MODELOPT = "hf_quant_config.json"  # where ModelOpt states the format of quantized weights
 # Suffixes of files of weights, and prefixes of a training run's files that have such a suffix and hold no weights.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
 _STATES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")

@@ -7,7 +7,7 @@ from pathlib import Path
 from .._failures import explain_error, load_extra
 from .._files import read_json
 from .._hub import find_repository, is_hub_name
-from ._folder import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, SINGLE
+from ._folder import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, MODELOPT, SINGLE
 
 
 # The files of a published folder beside its configuration and weights.
@@ -39,7 +39,8 @@ def local_path(source: str | Path) -> Path:
         return Path(source)
     if repository.file is not None:
         return repository.download_file()
-    folder = repository.download([CONFIG, SINGLE, INDEX, ADAPTER_CONFIG, ADAPTER, *COMPANION_FILES, *_ENCODER_FILES])
+    files = (CONFIG, SINGLE, INDEX, MODELOPT, ADAPTER_CONFIG, ADAPTER)
+    folder = repository.download([*files, *COMPANION_FILES, *_ENCODER_FILES])
     if any((folder / weights).exists() for weights in (SINGLE, ADAPTER)):
         return folder
     if not (folder / INDEX).exists():

@@ -11,7 +11,7 @@ from ..nn import Transformer
 from ._classifiers import Classifier, classifier_of, names_classifier
 from ._config_types import private_names, PublishedConfig
 from ._family import Family, ModelConfig, MultimodalModel, TEXT
-from ._folder import CONFIG, FLOATS, Folder, INDEX, SINGLE
+from ._folder import CONFIG, FLOATS, Folder, INDEX, MODELOPT, SINGLE
 from ._gguf_file import GGUF
 from ._gguf_models import configuration_of, table_names_of
 from ._registry import FAMILIES, family_of, shapes as model_shapes
@@ -22,7 +22,6 @@ from .formats import Format, read_format
 # Words that wrappers (`torch.compile`, FSDP, activation checkpointing) insert into the names of wrapped modules, and
 # the word that data parallelism puts before all names.
 _WRAPPERS, _DATA_PARALLEL = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"), "module"
-_MODELOPT = "hf_quant_config.json"
 QUANTIZATION_KEYS, DTYPE_KEYS = ("quantization_config", "compression_config"), ("dtype", "torch_dtype")
 
 
@@ -239,7 +238,7 @@ def _read_format(values: Sequence[object], source: str) -> Format | None:
 
 def _read_modelopt(path: Path) -> Format | None:
     """Return the format that ModelOpt's file states, in folders whose `config.json` states none."""
-    file = path / _MODELOPT
+    file = path / MODELOPT
     if not file.exists():
         return None
     quantization = PublishedConfig(read_json(file), str(file)).nested("quantization")

@@ -29,6 +29,7 @@ def hub(published, tmp_path, monkeypatch):
     files = {file.name: file.read_bytes() for file in published.iterdir()}
     extra = {"pytorch_model.bin": b"x", "original/model.safetensors": b"x", "README.md": b"x", "onnx/model.onnx": b"x"}
     repositories = {"owner/name": files | extra, "owner/gated": files}
+    repositories["owner/modelopt"] = files | {"hf_quant_config.json": b'{"quantization": {"quant_algo": "INT4"}}'}
     repositories["owner/pickled"] = {"config.json": b"{}", "model.bin": b"x"}
     with serve_hub(repositories, {"owner/gated"}, tmp_path / "home", monkeypatch) as server:
         yield server
@@ -47,6 +48,12 @@ def test_a_name_is_loaded_with_the_needed_files_only_and_once(hub, published, mo
     assert models.read_config("owner/name") == CONFIG  # from the cache
     with pytest.raises(ValueError, match="the hub cannot be reached, and its cache does not hold owner/gated"):
         models.read_config("owner/gated")
+
+
+def test_the_file_in_which_modelopt_states_its_format_is_downloaded(hub):
+    assert (models.local_path("owner/modelopt") / "hf_quant_config.json").is_file()
+    with pytest.raises(ValueError, match="hf_quant_config.json: quantization: quant_algo='INT4' is not known"):
+        models.load("owner/modelopt")
 
 
 def test_a_path_that_exists_comes_first(hub, published, tmp_path, monkeypatch):
