@@ -257,8 +257,7 @@ class Family:
         return name.startswith((*self.ignored_prefixes, *self.unread(config)))
 
     def tied_leaves(self, model: Transformer) -> dict[str, str]:
-        """Return, for each array that a folder may hold a second time because the head is tied, the path of its
-        leaf."""
+        """Return the leaf's path of each array that a folder may hold a second time because the head is tied."""
         return {self.head_name: "embedding.weight", **self.tied} if model.head is None else {}
 
     def copied_leaves(self, config: ModelConfig, model: Transformer) -> dict[str, str]:

@@ -40,7 +40,7 @@ class Tensor:
     shape: tuple[int, ...]
     rows: UInt8[np.ndarray, "rows octets"]
 
-    def parts(self, order: "Order" = (None, None)) -> Parts:
+    def parts(self, order: Order = (None, None)) -> Parts:
         """Return the parts that are decoded, with rows and columns in another `order` if there is one."""
         orders = {ORDER: order[0], COLUMNS: order[1]}
         return {ROWS: self.rows} | {name: indices for name, indices in orders.items() if indices is not None}

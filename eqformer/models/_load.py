@@ -158,7 +158,8 @@ def _open_model(
     rules = [rule for rule in all_rules if rule not in absent + left_out]
     _check_names(arrays, published, rules, absent + left_out, shapes)
     name_notes = [f"{source.call}: {note}." for note in published.notes_on(source.names)]
-    # A base model lacks a prefix and a head, and may have other parts: a caller who asks for it is told none of these.
+    # These notes tell of a missing prefix, a missing head and further parts, which base models have as a rule: they are
+    # for callers who ask for the whole model.
     notes_on_parts = (*name_notes, _note_on_head(absent, arrays), arrays.unread) if head else ()
     for note in (*source.notes, *published.notes, *notes_on_parts):
         if note:

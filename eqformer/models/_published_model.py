@@ -242,7 +242,7 @@ def _read_modelopt(path: Path) -> Format | None:
     if not file.exists():
         return None
     quantization = PublishedConfig(read_json(file), str(file)).nested("quantization")
-    if quantization.get("quant_algo") is None:  # only caches are quantized, which are not read
+    if quantization.get("quant_algo") is None:  # The file states the format of key-value caches only.
         return None
     stated = quantization | {"quant_method": "modelopt"}
     return read_format(PublishedConfig(stated, f"{file}: quantization", "this format"))

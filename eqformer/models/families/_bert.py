@@ -356,10 +356,10 @@ _MPNET_PRESETS = {
 }
 
 
-def _where(part: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Return rules of a classifier with a dense layer or, if `part` is empty, of one without."""
-    path = "classifier.dense.linear.weight"
-    return tuple(dataclasses.replace(rule, needs=path if part else "", lacks="" if part else path) for rule in rules)
+def _conditional_rules(rules: tuple[Rule, ...], *, has_dense: bool) -> tuple[Rule, ...]:
+    """Return the rules as rules only for classifiers with a dense layer, or only for those without one."""
+    condition = {"needs" if has_dense else "lacks": "classifier.dense.linear.weight"}
+    return tuple(dataclasses.replace(rule, **condition) for rule in rules)
 
 
 def _dense(activation: str) -> Callable[[DistilBERTConfig], dict[str, str]]:
@@ -375,8 +375,8 @@ _BERT_CLASSIFIER = ClassifierTable(
 _ROBERTA_CLASSIFIER = ClassifierTable(
     (
         *linear_rules("classifier.dense", "dense.linear"),
-        *_where("dense", linear_rules("classifier.out_proj", "output")),
-        *_where("", linear_rules("classifier", "output")),
+        *_conditional_rules(linear_rules("classifier.out_proj", "output"), has_dense=True),
+        *_conditional_rules(linear_rules("classifier", "output"), has_dense=False),
     ),
     pooling="cls",
     dense=_dense("tanh"),

@@ -80,7 +80,7 @@ _PRESETS = {
 
 # The experts of GGUF files, each map by itself.
 _EXPERTS = "feed_forward.layer.experts.mlps"
-_APART = (
+_SEPARATE_EXPERTS = (
     *(
         dataclasses.replace(rule, variant=True)
         for rule in gated_weights(_EXPERTS, prefix=f"{LAYER}mlp.experts.{{expert}}.")
@@ -112,6 +112,6 @@ GPT_OSS = Family(
         *(*EDGES, *ATTENTION, *PRE_NORMS),
         Rule(f"{LAYER}self_attn.sinks", "mixer.layer.scores.sinks"),
         *stacked_mixture_weights(interleaved=True),
-        *_APART,
+        *_SEPARATE_EXPERTS,
     ),
 )
