@@ -398,7 +398,7 @@ def search(command: Command, model: nn.LanguageModel, topology: Topology) -> Non
         print(_why_not_compiled(topology))
 
 
-main = entry(Command, print_report, hidden_groups=("the run",))  # whose flags change nothing in the report
+main = entry(Command, print_report, hidden=("the run",))  # whose flags change nothing in the report
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -398,7 +398,12 @@ def describe_metrics(last: Mapping[str, Any]) -> str:
     )
 
 
-main = entry(Command, reinforce)
+# Flags that the short help of other scripts shows, and that `check_flags_of_texts` or a given model refuses.
+HIDDEN = (
+    *("--model.embed", "--model.layers", "--model.heads", "--loss-on", "--text.mix"),
+    *("--validate-every", "--evaluate-every", "--prompt"),
+)
+main = entry(Command, reinforce, hidden=HIDDEN)
 
 if __name__ == "__main__":
     main(sys.argv[1:])

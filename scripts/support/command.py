@@ -94,7 +94,7 @@ def _split_recipe(info: Any) -> Any:
 
 
 def entry(
-    kind: type[Command], run: Callable[[Command], None], hidden_groups: Sequence[str] = ()
+    kind: type[Command], run: Callable[[Command], None], hidden: Sequence[str] = ()
 ) -> Callable[[Sequence[str]], None]:
     """Return a script's `main`, which runs as its flags say; bad input ends it with one message and exit code 2."""
 
@@ -104,7 +104,7 @@ def entry(
                 for word in (*arguments, *(argument.partition("=")[2] for argument in arguments), "runs/default"):
                     trust_recipe(RunDirectory(Path(word)).recipe, Screen(errors=True).note)
             has_recipe = "recipe" in typing.get_type_hints(kind)
-            command = parse(kind, arguments, hidden_groups) if has_recipe else read(kind, arguments)
+            command = parse(kind, arguments, hidden) if has_recipe else read(kind, arguments)
             with name_flags_in_errors(command):
                 run(command)
 
@@ -117,15 +117,16 @@ def read(kind: type[Command], arguments: Sequence[str]) -> Command:
     return tyro.cli(kind, args=_help_for_help_all(arguments))
 
 
-def parse(kind: type[Command], arguments: Sequence[str], hidden_groups: Sequence[str] = ()) -> Command:
+def parse(kind: type[Command], arguments: Sequence[str], hidden: Sequence[str] = ()) -> Command:
     """Return the command that the flags make, a dataclass with the fields `recipe` (a name) and `run` (the recipe).
 
-    `--help` shows the most used flags and the command's own, except for the `hidden_groups`; `--help-all` shows all.
+    `--help` shows the most used flags and the command's own, except for the `hidden` groups and flags.
+    `--help-all` shows all.
     """
     default = _default_command(kind, arguments)
     check_names(arguments, flags_of(default))
     if {"-h", "--help"} & {*arguments}:
-        print(short_help(os.path.relpath(sys.argv[0]), default, hidden_groups))
+        print(short_help(os.path.relpath(sys.argv[0]), default, hidden))
         raise SystemExit(0)
     recipes = "\n".join(f"  {name}: {' '.join((recipe.__doc__ or '').split())}" for name, recipe in RECIPES.items())
     command: Any = tyro.cli(
@@ -228,7 +229,7 @@ RARE = frozenset(("--trust-recipe",))  # Only --help-all lists it; the error tha
 WIDTH, INDENT = 80, 36
 
 
-def short_help(script: str, command: Any, hidden_groups: Sequence[str] = ()) -> str:
+def short_help(script: str, command: Any, hidden: Sequence[str] = ()) -> str:
     """Return the help that fits on a screen: the command's purpose, the most used flags by group, and its own flags.
 
     A flag's words are the first clause of its field's documentation.
@@ -240,8 +241,8 @@ def short_help(script: str, command: Any, hidden_groups: Sequence[str] = ()) -> 
     own_flags = [flag for flag, (_, kind, _) in fields.items() if kind is type(command) and flag not in listed]
     for heading, group in {**GROUPS, "this command": ", ".join(own_flags)}.items():
         entries = [entry.partition(" ") for entry in group.split(", ")]
-        shown = [(flag, metavar) for flag, _, metavar in entries if flag in fields]
-        if shown and heading not in hidden_groups:
+        shown = [(flag, metavar) for flag, _, metavar in entries if flag in fields and flag not in hidden]
+        if shown and heading not in hidden:
             lines += [f"{heading}:", *(_help_line(flag, metavar, *fields[flag]) for flag, metavar in shown)]
     names = f"{', '.join(RECIPES)}, presets (llama-3-8b), large runs (llama-3-8b-h100-8), FILE.py:NAME"
     return "\n".join([*lines, textwrap.fill(f"Recipes: {names}. --help-all lists every flag and recipe.", WIDTH)])

@@ -64,6 +64,15 @@ def test_help_fits_on_a_screen_and_help_all_has_every_flag(kind, capsys, monkeyp
     assert f"--steps {RECIPES['default']().steps} " in short and page(kind, capsys, "--steps", "7", "-h") == short
 
 
+def test_help_of_reinforce_shows_no_flag_that_it_refuses(capsys):
+    with pytest.raises(SystemExit):
+        reinforce.main(["--help"])
+    short = capsys.readouterr().out
+    refused = [flag for flag in reinforce.HIDDEN if f"\n  {flag} " in short]
+    assert not refused and "\n  --checkpoint-every " in short
+    assert all(f"\n  {flag} " in page(pretrain.Command, capsys, "--help") for flag in reinforce.HIDDEN)  # the control
+
+
 @pytest.mark.quick
 def test_help_knows_the_recipe_that_is_asked_for(capsys):
     assert "--optimizer.name adamw " in page(pretrain.Command, capsys, "--recipe", "adamw", "--help")
