@@ -1,10 +1,14 @@
 """The table of families is what the tests found, of every case, and what they found is good enough."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
+import pytest
 from test_published import ENCODERS, FIXTURES, RECORDED
+
+from eqformer import models
 
 
 sys.path.append(str(FIXTURES))
@@ -40,6 +44,20 @@ def test_every_case_of_every_family_was_run_and_passed():
         assert ("fsdp x pipe" in layouts) != reads, family
         has_experts = any("experts" in name for name in RECORDED[f"{family} {next(iter(cases))}"]["config"])
         assert ("fsdp x expert" in layouts) == has_experts, family
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        ("README.md", r"\[(\d+) load and save\]"),
+        ("docs/families.md", r"\(Hugging Face folders\) of (\d+) families"),
+        ("docs/changelog.md", r"\*\*(\d+) published families\*\*"),
+    ],
+)
+def test_pages_state_how_many_families_have_a_published_format(page, sentence):
+    families = [family for family in models.FAMILIES.values() if family.config.__module__.startswith("eqformer.")]
+    stated = re.search(sentence, (PAGE.parents[1] / page).read_text())
+    assert stated and int(stated[1]) == sum(family.model_type is not None for family in families)
 
 
 def test_what_failed_is_not_found(tmp_path: Path):
