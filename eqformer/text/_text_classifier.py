@@ -61,6 +61,8 @@ class TextClassifier:
     """The function of a score, for `score`: `"sigmoid"`, or `"identity"` for the logit itself."""
     reads_types: bool = True
     """Whether a model with token types reads those of the tokenizer, which tell the texts of a pair apart."""
+    pad_id: int | None = None
+    """The id of tokens that a pooling leaves out, also at the end of a text; None: all tokens of a text are pooled."""
     plan: parallel.Plan | None = None
     """The plan that shards the model over a mesh; None: one device."""
 
@@ -127,7 +129,7 @@ class TextClassifier:
 
         def run(ids: Array, tokens: nn.Tokens) -> Array:
             tokens = tokens if self.reads_types else tokens.replace(types=None)
-            return _classify_rows(self.model, self.plan, ids, tokens)
+            return _classify_rows(self.model, self.plan, self.pad_id, ids, tokens)
 
         return map_batches(run, rows, batch_size, self.plan)
 
@@ -164,9 +166,17 @@ def _sigmoid(logits: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
 
 @eqx.filter_jit
 def _classify_rows(
-    model: nn.Transformer, plan: parallel.Plan | None, ids: Int[Array, "batch seq"], tokens: nn.Tokens
+    model: nn.Transformer,
+    plan: parallel.Plan | None,
+    pad_id: int | None,
+    ids: Int[Array, "batch seq"],
+    tokens: nn.Tokens,
 ) -> Float[Array, "batch *seq labels"]:
-    return model.classify(hidden_vectors(model, plan, ids, tokens), tokens).astype(jnp.float32)
+    hidden = hidden_vectors(model, plan, ids, tokens)
+    if pad_id is not None:  # A text of padding alone keeps its first token, as in transformers.
+        is_left_out = (ids == pad_id) & (tokens.positions > 0)
+        tokens = tokens.replace(positions=jnp.where(is_left_out, -1, tokens.positions))
+    return model.classify(hidden, tokens).astype(jnp.float32)
 
 
 def load_classifier(
@@ -215,6 +225,7 @@ def load_classifier(
         attributes.get("problem_type") == "multi_label_classification",
         _read_activation(path, attributes, count),
         _reads_types(path),
+        _read_pad_id(model, attributes),
         plan,
     )
 
@@ -269,6 +280,18 @@ def _read_activation(path: Path, attributes: JsonObject, labels: int) -> str:
         if isinstance(name, str) and name.rpartition(".")[2] in ("Sigmoid", "Identity"):
             return name.rpartition(".")[2].lower()
     return "sigmoid" if labels == 1 else "identity"
+
+
+def _read_pad_id(model: nn.Transformer, attributes: JsonObject) -> int | None:
+    """Return the padding id of a classifier that reads the last token; transformers reads the last one of another id.
+
+    A text ends with this id if the end of text is also the padding, as in many reward models.
+    """
+    text_attributes = attributes.get("text_config")
+    holder = text_attributes if isinstance(text_attributes, dict) else attributes
+    pad_id, head = holder.get("pad_token_id"), model.classifier
+    pools_last = head is not None and head.pooling is not None and head.pooling.modes == ("lasttoken",)
+    return pad_id if pools_last and isinstance(pad_id, int) else None
 
 
 def _reads_types(path: Path) -> bool:
