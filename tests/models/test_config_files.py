@@ -1,6 +1,7 @@
 """Publishers' own `config.json` files, with attributes that transformers reads nowhere, are read without a refusal.
 
-The texts are copies that public repositories hold. The cases of `make_families.py` have the attributes of transformers'
+The texts are copies that public repositories hold; those of EuroBERT and OLMo Hybrid are as the publishers' own
+conversion scripts write them. The cases of `make_families.py` have the attributes of transformers'
 own configurations only.
 """
 
@@ -38,6 +39,7 @@ def test_a_published_config_file_is_read(name, tmp_path):
         ("starcoder2-3b", "mlp_type", "gated"),
         ("starcoder2-3b", "norm_type", "rms_norm"),
         ("k-exaone-236b-a23b", "first_last_k_dense_replace", 2),
+        ("olmo-hybrid-7b", "linear_use_gate", False),
         ("pythia-6.9b", "rope_theta", 20_000),
         ("pythia-6.9b", "partial_rotary_factor", 0.5),
     ],

@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Attention, Block, GatedDeltaNet, Transformer
-from .._attributes import Activation, Attribute, Entry, Fields, Ignore
+from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore
 from .._config_types import Attributes, Index, Length, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import every, LayerTypes
@@ -89,14 +89,14 @@ def build_olmo_hybrid(config: OlmoHybridConfig, *, key: Key[Array, ""]) -> Trans
 
 
 class _RotaryOrNone(Entry):
-    """Rotary positions; there are none if `rope_parameters` state a `rope_theta` of null."""
+    """Rotary positions; there are none if a `rope_theta` of null is stated, in `rope_parameters` or beside them."""
 
     _positions = RotaryPositions()
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary`, `theta` and `scaling`."""
-        parameters = either_rotary_parameters(published)
-        if "rope_theta" in parameters and parameters["rope_theta"] is None:
+        theta = published.nullable("rope_theta", 10_000.0)
+        if either_rotary_parameters(published).get("rope_theta", theta) is None:
             return {"rotary": False, "theta": 500_000.0, "scaling": None}
         return self._positions.read(published) | {"rotary": True}
 
@@ -196,6 +196,7 @@ OLMO_HYBRID = Family(
         Attribute("wide_rates", "linear_allow_neg_eigval", True),
         Attribute("bias", "attention_bias", False),
         Activation(),
+        Expect("linear_use_gate", True, written=False),
         # Settings of initialization.
         Ignore(*(f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor"))),
     ),
