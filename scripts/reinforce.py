@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,6 +77,8 @@ class Command:
     """Completions that --tokens cuts off get weight 0, as in DAPO."""
     resample: int = 0
     """How many times a step draws further prompts in place of groups whose rewards are all equal, as in DAPO."""
+    held_out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Prompts as in --data; the mean reward of their greedy completions is written every --validate-every steps."""
     trust_recipe: bool = False
     """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
@@ -87,6 +89,8 @@ _READ_FLAGS = (
     *("--batch", "--steps", "--prolong", "--seed", "--optimizer.", "--lora.", "--precision.", "--execution."),
     *("--metrics.", "--log-every", "--checkpoint-every", "--keep", "--sample-every", "--mesh."),
 )
+# How errors on some of these other flags are mended; the others are left out.
+_FLAGS_INSTEAD = {"--beta": "give --kl-weight", "--validate-every": "leave it out, or give --held-out FILE too"}
 # Flags that change the step of a run on text, and that no run on rewards may take over from the run of --from-run.
 _FLAGS_OF_STEPS = ("--loss", "--teacher", "--optimizer.z-loss", "--precision.products")
 
@@ -99,11 +103,12 @@ def reinforce(command: Command) -> None:
     reward = load_user_function("--reward", command.reward or "", "reward")
     with report.print_warnings():
         rows = text.read_prompts(recipe.data or "")
+    held_out = read_held_out(command, rows)
     settings = list_settings(command, rows)
     check_same_settings(directory, settings)
     shapes = setup.check_run(recipe, directory)
     plan = setup.make_plan(recipe, run_devices(command.machine))
-    RewardRun(command, directory, shapes, plan, rows, reward, settings).train()
+    RewardRun(command, directory, shapes, plan, rows, reward, settings, held_out).train()
 
 
 def check_flags(command: Command) -> None:
@@ -130,10 +135,10 @@ def check_flags(command: Command) -> None:
                 f"{flag} {steps} --updates {command.updates}: a run goes on with new completions, so it is saved after "
                 f"all updates on a batch only; give at least 1 for --updates, and a multiple of it for {flag}."
             )
-    check_flags_of_texts(recipe)
+    check_flags_of_texts(recipe, has_held_out=command.held_out is not None)
 
 
-def check_flags_of_texts(recipe: Recipe) -> None:
+def check_flags_of_texts(recipe: Recipe, *, has_held_out: bool = False) -> None:
     """Raise a `ValueError` for a flag that has an effect on training on text only.
 
     A run that starts from another (`--from-run`) has the recipe of that run; its choices for texts have no effect.
@@ -149,17 +154,40 @@ def check_flags_of_texts(recipe: Recipe) -> None:
         changes_step = flag in _FLAGS_OF_STEPS
         if not changes_step and (flag in plan_flags or flag.startswith(_READ_FLAGS)):
             continue
+        if flag == "--validate-every" and has_held_out:
+            continue
         if value != default[flag] and (changes_step or value not in [flags.get(flag) for flags in inherited]):
-            fix = "give --kl-weight" if flag == "--beta" else "leave it out"
+            fix = _FLAGS_INSTEAD.get(flag, "leave it out")
             if changes_step and inherited:
                 fix += f", or give {flag} {default[flag]} if the run of --from-run has it"
             shown_value = " ".join(map(str, value)) if isinstance(value, tuple) else value
             raise ValueError(f"{flag} {shown_value}: training on rewards has no such choice; {fix}.")
 
 
+def read_held_out(command: Command, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Read the rows of --held-out, which have the fields of the rows of --data; None without the flag."""
+    if command.held_out is None:
+        return None
+    with name_held_out(command), report.print_warnings():
+        held_out = text.read_prompts(command.held_out)
+        fields = [sorted(row) for row in (*rows[:1], *held_out[:1])]
+        if len(fields) == 2 and fields[0] != fields[1]:
+            raise ValueError(f"its rows have {fields[1]}, and those of --data {fields[0]}; give the same fields.")
+    return held_out
+
+
+@contextlib.contextmanager
+def name_held_out(command: Command) -> Iterator[None]:
+    """Begin a `ValueError` raised inside with --held-out."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"--held-out {command.held_out}: {error}") from error
+
+
 def list_settings(command: Command, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what decides the numbers of the run beside its recipe, by flag, as its checkpoints keep it."""
-    other_fields = ("recipe", "run", "machine", "run_dir", "trust_recipe")
+    other_fields = ("recipe", "run", "machine", "run_dir", "held_out", "trust_recipe")
     names = [field.name for field in dataclasses.fields(Command) if field.name not in other_fields]
     settings = {f"--{name.replace('_', '-')}": getattr(command, name) for name in names}
     settings["--scale-rewards"] = scales_rewards(command)
@@ -238,10 +266,11 @@ class RewardRun:
         rows: list[dict[str, Any]],
         reward: text.Reward,
         settings: Mapping[str, Any],
+        held_out: list[dict[str, Any]] | None = None,
     ):
         """Encode the prompts, and check that they fit the model and the plan; no weights are read.
 
-        `settings` are those of `list_settings`.
+        `settings` are those of `list_settings`, and `held_out` the rows of --held-out.
         """
         recipe = command.run
         self.command, self.recipe, self.directory, self.settings = command, recipe, directory, settings
@@ -251,6 +280,10 @@ class RewardRun:
         self.states = setup.make_train_state(recipe, plan, optimizer, shapes)
         self.parameters = setup.count_parameters(optimizer, shapes)
         self.rollouts = self._make_rollouts(shapes, plan, rows, reward)
+        self.held_out = None
+        if held_out is not None:
+            with name_held_out(command):
+                self.held_out = self._make_rollouts(shapes, plan, held_out, reward)
         if (seq := self.rollouts.seq) > recipe.seq:
             raise ValueError(
                 f"--seq {recipe.seq} --tokens {command.tokens}: the longest prompt and its completion need a row of "
@@ -332,6 +365,7 @@ class RewardRun:
             *clock.excluding(
                 [
                     every(self.command.updates, self.stop.after_step),  # Completions are sampled anew after a stop.
+                    *self._validation(),
                     every(1, show_last),
                     every(recipe.checkpoint_every, draw),
                     training.Checkpoints(recipe.checkpoint_every, checkpointer, self._metadata, self.states),
@@ -339,6 +373,13 @@ class RewardRun:
                 ]
             ),
         ]
+
+    def _validation(self) -> list[training.Callback]:
+        """Return the callback that writes the reward of held-out prompts, also before the first step."""
+        if (held_out := self.held_out) is None:
+            return []
+        measure = lambda model: {"validation_reward": held_out.greedy_reward(model)}
+        return [training.Evaluations(self.recipe.validate_every, measure, self.files.write)]
 
     def _metadata(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint keeps beside the state."""
@@ -388,20 +429,22 @@ def scales_rewards(command: Command) -> bool:
 
 
 def describe_metrics(last: Mapping[str, Any]) -> str:
-    """Return the latest metrics in one line; empty before the first row."""
-    if not last:
+    """Return the latest metrics in one line; empty before the first row of a step."""
+    if "reward" not in last:
         return ""
+    validation = f"  held-out {last['validation_reward']:.3f}" if "validation_reward" in last else ""
     divergence = f"  kl {last['kl']:.3g}" if "kl" in last else ""
     return (
-        f"reward {last['reward']:.3f}  {last['completion_tokens']:.1f} tokens  clipped {last['clip_fraction']:.1%}"
-        f"{divergence}  rate {last['learning_rate']:.2e}  {last['step_seconds']:.1f} s a step"
+        f"reward {last['reward']:.3f}{validation}  {last['completion_tokens']:.1f} tokens  "
+        f"clipped {last['clip_fraction']:.1%}{divergence}  rate {last['learning_rate']:.2e}  "
+        f"{last['step_seconds']:.1f} s a step"
     )
 
 
 # Flags that the short help of other scripts shows, and that `check_flags_of_texts` or a given model refuses.
 HIDDEN = (
     *("--model.embed", "--model.layers", "--model.heads", "--loss-on", "--text.mix"),
-    *("--validate-every", "--evaluate-every", "--prompt"),
+    *("--evaluate-every", "--prompt"),
 )
 main = entry(Command, reinforce, hidden=HIDDEN)
 

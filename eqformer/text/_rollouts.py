@@ -174,6 +174,20 @@ class Rollouts:
         self._next_step = run.step + 1
         return self._batch
 
+    def greedy_reward(self, model: PyTree) -> float:
+        """Return the mean reward of greedy completions of all rows, which may be rows that no step trains on.
+
+        As many completions as a step has are generated at once. Nothing is drawn, so the key has no effect.
+        """
+        decoding_model, size, rewards = self._decoding_model(model), self._prompts * self._group, list[float]()
+        for start in range(0, len(self._rows), size):
+            # The first rows fill up the last batch, so that all batches have one shape.
+            numbers = [number % len(self._rows) for number in range(start, start + size)]
+            _, completions = self._complete(decoding_model, numbers, 0.0, self.key)
+            count = min(size, len(self._rows) - start)
+            rewards += self._score("for greedy completions", numbers[:count], completions[:count])
+        return float(np.mean(rewards))
+
     def _make_batch(self, model: PyTree, step: int) -> PolicyBatch:
         """Sample completions, have them scored, and join both to a batch, on the devices of the plan."""
         first, samples = self._sample_groups(model, step)
@@ -230,28 +244,34 @@ class Rollouts:
         """Sample a group of completions for each prompt of a step by a model that decodes, and have them scored."""
         order_key, draw_key = jax.random.split(jax.random.fold_in(self.key, attempt))
         numbers = np.repeat(self._choose_rows(order_key, step), self._group).tolist()
-        prompts = [self._ids[number] for number in numbers]
-        result = generation.generate(
-            model,
-            prompts,
-            max_new_tokens=self._max_new_tokens,
-            transforms=generation.sampling(temperature=self._temperature),
-            end_of_text=list(self.llm.end_ids) or None,
-            log_probabilities="transformed",
-            key=jax.random.fold_in(draw_key, step),
+        result, completions = self._complete(
+            model, numbers, self._temperature, jax.random.fold_in(draw_key, step), log_probabilities="transformed"
         )
-        completions = [
-            complete(ids, (), self._assembler(number)) for number, ids in zip(numbers, result.new_ids(), strict=True)
-        ]
-        rewards = self._score(step, numbers, [completion.text for completion in completions])
+        rewards = self._score(f"for step {step + 1}", numbers, completions)
         originals = [self._rows[number]["prompt"] for number in numbers]
         assert result.log_probabilities is not None
         return _Samples(
             list(map(Sample, originals, completions, rewards)),
-            prompts,
+            [self._ids[number] for number in numbers],
             result.log_probabilities,
             training.group_advantages(rewards, self._group, scale=self._scale),
         )
+
+    def _complete(
+        self, model: generation.Model, numbers: Sequence[int], temperature: float, key: Key[Array, ""], **options: Any
+    ) -> tuple[generation.Generation, list[Completion]]:
+        """Generate completions of the rows of these numbers; `options` are those of `generation.generate`."""
+        result = generation.generate(
+            model,
+            [self._ids[number] for number in numbers],
+            max_new_tokens=self._max_new_tokens,
+            transforms=generation.sampling(temperature=temperature),
+            end_of_text=list(self.llm.end_ids) or None,
+            key=key,
+            **options,
+        )
+        pairs = zip(numbers, result.new_ids(), strict=True)
+        return result, [complete(ids, (), self._assembler(number)) for number, ids in pairs]
 
     def _decoding_model(self, model: PyTree) -> generation.Model:
         """Return the trained model in the form that decodes; under a plan its weights stay on their devices.
@@ -275,25 +295,26 @@ class Rollouts:
         continued = self._ids[number] if isinstance(self._rows[number]["prompt"], str) else ()
         return TextAssembler(data.TextStream(self.llm.tokenizer, continued), self.llm.end_ids, StopStrings(()))
 
-    def _score(self, step: int, numbers: Sequence[int], completions: list[str]) -> list[float]:
+    def _score(self, occasion: str, numbers: Sequence[int], completions: Sequence[Completion]) -> list[float]:
         """Return the rewards of completions; raise a `ValueError` for a reward that fails."""
         name = getattr(self.reward, "__name__", type(self.reward).__name__)
-        call = f"Rollouts(reward={name}): for step {step + 1}, of prompts {sorted(set(numbers))}"
+        call = f"Rollouts(reward={name}): {occasion}, of prompts {sorted(set(numbers))}"
+        texts = [completion.text for completion in completions]
         rows = [self._rows[number] for number in numbers]
         columns = {field: [row[field] for row in rows] for field in self._columns}
         try:
-            rewards = self.reward([row["prompt"] for row in rows], completions, **columns)
+            rewards = self.reward([row["prompt"] for row in rows], texts, **columns)
         except Exception as error:
             raise ValueError(f"{call}, it raised {type(error).__name__}: {error}; correct the function.") from error
         try:
             values = [float(reward) for reward in rewards]
         except (TypeError, ValueError) as error:
             raise ValueError(f"{call}, it did not return numbers ({error}); return one for each completion.") from error
-        if len(values) != len(completions):
+        if len(values) != len(texts):
             raise ValueError(
-                f"{call}, it returned {len(values)} rewards for {len(completions)} completions; return one for each."
+                f"{call}, it returned {len(values)} rewards for {len(texts)} completions; return one for each."
             )
-        for number, (value, completion) in enumerate(zip(values, completions)):
+        for number, (value, completion) in enumerate(zip(values, texts)):
             if not np.isfinite(value):
                 raise ValueError(
                     f"{call}, the reward of completion {number} ({completion!r:.60}) is {value}; return finite numbers."

@@ -132,7 +132,7 @@ def plot_rewards(metrics: str | Path, path: str | Path) -> None:
 
 
 _REWARD_PANELS = {
-    "reward": ("reward", "reward_std"),
+    "reward": ("reward", "reward_std", "validation_reward"),
     "tokens of a completion": ("completion_tokens",),
     "share": ("clip_fraction", "truncated", "groups_without_signal"),
     "nats a token": ("entropy", "kl", "sampler_difference"),

@@ -60,7 +60,11 @@ def command_of(inputs: Path, recipe_fields: Any = None) -> reinforce.Command:
         ({"loss": "dpo"}, {}, "--loss dpo: training on rewards has no such choice; leave it out"),
         ({"beta": 0.04}, {}, "--beta 0.04: training on rewards has no such choice; give --kl-weight"),
         ({"evaluate_tasks": ("gsm8k", "a")}, {}, "--evaluate-tasks gsm8k a: training on rewards has no such choice"),
-        ({"validate_every": 5}, {}, "--validate-every 5: training on rewards has no such choice; leave it out"),
+        (
+            {"validate_every": 5},
+            {},
+            "--validate-every 5: training on rewards has no such choice; leave it out, or give --held",
+        ),
         ({"prompt": "Hi"}, {}, "--prompt Hi: training on rewards has no such choice"),
         ({"text": Text(field="question")}, {}, "--text.field question: training on rewards has no such choice"),
         ({"batch": 6}, {}, "--batch 6 --group 4: a step has whole groups of at least 2 completions"),
@@ -93,6 +97,7 @@ def test_flags_of_texts_are_those_that_a_run_on_rewards_does_not_read(inputs, tm
     reinforce.check_flags_of_texts(dataclasses.replace(recipe, **fields))
     recipe_of_chats = with_answers(recipe, tmp_path)
     reinforce.check_flags_of_texts(texts.for_chats(recipe_of_chats))
+    reinforce.check_flags_of_texts(dataclasses.replace(recipe, validate_every=5), has_held_out=True)
     # Flags of a run that this run starts from stay without effect, unless they change the step.
     source, inherited = RunDirectory(tmp_path / "source"), {"evaluate_tasks": ("gsm8k",), "validate_every": 5}
     source.path.mkdir()
@@ -158,6 +163,19 @@ def test_prompts_that_exceed_a_row_are_refused_before_weights_are_read(inputs, t
     assert run._opening(3).endswith(f", goes on at step 3 in {tmp_path / 'run'}; {prompts}")
 
 
+def test_held_out_prompts_have_the_fields_of_the_others(inputs, tmp_path):
+    file = tmp_path / "held.jsonl"
+    command = dataclasses.replace(command_of(inputs), held_out=file)
+    file.write_text('{"prompt": "a", "letter": "x"}')
+    rows = [{"prompt": "b", "letter": "y"}]
+    assert reinforce.read_held_out(command, rows) == [{"prompt": "a", "letter": "x"}]
+    assert reinforce.list_settings(command, rows) == reinforce.list_settings(command_of(inputs), rows)
+    for line, message in (('{"prompt": "a"}', r"its rows have \['prompt'\]"), ('{"text": "a"}', "read_prompts")):
+        file.write_text(line)
+        with pytest.raises(ValueError, match=f"^--held-out {file}: {message}"):
+            reinforce.read_held_out(command, rows)
+
+
 @pytest.mark.parametrize(
     "policy_loss, flag, scales", [("grpo", None, True), ("dr_grpo", None, False), ("dr_grpo", True, True)]
 )
@@ -170,8 +188,9 @@ def test_dr_grpo_does_not_divide_advantages_by_standard_deviations(policy_loss, 
 def flags(inputs: Path, reward: str = "high") -> list[Any]:
     options = "--batch 8 --group 4 --tokens 8 --seq 32 --steps 8 --log-every 1 --checkpoint-every 8 --sample-every 4"
     options += " --updates 2 --kl-weight 0.01 --optimizer.learning-rate 1e-2 --optimizer.warmup 0 --simulate 1"
+    options += " --validate-every 4"
     paths = ["--model", inputs / "M", "--data", inputs / "prompts.jsonl", "--reward", f"{inputs}/rewards.py:{reward}"]
-    return [*paths, *options.split()]
+    return [*paths, "--held-out", inputs / "prompts.jsonl", *options.split()]
 
 
 @pytest.mark.grid
@@ -200,6 +219,9 @@ def test_a_run_raises_its_rewards_goes_on_and_is_written_out(inputs, tmp_path, m
     whole = rows(tmp_path / "whole", "reward")
     assert whole[-1]["reward"] > whole[0]["reward"] + 0.2 and whole[0]["kl"] < 1e-6 < 1e-3 < whole[-1]["kl"]
     assert whole[0].keys() >= {"completion_tokens", "truncated", "clip_fraction", "entropy", "tokens_per_second"}
+    held_out = rows(tmp_path / "whole", "validation_reward")
+    assert [row["step"] for row in held_out] == [0, 4, 8] and "held-out" in done.stdout
+    assert held_out[-1]["validation_reward"] > held_out[0]["validation_reward"]
     assert {path.name for path in (tmp_path / "whole").iterdir()} >= {"rewards.png", "samples.txt", "recipe.json"}
 
     with monkeypatch.context() as patched:

@@ -97,6 +97,22 @@ def test_a_row_without_a_prompt_is_refused(line, tmp_path):
         read_prompts(file)
 
 
+def test_the_greedy_reward_is_of_each_row_once():
+    sizes = list[int]()
+
+    def reward(prompts, completions, **columns):
+        sizes.append(len(prompts))
+        return high_bytes(prompts, completions)
+
+    model, rows = small_model(), [*ROWS, *({"prompt": letter, "letter": letter} for letter in "bcdefgh")]
+    rollouts = rollouts_of(reward, rows)
+    mean = rollouts.greedy_reward(model)
+    expected = language_model(model).generate([row["prompt"] for row in rows], max_new_tokens=6, temperature=0.0)
+    assert sizes == [8, 2] and mean == np.mean(high_bytes([], expected))
+    assert rollouts_of(rows=rows, key=jax.random.key(9)).greedy_reward(model) == mean
+    assert rollouts_of(rows=rows[:8]).greedy_reward(model) != mean  # the control
+
+
 def test_columns_and_messages_reach_the_reward(tmp_path):
     seen = []
 

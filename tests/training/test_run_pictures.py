@@ -54,10 +54,15 @@ def test_rewards_are_drawn_in_four_panels(tmp_path, monkeypatch):
     drawn: list[Any] = []
     monkeypatch.setattr(_pictures, "write_atomic", lambda path, write: drawn.append(write.__self__))
     metrics = {"reward": 0.25, "reward_std": 0.1, "completion_tokens": 7.5, "clip_fraction": 0.0, "entropy": 2.0}
-    rows = [{"step": step, "loss": 0.1} | metrics for step in (1, 2)]
+    rows = [{"step": step, "loss": 0.1} | metrics for step in (1, 2)] + [{"step": 2, "validation_reward": 0.5}]
     training.plot_rewards(written(tmp_path / "metrics.jsonl", rows), tmp_path / "rewards.png")
     labels = [[line.get_label() for line in axes.lines if line.get_label()[0] != "_"] for axes in drawn[0].axes]
-    assert labels == [["reward", "reward std"], ["completion tokens"], ["clip fraction"], ["entropy"]]
+    assert labels == [
+        ["reward", "reward std", "validation reward"],
+        ["completion tokens"],
+        ["clip fraction"],
+        ["entropy"],
+    ]
     assert drawn[0].axes[1].lines[0].get_xydata().tolist() == [[1, 7.5], [2, 7.5]]
     training.plot_rewards(written(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0}]), tmp_path / "no.png")
     assert len(drawn) == 1  # the control: nothing is drawn of a run without rewards
