@@ -28,7 +28,10 @@ _OLDER_MODES = {
 _ACTIVATIONS = {"Tanh": "tanh", "Identity": "identity", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
 _ACTIVATIONS |= {"Sigmoid": "sigmoid", "Mish": "mish"}
 _INPUT, _OUTPUT = "module_input_name", "module_output_name"
-_VECTOR = ("sentence_embedding", None)
+# Attributes without an effect on the vectors, by file.
+_IGNORED_SETTINGS = ("__version__", "requirements")
+_IGNORED_LENGTHS = ("unpad_inputs", "transformer_task", "modality_config", "module_output_name")
+_IGNORED_POOLING = ("word_embedding_dimension", "embedding_dimension", *_OLDER_MODES)
 
 
 class EmbeddingHead(nn.Module):
@@ -93,6 +96,9 @@ def read_encoder_files(path: Path) -> EncoderFiles:
     if default is not None and default not in prompts:
         settings.refuse(f"default_prompt_name={default!r}: the prompts are {', '.join(prompts) or 'none'}.")
     similarity = settings.read("similarity_fn_name", str, "cosine")
+    settings.expect("model_type", "SentenceTransformer")
+    _finish(settings, _IGNORED_SETTINGS)
+    _check_transformer(model_folder)
     length, lower_case = read_lengths(model_folder)
     texts = {name: prompt or "" for name, prompt in prompts.items()}
     return EncoderFiles(
@@ -107,7 +113,25 @@ def read_lengths(folder: Path) -> tuple[int | None, bool]:
     length = settings.read("max_seq_length", int, None)
     if length is not None and length < 1:
         settings.refuse(f"max_seq_length={length}: it must be at least 1.")
-    return length, settings.flag("do_lower_case", False)
+    lower_case = settings.flag("do_lower_case", False)
+    _finish(settings, _IGNORED_LENGTHS)
+    return length, lower_case
+
+
+def check_truncation_side(folder: Path) -> None:
+    """Raise a `ValueError` for a tokenizer that cuts texts at their beginning."""
+    _read_optional(folder / "tokenizer_config.json").expect("truncation_side", "right")
+
+
+def _check_transformer(folder: Path) -> None:
+    """Raise a `ValueError` for a text encoder that does not pool the last hidden vectors of plain texts."""
+    settings = _read_optional(folder / _LENGTH)
+    settings.expect("transformer_task", "feature-extraction")
+    settings.expect(_OUTPUT, "token_embeddings")
+    modalities = settings.nested("modality_config")
+    wanted = {"method": "forward", "method_output_name": "last_hidden_state"}
+    if modalities and modalities.get("text") != wanted:
+        settings.refuse(f"modality_config={modalities!r}: that of 'text' must be {wanted!r}.")
 
 
 def stated_max_length(folder: Path) -> int | None:
@@ -153,6 +177,11 @@ def _read_optional(file: Path) -> PublishedConfig:
     return PublishedConfig(read_json(file) if file.exists() else {}, str(file), "this version")
 
 
+def _finish(attributes: PublishedConfig, ignored: tuple[str, ...] = ()) -> None:
+    """Raise a `ValueError` for attributes that were not read, which may change the vectors."""
+    attributes.finish_strictly(lambda name, value: name in ignored)
+
+
 def _read_pooling(folder: Path) -> tuple[nn.Pooling, bool]:
     """Return the pooling of a folder, and whether the tokens of a prompt are pooled too."""
     file = folder / "config.json"
@@ -163,7 +192,9 @@ def _read_pooling(folder: Path) -> tuple[nn.Pooling, bool]:
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or not modes or not all(mode in nn.POOLINGS for mode in modes):
         attributes.refuse(f"pooling_mode={modes!r}: it must be one of {', '.join(nn.POOLINGS)}, or a list of these.")
-    return nn.Pooling(tuple(modes)), attributes.flag("include_prompt", True)
+    includes_prompt = attributes.flag("include_prompt", True)
+    _finish(attributes, _IGNORED_POOLING)
+    return nn.Pooling(tuple(modes)), includes_prompt
 
 
 def _read_layer(path: Path, kind: str, folder: Path) -> Callable[[Array], Array]:
@@ -174,9 +205,11 @@ def _read_layer(path: Path, kind: str, folder: Path) -> Callable[[Array], Array]
         )
     file = folder / "config.json"
     attributes = PublishedConfig(read_json(file) if file.exists() else {}, str(file), "this version")
-    attributes.expect(_INPUT, *_VECTOR)
-    attributes.expect(_OUTPUT, *reversed(_VECTOR), "sentence_embedding")
-    return nn.UnitLength() if kind == "Normalize" else _read_dense(folder, attributes)
+    attributes.expect(_INPUT, "sentence_embedding", None)
+    attributes.expect(_OUTPUT, None, "sentence_embedding")
+    layer = nn.UnitLength() if kind == "Normalize" else _read_dense(folder, attributes)
+    _finish(attributes)
+    return layer
 
 
 def _read_dense(folder: Path, attributes: PublishedConfig) -> nn.DenseLayer:

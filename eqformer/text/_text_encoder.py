@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from .. import data, models, nn, parallel
 from ..data import EncodedText
-from ._encoder_files import EmbeddingHead, MODULES, read_encoder_files, stated_max_length
+from ._encoder_files import check_truncation_side, EmbeddingHead, MODULES, read_encoder_files, stated_max_length
 
 
 Texts = list[str] | tuple[str, ...]
@@ -326,6 +326,7 @@ def load_text_tokenizer(folder: Path) -> data.FileTokenizer:
     file = folder / "tokenizer.json"
     if not file.exists():
         raise ValueError(f"load_encoder({str(folder)!r}): the folder has no tokenizer.json; put the model's own there.")
+    check_truncation_side(folder)
     names = data.read_special_tokens(folder)
     end = next((names[name] for name in ("eos_token", "sep_token", "pad_token") if names.get(name)), None)
     return data.FileTokenizer(file, end_of_text=0 if end is None else end)

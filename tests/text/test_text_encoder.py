@@ -62,7 +62,7 @@ def test_batches_and_order_change_nothing(encoders):
 
 
 def test_long_texts_are_cut(encoders):
-    """To the length that the folder states, special tokens among it; the words after it count for nothing."""
+    """To the length that the folder states, special tokens included; words after that length change nothing."""
     encoder = encoders("bert mean")
     (row,) = encoder.tokenizer.encode_texts([TEXTS[2]], max_length=encoder.max_length)
     assert encoder.max_length == 12 == len(row.ids) and row.ids[0] == 1 and row.ids[-1] == 2
@@ -180,6 +180,65 @@ def test_bad_files(file, content, error, tmp_path):
     (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=error):
         text.load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file, attributes, error",
+    [
+        ("1_Pooling/config.json", {"normalize": True}, "attributes that this version does not know: normalize=True"),
+        ("2_Normalize/config.json", {"norm": 1}, "does not know: norm=1"),
+        (
+            "sentence_bert_config.json",
+            {"tokenizer_args": {"truncation_side": "left"}},
+            "does not know: tokenizer_args=",
+        ),
+        (
+            "sentence_bert_config.json",
+            {"processing_kwargs": {"text": {"max_length": 5}}},
+            "does not know: processing_kw",
+        ),
+        ("sentence_bert_config.json", {"query_length": 3}, "does not know: query_length=3"),
+        (
+            "sentence_bert_config.json",
+            {"transformer_task": "fill-mask"},
+            "transformer_task='fill-mask' is not supported",
+        ),
+        (
+            "sentence_bert_config.json",
+            {"modality_config": {"message": {}}},
+            "modality_config=.* that of 'text' must be",
+        ),
+        ("config_sentence_transformers.json", {"truncate_dim": 4}, "does not know: truncate_dim=4"),
+        (
+            "config_sentence_transformers.json",
+            {"model_type": "SparseEncoder"},
+            "model_type='SparseEncoder' is not supp",
+        ),
+        ("tokenizer_config.json", {"truncation_side": "left"}, "truncation_side='left' is not supported"),
+    ],
+)
+def test_options_that_would_change_the_vectors_are_refused(file, attributes, error, tmp_path):
+    write_encoder(tmp_path, "bert mean")
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | attributes))
+    with pytest.raises(ValueError, match=error):
+        text.load_encoder(tmp_path)
+
+
+def test_options_without_an_effect_are_passed_over(tmp_path):
+    """As sentence-transformers 6 writes them."""
+    write_encoder(tmp_path, "bert mean")
+    text_modality = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+    lengths = {"max_seq_length": 12, "transformer_task": "feature-extraction", "modality_config": text_modality}
+    lengths |= {"module_output_name": "token_embeddings", "unpad_inputs": False, "query_length": None}
+    settings = {"__version__": {"pytorch": "2"}, "model_type": "SentenceTransformer", "prompts": {}}
+    pooling = {"embedding_dimension": 24, "pooling_mode": "mean", "include_prompt": True}
+    files = {"sentence_bert_config.json": lengths, "config_sentence_transformers.json": settings}
+    for file, content in (files | {"1_Pooling/config.json": pooling}).items():
+        (tmp_path / file).write_text(json.dumps(content))
+    assert text.load_encoder(tmp_path).max_length == 12
 
 
 def test_an_encoder_is_no_language_model(tmp_path):
