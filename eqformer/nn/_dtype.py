@@ -104,16 +104,18 @@ def broadcast_float32(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[A
 
 
 # On CPUs, the second factor of a product is reordered in memory before the product, which for few vectors costs more
-# than the product. Up to this many vectors the matrix is therefore the first factor.
+# than the product. Up to this many vectors the matrix is therefore the first factor, if it is so large that the gain
+# is worth a program with a case for CPUs.
 _FEW_VECTORS = 64
+_LARGE_MATRIX = 2**16
 
 
 def multiply_vectors(
     x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "*batch outputs"]:
-    """Return `x W^T` in `dtype`; on CPUs the matrix is the first factor if there are few vectors."""
+    """Return `x W^T` in `dtype`; on CPUs a large matrix is the first factor if there are few vectors."""
     multiply = partial(jnp.einsum, "...i,oi->...o", preferred_element_type=dtype)
-    if not 1 < math.prod(x.shape[:-1]) <= _FEW_VECTORS:
+    if not 1 < math.prod(x.shape[:-1]) <= _FEW_VECTORS or weight.size < _LARGE_MATRIX:
         return multiply(x, weight)
 
     def multiply_matrix_first(x: Array, weight: Array) -> Array:

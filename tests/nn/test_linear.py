@@ -41,24 +41,30 @@ def test_few_vectors_do_not_make_xla_copy_the_weight():
     assert transposed.search(many)  # the control
 
 
-def test_the_matrix_is_the_first_factor_of_few_vectors_on_cpus(monkeypatch):
+def test_a_large_matrix_is_the_first_factor_of_few_vectors_on_cpus(monkeypatch):
     monkeypatch.setattr(_platform, "compilers", lambda: ("cuda",))
-    module = make("embed -> mlp")
-    trace = lambda rows: jax.jit(module.__call__).trace(normal(1, rows, 5))
-    sizes = "x".join(map(str, module.weight.shape))
+    weight = normal(0, 256, 300)
+    trace = lambda rows, weight=weight: jax.jit(nn.ComputeDtypeMatmul().forward, static_argnums=2).trace(
+        normal(1, rows, weight.shape[1]), weight, "float32"
+    )
 
-    def is_first_factor(rows, platform):
-        text = trace(rows).lower(lowering_platforms=(platform,)).as_text()
+    def is_first_factor(rows, platform, weight=weight):
+        text = trace(rows, weight).lower(lowering_platforms=(platform,)).as_text()
         (factors,) = re.findall(r"dot_general .* : \(tensor<(\S+)xf32>, tensor<(\S+)xf32>\)", text)
-        assert set(factors) == {sizes, f"{rows}x5"}
+        sizes = "x".join(map(str, weight.shape))
+        assert set(factors) == {sizes, f"{rows}x{weight.shape[1]}"}
         return factors[0] == sizes
 
     assert [is_first_factor(rows, "cpu") for rows in (1, 2, 64, 65)] == [False, True, True, False]
     assert [is_first_factor(rows, "cuda") for rows in (1, 2, 64, 65)] == [False] * 4
+    assert not is_first_factor(2, "cpu", weight[:, :200])  # a small one, which is not worth it
     # XLA keeps the order of the factors: the product has a column for each vector.
     compiled = trace(7).lower().compile().as_text() or ""
-    assert re.search(r"f32\[4,7\]\S* dot\(", compiled) and not re.search(r"f32\[7,4\]\S* dot\(", compiled)
-    assert re.search(r"f32\[65,4\]\S* dot\(", trace(65).lower().compile().as_text() or "")  # the control
+    assert re.search(r"f32\[256,7\]\S* dot\(", compiled) and not re.search(r"f32\[7,256\]\S* dot\(", compiled)
+    assert re.search(r"f32\[65,256\]\S* dot\(", trace(65).lower().compile().as_text() or "")  # the control
+    expected = np.asarray(normal(1, 7, 300)) @ np.asarray(weight).T
+    got = jax.jit(nn.ComputeDtypeMatmul().forward, static_argnums=2)(normal(1, 7, 300), weight, "float32")
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)
     nothing = nn.ComputeDtypeMatmul().forward(jnp.zeros((2, 0)), jnp.zeros((4, 0)), jnp.float32)
     assert nothing.shape == (2, 4) and not np.any(nothing)  # a map of no inputs, which odd sizes leave
 
