@@ -62,8 +62,12 @@ class RotaryPositions(Entry):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`."""
-        if self.required and not rotary_scaling.either_rotary_parameters(published):
-            published.take("rope_parameters")
+        is_stated = not self.required or rotary_scaling.either_rotary_parameters(published)
+        if not is_stated and published.take("rope_parameters") is None:
+            published.refuse(
+                "rope_parameters=None: transformers reads it as a scaling of this family's own; state the scaling, or "
+                "rope_type='default' for none."
+            )
         older = (self.older, "rope_scaling")
         theta, scaling = read_rotary(published, self.theta, self.layer_type, older, self.skipped)
         return {"theta": theta, "scaling": scaling}

@@ -33,6 +33,16 @@ def test_a_scaling_beside_rope_parameters_is_refused_unless_it_is_theirs():
         numbers_of(config | {"rope_scaling": YARN, "rope_parameters": both})
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "cwm", "ministral3", "mistral4"])
+def test_rope_parameters_of_null_are_refused_where_transformers_takes_a_scaling_for_them(family):
+    config = without(family)
+    with pytest.raises(ValueError, match="^config.json: rope_parameters=None: transformers reads it as a scaling"):
+        numbers_of(config | {"rope_parameters": None})
+    with pytest.raises(ValueError, match="the configuration has no 'rope_parameters'"):
+        numbers_of(config)
+    assert numbers_of(config | {"rope_parameters": {"rope_type": "default"}}).scaling is None
+
+
 def test_of_layers_types_the_older_scaling_must_be_that_of_layers_without_a_window():
     config = without("gemma3_text")
     said = {FULL: LINEAR | {"rope_theta": 1e6}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}
