@@ -71,10 +71,18 @@ class ClassifierTable:
         pooling = attributes.text(self.pooling_attribute, self.pooling) if self.pooling_attribute else None
         return Classifier(labels, architecture.endswith(_TOKENS), pooling)
 
-    def write(self, architecture: str, model: Transformer) -> Attributes:
-        """Return the attributes to publish for a model with a classifier, given its family's architecture."""
+    def write(self, call: str, architecture: str, model: Transformer) -> Attributes:
+        """Return the attributes to publish for a model with a classifier, given its family's architecture.
+
+        Raises a `ValueError` that begins with `call` for a pooling that no attribute states.
+        """
         classifier = classifier_of(model)
         assert classifier is not None
+        if self.pooling_attribute is None and classifier.pooling not in (None, self.pooling):
+            raise ValueError(
+                f"{call}: the classifier's pooling is {classifier.pooling!r}, but the family's published classifiers "
+                f"have {self.pooling!r} and state none; build it with Classifier(..., pooling=None)."
+            )
         kind = _TOKENS if classifier.of_tokens else _TEXTS
         names = {str(number): f"LABEL_{number}" for number in range(classifier.labels)}
         attributes = Attributes(architectures=[_STEM.sub("", architecture) + kind], id2label=names)

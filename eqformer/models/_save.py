@@ -56,8 +56,8 @@ def save(
 
     Raises:
         ValueError: Before anything is written: if `path` exists, if the model has `LoRA`s or is not of this config, if
-            the format cannot express a field of its config, if with `whole` the folder lacks arrays of the model, and
-            if the model holds codes that the folder does not have.
+            the format cannot express a field of its config or its classifier's pooling, if with `whole` the folder
+            lacks arrays of the model, and if the model holds codes that the folder does not have.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():
@@ -73,7 +73,7 @@ def save(
             raise ValueError(f"{call}: whole=True writes the folder that the model came from again; give it as like=.")
         configuration = _configuration(family, config)
         if model.classifier is not None and family.classifier is not None:
-            configuration |= family.classifier.write(family.architecture, model)
+            configuration |= family.classifier.write(call, family.architecture, model)
         if model.predictor is not None and family.predictor is not None:
             configuration |= family.predictor.attributes
     else:
