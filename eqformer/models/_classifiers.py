@@ -125,5 +125,19 @@ def linear_rules(published: str, path: str) -> tuple[Rule, ...]:
     return tuple(Rule(f"{published}.{leaf}", f"classifier.{path}.{leaf}") for leaf in ("weight", "bias"))
 
 
+def _only(rules: tuple[Rule, ...], *, of_tokens: bool) -> tuple[Rule, ...]:
+    """Return rules that apply only to classifiers of tokens, or only to those of texts."""
+    path = "classifier.pooling"
+    return tuple(dataclasses.replace(rule, **{"lacks" if of_tokens else "needs": path}) for rule in rules)
+
+
 DECODER_CLASSIFIER = ClassifierTable(linear_rules("score", "output"), bias=False)
 """Classifiers of decoders read the last token's vector."""
+OLDER_DECODER_CLASSIFIER = ClassifierTable(
+    (
+        *_only(linear_rules("score", "output"), of_tokens=False),
+        *_only(linear_rules("classifier", "output"), of_tokens=True),
+    ),
+    bias=False,
+)
+"""Classifiers of older decoders, such as GPT-2, whose map to the scores of tokens has another name."""

@@ -145,6 +145,28 @@ def test_a_built_classifier_and_what_is_refused(tmp_path, classifiers):
     assert dataclasses.replace(classifier, activation="identity").score("a dog") != classifier.score("a dog")
 
 
+@pytest.mark.parametrize("name", ["bert-byte-200k", "llama-byte-1m"])
+def test_a_pooling_that_no_attribute_states_is_not_saved(name, tmp_path):
+    config = models.preset(name)
+    model = models.build(config, classifier=models.Classifier(2, pooling="mean"), key=jax.random.key(0))
+    with pytest.raises(ValueError, match="the classifier's pooling is 'mean', but the family's published classifiers"):
+        models.save(model, tmp_path / "folder", config=config)
+    assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize("name", ["gpt2-byte-1m", "gpt-neox-byte-500k", "llama-byte-1m"])
+def test_names_of_decoders_classifiers(name, tmp_path):
+    """GPT-2's and GPT-NeoX's heads for tokens have a name of their own in transformers; Llama's have one name."""
+    config, token_name = models.preset(name), "score" if name.startswith("llama") else "classifier"
+    for of_tokens, wanted in ((False, {"score.weight"}), (True, {f"{token_name}.weight", f"{token_name}.bias"})):
+        model = models.build(config, classifier=models.Classifier(2, of_tokens), key=jax.random.key(0))
+        folder = tmp_path / str(of_tokens)
+        models.save(model, folder, config=config)
+        names = load_file(folder / "model.safetensors").keys()
+        assert {key for key in names if key.startswith(("score.", "classifier."))} == wanted
+        assert eqx.tree_equal(models.load(folder), model)
+
+
 def test_answers_of_a_language_model(tmp_path):
     """As of Qwen3-Reranker: the probability of one answer of two, by the logits behind a text."""
     config = models.preset("llama-byte-1m")

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._attributes import Activation, Attribute, Entry, Expect, Ignore
+from .._classifiers import OLDER_DECODER_CLASSIFIER
 from .._config_types import LayerCount, Length, NotNegative, Rate, Size
 from .._family import Family, ModelConfig
 from .._weight_rules import Rule
@@ -146,4 +147,5 @@ GPT2 = Family(
     WEIGHTS,
     ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
     is_bare=True,
+    classifier=OLDER_DECODER_CLASSIFIER,
 )

@@ -11,6 +11,7 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, LayerNorm, MLP, ParallelResidual, Residual, Transformer
 from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore
+from .._classifiers import OLDER_DECODER_CLASSIFIER
 from .._config_types import Attributes, Fraction, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction, RotaryPositions
@@ -170,6 +171,7 @@ GPT_NEOX = Family(
         *_mlp_weights(f"{_NEOX}mlp.", ("dense_h_to_4h", "dense_4h_to_h")),
     ),
     ignored_suffixes=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+    classifier=OLDER_DECODER_CLASSIFIER,
 )
 
 
