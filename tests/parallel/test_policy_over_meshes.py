@@ -138,13 +138,15 @@ def test_the_samplers_log_probabilities_are_the_trainers(mesh, options, dtype, b
 def test_a_run_on_rewards_is_one_devices(mesh, options):
     model, plan = byte_model("float32"), plan_over(mesh, **options)
     optimizer = training.optimizer("adamw", model, rate=training.constant(1e-3), eps=1e-3)
-    logged = []
+    logged, greedy = [], []
     for chosen in (None, plan):
         rows: list[Any] = []
         copy = jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, model)
         states = None if chosen is None else training.PlannedState(lambda: model, optimizer, chosen)
         state = training.init_state(copy, optimizer) if states is None else states.init_from(copy)
         step = training.make_step(training.policy_loss("dapo"), optimizer, chosen)
+        greedy.append(rollouts_of(model, chosen).greedy_reward(state.model))
         training.train(step, state, rollouts_of(model, chosen), steps=4, callbacks=[training.Log(1, rows.append)])
         logged.append([[row[name] for name in ("loss", "reward", "entropy", "grad_norm")] for row in rows])
     assert np.allclose(*logged, rtol=1e-3, atol=1e-4) and logged[0][0] != logged[0][2]
+    assert greedy[0] == greedy[1] != logged[0][0][1]
