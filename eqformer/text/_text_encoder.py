@@ -199,13 +199,16 @@ def map_batches(
         )
     order = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    # All batches are started before the first result is copied.
     devices = 1 if plan is None else math.prod(map(plan.size, plan.batch_axes)) * plan.microbatches
-    results = [run(*_pad_batch([rows[number] for number in batch], batch_size, devices)) for batch in batches]
+    results = (run(*_pad_batch([rows[number] for number in batch], batch_size, devices)) for batch in batches)
     arrays: list[np.ndarray] = [np.empty(0)] * len(rows)
-    for batch, result in zip(batches, results, strict=True):
-        for number, array in zip(batch, np.asarray(result)):
+    # A result is copied after the next batch is started, so that the device never waits and holds two batches.
+    current = next(results, None)
+    for batch in batches:
+        following = next(results, None)
+        for number, array in zip(batch, np.asarray(current)):
             arrays[number] = array
+        current = following
     return arrays
 
 
