@@ -47,15 +47,8 @@ def load(
     is_classifier = is_published and models.is_classifier(path)
     is_encoder = is_published and ((path / MODULES).exists() or models.is_encoder(path))
     if not is_classifier and not is_encoder:
-        return load_llm(
-            source,
-            plan=plan,
-            dtype=dtype,
-            weights=weights,
-            predictor=predictor,
-            throughput=throughput,
-            progress=progress,
-        )
+        call = f"load({str(source)!r})"
+        return _load_llm(call, path, plan, dtype, weights, predictor, throughput, progress)
     if predictor or throughput:
         raise ValueError(
             f"load({str(source)!r}): the folder holds a text encoder or a classifier, which writes no text; leave out "
@@ -91,22 +84,36 @@ def load_llm(
             weights fit into no cache are unstacked (see `generation.unstack_for_platform`).
         progress: A function that is called with the number of bytes read so far, and of all bytes.
     """
-    path = models.local_path(source)
+    call = f"load_llm({str(source)!r})"
+    return _load_llm(call, models.local_path(source), plan, dtype, weights, predictor, throughput, progress)
+
+
+def _load_llm(
+    call: str,
+    path: Path,
+    plan: parallel.Plan | None,
+    dtype: jax.typing.DTypeLike | None,
+    weights: str,
+    predictor: bool,
+    throughput: bool,
+    progress: Callable[[int, int], None],
+) -> LLM:
+    """Load a language model from a local path; errors begin with `call`."""
     if not path.exists():
         raise ValueError(
-            f"load({str(source)!r}): there is no such file or folder, and this is no name of a model of the hub "
+            f"{call}: there is no such file or folder, and this is no name of a model of the hub "
             "(OWNER/NAME); correct it."
         )
     if is_run(path):
         if dtype is not None or weights != "decoded" or predictor:
             raise ValueError(
-                f"load({str(source)!r}): a run's model has the dtypes of its recipe and the weights of its checkpoint; "
+                f"{call}: a run's model has the dtypes of its recipe and the weights of its checkpoint; "
                 "leave out dtype, weights and predictor."
             )
         return _load_run(path, plan, throughput)
     if models.is_encoder(path) or models.is_classifier(path):
         raise ValueError(
-            f"load({str(source)!r}): the model is a text encoder or a classifier, which writes no text; take "
+            f"{call}: the model is a text encoder or a classifier, which writes no text; take "
             "text.load_encoder or text.load_classifier."
         )
     if plan is not None:  # The model is compared with the plan before its arrays are read.

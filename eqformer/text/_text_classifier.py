@@ -204,12 +204,12 @@ def load_classifier(
     Raises:
         ValueError: For a folder of another model.
     """
-    path = models.local_path(source)
+    path, call = models.local_path(source), f"load_classifier({str(source)!r})"
     if answers is not None:
         return _load_answers(source, path, answers, plan, dtype, weights, progress)
     if not path.is_dir() or not models.is_classifier(path):
         raise ValueError(
-            f"load_classifier({str(source)!r}): the folder's config.json names no model ForSequenceClassification or "
+            f"{call}: the folder's config.json names no model ForSequenceClassification or "
             "ForTokenClassification; take text.load_encoder or text.load_llm, or give answers= of a language model."
         )
     model = models.load(path, plan=plan, dtype=dtype, weights=weights, progress=progress)
@@ -219,7 +219,7 @@ def load_classifier(
     (count,) = model.classifier.output.output_shape
     return TextClassifier(
         model,
-        load_text_tokenizer(path),
+        load_text_tokenizer(call, path),
         _label_names(attributes, count),
         limit_length(model, max_length, path),
         attributes.get("problem_type") == "multi_label_classification",
@@ -243,7 +243,7 @@ def _load_answers(
     call = f"load_classifier({str(source)!r}, answers={answers!r})"
     if not path.is_dir() or models.is_encoder(path) or models.is_classifier(path):
         raise ValueError(f"{call}: answers are tokens of a language model; give the folder of one.")
-    tokenizer = load_text_tokenizer(path)
+    tokenizer = load_text_tokenizer(call, path)
     ids = [tokenizer.encode(answer) for answer in answers]
     if len(answers) != 2 or any(len(row) != 1 for row in ids):
         counts = " and ".join(str(len(row)) for row in ids)

@@ -298,7 +298,7 @@ def load_encoder(
         raise ValueError(
             f"{call}: similarity_fn_name={files.similarity!r}: it must be one of {', '.join(SIMILARITIES)}."
         )
-    tokenizer = load_text_tokenizer(files.folder)
+    tokenizer = load_text_tokenizer(call, files.folder)
     model = models.load(files.folder, plan=plan, dtype=dtype, weights=weights, head=False, progress=progress)
     if model.encoder is not None:
         raise ValueError(f"{call}: the model has an encoder and a decoder; only models of one stack are pooled.")
@@ -324,11 +324,11 @@ def limit_length(model: nn.Transformer, max_length: int | None, folder: Path) ->
     return min((length for length in lengths if length is not None), default=None)
 
 
-def load_text_tokenizer(folder: Path) -> data.FileTokenizer:
+def load_text_tokenizer(call: str, folder: Path) -> data.FileTokenizer:
     """Load the tokenizer of a text encoder, whose separator ends a text if it names no end of text."""
     file = folder / "tokenizer.json"
     if not file.exists():
-        raise ValueError(f"load_encoder({str(folder)!r}): the folder has no tokenizer.json; put the model's own there.")
+        raise ValueError(f"{call}: the folder has no tokenizer.json; put the model's own there.")
     check_truncation_side(folder)
     names = data.read_special_tokens(folder)
     end = next((names[name] for name in ("eos_token", "sep_token", "pad_token") if names.get(name)), None)

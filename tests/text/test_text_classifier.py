@@ -184,3 +184,6 @@ def test_answers_of_a_language_model(tmp_path):
     write_encoder(tmp_path, "bert reranker")
     with pytest.raises(ValueError, match="answers are tokens of a language model"):
         text.load_classifier(tmp_path, answers=("y", "n"))
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"^load_classifier\(.*the folder has no tokenizer.json"):
+        text.load_classifier(tmp_path)

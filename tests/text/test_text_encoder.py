@@ -245,8 +245,35 @@ def test_an_encoder_is_no_language_model(tmp_path):
     write_encoder(tmp_path, "bert mean")
     with pytest.raises(ValueError, match="a text encoder or a classifier, which writes no text"):
         text.load_llm(tmp_path)
+    with pytest.raises(ValueError, match=r"^load_llm\('no such folder'\): there is no such file"):
+        text.load_llm("no such folder")
+    with pytest.raises(ValueError, match=r"^load\('no such folder'\): there is no such file"):
+        eqformer.load("no such folder")
     with pytest.raises(ValueError, match="leave out predictor and throughput"):
         eqformer.load(tmp_path, throughput=True)
+
+
+def test_two_batches_are_on_the_device_at_a_time():
+    events = list[str]()
+
+    class Result:
+        def __init__(self, ids):
+            self.ids = np.asarray(ids)
+            events.append(f"start {self.ids[0, 0]}")
+
+        def __array__(self, dtype=None, copy=None):
+            events.append(f"copy {self.ids[0, 0]}")
+            return self.ids
+
+    rows = [
+        data.EncodedText(
+            np.full(3, number, np.uint32), np.zeros(3, np.uint32), np.zeros((3, 2), int), np.zeros(3, bool)
+        )
+        for number in range(4)
+    ]
+    results = map_batches(lambda ids, tokens: Result(ids), rows, 1)  # type: ignore[arg-type]
+    assert [int(result[0]) for result in results] == [0, 1, 2, 3]
+    assert events == ["start 0", "start 1", "copy 0", "start 2", "copy 1", "start 3", "copy 2", "copy 3"]
 
 
 def test_few_widths_are_compiled():
