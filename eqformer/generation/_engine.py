@@ -279,7 +279,11 @@ class Engine:
         return ended
 
     def _read_prompts(self) -> None:
-        """Read a chunk of a prompt for each free slot: a decoding step takes as long with free slots as without."""
+        """Read a chunk of a prompt for each free slot: a decoding step takes as long with free slots as without.
+
+        Of a prompt that needs more, at most `_MOST_CHUNKS` are read while other rows wait for their next step.
+        """
+        unfinished_chunks = 0
         for _ in range(self.slots - len(self._rows)):
             while self._reading is None:
                 if not self._waiting or len(self._rows) == self.slots:
@@ -290,6 +294,9 @@ class Engine:
             if self.model.start is None:
                 hidden = self._read_chunk(row)
                 if row.read < row.result.prompt_length:
+                    unfinished_chunks += 1
+                    if self._rows and unfinished_chunks == _MOST_CHUNKS:
+                        return
                     continue
                 initial = row.prompt
             else:
@@ -487,5 +494,7 @@ _GROWING = ("ids", "log_probabilities", "alternatives")
 """Lists of a result that grow from step to step."""
 _SMALLEST_CHUNK = 32
 """A prompt of up to 32 ids takes 0.6 of the time of one of 64 (8 M parameters on a CPU)."""
+_MOST_CHUNKS = 4
+"""Chunks of one long prompt between two decoding steps of other rows."""
 _COMPARED = 64
 """Earlier prompts that a new prompt is compared with."""

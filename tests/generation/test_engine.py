@@ -288,6 +288,23 @@ def test_slots_are_filled_before_a_step_and_again_when_a_row_has_ended(model):
     assert step_lengths(requests[:2]) == [{0: 3, 1: 9}, {1: 12}]  # The control: no request waits.
 
 
+def test_texts_do_not_wait_for_all_of_a_long_prompt(model):
+    engine = Engine(model, **dict(SIZES, slots=8, capacity=576))
+    long, other = (Request([*range(first, first + 8)] * 64, 2) for first in (1, 2))  # of eight chunks
+
+    def chunks_of_next_step():
+        read = engine._reading.read if engine._reading else 0
+        engine.step()
+        return ((engine._reading.read if engine._reading else len(long.prompt)) - read) // 64
+
+    engine.submit(long)
+    assert chunks_of_next_step() == 8  # No text waits.
+    engine.submit(Request([1, 2], 100))
+    engine.step()
+    engine.submit(other)
+    assert [chunks_of_next_step() for _ in range(2)] == [4, 4]
+
+
 def test_deleted_caches_leave_their_memory(model):
     live_bytes = lambda: sum(array.nbytes for array in jax.live_arrays())
     engine = Engine(model, **SIZES)
