@@ -97,8 +97,11 @@ def build(
     check_config(call, config)
     transformer = family.build(config, key=key)
     if classifier is not None:
-        if family.classifier is None or transformer.encoder is not None or predictor:
-            raise ValueError(f"{call[:-1]}, classifier={classifier}): the family {family.name} has no classifiers.")
+        call = f"{call[:-1]}, predictor={predictor}, classifier={classifier})"
+        if predictor:
+            raise ValueError(f"{call}: a classifier takes the place of the head that a predictor needs; give one.")
+        if family.classifier is None:
+            raise ValueError(f"{call}: the family {family.name} has no classifiers.")
         return family.classifier.add_to(transformer, config, classifier, key=jax.random.fold_in(key, 2))
     if not predictor:
         return transformer

@@ -127,6 +127,8 @@ def test_a_built_classifier_and_what_is_refused(tmp_path, classifiers):
     assert model.head is None and model.classifier is not None and model.classifier.output.shape == (2, 128)
     with pytest.raises(ValueError, match="the family t5 has no classifiers"):
         models.shapes("t5-small", classifier=models.Classifier(2))
+    with pytest.raises(ValueError, match=r"predictor=True.* a classifier takes the place of the head that a predictor"):
+        models.shapes("deepseek-v3-byte-500k", predictor=True, classifier=models.Classifier(2))
     with pytest.raises(ValueError, match=r"Classifier\(labels=0\): a classifier has at least 1 label"):
         models.Classifier(0)
     classifier = classifiers("bert reranker")

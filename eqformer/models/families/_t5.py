@@ -270,4 +270,5 @@ T5 = Family(
     *("t5", T5Config, build_t5, _PRESETS, "T5ForConditionalGeneration", "t5", T5_ATTRIBUTES, T5_WEIGHTS),
     ignored_suffixes=("coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight"),
     as_stored=_as_stored,
+    classifier=None,
 )

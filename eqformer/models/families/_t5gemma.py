@@ -154,6 +154,7 @@ T5GEMMA2 = Family(
     T5GEMMA2_WEIGHTS,
     ignored_suffixes=("decoder.embed_tokens.weight",),
     unread=lambda config: UNREAD,
+    classifier=None,
 )
 
 
@@ -279,4 +280,5 @@ T5GEMMA = Family(
     "t5gemma",
     T5GEMMA_ATTRIBUTES,
     T5GEMMA_WEIGHTS,
+    classifier=None,
 )
