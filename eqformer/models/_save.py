@@ -40,6 +40,9 @@ def save(
 ) -> None:
     """Write a model as a folder that transformers loads; the folder is written atomically.
 
+    transformers loads classifiers only of families for which it has such classes (see `docs/embeddings.md`); eqformer
+    loads those of all families.
+
     Args:
         model: The model.
         path: The folder, which must not exist yet.
