@@ -23,7 +23,7 @@ class Classifier:
 
     labels: int
     """The number of labels; 1 for a score, as in rerankers and reward models."""
-    of_tokens: bool = False
+    classifies_tokens: bool = False
     """Whether each token is classified, instead of each text."""
     pooling: str | None = None
     """How the vector of a text is made, a name in `nn.POOLINGS`; None: as in the family's published classifiers."""
@@ -57,9 +57,9 @@ class ClassifierTable:
     def add_to(self, model: Transformer, config: Any, classifier: Classifier, *, key: Key[Array, ""]) -> Transformer:
         """Return the model with a classifier of random weights in the place of its head."""
         dense_key, output_key = jax.random.split(key)
-        options, embed = self.token_dense if classifier.of_tokens else self.dense, config.embed
-        pooling = None if classifier.of_tokens else Pooling((classifier.pooling or self.pooling,))
-        bias = classifier.of_tokens or self.bias
+        options, embed = self.token_dense if classifier.classifies_tokens else self.dense, config.embed
+        pooling = None if classifier.classifies_tokens else Pooling((classifier.pooling or self.pooling,))
+        bias = classifier.classifies_tokens or self.bias
         output = Linear("embed -> labels", bias=bias, embed=embed, labels=classifier.labels, key=output_key)
         dense = None if options is None else _dense_layer(embed, **options(config), key=dense_key)
         return dataclasses.replace(without_head(model), classifier=ClassificationHead(pooling, dense, output))
@@ -83,7 +83,7 @@ class ClassifierTable:
                 f"{call}: the classifier's pooling is {classifier.pooling!r}, but the family's published classifiers "
                 f"have {self.pooling!r} and state none; build it with Classifier(..., pooling=None)."
             )
-        kind = _TOKENS if classifier.of_tokens else _TEXTS
+        kind = _TOKENS if classifier.classifies_tokens else _TEXTS
         names = {str(number): f"LABEL_{number}" for number in range(classifier.labels)}
         attributes = Attributes(architectures=[_STEM.sub("", architecture) + kind], id2label=names)
         attributes |= {"label2id": {name: int(number) for number, name in names.items()}}
@@ -125,18 +125,18 @@ def linear_rules(published: str, path: str) -> tuple[Rule, ...]:
     return tuple(Rule(f"{published}.{leaf}", f"classifier.{path}.{leaf}") for leaf in ("weight", "bias"))
 
 
-def _only(rules: tuple[Rule, ...], *, of_tokens: bool) -> tuple[Rule, ...]:
+def _only(rules: tuple[Rule, ...], *, classifies_tokens: bool) -> tuple[Rule, ...]:
     """Return rules that apply only to classifiers of tokens, or only to those of texts."""
     path = "classifier.pooling"
-    return tuple(dataclasses.replace(rule, **{"lacks" if of_tokens else "needs": path}) for rule in rules)
+    return tuple(dataclasses.replace(rule, **{"lacks" if classifies_tokens else "needs": path}) for rule in rules)
 
 
 DECODER_CLASSIFIER = ClassifierTable(linear_rules("score", "output"), bias=False)
 """Classifiers of decoders read the last token's vector."""
 OLDER_DECODER_CLASSIFIER = ClassifierTable(
     (
-        *_only(linear_rules("score", "output"), of_tokens=False),
-        *_only(linear_rules("classifier", "output"), of_tokens=True),
+        *_only(linear_rules("score", "output"), classifies_tokens=False),
+        *_only(linear_rules("classifier", "output"), classifies_tokens=True),
     ),
     bias=False,
 )

@@ -67,7 +67,7 @@ class TextClassifier:
     """The plan that shards the model over a mesh; None: one device."""
 
     @property
-    def is_of_tokens(self) -> bool:
+    def classifies_tokens(self) -> bool:
         """Whether each token has a label."""
         return self.model.classifier is not None and self.model.classifier.pooling is None
 
@@ -85,7 +85,7 @@ class TextClassifier:
         rows = check_texts("classify(texts)", texts)
         encoded = self.tokenizer.encode_texts(rows, max_length=self.max_length)
         logits = self._logits(encoded, batch_size)
-        label = self._label_tokens if self.is_of_tokens else self._label_text
+        label = self._label_tokens if self.classifies_tokens else self._label_text
         results = [label(text, row, scores) for text, row, scores in zip(rows, encoded, logits, strict=True)]
         return results[0] if isinstance(texts, str) else results
 
@@ -108,7 +108,7 @@ class TextClassifier:
         call, name = "score(texts)", self.activation if activation is None else activation
         if name not in ("sigmoid", "identity"):
             raise ValueError(f"score(activation={name!r}): it must be 'sigmoid' or 'identity'.")
-        if self.is_of_tokens:
+        if self.classifies_tokens:
             raise ValueError(f"{call}: the model labels tokens, so a text has no score; take classify.")
         if isinstance(rows, list | tuple) and rows and all(map(_is_pair, rows)):
             pairs = [(str(first), str(second)) for first, second in rows]

@@ -354,8 +354,8 @@ def test_every_rule_of_weights_is_of_some_model():
             found |= _paths(family.weights, shapes_of(name)) if "-byte-" in name else set()
     classifiers = {family.classifier: family for family in [*FAMILIES.values(), llama] if family.classifier is not None}
     for table, family in classifiers.items():
-        for of_tokens in (False, True):
-            model = shapes(next(iter(family.presets)), classifier=Classifier(3, of_tokens))
+        for classifies_tokens in (False, True):
+            model = shapes(next(iter(family.presets)), classifier=Classifier(3, classifies_tokens))
             found |= _paths((*family.weights, *table.weights), model)
     tables = [*(family.weights for family in FAMILIES.values()), *(table.weights for table in classifiers)]
     assert {(rule.part, rule.path) for table in tables for rule in table} == found

@@ -160,9 +160,12 @@ def test_a_pooling_that_no_attribute_states_is_not_saved(name, tmp_path):
 def test_names_of_decoders_classifiers(name, tmp_path):
     """GPT-2's and GPT-NeoX's heads for tokens have a name of their own in transformers; Llama's have one name."""
     config, token_name = models.preset(name), "score" if name.startswith("llama") else "classifier"
-    for of_tokens, wanted in ((False, {"score.weight"}), (True, {f"{token_name}.weight", f"{token_name}.bias"})):
-        model = models.build(config, classifier=models.Classifier(2, of_tokens), key=jax.random.key(0))
-        folder = tmp_path / str(of_tokens)
+    for classifies_tokens, wanted in (
+        (False, {"score.weight"}),
+        (True, {f"{token_name}.weight", f"{token_name}.bias"}),
+    ):
+        model = models.build(config, classifier=models.Classifier(2, classifies_tokens), key=jax.random.key(0))
+        folder = tmp_path / str(classifies_tokens)
         models.save(model, folder, config=config)
         names = load_file(folder / "model.safetensors").keys()
         assert {key for key in names if key.startswith(("score.", "classifier."))} == wanted

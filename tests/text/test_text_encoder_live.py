@@ -1,4 +1,4 @@
-"""Text encoders beside sentence-transformers, where it is installed: folders of other weights than the fixtures'."""
+"""Text encoders beside sentence-transformers, where it is installed, with weights that no fixture has."""
 
 import numpy as np
 import pytest
