@@ -204,7 +204,8 @@ def _read_layer(path: Path, kind: str, folder: Path) -> Callable[[Array], Array]
             f"{path / MODULES}: a module {kind!r} is not supported; after Pooling there may be Dense and Normalize."
         )
     file = folder / "config.json"
-    attributes = PublishedConfig(read_json(file) if file.exists() else {}, str(file), "this version")
+    has_config = folder != path and file.exists()  # The file in the outermost folder is the model's.
+    attributes = PublishedConfig(read_json(file) if has_config else {}, str(file), "this version")
     attributes.expect(_INPUT, "sentence_embedding", None)
     attributes.expect(_OUTPUT, None, "sentence_embedding")
     layer = nn.UnitLength() if kind == "Normalize" else _read_dense(folder, attributes)

@@ -239,6 +239,10 @@ def test_options_without_an_effect_are_passed_over(tmp_path):
     for file, content in (files | {"1_Pooling/config.json": pooling}).items():
         (tmp_path / file).write_text(json.dumps(content))
     assert text.load_encoder(tmp_path).max_length == 12
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules[2]["path"] = ""  # beside the model's own config.json
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert text.load_encoder(tmp_path).head.layers == (nn.UnitLength(),)
 
 
 def test_an_encoder_is_no_language_model(tmp_path):
