@@ -157,7 +157,7 @@ def test_the_loop_stops_when_every_row_has_ended(plain):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("draft", [None, pytest.param("draft", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("draft", [None, "draft"])
 def test_a_row_ends_where_the_caller_says(plain, draft):
     options: dict[str, Any] = dict(max_new_tokens=50, log_probabilities=True, key=KEY)
     options |= {"draft": make_model(seed=1, sharpness=2.0) if draft else None}

@@ -109,13 +109,7 @@ def test_a_ring_that_does_not_turn_is_found_out_and_rows_may_be_in_any_order(mon
 
 @pytest.mark.grid
 @pytest.mark.parametrize(
-    ("kind", "method"),
-    [
-        ("grouped", "ring"),
-        pytest.param("grouped", "gather", marks=grid),
-        pytest.param("grouped", "heads", marks=grid),
-        pytest.param("latent", "ring", marks=grid),
-    ],
+    ("kind", "method"), [("grouped", "ring"), ("grouped", "gather"), ("grouped", "heads"), ("latent", "ring")]
 )
 def test_whole_modules_and_their_weights(kind, method):
     """Frequencies hang on the rows' lengths, which a piece cannot know by itself."""

@@ -72,10 +72,8 @@ def test_it_is_the_formula():
         assert not np.isclose(float(run(model, swapped, None)[0]), float(total), rtol=1e-3)
 
 
-EVERY_RUN = [
+CASES = [
     Case("llama", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "sequence"}),
-]
-GRID = [
     Case("llama", {"fsdp": 2, "pipe": 2, "context": 2}, {"zero": 2, "schedule": "zb-h1", "microbatches": 2}),
     Case("shared mixture", {"fsdp": 2, "tensor": 2}, {"zero": 1, "residual": "feature", "microbatches": 2}),
     Case("gpt2", {"context": 4, "tensor": 2}, {"context_method": "gather", "residual": "feature"}, "full"),
@@ -88,7 +86,6 @@ GRID = [
     Case("shared mixture", {"pipe": 2, "fsdp": 2}, {"microbatches": 2}),
     Case("fading", {"fsdp": 4, "tensor": 2}, {"zero": 3, "smallest": 1}),
 ]
-CASES = [*EVERY_RUN, *(pytest.param(case, marks=pytest.mark.grid) for case in GRID)]
 
 
 @pytest.mark.grid
@@ -110,14 +107,14 @@ def test_microbatches_of_one_device_hold_whole_pairs():
 @pytest.mark.grid
 def test_rows_need_their_sums(monkeypatch):
     control.without("row sums", control.kept_all)(monkeypatch)
-    case = EVERY_RUN[0]
+    case = CASES[0]
     found = total_under(case.plan, model_of(case.model), pairs(case.model), loss)
     assert found != pytest.approx(float(of_one(case.model).total), rel=1e-3)
 
 
 def test_it_adds_up_in_float32():
     """Of a model in 16 bits, over tokens, rows and devices."""
-    case = EVERY_RUN[0]._replace(dtypes=("bfloat16", "bfloat16"))
+    case = CASES[0]._replace(dtypes=("bfloat16", "bfloat16"))
     assert not_meant(narrow_sums(program_of(case, batch=pairs("llama"), loss=loss)), MEANT_OF_NARROW) == []
 
 
@@ -133,7 +130,7 @@ def test_half_a_group_is_refused():
 
 
 def test_nats_of_rows_and_what_is_sent():
-    model, batch, plan = model_of("llama"), pairs("llama"), EVERY_RUN[0].plan
+    model, batch, plan = model_of("llama"), pairs("llama"), CASES[0].plan
     nats = training.row_nats, lambda model, batch: training.evaluation_sums(model, batch)["nats"]
     want, total = eqx.filter_jit(lambda model, batch: [of_batch(model, batch) for of_batch in nats])(model, batch)
     row_nats, placed = training.make_row_nats(plan), place(model, plan)
@@ -146,9 +143,7 @@ def test_nats_of_rows_and_what_is_sent():
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    "case", [case for case in (*EVERY_RUN[1:], *GRID) if "pipe" in case.mesh], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [case for case in CASES if "pipe" in case.mesh], ids=lambda case: case.name)
 def test_nats_of_rows_come_back_in_order_from_pipelines(case):
     model, batch, plan = model_of(case.model), pairs(case.model), case.plan
     row_nats = training.make_row_nats(plan)(place(plan.shard(model), plan), batch)

@@ -23,12 +23,10 @@ def waves(*counts: int, number: int = 2) -> parallel.Schedule:
 
 
 once = functools.partial(waves, number=1)
-EVERY_RUN = {
+CASES = {
     "tensor": Case(
         "eight layers", {"pipe": 2, "tensor": 2}, {"schedule": waves, "microbatches": 2, "residual": "feature"}
     ),
-}
-GRID = {
     "zero 2, context": Case(
         "eight layers", {"fsdp": 2, "pipe": 2, "context": 2}, {"schedule": waves, "microbatches": 4, "zero": 2}
     ),
@@ -42,20 +40,19 @@ GRID = {
         "eight layers", {"pipe": 2}, {"schedule": waves, "microbatches": 8, "residual": "sequence"}
     ),
 }
-NAMED = [*EVERY_RUN, *(pytest.param(name, marks=pytest.mark.grid) for name in GRID)]
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_equal_one_devices(name):
-    case = (EVERY_RUN | GRID)[name]
+    case = CASES[name]
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
 
 
 @pytest.mark.grid
 def test_layers_need_its_placement(monkeypatch):
     """Layers that lie in reading order run in another one."""
-    case = EVERY_RUN["tensor"]
+    case = CASES["tensor"]
     want = of_one_device(case)
     control.in_order_read(monkeypatch)
     assert total_of_plan(case) != pytest.approx(float(want.total), rel=1e-3)
@@ -63,7 +60,7 @@ def test_layers_need_its_placement(monkeypatch):
 
 @pytest.mark.grid
 def test_steps_equal_one_devices():
-    case = GRID["zero 2, context"]
+    case = CASES["zero 2, context"]
     got, want = trained_by_plan(case), trained_on_one_device(case.model, case.optimizer, case.dtypes)
     for found, expected in zip(got.metrics, want.metrics, strict=True):
         assert found == pytest.approx(expected, rel=ROUNDING)

@@ -94,13 +94,13 @@ EDGES = 4 * share(4) * UNIT
 @pytest.mark.parametrize(
     "residual,overlap,remat,units",
     [
-        pytest.param("replicated", "none", "none", 8, marks=pytest.mark.grid),
+        ("replicated", "none", "none", 8),
         ("replicated", "none", "products", 8),
-        pytest.param("sequence", "none", "none", 8, marks=pytest.mark.grid),
+        ("sequence", "none", "none", 8),
         # Inputs are gathered again, as Megatron does, not kept.
-        pytest.param("sequence", "none", "products", 10, marks=pytest.mark.grid),
-        pytest.param("sequence", "ring", "none", 10, marks=pytest.mark.grid),
-        pytest.param("sequence", "bidirectional", "products", 10, marks=pytest.mark.grid),
+        ("sequence", "none", "products", 10),
+        ("sequence", "ring", "none", 10),
+        ("sequence", "bidirectional", "products", 10),
     ],
 )
 def test_a_tensor_parallel_layer_sends_what_it_must(residual, overlap, remat, units):

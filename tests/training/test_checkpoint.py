@@ -339,9 +339,7 @@ ENDED = """
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    "last_steps", [{"waits": 3, "at once": None}, pytest.param({"full": None}, marks=pytest.mark.grid)]
-)
+@pytest.mark.parametrize("last_steps", [{"waits": 3, "at once": None}, {"full": None}])
 def test_a_program_that_ends_waits_for_its_last_save(last_steps, tmp_path):
     root = Path(training.__file__).parents[2]
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(ENDED), str(tmp_path), *last_steps]
