@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, object]
 Span = tuple[int, int]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
 
 
 class ChatTemplate:
@@ -47,18 +49,32 @@ class ChatTemplate:
         load_extra("jinja2", extra="train", call=call)
         from ._template_sandbox import BoundedEnvironment
 
-        self._description = f"{call}: the template in {file.name}"
+        self._file = file.name
         environment = BoundedEnvironment(now)
         with foreign_call(
-            lambda reason: f"{self._description} cannot be read ({reason}); fetch it again, or correct it."
+            lambda reason: (
+                f"{call}: the template in {file.name} cannot be read ({reason}); fetch it again, or correct it."
+            )
         ):
             self._compiled = environment.compile_template(source)
         self._source, self._tokens = source, special_tokens(settings)
         self.fingerprint = digest([source, repr(sorted(self._tokens.items()))])
 
-    def names_role(self, role: str) -> bool:
-        """Return whether the template contains the name of a role in quotes, as where it treats the role apart."""
-        return f"'{role}'" in self._source or f'"{role}"' in self._source
+    def check_roles(self, messages: Sequence[Message], location: str) -> None:
+        """Raise a `ValueError` for a role that is not usual and that the template does not name.
+
+        Many templates write any role into the text, or leave the message out, so that nothing else would tell a typing
+        error. `location` begins the error.
+        """
+        for number, message in enumerate(messages):
+            role = str(message.get("role"))
+            is_named = f"'{role}'" in self._source or f'"{role}"' in self._source
+            if role not in _ROLES and not is_named:
+                name = _OTHER_NAMES.get(role.lower(), "one of them")
+                raise ValueError(
+                    f"{location}: message {number} has the role {role!r}, which the chat template does not name; roles "
+                    f"are {', '.join(_ROLES)}: write {name}."
+                )
 
     def render(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **options: object
@@ -100,7 +116,8 @@ class ChatTemplate:
         variables = {**self._tokens, "tools": None, "documents": None}
         roles = ", ".join(str(message.get("role")) for message in messages[:20])
         fix = "change the messages, correct the template, or give a plain text instead of messages"
-        with foreign_call(lambda reason: f"{self._description} refuses messages of {roles} ({reason}); {fix}."):
+        call = f"ChatTemplate.render(messages): the template in {self._file}"  # The folder of a GGUF file is temporary.
+        with foreign_call(lambda reason: f"{call} refuses messages of {roles} ({reason}); {fix}."):
             conversation = {"messages": without_nulls, "add_generation_prompt": add_generation_prompt}
             return self._compiled(variables | conversation | options)
 

@@ -251,7 +251,7 @@ class ConversationEncoder:
             raise ValueError(f"{location}: messages need a chat template, and the model has none; give texts.")
         messages = conversation.messages
         # The template does not see the weights, which are for the loss alone.
-        _check_roles(messages, self.template, location)
+        self.template.check_roles(messages, location)
         shown = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
         try:
             text, replies = find_replies(self.template, shown, **conversation.options)
@@ -297,26 +297,6 @@ class ConversationEncoder:
         if last == len(ids):
             return last + 1
         return last + int(ids[last] in self.end_ids)
-
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
-
-
-def _check_roles(messages: Sequence[Message], template: ChatTemplate, location: str) -> None:
-    """Raise a `ValueError` for a role that is not usual and that the template does not name.
-
-    Many templates write any role into the text, or leave the message out, so that nothing else would tell a typing
-    error.
-    """
-    for number, message in enumerate(messages):
-        role = str(message["role"])
-        if role not in _ROLES and not template.names_role(role):
-            name = _OTHER_NAMES.get(role.lower(), "one of them")
-            raise ValueError(
-                f"{location}: message {number} has the role {role!r}, which the chat template does not name; roles are "
-                f"{', '.join(_ROLES)}: write {name}."
-            )
 
 
 def _message_weight(message: Message) -> float:

@@ -15,7 +15,7 @@ from .._array_checks import checked
 from .._shapes import Array
 from ._decode import decode_until, prefill, ProgramSizes, Rows, SamplingState
 from ._model import Model
-from ._prompts import pad_prompts, PaddedPrompts
+from ._prompts import explain_full_memory, pad_prompts, PaddedPrompts
 from ._speculative import add_draft, draft_counts, DraftCounts, DraftStatistics, make_decode_step, SpeculativeModel
 from ._transforms import chain, Transform
 
@@ -117,13 +117,14 @@ def generate(
     model = add_draft(model, draft, draft_tokens, int(np.max(padded.lengths)) + max_new_tokens)
     limit, scores = _as_traced_int(max_new_tokens), bool(log_probabilities)
     start = functools.partial(_start_rows, model, padded.ids, padded.lengths, limit, sampling, scores)
-    if ends_row is None:
-        rows, counts = start(padded.sizes, None)
-    else:
-        rows, _ = start(padded.sizes, ROUND)
-        rows, counts = _draw_until(ends_row, rows, padded.initial_lengths, model, sampling)
+    with explain_full_memory("generate", model, padded):
+        if ends_row is None:
+            rows, counts = start(padded.sizes, None)
+        else:
+            rows, _ = start(padded.sizes, ROUND)
+            rows, counts = _draw_until(ends_row, rows, padded.initial_lengths, model, sampling)
+        row_lengths = np.asarray(rows.lengths)
     check_logits(rows.logits_are_numbers, rows.has_candidates)
-    row_lengths = np.asarray(rows.lengths)
     longest = int(np.max(row_lengths))
     return Generation(
         np.asarray(rows.ids)[:, :longest],
@@ -308,7 +309,9 @@ class TokenStream(Iterator[int]):
         ids, lengths, sizes, initial_lengths = padded
         yielded = int(initial_lengths[0])
         target = _as_traced_int(yielded + stride)
-        rows, progress = _start(model, ids, lengths, max_new_tokens, sampling, target, stride, sizes)
+        with explain_full_memory("stream", model, padded):
+            rows, progress = _start(model, ids, lengths, max_new_tokens, sampling, target, stride, sizes)
+            jax.block_until_ready(progress)
         while True:
             # The host reads separate arrays, since the next call donates the rows.
             length, done, are_numbers, have_candidates, new_ids, counts = jax.device_get(progress)

@@ -1,16 +1,19 @@
 """Checks and padding of prompts. Padded sizes are multiples of `BUCKET`, so that compiled programs are reused."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from .._failures import requested_bytes
 from .._shapes import Array
 from ._decode import ProgramSizes
-from ._model import Model
+from ._model import count_bytes, Model
 
 
 BUCKET = 64
@@ -27,6 +30,22 @@ class PaddedPrompts(NamedTuple):
     sizes: ProgramSizes
     initial_lengths: Int[jax.Array, "batch"]
     """Ids in each row before the first draw: the prompt, or the one start id if an encoder reads the prompt."""
+
+
+@contextmanager
+def explain_full_memory(call: str, model: Model, padded: PaddedPrompts) -> Iterator[None]:
+    """Turn the failure of an allocation in the block into a `MemoryError` that tells the size of the cache."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if requested_bytes(error) is None:
+            raise
+        rows, sizes = len(padded.ids), padded.sizes
+        cache = count_bytes(eqx.filter_eval_shape(model.init_cache, rows, sizes.capacity, sizes.cache_dtype))
+        raise MemoryError(
+            f"{call}: the memory is full. The cache of {rows} rows of {sizes.capacity:,} tokens takes "
+            f"{cache / 2**30:,.1f} GiB; lower max_new_tokens, give fewer prompts at a time, or store the cache as int8."
+        ) from error
 
 
 def pad_prompts(

@@ -34,6 +34,11 @@ def local_path(source: str | Path) -> Path:
     that is neither a path that exists nor the name of a model is returned as a path.
     """
     call = f"load({str(source)!r})"
+    if not isinstance(source, str | Path):
+        raise TypeError(
+            f"load({source!r}): a model is a path, or a name such as 'HuggingFaceTB/SmolLM2-135M-Instruct', and the "
+            f"argument has the type {type(source).__name__}; give a text or a Path."
+        )
     repository = find_repository(source, "model", (".gguf",), call)
     if repository is None:
         return Path(source)

@@ -44,6 +44,13 @@ class LLM:
     begin_id: int | None = None
     """The id that begins a text, whether or not prompts get it; None: none is named."""
 
+    def __post_init__(self):
+        if isinstance(self.chat_template, str):
+            raise TypeError(
+                "LLM(chat_template=...): a chat template is a data.ChatTemplate of a folder, not a text; write the "
+                "text to FOLDER/chat_template.jinja and give data.ChatTemplate(FOLDER)."
+            )
+
     @overload
     def tokens(self, text: str) -> list[int]: ...
     @overload
@@ -78,11 +85,12 @@ class LLM:
             log_probs: Whether to return the text as a `Completion`, with its ids and their log-probabilities.
             **options: The `GenerateOptions`, such as `max_new_tokens`, `stop` and `temperature`.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        settings = Settings.from_options("generate", options)
+        texts = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         if wrong := [text for text in texts if not isinstance(text, str)]:
             raise ValueError(
-                f"generate(prompts): a prompt is a text, but one is a {type(wrong[0]).__name__}; give a text or a list "
-                "of texts, and messages to chat()."
+                f"generate(prompts): a prompt is a text, but one has the type {type(wrong[0]).__name__}; give a text "
+                "or a list of texts, and messages to chat()."
             )
         rows = self.tokens(texts)
         if [] in rows:
@@ -91,7 +99,7 @@ class LLM:
                 "there is no token after which to draw; give at least one character."
             )
         # The text that an encoder reads is not continued.
-        encoded, settings = Prompts(texts, rows, rows if self.model.start is None else None), Settings(**options)
+        encoded = Prompts(texts, rows, rows if self.model.start is None else None)
         results = generate_texts(self, encoded, "generate", settings, stream=stream, log_probs=log_probs)
         return results[0] if isinstance(prompts, str) else results
 
@@ -128,11 +136,12 @@ class LLM:
             log_probs: Whether to return the answer as a `Completion`, with its ids and their log-probabilities.
             **options: The `GenerateOptions`, such as `max_new_tokens`, `stop` and `temperature`.
         """
+        settings = Settings.from_options("chat", options)
         is_single = any(isinstance(message, Mapping) for message in messages)
         conversations = [messages] if is_single else messages
         texts = [self._render(conversation, template_options) for conversation in conversations]
         rows = [self._encode_rendered(text) for text in texts]
-        encoded, settings = Prompts(texts, rows, None), Settings(**options)
+        encoded = Prompts(texts, rows, None)
         results = generate_texts(self, encoded, "chat", settings, stream=stream, log_probs=log_probs)
         return results[0] if is_single else results
 
@@ -234,6 +243,7 @@ class LLM:
                 "chat(messages): messages are a list of dicts, or a list of such lists; give [{'role': 'user', "
                 "'content': 'a question'}]."
             )
+        self.chat_template.check_roles(messages, "chat(messages)")
         return self.chat_template.render(messages, **template_options)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -16,6 +16,9 @@ from ._text_classifier import load_classifier
 from ._text_encoder import load_encoder
 
 
+_MODEL_FILES = ("config.json", "adapter_config.json", MODULES)
+
+
 def load(
     source: str | Path,
     *,
@@ -42,7 +45,7 @@ def load(
         throughput: Whether an `LLM`'s programs may take longer to compile if decoding is faster then.
         progress: A function that is called with the number of bytes read so far, and of all bytes.
     """
-    path = models.local_path(source)
+    path = _find_source(f"load({str(source)!r})", source)
     is_published = path.is_dir() and not is_run(path)
     is_classifier = is_published and models.is_classifier(path)
     is_encoder = is_published and ((path / MODULES).exists() or models.is_encoder(path))
@@ -85,7 +88,23 @@ def load_llm(
         progress: A function that is called with the number of bytes read so far, and of all bytes.
     """
     call = f"load_llm({str(source)!r})"
-    return _load_llm(call, models.local_path(source), plan, dtype, weights, predictor, throughput, progress)
+    return _load_llm(call, _find_source(call, source), plan, dtype, weights, predictor, throughput, progress)
+
+
+def _find_source(call: str, source: str | Path) -> Path:
+    """Return the local path of a model; raise a `ValueError` for a path that does not exist or holds no model."""
+    path = models.local_path(source)
+    if not path.exists():
+        raise ValueError(
+            f"{call}: there is no such file or folder, and this is no name of a model of the hub "
+            "(OWNER/NAME); correct it."
+        )
+    if path.is_dir() and not is_run(path) and not any((path / file).exists() for file in _MODEL_FILES):
+        raise ValueError(
+            f"{call}: the folder has no config.json, so it holds no published model, and it is not the folder of a "
+            "run; give a folder with config.json and weights, a file of GGUF, or a run's folder."
+        )
+    return path
 
 
 def _load_llm(
@@ -99,11 +118,6 @@ def _load_llm(
     progress: Callable[[int, int], None],
 ) -> LLM:
     """Load a language model from a local path; errors begin with `call`."""
-    if not path.exists():
-        raise ValueError(
-            f"{call}: there is no such file or folder, and this is no name of a model of the hub "
-            "(OWNER/NAME); correct it."
-        )
     if is_run(path):
         if dtype is not None or weights != "decoded" or predictor:
             raise ValueError(

@@ -1,8 +1,9 @@
 """Settings of a call that generates text."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import Any, TYPE_CHECKING, TypedDict
 
 from .. import generation
 
@@ -71,6 +72,20 @@ class Settings:
             raise ValueError(
                 f"generate(batch_size={self.batch_size}): at least 1 text must be drawn at a time; None draws all."
             )
+        if not isinstance(self.stop, str | Sequence) or not all(isinstance(text, str) for text in self.stop):
+            raise ValueError(
+                f"generate(stop={self.stop!r}): strings end a text; give a string, or a list such as ['\\n']."
+            )
+
+    @staticmethod
+    def from_options(call: str, options: Mapping[str, Any]) -> "Settings":
+        """Return the settings of a call; raise a `TypeError` for an option that does not exist, with the nearest."""
+        names = [field.name for field in dataclasses.fields(Settings)]
+        if unknown := [name for name in options if name not in names]:
+            near = difflib.get_close_matches(unknown[0], names, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"the options are {', '.join(names)}."
+            raise TypeError(f"{call}({unknown[0]}=...): there is no such option; {advice}")
+        return Settings(**options)
 
     @property
     def transforms(self) -> generation.Chain:

@@ -61,6 +61,7 @@ def test_templates_in_the_settings(tmp_path):
     assert ChatTemplate(folder, now=lambda: datetime.datetime(1999, 12, 31)).render(TALK) == "31 1999"
 
 
+RENDERED = r"^ChatTemplate.render[(]messages[)]: the template in chat_template.jinja"
 FILE = r"^ChatTemplate\('.*'\): the template in chat_template.jinja"
 FIX = "; change the messages, correct the template, or give a plain text instead of messages.$"
 
@@ -74,8 +75,8 @@ FIX = "; change the messages, correct the template, or give a plain text instead
             "{{ messages | bold }}",
             rf"{FILE} cannot be read [(]No filter named 'bold'.[)]; fetch it again, or correct it.$",
         ),
-        ("{{ messages[0].content + 1 }}", rf"{FILE} refuses .* .can only concatenate str .*{FIX}"),
-        ("{{ raise_exception('no images') }}", rf"{FILE} refuses messages of user, system .no images.{FIX}"),
+        ("{{ messages[0].content + 1 }}", rf"{RENDERED} refuses .* .can only concatenate str .*{FIX}"),
+        ("{{ raise_exception('no images') }}", rf"{RENDERED} refuses messages of user, system .no images.{FIX}"),
         (MARKED, "refuses messages of user, system .a system message comes first"),
         ("{{ messages.append(3) }}", "refuses .*"),  # nothing can be changed
         ("{{ ''.__class__.__mro__ }}", "refuses .*unsafe"),

@@ -14,7 +14,9 @@ import pytest
 from text_cases import scripted, small_model, USER
 
 from eqformer import data, generation
+from eqformer.generation._prompts import explain_full_memory, pad_prompts
 from eqformer.text import Completion, LLM
+from eqformer.text._options import Settings
 
 
 GREEDY = generation.sampling(temperature=0)
@@ -142,6 +144,13 @@ def with_template(llm):
         return dataclasses.replace(llm, chat_template=data.ChatTemplate(folder))
 
 
+def unchecked(kind, *args, **kwargs):
+    """Make a dataclass without the checks of types, which only tests switch on."""
+    made = object.__new__(kind)
+    inspect.unwrap(kind.__init__)(made, *args, **kwargs)
+    return made
+
+
 def test_chats_are_answered_in_the_template(llm):
     chatty = with_template(llm)
     answer, other = llm.generate("[Hi]", max_new_tokens=8), llm.generate("[Hi]!", max_new_tokens=8)
@@ -157,15 +166,21 @@ def test_chats_are_answered_in_the_template(llm):
     [
         (lambda llm: llm.generate("a", stream=True, log_probs=True), "streamed without log_probs"),
         (lambda llm: llm.generate(["a", "b"], stream=True), "not 2 prompts"),
-        (lambda llm: inspect.unwrap(LLM.generate)(llm, [USER]), "a prompt is a text, but one is a dict"),
+        (lambda llm: inspect.unwrap(LLM.generate)(llm, [USER]), "a prompt is a text, but one has the type dict"),
         (lambda llm: llm.generate(["a", ""]), r"generate\(prompts\): prompt 1 is empty"),
         (lambda llm: llm.generate("a", max_new_tokens=0), "max_new_tokens must be at least 1"),
+        (lambda llm: inspect.unwrap(LLM.generate)(llm, 5), "a prompt is a text, but one has the type int"),
+        (lambda llm: unchecked(Settings, stop=5), r"generate\(stop=5\): strings end a text"),
         (lambda llm: llm.generate("a", batch_size=0), r"generate\(batch_size=0\): at least 1 text"),
         (
             lambda llm: llm.chat([USER]),
             r"chat\(messages\): the model has no chat template that could be read; continue a",
         ),
         (lambda llm: inspect.unwrap(LLM.chat)(with_template(llm), "Hi"), "messages are a list of dicts"),
+        (
+            lambda llm: with_template(llm).chat([USER, {"role": "human", "content": "Hi"}]),
+            r"chat\(messages\): message 1 has the role 'human', .* write user",
+        ),
         (lambda llm: llm.log_likelihood("", "a"), "the context '' has no token"),
         (lambda llm: llm.log_likelihood("a", ""), "the continuation '' has no token"),
         (lambda llm: llm.log_likelihood(["a"], ["b", "c"]), "1 contexts and 2 continuations make no pairs"),
@@ -178,6 +193,30 @@ def test_chats_are_answered_in_the_template(llm):
 def test_bad_input_is_refused(llm, call, words):
     with pytest.raises(ValueError, match=words):
         call(llm)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda llm: llm.generate("a", temprature=1.0), r"generate\(temprature=...\): .* did you mean temperature\?"),
+        (lambda llm: llm.chat([USER], zzz=1), r"chat\(zzz=...\): .* the options are max_new_tokens, stop"),
+        (lambda llm: unchecked(LLM, llm.model, llm.tokenizer, "{{ x }}"), r"give data.ChatTemplate\(FOLDER\)"),
+    ],
+)
+def test_wrong_kinds_and_names_of_arguments_are_refused(llm, call, words):
+    with pytest.raises(TypeError, match=words):
+        call(llm)
+
+
+def test_full_memory_is_explained_by_the_size_of_the_cache():
+    model = small_model()
+    padded = pad_prompts(model, [[1, 2]], None, 100, None)
+    size = 2 * 128 * 2 * 8 * 4  # keys and values of 128 slots, 2 heads of 8 numbers
+    words = rf"1 rows of 128 tokens takes {size / 2**30:,.1f} GiB; lower max_new_tokens"
+    with pytest.raises(MemoryError, match=words), explain_full_memory("generate", model, padded):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 48512265958544 bytes.")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="of another kind"), explain_full_memory("", model, padded):
+        raise jax.errors.JaxRuntimeError("INTERNAL: of another kind")
 
 
 def test_ids_that_the_model_does_not_know_are_refused(llm):

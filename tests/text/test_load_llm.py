@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import inspect
 import json
 import math
 import re
@@ -12,7 +13,7 @@ import pytest
 from text_cases import published_folder, small_model, smollm2, TEMPLATE, USER
 
 import eqformer
-from eqformer import data, parallel
+from eqformer import data, models, parallel
 from eqformer.text import LLM, load_conversation_encoder, load_tokenizer
 
 
@@ -78,6 +79,11 @@ def test_a_file_of_gguf_has_a_tokenizer_and_its_end():
 def test_bad_input_has_one_clear_error(folder, tmp_path):
     with pytest.raises(ValueError, match="there is no such file or folder"):
         eqformer.load(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"load\(.*empty'\): the folder has no config.json, so it holds no published"):
+        eqformer.load(tmp_path / "empty")
+    with pytest.raises(TypeError, match=r"load\(3\): a model is a path, .* has the type int"):
+        inspect.unwrap(models.local_path)(3)
     with pytest.raises(ValueError, match="refuses messages of tool .*no tools here"):
         eqformer.load(folder).chat([{"role": "tool", "content": "x"}])
     with pytest.raises(ValueError, match="take an axis that divides"):
