@@ -28,6 +28,7 @@ LEGEND = {
     "group": "heads that share a key head",
     "mlp": "hidden features of a feed-forward layer, channels of a short convolution",
     "vocab": "token ids",
+    "ids": "token ids of a table that a layer holds",
     "max_seq": "learned positions",
     "labels": "classes of a classifier",
     "types": "types of tokens, such as the two texts of a pair",

@@ -122,6 +122,7 @@ from .families._qwen3_next import (
 )
 from .families._seed_oss import SeedOSSConfig as SeedOSSConfig
 from .families._smollm3 import SmolLM3Config as SmolLM3Config
+from .families._speedrun import SpeedrunConfig as SpeedrunConfig
 from .families._switch import GShardConfig as GShardConfig, SwitchConfig as SwitchConfig
 from .families._t5 import T5Config as T5Config
 from .families._t5gemma import T5Gemma2Config as T5Gemma2Config, T5GemmaConfig as T5GemmaConfig

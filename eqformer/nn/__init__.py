@@ -11,6 +11,7 @@ from .._mask import (
 from ._block import (
     Block as Block,
     Dropout as Dropout,
+    EmbeddingSkip as EmbeddingSkip,
     ParallelResidual as ParallelResidual,
     Residual as Residual,
     StreamScale as StreamScale,
@@ -174,6 +175,7 @@ from ._stack import (
     shared_names_read as shared_names_read,
     Stack as Stack,
     SuperBlock as SuperBlock,
+    with_ids as with_ids,
 )
 from ._tokens import (
     document_lengths as document_lengths,
@@ -218,6 +220,10 @@ from .attention._rotary import (
     YarnScaling as YarnScaling,
 )
 from .attention._scores import LogTemperature as LogTemperature, RelativeBias as RelativeBias, Scores as Scores
+from .attention._value_embedding import (
+    ValueEmbeddedAttention as ValueEmbeddedAttention,
+    ValueEmbedding as ValueEmbedding,
+)
 from .experts import _dispatch
 from .experts._balance import (
     BalanceLoss as BalanceLoss,

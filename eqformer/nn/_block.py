@@ -21,6 +21,8 @@ SOURCE = "source"
 """The name of the sequence that cross-attention reads, `Tokens.source`."""
 LAYER_INPUT = "layer_input"
 """The name of a token's vector for one layer, which `PerLayerInputs` makes."""
+EMBEDDING = "embedding"
+"""The name under which a `Transformer` shares the input of its first layer with the layers that read it."""
 
 
 class Dropout(RandomMask):
@@ -95,7 +97,7 @@ class Residual(Sublayer):
                 f"Residual({type(self.layer).__name__}, reads={self.reads!r}): a routed layer takes no further input; "
                 "leave out reads, or take a mixer or a function."
             )
-        if self.shares in (SOURCE, LAYER_INPUT):
+        if self.shares in (SOURCE, LAYER_INPUT, EMBEDDING):
             raise ValueError(
                 f"Residual(shares={self.shares!r}): this is the name of an input of the whole model; take another name."
             )
@@ -264,6 +266,40 @@ class StreamScale(Sublayer):
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """Multiply the stream; the factor's gradient is summed over tokens in float32."""
         return multiply_float32(x, self.factor), cache, None
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """Return None: the layer has no cache."""
+        return None
+
+
+class EmbeddingSkip(Sublayer):
+    """The residual stream `stream * x + embedding * x_0`, with two trained factors; `x_0` is the first layer's input.
+
+    In nanochat (2026-01) each block begins with this sum: per-layer residual scalars, and a skip from the normalized
+    embedding. The factors begin at 1 and 0.1 there.
+    """
+
+    stream: Float[Array, ""]
+    """The factor of the residual stream."""
+    embedding: Float[Array, ""]
+    """The factor of the model's embedded tokens."""
+
+    def __init__(self, stream: float = 1.0, embedding: float = 0.0):
+        """Begin with these factors, by default with a layer that changes nothing."""
+        self.stream = jnp.full((), stream, jnp.float32)
+        self.embedding = jnp.full((), embedding, jnp.float32)
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: PyTree = None,
+        *,
+        index: int | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Return the weighted sum; the factors' gradients are summed over tokens in float32."""
+        embedded = find_shared(() if tokens is None else tokens.shared, EMBEDDING).value
+        return multiply_float32(x, self.stream) + multiply_float32(embedded, self.embedding), cache, None
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """Return None: the layer has no cache."""

@@ -163,7 +163,7 @@ def _einsum(pattern: str, x: Array, other: Array, dtype: np.dtype) -> Array:
 
 
 @jax.custom_jvp
-def lookup_rows(table: Float[Array, "rows embed"], ids: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
+def lookup_rows(table: Float[Array, "rows *row"], ids: Int[Array, "*batch"]) -> Float[Array, "..."]:
     """Return `table[ids]`; NaN for an id outside the table, negative or too large.
 
     A row's gradient has an addend for each occurrence of its token in the batch, possibly thousands. So the gradient is
@@ -181,7 +181,7 @@ def _lookup_rows_jvp(primals: tuple[Array, Array], tangents: tuple[Array, object
 
 def _take_rows(table: Array, ids: Array) -> Array:
     if not len(table):
-        return jnp.full((*ids.shape, table.shape[1]), jnp.nan, table.dtype)
+        return jnp.full((*ids.shape, *table.shape[1:]), jnp.nan, table.dtype)
     # Not `jnp.take`, which counts negative ids from the end: -1 would give the last row.
     return table.at[ids].get(mode="fill", wrap_negative_indices=False)
 

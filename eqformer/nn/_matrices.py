@@ -10,6 +10,7 @@ from ._embedding import LearnedPositions, TokenTypes
 from ._linear import DenseMap
 from ._model_contracts import EmbeddingTable
 from ._module import has_shape
+from .attention._value_embedding import ValueEmbedding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ def matrices(model: PyTree) -> PyTree:
             outputs, inputs = len(node.outputs), len(node.inputs)
             table = "vocab" in node.outputs
         elif has_matrix(node):
-            outputs, inputs = 1, 1
+            outputs, inputs = 1, 2 if isinstance(node, ValueEmbedding) else 1
             table = not isinstance(node, eqx.nn.Linear)
         else:
             return None

@@ -11,13 +11,23 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from ._block import check_caches, count_layer_inputs, LAYER_INPUT, Residual, SOURCE, split_layer_inputs
+from .._array_checks import checked
+from ._block import (
+    check_caches,
+    count_layer_inputs,
+    EMBEDDING,
+    EmbeddingSkip,
+    LAYER_INPUT,
+    Residual,
+    SOURCE,
+    split_layer_inputs,
+)
 from ._cache import index_layer, LayerCache, quantize_caches, update_layer, with_rollback
 from ._contracts import Layer
 from ._dtype import in_dtypes_of, in_float32, parse_cache_dtype
-from ._model_contracts import LayerStack
+from ._model_contracts import EmbeddingTable, LayerStack
 from ._module import ensemble, modules, path_name
-from ._tokens import collect_shared, keep_shared, take_last_layer, Tokens, tokens_or_default
+from ._tokens import collect_shared, keep_shared, SharedValue, take_last_layer, Tokens, tokens_or_default
 
 
 class Stack(LayerStack):
@@ -205,10 +215,25 @@ def run_layers(
 def shared_names_read(layer: PyTree) -> frozenset[str]:
     """Return the names of the values that a layer, or a stack, reads from layers before it."""
     needed, shared = set[str](), set[str]()
+    if modules(layer, EmbeddingSkip):
+        needed.add(EMBEDDING)
     for residual in modules(layer, Residual):
         needed |= {residual.reads} - shared - {None, SOURCE, LAYER_INPUT}
         shared |= {residual.shares} - {None}
     return frozenset(needed)
+
+
+@checked
+def with_ids(tokens: Tokens, ids: Int[Array, "*batch seq"], layers: PyTree) -> Tokens:
+    """Return the tokens with their ids if one of the layers looks up ids in a table of its own."""
+    return tokens.replace(ids=ids) if modules(layers, EmbeddingTable) else tokens
+
+
+def share_embedding(tokens: Tokens, x: Float[Array, "*batch _ embed"], layers: Sequence[PyTree]) -> Tokens:
+    """Return the tokens with `x`, the input of the first layer, as a shared value if one of the layers reads it."""
+    if not any(EMBEDDING in shared_names_read(layer) for layer in layers):
+        return tokens
+    return tokens.replace(shared=(*tokens.shared, SharedValue(x, name=EMBEDDING)))
 
 
 # Rematerialisation policies: each names what the forward pass keeps; the backward pass recomputes all else.

@@ -75,6 +75,8 @@ class Tokens(eqx.Module):
     """A `ScoreBias`, which a model sets for its own layers."""
     types: Int[Array, "*batch seq"] | None = None
     """The token type of each token, such as the number of its text in a pair (BERT); None: 0 for all tokens."""
+    ids: Int[Array, "*batch seq"] | None = None
+    """The id of each token, which a model sets if one of its layers reads it (`ValueEmbeddedAttention`)."""
     whole_rows: int | None = eqx.field(static=True, init=False, default_factory=_unknown)
     documents: int | None = eqx.field(static=True, init=False, default_factory=_unknown)
     pieces: int | None = eqx.field(static=True, init=False, default_factory=_unknown)

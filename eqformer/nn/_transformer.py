@@ -19,7 +19,7 @@ from ._model_contracts import LanguageModel, LayerStack, ModelParts, PositionEmb
 from ._module import Module, modules
 from ._norm import Norm
 from ._pooling import ClassificationHead
-from ._stack import empty_caches, run_layers
+from ._stack import empty_caches, run_layers, share_embedding, with_ids
 from ._tokens import Source, Tokens, tokens_or_default, with_source
 
 
@@ -226,6 +226,7 @@ class Transformer(LanguageModel):
         tokens = self._encode_source(tokens).replace(score_bias=self.score_bias)
         if self.layer_inputs is not None:
             tokens = tokens.replace(inputs=self.layer_inputs(x, ids))
+        tokens = share_embedding(with_ids(tokens, ids, self.stacks), x, self.stacks)
         x, cache, aux = run_layers(self.stacks, x, tokens, cache)
         return self.norm(x), cache, aux
 

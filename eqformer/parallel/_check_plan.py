@@ -116,13 +116,19 @@ def _check_stages(plan: Placement, model: nn.LanguageModel) -> None:
             f"residuals of their backward pass on the devices; take remat {remat.removesuffix('_on_host')!r}, or "
             "Plan(stage_remat=True), which keeps a stage's input alone."
         )
-    needs = [f"stacks[{number}] reads keys that layers before it share" for number in reading_stacks]
+    needs = [f"stacks[{number}] reads {_describe_shared(model.stacks[number])}" for number in reading_stacks]
     needs += [] if model.parts.layer_inputs is None else ["each layer is given a vector of each token (layer_inputs)"]
     if needs:
         raise ValueError(
             f"Plan over pipe={plan.size(PIPE)}: {needs[0]}, and stages send the residual stream alone; leave out pipe, "
             "and split the model over fsdp, tensor or context."
         )
+
+
+def _describe_shared(stack: nn.LayerStack) -> str:
+    """Return what a stack reads from before it, in words."""
+    reads_embedding = bool(nn.modules(stack, nn.EmbeddingSkip))
+    return "the embedded tokens (EmbeddingSkip)" if reads_embedding else "keys that layers before it share"
 
 
 def _check_extra_inputs(plan: Placement, model: nn.LanguageModel) -> None:

@@ -191,9 +191,11 @@ class PipelinedExecution(ShardedExecution):
 
         def run_stage(stacks: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, PyTree]:
             stage_aux = []
+            batch, tokens = microbatch
+            tokens = nn.with_ids(tokens, batch.ids, stacks)
             for number, stack in enumerate(stacks):
                 with jax.named_scope(f"stacks[{number}]"):  # `nn.Transformer`, which sets this scope, is not called.
-                    hidden, _, aux = stack(hidden, microbatch[1].fold_in(number))
+                    hidden, _, aux = stack(hidden, tokens.fold_in(number))
                 stage_aux.append(aux)
             return hidden, tuple(stage_aux)
 

@@ -67,6 +67,12 @@ FAMILIES: dict[str, Any] = {
         input_vocab=48,
         eps=1.0,
     ),
+    "speedrun": models.SpeedrunConfig(
+        vocab=50, embed=EMBED, layers=8, heads=HEADS, kv_heads=4, mlp=MLP, head_dim=HEAD_DIM, window=5, eps=0.1
+    ),
+    "values by id": models.SpeedrunConfig(
+        vocab=50, embed=EMBED, layers=8, heads=HEADS, kv_heads=2, mlp=MLP, head_dim=HEAD_DIM, skips=False, eps=0.1
+    ),
     "long table": models.GPT2Config(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
 }
 CORES = {"long table": kernels.ReferenceAttention()}  # which takes no steps of eight tokens
@@ -140,7 +146,9 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
         return model if plain == name else nn.with_lora(model, [nn.Linear], rank=3, alpha=0.3, key=jax.random.key(1))
 
     # With seed 0 a scalar's gradient has a hundredth of the sums that cancel in it, and their rounding.
-    return filled(lambda: nn.Precision(*dtypes).apply(build()), seed=1 if plain == "vectors of layers" else 0)
+    return filled(
+        lambda: nn.Precision(*dtypes).apply(build()), seed=1 if plain in ("vectors of layers", "speedrun") else 0
+    )
 
 
 def in_eight_bits(plain: nn.Transformer, also_in_four: bool) -> nn.Transformer:

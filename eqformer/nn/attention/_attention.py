@@ -115,7 +115,7 @@ class Attention(Mixer):
         # `Residual(shares=)` asks for the keys and values, so that a later layer can attend to them too.
         is_shared, cache = unwrap_request(cache)
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        query, key, value = self._project(x)
+        query, key, value = self._project(x, tokens)
         query, key, value = self._normalize(query, key, value)
         # Keys are rotated before they are cached, except where later tokens would change the rotation.
         rotation, cache = start_rotation(self.rotary, tokens, cache)
@@ -133,7 +133,7 @@ class Attention(Mixer):
         return self.output(attended), answer_request(is_shared, shared, cache)
 
     def _project(
-        self, x: Float[Array, "*batch _ embed"]
+        self, x: Float[Array, "*batch _ embed"], tokens: Tokens
     ) -> tuple[
         Float[Array, "*rows seq heads head_dim"],
         Float[Array, "*rows seq kv_heads head_dim"],
