@@ -60,6 +60,8 @@ class Command:
     """A recipe, or a preset of eqformer.models; such as --recipe llama-3-8b."""
     run: Annotated[Recipe, tyro.conf.arg(name="")]
     machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
+    depth: int | None = None
+    """The depth of the recipe speedrun."""
     topology: str | None = None
     """Accelerators, such as v5e:16x16 or h100:8; tpu7x:4x4x4 are chips, and h100:8x4 GPUs of a machine x machines."""
     memory: str | None = None

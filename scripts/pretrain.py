@@ -19,8 +19,20 @@ from rich.text import Text
 from support.command import entry
 from support.processes import connect, Machine, run_devices
 
+from eqformer.models import SpeedrunConfig
 from eqformer.parallel import is_first_process
-from eqformer.recipes import needs_code, Recipe, report, RunDirectory, Screen, setup, short_name, texts, train
+from eqformer.recipes import (
+    describe_speedrun,
+    needs_code,
+    Recipe,
+    report,
+    RunDirectory,
+    Screen,
+    setup,
+    short_name,
+    texts,
+    train,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +43,8 @@ class Command:
     """The recipe to start from; see below; other flags change its fields."""
     run: Annotated[Recipe, tyro.conf.arg(name="")]
     machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
+    depth: int | None = None
+    """The depth of the recipe speedrun; its width, heads, batch, rates and steps follow from it."""
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/<recipe>)")] = None
     """The folder of the run; everything is written there, except for tokens, which runs share (docs/data.md)."""
     show_example: bool = False
@@ -48,6 +62,8 @@ def run_command(command: Command) -> None:
         show_example(recipe, RunDirectory(folder))
         return
     screen = Screen(silent=not is_first_process())
+    if isinstance(recipe.model, SpeedrunConfig):
+        screen.note(f"speedrun   {describe_speedrun(recipe)}")
     run = train(recipe, folder, name=command.recipe, devices=run_devices(command.machine), screen=screen)
     if run.start < run.step == recipe.steps:
         sample = f"--run-dir {folder} --prompt {json.dumps(recipe.prompt)} --tokens 300 --temperature 0.8 --seed 0"

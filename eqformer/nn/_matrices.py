@@ -19,13 +19,14 @@ class Matrix:
 
     A weight `layers heads head_dim embed` has one ensemble dim, two output dims and one input dim. `table` marks
     embeddings, tables of positions and heads: one of their sides is the vocabulary or the positions. Optimizers treat
-    them differently from hidden matrices.
+    them differently from hidden matrices. `head` marks heads, whose outputs are the vocabulary.
     """
 
     ensemble: int
     outputs: int
     inputs: int
     table: bool
+    head: bool = False
 
 
 def matrices(model: PyTree) -> PyTree:
@@ -39,15 +40,15 @@ def matrices(model: PyTree) -> PyTree:
         unmarked = jax.tree.map(lambda _: None, node)
         if isinstance(node, DenseMap):
             outputs, inputs = len(node.outputs), len(node.inputs)
-            table = "vocab" in node.outputs
+            table = is_head = "vocab" in node.outputs
         elif has_matrix(node):
             outputs, inputs = 1, 2 if isinstance(node, ValueEmbedding) else 1
-            table = not isinstance(node, eqx.nn.Linear)
+            table, is_head = not isinstance(node, eqx.nn.Linear), False
         else:
             return None
         if not has_shape(node.weight):
             return unmarked
-        matrix = Matrix(node.weight.ndim - outputs - inputs, outputs, inputs, table)
+        matrix = Matrix(node.weight.ndim - outputs - inputs, outputs, inputs, table, is_head)
         return eqx.tree_at(lambda n: n.weight, unmarked, matrix, is_leaf=lambda x: x is None)
 
     return jax.tree.map(mark_weight, model, is_leaf=has_matrix)

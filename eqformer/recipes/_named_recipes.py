@@ -16,7 +16,8 @@ from ..models import FAMILIES, preset, presets
 from ..nn import Execution, Precision, RotaryScaling
 from ..parallel import ParallelConfig
 from ..training import Optimization
-from ._recipe import Mesh, Recipe
+from ._recipe import add_flags, Mesh, Recipe
+from ._speedrun import speedrun_recipe
 
 
 def default_recipe() -> Recipe:
@@ -41,6 +42,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "default": default_recipe,
     "moe": moe_recipe,
     "adamw": adamw_recipe,
+    "speedrun": speedrun_recipe,
 }
 
 
@@ -99,11 +101,22 @@ LARGE: dict[str, tuple[str, Recipe]] = {
 }
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: str, depth: int | None = None) -> Recipe:
     """Return the recipe of a name: of `RECIPES`, of `LARGE`, of a user's file by `FILE.py:NAME`, or of a preset.
 
-    The recipe of a preset trains that model by AdamW in 800 steps. Raises a `ValueError` for another name.
+    The recipe of a preset trains that model by AdamW in 800 steps. `depth` is that of `speedrun`. Raises a `ValueError`
+    for another name, and for a depth of another recipe.
     """
+    if depth is not None:
+        if name != "speedrun":
+            raise ValueError(
+                f"--depth {depth} --recipe {name}: only the recipe speedrun has a depth that decides its other sizes; "
+                "give --recipe speedrun, or --model.layers."
+            )
+        try:
+            return speedrun_recipe(depth)
+        except ValueError as error:
+            raise ValueError(add_flags(str(error), {"--depth": depth})) from error
     if name in RECIPES:
         return RECIPES[name]()
     if name in LARGE:

@@ -96,7 +96,7 @@ class Mesh:
     replica: int = 1
     """Data parallelism: the batch is split, and the state is replicated."""
     fsdp: int = 1
-    """The batch is split, and so is the state that --zero names."""
+    """The batch is split, and the state that --zero names."""
     expert: int = 1
     """The batch is split, and so are the experts of a mixture."""
     pipe: int = 1
@@ -182,7 +182,7 @@ class Recipe:
     validation_batches: int = 16
     """Batches of a validation, spread evenly over the validation text."""
     evaluate_every: int = 0
-    """Steps between evaluations on --evaluate-text and --evaluate-tasks, also before the first step; 0 for none."""
+    """Steps between evaluations on --evaluate-text and --evaluate-tasks; also before the first step; 0 for none."""
     evaluate_text: tuple[str, ...] = ()
     """Files, folders or datasets of the hub, of which each token is scored once, as evaluate.py does."""
     evaluate_tasks: tuple[str, ...] = ()

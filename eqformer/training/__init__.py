@@ -117,6 +117,7 @@ from .optimizer._learning_rates import (
 from .optimizer._optimizer import (
     adamw as adamw,
     global_norm as global_norm,
+    GroupRates as GroupRates,
     MOMENTS as MOMENTS,
     muon as muon,
     normuon as normuon,

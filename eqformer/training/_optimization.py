@@ -12,7 +12,7 @@ from ._step import make_step, Step
 from .losses._loss_aux import LossFn
 from .losses._token_losses import next_token_loss
 from .optimizer._learning_rates import default_warmup, phase_rates, Rates, SchedulePhase
-from .optimizer._optimizer import Optimizer, optimizer, trainable, Trained
+from .optimizer._optimizer import GroupRates, Optimizer, optimizer, trainable, Trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,16 @@ class Optimization:
     """Decay of matrices, times the learning rate; biases and norms never decay."""
     cautious: bool = False
     """Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402)."""
+    decay_tables: bool = True
+    """Whether embeddings and heads decay too."""
+    update_size: Literal["rms", "spectral"] = "rms"
+    """Muon's updates have a root mean square of 0.2, or the spectral norm sqrt(outputs / inputs) (arXiv 2310.17813)."""
+    embedding_rate: float = 1.0
+    """The learning rate of embeddings and other tables, as a multiple of the learning rate."""
+    head_rate: float = 1.0
+    """The learning rate of the head, if it is not tied to the embedding, as a multiple."""
+    vector_rate: float = 1.0
+    """The learning rate of norms, biases and other vectors and scalars, as a multiple."""
     clip: float | None = 1.0
     """The largest global gradient norm; larger gradients are scaled down to it. None switches clipping off."""
     z_loss: float = 0.0
@@ -51,15 +61,24 @@ class Optimization:
     def optimizer(self, model: PyTree, phases: Sequence[SchedulePhase], *, trained: Trained = trainable) -> Optimizer:
         """Return the optimizer for a model's structure and a run in phases; `trained` picks the trained parameters.
 
-        Raises a `ValueError` for a decay below zero, and for impossible learning rates.
+        Raises a `ValueError` for a decay or a multiple below zero, for impossible learning rates, and for a size of
+        updates that the optimizer does not have.
         """
-        self._check_positive("weight_decay")
+        self._check_positive("weight_decay", "embedding_rate", "head_rate", "vector_rate")
+        if self.update_size != "rms" and self.name not in ("muon", "normuon"):
+            raise ValueError(
+                f"Optimization(update_size={self.update_size!r}, name={self.name!r}): only the updates of muon and "
+                "normuon have a spectral norm; take one of these, or update_size='rms'."
+            )
         options: dict[str, object] = {
             "moments": self.moments,
             "weight_decay": self.weight_decay,
             "cautious": self.cautious,
+            "decay_tables": self.decay_tables,
+            "group_rates": GroupRates(self.embedding_rate, self.head_rate, self.vector_rate),
             "trained": trained,
         }
+        options |= {} if self.update_size == "rms" else {"update_size": self.update_size}
         return optimizer(self.name, model, rate=self.make_rates(phases), **options)
 
     def loss(

@@ -163,10 +163,24 @@ def _default_command(kind: Any, arguments: Sequence[str]) -> Any:
     name, folder = word("--recipe"), word("--model")
     if (source := word("--from-run")) is not None and name is None and folder is None:
         return kind(*_recipe_of_run(RunDirectory(Path(source))))
+    if (depth := word("--depth")) is not None:
+        return _command_of_depth(kind, name or "default", depth, folder)
     if folder is None:
         return kind(name or "default", find_recipe(name or "default"))
     shown_name = name or Path(folder).absolute().name
     return kind(shown_name, _recipe_of_model(name or "default", Path(folder), _run_directory(arguments, shown_name)))
+
+
+def _command_of_depth(kind: Any, name: str, depth: str, folder: str | None) -> Any:
+    """Return the command with the recipe of a depth."""
+    if not re.fullmatch(r"-?\d+", depth):
+        raise ValueError(f"--depth {depth}: it is a number of layers; give for example --depth 4.")
+    if folder is not None:
+        raise ValueError(
+            f"--depth {depth} --model {folder}: a published model has its own depth; leave one of them out."
+        )
+    recipe = find_recipe(name, int(depth))
+    return kind(name, recipe)
 
 
 def _first_words(arguments: Sequence[str]) -> dict[str, str]:
@@ -218,7 +232,8 @@ def _recipe_of_model(name: str, folder: Path, run: RunDirectory) -> Recipe:
 
 # Flags of the short help by heading, with what they take; a command shows those that it has.
 GROUPS = {
-    "model": "--recipe, --model FOLDER, --from-run FOLDER, --model.embed, --model.layers, --model.heads, --lora.rank",
+    "model": "--recipe, --depth, --model FOLDER, --from-run FOLDER, --model.embed, --model.layers, --model.heads, "
+    "--lora.rank",
     "text": "--data PATH, --loss-on, --show-example, --text.mix SOURCE=WEIGHT, --text.tokenizer FILE, --seq",
     "training": "--steps, --batch, --microbatches, --optimizer.name, --optimizer.learning-rate, --precision.compute, "
     "--seed",

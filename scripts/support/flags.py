@@ -63,7 +63,7 @@ USUAL_NAMES = {
     "--precision.products": "fp8 float8 fp8-format fp8-recipe",
     "--precision.parameters": "param-dtype params-dtype",
     "--model.embed": "hidden-size d-model dim n-embd embed-dim width base-emb-dim",
-    "--model.layers": "num-layers n-layer n-layers num-hidden-layers depth base-num-decoder-layers",
+    "--model.layers": "num-layers n-layer n-layers num-hidden-layers base-num-decoder-layers",
     "--model.heads": "num-heads n-head n-heads num-attention-heads base-num-query-heads",
     "--model.kv-heads": "num-kv-heads n-kv-heads num-key-value-heads num-query-groups base-num-kv-heads",
     "--model.head-dim": "kv-channels",

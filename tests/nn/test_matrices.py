@@ -37,7 +37,7 @@ EXPECTED = {
     ".stacks[0].blocks.sublayers[0].layer.output.weight": Matrix(1, 1, 2, table=False),
     ".stacks[0].blocks.sublayers[1].layer.up.weight": Matrix(1, 1, 1, table=False),
     ".stacks[0].blocks.sublayers[1].layer.down.weight": Matrix(1, 1, 1, table=False),
-    ".head.weight": Matrix(0, 1, 1, table=True),
+    ".head.weight": Matrix(0, 1, 1, table=True, head=True),
     ".positions.weight": Matrix(0, 1, 1, table=True),
 }
 

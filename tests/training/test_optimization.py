@@ -51,6 +51,16 @@ def test_an_optimization_that_cannot_work_is_refused(wrong, make_model):
         chosen.step(chosen.optimizer(make_model(), chosen.phases(20)))
 
 
+def test_rates_of_groups_and_sizes_of_updates(make_model):
+    model = make_model()
+    chosen = training.Optimization("normuon", update_size="spectral", embedding_rate=3.0, decay_tables=False)
+    chosen.optimizer(model, chosen.phases(20))
+    with pytest.raises(ValueError, match=r"Optimization\(update_size='spectral', name='adamw'\): only the updates of"):
+        dataclasses.replace(chosen, name="adamw").optimizer(model, chosen.phases(20))
+    with pytest.raises(ValueError, match=r"Optimization\(head_rate=-1\.0\)"):
+        dataclasses.replace(chosen, head_rate=-1.0).optimizer(model, chosen.phases(20))
+
+
 @pytest.mark.quick
 def test_low_rank_changes_are_what_is_trained():
     shapes = eqx.filter_eval_shape(lambda: models.build("llama-byte-1m", key=jax.random.key(0)))

@@ -203,6 +203,53 @@ def test_normuon_divides_each_rows_update_by_its_mean_square(trained):
         assert np.abs(orthogonal - after["normuon"][0][path][2]).max() > 1e-4, path
 
 
+@pytest.mark.parametrize("name, by_hand", [("muon", muon_by_hand), ("normuon", normuon_by_hand)])
+def test_updates_of_spectral_size(trained, name, by_hand):
+    model, gradients, after = trained
+    found, _ = run(
+        training.optimizer(name, model, rate=RATE, weight_decay=DECAY, update_size="spectral"),
+        model,
+        [jax.tree.unflatten(jax.tree.structure(training.trainable(model)), step) for step in zip(*gradients.values())],
+    )
+    before, marks = by_path(training.trainable(model)), marks_by_path(model)
+    for path, mark in marks.items():
+        if mark is None or mark.table:
+            np.testing.assert_array_equal(found.get(path), after[name][0].get(path))
+            continue
+        shape = before[path].shape
+        outputs = int(np.prod(shape[1 : 1 + mark.outputs]))
+        rows = [x[1].reshape(outputs, -1) for x in (before[path], *gradients[path])]
+        inputs = rows[0].shape[1]
+        # An orthogonal matrix times sqrt(outputs / inputs).
+        expected = by_hand(rows[0], rows[1:], rms=np.sqrt(outputs / inputs / max(outputs, inputs))).reshape(shape[1:])
+        np.testing.assert_allclose(found[path][1], expected, rtol=1e-4, atol=1e-5, err_msg=path)
+        assert np.abs(found[path] - after[name][0][path]).max() > 1e-3  # the control: the other size
+    with pytest.raises(ValueError, match=r"muon\(update_size='frobenius'\): the sizes are rms and spectral"):
+        training.optimizer(name, model, rate=RATE, update_size="frobenius")
+
+
+@pytest.mark.parametrize("name", training.OPTIMIZERS)
+def test_groups_of_parameters_have_rates_of_their_own(trained, name):
+    model, gradients, _ = trained
+    steps = [
+        jax.tree.unflatten(jax.tree.structure(training.trainable(model)), step) for step in zip(*gradients.values())
+    ]
+    rates = training.GroupRates(embedding=2.0, head=0.5, vectors=0.0)
+    make = partial(training.optimizer, name, model, rate=RATE, weight_decay=0.0)
+    before, plain = by_path(training.trainable(model)), run(make(), model, steps)[0]
+    optimizer = make(group_rates=rates)
+    found, state = run(optimizer, model, steps)
+    factors = {".embedding.weight": 2.0, ".head.weight": 0.5}
+    marks = marks_by_path(model)
+    for path, value in before.items():
+        factor = factors.get(path, 1.0 if marks[path] is not None else 0.0)
+        expected = value + factor * (plain[path] - value)
+        np.testing.assert_allclose(found[path], expected, rtol=1e-5, atol=1e-7, err_msg=path)
+        assert np.any(plain[path] != value), path
+    moments = jax.tree.leaves(optimizer.map_state(lambda x: 1, state, other=0))
+    assert sum(moments) == sum(jax.tree.leaves(make().map_state(lambda x: 1, make().init(model), other=0)))
+
+
 def test_polar_express_ends_nearer_to_an_orthogonal_matrix():
     values = np.geomspace(1e-3, 1, 1001)
     worst = {}

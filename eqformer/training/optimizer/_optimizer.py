@@ -112,6 +112,37 @@ class Optimizer(eqx.Module):
         return map_moments(self.transform, function, state, *like_parameters, other=lambda _: other)
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupRates:
+    """Learning rates of groups of parameters, as multiples of the learning rate; hidden matrices have the rate itself.
+
+    In models whose sizes differ, one learning rate suits all of them if these multiples change with the width: under
+    AdamW, the head's as `1 / embed`, and those of embeddings and vectors not (muP, arXiv 2203.03466).
+    """
+
+    embedding: float = 1.0
+    """The multiple of tables that are looked up: of token embeddings, values, positions and types."""
+    head: float = 1.0
+    """The multiple of a head that is not tied to the embedding."""
+    vectors: float = 1.0
+    """The multiple of everything that is no matrix: norms, biases, factors of the stream."""
+
+    def scaling(self, marks: PyTree) -> Callable[[PyTree, PyTree], PyTree]:
+        """Return the function that multiplies updates; `marks` has an `nn.Matrix` or False for each parameter."""
+
+        def scale(mark: nn.Matrix | Literal[False], update: Array) -> Array:
+            if not mark:
+                factor = self.vectors
+            else:
+                factor = self.head if mark.head else self.embedding if mark.table else 1.0
+            return update if factor == 1 else update * factor
+
+        def scale_all(updates: PyTree, _: PyTree) -> PyTree:
+            return jax.tree.map(lambda mark, x: None if x is None else scale(mark, x), marks, updates, is_leaf=_is_none)
+
+        return scale_all
+
+
 def adamw(
     model: PyTree,
     *,
@@ -155,6 +186,7 @@ def muon(
     iteration: str = "quintic",
     row_decay: float | None = None,
     rms: float = 0.2,
+    update_size: str = "rms",
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
@@ -168,7 +200,8 @@ def muon(
 
     In a stack, the matrix of each layer (and expert) is orthogonalized by itself, with several output or input dims
     flattened to one. Updates are scaled by `rms * sqrt(max(outputs, inputs))`, so that one learning rate suits both
-    optimizers (arXiv 2502.16982). AdamW trains embeddings, heads and vectors.
+    optimizers (arXiv 2502.16982), or to a spectral norm of `sqrt(outputs / inputs)`, so that one learning rate suits
+    all widths (arXiv 2310.17813). AdamW trains embeddings, heads and vectors.
 
     Args:
         model: The model; only its structure is read.
@@ -180,6 +213,8 @@ def muon(
         row_decay: The decay of the mean squares by which NorMuon divides each output's update (arXiv 2510.05491); None:
             the update is orthogonal.
         rms: The approximate root mean square of an update at a rate of 1; AdamW's is similar.
+        update_size: "rms": updates have the size `rms`. "spectral": they have the spectral norm
+            `sqrt(outputs / inputs)` at a rate of 1, or for NorMuon the root mean square of such an orthogonal matrix.
         b1: AdamW's decay of the mean of gradients.
         b2: AdamW's decay of the mean of squared gradients.
         eps: The constant that AdamW adds to the root of the mean square.
@@ -189,6 +224,8 @@ def muon(
         matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
+    if update_size not in ("rms", "spectral"):
+        raise ValueError(f"muon(update_size={update_size!r}): the sizes are rms and spectral; pass one of these.")
     marks = _mark_matrices(model, matrices, trained)
 
     def label_of(mark: nn.Matrix | Literal[False] | None) -> str:
@@ -200,7 +237,13 @@ def muon(
         return map_marked(lambda mark, _: _muon_axes(mark), marks, updates)
 
     def scale_updates(updates: PyTree, _: PyTree) -> PyTree:
-        return map_marked(lambda mark, x: x * _rms_scale(x, mark, rms), marks, updates)
+        return map_marked(scale_update, marks, updates)
+
+    def scale_update(mark: nn.Matrix, x: Array) -> Array:
+        outputs, inputs = _matrix_sizes(x, mark)
+        size = rms if update_size == "rms" else math.sqrt(outputs / inputs / max(outputs, inputs))
+        # An orthogonal matrix has a root mean square of 1 / sqrt(max(outputs, inputs)), and NorMuon's updates of 1.
+        return x * (size * math.sqrt(max(outputs, inputs)) if row_decay is None else -size)
 
     orthogonalize = optax.contrib.scale_by_muon(
         coefficients(iteration, newton_schulz_steps),
@@ -211,7 +254,7 @@ def muon(
     if row_decay is None:
         hidden = optax.chain(orthogonalize, optax.stateless(scale_updates), optax.scale(-1.0))
     else:
-        hidden = optax.chain(orthogonalize, equalize_rows(row_decay, marks), optax.scale(-rms))
+        hidden = optax.chain(orthogonalize, equalize_rows(row_decay, marks), optax.stateless(scale_updates))
     by_label = optax.partition({"muon": hidden, "adam": optax.adam(1.0, b1=b1, b2=b2, eps=eps)}, lambda _: labels)
     decay = _decay(-weight_decay, marks, decay_tables, cautious)
     return Optimizer(optax.chain(by_label, decay), rate, trained)
@@ -266,13 +309,13 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType(
 def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: PyTree) -> Optimizer:
     """Return the optimizer of a name in `OPTIMIZERS` for a model's structure; `rate` is a number or a function.
 
-    `options` are those of the named optimizer, and `moments`, the dtype of its state between steps (float32, bfloat16,
-    8bit). Raises a `ValueError` for an unknown name, and for bfloat16 moments whose change in a step is so small that
-    rounding undoes it (`b2` or `row_decay` above 0.98).
+    `options` are those of the named optimizer, `moments`, the dtype of its state between steps (float32, bfloat16,
+    8bit), and `group_rates`, a `GroupRates`. Raises a `ValueError` for an unknown name, and for bfloat16 moments whose
+    change in a step is so small that rounding undoes it (`b2` or `row_decay` above 0.98).
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer({name!r}): the optimizers are {', '.join(OPTIMIZERS)}; pass one of these.")
-    moments = options.pop("moments", "float32")
+    moments, group_rates = options.pop("moments", "float32"), options.pop("group_rates", GroupRates())
     means_of_squares = {"b2": options.get("b2"), "row_decay": options.get("row_decay")}
     for option, decay in means_of_squares.items():
         if moments == "bfloat16" and decay is not None and decay > _MAX_BFLOAT16_DECAY:
@@ -282,6 +325,10 @@ def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: PyTre
                 f"falls; take moments='float32' or '8bit', or {option} of at most {_MAX_BFLOAT16_DECAY}."
             )
     optimizer = OPTIMIZERS[name](model, rate=rate if callable(rate) else constant(rate), **options)
+    if group_rates != GroupRates():
+        marks = _mark_matrices(model, options.get("matrices"), optimizer.trained)
+        scaled = optax.chain(optimizer.transform, optax.stateless(group_rates.scaling(marks)))
+        optimizer = dataclasses.replace(optimizer, transform=scaled)
     return dataclasses.replace(optimizer, moments=moments)
 
 
@@ -341,8 +388,7 @@ def _muon_axes(mark: nn.Matrix) -> optax.contrib.MuonDimensionNumbers:
     )
 
 
-def _rms_scale(x: Array, mark: nn.Matrix, rms: float) -> float:
-    """Return the factor by which an orthogonalized matrix has about the root mean square `rms`."""
+def _matrix_sizes(x: Array, mark: nn.Matrix) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs of a matrix."""
     outputs = math.prod(x.shape[mark.ensemble : mark.ensemble + mark.outputs])
-    inputs = math.prod(x.shape[mark.ensemble + mark.outputs :])
-    return rms * math.sqrt(max(outputs, inputs))
+    return outputs, math.prod(x.shape[mark.ensemble + mark.outputs :])
