@@ -96,7 +96,7 @@ class Mesh:
     replica: int = 1
     """Data parallelism: the batch is split, and the state is replicated."""
     fsdp: int = 1
-    """The batch is split, and the state that --zero names."""
+    """The batch and the state of --zero are split."""
     expert: int = 1
     """The batch is split, and so are the experts of a mixture."""
     pipe: int = 1

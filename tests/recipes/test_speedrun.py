@@ -1,6 +1,7 @@
 """The dial: what each depth of the recipe `speedrun` decides, and which depths it refuses."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -24,7 +25,8 @@ TABLE = {
 @pytest.mark.parametrize("depth, row", TABLE.items())
 def test_a_depth_decides_all_sizes_and_rates(depth, row):
     recipe = speedrun_recipe(depth)
-    model, optimizer = recipe.model, recipe.optimizer
+    model: Any = recipe.model
+    optimizer = recipe.optimizer
     chosen = model.embed, model.heads, model.head_size, model.window, recipe.batch, recipe.seq, recipe.steps
     assert (*chosen, recipe.plan.microbatches, optimizer.learning_rate * optimizer.head_rate) == pytest.approx(row)
     assert model.layers == depth and model.mlp == 4 * model.embed and optimizer.learning_rate == 0.02
