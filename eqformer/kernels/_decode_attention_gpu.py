@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from ._dtypes import E4M3
 from ._op import Implementation
-from ._platform import Ref, varying_of
+from ._platform import gpu_capability, Ref, varying_of
 from .attention._call import apply_softcap, DecodeCall, if_given, lowest, ScoreSettings
 
 
@@ -27,6 +28,7 @@ _TRITON = "jax.experimental.pallas.triton"  # JAX plans to remove it; GPUs then 
 _PROGRAMS = 264  # programs that fill a GPU: two for each of the 132 multiprocessors of an H100
 _BLOCK_NUMBERS = 8192  # numbers of keys in a block: 32 KB with the block's values, and as much is in flight
 _SMALLEST_DIM = 16  # smallest dim of a product on tensor cores
+_FP8_CAPABILITY = 8.9  # Ada Lovelace and Hopper convert E4M3 in hardware
 _QUERY_NUMBERS = 16384  # most numbers of a program's queries, which stay in registers beside the running softmax
 
 
@@ -50,8 +52,10 @@ class FlashDecodingGpu(Implementation[DecodeCall, Array]):
             return "it has no bias of scores"
         if query.dtype not in (jnp.bfloat16, jnp.float16):
             return f"it computes in bfloat16 or float16, not {query.dtype}"
-        if any(x.dtype not in (query.dtype, jnp.int8) for x in keys):
-            return f"it takes keys and values in {query.dtype} or int8, not {[str(x.dtype) for x in keys]}"
+        if any(x.dtype not in (query.dtype, jnp.int8, E4M3) for x in keys):
+            return f"it takes keys and values in {query.dtype}, int8 or fp8, not {[str(x.dtype) for x in keys]}"
+        if any(x.dtype == E4M3 for x in keys) and gpu_capability() < _FP8_CAPABILITY:
+            return f"Triton reads fp8 on GPUs of compute capability {_FP8_CAPABILITY} and above"
         if _SMALLEST_DIM * _next_power_of_2(max(x.shape[-1] for x in keys)) > _QUERY_NUMBERS:
             widest, limit = max(x.shape[-1] for x in keys), _QUERY_NUMBERS // _SMALLEST_DIM
             return f"it takes heads of up to {limit} channels, not {widest}"

@@ -32,6 +32,9 @@ class Case(NamedTuple):
     softcap: float | None = None
     has_sinks: bool = False
     is_scaled: bool = False
+    """Whether keys and values have 8 bits, and scales."""
+    stored_dtype: Any = np.int8
+    """The dtype of keys and values of 8 bits."""
     rope_dim: int = 0
     """Not 0: the keys are the values too, and there are so many channels more."""
     dtype: Any = jnp.bfloat16
@@ -40,6 +43,7 @@ class Case(NamedTuple):
 CASES = {
     "everything": Case(nn.sliding_window(50), softcap=3.0, has_sinks=True, is_scaled=True),
     "latents of 8 bits, heads of three programs": Case(heads=38, kv_heads=1, rope_dim=6, is_scaled=True),
+    "fp8": Case(is_scaled=True, stored_dtype=jnp.float8_e4m3fn),
     "latents": Case(kv_heads=1, rope_dim=16, has_sinks=True),
     "causal": Case(),
     "one key head, sinks": Case(kv_heads=1, has_sinks=True, v_dim=16),
@@ -66,7 +70,7 @@ def given_of(case: Case) -> dict[str, Any]:
     keys, values = (rows, SLOTS, case.kv_heads, 24), (rows, SLOTS, case.kv_heads, case.v_dim)
     given: dict[str, Any] = {"query": wide(rows, 1, case.heads, 24, dtype=case.dtype)}
     if case.is_scaled:
-        codes = lambda shape: put(rng.integers(-127, 128, size=shape), np.int8)
+        codes = lambda shape: put(rng.integers(-127, 128, size=shape), np.int8).astype(case.stored_dtype)
         given |= {"key": codes(keys), "value": codes(values)}
         scales = lambda: put(rng.uniform(0.01, 0.02, size=keys[:3]), np.float32)
         given |= {"key_scales": scales(), "value_scales": scales()}
@@ -154,7 +158,7 @@ def wanted(given: dict[str, Any]) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("name", [*CASES][:2] + [pytest.param(n, marks=pytest.mark.grid) for n in [*CASES][2:]])
+@pytest.mark.parametrize("name", [*CASES][:3] + [pytest.param(n, marks=pytest.mark.grid) for n in [*CASES][3:]])
 def test_the_kernel_is_the_reference_in_chunks(name, monkeypatch):
     monkeypatch.setattr(gpu, "_PROGRAMS", 4 * len(LENGTHS) * CASES[name].kv_heads)
     monkeypatch.setattr(gpu, "_BLOCK_NUMBERS", 512)
@@ -166,7 +170,17 @@ def test_the_kernel_is_the_reference_in_chunks(name, monkeypatch):
     assert np.abs(found - wanted(without)).max() > 0.02 * np.abs(right).max()  # the comparison sees slots
 
 
-OTHERS = sorted({*CASES} - {"everything", "latents"})
+def test_older_gpus_read_fp8_by_the_definition(monkeypatch):
+    """GPUs whose hardware does not convert E4M3, and numbers of 8 bits that no cache has."""
+    given = given_of(CASES["fp8"])
+    assert gpu.FlashDecodingGpu().supports(decode_call(**given)) is None
+    other = given | {"key": given["key"].astype(jnp.float8_e5m2)}
+    assert "int8 or fp8" in str(gpu.FlashDecodingGpu().supports(decode_call(**other)))
+    monkeypatch.setattr(gpu, "gpu_capability", lambda: 8.0)
+    assert "compute capability 8.9" in str(gpu.FlashDecodingGpu().supports(decode_call(**given)))
+
+
+OTHERS = sorted({*CASES} - {"everything", "latents", "fp8"})
 # Numbers of a vector: slots fill whole ones and channels do not, and stand before them, or neither; and of a block: 20
 # slots, or 128, or all.
 LAID = [(10, 512), (128, 512), (128, 2**20)]

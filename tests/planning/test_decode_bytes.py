@@ -72,6 +72,13 @@ def test_gpus_keep_no_scores_of_many_heads_that_share_a_key_head():
     assert moved("cuda", memory="int8") < 1.06
 
 
+def test_gpus_read_caches_of_fp8_in_place(monkeypatch):
+    """Products of the definition have the scores in main memory: 1.2 of what a step needs."""
+    assert moved("cuda", memory="fp8") < 1.06
+    refuse(monkeypatch, kernels.FlashDecodingGpu)
+    assert moved("cuda", memory="fp8") > 1.15
+
+
 def test_gpus_read_latents_once_for_all_heads():
     """Before, latents were joined with rotated keys, and read three times: 2.8 and 3.5 of what a step needs."""
     assert moved("cuda", config=LATENTS, rows=64) < 1.14
