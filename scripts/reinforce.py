@@ -308,7 +308,9 @@ class RewardRun:
                 if start >= recipe.steps:
                     screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
                     return
-                state = self.states.restore(checkpointer)[0] if start else setup.init_state(recipe, self.states, screen)
+                state = (
+                    self.states.restore(checkpointer)[0] if start else setup.init_run_state(recipe, self.states, screen)
+                )
                 screen.note(f"sampling {recipe.batch} completions for step {start + 1} ...")
                 with screen.steps(recipe.steps, start) as show:
                     callbacks = self._callbacks(checkpointer, show)
@@ -327,7 +329,7 @@ class RewardRun:
         published = texts.published_files(recipe, self.directory)
         tokenizer = texts.recipe_tokenizer(recipe, self.directory)
         folder = self.directory.published if published is None else models.companion_folder(published)
-        first_model = functools.cache(lambda: setup.init_model(recipe, self.states, self.screen))
+        first_model = functools.cache(lambda: setup.init_run_model(recipe, self.states, self.screen))
         reference = nn.without_lora if recipe.lora.rank else lambda model: first_model()
         return text.Rollouts(
             text.make_llm(shapes, tokenizer, folder, recipe.seq, special_tokens=published is not None),

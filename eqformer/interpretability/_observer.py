@@ -17,7 +17,7 @@ from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from ..kernels import attention_weights, AttentionCall, Operation, PiecewiseAttention, weigh_values
+from ..kernels import attention_probabilities, AttentionCall, Operation, PiecewiseAttention, weigh_values
 from ._points import CORE_HEADS, find_nodes, get_at, join_path, Node, Point
 
 
@@ -361,7 +361,7 @@ class ObservedAttention(Operation):
         key = join_path(path, "weights")
         if observer.sees(key):
             visible = self.inner.with_all_keys(call) if isinstance(self.inner, PiecewiseAttention) else call
-            weights = observer.observe(key, attention_weights(visible), "*batch heads seq kv_seq")
+            weights = observer.observe(key, attention_probabilities(visible), "*batch heads seq kv_seq")
             if key in observer.patches:
                 output = weigh_values(weights, visible.value, call.query.dtype)
                 return observer.observe(path, output, _HEADS)

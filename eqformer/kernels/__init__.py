@@ -79,7 +79,7 @@ from .attention._cudnn import CudnnAttention as CudnnAttention
 from .attention._flash import FlashAttention as FlashAttention
 from .attention._reference import (
     attend_to_sources as attend_to_sources,
-    attention_weights as attention_weights,
+    attention_probabilities as attention_probabilities,
     RotatedChannels as RotatedChannels,
     weigh_values as weigh_values,
 )

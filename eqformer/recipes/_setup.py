@@ -354,7 +354,7 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
         raise ValueError(f"{flag}: the recipe's model has other arrays than the run's: {error}") from error
 
 
-def init_state(recipe: Recipe, states: training.PlannedState, screen: Screen) -> training.TrainState:
+def init_run_state(recipe: Recipe, states: training.PlannedState, screen: Screen) -> training.TrainState:
     """Return the state before the first step of a new run; with `--from-optimizer`, that run's state."""
     if recipe.from_optimizer:
         assert recipe.from_run is not None
@@ -365,7 +365,7 @@ def init_state(recipe: Recipe, states: training.PlannedState, screen: Screen) ->
     return states.init_from(_load_weights(recipe, states.plan, screen))
 
 
-def init_model(recipe: Recipe, states: training.PlannedState, screen: Screen) -> nn.LanguageModel:
+def init_run_model(recipe: Recipe, states: training.PlannedState, screen: Screen) -> nn.LanguageModel:
     """Return the model before the first step of a new run, sharded by the plan, without an optimizer's state."""
     if recipe.from_run is None and recipe.published is None:
         return states.init().model

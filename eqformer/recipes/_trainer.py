@@ -29,8 +29,8 @@ from ._setup import (
     check_plan,
     check_run,
     count_parameters,
-    init_model,
-    init_state,
+    init_run_model,
+    init_run_state,
     Keys,
     load_teacher,
     make_keys,
@@ -336,7 +336,7 @@ class Trainer:
             if checkpointer.latest_step == 0:
                 model = self.plan.shard(self._converted_model(checkpointer))
             else:
-                model = init_model(recipe, self.states, self.screen)
+                model = init_run_model(recipe, self.states, self.screen)
             arrays = training.reference_arrays(nn.without_lora(model), self.plan, batch_size=recipe.batch)
         else:
             return
@@ -361,7 +361,7 @@ class Trainer:
             arrays, static = eqx.partition(nn.without_lora(state.model), eqx.is_array)
             self.reference = eqx.combine(copy(arrays), static)
         else:
-            self.reference = init_model(recipe, self.states, self.screen)
+            self.reference = init_run_model(recipe, self.states, self.screen)
         return (self.add_reference_nats(self.reference, batch) for batch in batches)
 
     def _converted_model(self, checkpointer: training.Checkpointer) -> nn.LanguageModel:
@@ -372,7 +372,7 @@ class Trainer:
     def _state(self, checkpointer: training.Checkpointer) -> training.TrainState:
         """Return the state to go on from: the latest checkpoint's or the first."""
         if checkpointer.latest_step is None:
-            return init_state(self.recipe, self.states, self.screen)
+            return init_run_state(self.recipe, self.states, self.screen)
         if checkpointer.latest_step == 0:  # A converted model's checkpoint has step 0 and contains only the model.
             return self.states.init_from(self._converted_model(checkpointer))
         metadata = checkpointer.metadata()

@@ -22,7 +22,7 @@ _WIDEST = 512  # Tokens of the longest text that is compiled for before the firs
 
 
 @dataclasses.dataclass(eq=False)
-class _Job:
+class _EmbeddingJob:
     """The texts of one request that wait, and the vectors of the others."""
 
     request: EmbeddingRequest
@@ -67,7 +67,7 @@ class EmbeddingService(Service):
         super().__init__(limits or EMBEDDING_LIMITS, metrics)
         self.encoder, self.batch_size = encoder, batch_size
         self._channels = len(encoder.embed("a", batch_size=batch_size))
-        self._jobs: collections.deque[_Job] = collections.deque()
+        self._jobs: collections.deque[_EmbeddingJob] = collections.deque()
         self._worker: asyncio.Task[None] | None = None
 
     @property
@@ -117,7 +117,7 @@ class EmbeddingService(Service):
 
     async def embed(self, request: EmbeddingRequest) -> Float[np.ndarray, "texts features"]:
         """Return the vectors of a request's texts; no more of its texts are embedded when the call is cancelled."""
-        job = _Job(request, asyncio.get_running_loop().create_future())
+        job = _EmbeddingJob(request, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._run())
@@ -147,9 +147,9 @@ class EmbeddingService(Service):
                     job.add(number, vector)
             self.metrics.observe("step", time.monotonic() - start)
 
-    def _take(self) -> list[tuple[_Job, int]]:
+    def _take(self) -> list[tuple[_EmbeddingJob, int]]:
         """Take the texts of the next step from the jobs that wait, one text of each job in turn."""
-        batch: list[tuple[_Job, int]] = []
+        batch: list[tuple[_EmbeddingJob, int]] = []
         while self._jobs and len(batch) < self.slots:
             job = self._jobs.popleft()
             # A job has ended early if its client hung up, or if an earlier step failed.
@@ -159,7 +159,7 @@ class EmbeddingService(Service):
                     self._jobs.append(job)
         return batch
 
-    def _embed(self, batch: Sequence[tuple[_Job, int]]) -> list[Float[np.ndarray, "features"]]:
+    def _embed(self, batch: Sequence[tuple[_EmbeddingJob, int]]) -> list[Float[np.ndarray, "features"]]:
         """Return the vectors of texts; those of one prompt and one number of channels are embedded together."""
         groups = collections.defaultdict[tuple[str | None, int | None], list[int]](list)
         for row, (job, _) in enumerate(batch):

@@ -26,7 +26,7 @@ class FileSummary(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class _PromptFileJob:
     """A file of prompts, the file of its texts, and the settings of the texts."""
 
     engine: TextEngine
@@ -81,7 +81,7 @@ def complete_file(
         raise ValueError(f"complete_file({str(source)!r}): the texts would replace the rows; write to another file.")
     values = [getattr(request, field.name) for field in dataclasses.fields(request) if field.name != "prompt"]
     settings = _digest(f"{values} {best_of} {log_probs} {fingerprint}")
-    job = _Job(engine, source, target, request, ask, best_of, log_probs, settings)
+    job = _PromptFileJob(engine, source, target, request, ask, best_of, log_probs, settings)
     lines = _check_rows(job)
     written = _read_written(job, lines)
     errors = tokens = 0
@@ -98,7 +98,7 @@ def complete_file(
     return FileSummary(len(lines), len(written), errors, tokens)
 
 
-def _read_rows(job: _Job) -> Iterator[tuple[int, bytes]]:
+def _read_rows(job: _PromptFileJob) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of the file of prompts with their numbers, from 1 on, without empty lines."""
     with open_regular(job.source) as file:
         for line, content in enumerate(file, 1):
@@ -106,7 +106,7 @@ def _read_rows(job: _Job) -> Iterator[tuple[int, bytes]]:
                 yield line, content
 
 
-def _parse_row(job: _Job, line: int, content: bytes) -> tuple[dict[str, Any], TextRequest]:
+def _parse_row(job: _PromptFileJob, line: int, content: bytes) -> tuple[dict[str, Any], TextRequest]:
     """Return a row and its request; raise a `ValueError` that names the line."""
     try:
         row = parse_json(content)
@@ -120,7 +120,7 @@ def _parse_row(job: _Job, line: int, content: bytes) -> tuple[dict[str, Any], Te
     return row, request
 
 
-def _check_rows(job: _Job) -> dict[int, str]:
+def _check_rows(job: _PromptFileJob) -> dict[int, str]:
     """Return a digest of each row by the number of its line; raise a `ValueError` for a row that would be refused."""
     digests: dict[int, str] = {}
     for line, content in _read_rows(job):
@@ -133,7 +133,7 @@ def _check_rows(job: _Job) -> dict[int, str]:
     return digests
 
 
-def _read_written(job: _Job, lines: dict[int, str]) -> set[int]:
+def _read_written(job: _PromptFileJob, lines: dict[int, str]) -> set[int]:
     """Return the lines whose texts the target has; cut off a last line that was half written.
 
     Raises a `ValueError` for a target with other rows or settings, or with lines that this function does not write.
@@ -152,7 +152,7 @@ def _read_written(job: _Job, lines: dict[int, str]) -> set[int]:
     return written
 
 
-def _check_record(job: _Job, number: int, content: bytes, lines: dict[int, str]) -> int:
+def _check_record(job: _PromptFileJob, number: int, content: bytes, lines: dict[int, str]) -> int:
     """Return the line of the row that a line of the target belongs to."""
     call = f"{job.target}, line {number}"
     try:
@@ -173,7 +173,7 @@ def _check_record(job: _Job, number: int, content: bytes, lines: dict[int, str])
     return line
 
 
-def _draw(job: _Job, remaining: Sequence[int], lines: dict[int, str]) -> Iterator[tuple[dict[str, Any], int]]:
+def _draw(job: _PromptFileJob, remaining: Sequence[int], lines: dict[int, str]) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield a record for each remaining row when its texts have ended, and the number of tokens that were drawn."""
     positions = {line: position for position, line in enumerate(lines)}
     rows: list[tuple[int, dict[str, Any]]] = []
@@ -200,7 +200,7 @@ def _draw(job: _Job, remaining: Sequence[int], lines: dict[int, str]) -> Iterato
             yield record, sum(len(result.ids) for result in drawn)
 
 
-def _describe(job: _Job, results: list[TextResult]) -> dict[str, Any]:
+def _describe(job: _PromptFileJob, results: list[TextResult]) -> dict[str, Any]:
     """Return the texts of one row as JSON: the only one, or a list of samples, the likeliest first."""
     results.sort(key=lambda result: (bool(result.error), -sum(result.log_probs), result.number))
     samples: list[dict[str, Any]] = []

@@ -18,8 +18,8 @@ import eqformer
 from eqformer import data, models, nn, parallel, training
 from eqformer.recipes import Distillation, find_recipe, Mesh, published_recipe, Recipe, Screen, Text, train
 from eqformer.recipes._setup import (
-    init_model,
-    init_state,
+    init_run_model,
+    init_run_state,
     load_teacher,
     make_optimizer,
     make_plan,
@@ -169,7 +169,7 @@ def test_the_first_model_is_the_first_states_without_its_optimizer(source, lora,
     started = dataclasses.replace(started, plan=parallel.ParallelConfig(zero=3, smallest=1))
     plan, shapes = make_plan(started, jax.devices()[:2]), model_shapes(started)
     states = make_train_state(started, plan, make_optimizer(started, shapes), shapes)
-    model, expected = init_model(started, states, QUIET), init_state(started, states, QUIET).model
+    model, expected = init_run_model(started, states, QUIET), init_run_state(started, states, QUIET).model
     assert eqx.tree_equal(model, expected)
     arrays, expected_arrays = (jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in (model, expected))
     pairs = list(zip(arrays, expected_arrays, strict=True))

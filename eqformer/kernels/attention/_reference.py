@@ -33,7 +33,7 @@ def attend_by_definition(
     return _weigh_values(probabilities, call.value, call.query.dtype)
 
 
-def attention_weights(call: AttentionCall) -> Float[Array, "*batch heads seq kv_seq"]:
+def attention_probabilities(call: AttentionCall) -> Float[Array, "*batch heads seq kv_seq"]:
     """Return the softmax of the scores, in float32 at least; zeros for keys that a query does not see.
 
     With sinks the weights of a query add up to less than 1.
@@ -48,7 +48,7 @@ def weigh_values(
     value: Num[Array, "*batch kv_seq kv_heads v_dim"],
     dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Return the output of attention for weights such as `attention_weights` returns, in a dtype."""
+    """Return the output of attention for weights such as `attention_probabilities` returns, in a dtype."""
     *batch, heads, seq, kv_seq = weights.shape
     kv_heads = value.shape[-2]
     by_kv_head = weights.reshape(*batch, kv_heads, heads // kv_heads, seq, kv_seq)

@@ -255,7 +255,7 @@ def multiply_tiles(
 
         product = pl.run_scoped(sum_products, plgpu.ACC(tile))
 
-        store_rows(product, y, starts[row_tile] - begin, begin, size, column * tile.columns)
+        store_tile_rows(product, y, starts[row_tile] - begin, begin, size, column * tile.columns)
 
 
 def sum_tiles(
@@ -315,7 +315,7 @@ def sum_tiles(
         store_tile(product, y, group, row, column)
 
 
-def store_rows(tile: Array, y: Ref, first: Array, begin: Array, size: Array, column: Array) -> None:
+def store_tile_rows(tile: Array, y: Ref, first: Array, begin: Array, size: Array, column: Array) -> None:
     """Store `size` rows of a tile, from its row `first` on, in the result, by way of shared memory.
 
     Row 0 of the tile is row `begin` of the result.

@@ -170,7 +170,7 @@ def multiply_fp8_kernel(
         scales = plgpu.load(tile_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         product = product * jax.lax.broadcast_in_dim(scales, tile, (0,)) * group_scale[matrix]
 
-        hopper.store_rows(product, y, starts[row_tile] - begin, begin, size, column * tile.columns)
+        hopper.store_tile_rows(product, y, starts[row_tile] - begin, begin, size, column * tile.columns)
 
 
 def outer_product_fp8_kernel(

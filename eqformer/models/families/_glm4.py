@@ -11,8 +11,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer, YarnScaling
-from .._attributes import Activation, Attribute, Count, Expect, Fields, Ignore
-from .._config_types import Fraction, Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore
+from .._config_types import Attributes, Fraction, Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weight_rules import NUMBERED_PREDICTOR
@@ -220,16 +220,22 @@ class GLM4MoELiteConfig(DeepSeekV3Config):
     max_seq: Length = 202_752
 
 
-class _LayerMixtures(LayerMixtures):
+class _MixturesOrOneDense(Entry):
     """`mlp_layer_types`; without a list, the first layer alone is dense, whatever other attributes say."""
+
+    _types = LayerMixtures()
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `first_dense` and `dense_layers`."""
-        if fields := super().read(published):
+        if fields := self._types.read(published):
             published.take("first_k_dense_replace", None)
             return fields
         published.expect("first_k_dense_replace", 1)
         return {"first_dense": 1, "dense_layers": ()}
+
+    def write(self, config: GLM4MoELiteConfig) -> Attributes:
+        """Return the list."""
+        return self._types.write(config)
 
 
 _GLM4_MOE_LITE_PRESETS = {
@@ -259,7 +265,7 @@ GLM4_MOE_LITE = Family(
     "Glm4MoeLiteForCausalLM",
     "glm4_moe_lite",
     (
-        *latent_attributes(mixtures=(_LayerMixtures(),), max_seq=202_752),
+        *latent_attributes(mixtures=(_MixturesOrOneDense(),), max_seq=202_752),
         Attribute("normalise", "norm_topk_prob", True),
         Attribute("interleaved", "rope_interleave", True),
         Attribute("balance", "router_aux_loss_coef", 0.0001),

@@ -83,7 +83,7 @@ def _mlp_weights(prefix: str, names: tuple[str, str]) -> tuple[Rule, ...]:
     )
 
 
-class _EqualKeyHeads(Entry):
+class _UnstatedKeyHeads(Entry):
     """Key heads, for which configurations have no attribute: there are as many as heads."""
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -136,7 +136,7 @@ GPT_NEOX = Family(
     "GPTNeoXForCausalLM",
     "gpt_neox",
     (
-        *(*SIZES, WIDTH, _EqualKeyHeads()),
+        *(*SIZES, WIDTH, _UnstatedKeyHeads()),
         _RepeatedRotary(),  # before `RotaryPositions`, which adds the names in `rope_parameters` to the attributes
         RotaryPositions(older="rotary_emb_base"),
         RotaryFraction(0.25, published="rotary_pct"),

@@ -340,7 +340,7 @@ _GRANITE_HYBRID_PRESETS = {
 }
 
 
-class _RotaryOrNone(Entry):
+class _PositionKind(Entry):
     """The field `rotary`: whether the attention has rotary positions."""
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -366,7 +366,7 @@ GRANITE_HYBRID = Family(
         *SCALES,
         *MAMBA_ATTRIBUTES,
         LayerTypes("attention_layers", _TYPES, lambda *_: (), published=("attention", "mamba")),
-        _RotaryOrNone(),
+        _PositionKind(),
         Count("shared_mlp", "shared_intermediate_size", 1024),
         Count("experts", "num_local_experts", 8, least=0),
         Count("top_k", "num_experts_per_tok", 2),

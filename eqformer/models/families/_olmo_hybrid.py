@@ -107,7 +107,7 @@ class _RotaryOrNone(Entry):
         return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
 
 
-class _NetSizes(Entry):
+class _NetSizesOrDerived(Entry):
     """The sizes of the nets, which follow from the attention's where they are null or missing."""
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -191,7 +191,7 @@ OLMO_HYBRID = Family(
     (
         *decoder_attributes(_RotaryOrNone(), max_seq=65_536),
         LayerTypes("attention_layers", ("full_attention", "linear_attention"), _each_fourth),
-        _NetSizes(),
+        _NetSizesOrDerived(),
         Attribute("taps", "linear_conv_kernel_dim", 4),
         Attribute("wide_rates", "linear_allow_neg_eigval", True),
         Attribute("bias", "attention_bias", False),
