@@ -25,6 +25,9 @@ STATE = "state"
 COLLECTIVES: dict[str, str] = {
     "loss and token count": STATE,
     "row sums": CONTEXT,
+    "row vectors": CONTEXT,
+    "row vectors over tensor": TENSOR,
+    "vectors of all rows": STATE,
     "gradients over replica": STATE,
     "gradients over fsdp": STATE,
     "weights over fsdp": STATE,

@@ -278,6 +278,14 @@ def forward(model: Any, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Call
     return logits, first
 
 
+def embed(folder: Path) -> Callable[[list[str] | str], np.ndarray]:
+    """Return the function by which sentence-transformers turns texts into vectors."""
+    sentence_transformers = import_module("sentence_transformers")
+    _set_up()
+    import_module("transformers").logging.disable_progress_bar()
+    return sentence_transformers.SentenceTransformer(str(folder), device="cpu").encode
+
+
 def _modeling(family: str) -> Any:
     """Return transformers' modules of a family."""
     return import_module(f"transformers.models.{family}.modeling_{family}")

@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks import (
     _checks,
+    _embeddings,
     _engine,
     _folders,
     _gpu,
@@ -133,6 +134,7 @@ BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "quantized": _quantized.quantized,
     "tuning": _tuning.tuning,
     "engine": _engine.engine,
+    "embeddings": _embeddings.embeddings,
     **OF_MESHES,
 }
 ASKED_FOR: dict[str, Callable[[int], Iterator[Row]]] = {"profile": _profile.profile, "checks": _checks.checks}

@@ -33,14 +33,20 @@ def fields_of_rows(model: str) -> dict[str, Any]:
 
 
 def metrics_of_steps(
-    loss: Any, batch: Batch, names: Sequence[str], mesh: Mapping[str, int], options: Mapping[str, Any]
+    loss: Any,
+    batch: Batch,
+    names: Sequence[str],
+    mesh: Mapping[str, int],
+    options: Mapping[str, Any],
+    microbatches: int = 1,
 ) -> list[list[float]]:
-    """The metrics of a step on one device, and of the same step over a mesh."""
+    """The metrics of a step on one device, in so many microbatches, and of the same step over a mesh."""
     model = model_of("llama")
     optimizer = training.optimizer("sgd", model, rate=1e-3)
     plan = plan_over(dict(mesh), microbatches=1 if mesh == {"fsdp": 4} else 2, **options)
     rows = []
-    for step in (training.make_step(loss, optimizer), training.make_step(loss, optimizer, plan)):
+    alone = training.make_step(loss, optimizer, microbatches=microbatches)
+    for step in (alone, training.make_step(loss, optimizer, plan)):
         state = training.init_state(jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, model), optimizer)
         metrics = step(state, batch, None)[1]
         rows.append([float(metrics[name]) for name in names])

@@ -73,6 +73,7 @@ FAMILIES: dict[str, Any] = {
     "values by id": models.SpeedrunConfig(
         vocab=50, embed=EMBED, layers=8, heads=HEADS, kv_heads=2, mlp=MLP, head_dim=HEAD_DIM, skips=False, eps=0.1
     ),
+    "bert": models.BERTConfig(vocab=50, embed=EMBED, layers=4, heads=HEADS, mlp=MLP, max_seq=32),
     "long table": models.GPT2Config(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
 }
 CORES = {"long table": kernels.ReferenceAttention()}  # which takes no steps of eight tokens

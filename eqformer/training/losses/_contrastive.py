@@ -1,0 +1,155 @@
+"""Contrastive losses of text encoders: each text is told from all other texts of the batch."""
+
+from collections.abc import Sequence
+from typing import get_args, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from ... import nn
+from ..._array_checks import checked
+from ..._shapes import Batch
+from ...nn import Tokens
+from ...parallel import gather_rows, sum_row_vectors, sum_rows
+from ._loss_aux import add_aux_losses, CountOrAux, LossAux, LossFn
+from ._token_losses import batch_tokens
+from ._vocabulary import Vocabulary
+
+
+VectorSimilarity = Literal["cosine", "dot"]
+SUMMED_POOLINGS = tuple(mode for mode in nn.POOLINGS if mode != "max")
+"""The modes of `nn.Pooling` that are weighted sums over tokens, which devices that share a row can add up."""
+
+
+def contrastive_loss(
+    *,
+    temperature: float = 0.05,
+    pooling: str = "mean",
+    similarity: VectorSimilarity = "cosine",
+    symmetric: bool = False,
+    dims: Sequence[int] = (),
+) -> LossFn:
+    """Return a loss, called like `next_token_loss`, of groups of texts that belong together.
+
+    The batch's rows are groups of `batch.group` texts, see `data.batch_text_groups`: an anchor, its positive and, in
+    larger groups, hard negatives. The candidates of each anchor are the positives and hard negatives of all groups. The
+    loss of an anchor is `-log softmax(similarity to each candidate / temperature)` of its own positive: InfoNCE (van
+    den Oord et al., arXiv:1807.03748, eq. 4), which sentence-transformers calls `MultipleNegativesRankingLoss` with
+    `scale = 1 / temperature`. The loss is a mean over groups.
+
+    Candidates come from all devices that split the batch, so loss and gradients are the same on any mesh. They come
+    from one microbatch, so fewer microbatches have more candidates. Targets of the batch are not read.
+
+    The step's metrics are `retrieval_accuracy`, the share of anchors whose own positive is the most similar candidate,
+    and `positive_similarity`, the mean similarity of anchors to their own positives, both of whole vectors.
+
+    Args:
+        temperature: The number by which similarities are divided.
+        pooling: How the vector of a text is made from those of its tokens: a name in `nn.POOLINGS` other than "max".
+        similarity: "cosine", or "dot" for the plain product of two vectors.
+        symmetric: Whether the mean of this loss and of the same with positives in the place of anchors is taken, as in
+            CLIP (Radford et al., arXiv:2103.00020, figure 3); only the anchors are candidates of the latter.
+        dims: Numbers of first channels; the losses of vectors that are truncated to each of them are added up, so that
+            truncated vectors are useful too (Matryoshka; Kusupati et al., arXiv:2205.13147, eq. 1). Empty: whole
+            vectors alone. Name the full width to count it too.
+    """
+    _check_options(temperature, pooling, similarity, dims)
+
+    @checked
+    def loss_fn(
+        model: PyTree,
+        batch: Batch,
+        key: Key[Array, ""] | None = None,
+        *,
+        tokens: Tokens | None = None,
+        vocabulary: Vocabulary | None = None,
+    ) -> tuple[Float[Array, ""], CountOrAux]:
+        tokens = batch_tokens(batch, key) if tokens is None else tokens
+        hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
+        _check_batch(batch, hidden.shape[-1], dims)
+        vectors, devices = _pool_rows(pooling, hidden, tokens)
+        groups = vectors.reshape(-1, batch.group, vectors.shape[-1])
+        results = [_sum_losses(groups[..., :width], temperature, similarity, symmetric) for width in dims or (None,)]
+        total = sum((loss for loss, _ in results[1:]), results[0][0])
+        # Metrics are those of whole vectors.
+        last = results[-1] if not dims or dims[-1] == hidden.shape[-1] else None
+        _, metrics = last or _sum_losses(groups, temperature, similarity, symmetric)
+        # All devices that share a row have computed its loss.
+        count = jnp.full((), len(groups) / devices, total.dtype)
+        metrics = {name: (jax.lax.stop_gradient(value) / devices, count) for name, value in metrics.items()}
+        return add_aux_losses(total / devices, LossAux(count, None, metrics), aux)
+
+    return loss_fn
+
+
+def _check_options(temperature: float, pooling: str, similarity: str, dims: Sequence[int]) -> None:
+    """Raise a `ValueError` for options that are no loss."""
+    if not temperature > 0:
+        raise ValueError(f"contrastive_loss(temperature={temperature}): it must be above 0.")
+    if pooling not in SUMMED_POOLINGS:
+        raise ValueError(f"contrastive_loss(pooling={pooling!r}): it must be one of {', '.join(SUMMED_POOLINGS)}.")
+    if similarity not in get_args(VectorSimilarity):
+        raise ValueError(f"contrastive_loss(similarity={similarity!r}): it must be 'cosine' or 'dot'.")
+    if any(width < 1 for width in dims) or list(dims) != sorted(set(dims)):
+        raise ValueError(f"contrastive_loss(dims={tuple(dims)}): give numbers of channels from 1 on, in rising order.")
+
+
+def _check_batch(batch: Batch, channels: int, dims: Sequence[int]) -> None:
+    """Raise a `ValueError` for a batch without groups, and for dims that the vectors do not have."""
+    rows = batch.ids.shape[0]
+    if batch.group < 2 or rows % batch.group:
+        raise ValueError(
+            "contrastive_loss: a batch holds groups of at least 2 texts, an anchor and its positive, but this one has "
+            f"group={batch.group} and {rows} rows; use data.batch_text_groups."
+        )
+    if dims and max(dims) > channels:
+        raise ValueError(f"contrastive_loss(dims={tuple(dims)}): a vector has {channels} channels; keep at most these.")
+
+
+def _pool_rows(
+    mode: str, hidden: Float[Array, "batch seq embed"], tokens: Tokens
+) -> tuple[Float[Array, "batch embed"], int]:
+    """Return the vector of each row, as `nn.Pooling` does, and the number of devices that a row is split over."""
+    hidden, positions = nn.in_float32(hidden), tokens.positions
+    is_read, order = positions >= 0, (positions + 1).astype(hidden.dtype)
+    length = sum_rows(is_read.astype(hidden.dtype))[0][:, None]
+    if mode in ("cls", "lasttoken"):
+        weights = (order == (1 if mode == "cls" else length)).astype(hidden.dtype)
+    elif mode == "weightedmean":  # The number of a padding token, whose position is -1, is 0.
+        weights = order / jnp.maximum(sum_rows(order)[0][:, None], 1e-9)
+    else:
+        divisor = jnp.sqrt(length) if mode == "mean_sqrt_len_tokens" else length
+        weights = 1 / jnp.maximum(divisor, 1e-9)
+    # A product with zero would keep the NaN of a padding token.
+    return sum_row_vectors(jnp.where(is_read[..., None], hidden * weights[..., None], 0))
+
+
+def _sum_losses(
+    groups: Float[Array, "groups group embed"], temperature: float, similarity: VectorSimilarity, symmetric: bool
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Return the sum over this device's groups of a loss, and the sums of its metrics."""
+    if similarity == "cosine":
+        groups = nn.UnitLength()(groups)
+    number, size, width = groups.shape
+    anchors, local_candidates = groups[:, 0], groups[:, 1:].reshape(-1, width)
+    candidates, first = gather_rows(local_candidates)
+    target = first + (size - 1) * jnp.arange(number, dtype=jnp.int32)
+    similarities = anchors @ candidates.T
+    nats = _choice_nats(similarities / temperature, target)
+    if symmetric:
+        all_anchors, first_anchor = gather_rows(anchors)
+        back = groups[:, 1] @ all_anchors.T / temperature
+        nats = (nats + _choice_nats(back, first_anchor + jnp.arange(number, dtype=jnp.int32))) / 2
+    target_similarity = jnp.take_along_axis(similarities, target[:, None], axis=1)[:, 0]
+    is_first = jnp.argmax(similarities, axis=1).astype(target.dtype) == target
+    metrics = {
+        "retrieval_accuracy": jnp.sum(is_first.astype(nats.dtype)),
+        "positive_similarity": jnp.sum(target_similarity),
+    }
+    return jnp.sum(nats), metrics
+
+
+def _choice_nats(logits: Float[Array, "groups choices"], target: Int[Array, "groups"]) -> Float[Array, "groups"]:
+    """Return `-log softmax(logits)` of one choice of each row."""
+    return jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
