@@ -45,6 +45,16 @@ from ._platform import (
     traced_for as traced_for,
     varying_of as varying_of,
 )
+from ._quantized_matmul import (
+    apply_scales as apply_scales,
+    BITS as BITS,
+    BlockwiseMatmul as BlockwiseMatmul,
+    codes_in_a_byte as codes_in_a_byte,
+    decode_codes as decode_codes,
+    DecodedMatmul as DecodedMatmul,
+    QuantizedMatmulCall as QuantizedMatmulCall,
+    repeat_groups as repeat_groups,
+)
 from ._recurrent_step import (
     initial_state as initial_state,
     RECURRENT_STEP as RECURRENT_STEP,
@@ -125,3 +135,5 @@ GROUPED_MATMUL = Op(
     (("cuda", HopperFp8GroupedMatmul()), ("cuda", HopperGroupedMatmul()), ("tpu", TpuGroupedMatmul())),
 )
 """Products of rows, sorted by group, with the matrices of their groups."""
+QUANTIZED_MATMUL = Op(DecodedMatmul(), (("cpu", BlockwiseMatmul()),))
+"""Products of few rows with a quantized matrix."""

@@ -8,6 +8,7 @@ from .._mask import (
     sliding_window as sliding_window,
     window_both_ways as window_both_ways,
 )
+from ..kernels import codes_in_a_byte as codes_in_a_byte
 from ._block import (
     Block as Block,
     Dropout as Dropout,
@@ -163,12 +164,7 @@ from ._precision import (
     with_fp8 as with_fp8,
     without_fp8 as without_fp8,
 )
-from ._quantization import (
-    codes_in_a_byte as codes_in_a_byte,
-    dequantize as dequantize,
-    quantize as quantize,
-    QuantizedLinear as QuantizedLinear,
-)
+from ._quantization import dequantize as dequantize, quantize as quantize, QuantizedLinear as QuantizedLinear
 from ._stack import (
     REMAT as REMAT,
     run_layers as run_layers,

@@ -1,73 +1,25 @@
 """Weights in 8 or 4 bits: number formats, the linear map that decodes its weight, and the quantization of a model."""
 
 import functools
+import math
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PyTree, UInt8
 
+from .. import kernels
+from ..kernels import apply_scales, BITS, codes_in_a_byte, decode_codes, repeat_groups
 from ._dtype import float_dtype
 from ._linear import apply_weight, dense, DenseMap, LinearMap
 from ._lora import choose_maps, replace_maps, Where
+from ._matmul_precision import ComputeDtypeMatmul
 from ._module import map_modules, named_by, named_modules
 from .experts._routing import Router
 
 
-BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
-"""Bits of one code, by format."""
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "fp4": 6.0}
 """The largest magnitude of a rounded number, by format."""
-
-
-def codes_in_a_byte(form: str) -> int:
-    """Return how many codes share a byte: 1 or 2."""
-    return 8 // BITS[form]
-
-
-def decode_codes(
-    codes: UInt8[Array, "*dims columns"], form: str, zeros: UInt8[Array, "*dims groups"] | None
-) -> Float32[Array, "*dims all_columns"]:
-    """Decode codes to unscaled numbers.
-
-    Two codes of 4 bits share a byte; the low bits come first. Codes of `int8` and `int4` are unsigned integers, from
-    which a zero point is subtracted: `zeros`, one for each group of columns, or half of the range if it is None. `fp8`
-    is E4M3 without infinities; `fp4` is E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives).
-    """
-    if codes_in_a_byte(form) == 2:
-        pairs = codes[..., None] >> jnp.array([0, 4], jnp.uint8)
-        codes = (pairs & 15).reshape(*codes.shape[:-1], -1)
-    if form == "fp8":
-        return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    if form == "fp4":
-        # The magnitudes times two are the hex digits of one constant: a shift is faster than a table lookup.
-        halves = (jnp.uint32(0xC8643210) >> (4 * (codes & 7).astype(jnp.uint32))) & 15
-        return jnp.where(codes > 7, -0.5, 0.5).astype(jnp.float32) * halves.astype(jnp.float32)
-    integers = codes.astype(jnp.float32)
-    if zeros is None:
-        return integers - 2.0 ** (BITS[form] - 1)
-    return integers - repeat_groups(zeros.astype(jnp.float32), integers.shape)
-
-
-def apply_scales(
-    numbers: Float32[Array, "*dims columns"], scales: Float[Array, "*scale_dims"] | UInt8[Array, "*scale_dims"]
-) -> Float32[Array, "*dims columns"]:
-    """Multiply numbers by their group's scale, in float32; scales of 8 bits are exponents, `2**(scale - 127)`.
-
-    Products below `2**-126` become 0 on platforms that flush subnormal numbers, as most do.
-    """
-    if scales.dtype == jnp.uint8:
-        # The scale's bits become a float32's exponent. 2**-127 (scale 0) is subnormal in float32, so for this scale the
-        # numbers are halved and then multiplied by 2**-126.
-        numbers = numbers * repeat_groups(jnp.where(scales == 0, 0.5, 1.0).astype(jnp.float32), numbers.shape)
-        scales = jax.lax.bitcast_convert_type(jnp.maximum(scales, 1).astype(jnp.int32) << 23, jnp.float32)
-    return numbers * repeat_groups(scales.astype(jnp.float32), numbers.shape)
-
-
-def repeat_groups(groups: Float32[Array, "*groups"], shape: tuple[int, ...]) -> Float32[Array, "*dims"]:
-    """Repeat each group's number for every member of the group; groups divide the last dim of `shape` evenly."""
-    times = shape[-1] // groups.shape[-1]
-    return jnp.broadcast_to(jnp.repeat(groups, times, axis=-1) if times > 1 else groups, shape)
 
 
 def round_to_codes(
@@ -155,7 +107,35 @@ class QuantizedLinear(LinearMap):
 def _product(
     dtype: jax.typing.DTypeLike | None, linear: QuantizedLinear, x: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    return apply_weight(linear, linear.matrix(x.dtype), x, dtype)
+    if not _is_for_few_rows(linear, x, dtype):
+        return apply_weight(linear, linear.matrix(x.dtype), x, dtype)
+    lead = x.shape[: x.ndim - len(linear.inputs)]
+    as_matrix = lambda array: array.reshape(math.prod(linear.output_shape), -1)
+    codes, scales, zeros = jax.tree.map(as_matrix, (linear.codes, linear.scales, linear.zeros))
+    call = kernels.QuantizedMatmulCall(x.reshape(*lead, -1), codes, scales, zeros, linear.form)
+    return kernels.QUANTIZED_MATMUL(call).reshape(*lead, *linear.output_shape)
+
+
+_FEW_ROWS = 64
+
+
+def _is_for_few_rows(linear: QuantizedLinear, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None) -> bool:
+    """Return whether the product is one with few rows, as in decoding, for which platforms have kernels.
+
+    The scales of such a product must be those of groups of equal size in each row of the matrix, its result has the
+    dtype of `x`, and the map must have no ensemble dims in front.
+    """
+    input_shape = tuple(linear.sizes[name] for name in linear.inputs)
+    lead = x.shape[: x.ndim - len(input_shape)]
+    ends = linear.scales.shape[linear.scales.ndim - len(input_shape) :]
+    return (
+        math.prod(lead) <= _FEW_ROWS
+        and isinstance(linear.products, ComputeDtypeMatmul)
+        and (dtype is None or jnp.dtype(dtype) == x.dtype)
+        and x.shape[len(lead) :] == input_shape
+        and linear.codes.ndim == len(linear.weight_dims)
+        and (ends[:-1] == input_shape[:-1] or math.prod(ends) == 1)
+    )
 
 
 def quantize(model: PyTree, form: str, *, group: int | None = None, where: Where | None = None) -> PyTree:

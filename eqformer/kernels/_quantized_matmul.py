@@ -1,0 +1,158 @@
+"""Products of rows with a quantized matrix: the formats of codes, the definition, and decoding in blocks on CPUs."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, UInt8
+
+from ._op import Call, Implementation
+
+
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
+"""Bits of one code, by format."""
+
+
+def codes_in_a_byte(form: str) -> int:
+    """Return how many codes share a byte: 1 or 2."""
+    return 8 // BITS[form]
+
+
+def decode_codes(
+    codes: UInt8[Array, "*dims columns"], form: str, zeros: UInt8[Array, "*dims groups"] | None
+) -> Float32[Array, "*dims all_columns"]:
+    """Decode codes to unscaled numbers; two codes of 4 bits share a byte, and the low bits come first."""
+    if codes_in_a_byte(form) == 2:
+        pairs = codes[..., None] >> jnp.array([0, 4], jnp.uint8)
+        codes = (pairs & 15).reshape(*codes.shape[:-1], -1)
+    return _decode_numbers(codes, form, zeros)
+
+
+def _decode_numbers(
+    codes: UInt8[Array, "*dims columns"], form: str, zeros: UInt8[Array, "*dims groups"] | None
+) -> Float32[Array, "*dims columns"]:
+    """Decode codes, one in each byte, to unscaled numbers.
+
+    Codes of `int8` and `int4` are unsigned integers, from which a zero point is subtracted: `zeros`, one for each group
+    of columns, or half of the range if it is None. `fp8` is E4M3 without infinities; `fp4` is E2M1 (0, 0.5, 1, 1.5, 2,
+    3, 4, 6 and their negatives).
+    """
+    if form == "fp8":
+        return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    if form == "fp4":
+        # The magnitudes times two are the hex digits of one constant: a shift is faster than a table lookup.
+        halves = (jnp.uint32(0xC8643210) >> (4 * (codes & 7).astype(jnp.uint32))) & 15
+        return jnp.where(codes > 7, -0.5, 0.5).astype(jnp.float32) * halves.astype(jnp.float32)
+    integers = codes.astype(jnp.float32)
+    if zeros is None:
+        return integers - 2.0 ** (BITS[form] - 1)
+    return integers - repeat_groups(zeros.astype(jnp.float32), integers.shape)
+
+
+def apply_scales(
+    numbers: Float32[Array, "*dims columns"], scales: Float[Array, "*scale_dims"] | UInt8[Array, "*scale_dims"]
+) -> Float32[Array, "*dims columns"]:
+    """Multiply numbers by their group's scale, in float32; scales of 8 bits are exponents, `2**(scale - 127)`.
+
+    Products below `2**-126` become 0 on platforms that flush subnormal numbers, as most do.
+    """
+    if scales.dtype == jnp.uint8:
+        # The scale's bits become a float32's exponent. 2**-127 (scale 0) is subnormal in float32, so for this scale the
+        # numbers are halved and then multiplied by 2**-126.
+        numbers = numbers * repeat_groups(jnp.where(scales == 0, 0.5, 1.0).astype(jnp.float32), numbers.shape)
+        scales = jax.lax.bitcast_convert_type(jnp.maximum(scales, 1).astype(jnp.int32) << 23, jnp.float32)
+    return numbers * repeat_groups(scales.astype(jnp.float32), numbers.shape)
+
+
+def repeat_groups(groups: Float32[Array, "*groups"], shape: tuple[int, ...]) -> Float32[Array, "*dims"]:
+    """Repeat each group's number for every member of the group; groups divide the last dim of `shape` evenly."""
+    times = shape[-1] // groups.shape[-1]
+    return jnp.broadcast_to(jnp.repeat(groups, times, axis=-1) if times > 1 else groups, shape)
+
+
+class QuantizedMatmulCall(Call):
+    """The arguments of `y = x W^T` with a matrix `W` of codes, scales and zero points, as `decode_matrix` decodes it.
+
+    The groups of a row of the matrix have equal sizes.
+    """
+
+    x: Float[Array, "*batch inputs"]
+    """The rows."""
+    codes: UInt8[Array, "outputs bytes"]
+    """Codes of the matrix; two codes of 4 bits share a byte, the low bits first."""
+    scales: Float[Array, "outputs groups"] | UInt8[Array, "outputs groups"]
+    """A scale, or an exponent of 8 bits, for each group of a row."""
+    zeros: UInt8[Array, "outputs groups"] | None
+    """A zero point for each group; None: half of the range."""
+    form: str = eqx.field(static=True)
+    """The number format: int8, int4, fp8 or fp4."""
+
+    operation = "quantized matmul"
+
+    def describe(self) -> str:
+        """Return shapes and dtypes for an error message."""
+        return f"rows {self.x.dtype}{list(self.x.shape)} and {self.form} codes {list(self.codes.shape)}"
+
+
+class DecodedMatmul(Implementation[QuantizedMatmulCall, Array]):
+    """The definition: the matrix is decoded in float32, rounded to the dtype of the rows, and multiplied."""
+
+    def supports(self, call: QuantizedMatmulCall) -> str | None:
+        """Return None: it computes every call."""
+        return None
+
+    def run(self, call: QuantizedMatmulCall) -> Float[Array, "*batch outputs"]:
+        """Compute the call."""
+        matrix = apply_scales(decode_codes(call.codes, call.form, call.zeros), call.scales).astype(call.x.dtype)
+        return jnp.einsum("...i,oi->...o", call.x, matrix, preferred_element_type=call.x.dtype)
+
+
+class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
+    """Products with a few rows of the matrix at a time, decoded into the processor's cache, for CPUs.
+
+    XLA has no product that reads codes. It would write the decoded matrix to memory, and memory that a program takes
+    anew costs more than the product. Two codes of a byte are not placed side by side, which is slow: the low and the
+    high codes are two matrices, for the even and the odd inputs. The result equals that of the definition up to the
+    order of sums.
+    """
+
+    def supports(self, call: QuantizedMatmulCall) -> str | None:
+        """Return the reason why the definition is taken, or None."""
+        outputs = call.codes.shape[0]
+        if call.codes.size < _SMALLEST[codes_in_a_byte(call.form)]:
+            return f"a matrix of {call.codes.size:,} bytes is decoded into the cache as a whole"
+        if _block_rows(outputs) is None:
+            return f"{outputs} rows of the matrix have no divisor from {_FEWEST_ROWS} to {_MOST_ROWS}"
+        if codes_in_a_byte(call.form) == 2 and call.codes.shape[1] % call.scales.shape[1]:
+            return "two codes of a byte are of unlike groups"
+        return None
+
+    def run(self, call: QuantizedMatmulCall) -> Float[Array, "*batch outputs"]:
+        """Compute the call."""
+        inputs, outputs = call.x.shape[-1], call.codes.shape[0]
+        vectors = call.x.reshape(-1, inputs)
+        parts = codes_in_a_byte(call.form)
+        # Input vectors of the low codes, and those of the high codes.
+        part_vectors = [vectors[:, first::parts] for first in range(parts)]
+
+        def multiply_block(block: tuple[Array, Array, Array | None]) -> Float[Array, "rows vectors"]:
+            codes, scales, zeros = block
+            part_codes = [codes] if parts == 1 else [codes & 15, codes >> 4]
+            numbers = [_decode_numbers(part, call.form, zeros) for part in part_codes]
+            matrices = [apply_scales(part, scales).astype(vectors.dtype) for part in numbers]
+            products = [jnp.einsum("oi,vi->ov", *pair) for pair in zip(matrices, part_vectors)]
+            return sum(products[1:], products[0])
+
+        split = lambda array: array.reshape(-1, _block_rows(outputs), array.shape[1])
+        blocks = jax.tree.map(split, (call.codes, call.scales, call.zeros))
+        y = jax.lax.map(multiply_block, blocks).reshape(outputs, len(vectors))
+        return y.T.reshape(*call.x.shape[:-1], outputs)
+
+
+_SMALLEST = {1: 2**20, 2: 2**16}  # bytes of a matrix, by codes in a byte, from which on blocks are faster
+_FEWEST_ROWS, _MOST_ROWS = 64, 512
+
+
+def _block_rows(outputs: int) -> int | None:
+    """Return how many rows of the matrix are decoded at a time: the divisor of all rows nearest to 256, or None."""
+    divisors = [rows for rows in range(_FEWEST_ROWS, _MOST_ROWS + 1) if outputs % rows == 0]
+    return min(divisors, key=lambda rows: abs(rows - 256), default=None)
