@@ -171,16 +171,19 @@ def prefill(
 
 
 def decode_until(
-    step: Callable[[Rows], Rows], rows: Rows, length: Int[Array, "batch"], most_done: int | Int[Array, ""] | None = None
+    step: Callable[[Rows], Rows],
+    rows: Rows,
+    length: Int[Array, "batch"],
+    done_limit: Int[Array, ""] | None = None,
 ) -> Rows:
     """Repeat `step` until each row has at least `length` tokens or is done; rows that are done do not change.
 
-    The loop ends earlier as soon as more than `most_done` rows are done.
+    With `done_limit`, the loop also ends when more rows than that are done.
     """
 
     def unfinished(rows: Rows) -> Array:
         goes_on = jnp.any(~rows.done & (rows.lengths < length))
-        return goes_on if most_done is None else goes_on & (jnp.sum(rows.done) <= most_done)
+        return goes_on if done_limit is None else goes_on & (jnp.sum(rows.done) <= done_limit)
 
     return jax.lax.while_loop(unfinished, step, rows)
 

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import Any
@@ -127,13 +128,11 @@ class Engine:
         slots = count_cache_bytes(self.model, self.slots, self._slots_per_row, self._cache_dtype)
         return slots + row * (1 + self._prefixes.most)
 
-    @property
-    def chunk_widths(self) -> list[int]:
+    @functools.cached_property
+    def chunk_widths(self) -> tuple[int, ...]:
         """Numbers of ids to which a chunk of a prompt is padded; each has a compiled program."""
-        widths = [_SMALLEST_CHUNK]
-        while widths[-1] < self.prefill_chunk:
-            widths.append(min(2 * widths[-1], self.prefill_chunk))
-        return widths
+        doubled = (_SMALLEST_CHUNK << number for number in itertools.count())
+        return (*itertools.takewhile(lambda width: width < self.prefill_chunk, doubled), self.prefill_chunk)
 
     @property
     def is_idle(self) -> bool:
@@ -268,15 +267,17 @@ class Engine:
         cancelled = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
         if not cancelled:
             return []
-        # A copy, because other threads may submit; `_read_prompts` leaves out requests that have ended.
-        waiting = [result for _, result in list(self._waiting) if not result.finish]
-        ended = [result for result in waiting if result.number in cancelled]
+        ended = [result for result in self._waiting_results() if result.number in cancelled]
         if self._reading is not None and self._reading.result.number in cancelled:
             ended.append(self._reading.result)
             self._reading = None
         for result in [*ended, *(row.result for row in self._rows.values() if row.result.number in cancelled)]:
             result.finish = "cancelled"
         return ended
+
+    def _waiting_results(self) -> list[Result]:
+        """Return the results of requests that wait and have not ended; `_read_prompts` drops the ended ones."""
+        return [result for _, result in list(self._waiting) if not result.finish]  # A copy: other threads may submit.
 
     def _read_prompts(self) -> None:
         """Read a chunk of a prompt for each free slot: a decoding step takes as long with free slots as without.
@@ -364,7 +365,7 @@ class Engine:
         known = np.zeros(self.slots, np.int32)
         for slot, row in self._rows.items():
             ended[slot], known[slot] = bool(row.result.finish), self._known_length(row)
-        numbers = (jnp.asarray(count, jnp.int32), jnp.asarray(bool(self._waiting)))
+        numbers = (jnp.asarray(count, jnp.int32), jnp.asarray(bool(self._waiting_results())))
         inputs = DecodeInputs(self.model, jnp.asarray(ended), jnp.asarray(known), *numbers, bias)
         is_greedy = all(row.request.is_greedy for row in self._rows.values())
         self._state, progress = decode_slots(inputs, self._state, self._most_new, is_greedy)
@@ -427,9 +428,8 @@ class Engine:
             return function(*arguments)
         except Exception as error:
             row.result.finish = "error"
-            row.result.error = (
-                f"Engine: a function of request {row.result.number} raised {type(error).__name__}: {error}"
-            )
+            number, kind = row.result.number, type(error).__name__
+            row.result.error = f"Engine: a function of request {number} raised {kind}: {error}"
             return None
 
     @staticmethod

@@ -182,8 +182,8 @@ def decode_slots(
     elif inputs.bias is not None:
         sampling = eqx.tree_at(lambda state: state.transforms.transforms[0].bias, sampling, inputs.bias)
     rows = dataclasses.replace(slots.rows, done=slots.rows.done | inputs.ended)
-    most_done = jnp.where(inputs.has_waiting, jnp.sum(rows.done), len(rows.done))
-    rows = decode_until(make_decode_step(inputs.model, sampling), rows, rows.lengths + inputs.count, most_done)
+    done_limit = jnp.where(inputs.has_waiting, jnp.sum(rows.done), len(rows.done))
+    rows = decode_until(make_decode_step(inputs.model, sampling), rows, rows.lengths + inputs.count, done_limit)
     columns = inputs.known[:, None] + jnp.arange(most_new, dtype=jnp.int32)
     columns = jnp.minimum(columns, rows.ids.shape[1] - 1)
     assert rows.log_probabilities is not None and rows.alternatives is not None

@@ -275,6 +275,18 @@ def test_requests_are_cancelled_wherever_they_are(model):
     assert results[numbers[0]].ids == alone.ids and len(alone.ids) == 40
 
 
+def test_a_step_ends_early_for_a_request_that_waits_and_not_for_a_cancelled_one(model):
+    def draw_first_step(cancels: bool) -> int:
+        engine = Engine(model, **SIZES | dict(slots=2))
+        _, longer, waiting = (engine.submit(Request([3], new)) for new in (2, 40, 40))
+        if cancels:
+            engine.cancel(waiting)
+        return next(len(result.ids) for result in engine.step() if result.number == longer)
+
+    assert draw_first_step(cancels=True) == 1 + SIZES["stride"]
+    assert draw_first_step(cancels=False) == 2  # as many as the shorter one has
+
+
 def test_slots_are_filled_before_a_step_and_again_when_a_row_has_ended(model):
     requests = [Request([3 + number], new) for number, new in enumerate((3, 12, 5))]
 
