@@ -35,6 +35,7 @@ from ._prepare import (
 from ._shapes import (
     Batch as Batch,
     DistillationBatch as DistillationBatch,
+    LabelBatch as LabelBatch,
     LEGEND as LEGEND,
     PolicyBatch as PolicyBatch,
     PreferenceBatch as PreferenceBatch,

@@ -134,6 +134,14 @@ class PreferenceBatch(Batch):
 
 
 @checked_fields
+class LabelBatch(Batch):
+    """Texts with labels, from which `training.classification_loss` learns; made by `data.batch_labelled_texts`."""
+
+    labels: Int[Array, "batch"] | Float[Array, "batch *labels"] | None = None
+    """The number of each text's label, or a number for each of several labels (0 or 1), or a value of each text."""
+
+
+@checked_fields
 class PolicyBatch(Batch):
     """Rows of prompts with sampled completions, from which a `training.policy_loss` learns; made by `text.Rollouts`.
 

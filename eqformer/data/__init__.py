@@ -47,7 +47,7 @@ from ._loader import (
 )
 from ._packing import batch_pairs as batch_pairs, DocumentPacking as DocumentPacking, WindowPacking as WindowPacking
 from ._stored_rows import open_stored_rows as open_stored_rows, StoredRows as StoredRows
-from ._text_rows import batch_text_groups as batch_text_groups
+from ._text_rows import batch_labelled_texts as batch_labelled_texts, batch_text_groups as batch_text_groups
 from ._token_store import check_vocab as check_vocab, open_store as open_store, TokenStore as TokenStore
 from ._tokenizer import (
     ByteTokenizer as ByteTokenizer,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .._shapes import Batch
+from .._shapes import Batch, LabelBatch
 from ._packing import as_examples
 from ._tokenizer import EncodedText, FileTokenizer
 
@@ -32,6 +32,36 @@ def batch_text_groups(
     texts = [text for group in groups for text in group]
     rows = tokenizer.encode_texts(texts, max_length=seq)
     return Batch(**fill_text_rows(call, rows, seq, first_example), group=sizes[0])
+
+
+def batch_labelled_texts(
+    texts: Sequence[str] | Sequence[tuple[str, str]],
+    labels: Sequence[int] | Sequence[float] | Sequence[Sequence[float]] | np.ndarray,
+    tokenizer: FileTokenizer,
+    *,
+    seq: int,
+    first_example: int = 0,
+) -> LabelBatch:
+    """Return a batch of texts, or of pairs of texts, with labels, for `training.classification_loss`.
+
+    A batch has no token types, so the texts of a pair have the same type. Raises a `ValueError` for another number of
+    labels than texts, and for a text without a token.
+
+    Args:
+        texts: The texts, or pairs of texts.
+        labels: The number of each text's label; or a row of numbers for each text, 1 for each label that it has and 0
+            for the others; or a value of each text with a fraction, which a model with one output learns.
+        tokenizer: The tokenizer, which adds special tokens.
+        seq: The tokens of a row; longer texts are cut at their end, within their special tokens.
+        first_example: The first row's number in the run.
+    """
+    call, array = f"batch_labelled_texts(texts, labels, tokenizer, seq={seq})", np.asarray(labels)
+    if len(array) != len(texts) or array.dtype.kind not in "iufb":
+        raise ValueError(f"{call}: each of the {len(texts)} texts needs a label, but labels are {array.shape} numbers.")
+    rows = tokenizer.encode_texts(texts, max_length=seq)
+    is_number = array.ndim == 1 and array.dtype.kind in "iub"
+    array = array.astype(np.int32 if is_number else np.float32)
+    return LabelBatch(**fill_text_rows(call, rows, seq, first_example), labels=array)
 
 
 def fill_text_rows(call: str, rows: Sequence[EncodedText], seq: int, first_example: int) -> dict[str, Any]:

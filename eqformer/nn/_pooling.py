@@ -104,6 +104,9 @@ class ClassificationHead(Module):
 
     def __call__(self, hidden: Float[Array, "batch seq embed"], tokens: Tokens) -> Float[Array, "batch *seq labels"]:
         """Return the scores, which are logits of the labels."""
-        x = hidden if self.pooling is None else self.pooling(hidden, tokens)
-        x = x.astype(at_least_float32(x.dtype))
+        return self.score(hidden if self.pooling is None else self.pooling(hidden, tokens))
+
+    def score(self, vectors: Float[Array, "*batch embed"]) -> Float[Array, "*batch labels"]:
+        """Return the scores of vectors of texts, or of tokens."""
+        x = vectors.astype(at_least_float32(vectors.dtype))
         return self.output(x if self.dense is None else self.dense(x))

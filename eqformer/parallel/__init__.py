@@ -50,7 +50,11 @@ from ._processes import (
     Votes as Votes,
 )
 from ._ring import shift as shift
-from ._row_vectors import gather_rows as gather_rows, sum_row_vectors as sum_row_vectors
+from ._row_vectors import (
+    gather_rows as gather_rows,
+    replicate_rows as replicate_rows,
+    sum_row_vectors as sum_row_vectors,
+)
 from ._shard_map import (
     filter_shard_map as filter_shard_map,
     vary as vary,

@@ -20,10 +20,15 @@ def sum_row_vectors(x: Float[Array, "batch seq embed"]) -> tuple[Float[Array, "b
         # As a varying value, the sum's gradient is added up over the devices that share the row.
         sums = vary(send.psum("row vectors", sums, CONTEXT), (CONTEXT,))
         devices = jax.lax.axis_size(CONTEXT)
-    if TENSOR in varying_axes(x):
-        # These devices hold the same values; a mean gives each of them its share of the gradient.
-        sums = send.pmean("row vectors over tensor", sums, TENSOR)
-    return sums, devices
+    return replicate_rows(sums), devices
+
+
+def replicate_rows(x: Float[Array, "batch *features"]) -> Float[Array, "batch *features"]:
+    """Return values of rows that all devices of `tensor` have computed alike, typed as replicated over them.
+
+    It is their mean, so that each device has its share of the gradient.
+    """
+    return send.pmean("row vectors over tensor", x, TENSOR) if TENSOR in varying_axes(x) else x
 
 
 def gather_rows(x: Float[Array, "batch embed"]) -> tuple[Float[Array, "rows embed"], int | Int[Array, ""]]:

@@ -67,6 +67,7 @@ from ._train_state import (
 )
 from .checkpoint._checkpointer import Checkpointer as Checkpointer, CheckpointError as CheckpointError
 from .checkpoint._contents import run_metadata as run_metadata, saved_key as saved_key, versions as versions
+from .losses._classification import classification_loss as classification_loss
 from .losses._contrastive import contrastive_loss as contrastive_loss
 from .losses._cross_entropy import chunk_size as chunk_size, cross_entropy as cross_entropy
 from .losses._distillation import (

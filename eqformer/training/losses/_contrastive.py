@@ -68,7 +68,7 @@ def contrastive_loss(
         tokens = batch_tokens(batch, key) if tokens is None else tokens
         hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
         _check_batch(batch, hidden.shape[-1], dims)
-        vectors, devices = _pool_rows(pooling, hidden, tokens)
+        vectors, devices = pool_rows(pooling, hidden, tokens)
         groups = vectors.reshape(-1, batch.group, vectors.shape[-1])
         results = [_sum_losses(groups[..., :width], temperature, similarity, symmetric) for width in dims or (None,)]
         total = sum((loss for loss, _ in results[1:]), results[0][0])
@@ -107,7 +107,7 @@ def _check_batch(batch: Batch, channels: int, dims: Sequence[int]) -> None:
         raise ValueError(f"contrastive_loss(dims={tuple(dims)}): a vector has {channels} channels; keep at most these.")
 
 
-def _pool_rows(
+def pool_rows(
     mode: str, hidden: Float[Array, "batch seq embed"], tokens: Tokens
 ) -> tuple[Float[Array, "batch embed"], int]:
     """Return the vector of each row, as `nn.Pooling` does, and the number of devices that a row is split over."""
