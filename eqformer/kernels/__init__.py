@@ -55,6 +55,7 @@ from ._quantized_matmul import (
     QuantizedMatmulCall as QuantizedMatmulCall,
     repeat_groups as repeat_groups,
 )
+from ._quantized_matmul_gpu import QuantizedMatmulGpu as QuantizedMatmulGpu
 from ._recurrent_step import (
     initial_state as initial_state,
     RECURRENT_STEP as RECURRENT_STEP,
@@ -135,5 +136,5 @@ GROUPED_MATMUL = Op(
     (("cuda", HopperFp8GroupedMatmul()), ("cuda", HopperGroupedMatmul()), ("tpu", TpuGroupedMatmul())),
 )
 """Products of rows, sorted by group, with the matrices of their groups."""
-QUANTIZED_MATMUL = Op(DecodedMatmul(), (("cpu", BlockwiseMatmul()),))
-"""Products of few rows with a quantized matrix."""
+QUANTIZED_MATMUL = Op(DecodedMatmul(), (("cpu", BlockwiseMatmul()), ("cuda", QuantizedMatmulGpu())))
+"""Products of few rows with a quantized matrix, which is decoded in blocks on CPUs and NVIDIA GPUs."""

@@ -7,9 +7,7 @@ heads each and read the same slots.
 """
 
 import functools
-import importlib
 import importlib.util
-from types import ModuleType
 from typing import cast, NamedTuple
 
 import equinox as eqx
@@ -21,14 +19,24 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from ._dtypes import E4M3
 from ._op import Implementation
 from ._platform import gpu_capability, Ref, varying_of
+from ._triton import (
+    FP8_CAPABILITY,
+    full_span,
+    is_inside,
+    load_part,
+    next_power_of_2,
+    padded_dim,
+    PaddedSpan,
+    pallas_and_triton,
+    select_part,
+    SMALLEST_DIM,
+    TRITON,
+)
 from .attention._call import apply_softcap, DecodeCall, if_given, lowest, ScoreSettings
 
 
-_TRITON = "jax.experimental.pallas.triton"  # JAX plans to remove it; GPUs then run the reference implementation
 _PROGRAMS = 264  # programs that fill a GPU: two for each of the 132 multiprocessors of an H100
 _BLOCK_NUMBERS = 8192  # numbers of keys in a block: 32 KB with the block's values, and as much is in flight
-_SMALLEST_DIM = 16  # smallest dim of a product on tensor cores
-_FP8_CAPABILITY = 8.9  # Ada Lovelace and Hopper convert E4M3 in hardware
 _QUERY_NUMBERS = 16384  # most numbers of a program's queries, which stay in registers beside the running softmax
 
 
@@ -54,23 +62,18 @@ class FlashDecodingGpu(Implementation[DecodeCall, Array]):
             return f"it computes in bfloat16 or float16, not {query.dtype}"
         if any(x.dtype not in (query.dtype, jnp.int8, E4M3) for x in keys):
             return f"it takes keys and values in {query.dtype}, int8 or fp8, not {[str(x.dtype) for x in keys]}"
-        if any(x.dtype == E4M3 for x in keys) and gpu_capability() < _FP8_CAPABILITY:
-            return f"Triton reads fp8 on GPUs of compute capability {_FP8_CAPABILITY} and above"
-        if _SMALLEST_DIM * _next_power_of_2(max(x.shape[-1] for x in keys)) > _QUERY_NUMBERS:
-            widest, limit = max(x.shape[-1] for x in keys), _QUERY_NUMBERS // _SMALLEST_DIM
+        if any(x.dtype == E4M3 for x in keys) and gpu_capability() < FP8_CAPABILITY:
+            return f"Triton reads fp8 on GPUs of compute capability {FP8_CAPABILITY} and above"
+        if SMALLEST_DIM * next_power_of_2(max(x.shape[-1] for x in keys)) > _QUERY_NUMBERS:
+            widest, limit = max(x.shape[-1] for x in keys), _QUERY_NUMBERS // SMALLEST_DIM
             return f"it takes heads of up to {limit} channels, not {widest}"
-        if importlib.util.find_spec(_TRITON) is None:
-            return f"this JAX has no {_TRITON}"
+        if importlib.util.find_spec(TRITON) is None:
+            return f"this JAX has no {TRITON}"
         return None
 
     def run(self, call: DecodeCall) -> Float[Array, "*batch 1 heads _"]:
         """Compute the call by the kernel, whatever the platform."""
         return _attend(ScoreSettings(call.scale, call.softcap, self.interpret), call)
-
-
-def _pallas() -> tuple[ModuleType, ModuleType]:
-    """Return Pallas and its part for GPUs by Triton, which are imported only for programs with this kernel."""
-    return importlib.import_module("jax.experimental.pallas"), importlib.import_module(_TRITON)
 
 
 class _ChannelPart(NamedTuple):
@@ -167,13 +170,13 @@ def _attend_to_chunks(
     visible: Bool[Array, "rows kv_seq"],
 ) -> _ChunkSoftmax:
     """Call the kernel; its grid is key heads and shares of their query heads, rows, chunks."""
-    pl, triton = _pallas()
+    pl, triton = pallas_and_triton()
 
     rows, kv_heads, kv_seq, v_dim = (parts[0].key if value is None else value).shape
-    group, widest = parts[0].query.shape[2], _next_power_of_2(max(v_dim, *(part.key.shape[-1] for part in parts)))
-    program_heads = min(_padded_dim(group), _QUERY_NUMBERS // widest)
+    group, widest = parts[0].query.shape[2], next_power_of_2(max(v_dim, *(part.key.shape[-1] for part in parts)))
+    program_heads = min(padded_dim(group), _QUERY_NUMBERS // widest)
     shares = -(-group // program_heads)
-    block = max(_SMALLEST_DIM, min(_BLOCK_NUMBERS // widest, _next_power_of_2(kv_seq)))
+    block = max(SMALLEST_DIM, min(_BLOCK_NUMBERS // widest, next_power_of_2(kv_seq)))
     blocks = -(-kv_seq // block)
     chunk_blocks = -(-blocks // min(blocks, -(-_PROGRAMS // (rows * kv_heads * shares))))
     chunks = -(-blocks // chunk_blocks)
@@ -195,7 +198,7 @@ def _attend_to_chunks(
         functools.partial(_kernel, settings, sizes),
         grid=(kv_heads * shares, rows, chunks),
         in_specs=[_block_specs(sizes, arrays)],
-        out_specs=_ChunkSoftmax._make((chunk_spec(_padded_dim(v_dim)), chunk_spec(), chunk_spec())),
+        out_specs=_ChunkSoftmax._make((chunk_spec(padded_dim(v_dim)), chunk_spec(), chunk_spec())),
         out_shape=_ChunkSoftmax._make((result(v_dim), result(), result())),
         compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=2),
         interpret=settings.interpret,
@@ -205,7 +208,7 @@ def _attend_to_chunks(
 
 def _block_specs(sizes: _GridSizes, arrays: _ProgramArrays) -> _ProgramArrays:
     """Return the `BlockSpec` of each array, which says what block of the array a program reads."""
-    pl, _ = _pallas()
+    pl, _ = pallas_and_triton()
     shares, kv_seq = -(-sizes.group // sizes.program_heads), arrays.visible.shape[1]
 
     def row_spec(x: Array) -> object:
@@ -213,11 +216,11 @@ def _block_specs(sizes: _GridSizes, arrays: _ProgramArrays) -> _ProgramArrays:
 
     def query_spec(x: Array) -> object:
         index = lambda share, row, chunk: (row, share // shares, share % shares, 0)
-        return pl.BlockSpec((None, None, sizes.program_heads, _padded_dim(x.shape[-1])), index)
+        return pl.BlockSpec((None, None, sizes.program_heads, padded_dim(x.shape[-1])), index)
 
     def slots_spec(x: Array) -> object:
         index = lambda share, row, chunk: (row, share // shares, 0, 0)[: x.ndim]
-        return pl.BlockSpec((None, None, kv_seq, *[_padded_dim(size) for size in x.shape[3:]]), index)
+        return pl.BlockSpec((None, None, kv_seq, *[padded_dim(size) for size in x.shape[3:]]), index)
 
     def part_specs(part: _ChannelPart) -> _ChannelPart:
         specs = query_spec(part.query), slots_spec(part.key), if_given(slots_spec, part.scales)
@@ -238,24 +241,24 @@ def _visible_blocks(visible: Bool[Array, "rows kv_seq"], block: int) -> Int[Arra
 
 def _kernel(settings: ScoreSettings, sizes: _GridSizes, arrays: _ProgramArrays, *results: Ref) -> None:
     """Compute the attention of some query heads to a chunk of their key head's slots, with a running softmax."""
-    pl, triton = _pallas()
+    pl, triton = pallas_and_triton()
 
     kv_seq, chunk = arrays.visible.shape[0], pl.program_id(2)
     shares = -(-sizes.group // sizes.program_heads)
-    heads = _PaddedSpan(0, sizes.program_heads, sizes.group - pl.program_id(0) % shares * sizes.program_heads)
-    spans, columns = [_full_span(size) for size in sizes.key_channels], _full_span(sizes.v_dim)
-    queries = [_load(part.query, heads, span) for part, span in zip(arrays.parts, spans)]
+    heads = PaddedSpan(0, sizes.program_heads, sizes.group - pl.program_id(0) % shares * sizes.program_heads)
+    spans, columns = [full_span(size) for size in sizes.key_channels], full_span(sizes.v_dim)
+    queries = [load_part(part.query, heads, span) for part, span in zip(arrays.parts, spans)]
 
     def add_block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         output, peak, total = carry
-        slots = _PaddedSpan(number * sizes.block, sizes.block, kv_seq)
-        keys = [_load(part.key, slots, span).astype(queries[0].dtype) for part, span in zip(arrays.parts, spans)]
+        slots = PaddedSpan(number * sizes.block, sizes.block, kv_seq)
+        keys = [load_part(part.key, slots, span).astype(queries[0].dtype) for part, span in zip(arrays.parts, spans)]
         dots = [triton.dot(query, key.T) for query, key in zip(queries, keys)]
-        load_scales = lambda ref: None if ref is None else _load(ref, slots)[None]
+        load_scales = lambda ref: None if ref is None else load_part(ref, slots)[None]
         key_scales = [load_scales(part.scales) for part in arrays.parts]
         scores = cast(Array, sum(dot if scale is None else dot * scale for dot, scale in zip(dots, key_scales)))
         scores = apply_softcap(scores * settings.scale, settings.softcap)
-        visible = _load(arrays.visible, slots)[None]
+        visible = load_part(arrays.visible, slots)[None]
         scores = jnp.where(visible, scores, lowest(scores.dtype))
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         weights = jnp.where(visible, jnp.exp(scores - new_peak[:, None]), 0)
@@ -263,7 +266,7 @@ def _kernel(settings: ScoreSettings, sizes: _GridSizes, arrays: _ProgramArrays, 
         total = total * shrink + jnp.sum(weights, axis=1)
         value_scales = key_scales[0] if arrays.value is None else load_scales(arrays.value_scales)
         weights = weights if value_scales is None else weights * value_scales
-        values = keys[0] if arrays.value is None else _load(arrays.value, slots, columns).astype(queries[0].dtype)
+        values = keys[0] if arrays.value is None else load_part(arrays.value, slots, columns).astype(queries[0].dtype)
         return output * shrink[:, None] + triton.dot(weights.astype(values.dtype), values), new_peak, total
 
     zeros = jnp.zeros((heads.size, columns.size), jnp.float32)
@@ -272,42 +275,4 @@ def _kernel(settings: ScoreSettings, sizes: _GridSizes, arrays: _ProgramArrays, 
     stop = jnp.minimum((chunk + 1) * sizes.chunk_blocks, arrays.visible_blocks[1])
     carry = jax.lax.fori_loop(first, jnp.maximum(first, stop), add_block, empty)
     for result, value, spans in zip(results, carry, ((heads, columns), (heads,), (heads,))):
-        triton.store(_select(result, *spans), value, mask=_is_inside(*spans))
-
-
-class _PaddedSpan(NamedTuple):
-    """`size` indices of a dim from `begin` on; the size is a power of two, and indices from `end` on are padding."""
-
-    begin: int | Array
-    size: int
-    end: int | Array
-
-
-def _full_span(size: int) -> _PaddedSpan:
-    return _PaddedSpan(0, _padded_dim(size), size)
-
-
-def _load(ref: Array | Ref, *spans: _PaddedSpan) -> Array:
-    """Load a part of an array, with zeros for padding."""
-    _, triton = _pallas()
-    return triton.load(_select(ref, *spans), mask=_is_inside(*spans), other=jnp.zeros((), ref.dtype))
-
-
-def _select(ref: Array | Ref, *spans: _PaddedSpan) -> Ref:
-    pl, _ = _pallas()
-    return cast(Ref, ref).at[tuple(pl.ds(span.begin, span.size) for span in spans)]
-
-
-def _is_inside(*spans: _PaddedSpan) -> Bool[Array, "..."]:
-    """Return a mask of a part of an array that is false for padding."""
-    are_inside = [span.begin + jnp.arange(span.size, dtype=jnp.int32) < span.end for span in spans]
-    return are_inside[0] if len(are_inside) == 1 else are_inside[0][:, None] & are_inside[1][None]
-
-
-def _padded_dim(size: int) -> int:
-    """Return the size of a dim on tensor cores: a power of two, at least 16."""
-    return max(_SMALLEST_DIM, _next_power_of_2(size))
-
-
-def _next_power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+        triton.store(select_part(result, *spans), value, mask=is_inside(*spans))

@@ -1,5 +1,7 @@
 """Products of rows with a quantized matrix: the formats of codes, the definition, and decoding in blocks on CPUs."""
 
+import math
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -24,17 +26,17 @@ def decode_codes(
     if codes_in_a_byte(form) == 2:
         pairs = codes[..., None] >> jnp.array([0, 4], jnp.uint8)
         codes = (pairs & 15).reshape(*codes.shape[:-1], -1)
-    return _decode_numbers(codes, form, zeros)
+    return decode_numbers(codes, form, repeat_zeros(zeros, codes.shape))
 
 
-def _decode_numbers(
-    codes: UInt8[Array, "*dims columns"], form: str, zeros: UInt8[Array, "*dims groups"] | None
+def decode_numbers(
+    codes: UInt8[Array, "*dims columns"], form: str, zeros: Float32[Array, "*dims _"] | None
 ) -> Float32[Array, "*dims columns"]:
-    """Decode codes, one in each byte, to unscaled numbers.
+    """Decode codes, one in each byte, to unscaled numbers, elementwise, so that kernels can do so in registers.
 
-    Codes of `int8` and `int4` are unsigned integers, from which a zero point is subtracted: `zeros`, one for each group
-    of columns, or half of the range if it is None. `fp8` is E4M3 without infinities; `fp4` is E2M1 (0, 0.5, 1, 1.5, 2,
-    3, 4, 6 and their negatives).
+    Codes of `int8` and `int4` are unsigned integers, from which a zero point is subtracted: `zeros`, which broadcast
+    against the codes, or half of the range if it is None. `fp8` is E4M3 without infinities; `fp4` is E2M1 (0, 0.5, 1,
+    1.5, 2, 3, 4, 6 and their negatives).
     """
     if form == "fp8":
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
@@ -42,10 +44,14 @@ def _decode_numbers(
         # The magnitudes times two are the hex digits of one constant: a shift is faster than a table lookup.
         halves = (jnp.uint32(0xC8643210) >> (4 * (codes & 7).astype(jnp.uint32))) & 15
         return jnp.where(codes > 7, -0.5, 0.5).astype(jnp.float32) * halves.astype(jnp.float32)
-    integers = codes.astype(jnp.float32)
-    if zeros is None:
-        return integers - 2.0 ** (BITS[form] - 1)
-    return integers - repeat_groups(zeros.astype(jnp.float32), integers.shape)
+    return codes.astype(jnp.float32) - (2.0 ** (BITS[form] - 1) if zeros is None else zeros)
+
+
+def repeat_zeros(
+    zeros: UInt8[Array, "*dims groups"] | None, shape: tuple[int, ...]
+) -> Float32[Array, "*dims columns"] | None:
+    """Return the zero point of each code, as a number, or None if there are none."""
+    return None if zeros is None else repeat_groups(zeros.astype(jnp.float32), shape)
 
 
 def apply_scales(
@@ -55,12 +61,22 @@ def apply_scales(
 
     Products below `2**-126` become 0 on platforms that flush subnormal numbers, as most do.
     """
-    if scales.dtype == jnp.uint8:
-        # The scale's bits become a float32's exponent. 2**-127 (scale 0) is subnormal in float32, so for this scale the
-        # numbers are halved and then multiplied by 2**-126.
-        numbers = numbers * repeat_groups(jnp.where(scales == 0, 0.5, 1.0).astype(jnp.float32), numbers.shape)
-        scales = jax.lax.bitcast_convert_type(jnp.maximum(scales, 1).astype(jnp.int32) << 23, jnp.float32)
-    return numbers * repeat_groups(scales.astype(jnp.float32), numbers.shape)
+    for factor in scale_factors(scales):
+        numbers = numbers * repeat_groups(factor, numbers.shape)
+    return numbers
+
+
+def scale_factors(
+    scales: Float[Array, "*scale_dims"] | UInt8[Array, "*scale_dims"],
+) -> tuple[Float32[Array, "*scale_dims"], ...]:
+    """Return the factors, one after another, that multiply the numbers of each group."""
+    if scales.dtype != jnp.uint8:
+        return (scales.astype(jnp.float32),)
+    # The scale's bits become a float32's exponent. 2**-127 (scale 0) is subnormal in float32, so for this scale the
+    # numbers are halved and then multiplied by 2**-126.
+    halving = jnp.where(scales == 0, 0.5, 1.0).astype(jnp.float32)
+    exponents = jnp.maximum(scales, jnp.uint8(1)).astype(jnp.int32) << 23
+    return halving, jax.lax.bitcast_convert_type(exponents, jnp.float32)
 
 
 def repeat_groups(groups: Float32[Array, "*groups"], shape: tuple[int, ...]) -> Float32[Array, "*dims"]:
@@ -118,6 +134,8 @@ class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
     def supports(self, call: QuantizedMatmulCall) -> str | None:
         """Return the reason why the definition is taken, or None."""
         outputs = call.codes.shape[0]
+        if (vectors := math.prod(call.x.shape[:-1])) > _MOST_VECTORS:
+            return f"it takes up to {_MOST_VECTORS} vectors, not {vectors}"
         if call.codes.size < _SMALLEST[codes_in_a_byte(call.form)]:
             return f"a matrix of {call.codes.size:,} bytes is decoded into the cache as a whole"
         if _block_rows(outputs) is None:
@@ -137,7 +155,7 @@ class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
         def multiply_block(block: tuple[Array, Array, Array | None]) -> Float[Array, "rows vectors"]:
             codes, scales, zeros = block
             part_codes = [codes] if parts == 1 else [codes & 15, codes >> 4]
-            numbers = [_decode_numbers(part, call.form, zeros) for part in part_codes]
+            numbers = [decode_numbers(part, call.form, repeat_zeros(zeros, part.shape)) for part in part_codes]
             matrices = [apply_scales(part, scales).astype(vectors.dtype) for part in numbers]
             products = [jnp.einsum("oi,vi->ov", *pair) for pair in zip(matrices, part_vectors)]
             return sum(products[1:], products[0])
@@ -150,6 +168,7 @@ class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
 
 _SMALLEST = {1: 2**20, 2: 2**16}  # bytes of a matrix, by codes in a byte, from which on blocks are faster
 _FEWEST_ROWS, _MOST_ROWS = 64, 512
+_MOST_VECTORS = 64
 
 
 def _block_rows(outputs: int) -> int | None:

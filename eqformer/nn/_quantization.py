@@ -116,7 +116,7 @@ def _product(
     return kernels.QUANTIZED_MATMUL(call).reshape(*lead, *linear.output_shape)
 
 
-_FEW_ROWS = 64
+_FEW_ROWS = 128
 
 
 def _is_for_few_rows(linear: QuantizedLinear, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None) -> bool:

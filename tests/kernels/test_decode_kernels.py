@@ -281,7 +281,7 @@ def test_gpus_run_it_over_devices_with_types_checked_and_gradients_are_the_refer
     assert np.array_equal(slope(arrays), plain_slope)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
     assert "triton" not in text("cuda", wide)  # exact sums in float32
-    for name, its in {"_QUERY_NUMBERS": 16 * 32 - 1, "_TRITON": "jax.experimental.absent"}.items():
+    for name, its in {"_QUERY_NUMBERS": 16 * 32 - 1, "TRITON": "jax.experimental.absent"}.items():
         with monkeypatch.context() as patched:
             patched.setattr(gpu, name, its)
             run.clear_cache()

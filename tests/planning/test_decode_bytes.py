@@ -38,11 +38,12 @@ def moved(
     axis: str = "tensor",
     chips: str = "v5e:2x4",
     tokens: int = 1,
+    form: str | None = None,
 ) -> float:
     """Bytes that a device moves, of those of its weights and caches of 8,192 tokens; two layers of Llama 3's widths."""
     mesh = make_mesh(**{axis: devices}, devices=devices_for(chips if platform == "tpu" else "h100:8")[:devices])
     make = lambda: nn.Precision("bfloat16", "bfloat16").apply(models.build(config, key=jax.random.key(0)))
-    model = eqx.filter_eval_shape(make)
+    model = eqx.filter_eval_shape(make if form is None else lambda: nn.quantize(make(), form))
     if is_in_place:
         split = devices if axis == "tensor" else 1
         model = eqx.filter_eval_shape(generation.unstack_for_platform, model, platform, chips, split)
@@ -77,6 +78,15 @@ def test_gpus_read_caches_of_fp8_in_place(monkeypatch):
     assert moved("cuda", memory="fp8") < 1.06
     refuse(monkeypatch, kernels.FlashDecodingGpu)
     assert moved("cuda", memory="fp8") > 1.15
+
+
+@pytest.mark.by_default("int4")
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4"])
+def test_gpus_decode_quantized_weights_in_their_products(form, monkeypatch):
+    """XLA writes decoded weights to main memory and reads them again."""
+    assert moved("cuda", form=form) < 1.06
+    refuse(monkeypatch, kernels.QuantizedMatmulGpu)
+    assert moved("cuda", form=form) > 2
 
 
 def test_gpus_read_latents_once_for_all_heads():
