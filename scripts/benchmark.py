@@ -67,7 +67,7 @@ def check(command: Command, names: Sequence[str]) -> None:
         raise ValueError(f"--simulate {command.simulate}: it counts devices, so give at least 1.")
     if any(name in OF_GPUS for name in names):
         if len(names) > 1:
-            raise ValueError(f"--only {' '.join(names)}: gpu needs the whole card; measure it by itself.")
+            raise ValueError(f"--only {' '.join(names)}: a GPU's benchmark needs the whole card; measure it by itself.")
         return
     number = command.simulate or len(jax.devices())
     if of_meshes and number != 8:

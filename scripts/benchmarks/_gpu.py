@@ -38,6 +38,8 @@ class Sizes:
     batches: tuple[int, ...] = (1, 16, 64)
     prompt: int = 128
     new: int = 128
+    step_layers: int = 8
+    """Layers of the first decoded model whose steps are measured with quantized weights, at the largest batch."""
     checked: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments of `_gpu_numbers.numbers`."""
     minutes: float = 9.0
@@ -90,6 +92,20 @@ def gpu(
                 ways[task.trains] = result.way
             for row in result.rows:
                 yield _with_ratio(first, row)
+
+
+def gpu_steps(
+    card: Card,
+    rounds: int,
+    folder: Path,
+    sizes: Sizes = Sizes(),
+    start: Callable[..., Run] = SeparateProcess,
+) -> Iterator[Row]:
+    """Steps of decoding on one GPU, with weights in bfloat16 and with quantized weights, without the prompt."""
+    name, batch = sizes.decoded[0], sizes.batches[-1]
+    rounds = max(2, rounds // 3)
+    steps = partial(_gpu_runs.decode_steps, name, sizes.step_layers, batch, sizes.prompt, sizes.new, rounds)
+    yield from start(_gpu_runs.__name__)(steps, 60 * sizes.minutes).rows
 
 
 def _start_ahead(tasks: list[Task], start_process: Callable[[Task], Run | None]) -> Generator[tuple[Task, Run | None]]:

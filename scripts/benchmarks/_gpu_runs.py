@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -184,6 +185,32 @@ def decode(name: str, batch: int, prompt: int, new: int, rounds: int, *, peer: b
     theirs = {"transformers, static cache": partial(_peers.decode, config, ids, new)}
     contenders = theirs if peer else {"eqformer, layers apart": ours}
     return Result(list(_rows(f"decode {name}, batch {batch}", "tokens/s", batch * new, contenders, rounds)))
+
+
+FORMS = (None, "int8", "fp8", "int4")
+
+
+def decode_steps(name: str, layers: int, batch: int, prompt: int, new: int, rounds: int) -> Result:
+    """Measure decoding steps with weights in bfloat16 and quantized: the time of `new` tokens without the first one's.
+
+    The first token's time is that of the prompt.
+    """
+    config: Any = dataclasses.replace(models.preset(name), layers=layers)
+    ids = np.random.default_rng(0).integers(1, config.vocab, (batch, prompt), dtype=np.int32)
+    precision, rows = nn.Precision("bfloat16", "bfloat16"), list[Row]()
+    for form in FORMS:
+        group, contender = f"decode steps of {name}, {layers} layers, batch {batch}", form or "bfloat16"
+        change = (lambda model: model) if form is None else partial(nn.quantize, form=form)
+        try:
+            decode = partial(_ours.decode, config, ids, unstacked=True, precision=precision, change=change)
+            calls: dict[str, Callable[[], Any]] = {"one": decode(1), "all": decode(new)}
+            times = {count: statistics.median(seconds) for count, seconds in seconds_in_turn(calls, rounds).items()}
+            step = (times["all"] - times["one"]) / (new - 1)
+            rows.append(Row(group, contender, 1e3 * step, "ms a step"))
+        except Exception as error:
+            rows.append(Row(group, contender, note=f"{type(error).__name__}: {explain_error(error)[0]}"))
+        gc.collect()
+    return Result(rows)
 
 
 def trace(work: Work, folder: Path) -> Result:

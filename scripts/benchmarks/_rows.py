@@ -122,7 +122,10 @@ OF_MESHES: dict[str, Callable[[int], Iterator[Row]]] = {
     "communication": _meshes.communication,
 }
 # These run in processes of their own, and write more than rows, into a folder.
-OF_GPUS: dict[str, Callable[[_gpu_runs.Card, int, Path], Iterator[Row]]] = {"gpu": _gpu.gpu}
+OF_GPUS: dict[str, Callable[[_gpu_runs.Card, int, Path], Iterator[Row]]] = {
+    "gpu": _gpu.gpu,
+    "gpu-steps": _gpu.gpu_steps,
+}
 BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "train": train,
     "decode": decode,

@@ -30,6 +30,7 @@ SMALL = _gpu.Sizes(
     batches=(1, 2),
     prompt=8,
     new=4,
+    step_layers=1,
     checked={"seq": 32, "names": {}, "sizes": {"layers": 1, "vocab": 64, "embed": 64, "mlp": 64}},
 )
 CARD = _gpu_runs.Card("a GPU", "gpu", 0, 1e12)
@@ -61,6 +62,16 @@ def test_each_group_has_its_rows(tmp_path):
     kernels = [f"attention, {name}" for name, call in _gpu_numbers.CALLS.items() if call.softcap is None]
     assert without == [(name, "ValueError") for name in (*kernels, "cuDNN", "cuDNN")]  # none for a CPU
     assert list((tmp_path / "gpu-profile").rglob("*.xplane.pb"))
+
+
+def test_steps_of_quantized_weights(tmp_path, monkeypatch):
+    """A step takes the difference of 4 tokens and 1, over 3; a contender that fails is a row that says why."""
+    monkeypatch.setattr(_gpu_runs, "seconds_in_turn", lambda calls, rounds: {"one": [1.0, 3.0, 2.0], "all": [5.0]})
+    monkeypatch.setattr(_gpu_runs, "FORMS", (None, "int8", "int3"))
+    rows = list(_gpu.gpu_steps(CARD, 2, tmp_path, SMALL, lambda *_: lambda work, seconds: work()))
+    assert {row.group for row in rows} == {"decode steps of llama-byte-1m, 1 layers, batch 2"}
+    assert [(row.name, row.value) for row in rows] == [("bfloat16", 1000.0), ("int8", 1000.0), ("int3", None)]
+    assert "unknown number format" in rows[-1].note
 
 
 def test_what_is_late_is_left_out_by_name(tmp_path, monkeypatch):
