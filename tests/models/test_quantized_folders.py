@@ -175,7 +175,8 @@ def test_factors_beside_codes_are_written_and_read_like_any(tmp_path):
 
 
 # How names of maps end: in T5, ModernBERT and GPT-NeoX otherwise than in all others.
-MAPS = ("proj.weight", *(f".{name}.weight" for name in ("q", "k", "v", "o", "wi", "wo", "Wqkv", "Wi", "Wo", "dense")))
+_NAMES = ("q", "k", "v", "o", "wi", "wo", "Wqkv", "Wi", "Wo", "dense", "q_lin", "k_lin", "v_lin", "out_lin")
+MAPS = ("proj.weight", *(f".{name}.weight" for name in _NAMES))
 FIRST = {family.name: next(iter(family.presets)) for family in models.FAMILIES.values() if family.model_type}
 
 
