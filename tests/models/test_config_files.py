@@ -1,8 +1,8 @@
 """Publishers' own `config.json` files, with attributes that transformers reads nowhere, are read without a refusal.
 
-The texts are copies that public repositories hold; those of EuroBERT and OLMo Hybrid are as the publishers' own
-conversion scripts write them. The cases of `make_families.py` have the attributes of transformers'
-own configurations only.
+Most texts are copies that public repositories hold, some of them trimmed or put together from several; those of
+EuroBERT and OLMo Hybrid are as the publishers' own conversion scripts write them. The cases of `make_families.py` have
+the attributes of transformers' own configurations only.
 """
 
 import json
