@@ -14,7 +14,7 @@ TOKENS_PER_PARAMETER = 20  # Bytes; of the matrices alone. Hoffmann et al. 2022 
 TOKENS_AT_ONCE = 2**15  # Tokens of a microbatch; their activations fit in 80 GB at depth 12.
 
 
-def speedrun_recipe(depth: int = 2) -> Recipe:
+def speedrun_recipe(depth: int = 2, *, tokens_per_parameter: float = TOKENS_PER_PARAMETER) -> Recipe:
     """The speedruns' layers by NorMuon, on bytes: --depth N decides all sizes and rates (2 by default).
 
     Raises a `ValueError` for a depth that does not fit.
@@ -32,7 +32,7 @@ def speedrun_recipe(depth: int = 2) -> Recipe:
         )
     # Horizon: a constant number of tokens for each parameter of the matrices, 12 embed^2 in a layer.
     parameters = 12 * depth * embed**2
-    tokens = TOKENS_PER_PARAMETER * parameters
+    tokens = tokens_per_parameter * parameters
     # Batch: the critical batch grows with the horizon as a power law (arXiv 2505.13738; nanochat's exponent is 0.38
     # from depth 12 on). Here 1,024 bytes at a million, where a larger batch was worse, and a quarter of a million at
     # depth 12 make an exponent of 3/4.
@@ -40,7 +40,7 @@ def speedrun_recipe(depth: int = 2) -> Recipe:
     # Rows: long enough for what a model of this depth can use; three layers of four see a quarter of a row (nanochat).
     seq = min(2048, max(256, 2 ** math.ceil(math.log2(128 * depth))))
     batch = max(1, batch_tokens // seq)
-    steps = round(tokens / (batch * seq))
+    steps = max(1, round(tokens / (batch * seq)))
     # Rates: nanochat's at depth 12. Updates of hidden matrices have the spectral norm sqrt(outputs / inputs) (arXiv
     # 2310.17813), those of the head shrink with the width (muP, arXiv 2203.03466), and so the rates are the same at all
     # depths; docs/learning.md has the measurement.
