@@ -2,7 +2,7 @@
 
 What meshes cost is measured on 8 simulated devices: `python scripts/benchmark.py --simulate 8`; one GPU, in less than
 ten minutes, by `python scripts/benchmark.py --only gpu`. XLA's flags are those for training, or, where
-only `decode`, `zoo`, `quantized`, `engine` or `embeddings` are asked for, those for forward passes.
+only `decode`, `zoo`, `quantized`, `engine`, `embeddings` or `tasks` are asked for, those for forward passes.
 """
 
 import sys
@@ -13,7 +13,7 @@ from support.flags import parse_words
 
 if __name__ == "__main__":
     names = {*parse_words(sys.argv).get("--only", [])}
-    forward_only = {"decode", "zoo", "quantized", "engine", "embeddings"}
+    forward_only = {"decode", "zoo", "quantized", "engine", "embeddings", "tasks"}
     environment.prepare(sys.argv[1:], shared=False, gradients=not names or bool(names - forward_only))
 
 import dataclasses

@@ -1,0 +1,84 @@
+"""Rows about tasks of lm-evaluation-harness: requests a second beside the harness' own backend of transformers."""
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import _peers
+from benchmarks._measure import rate_rows, Row, seconds_in_turn
+from benchmarks._tuning import SMOLLM2
+from eqformer import data, evaluation, models, text, write_atomic
+
+
+MODEL = dataclasses.replace(SMOLLM2, layers=6)
+DOCUMENTS, CHOICES, NEW = 8, 4, 24
+CONTEXT, ANSWER = (100, 200), (8, 24)  # bytes, the fewest and the most
+PEER, BATCH = "the harness' own backend of transformers", 8
+
+
+def tasks(rounds: int) -> Iterator[Row]:
+    """Answers of tasks by 6 layers like SmolLM2-135M's (float32, a token a byte) beside the harness' own backend."""
+    if not find_spec("lm_eval"):
+        yield Row("tasks", "left out", note='needs lm_eval: pip install "eqformer[eval]"')
+        return
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, "model")
+        models.save(models.build(MODEL, key=jax.random.key(0)), folder, config=MODEL)
+        write_atomic(folder / "tokenizer.json", data.ByteTokenizer().to_json())
+        names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+        write_atomic(folder / "tokenizer_config.json", json.dumps(names))
+        backends = {"eqformer": evaluation.harness_model(text.load_llm(folder), batch_size=BATCH)}
+        if _peers.are_installed():
+            peer = import_module("lm_eval.models.huggingface").HFLM
+            backends[PEER] = peer(pretrained=str(folder), device="cpu", batch_size=BATCH)
+        yield from _time_backends("choices, log-likelihoods", "loglikelihood", _make_choices(), backends, rounds)
+        yield from _time_backends("texts of 24 tokens", "generate_until", _make_prompts(), backends, rounds)
+
+
+def _time_backends(
+    group: str, kind: str, arguments: list[tuple], backends: dict[str, Any], rounds: int
+) -> Iterator[Row]:
+    """Yield the rates of the backends; the answers of all must be the same."""
+    make_request = import_module("lm_eval.api.instance").Instance
+    requests = [
+        make_request(request_type=kind, doc={}, arguments=pair, idx=index) for index, pair in enumerate(arguments)
+    ]
+    answer: Callable[[Any], Callable[[], Any]] = lambda model: lambda: getattr(model, kind)(requests, disable_tqdm=True)
+    contenders = {name: answer(model) for name, model in backends.items()}
+    answers = {name: call() for name, call in contenders.items()}
+    first = answers["eqformer"]
+    for name, others in answers.items():
+        if kind == "loglikelihood":
+            np.testing.assert_allclose(
+                [sum_ for sum_, _ in others], [sum_ for sum_, _ in first], atol=1e-2, err_msg=name
+            )
+        elif differing := sum(text != other for text, other in zip(first, others, strict=True)):
+            raise ValueError(f"{name}: {differing} of {len(first)} texts differ from those of eqformer.")
+    yield from rate_rows(group, "requests/s", len(requests), seconds_in_turn(contenders, rounds))
+
+
+def _make_choices() -> list[tuple[str, str]]:
+    """Return pairs of a context and an answer; the answers of a document share its context."""
+    draw = np.random.default_rng(0)
+    contexts = [_random_text(draw, CONTEXT) for _ in range(DOCUMENTS)]
+    return [(context, " " + _random_text(draw, ANSWER)) for context in contexts for _ in range(CHOICES)]
+
+
+def _make_prompts() -> list[tuple[str, dict[str, Any]]]:
+    """Return prompts with the options of their generation."""
+    draw = np.random.default_rng(1)
+    options = {"until": ["\n\n"], "max_gen_toks": NEW, "do_sample": False}
+    return [(_random_text(draw, CONTEXT), dict(options)) for _ in range(DOCUMENTS)]
+
+
+def _random_text(draw: np.random.Generator, lengths: tuple[int, int]) -> str:
+    """Return a text of random letters."""
+    return "".join(chr(number) for number in draw.integers(97, 123, draw.integers(*lengths)))
