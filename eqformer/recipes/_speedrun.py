@@ -42,8 +42,8 @@ def speedrun_recipe(depth: int = 2, *, tokens_per_parameter: float = TOKENS_PER_
     batch = max(1, batch_tokens // seq)
     steps = max(1, round(tokens / (batch * seq)))
     # Rates: nanochat's at depth 12. Updates of hidden matrices have the spectral norm sqrt(outputs / inputs) (arXiv
-    # 2310.17813), those of the head shrink with the width (muP, arXiv 2203.03466), and so the rates are the same at all
-    # depths; docs/learning.md has the measurement.
+    # 2310.17813), those of the head shrink with the width (muP, arXiv 2203.03466), and so the same rates should serve
+    # all depths. At depth 2, the best of the rates 0.005, 0.01, ..., 0.08 was 0.02 for the widths 64 and 128.
     optimizer = Optimization(
         name="normuon",
         learning_rate=0.02,
