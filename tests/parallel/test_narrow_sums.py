@@ -29,7 +29,7 @@ MEANT = {
     ("all_gather_matmul", ()),
     ("matmul_reduce_scatter", ()),
     # A factor of LoRA's, a slice of whose outputs each device has.
-    *((name, ("tensor",)) for name in ("apply_weight", "ComputeDtypeMatmul.forward")),
+    *((name, ("tensor",)) for name in ("apply_weight", "multiply_vectors")),
     # A token's chosen experts, on whatever devices they are, and the gradients that they have for it.
     *((name, ("expert",)) for name in ("gathered expert input", "summed expert output")),
     # Gradients of keys and values that were gathered.

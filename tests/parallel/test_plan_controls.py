@@ -234,7 +234,8 @@ OF_EVALUATION: dict[str, tuple[Callable[[Any], None] | None, str]] = {
     "last stage's rows": (without("outputs of the last stage", of_first), "nats"),
     "last stage's rows, unreduced": (without("outputs of the last stage", nothing), "types"),
     "messages between stages": (without("activations between stages", permuted_nowhere), "nats"),
-    "total over rows": (control.total_of(0, of_first), "nats"),
+    # The third total of an evaluation, after the numbers of correct and of all tokens.
+    "total over rows": (control.total_of(2, of_first), "nats"),
 }
 
 

@@ -111,7 +111,7 @@ def test_weights_that_are_gathered_for_their_use_are_put_off_too(monkeypatch):
     out_specs = jax.tree.map(spec, eqx.filter(gathered, eqx.is_inexact_array))
     found = []
     monkeypatch.setattr(
-        "eqformer.parallel.pipeline._pipeline.find_deferrable",
+        "eqformer.parallel.pipeline._residuals.find_deferrable",
         lambda *args: found.append(find_deferrable(*args)) or found[-1],
     )
 
