@@ -277,7 +277,7 @@ def test_requests_are_cancelled_wherever_they_are(model):
 
 def test_a_step_ends_early_for_a_request_that_waits_and_not_for_a_cancelled_one(model):
     def draw_first_step(cancels: bool) -> int:
-        engine = Engine(model, **SIZES | dict(slots=2))
+        engine = Engine(model, **dict(SIZES, slots=2))
         _, longer, waiting = (engine.submit(Request([3], new)) for new in (2, 40, 40))
         if cancels:
             engine.cancel(waiting)
