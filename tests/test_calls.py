@@ -37,6 +37,7 @@ UNCHECKED = (
     ),
     *("_optimizer", "_learning_rates", "_loss_aux", "_loop", "_contents", "_pictures"),
     "kernels._dtypes",
+    "kernels._quantized_matmul",
 )
 UNCHECKED_CALLS = {
     *nn.ACTIVATIONS,

@@ -55,12 +55,11 @@ def _time_backends(
     contenders = {name: answer(model) for name, model in backends.items()}
     answers = {name: call() for name, call in contenders.items()}
     first = answers["eqformer"]
-    for name, others in answers.items():
+    for name, responses in answers.items():
         if kind == "loglikelihood":
-            np.testing.assert_allclose(
-                [sum_ for sum_, _ in others], [sum_ for sum_, _ in first], atol=1e-2, err_msg=name
-            )
-        elif differing := sum(text != other for text, other in zip(first, others, strict=True)):
+            sums, first_sums = ([log_prob for log_prob, _ in pairs] for pairs in (responses, first))
+            np.testing.assert_allclose(sums, first_sums, atol=1e-2, err_msg=name)
+        elif differing := sum(mine != theirs for mine, theirs in zip(first, responses, strict=True)):
             raise ValueError(f"{name}: {differing} of {len(first)} texts differ from those of eqformer.")
     yield from rate_rows(group, "requests/s", len(requests), seconds_in_turn(contenders, rounds))
 

@@ -202,7 +202,7 @@ ELSEWHERE = {
     }
     | {"rows to heads", "row-parallel input over fsdp", "logits input", "partial logits"},
     "functions of their own": {"all_gather_matmul", "matmul_reduce_scatter", "ring"},
-    "losses of rows": {"row sums"},
+    "losses of rows": {"row sums", "row vectors", "row vectors over tensor", "vectors of all rows"},
     "ragged exchanges": {"tokens per expert"},
     "edits inside a model": {"values of all devices"},
 }

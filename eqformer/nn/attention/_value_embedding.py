@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from .._contracts import LinearMap
+from .._contracts import LinearMap, MixerFacts
 from .._dtype import lookup_rows
 from .._linear import Linear
 from .._model_contracts import EmbeddingTable
@@ -87,6 +87,11 @@ class ValueEmbeddedAttention(Attention):
         std = embed**-0.5 if value_std is None else value_std
         self.value_embedding = ValueEmbedding(vocab=vocab, kv_heads=kv_heads, head_dim=head_dim, std=std, key=table_key)
         self.value_gate = Linear("embed -> kv_heads", embed=embed, kv_heads=kv_heads, std=0.0, key=gate_key)
+
+    @property
+    def facts(self) -> MixerFacts:
+        """State what an `Attention` does: devices that share the heads share the table and the gate by key heads."""
+        return super().facts
 
     def _project(
         self, x: Float[Array, "*batch _ embed"], tokens: Tokens
