@@ -88,10 +88,9 @@ class ValueEmbeddedAttention(Attention):
         self.value_embedding = ValueEmbedding(vocab=vocab, kv_heads=kv_heads, head_dim=head_dim, std=std, key=table_key)
         self.value_gate = Linear("embed -> kv_heads", embed=embed, kv_heads=kv_heads, std=0.0, key=gate_key)
 
-    @property
     def facts(self) -> MixerFacts:
         """State what an `Attention` does: devices that share the heads share the table and the gate by key heads."""
-        return super().facts
+        return super().facts()
 
     def _project(
         self, x: Float[Array, "*batch _ embed"], tokens: Tokens
