@@ -9,7 +9,7 @@ from ..._array_checks import checked
 from ..._shapes import Batch, LabelBatch
 from ...nn import Tokens
 from ...parallel import replicate_rows
-from ._contrastive import pool_rows, SUMMED_POOLINGS
+from ._contrastive import choice_nats, pool_rows, SUMMED_POOLINGS
 from ._loss_aux import add_aux_losses, CountOrAux, LossAux
 from ._token_losses import batch_tokens
 from ._vocabulary import Vocabulary
@@ -60,8 +60,9 @@ def _label_losses(
     """Return the loss of each text, and the share of its decisions that are right; None for numbers."""
     outputs = logits.shape[1]
     if jnp.issubdtype(labels.dtype, jnp.integer) and labels.ndim == 1 and outputs > 1:
-        losses = jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-        return losses, (jnp.argmax(logits, axis=1).astype(labels.dtype) == labels).astype(logits.dtype)
+        return choice_nats(logits, labels), (jnp.argmax(logits, axis=1).astype(labels.dtype) == labels).astype(
+            logits.dtype
+        )
     values = labels.astype(logits.dtype)
     if outputs == 1 and labels.ndim == 1:
         return jnp.square(logits[:, 0] - values), None

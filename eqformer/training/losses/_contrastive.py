@@ -136,11 +136,11 @@ def _sum_losses(
     candidates, first = gather_rows(local_candidates)
     target = first + (size - 1) * jnp.arange(number, dtype=jnp.int32)
     similarities = anchors @ candidates.T
-    nats = _choice_nats(similarities / temperature, target)
+    nats = choice_nats(similarities / temperature, target)
     if symmetric:
         all_anchors, first_anchor = gather_rows(anchors)
         back = groups[:, 1] @ all_anchors.T / temperature
-        nats = (nats + _choice_nats(back, first_anchor + jnp.arange(number, dtype=jnp.int32))) / 2
+        nats = (nats + choice_nats(back, first_anchor + jnp.arange(number, dtype=jnp.int32))) / 2
     target_similarity = jnp.take_along_axis(similarities, target[:, None], axis=1)[:, 0]
     is_first = jnp.argmax(similarities, axis=1).astype(target.dtype) == target
     metrics = {
@@ -150,6 +150,6 @@ def _sum_losses(
     return jnp.sum(nats), metrics
 
 
-def _choice_nats(logits: Float[Array, "groups choices"], target: Int[Array, "groups"]) -> Float[Array, "groups"]:
+def choice_nats(logits: Float[Array, "groups choices"], target: Int[Array, "groups"]) -> Float[Array, "groups"]:
     """Return `-log softmax(logits)` of one choice of each row."""
     return jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
