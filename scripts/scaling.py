@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from support.command import entry
 
 from eqformer import models, planning, write_atomic
-from eqformer.recipes import MAX_DEPTH, Recipe, Screen, speedrun_recipe, texts, train
+from eqformer.recipes import DEPTHS, Recipe, Screen, speedrun_recipe, texts, train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,10 +201,7 @@ def report(command: Command, points: list[Point], screen: Screen) -> None:
         "budget": budget,
         "depth": chosen and chosen[0],
     }
-    write_atomic(
-        command.out / "scaling.json",
-        lambda path: Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8"),
-    )
+    write_atomic(command.out / "scaling.json", json.dumps(content, indent=1))
     draw_fit(best, held_out, fit, command.out / "scaling.png")
     if command.rates:
         draw_rates(points, command.out / "rates.png")
@@ -219,7 +216,7 @@ def finite_loss(point: Point) -> float:
 def choose_depth(budget: float, tokens_per_parameter: float) -> tuple[int, float] | None:
     """Return the largest depth whose run fits in a number of FLOPs, and its FLOPs; None if no depth fits."""
     fitting = None
-    for depth in (*range(1, 8), *range(8, MAX_DEPTH + 1, 2)):
+    for depth in DEPTHS:
         flops = count_flops(speedrun_recipe(depth, tokens_per_parameter=tokens_per_parameter))
         if flops > budget:
             return fitting

@@ -28,11 +28,7 @@ from ._recipe import (
 from ._report import Screen as Screen
 from ._run_directory import RunDirectory as RunDirectory, schedule_phases as schedule_phases
 from ._setup import check as check
-from ._speedrun import (
-    describe_speedrun as describe_speedrun,
-    MAX_DEPTH as MAX_DEPTH,
-    speedrun_recipe as speedrun_recipe,
-)
+from ._speedrun import DEPTHS as DEPTHS, describe_speedrun as describe_speedrun, speedrun_recipe as speedrun_recipe
 from ._texts import published_recipe as published_recipe
 from ._trainer import train as train, TrainedRun as TrainedRun
 

@@ -9,7 +9,8 @@ from ..training import Optimization
 from ._recipe import Recipe
 
 
-MAX_DEPTH = 32
+DEPTHS = (*range(1, 8), *range(8, 33, 2))
+"""The depths of the recipe speedrun, whose width of 64 channels a layer divides into heads."""
 TOKENS_PER_PARAMETER = 20  # Bytes; of the matrices alone. Hoffmann et al. 2022 (arXiv 2203.15556) has 20 tokens.
 TOKENS_AT_ONCE = 2**15  # Tokens of a microbatch; their activations fit in 80 GB at depth 12.
 
@@ -23,11 +24,10 @@ def speedrun_recipe(depth: int = 2, *, tokens_per_parameter: float = TOKENS_PER_
     # 128 channels, which fill a GPU's tiles. Below depth 8 heads are half as wide, so that there is more than one.
     head_dim = 64 if depth < 8 else 128
     embed = 64 * depth
-    if not 1 <= depth <= MAX_DEPTH or embed % head_dim:
-        fitting = [*range(1, 8), *range(8, MAX_DEPTH + 1, 2)]
-        nearest = sorted(sorted(fitting, key=lambda fit: abs(fit - depth))[:2])
+    if depth not in DEPTHS:
+        nearest = sorted(sorted(DEPTHS, key=lambda fit: abs(fit - depth))[:2])
         raise ValueError(
-            f"speedrun_recipe(depth={depth}): the depths are 1 to 7, and the even ones from 8 to {MAX_DEPTH}, whose "
+            f"speedrun_recipe(depth={depth}): the depths are 1 to 7, and the even ones from 8 to {DEPTHS[-1]}, whose "
             f"width of 64 channels a layer divides into heads; take {' or '.join(map(str, nearest))}."
         )
     # Horizon: a constant number of tokens for each parameter of the matrices, 12 embed^2 in a layer.
