@@ -46,11 +46,10 @@ from ._platform import (
     varying_of as varying_of,
 )
 from ._quantized_matmul import (
-    apply_scales as apply_scales,
     BITS as BITS,
     BlockwiseMatmul as BlockwiseMatmul,
     codes_in_a_byte as codes_in_a_byte,
-    decode_codes as decode_codes,
+    decode_matrix as decode_matrix,
     DecodedMatmul as DecodedMatmul,
     QuantizedMatmulCall as QuantizedMatmulCall,
     repeat_groups as repeat_groups,

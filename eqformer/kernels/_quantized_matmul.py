@@ -19,14 +19,17 @@ def codes_in_a_byte(form: str) -> int:
     return 8 // BITS[form]
 
 
-def decode_codes(
-    codes: UInt8[Array, "*dims columns"], form: str, zeros: UInt8[Array, "*dims groups"] | None
+def decode_matrix(
+    codes: UInt8[Array, "*dims columns"],
+    form: str,
+    scales: Float[Array, "*scale_dims"] | UInt8[Array, "*scale_dims"],
+    zeros: UInt8[Array, "*dims groups"] | None,
 ) -> Float32[Array, "*dims all_columns"]:
-    """Decode codes to unscaled numbers; two codes of 4 bits share a byte, and the low bits come first."""
+    """Decode a weight; two codes of 4 bits share a byte, and the low bits come first."""
     if codes_in_a_byte(form) == 2:
         pairs = codes[..., None] >> jnp.array([0, 4], jnp.uint8)
         codes = (pairs & 15).reshape(*codes.shape[:-1], -1)
-    return decode_numbers(codes, form, repeat_zeros(zeros, codes.shape))
+    return apply_scales(decode_numbers(codes, form, repeat_zeros(zeros, codes.shape)), scales)
 
 
 def decode_numbers(
@@ -118,7 +121,7 @@ class DecodedMatmul(Implementation[QuantizedMatmulCall, Array]):
 
     def run(self, call: QuantizedMatmulCall) -> Float[Array, "*batch outputs"]:
         """Compute the call."""
-        matrix = apply_scales(decode_codes(call.codes, call.form, call.zeros), call.scales).astype(call.x.dtype)
+        matrix = decode_matrix(call.codes, call.form, call.scales, call.zeros).astype(call.x.dtype)
         return jnp.einsum("...i,oi->...o", call.x, matrix, preferred_element_type=call.x.dtype)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PyTree, UInt8
 
 from .. import kernels
-from ..kernels import apply_scales, BITS, codes_in_a_byte, decode_codes, repeat_groups
+from ..kernels import BITS, codes_in_a_byte, decode_matrix, repeat_groups
 from ._dtype import float_dtype
 from ._linear import apply_weight, dense, DenseMap, LinearMap
 from ._lora import choose_maps, replace_maps, Where
@@ -100,7 +100,7 @@ class QuantizedLinear(LinearMap):
 
     def matrix(self, dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the decoded weight, in float32 unless a dtype is given."""
-        weight = apply_scales(decode_codes(self.codes, self.form, self.zeros), self.scales)
+        weight = decode_matrix(self.codes, self.form, self.scales, self.zeros)
         return weight if dtype is None else weight.astype(dtype)
 
 
