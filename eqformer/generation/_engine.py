@@ -275,9 +275,9 @@ class Engine:
             result.finish = "cancelled"
         return ended
 
-    def _waiting_results(self) -> list[Result]:
-        """Return the results of requests that wait and have not ended; `_read_prompts` drops the ended ones."""
-        return [result for _, result in list(self._waiting) if not result.finish]  # A copy: other threads may submit.
+    def _waiting_results(self) -> Iterator[Result]:
+        """Yield the results of requests that wait and have not ended; `_read_prompts` drops the ended ones."""
+        return (result for _, result in list(self._waiting) if not result.finish)  # A copy: other threads may submit.
 
     def _read_prompts(self) -> None:
         """Read a chunk of a prompt for each free slot: a decoding step takes as long with free slots as without.
@@ -365,7 +365,7 @@ class Engine:
         known = np.zeros(self.slots, np.int32)
         for slot, row in self._rows.items():
             ended[slot], known[slot] = bool(row.result.finish), self._known_length(row)
-        numbers = (jnp.asarray(count, jnp.int32), jnp.asarray(bool(self._waiting_results())))
+        numbers = (jnp.asarray(count, jnp.int32), jnp.asarray(next(self._waiting_results(), None) is not None))
         inputs = DecodeInputs(self.model, jnp.asarray(ended), jnp.asarray(known), *numbers, bias)
         is_greedy = all(row.request.is_greedy for row in self._rows.values())
         self._state, progress = decode_slots(inputs, self._state, self._most_new, is_greedy)
