@@ -67,7 +67,7 @@ def _folder_rows(folder: Path, name: str, rounds: int) -> Iterator[Row]:
         ids = _ids(config.vocab, batch, 32)
         logits, kept_logits = (np.asarray(run(model, jnp.asarray(ids))) for model in (decoded, quantized_model))
         difference = np.max(np.abs(logits - kept_logits)) / np.max(np.abs(logits))
-        assert difference < 1e-3, f"{name}: kept and decoded differ by {difference}"  # by the order of sums
+        assert difference < 2e-4, f"{name}: kept and decoded differ by {difference}"  # by the order of sums
         contenders = {way: _ours.greedy(model, ids, new) for way, model in unstacked.items()}
         if peer is not None:
             contenders["transformers, decoded weights"] = _peers.greedy(peer, ids, new)
