@@ -1,5 +1,6 @@
-"""Products of rows with a quantized matrix: the formats of codes, the definition, and decoding in blocks on CPUs."""
+"""Products of vectors with a quantized matrix: the formats of codes, the definition, and decoding in blocks on CPUs."""
 
+import functools
 import math
 
 import equinox as eqx
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, UInt8
 
+from ._dtypes import at_least_float32
 from ._op import Call, Implementation
 
 
@@ -95,7 +97,7 @@ class QuantizedMatmulCall(Call):
     """
 
     x: Float[Array, "*batch inputs"]
-    """The rows."""
+    """The vectors."""
     codes: UInt8[Array, "outputs bytes"]
     """Codes of the matrix; two codes of 4 bits share a byte, the low bits first."""
     scales: Float[Array, "outputs groups"] | UInt8[Array, "outputs groups"]
@@ -109,11 +111,11 @@ class QuantizedMatmulCall(Call):
 
     def describe(self) -> str:
         """Return shapes and dtypes for an error message."""
-        return f"rows {self.x.dtype}{list(self.x.shape)} and {self.form} codes {list(self.codes.shape)}"
+        return f"vectors {self.x.dtype}{list(self.x.shape)} and {self.form} codes {list(self.codes.shape)}"
 
 
 class DecodedMatmul(Implementation[QuantizedMatmulCall, Array]):
-    """The definition: the matrix is decoded in float32, rounded to the dtype of the rows, and multiplied."""
+    """The definition: the matrix is decoded in float32, rounded to the dtype of the vectors, and multiplied."""
 
     def supports(self, call: QuantizedMatmulCall) -> str | None:
         """Return None: it computes every call."""
@@ -126,32 +128,32 @@ class DecodedMatmul(Implementation[QuantizedMatmulCall, Array]):
 
 
 class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
-    """Products with a few rows of the matrix at a time, decoded into the processor's cache, for CPUs.
+    """The product by blocks of some 256 rows of the matrix, each decoded into the processor's cache, for CPUs.
 
-    XLA has no product that reads codes. It would write the decoded matrix to memory, and memory that a program takes
-    anew costs more than the product. Two codes of a byte are not placed side by side, which is slow: the low and the
-    high codes are two matrices, for the even and the odd inputs. The result equals that of the definition up to the
-    order of sums.
+    XLA has no product that reads codes. It would write the decoded matrix to memory, which is allocated at each call,
+    and the page faults cost more than the product. To place the two codes of a byte side by side would be slow, so the
+    low and the high codes are two matrices, for the even and the odd inputs. The result equals that of `DecodedMatmul`
+    up to the order of sums in float32.
     """
 
     def supports(self, call: QuantizedMatmulCall) -> str | None:
-        """Return the reason why the definition is taken, or None."""
+        """Return the reason why blocks are not faster or not possible, or None."""
         outputs = call.codes.shape[0]
         if (vectors := math.prod(call.x.shape[:-1])) > _MOST_VECTORS:
             return f"it takes up to {_MOST_VECTORS} vectors, not {vectors}"
         if call.codes.size < _SMALLEST[codes_in_a_byte(call.form)]:
-            return f"a matrix of {call.codes.size:,} bytes is decoded into the cache as a whole"
+            return f"a matrix of {call.codes.size:,} bytes fits into the cache when it is decoded as a whole"
         if _block_rows(outputs) is None:
             return f"{outputs} rows of the matrix have no divisor from {_FEWEST_ROWS} to {_MOST_ROWS}"
         if codes_in_a_byte(call.form) == 2 and call.codes.shape[1] % call.scales.shape[1]:
-            return "two codes of a byte are of unlike groups"
+            return "a group of an odd size has one of the two codes of a byte"
         return None
 
     def run(self, call: QuantizedMatmulCall) -> Float[Array, "*batch outputs"]:
         """Compute the call."""
         inputs, outputs = call.x.shape[-1], call.codes.shape[0]
         vectors = call.x.reshape(-1, inputs)
-        parts = codes_in_a_byte(call.form)
+        parts, sum_dtype = codes_in_a_byte(call.form), at_least_float32(vectors.dtype)
         # Input vectors of the low codes, and those of the high codes.
         part_vectors = [vectors[:, first::parts] for first in range(parts)]
 
@@ -160,8 +162,9 @@ class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
             part_codes = [codes] if parts == 1 else [codes & 15, codes >> 4]
             numbers = [decode_numbers(part, call.form, repeat_zeros(zeros, part.shape)) for part in part_codes]
             matrices = [apply_scales(part, scales).astype(vectors.dtype) for part in numbers]
-            products = [jnp.einsum("oi,vi->ov", *pair) for pair in zip(matrices, part_vectors)]
-            return sum(products[1:], products[0])
+            multiply = functools.partial(jnp.einsum, "oi,vi->ov", preferred_element_type=sum_dtype)
+            products = map(multiply, matrices, part_vectors)
+            return functools.reduce(jnp.add, products).astype(vectors.dtype)
 
         split = lambda array: array.reshape(-1, _block_rows(outputs), array.shape[1])
         blocks = jax.tree.map(split, (call.codes, call.scales, call.zeros))

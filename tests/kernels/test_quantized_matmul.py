@@ -64,10 +64,14 @@ def test_products_in_blocks_are_those_of_the_formula(name):
 
 
 def test_sixteen_bits_round_the_matrix_as_the_definition_does():
-    call, _ = draw_call("int4, groups, zeros", "bfloat16")
+    call, matrix = draw_call("int4, groups, zeros", "bfloat16")
     expected = np.asarray(jax.jit(kernels.DecodedMatmul())(call), np.float64)
     y = jax.jit(kernels.BlockwiseMatmul())(call)
     assert y.dtype == jnp.bfloat16 and distance(y, expected) < 2**-7
+    # Each number is rounded once, to 8 bits of mantissa.
+    rounded_matrix = np.asarray(jnp.asarray(matrix, jnp.bfloat16), np.float64)
+    exact = np.asarray(call.x, np.float64) @ rounded_matrix.T
+    assert np.all(np.abs(np.asarray(y, np.float64) - exact) <= 2.0**-8 * np.abs(exact) + 1e-5 * np.max(np.abs(exact)))
 
 
 def test_a_map_takes_blocks_on_cpus_and_has_the_gradients_of_its_matrix():
@@ -90,7 +94,7 @@ def test_calls_that_are_left_to_the_definition():
     call, _ = draw_call("int4, groups, zeros")
     pad = lambda array, rows: jnp.resize(array, (rows, array.shape[1]))
     few = lambda rows: dataclasses.replace(call, codes=pad(call.codes, rows), scales=pad(call.scales, rows), zeros=None)
-    assert "decoded into the cache as a whole" in str(kernels.BlockwiseMatmul().supports(few(64)))
+    assert "fits into the cache when it is decoded as a whole" in str(kernels.BlockwiseMatmul().supports(few(64)))
     assert "rows of the matrix have no divisor from 64 to 512" in str(kernels.BlockwiseMatmul().supports(few(521)))
     (line,) = kernels.explain(kernels.QUANTIZED_MATMUL, few(521), platform="cpu")
     assert line.implementation == "DecodedMatmul" and "no divisor" in str(line)
