@@ -9,10 +9,10 @@ from ..._array_checks import checked
 from ..._shapes import Batch, LabelBatch
 from ...nn import Tokens
 from ...parallel import replicate_rows
-from ._contrastive import choice_nats, pool_rows, SUMMED_POOLINGS
+from ._contrastive import pool_rows, SUMMED_POOLINGS
 from ._loss_aux import add_aux_losses, CountOrAux, LossAux
 from ._token_losses import batch_tokens
-from ._vocabulary import Vocabulary
+from ._vocabulary import token_nats, Vocabulary
 
 
 @checked
@@ -60,7 +60,7 @@ def _label_losses(
     """Return the loss of each text, and the share of its decisions that are right; None for numbers."""
     outputs = logits.shape[1]
     if jnp.issubdtype(labels.dtype, jnp.integer) and labels.ndim == 1 and outputs > 1:
-        return choice_nats(logits, labels), (jnp.argmax(logits, axis=1).astype(labels.dtype) == labels).astype(
+        return token_nats(logits, labels)[0], (jnp.argmax(logits, axis=1).astype(labels.dtype) == labels).astype(
             logits.dtype
         )
     values = labels.astype(logits.dtype)

@@ -1,11 +1,11 @@
-"""Contrastive losses of text encoders: each text is told from all other texts of the batch."""
+"""Contrastive losses of text encoders: each anchor is told from the other groups' texts of a microbatch."""
 
 from collections.abc import Sequence
 from typing import get_args, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Key, PyTree
 
 from ... import nn
 from ..._array_checks import checked
@@ -14,7 +14,7 @@ from ...nn import Tokens
 from ...parallel import gather_rows, sum_row_vectors, sum_rows
 from ._loss_aux import add_aux_losses, CountOrAux, LossAux, LossFn
 from ._token_losses import batch_tokens
-from ._vocabulary import Vocabulary
+from ._vocabulary import token_nats, Vocabulary
 
 
 VectorSimilarity = Literal["cosine", "dot"]
@@ -39,7 +39,7 @@ def contrastive_loss(
     `scale = 1 / temperature`. The loss is a mean over groups.
 
     Candidates come from all devices that split the batch, so loss and gradients are the same on any mesh. They come
-    from one microbatch, so fewer microbatches have more candidates. Targets of the batch are not read.
+    from one microbatch, so with fewer microbatches an anchor has more candidates. The batch's targets are not read.
 
     The step's metrics are `retrieval_accuracy`, the share of anchors whose own positive is the most similar candidate,
     and `positive_similarity`, the mean similarity of anchors to their own positives, both of whole vectors.
@@ -50,9 +50,9 @@ def contrastive_loss(
         similarity: "cosine", or "dot" for the plain product of two vectors.
         symmetric: Whether the mean of this loss and of the same with positives in the place of anchors is taken, as in
             CLIP (Radford et al., arXiv:2103.00020, figure 3); only the anchors are candidates of the latter.
-        dims: Numbers of first channels; the losses of vectors that are truncated to each of them are added up, so that
-            truncated vectors are useful too (Matryoshka; Kusupati et al., arXiv:2205.13147, eq. 1). Empty: whole
-            vectors alone. Name the full width to count it too.
+        dims: Widths in rising order; the losses of vectors that are truncated to their first channels of each width
+            are added up, so that truncated vectors are useful too (Matryoshka; Kusupati et al., arXiv:2205.13147, eq.
+            1). Empty: whole vectors alone. Name the full width to count it too.
     """
     _check_options(temperature, pooling, similarity, dims)
 
@@ -84,7 +84,7 @@ def contrastive_loss(
 
 
 def _check_options(temperature: float, pooling: str, similarity: str, dims: Sequence[int]) -> None:
-    """Raise a `ValueError` for options that are no loss."""
+    """Raise a `ValueError` for an option that is out of its range."""
     if not temperature > 0:
         raise ValueError(f"contrastive_loss(temperature={temperature}): it must be above 0.")
     if pooling not in SUMMED_POOLINGS:
@@ -136,11 +136,12 @@ def _sum_losses(
     candidates, first = gather_rows(local_candidates)
     target = first + (size - 1) * jnp.arange(number, dtype=jnp.int32)
     similarities = anchors @ candidates.T
-    nats = choice_nats(similarities / temperature, target)
+    nats, _ = token_nats(similarities / temperature, target)
     if symmetric:
         all_anchors, first_anchor = gather_rows(anchors)
         back = groups[:, 1] @ all_anchors.T / temperature
-        nats = (nats + choice_nats(back, first_anchor + jnp.arange(number, dtype=jnp.int32))) / 2
+        back_nats, _ = token_nats(back, first_anchor + jnp.arange(number, dtype=jnp.int32))
+        nats = (nats + back_nats) / 2
     target_similarity = jnp.take_along_axis(similarities, target[:, None], axis=1)[:, 0]
     is_first = jnp.argmax(similarities, axis=1).astype(target.dtype) == target
     metrics = {
@@ -148,8 +149,3 @@ def _sum_losses(
         "positive_similarity": jnp.sum(target_similarity),
     }
     return jnp.sum(nats), metrics
-
-
-def choice_nats(logits: Float[Array, "groups choices"], target: Int[Array, "groups"]) -> Float[Array, "groups"]:
-    """Return `-log softmax(logits)` of one choice of each row."""
-    return jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
