@@ -270,7 +270,7 @@ def _formula_report(command: Command, model: nn.LanguageModel, forecast: plannin
         parts += ["", table.partition("\n")[2], *replicated_lines(plan, shapes)]
     parts += ["", "by formulas:", planning.forecast_table(forecast)]
     if not command.decode:
-        parts += _training_lines(recipe, plan, forecast)
+        parts += _training_lines(recipe, plan, model, forecast)
     return "\n".join(parts)
 
 
@@ -283,11 +283,14 @@ def replicated_lines(plan: parallel.Plan, model: nn.LanguageModel) -> list[str]:
     return [f"computed whole by every device of {TENSOR}, as they name nothing to split: {paths}"]
 
 
-def _training_lines(recipe: Recipe, plan: parallel.Plan, forecast: planning.Forecast) -> list[str]:
+def _training_lines(
+    recipe: Recipe, plan: parallel.Plan, model: nn.LanguageModel, forecast: planning.Forecast
+) -> list[str]:
+    optimizer = setup.make_optimizer(recipe, model)
     pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
     tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
-    lines = [f"a microbatch on a device is {tokens}"]
-    if forecast.sent and recipe.optimizer.name in ("muon", "normuon"):
+    lines = [f"a microbatch on a device is {tokens}", *optimizer.describe(model)]
+    if forecast.sent and {"muon", "normuon"} & set(dict(optimizer.assignment).values()):
         lines.append("Muon's products of whole matrices send more, as XLA parts them: a compiled step counts all")
     if plan.is_pipelined:
         lines += ["", "timeline, a backward as long as two forwards", parallel.draw_timeline(plan.timetable())]

@@ -278,7 +278,7 @@ class RewardRun:
         self.phases, self.rates_note = schedule_phases(recipe, directory.checkpointer())
         optimizer = setup.make_optimizer(recipe, shapes, self.phases)
         self.states = setup.make_train_state(recipe, plan, optimizer, shapes)
-        self.parameters = setup.count_parameters(optimizer, shapes)
+        self.parameters, self.optimizer_lines = setup.count_parameters(optimizer, shapes), optimizer.describe(shapes)
         self.rollouts = self._make_rollouts(shapes, plan, rows, reward)
         self.held_out = None
         if held_out is not None:
@@ -302,7 +302,7 @@ class RewardRun:
             directory.claim(self.command.recipe, recipe)
             with directory.checkpointer(recipe.keep) as checkpointer, self.stop:
                 start = checkpointer.latest_step or 0
-                screen.note(self._opening(start))
+                screen.note("\n".join([self._opening(start), *self.optimizer_lines]))
                 if self.rates_note:
                     screen.note(self.rates_note)
                 if start >= recipe.steps:

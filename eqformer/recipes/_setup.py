@@ -340,6 +340,7 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
     if recipe.from_optimizer:
         fields = {
             "--optimizer.name": (old.optimizer.name, recipe.optimizer.name),
+            "--optimizer.paths": (old.optimizer.paths, recipe.optimizer.paths),
             "--lora.rank": (old.lora.rank, recipe.lora.rank),
             "--precision.parameters": (old.precision.parameters, recipe.precision.parameters),
         }

@@ -192,7 +192,8 @@ class Trainer:
                 screen.note(mix)
             if self.plan.mesh.size > 1:
                 screen.note(self.summary)
-            for line in training_lines(recipe, self.shapes, local_platform(), jax.devices()[0].device_kind):
+            kernel_lines = training_lines(recipe, self.shapes, local_platform(), jax.devices()[0].device_kind)
+            for line in (*self.optimizer.describe(self.shapes), *kernel_lines):
                 screen.note(line)
             if step is None:
                 self._begin()

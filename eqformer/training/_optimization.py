@@ -49,6 +49,8 @@ class Optimization:
     """Weight of the squared log-normalizer in the loss."""
     balance_rate: float = 0.001
     """The step size of the routers' selection biases, which balance the load of experts."""
+    paths: tuple[str, ...] = ()
+    """Other optimizers for some parameters, by parts of their paths, such as embedding=sgd; the last match counts."""
 
     def phases(self, steps: int) -> list[SchedulePhase]:
         """Return the single phase of a run that has this number of steps from its beginning."""
@@ -65,7 +67,8 @@ class Optimization:
         updates that the optimizer does not have.
         """
         self._check_positive("weight_decay", "embedding_rate", "head_rate", "vector_rate")
-        if self.update_size != "rms" and self.name not in ("muon", "normuon"):
+        names = {self.name, *(choice.rpartition("=")[2] for choice in self.paths)}
+        if self.update_size != "rms" and not names & {"muon", "normuon"}:
             raise ValueError(
                 f"Optimization(update_size={self.update_size!r}, name={self.name!r}): only the updates of muon and "
                 "normuon have a spectral norm; take one of these, or update_size='rms'."
@@ -79,7 +82,7 @@ class Optimization:
             "trained": trained,
         }
         options |= {} if self.update_size == "rms" else {"update_size": self.update_size}
-        return optimizer(self.name, model, rate=self.make_rates(phases), **options)
+        return optimizer(self.name, model, rate=self.make_rates(phases), paths=self.paths, **options)
 
     def loss(
         self, model: PyTree, batch: PyTree, key: PyTree = None, **views: PyTree

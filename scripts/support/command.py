@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import tyro
 
-from eqformer import nn
+from eqformer import nn, training
 from eqformer.recipes import (
     fields_of,
     find_recipe,
@@ -71,13 +71,14 @@ _FLAGS = {
         "evaluate_tasks": tyro.conf.arg(metavar="NAME ..."),
         "plan": tyro.conf.arg(name=""),
     },
+    training.Optimization: {"paths": tyro.conf.arg(metavar="PATTERN=NAME ...")},
     Text: {"mix": tyro.conf.arg(metavar="SOURCE=WEIGHT ...")},
 }
 
 
 @_REGISTRY.struct_rule
 def _split_recipe(info: Any) -> Any:
-    """Parse a recipe, and its text, as flags of the names in `_FLAGS`."""
+    """Parse a recipe, its text and its optimizer as flags of the names in `_FLAGS`."""
     if info.type not in _FLAGS:
         return None
     fields, help_texts = [], documentation(info.type)

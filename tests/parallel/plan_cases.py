@@ -111,7 +111,8 @@ def step_grid() -> list[Case]:
     cases.append(Case("dense, then mixtures", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 2, "chunks": 2}))
     muon = [case._replace(optimizer="muon") for case in (cases[1], cases[5], *cases[-2:])]
     muon += [case._replace(optimizer="normuon") for case in (cases[1], cases[4], cases[5])]
-    return cases + muon
+    chosen = "normuon with up.weight=adamw with embedding=sgd"
+    return cases + muon + [case._replace(optimizer=chosen) for case in (cases[1], cases[4], cases[-2])]
 
 
 def _unequal() -> Iterator[Case]:

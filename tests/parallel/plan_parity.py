@@ -243,8 +243,9 @@ def trained_by_plan(case: Case) -> Trained:
 def _optimizer(name: str, model: nn.Transformer) -> training.Optimizer:
     # AdamW divides by the root of the squares: with its eps near zero, a gradient of rounding alone is a whole step.
     name, _, part = name.partition(" of ")
+    name, *paths = name.split(" with ")
     trained = nn.lora_factors if part == "factors" else training.trainable
-    return training.optimizer(name, model, rate=1e-2, eps=1e-3, trained=trained)
+    return training.optimizer(name, model, rate=1e-2, eps=1e-3, paths=paths, trained=trained)
 
 
 def _train(step: Any, state: Any, evaluate: Any, batch: Any) -> Trained:

@@ -1,8 +1,9 @@
 """Optimizers by name: AdamW, Muon, NorMuon and SGD; only matrices decay, and state has float32 or fewer bits."""
 
 import dataclasses
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, TypeGuard
 
@@ -13,6 +14,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from ... import nn
+from ._assignment import assign, describe_assignment, is_hidden
 from ._learning_rates import constant, Rates
 from ._moments import CodedState, compress_moments, decompress_moments, map_moments, MOMENTS
 from ._orthogonalize import coefficients, equalize_rows, map_marked
@@ -74,6 +76,8 @@ class Optimizer(eqx.Module):
     """Picks the trained parameters of a model."""
     moments: str = eqx.field(static=True, default="float32")
     """The dtype of the moments between steps: float32, bfloat16 or 8bit."""
+    assignment: tuple[tuple[str, str], ...] = eqx.field(static=True, default=())
+    """The path of each trained parameter and the name of its optimizer; none for a transformation of one's own."""
 
     def __check_init__(self):
         if self.moments not in MOMENTS:
@@ -110,6 +114,14 @@ class Optimizer(eqx.Module):
             inner = self.map_state(function, state.inner, *like_parameters, other=other)
             return eqx.tree_at(lambda s: (s.inner, s.coded), state, (inner, other), is_leaf=_is_none)
         return map_moments(self.transform, function, state, *like_parameters, other=lambda _: other)
+
+    def describe(self, model: PyTree) -> list[str]:
+        """Return a line for each named optimizer: how many arrays and parameters of a model it trains, and which.
+
+        The paths are the shortest ones below which it trains everything. Shapes in the place of the model are enough. A
+        transformation of one's own has no name, and no line.
+        """
+        return describe_assignment(dict(self.assignment), model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +184,10 @@ def adamw(
         matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
-    decay = _decay(weight_decay, _mark_matrices(model, matrices, trained), decay_tables, cautious)
+    marks = _mark_matrices(model, matrices, trained)
+    decay = _decay(weight_decay, marks, decay_tables, cautious)
     rule = optax.chain(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), decay, optax.scale(-1.0))
-    return Optimizer(rule, rate, trained)
+    return Optimizer(rule, rate, trained, assignment=assign("adamw", marks))
 
 
 def muon(
@@ -229,7 +242,7 @@ def muon(
     marks = _mark_matrices(model, matrices, trained)
 
     def label_of(mark: nn.Matrix | Literal[False] | None) -> str:
-        return "muon" if mark and not mark.table else "adam"
+        return "muon" if is_hidden(mark) else "adam"
 
     labels = jax.tree.map(label_of, marks, is_leaf=_is_none)
 
@@ -257,7 +270,8 @@ def muon(
         hidden = optax.chain(orthogonalize, equalize_rows(row_decay, marks), optax.stateless(scale_updates))
     by_label = optax.partition({"muon": hidden, "adam": optax.adam(1.0, b1=b1, b2=b2, eps=eps)}, lambda _: labels)
     decay = _decay(-weight_decay, marks, decay_tables, cautious)
-    return Optimizer(optax.chain(by_label, decay), rate, trained)
+    assignment = assign("muon" if row_decay is None else "normuon", marks)
+    return Optimizer(optax.chain(by_label, decay), rate, trained, assignment=assignment)
 
 
 def normuon(model: PyTree, *, rate: Rates, row_decay: float = 0.95, **options: PyTree) -> Optimizer:
@@ -295,8 +309,9 @@ def sgd(
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
     step = optax.sgd(1.0, momentum=momentum, nesterov=nesterov)
-    decay = _decay(-weight_decay, _mark_matrices(model, matrices, trained), decay_tables, cautious)
-    return Optimizer(optax.chain(step, decay), rate, trained)
+    marks = _mark_matrices(model, matrices, trained)
+    decay = _decay(-weight_decay, marks, decay_tables, cautious)
+    return Optimizer(optax.chain(step, decay), rate, trained, assignment=assign("sgd", marks))
 
 
 # Neighboring bfloat16 numbers are up to 2^-7 apart: a relative change below half of that is rounded back.
@@ -306,16 +321,28 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType(
 )
 
 
-def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: PyTree) -> Optimizer:
-    """Return the optimizer of a name in `OPTIMIZERS` for a model's structure; `rate` is a number or a function.
+def optimizer(
+    name: str, model: PyTree, *, rate: Rates | float, paths: Sequence[str] = (), **options: PyTree
+) -> Optimizer:
+    """Return the optimizer of a name in `OPTIMIZERS` for a model's structure.
 
-    `options` are those of the named optimizer, `moments`, the dtype of its state between steps (float32, bfloat16,
-    8bit), and `group_rates`, a `GroupRates`. Raises a `ValueError` for an unknown name, and for bfloat16 moments whose
+    Raises a `ValueError` for an unknown name, for a choice in `paths` that cannot work, and for bfloat16 moments whose
     change in a step is so small that rounding undoes it (`b2` or `row_decay` above 0.98).
+
+    Args:
+        name: The name.
+        model: The model; only its structure is read.
+        rate: The learning rate, a number or a function of the step.
+        paths: Other optimizers for some parameters, as `PATTERN=NAME`. A pattern is a part of a parameter's path, such
+            as `embedding`, `sublayers[1].layer` or `up.weight`; a `*` stands for any text. Where several choices match
+            a parameter, the last one counts.
+        options: The options of these optimizers; `moments`, the dtype of their state between steps (float32, bfloat16,
+            8bit); and `group_rates`, a `GroupRates`.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer({name!r}): the optimizers are {', '.join(OPTIMIZERS)}; pass one of these.")
     moments, group_rates = options.pop("moments", "float32"), options.pop("group_rates", GroupRates())
+    rate = rate if callable(rate) else constant(rate)
     means_of_squares = {"b2": options.get("b2"), "row_decay": options.get("row_decay")}
     for option, decay in means_of_squares.items():
         if moments == "bfloat16" and decay is not None and decay > _MAX_BFLOAT16_DECAY:
@@ -324,12 +351,54 @@ def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: PyTre
                 f"squares loses {1 - decay:.2g} of its value, which rounding to bfloat16 restores, so it never "
                 f"falls; take moments='float32' or '8bit', or {option} of at most {_MAX_BFLOAT16_DECAY}."
             )
-    optimizer = OPTIMIZERS[name](model, rate=rate if callable(rate) else constant(rate), **options)
+    optimizer = (
+        _choose_by_paths(name, model, rate, paths, options) if paths else OPTIMIZERS[name](model, rate=rate, **options)
+    )
     if group_rates != GroupRates():
         marks = _mark_matrices(model, options.get("matrices"), optimizer.trained)
         scaled = optax.chain(optimizer.transform, optax.stateless(group_rates.scaling(marks)))
         optimizer = dataclasses.replace(optimizer, transform=scaled)
     return dataclasses.replace(optimizer, moments=moments)
+
+
+def _choose_by_paths(
+    name: str, model: PyTree, rate: Rates, paths: Sequence[str], options: Mapping[str, PyTree]
+) -> Optimizer:
+    """Return the named optimizer with other ones for the parameters that `paths` choose, as `optimizer` describes."""
+    marks = _mark_matrices(model, options.get("matrices"), options.get("trained", trainable))
+    assignment = assign(name, marks, paths, tuple(OPTIMIZERS))
+    names = dict(assignment)
+    chosen_names = {choice.rpartition("=")[2] for choice in paths} - {name}
+    takes = {chosen: _option_names(chosen) for chosen in (name, *chosen_names)}
+
+    def build(optimizer_name: str) -> Optimizer:
+        # An option that no optimizer has is passed to the first, which refuses it.
+        is_first = optimizer_name == name
+        taken = {
+            option: value
+            for option, value in options.items()
+            if option in takes[optimizer_name] or (is_first and not any(option in known for known in takes.values()))
+        }
+        return OPTIMIZERS[optimizer_name](model, rate=rate, **taken)
+
+    first = build(name)
+    transforms: dict[Hashable, optax.GradientTransformation] = {name: first.transform}
+    transforms |= {chosen: build(chosen).transform for chosen in sorted(chosen_names)}
+
+    def label(path: tuple, mark: nn.Matrix | Literal[False]) -> str:
+        # The named optimizer has its own optimizer for the parameters that it does not take itself.
+        chosen = names[nn.path_name(path)]
+        return chosen if chosen in chosen_names and chosen != dict(first.assignment)[nn.path_name(path)] else name
+
+    labels = jax.tree_util.tree_map_with_path(label, marks)
+    transform = optax.partition(transforms, lambda _: labels)
+    return dataclasses.replace(first, transform=transform, assignment=assignment)
+
+
+def _option_names(name: str) -> frozenset[str]:
+    """Return the names of an optimizer's options."""
+    options = frozenset(inspect.signature(OPTIMIZERS[name]).parameters)
+    return options | _option_names("muon") if name == "normuon" else options
 
 
 def check_optimizer(optimizer: object, call: str) -> None:
