@@ -104,6 +104,7 @@ from .families._modernbert import ModernBERTConfig as ModernBERTConfig
 from .families._muse_glimmer import MuseGlimmerConfig as MuseGlimmerConfig
 from .families._nanochat import NanoChatConfig as NanoChatConfig
 from .families._nemotron_h import NemotronHConfig as NemotronHConfig
+from .families._nomic_bert import GTEConfig as GTEConfig, NomicBERTConfig as NomicBERTConfig
 from .families._olmo2 import (
     FlexOlmoConfig as FlexOlmoConfig,
     Olmo2Config as Olmo2Config,

@@ -71,6 +71,14 @@ class ClassifierTable:
         pooling = attributes.text(self.pooling_attribute, self.pooling) if self.pooling_attribute else None
         return Classifier(labels, architecture.endswith(_TOKENS), pooling)
 
+    def reads(self, name: str, classifier: Classifier) -> bool:
+        """Return whether a classifier has a leaf for the array of this name in the table."""
+        has_dense = (self.token_dense if classifier.classifies_tokens else self.dense) is not None
+        return any(
+            rule.name == name and (has_dense or not str(rule.path).startswith("classifier.dense."))
+            for rule in self.weights
+        )
+
     def write(self, call: str, architecture: str, model: Transformer) -> Attributes:
         """Return the attributes to publish for a model with a classifier, given its family's architecture.
 

@@ -111,8 +111,7 @@ class PublishedModel:
 
     def _is_read(self, name: str) -> bool:
         table = self.family.classifier
-        is_of_texts = self.classifier is not None and not self.classifier.classifies_tokens
-        if table is not None and is_of_texts and name in [rule.name for rule in table.weights]:
+        if table is not None and self.classifier is not None and table.reads(name, self.classifier):
             return True
         predictor = self.family.predictor
         if predictor is not None and name.startswith(predictor.prefix_of(self.config)):

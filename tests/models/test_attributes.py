@@ -44,7 +44,7 @@ UNUSED = {
     "deepseek_v32": {"head_dim", "qk_head_dim", "first_k_dense_replace"},  # the last said again by mlp_layer_types
     "eurobert": {"classifier_pooling", "mask_token_id"},
     "mpnet": {"attention_probs_dropout_prob"},
-    **dict.fromkeys(("bert", "roberta"), {"attention_probs_dropout_prob", "classifier_dropout"}),
+    **dict.fromkeys(("bert", "gte", "nomic_bert", "roberta"), {"attention_probs_dropout_prob", "classifier_dropout"}),
     "distilbert": {"qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"},
     "afmoe": {"global_attn_every_n_layers"},  # said again by layer_types
     "bamba": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},

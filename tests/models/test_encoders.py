@@ -1,6 +1,7 @@
 """An encoder's packed and padded rows, its token types, older folders, and that nothing is decoded with it."""
 
 import dataclasses
+import json
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -103,3 +104,63 @@ def test_other_names_of_roberta(kind, tmp_path):
             config.replace('"max_position_embeddings": 25', '"max_position_embeddings": 1')
         )
         models.read_config(tmp_path)
+
+
+OLDER = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+OLDER |= {"intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon"}
+OLDER |= {"max_position_embeddings": "max_trained_positions"}
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_the_publishers_own_names_of_nomic_bert(prefix, tmp_path):
+    """Attributes of GPT-2's kind, and arrays without a prefix or with BERT's."""
+    arrays = write(tmp_path, "nomic_bert plain")
+    want, config = models.load(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    rotary = config.pop("rope_parameters")
+    config = {OLDER.get(name, name): value for name, value in config.items() if name not in ("head_dim", "hidden_act")}
+    config |= {"rotary_emb_base": rotary["rope_theta"], "activation_function": "swiglu", "n_positions": 8192}
+    config |= {"prenorm": False, "qkv_proj_bias": False, "rotary_emb_fraction": 1.0, "rotary_emb_scale_base": None}
+    config |= {"use_flash_attn": True, "summary_type": "cls_index", "rotary_scaling_factor": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rewrite(tmp_path, arrays, lambda key: key.replace("nomic_bert.", prefix))
+    model, notes = load_and_list(tmp_path)
+    assert eqx.tree_equal(model, want) and notes == []
+    models.save(model, tmp_path / "back", like=tmp_path, whole=True)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == {key.replace("nomic_bert.", prefix) for key in arrays}
+    rewrite(tmp_path, arrays, lambda key: key.replace("nomic_bert.", "nomic."))
+    with pytest.raises(ValueError, match=r"nomic\.embeddings\.word_embeddings\.weight"):
+        models.load(tmp_path)
+    for name, value in (("prenorm", True), ("rotary_emb_fraction", 0.5), ("activation_function", "gelu")):
+        (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+        with pytest.raises(ValueError, match=f"{name}={value!r} is not supported for this family"):
+            models.load(tmp_path)
+
+
+def test_the_publishers_own_names_of_gte(tmp_path):
+    """Another prefix, scores of tokens beside the model, and a scaling of positions by `ntk`."""
+    arrays = write(tmp_path, "gte plain")
+    want, config = models.load(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    config |= {"model_type": "new", "rope_theta": theta, "position_embedding_type": "rope", "pack_qkv": True}
+    config |= {"architectures": ["NewModel", "NewForTokenClassification"], "layer_norm_type": "layer_norm"}
+    config |= {"logn_attention_scale": False, "unpad_inputs": False, "use_memory_efficient_attention": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    scores = {"classifier.weight": np.ones((1, 24), np.float32), "classifier.bias": np.ones(1, np.float32)}
+    rename = lambda key: key.replace("gte.", "new.")
+    rewrite(tmp_path, arrays | scores, rename)
+    model, notes = load_and_list(tmp_path)
+    assert eqx.tree_equal(model, want) and len(notes) == 1 and "left unread: classifier." in notes[0]
+    models.save(model, tmp_path / "back", like=tmp_path, whole=True)
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == {rename(key) for key in arrays | scores}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": {"type": "ntk", "factor": 8.0}}))
+    rotary = load_and_list(tmp_path)[0].stacks[0].blocks.members[0].mixer.layer.rotary
+    pairs = np.arange(2)  # 24 channels in 6 heads
+    expected = (theta * 8.0) ** (-pairs / 2) / 8.0 ** (2 / 4)
+    found = rotary.scaling.frequencies(4, rotary.theta, jnp.ones((1, 1, 1), jnp.int32))[0]
+    assert np.allclose(np.ravel(found), expected, rtol=1e-6)
+    assert not np.allclose(np.ravel(found), expected * 8.0 ** (2 / 4), rtol=1e-2)
+    mixed = {"type": "ntk", "factor": 8.0, "mixed_b": 0.6}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": mixed}))
+    with pytest.raises(ValueError, match=r"mixed_b=0.6 is not supported for this family"):
+        models.load(tmp_path)

@@ -149,6 +149,8 @@ PUBLISHED = {
     "xlm-roberta-large": 560_142_482,
     "distilbert-base-uncased": 66_985_530,
     "mpnet-base": 109_518_527,
+    "nomic-embed-text-v1.5": 137_354_304,
+    "gte-multilingual-base": 306_210_496,
     "eurobert-210m": 310_266_624,
     "eurobert-610m": 755_625_600,
     "eurobert-2.1b": 2_403_092_736,

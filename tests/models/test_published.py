@@ -93,7 +93,9 @@ BY_DEFAULT = {
     "bert plain",
     "distilbert narrow",
     "eurobert tied",
+    "gte plain",
     "mpnet plain",
+    "nomic_bert wide heads",
     "roberta plain",
     "cohere normed",
     "deepseek_v2 groups",
@@ -228,7 +230,16 @@ def test_a_published_model_goes_back_out(name, tmp_path):
     check_round_trip(models.load(tmp_path), arrays, tmp_path)
 
 
-ENCODERS = {"bert", "distilbert", "eurobert", "modernbert", "mpnet", "roberta"}  # of which a token sees later ones
+ENCODERS = {
+    "bert",
+    "distilbert",
+    "eurobert",
+    "gte",
+    "modernbert",
+    "mpnet",
+    "nomic_bert",
+    "roberta",
+}  # of which a token sees later ones
 
 
 @pytest.mark.grid

@@ -16,7 +16,7 @@ from .._classifiers import ClassifierTable, linear_rules
 from .._config_types import Attributes, Index, LayerCount, Length, NotNegative, PublishedConfig, Rate, Size
 from .._family import Family, ModelConfig
 from .._weight_rules import Rule
-from ._common import INTO_HEADS, OF_HEADS, OUT_OF_HEADS, SIZES, WIDTH
+from ._common import INTO_HEADS, OF_HEADS, OUT_OF_HEADS, SIZES, weight_and_bias, WIDTH
 from ._decoder import activation_of
 
 
@@ -147,30 +147,25 @@ DISTILBERT_ATTRIBUTES: tuple[Entry, ...] = (
 )
 
 
-def _linear_rules(published: str, path: str, weight: str = "", bias: str = "") -> tuple[Rule, ...]:
-    """Return the rules of a map's weight and bias, with the pattern of each."""
-    return Rule(f"{published}.weight", f"{path}.weight", weight), Rule(f"{published}.bias", f"{path}.bias", bias)
-
-
 def _norm_rules(published: str, path: str) -> tuple[Rule, ...]:
     """Return the rules of a norm; the oldest folders, such as that of BERT base, call its arrays gamma and beta."""
     names = (("weight", "gamma"), ("bias", "beta"))
     older = tuple(Rule(f"{published}.{old}", f"{path}.{leaf}", variant=True) for leaf, old in names)
-    return (*_linear_rules(published, path), *older)
+    return (*weight_and_bias(published, path), *older)
 
 
 def _layer_rules(layer: str, attention: tuple[str, ...], norms: tuple[str, str], mlp: tuple[str, str]) -> list[Rule]:
     """Return the rules of a layer, given the published names of its maps and of its norms."""
     query, key, value, output = (f"{layer}{name}" for name in attention)
     rules = [
-        *_linear_rules(query, "mixer.layer.query", INTO_HEADS, OF_HEADS),
-        *_linear_rules(key, "mixer.layer.key", INTO_HEADS, OF_HEADS),
-        *_linear_rules(value, "mixer.layer.value", INTO_HEADS, OF_HEADS),
-        *_linear_rules(output, "mixer.layer.output", OUT_OF_HEADS),
+        *weight_and_bias(query, "mixer.layer.query", INTO_HEADS, OF_HEADS),
+        *weight_and_bias(key, "mixer.layer.key", INTO_HEADS, OF_HEADS),
+        *weight_and_bias(value, "mixer.layer.value", INTO_HEADS, OF_HEADS),
+        *weight_and_bias(output, "mixer.layer.output", OUT_OF_HEADS),
         *_norm_rules(f"{layer}{norms[0]}", "mixer.sum_norm"),
     ]
-    rules += _linear_rules(f"{layer}{mlp[0]}", "feed_forward.layer.up")
-    rules += _linear_rules(f"{layer}{mlp[1]}", "feed_forward.layer.down")
+    rules += weight_and_bias(f"{layer}{mlp[0]}", "feed_forward.layer.up")
+    rules += weight_and_bias(f"{layer}{mlp[1]}", "feed_forward.layer.down")
     return rules + [*_norm_rules(f"{layer}{norms[1]}", "feed_forward.sum_norm")]
 
 
@@ -194,14 +189,14 @@ def _table_rules(base: str) -> tuple[Rule, ...]:
 
 BERT_WEIGHTS = (
     *_bert_rules("bert"),
-    *_linear_rules("cls.predictions.transform.dense", "norm.dense"),
+    *weight_and_bias("cls.predictions.transform.dense", "norm.dense"),
     *_norm_rules("cls.predictions.transform.LayerNorm", "norm.output_norm"),
     Rule("cls.predictions.bias", "logit_bias"),
 )
 ROBERTA_WEIGHTS = (
     *_bert_rules("roberta"),
-    *_linear_rules("lm_head.dense", "norm.dense"),
-    *_linear_rules("lm_head.layer_norm", "norm.output_norm"),
+    *weight_and_bias("lm_head.dense", "norm.dense"),
+    *weight_and_bias("lm_head.layer_norm", "norm.output_norm"),
     Rule("lm_head.bias", "logit_bias"),
 )
 DISTILBERT_WEIGHTS = (
@@ -212,8 +207,8 @@ DISTILBERT_WEIGHTS = (
         ("sa_layer_norm", "output_layer_norm"),
         ("ffn.lin1", "ffn.lin2"),
     ),
-    *_linear_rules("vocab_transform", "norm.dense"),
-    *_linear_rules("vocab_layer_norm", "norm.output_norm"),
+    *weight_and_bias("vocab_transform", "norm.dense"),
+    *weight_and_bias("vocab_layer_norm", "norm.output_norm"),
     Rule("vocab_projector.bias", "logit_bias"),
 )
 
@@ -227,8 +222,8 @@ MPNET_WEIGHTS = (
         ("attention.LayerNorm", "output.LayerNorm"),
         ("intermediate.dense", "output.dense"),
     ),
-    *_linear_rules("lm_head.dense", "norm.dense"),
-    *_linear_rules("lm_head.layer_norm", "norm.output_norm"),
+    *weight_and_bias("lm_head.dense", "norm.dense"),
+    *weight_and_bias("lm_head.layer_norm", "norm.output_norm"),
     Rule("lm_head.bias", "logit_bias"),
 )
 

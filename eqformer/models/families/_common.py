@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from .._attributes import Attribute, Count, Entry, Fields
 from .._config_types import Attributes, PublishedConfig, Size
@@ -37,6 +38,16 @@ class KeyHeads(Entry):
         return {"num_key_value_heads": config.kv_heads}
 
 
+@runtime_checkable
+class WithHeadSize(Protocol):
+    """Fields of a config whose heads have a size of their own, or `embed / heads` channels."""
+
+    @property
+    def head_dim(self) -> int | None: ...
+    @property
+    def head_size(self) -> int: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadSize(Entry):
     """The channels of a head. None means `embed / heads`, and is not written unless transformers has a `default`."""
@@ -47,7 +58,7 @@ class HeadSize(Entry):
         """Return `head_dim`."""
         return {"head_dim": published.take("head_dim", self.default)}
 
-    def write(self, config: DecoderConfig) -> Attributes:
+    def write(self, config: WithHeadSize) -> Attributes:
         """Return the attribute."""
         return {} if self.default is None and config.head_dim is None else {"head_dim": config.head_size}
 
@@ -59,7 +70,7 @@ class StatedHeadSize(HeadSize):
         """Return `head_dim`."""
         return {"head_dim": published.nullable("head_dim", self.default)}
 
-    def write(self, config: DecoderConfig) -> Attributes:
+    def write(self, config: WithHeadSize) -> Attributes:
         """Return the attribute."""
         return {"head_dim": config.head_size}
 
@@ -139,6 +150,11 @@ def head_norm_weights(pattern: str = "") -> tuple[Rule, ...]:
         Rule(f"{prefix}q_norm.weight", "mixer.layer.query_norm.weight", pattern),
         Rule(f"{prefix}k_norm.weight", "mixer.layer.key_norm.weight", pattern),
     )
+
+
+def weight_and_bias(published: str, path: str, weight: str = "", bias: str = "") -> tuple[Rule, ...]:
+    """Return the rules of the weight and the bias of a map or a norm, with the pattern of each."""
+    return Rule(f"{published}.weight", f"{path}.weight", weight), Rule(f"{published}.bias", f"{path}.bias", bias)
 
 
 def norm_weights(**names: str) -> tuple[Rule, ...]:

@@ -16,7 +16,7 @@ from .._layer_attributes import LayerTypes
 from .._rotary_attributes import RotaryByType
 from .._rotary_scaling import FULL, SLIDING
 from .._weight_rules import Rule
-from ._common import INTO_HEADS, LAYER, leaf_paths, OF_HEADS, OUT_OF_HEADS, SIZES, WIDTH
+from ._common import INTO_HEADS, LAYER, leaf_paths, OF_HEADS, OUT_OF_HEADS, SIZES, weight_and_bias, WIDTH
 from ._decoder import activation_of, damping, decoder, gated_mlp, rotary_of
 
 
@@ -95,27 +95,23 @@ _ATTENTION, _FEED_FORWARD = f"{LAYER}attn.", f"{LAYER}mlp."
 _QKV, _GATED = ("query", "key", "value"), ("gate", "up")
 
 
-def _weight_and_bias(published: str, path: str) -> tuple[Rule, ...]:
-    return tuple(Rule(f"{published}.{leaf}", f"{path}.{leaf}") for leaf in ("weight", "bias"))
-
-
 MODERNBERT_WEIGHTS = (
     Rule("model.embeddings.tok_embeddings.weight", "embedding.weight"),
-    *_weight_and_bias("model.embeddings.norm", "embedding_norm"),
+    *weight_and_bias("model.embeddings.norm", "embedding_norm"),
     Rule(f"{_ATTENTION}Wqkv.weight", leaf_paths(_QKV, "weight"), INTO_HEADS),
     Rule(f"{_ATTENTION}Wqkv.bias", leaf_paths(_QKV, "bias"), OF_HEADS),
     Rule(f"{_ATTENTION}Wo.weight", "mixer.layer.output.weight", OUT_OF_HEADS),
     Rule(f"{_ATTENTION}Wo.bias", "mixer.layer.output.bias"),
-    *_weight_and_bias(f"{LAYER}attn_norm", "mixer.norm"),
-    *_weight_and_bias(f"{LAYER}mlp_norm", "feed_forward.norm"),
+    *weight_and_bias(f"{LAYER}attn_norm", "mixer.norm"),
+    *weight_and_bias(f"{LAYER}mlp_norm", "feed_forward.norm"),
     Rule(f"{_FEED_FORWARD}Wi.weight", leaf_paths(_GATED, "weight", "feed_forward.layer.")),
     Rule(f"{_FEED_FORWARD}Wi.bias", leaf_paths(_GATED, "bias", "feed_forward.layer.")),
-    *_weight_and_bias(f"{_FEED_FORWARD}Wo", "feed_forward.layer.down"),
-    *_weight_and_bias("model.final_norm", "norm.norm"),
-    *_weight_and_bias("model.final_norm", "norm"),  # of a model without a prediction head
-    *_weight_and_bias("head.dense", "norm.dense"),
-    *_weight_and_bias("head.norm", "norm.output_norm"),
-    *_weight_and_bias("decoder", "head"),
+    *weight_and_bias(f"{_FEED_FORWARD}Wo", "feed_forward.layer.down"),
+    *weight_and_bias("model.final_norm", "norm.norm"),
+    *weight_and_bias("model.final_norm", "norm"),  # of a model without a prediction head
+    *weight_and_bias("head.dense", "norm.dense"),
+    *weight_and_bias("head.norm", "norm.output_norm"),
+    *weight_and_bias("decoder", "head"),
     Rule("decoder.bias", "logit_bias"),
 )
 
