@@ -58,9 +58,11 @@ def ours(case, scaling, length=None):
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies_and_factor_are_those_of_transformers(name):
     case = CASES[name]
-    turn, factor = ours(case, scaling_of(case["parameters"]), case["length"])
+    scaling = scaling_of(case["parameters"])
+    turn, factor = ours(case, scaling, case["length"])
     assert np.allclose(turn, case["frequencies"], rtol=2e-6, atol=1e-9)
     assert np.allclose(factor, case["attention_factor"], rtol=1e-6)
+    assert np.allclose(factor, 1) or (scaling is not None and scaling.changes_norms)
     if case["name"] not in ("default", "dynamic") and case["parameters"].get("short_factor", [2])[-1] != 1.0:
         unscaled, _ = ours(case, None)
         assert not np.allclose(unscaled, case["frequencies"], rtol=1e-3)
@@ -70,6 +72,8 @@ def test_the_fixture_holds_every_kind_and_both_sides_of_the_length():
     kinds = {case["parameters"]["rope_type"] for case in CASES.values()}
     assert kinds == {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
     assert {"dynamic-64", "dynamic-65", "longrope-64", "longrope-65", "yarn_mscale-None"} <= set(CASES)
+    of_factor = {case["parameters"]["rope_type"] for case in CASES.values() if case["attention_factor"] != 1}
+    assert of_factor == {"yarn", "longrope"}
     at = lambda name: CASES[name]["frequencies"]
     assert at("dynamic-64") == at("dynamic-1") != at("dynamic-65") != at("dynamic-512")
     assert at("longrope-64") == at("longrope-1") != at("longrope-65") == at("longrope-200")

@@ -75,7 +75,7 @@ class Llama4Config(DecoderConfig):
     max_seq: Length = 131_072
 
     def __post_init__(self):
-        if self.qk_norm and isinstance(self.scaling, nn.YarnScaling | nn.LongRopeScaling):
+        if self.qk_norm and self.scaling is not None and self.scaling.changes_norms:
             raise ValueError(
                 f"Llama4Config(qk_norm=True, scaling={self.scaling}): queries and keys are normed after their "
                 "rotation, and this scaling changes their lengths; give qk_norm=False or another scaling."

@@ -215,6 +215,8 @@ class RotaryScaling(eqx.Module):
     """Whether lengths share a few sets of frequencies; `representative_length` then returns a length for each set."""
     least_dim: ClassVar[int] = 2
     """The smallest `Rotary.dim` for which the scaling is defined."""
+    changes_norms: ClassVar[bool] = False
+    """Whether the magnitude may differ from 1, so that rotated queries and keys have other norms than before."""
 
     @abc.abstractmethod
     def frequencies(
@@ -329,6 +331,7 @@ class YarnScaling(RotaryScaling):
     """YaRN (Peng et al. 2023): interpolate slow pairs by `factor`, keep fast ones, scale cosines and sines."""
 
     depends_on_length: ClassVar[bool] = False
+    changes_norms: ClassVar[bool] = True
     factor: float = eqx.field(static=True)
     """The factor of the interpolation of slow pairs."""
     original_length: int = eqx.field(static=True)
@@ -370,6 +373,7 @@ class LongRopeScaling(RotaryScaling):
     """
 
     depends_on_length: ClassVar[bool] = True
+    changes_norms: ClassVar[bool] = True
     has_frequency_sets: ClassVar[bool] = True
     short_divisors: tuple[float, ...] = eqx.field(static=True)
     long_divisors: tuple[float, ...] = eqx.field(static=True)
