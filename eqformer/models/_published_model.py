@@ -110,6 +110,7 @@ class PublishedModel:
         return name.startswith((*words, *self.family.ignored_prefixes, *predictor_prefix))
 
     def _is_read(self, name: str) -> bool:
+        """Return whether the model has a leaf for an array of this name in the family's table."""
         table = self.family.classifier
         if table is not None and self.classifier is not None and table.reads(name, self.classifier):
             return True

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Key
@@ -16,6 +16,13 @@ from .._weight_rules import Rule
 from ._common import EDGES, GATED, KeyHeads, LAYER, PRE_NORMS, SIZES, WIDTH
 from ._decoder import damping, decoder, gated_mlp, norm, rotary_of, Together
 from ._mixtures import FIRST_DENSE, MIXTURE, SHARED, SHARED_ATTRIBUTES
+
+
+LATENT_BYTE: dict[str, Any] = {
+    **{"vocab": 256, "embed": 64, "layers": 4, "heads": 4, "mlp": 128, "expert_mlp": 32},
+    **{"latent": 32, "head_dim": 16, "rope_dim": 8, "v_dim": 16},
+}
+"""The sizes that the families' presets of small byte models have in common."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from ...nn import Transformer, YarnScaling
 from .._attributes import Attribute, Entry, Expect, Fields
 from .._config_types import Attributes, Index, NotNegative, Number, OptionalSize, PublishedConfig, Size
 from .._family import Family
-from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
+from ._deepseek import build_latent, latent_attributes, LATENT_BYTE, LATENT_WEIGHTS, LatentConfig
 from ._mixtures import mixture_beside_shared
 
 
@@ -49,22 +49,7 @@ class _Method(Entry):
 
 _YARN = YarnScaling(40.0, 4096, magnitude=1.0)
 _PRESETS = {
-    "deepseek-v2-byte-500k": DeepSeekV2Config(
-        vocab=256,
-        embed=64,
-        layers=4,
-        heads=4,
-        mlp=128,
-        expert_mlp=32,
-        q_latent=None,
-        latent=32,
-        head_dim=16,
-        rope_dim=8,
-        v_dim=16,
-        experts=16,
-        top_k=4,
-        tied=True,
-    ),
+    "deepseek-v2-byte-500k": DeepSeekV2Config(**LATENT_BYTE, q_latent=None, experts=16, top_k=4, tied=True),
     "deepseek-v2-lite": DeepSeekV2Config(
         vocab=102_400,
         embed=2048,

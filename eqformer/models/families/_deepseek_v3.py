@@ -18,7 +18,7 @@ from .._layer_attributes import AllLayers
 from .._weight_rules import NUMBERED_PREDICTOR, Rule
 from ._common import LAYER
 from ._decoder import rotary_of, Together
-from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentKind, SigmoidLatentConfig
+from ._deepseek import build_latent, latent_attributes, LATENT_BYTE, LATENT_WEIGHTS, LatentKind, SigmoidLatentConfig
 from ._mixtures import FIRST_DENSE, LayerMixtures, SELECTION_BIAS, sigmoid_mixture_beside_shared
 
 
@@ -49,23 +49,7 @@ _V3 = DeepSeekV3Config(
 )
 _DEEPSEEK_V3_PRESETS = {
     "deepseek-v3-byte-500k": DeepSeekV3Config(
-        vocab=256,
-        embed=64,
-        layers=4,
-        heads=4,
-        mlp=128,
-        expert_mlp=32,
-        q_latent=32,
-        latent=32,
-        head_dim=16,
-        rope_dim=8,
-        v_dim=16,
-        experts=16,
-        top_k=4,
-        first_dense=1,
-        groups=4,
-        kept_groups=2,
-        tied=True,
+        **LATENT_BYTE, q_latent=32, experts=16, top_k=4, first_dense=1, groups=4, kept_groups=2, tied=True
     ),
     "deepseek-v3": _V3,
     "kimi-k2": dataclasses.replace(
@@ -175,17 +159,8 @@ DSA_WEIGHTS = (
 
 _DEEPSEEK_V32_PRESETS = {
     "deepseek-v3.2-byte-500k": DeepSeekV32Config(
-        256,
-        64,
-        layers=4,
-        heads=4,
-        mlp=128,
-        expert_mlp=32,
+        **LATENT_BYTE,
         q_latent=32,
-        latent=32,
-        head_dim=16,
-        rope_dim=8,
-        v_dim=16,
         index_heads=4,
         index_dim=16,
         index_top_k=64,

@@ -1,6 +1,7 @@
 """Configs, mixers and tables that hybrids of attention and gated delta nets share."""
 
 import dataclasses
+from typing import Any
 
 from jaxtyping import Array, Key
 
@@ -16,21 +17,31 @@ from ._decoder import activation_of, attention, damping, head_norms, part_rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NetConfig(DecoderConfig):
-    """Base class of the configs of hybrids of attention and gated delta nets."""
+class NetSizesConfig(DecoderConfig):
+    """Base class of the configs of hybrids of attention and gated delta nets: the sizes of the nets."""
 
     attention_layers: tuple[Index, ...]
     """The numbers of the layers with attention; all other layers have gated delta nets."""
-    net_heads: Size = 32
+    net_heads: Size
     """Value heads of a net."""
-    net_kv_heads: Size = 16
+    net_kv_heads: Size
     """Query and key heads of a net."""
-    net_head_dim: Size = 128
+    net_head_dim: Size
     """Channels of a query or key head of a net."""
-    net_v_dim: Size = 128
+    net_v_dim: Size
     """Channels of a value head of a net."""
     taps: Size = 4
     """The number of tokens that a net's convolutions read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetConfig(NetSizesConfig):
+    """Base class of the configs of Qwen's hybrids, whose attention has gates."""
+
+    net_heads: Size = 32
+    net_kv_heads: Size = 16
+    net_head_dim: Size = 128
+    net_v_dim: Size = 128
     head_dim: Size = 256
     rotary_fraction: Fraction = 0.25
     """The part of a head's channels that has rotary positions."""
@@ -46,8 +57,9 @@ def gated_attention(config: NetConfig, key: Key[Array, ""]) -> nn.Attention:
     return attention(config, rotary=rotary, gate=True, bias=config.bias, **head_norms(config, offset=1.0), key=key)
 
 
-def delta_net(config: NetConfig, key: Key[Array, ""]) -> nn.GatedDeltaNet:
-    """Return a gated delta net of the config's sizes."""
+def delta_net(config: NetSizesConfig, key: Key[Array, ""], **options: Any) -> nn.GatedDeltaNet:
+    """Return a gated delta net of the config's sizes; `options` are further arguments of `nn.GatedDeltaNet`."""
+    output_std = damping(config) * (config.net_heads * config.net_v_dim) ** -0.5
     return nn.GatedDeltaNet(
         embed=config.embed,
         heads=config.net_heads,
@@ -56,9 +68,8 @@ def delta_net(config: NetConfig, key: Key[Array, ""]) -> nn.GatedDeltaNet:
         v_dim=config.net_v_dim,
         taps=config.taps,
         activation=activation_of(config),
-        eps=config.eps,
-        output_std=damping(config) * (config.net_heads * config.net_v_dim) ** -0.5,
         key=key,
+        **{"eps": config.eps, "output_std": output_std} | options,
     )
 
 

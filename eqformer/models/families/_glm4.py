@@ -6,6 +6,7 @@ the GLM-4 of 2024 has norms before sublayers only.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 from jaxtyping import Array, Key
@@ -18,7 +19,7 @@ from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weight_rules import NUMBERED_PREDICTOR
 from ._common import ATTENTION, decoder_attributes, EDGES, JOINED_GATED, LLAMA_WEIGHTS, norm_weights, PRE_NORMS
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, norm, part_rotary, pre_norm_block
-from ._deepseek import latent_attributes, LATENT_WEIGHTS
+from ._deepseek import latent_attributes, LATENT_BYTE, LATENT_WEIGHTS
 from ._deepseek_v3 import build_deepseek_v3, DeepSeekV3Config
 from ._mixtures import (
     ExpertGroupCount,
@@ -47,12 +48,17 @@ class GLM4Config(DecoderConfig):
 
 def build_glm4(config: GLM4Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a GLM-4 with random weights."""
+    return _build(config, four_norm_block, key=key)
+
+
+def _build(config: GLM4Config, add_norms: Callable[..., Block], *, key: Key[Array, ""]) -> Transformer:
+    """Return a GLM-4 whose blocks `add_norms` makes of an attention and a feed-forward layer."""
     rotary = part_rotary(config, interleaved=True)
 
     def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, bias=config.bias, output_bias=False, rotary=rotary, key=mixer)
-        return four_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+        return add_norms(config, attended, gated_mlp(config, key=feed_forward))
 
     return decoder(config, block, key=key)
 
@@ -69,6 +75,12 @@ _NORMS = norm_weights(
     mixer_output="post_self_attn_layernorm",
     feed_forward_output="post_mlp_layernorm",
 )
+_GLM4_ATTRIBUTES: tuple[Entry, ...] = (
+    *decoder_attributes(head_dim=128, kv_heads=2, max_seq=131_072),
+    RotaryFraction(0.5),
+    Attribute("bias", "attention_bias", True),
+    Activation(),
+)
 GLM4 = Family(
     "glm4",
     GLM4Config,
@@ -76,12 +88,7 @@ GLM4 = Family(
     _GLM4_PRESETS,
     "Glm4ForCausalLM",
     "glm4",
-    (
-        *decoder_attributes(head_dim=128, kv_heads=2, max_seq=131_072),
-        RotaryFraction(0.5),
-        Attribute("bias", "attention_bias", True),
-        Activation(),
-    ),
+    _GLM4_ATTRIBUTES,
     (*EDGES, *ATTENTION, *JOINED_GATED, *_NORMS),
 )
 
@@ -96,14 +103,7 @@ class GLMConfig(GLM4Config):
 
 def build_glm(config: GLMConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a GLM-4 of 2024 with random weights."""
-    rotary = part_rotary(config, interleaved=True)
-
-    def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, output_bias=False, rotary=rotary, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
-
-    return decoder(config, block, key=key)
+    return _build(config, pre_norm_block, key=key)
 
 
 _GLM_PRESETS = {
@@ -118,12 +118,7 @@ GLM = Family(
     _GLM_PRESETS,
     "GlmForCausalLM",
     "glm",
-    (
-        *decoder_attributes(head_dim=128, kv_heads=2, max_seq=131_072),
-        RotaryFraction(0.5),
-        Attribute("bias", "attention_bias", True),
-        Activation(),
-    ),
+    _GLM4_ATTRIBUTES,
     (*EDGES, *ATTENTION, *JOINED_GATED, *PRE_NORMS),
 )
 
@@ -239,21 +234,7 @@ class _MixturesOrOneDense(Entry):
 
 
 _GLM4_MOE_LITE_PRESETS = {
-    "glm4-moe-lite-byte-500k": GLM4MoELiteConfig(
-        *(256, 64),
-        layers=4,
-        heads=4,
-        mlp=128,
-        expert_mlp=32,
-        q_latent=32,
-        latent=32,
-        head_dim=16,
-        rope_dim=8,
-        v_dim=16,
-        experts=12,
-        theta=1e4,
-        tied=True,
-    ),
+    "glm4-moe-lite-byte-500k": GLM4MoELiteConfig(**LATENT_BYTE, q_latent=32, experts=12, theta=1e4, tied=True),
     "glm-4.7-flash": GLM4MoELiteConfig(154_880, 2048, layers=47, heads=20, mlp=10_240, expert_mlp=1536, q_latent=768),
 }
 

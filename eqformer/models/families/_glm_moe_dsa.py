@@ -11,7 +11,7 @@ from .._family import Family
 from .._layer_attributes import layers_of
 from .._weight_rules import NUMBERED_PREDICTOR
 from ._decoder import Together
-from ._deepseek import latent_attributes, LatentKind
+from ._deepseek import latent_attributes, LATENT_BYTE, LatentKind
 from ._deepseek_v3 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_WEIGHTS
 from ._mixtures import FIRST_DENSE, LayerMixtures
 
@@ -82,17 +82,8 @@ class ReadingLayers(Entry):
 
 _PRESETS = {
     "glm-5-byte-500k": GLMMoEDSAConfig(
-        256,
-        64,
-        layers=4,
-        heads=4,
-        mlp=128,
-        expert_mlp=32,
+        **LATENT_BYTE,
         q_latent=32,
-        latent=32,
-        head_dim=16,
-        rope_dim=8,
-        v_dim=16,
         index_heads=4,
         index_dim=16,
         index_top_k=64,

@@ -13,7 +13,7 @@ from .._layer_attributes import every, LayerTypes
 from .._weight_rules import Rule
 from ._common import gated_weights, LAYER, SIZES, WIDTH
 from ._decoder import activation_of, damping, decoder, gated_mlp, pre_norm_block
-from ._deepseek import EqualKeyHeads, latent_attention, LATENT_WEIGHTS, SigmoidLatentConfig
+from ._deepseek import EqualKeyHeads, latent_attention, LATENT_BYTE, LATENT_WEIGHTS, SigmoidLatentConfig
 from ._mixtures import LayerMixtures, sigmoid_mixture_beside_shared
 
 
@@ -177,21 +177,7 @@ def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Trans
 
 _PRESETS = {
     "kimi-linear-byte-500k": KimiLinearConfig(
-        256,
-        64,
-        layers=4,
-        heads=4,
-        mlp=128,
-        expert_mlp=32,
-        attention_layers=(3,),
-        net_heads=4,
-        net_head_dim=16,
-        latent=32,
-        head_dim=16,
-        rope_dim=8,
-        v_dim=16,
-        experts=12,
-        top_k=4,
+        **LATENT_BYTE, attention_layers=(3,), net_heads=4, net_head_dim=16, experts=12, top_k=4
     ),
     "kimi-linear-48b-a3b": KimiLinearConfig(
         163_840, 2304, layers=27, heads=32, mlp=9216, expert_mlp=1024, attention_layers=(*every(4, 24), 26)

@@ -31,7 +31,7 @@ from .._rotary_attributes import RotaryPositions, RotaryWithGrowth, RotaryWithTe
 from .._weight_rules import Rule
 from . import _common as tables
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
-from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
+from ._deepseek import build_latent, latent_attributes, LATENT_BYTE, LATENT_WEIGHTS, LatentConfig
 from ._mixtures import FUSED, mixture, mixture_beside_shared
 
 
@@ -276,22 +276,7 @@ _POSITIONS = RotaryWithTemperature(
 )
 _MISTRAL4_PRESETS = {
     "mistral4-byte-500k": Mistral4Config(
-        256,
-        64,
-        layers=4,
-        heads=4,
-        mlp=128,
-        expert_mlp=32,
-        q_latent=32,
-        latent=32,
-        head_dim=16,
-        rope_dim=8,
-        v_dim=16,
-        experts=16,
-        scaling=None,
-        temperature=0.0,
-        growth_every=64,
-        tied=True,
+        **LATENT_BYTE, q_latent=32, experts=16, scaling=None, temperature=0.0, growth_every=64, tied=True
     ),
     "mistral4-119b": Mistral4Config(131_072, 4096, layers=36, heads=32, mlp=12_288, expert_mlp=2048, q_latent=1024),
 }

@@ -9,43 +9,23 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Attention, Block, GatedDeltaNet, Transformer
+from ...nn import Attention, Block, Transformer
 from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore
-from .._config_types import Attributes, Index, Length, Positive, PublishedConfig, Size
-from .._family import DecoderConfig, Family
+from .._config_types import Attributes, Length, Positive, PublishedConfig, Size
+from .._family import Family
 from .._layer_attributes import every, LayerTypes
 from .._rotary_attributes import RotaryPositions
 from .._rotary_scaling import either_rotary_parameters
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, LAYER, OF_HEADS
-from ._decoder import (
-    activation_of,
-    attention,
-    decoder,
-    gated_mlp,
-    head_norms,
-    post_norm_block,
-    pre_norm_block,
-    rotary_of,
-)
+from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block, pre_norm_block, rotary_of
+from ._delta_nets import delta_net, NetSizesConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OlmoHybridConfig(DecoderConfig):
+class OlmoHybridConfig(NetSizesConfig):
     """The config of an OLMo Hybrid."""
 
-    attention_layers: tuple[Index, ...]
-    """The numbers of the layers with attention; all other layers have gated delta nets."""
-    net_heads: Size
-    """Value heads of a net."""
-    net_kv_heads: Size
-    """Query and key heads of a net."""
-    net_head_dim: Size
-    """Channels of a query or key head of a net."""
-    net_v_dim: Size
-    """Channels of a value head of a net."""
-    taps: Size = 4
-    """The number of tokens that a net's convolutions read."""
     wide_rates: bool = True
     """Whether a net's rates reach 2 instead of 1."""
     rotary: bool = False
@@ -64,26 +44,13 @@ def build_olmo_hybrid(config: OlmoHybridConfig, *, key: Key[Array, ""]) -> Trans
         norms = head_norms(config, all_heads=True)
         return attention(config, bias=config.bias, output_std=None, rotary=rotary, **norms, key=key)
 
-    def net(key: Key[Array, ""]) -> GatedDeltaNet:
-        return GatedDeltaNet(
-            embed=config.embed,
-            heads=config.net_heads,
-            kv_heads=config.net_kv_heads,
-            head_dim=config.net_head_dim,
-            v_dim=config.net_v_dim,
-            taps=config.taps,
-            activation=activation_of(config),
-            eps=1e-5,
-            largest_rate=2.0 if config.wide_rates else 1.0,
-            key=key,
-        )
-
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         gated = gated_mlp(config, output_std=None, key=feed_forward)
         if is_attention:
             return post_norm_block(config, attended(mixer), gated)
-        return pre_norm_block(config, net(mixer), gated)
+        net = delta_net(config, mixer, eps=1e-5, output_std=None, largest_rate=2.0 if config.wide_rates else 1.0)
+        return pre_norm_block(config, net, gated)
 
     return decoder(config, block, [layer in config.attention_layers for layer in range(config.layers)], key=key)
 
