@@ -11,13 +11,17 @@ from ._context_attention import (
     zigzag as zigzag,
     zigzag_inverse as zigzag_inverse,
 )
-from ._draw_layout import draw_array as draw_array, layout_table as layout_table, plot_layout as plot_layout
 from ._expert_exchange import choose_expert_method as choose_expert_method, Exchange as Exchange
 from ._fully_sharded import (
     Gathered as Gathered,
     grad_proxy as grad_proxy,
     has_wider_grad as has_wider_grad,
     route_gradient as route_gradient,
+)
+from ._global_values import (
+    gather_rows as gather_rows,
+    replicate_rows as replicate_rows,
+    sum_row_vectors as sum_row_vectors,
 )
 from ._layout import (
     init_sharded as init_sharded,
@@ -40,7 +44,7 @@ from ._mesh import (
     TENSOR as TENSOR,
 )
 from ._placement import option_values as option_values, ParallelConfig as ParallelConfig, Placement as Placement
-from ._plan import OnDevice as OnDevice, Plan as Plan, summary as summary
+from ._plan import OnDevice as OnDevice, Plan as Plan
 from ._processes import (
     check_alike as check_alike,
     connect as connect,
@@ -50,11 +54,6 @@ from ._processes import (
     Votes as Votes,
 )
 from ._ring import shift as shift
-from ._row_vectors import (
-    gather_rows as gather_rows,
-    replicate_rows as replicate_rows,
-    sum_row_vectors as sum_row_vectors,
-)
 from ._shard_map import (
     filter_shard_map as filter_shard_map,
     vary as vary,
@@ -62,6 +61,12 @@ from ._shard_map import (
     varying_axes as varying_axes,
 )
 from ._sharded_model import ShardedModel as ShardedModel
+from ._show_plan import (
+    draw_array as draw_array,
+    layout_table as layout_table,
+    plot_layout as plot_layout,
+    summary as summary,
+)
 from ._vocab_chunks import chunked_tables as chunked_tables
 from .pipeline._pipeline import pipeline_gradients as pipeline_gradients
 from .pipeline._pipelined_stack import PipelinedStack as PipelinedStack

@@ -1,7 +1,6 @@
 """`Plan`: a mesh and choices, by which a plain model is laid out, checked and run; and what each device runs."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import equinox as eqx
@@ -16,13 +15,12 @@ from ._check_plan import check_model, check_parallel_config, check_rows
 from ._fully_sharded import gather, Gathered, grad_proxy, has_wider_grad, route_gradient, scatter, Scattered
 from ._global_values import DeviceParts, join_parts, ON_EACH_DEVICE, Split, split_of, stack_devices
 from ._layout import axes_of
-from ._mesh import AXES, axis_sizes, AXIS_TYPES, BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
+from ._mesh import AXES, AXIS_TYPES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._placement import Leaf, Placement
 from ._shard_map import filter_shard_map, vary, vary_like, varying_axes
 from ._vocab_chunks import with_chunked_tables
 from ._wrap import Mode, split_mixtures, split_over_context, split_over_tensor
 from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
-from .pipeline._simulate import simulate
 from .pipeline._stage_layers import skip_padding
 from .tensor._vocabulary import SplitVocabulary
 
@@ -285,31 +283,3 @@ class Plan(Placement):
         mesh = Mesh(self.devices.reshape([*sizes.values()]), AXES, axis_types=AXIS_TYPES)
         plan = dataclasses.replace(self, mesh=mesh, edges="ends", schedule="1f1b", chunks=1, microbatches=1)
         return plan, self.unshard(model)
-
-
-def summary(plan: Plan, model: nn.LanguageModel, *, rows: int, seq: int) -> str:
-    """Return one line: the mesh, the choices that matter on it for batches of a model, and a pipeline's idle share."""
-    number, sizes = plan.mesh.size, axis_sizes(plan.mesh)
-    axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "no axis is split"
-    parts = [f"{number} device{'s' * (number > 1)}: {axes}"]
-    if sizes["fsdp"] > 1:
-        parts.append(f"zero {plan.zero}")
-    if sizes["tensor"] > 1:
-        parts.append(f"{plan.residual} stream" + (f", overlap {plan.overlap}" if plan.overlap != "none" else ""))
-    if sizes["expert"] > 1:
-        pieces = math.prod(map(plan.size, (*BATCH_AXES, CONTEXT))) * plan.microbatches
-        methods = {
-            plan.expert_method_of(model, moe, rows * seq // pieces) for moe in nn.modules(model, nn.ExpertMixture)
-        }
-        parts += [f"experts by {method}" for method in sorted(methods)]
-    if sizes["context"] > 1:
-        parts.append(f"context by {plan.context_method}")
-    if plan.is_pipelined:
-        schedule = plan.timetable()
-        timing = simulate(schedule).lock_step
-        chunks = f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-        bubble = f"bubble {100 * timing.bubble:.1f} %"
-        parts.append(f"{schedule.name}, {plan.microbatches} microbatches{chunks}, {bubble}")
-    elif plan.microbatches > 1:
-        parts.append(f"{plan.microbatches} microbatches one after another")
-    return "; ".join(parts)

@@ -11,7 +11,7 @@ from plan_models import model_of
 from plan_parity import alone, Case, differences, total_under, under
 
 from eqformer import Batch, training
-from eqformer.parallel import _row_vectors
+from eqformer.parallel import _global_values
 
 
 LOSSES = {
@@ -85,8 +85,8 @@ def test_metrics_equal_one_devices(mesh):
 def test_without_the_other_devices_candidates_the_loss_differs(monkeypatch):
     """The control of `gather_rows`."""
     want = float(of_one_device("llama", "mean").total)
-    monkeypatch.setattr(_row_vectors.send, "all_gather", lambda name, x, axes: x)
-    monkeypatch.setattr(_row_vectors.jax.lax, "axis_index", lambda axes: 0)
+    monkeypatch.setattr(_global_values.send, "all_gather", lambda name, x, axes: x)
+    monkeypatch.setattr(_global_values.jax.lax, "axis_index", lambda axes: 0)
     case = Case("llama", {"fsdp": 4}, {"zero": 1})
     got = total_under(case.plan, model_of("llama"), batch_for("llama"), LOSSES["mean"])
     assert abs(got / want - 1) > 0.1
