@@ -10,7 +10,6 @@ from ._embedding import LearnedPositions, TokenTypes
 from ._linear import DenseMap
 from ._model_contracts import EmbeddingTable
 from ._module import has_shape
-from .attention._value_embedding import ValueEmbedding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ def matrices(model: PyTree) -> PyTree:
             outputs, inputs = len(node.outputs), len(node.inputs)
             table = is_head = "vocab" in node.outputs
         elif has_matrix(node):
-            outputs, inputs = 1, 2 if isinstance(node, ValueEmbedding) else 1
+            outputs, inputs = 1, node.vector_dims if isinstance(node, EmbeddingTable) else 1
             table, is_head = not isinstance(node, eqx.nn.Linear), False
         else:
             return None

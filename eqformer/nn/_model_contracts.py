@@ -114,6 +114,11 @@ class EmbeddingTable(Module):
         weight: eqx.AbstractVar[Float[Array, "vocab _"]]
 
     @property
+    def vector_dims(self) -> int:
+        """The number of dims of a looked-up vector."""
+        return 1
+
+    @property
     def has_transform(self) -> bool:
         """Whether `transform` changes the vectors; if so, devices send the table in its own dtype, not a narrower
         one."""

@@ -36,6 +36,11 @@ class ValueEmbedding(EmbeddingTable):
         self.weight = std * jax.random.normal(key, (vocab, kv_heads, head_dim), jnp.float32)
 
     @property
+    def vector_dims(self) -> int:
+        """2: a key head and its channels."""
+        return 2
+
+    @property
     def has_transform(self) -> bool:
         """False: looked-up values are used as they are."""
         return False
