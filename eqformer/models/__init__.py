@@ -43,7 +43,6 @@ from ._save import save as save
 from ._weight_rules import Rule as Rule
 from .families import _common, _decoder, _mixtures
 from .families._afmoe import AFMoEConfig as AFMoEConfig
-from .families._bamba import BambaConfig as BambaConfig
 from .families._bert import (
     BERTConfig as BERTConfig,
     DistilBERTConfig as DistilBERTConfig,
@@ -51,23 +50,22 @@ from .families._bert import (
     RoBERTaConfig as RoBERTaConfig,
 )
 from .families._cohere import Cohere2Config as Cohere2Config, CohereConfig as CohereConfig
-from .families._deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
+from .families._deepseek import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config, DeepSeekV32Config as DeepSeekV32Config
 from .families._ernie45 import Ernie45Config as Ernie45Config, Ernie45MoEConfig as Ernie45MoEConfig
 from .families._eurobert import EuroBERTConfig as EuroBERTConfig
 from .families._exaone4 import Exaone4Config as Exaone4Config, ExaoneMoEConfig as ExaoneMoEConfig
 from .families._falcon_h1 import FalconH1Config as FalconH1Config
-from .families._gemma import Gemma2Config as Gemma2Config, GemmaConfig as GemmaConfig
-from .families._gemma3 import Gemma3Config as Gemma3Config
+from .families._gemma import Gemma2Config as Gemma2Config, Gemma3Config as Gemma3Config, GemmaConfig as GemmaConfig
 from .families._gemma4 import Gemma4Config as Gemma4Config
-from .families._glm4 import (
+from .families._glm import (
     GLM4Config as GLM4Config,
     GLM4MoEConfig as GLM4MoEConfig,
     GLM4MoELiteConfig as GLM4MoELiteConfig,
     GLMConfig as GLMConfig,
+    GLMMoEDSAConfig as GLMMoEDSAConfig,
     SolarOpenConfig as SolarOpenConfig,
 )
-from .families._glm_moe_dsa import GLMMoEDSAConfig as GLMMoEDSAConfig
 from .families._gpt2 import GPT2Config as GPT2Config
 from .families._gpt_neox import (
     GPTNeoXConfig as GPTNeoXConfig,
@@ -92,7 +90,7 @@ from .families._llama import (
     LlamaConfig as LlamaConfig,
 )
 from .families._llama4 import Llama4Config as Llama4Config
-from .families._mamba2 import Mamba2Config as Mamba2Config
+from .families._mamba2 import BambaConfig as BambaConfig, Mamba2Config as Mamba2Config
 from .families._minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
 from .families._mistral import (
     Ministral3Config as Ministral3Config,
@@ -105,17 +103,22 @@ from .families._muse_glimmer import MuseGlimmerConfig as MuseGlimmerConfig
 from .families._nanochat import NanoChatConfig as NanoChatConfig
 from .families._nemotron_h import NemotronHConfig as NemotronHConfig
 from .families._nomic_bert import GTEConfig as GTEConfig, NomicBERTConfig as NomicBERTConfig
-from .families._olmo2 import (
+from .families._olmo import (
     FlexOlmoConfig as FlexOlmoConfig,
     Olmo2Config as Olmo2Config,
     Olmo3Config as Olmo3Config,
     OlmoConfig as OlmoConfig,
+    OLMoEConfig as OLMoEConfig,
 )
 from .families._olmo_hybrid import OlmoHybridConfig as OlmoHybridConfig
-from .families._olmoe import OLMoEConfig as OLMoEConfig
 from .families._phi3 import Phi3Config as Phi3Config
-from .families._qwen2 import Qwen2Config as Qwen2Config, Qwen2MoEConfig as Qwen2MoEConfig
-from .families._qwen3 import Dots1Config as Dots1Config, Qwen3Config as Qwen3Config, Qwen3MoEConfig as Qwen3MoEConfig
+from .families._qwen import (
+    Dots1Config as Dots1Config,
+    Qwen2Config as Qwen2Config,
+    Qwen2MoEConfig as Qwen2MoEConfig,
+    Qwen3Config as Qwen3Config,
+    Qwen3MoEConfig as Qwen3MoEConfig,
+)
 from .families._qwen3_next import (
     Qwen3NextConfig as Qwen3NextConfig,
     Qwen35Config as Qwen35Config,

@@ -1,6 +1,10 @@
-"""Configs, blocks of latent attention, and tables that DeepSeek-V2, DeepSeek-V3 and their successors share."""
+"""DeepSeek-V2 (arXiv:2405.04434), and the configs, blocks and tables that it shares with its successors.
+
+Layers have latent attention, and many small experts beside shared experts.
+"""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,14 +12,16 @@ import jax
 from jaxtyping import Array, Key
 
 from ... import nn
+from ...nn import Transformer, YarnScaling
 from .. import _config_types as config_types
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Unpublished
-from .._family import ModelConfig
+from .._config_types import Attributes, Index, NotNegative, Number, OptionalSize, PublishedConfig, Size
+from .._family import Family, ModelConfig
 from .._rotary_attributes import RotaryWithTemperature
 from .._weight_rules import Rule
 from ._common import EDGES, GATED, KeyHeads, LAYER, PRE_NORMS, SIZES, WIDTH
 from ._decoder import damping, decoder, gated_mlp, norm, rotary_of, Together
-from ._mixtures import FIRST_DENSE, MIXTURE, SHARED, SHARED_ATTRIBUTES
+from ._mixtures import FIRST_DENSE, MIXTURE, mixture_beside_shared, SHARED, SHARED_ATTRIBUTES
 
 
 LATENT_BYTE: dict[str, Any] = {
@@ -255,4 +261,88 @@ LATENT_WEIGHTS = (
     Rule(f"{_ATTENTION}q_a_proj.bias", "mixer.layer.query_down.bias"),
     Rule(f"{_ATTENTION}q_a_layernorm.weight", "mixer.layer.query_latent_norm.weight"),
     Rule(f"{_ATTENTION}q_b_proj.weight", _QUERIES, _INTO, groups="heads", needs="mixer.layer.query_down"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSeekV2Config(LatentConfig):
+    """The config of a DeepSeek-V2."""
+
+    experts: Size = 64
+    top_k: Size = 6
+    shared: OptionalSize = 2
+    first_dense: Index = 1
+    groups: Size = 1
+    kept_groups: Size = 1
+    scale: Number = 1.0
+    balance: NotNegative = 0.001
+
+
+def build_deepseek_v2(config: DeepSeekV2Config, *, key: Key[Array, ""]) -> Transformer:
+    """Return a DeepSeek-V2 with random weights."""
+    mixture = functools.partial(mixture_beside_shared, config)
+    return build_latent(config, mixture, interleaved=True, key=key)
+
+
+class _Method(Entry):
+    """The attribute `topk_method`: experts are chosen among all (greedy), or only from a token's best groups."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return one group if the method is greedy, whatever `n_group` and `topk_group` say; else no field."""
+        published.expect("topk_method", "greedy", "group_limited_greedy")
+        is_greedy = published.text("topk_method", "greedy") == "greedy"
+        return {"groups": 1, "kept_groups": 1} if is_greedy else {}
+
+    def write(self, config: DeepSeekV2Config) -> Attributes:
+        """Return the method's name."""
+        return {"topk_method": "greedy" if config.groups == 1 else "group_limited_greedy"}
+
+
+_YARN = YarnScaling(40.0, 4096, magnitude=1.0)
+_PRESETS = {
+    "deepseek-v2-byte-500k": DeepSeekV2Config(**LATENT_BYTE, q_latent=None, experts=16, top_k=4, tied=True),
+    "deepseek-v2-lite": DeepSeekV2Config(
+        vocab=102_400,
+        embed=2048,
+        layers=27,
+        heads=16,
+        mlp=10_944,
+        expert_mlp=1408,
+        q_latent=None,
+        scaling=_YARN,
+        temperature=0.707,
+    ),
+    "deepseek-v2": DeepSeekV2Config(
+        vocab=102_400,
+        embed=5120,
+        layers=60,
+        heads=128,
+        mlp=12_288,
+        expert_mlp=1536,
+        q_latent=1536,
+        experts=160,
+        groups=8,
+        kept_groups=3,
+        scale=16.0,
+        scaling=_YARN,
+        temperature=0.707,
+    ),
+}
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    DeepSeekV2Config,
+    build_deepseek_v2,
+    _PRESETS,
+    "DeepseekV2ForCausalLM",
+    "deepseek_v2",
+    (
+        *latent_attributes(max_seq=2048),
+        _Method(),
+        Attribute("balance", ("router_aux_loss_coef", "aux_loss_alpha"), 0.001, written=("aux_loss_alpha",)),
+        Expect("scoring_func", "softmax"),
+        Expect("norm_topk_prob", False),
+        Expect("mlp_bias", False),
+    ),
+    LATENT_WEIGHTS,
 )

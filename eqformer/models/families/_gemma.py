@@ -1,7 +1,8 @@
-"""Gemma (Mesnard et al. 2024, arXiv:2403.08295) and Gemma 2 (Riviere et al. 2024, arXiv:2408.00118).
+"""Gemma (arXiv:2403.08295), Gemma 2 (arXiv:2408.00118) and the text models of Gemma 3 (arXiv:2503.19786).
 
 Gemma has scaled embeddings, norm weights added to 1, gated GELU and wide heads. Gemma 2 adds four norms a layer,
-softcaps, and a window in every other layer.
+softcaps, and a window in every other layer. Gemma 3 has five layers with a window per layer without, norms of queries
+and keys, and no softcaps.
 """
 
 import dataclasses
@@ -10,12 +11,14 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Mask, Scores, Transformer
+from ...nn import Attention, Block, LinearScaling, Mask, Mixer, RotaryScaling, Scores, Transformer
 from .._attributes import Activation, Attribute, Expect, Fields, Ignore, Nullable, published_activations
 from .._config_types import Attributes, Index, Length, Positive, PublishedConfig, Size
-from .._family import DecoderConfig, Family
+from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import all_but_every, Period, Windows
-from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, LLAMA_WEIGHTS
+from .._rotary_attributes import RotaryByType
+from . import _decoder as decoders
+from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, head_norm_weights, LLAMA_WEIGHTS
 from ._decoder import attention, causal_mask, decoder, four_norm_block, gated_mlp, layer_windows, norm, pre_norm_block
 
 
@@ -176,4 +179,148 @@ GEMMA2 = Family(
         Ignore("hidden_act", "cache_implementation", "sliding_window_size"),  # nothing reads these
     ),
     (*EDGES, *ATTENTION, *GATED, *FOUR_NORMS),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3Config(DecoderConfig):
+    """The config of a Gemma 3."""
+
+    window_layers: tuple[Index, ...]
+    """The numbers of the layers with a sliding `window`; `theta` and `scaling` are for the other layers."""
+    window: Length = 1024
+    """The number of tokens that the layers of `window_layers` see."""
+    head_dim: Size = 256
+    activation: str = "gelu_tanh"
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    query_scalar: Size = 256
+    """Attention scores are divided by the root of this number."""
+    logit_softcap: Positive | None = None
+    """The softcap of the logits."""
+    theta: Positive = 1_000_000.0
+    local_theta: Positive = 10_000.0
+    """The base of rotary positions in layers with a window."""
+    local_scaling: RotaryScaling | None = None
+    """The scaling of rotary positions in layers with a window; None: none."""
+    tied: bool = True
+    max_seq: Length = 131_072
+    bidirectional: bool = False
+    """Whether tokens see later tokens too, as in EmbeddingGemma; a window then has half its tokens on either side."""
+
+
+def build_gemma3(config: Gemma3Config, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Gemma 3 with random weights."""
+
+    def block(window: int | None, key: Key[Array, ""]) -> Block:
+        mask = decoders.causal_mask(window)
+        if config.bidirectional:
+            mask = Mask(is_causal=False, window=None if window is None else window // 2 + 1)
+        return gemma3_block(config, window, mask, key=key)
+
+    return gemma3_model(config, block, key=key)
+
+
+def gemma3_model(
+    config: Gemma3Config, block: Callable[[int | None, Key[Array, ""]], Block], *, key: Key[Array, ""]
+) -> Transformer:
+    """Return a Gemma 3 with the layers that `block(window, key)` builds."""
+    return decoders.decoder(
+        config,
+        block,
+        decoders.layer_windows(config),
+        final_norm=decoders.norm(config, offset=1.0),
+        embedding_scale=config.embed**0.5,
+        logit_softcap=config.logit_softcap,
+        key=key,
+    )
+
+
+def gemma3_block(
+    config: Gemma3Config,
+    window: int | None,
+    mask: Mask,
+    *,
+    as_mixer: Callable[[Attention], Mixer] | None = None,
+    reads: str | None = None,
+    key: Key[Array, ""],
+) -> Block:
+    """Return a layer, which has the local rotary positions if it has a window.
+
+    `as_mixer` turns its attention into another mixer; `reads` names one more input of the mixer, as in `Residual`.
+    """
+    mixer_key, feed_forward = jax.random.split(key)
+    if window is None:
+        rotary = decoders.rotary_of(config, config.head_size, scaling=config.scaling)
+    else:
+        rotary = decoders.rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
+    attended = decoders.attention(
+        config,
+        mask=mask,
+        rotary=rotary,
+        **decoders.head_norms(config, offset=1.0),
+        scores=Scores(config.query_scalar**-0.5),
+        bias=config.bias,
+        output_std=None,
+        key=mixer_key,
+    )
+    mixer = attended if as_mixer is None else as_mixer(attended)
+    gated = decoders.gated_mlp(config, output_std=None, key=feed_forward)
+    return decoders.four_norm_block(config, mixer, gated, reads=reads, offset=1.0)
+
+
+def _gemma3(
+    embed: int, layers: int, heads: int, kv_heads: int, mlp: int, scaling: RotaryScaling | None = None
+) -> Gemma3Config:
+    windows = all_but_every(6, layers)
+    return Gemma3Config(262_208, embed, layers, heads, kv_heads, mlp, window_layers=windows, scaling=scaling)
+
+
+_LONG = LinearScaling(8.0)
+GEMMA3_PRESETS = {
+    "gemma3-byte-500k": Gemma3Config(
+        256,
+        64,
+        12,
+        4,
+        2,
+        128,
+        window_layers=all_but_every(6, 12),
+        window=64,
+        head_dim=16,
+        query_scalar=16,
+        theta=1e5,
+        max_seq=512,
+    ),
+    "gemma3-270m": dataclasses.replace(_gemma3(640, 18, 4, 1, 2048), vocab=262_144, window=512, max_seq=32_768),
+    "gemma3-1b": dataclasses.replace(_gemma3(1152, 26, 4, 1, 6912), vocab=262_144, window=512, max_seq=32_768),
+    "gemma3-4b": _gemma3(2560, 34, 8, 4, 10_240, scaling=_LONG),
+    "gemma3-12b": _gemma3(3840, 48, 16, 8, 15_360, scaling=_LONG),
+    "gemma3-27b": dataclasses.replace(_gemma3(5376, 62, 32, 16, 21_504, scaling=_LONG), head_dim=128, query_scalar=168),
+}
+
+# Attributes that the configurations of the smaller models leave out.
+GEMMA3_MISSING = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+GEMMA3_MISSING |= {"num_attention_heads": 8, "rms_norm_eps": 1e-6, "max_position_embeddings": 131_072}
+
+GEMMA3 = Family(
+    "gemma3",
+    Gemma3Config,
+    build_gemma3,
+    GEMMA3_PRESETS,
+    "Gemma3ForCausalLM",
+    "gemma3_text",
+    (
+        *decoder_attributes(RotaryByType(1e6, 10_000.0), head_dim=256, kv_heads=4, tied=True, max_seq=131_072),
+        Windows(4096, Period(6, ("sliding_window_pattern",), but=True)),
+        Attribute("query_scalar", "query_pre_attn_scalar", 256),
+        Attribute("logit_softcap", "final_logit_softcapping", None),
+        Activation("gelu_pytorch_tanh", "hidden_activation"),
+        Attribute("bias", "attention_bias", False),
+        Attribute("bidirectional", "use_bidirectional_attention", False),
+        # Nothing reads these; transformers derives the last one from `layer_types`.
+        Ignore("hidden_act", "cache_implementation", "attn_logit_softcapping", "_sliding_window_pattern"),
+    ),
+    (*EDGES, *ATTENTION, *head_norm_weights(), *GATED, *FOUR_NORMS),
+    multimodal=(MultimodalModel("gemma3", defaults=GEMMA3_MISSING),),
 )

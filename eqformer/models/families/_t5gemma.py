@@ -16,8 +16,20 @@ from .._family import Family, MultimodalModel
 from .._weight_rules import Rule
 from ._common import ATTENTION, attention_weights, gated_weights, head_norm_weights, norm_weights
 from ._decoder import causal_mask, layer_windows, norm, stacks_of
-from ._gemma import GEMMA2, gemma2_block, gemma2_model, GEMMA2_PRESETS, Gemma2Config, scores_of
-from ._gemma3 import GEMMA3, gemma3_block, GEMMA3_MISSING, gemma3_model, GEMMA3_PRESETS, Gemma3Config
+from ._gemma import (
+    GEMMA2,
+    gemma2_block,
+    gemma2_model,
+    GEMMA2_PRESETS,
+    Gemma2Config,
+    GEMMA3,
+    gemma3_block,
+    GEMMA3_MISSING,
+    gemma3_model,
+    GEMMA3_PRESETS,
+    Gemma3Config,
+    scores_of,
+)
 
 
 _TABLE = (*GEMMA3.attributes, Attribute("start", "bos_token_id", 2), Ignore("dropout_rate"))
