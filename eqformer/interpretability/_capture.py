@@ -181,15 +181,31 @@ class DevicePlan(Protocol):
 
     def run_forward(
         self,
-        call: Callable[..., PyTree],
+        call: Callable[..., tuple[PyTree, PyTree]],
         model: nn.LanguageModel,
         ids: Int[Array, "batch seq"],
         tokens: nn.Tokens,
+        cache: Any,
         inputs: PyTree,
         shapes: PyTree,
         dims: PyTree,
-    ) -> PyTree:
-        """Return the results of `call` on all devices as global arrays."""
+    ) -> tuple[PyTree, Any]:
+        """Return the results of `call` on all devices as global arrays, and the new cache."""
+        ...
+
+    def init_cache(
+        self, model: nn.LanguageModel, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0
+    ) -> Any:
+        """Return an empty cache for `run_forward`."""
+        ...
+
+
+@runtime_checkable
+class DeviceCache(Protocol):
+    """Interface of the cache that a `DevicePlan` makes."""
+
+    def one_device_shapes(self, model: nn.LanguageModel) -> PyTree:
+        """Return the shapes of the same cache on one device."""
         ...
 
 
@@ -229,40 +245,62 @@ class Capture(eqx.Module):
                 "modules that the call runs."
             )
 
+    def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
+        """Return an empty cache of the language model for this call; under a plan, its arrays are sharded.
+
+        Up to `rollback` last tokens of a row may be replaced later.
+        """
+        if not isinstance(self.model, nn.LanguageModel):
+            raise ValueError(
+                f"capture(model, paths).init_cache: the model is a {type(self.model).__name__}, and only a language "
+                "model makes the caches of all layers; make the module's own cache."
+            )
+        if self.plan is None:
+            return self.model.init_cache(batch, capacity, dtype, rollback=rollback)
+        plan, model = self.plan.without_stages(remove_wrappers(self.model))
+        return plan.init_cache(model, batch, capacity, dtype, rollback=rollback)
+
     def _run_on_devices(
         self, plan: DevicePlan, ids: Int[Array, "batch seq"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> Captured:
-        """Run the model on the plan's devices; return its logits and the values as global arrays."""
-        if cache is not None:
+        """Run the model on the plan's devices; return its logits, its cache, and the values as global arrays."""
+        if cache is not None and not isinstance(cache, DeviceCache):
             raise ValueError(
-                "capture(model, paths, plan=plan): a plan runs the model as in training, whose calls have no cache; "
-                "leave out the cache, or the plan."
+                "capture(model, paths, plan=plan): the devices of a plan hold the cache in parts, and this one is not "
+                "made for them; make it by init_cache(batch, capacity) of the object that capture returns."
             )
         assert isinstance(self.model, nn.LanguageModel)
         plan, model = plan.without_stages(remove_wrappers(self.model))
-        tokens = nn.tokens_or_default(tokens, ids.shape, None)
+        tokens = nn.tokens_or_default(tokens, ids.shape, cache)
         patched = self.patches.points
-        names = name_values(model, [*self.points, *patched], ids, tokens)
+        names = name_values(
+            model, [*self.points, *patched], ids, tokens, None if cache is None else cache.one_device_shapes(model)
+        )
         self._check_computed(names.values)
         keys = [*names.values]
         in_layer = {point.key: _drop_layers(point, names.values[point.key]) for point in patched if point.key in keys}
 
         def run_local(
-            model: nn.LanguageModel, ids: Array, tokens: nn.Tokens, patches: Patches, parts: PartConverter
-        ) -> PyTree:
+            model: nn.LanguageModel,
+            ids: Array,
+            tokens: nn.Tokens,
+            cache: PyTree,
+            patches: Patches,
+            parts: PartConverter,
+        ) -> tuple[PyTree, PyTree]:
             observer = Observer([p.key for p in self.points], patches.pairs, DeviceValues(parts, in_layer))
             with nn.observe_calls(observer):
-                logits, _ = observe_attentions(model, keys)(ids, tokens)
+                logits, cache = observe_attentions(model, keys)(ids, tokens, cache)
             observer.check_applied("the model", patched, tokens)
-            return logits, observer.frame.values
+            return (logits, observer.frame.values), cache
 
         captured = {p.key: names.values[p.key] for p in self.points}
         named = names.logits, captured
         shapes, dims = jax.tree.map(lambda x: x.shapes, named), jax.tree.map(lambda x: x.dims, named)
-        logits, values = plan.run_forward(
-            run_local, number_layers(model, keys), ids, tokens, self.patches, shapes, dims
+        (logits, values), cache = plan.run_forward(
+            run_local, number_layers(model, keys), ids, tokens, cache, self.patches, shapes, dims
         )
-        return self._select((logits, None), values)
+        return self._select((logits, cache), values)
 
 
 class NamedPass(NamedTuple):
@@ -273,19 +311,26 @@ class NamedPass(NamedTuple):
 
 
 def name_values(
-    model: nn.LanguageModel, points: Sequence[Point], ids: Int[Array, "batch seq"], tokens: nn.Tokens
+    model: nn.LanguageModel,
+    points: Sequence[Point],
+    ids: Int[Array, "batch seq"],
+    tokens: nn.Tokens,
+    cache: PyTree = None,
 ) -> NamedPass:
-    """Trace the model on one device; return the shapes and dims of its logits and of the values that it computes."""
+    """Trace the model on one device; return the shapes and dims of its logits and of the values that it computes.
+
+    `cache` has the shapes of the cache on one device.
+    """
     keys, dims_by_key = [point.key for point in points], dict[str, PyTree]()
 
-    def run(model: nn.LanguageModel, ids: Array, tokens: nn.Tokens) -> tuple[Array, dict[str, PyTree]]:
+    def run(model: nn.LanguageModel, ids: Array, tokens: nn.Tokens, cache: PyTree) -> tuple[Array, dict[str, PyTree]]:
         observer = Observer(keys, (), names_dims=True)
         with nn.observe_calls(observer):
-            logits, _ = insert_wrappers(model, keys)(ids, tokens)
+            logits, _ = insert_wrappers(model, keys)(ids, tokens, cache)
         dims_by_key.update(observer.dims)
         return logits, observer.frame.values
 
-    logits, shapes = eqx.filter_eval_shape(run, model, ids, tokens)
+    logits, shapes = eqx.filter_eval_shape(run, model, ids, tokens, cache)
     add_layers = lambda point: lambda dims: f"layers {dims}" if point.is_in_stack else dims
     dims = {p.key: jax.tree.map(add_layers(p), dims_by_key[p.key]) for p in points if p.key in shapes}
     values = {key: NamedShapes(shapes[key], dims[key]) for key in dims}
@@ -319,8 +364,8 @@ def capture(model: nn.Module, paths: Sequence[str], *, plan: DevicePlan | None =
         model: A language model, one of `patch`, or a module alone, such as a block.
         paths: Paths as `value_paths(model)` lists them.
         plan: The plan that sharded the model, a language model. The call takes ids and tokens of all rows. Each device
-            computes its part of the values, as in training, and the values are global arrays. None: the call runs where
-            the model's arrays are.
+            computes its part of the values, as in training or, with a cache of `init_cache` of the result, as in
+            generation, and the values are global arrays. None: the call runs where the model's arrays are.
 
     Raises:
         ValueError: For a path that names no value, with the nearest paths; from the call, for a value that the call

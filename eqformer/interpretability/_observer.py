@@ -360,11 +360,13 @@ class ObservedAttention(Operation):
         call = dataclasses.replace(call, **heads)
         key = join_path(path, "weights")
         if observer.sees(key):
-            visible = self.inner.with_all_keys(call) if isinstance(self.inner, PiecewiseAttention) else call
-            weights = observer.observe(key, attention_probabilities(visible), "*batch heads seq kv_seq")
-            if key in observer.patches:
-                output = weigh_values(weights, visible.value, call.query.dtype)
-                return observer.observe(path, output, _HEADS)
+            pieces = self.inner if isinstance(self.inner, PiecewiseAttention) else None
+            weights = attention_probabilities(call) if pieces is None else pieces.weights(call)
+            weights = observer.observe(key, weights, "*batch heads seq kv_seq")
+            if key in observer.patches and pieces is None:
+                return observer.observe(path, weigh_values(weights, call.value, call.query.dtype), _HEADS)
+            if key in observer.patches and pieces is not None:
+                return observer.observe(path, pieces.weigh_values(weights, call), _HEADS)
         return observer.observe(path, self.inner(call), _HEADS)
 
 

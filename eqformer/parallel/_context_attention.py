@@ -79,7 +79,17 @@ class ContextAttention(kernels.PiecewiseAttention):
         call = dataclasses.replace(call, query=query, key=key, value=value, tokens=tokens)
         return {"ring": self._ring, "gather": self._gather, "heads": self._heads}[self.method](call)
 
-    def with_all_keys(self, call: kernels.AttentionCall) -> kernels.AttentionCall:
+    def weights(self, call: kernels.AttentionCall) -> Float[Array, "*batch heads seq kv_seq"]:
+        """Return the weights of the softmax for the keys of all devices, in reading order."""
+        return kernels.attention_probabilities(self._with_all_keys(call))
+
+    def weigh_values(
+        self, weights: Float[Array, "*batch heads seq kv_seq"], call: kernels.AttentionCall
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        """Return the sums of the values of all devices by weights."""
+        return kernels.weigh_values(weights, self._with_all_keys(call).value, call.query.dtype)
+
+    def _with_all_keys(self, call: kernels.AttentionCall) -> kernels.AttentionCall:
         """Return the call with the keys, values and tokens of all devices, in reading order."""
         call = dataclasses.replace(call, tokens=vary(call.tokens, (CONTEXT,)))
         if self.method != "heads":
@@ -274,7 +284,7 @@ def sum_rows(x: Float[Array, "batch seq"]) -> tuple[Float[Array, "batch"], int]:
 # Decoding.
 
 
-class SplitCacheAttention(kernels.Operation):
+class SplitCacheAttention(kernels.PiecewiseAttention):
     """Attention to KV caches whose slots are split over the axis `context`.
 
     Queries are replicated and attend to the keys that the device holds. The devices' results are combined by their
@@ -289,16 +299,7 @@ class SplitCacheAttention(kernels.Operation):
 
     def __call__(self, call: kernels.AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         """Attend to the slots of all devices."""
-        mask = cast(kernels.Mask, call.mask)
-        settings = kernels.blockwise.BlockwiseSettings(
-            mask, call.scale, call.softcap, require_blockwise(self.inner).block
-        )
-        tokens = kernels.TokenPositions(call.tokens.positions)
-        arrays = vary((call.query, call.key, call.value, tokens, call.kv_tokens), (CONTEXT,))
-        output, logsum = kernels.blockwise.attend(settings, *arrays)
-        peak = send.pmax("split cache maxima", logsum, CONTEXT)
-        share = jnp.exp(logsum - peak)
-        total = send.psum("split cache sums", share, CONTEXT)
+        output, share, total, peak = self._attend_to_piece(call)
         combined = send.psum("split cache sums", output.astype(share.dtype) * share[..., None], CONTEXT)
         combined = (combined / total[..., None]).astype(output.dtype)
         return (
@@ -306,3 +307,34 @@ class SplitCacheAttention(kernels.Operation):
             if call.sinks is None
             else kernels.blockwise.with_sinks(combined, jnp.log(total) + peak, call.sinks)
         )
+
+    def weights(self, call: kernels.AttentionCall) -> Float[Array, "*batch heads seq kv_seq"]:
+        """Return the weights of the softmax over the slots of all devices, for the slots that the device holds."""
+        _, share, total, peak = self._attend_to_piece(call)
+        if call.sinks is not None:
+            total = total + jnp.exp(call.sinks.astype(total.dtype) - peak)
+        piece = dataclasses.replace(call, sinks=None)
+        factors = jnp.moveaxis(share / total, -1, -2)[..., None]
+        return kernels.attention_probabilities(vary(piece, (CONTEXT,))) * factors
+
+    def weigh_values(
+        self, weights: Float[Array, "*batch heads seq kv_seq"], call: kernels.AttentionCall
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        """Return the sums of the values in all slots by weights."""
+        output = kernels.weigh_values(weights, call.value, weights.dtype)
+        return send.psum("split cache sums", output, CONTEXT).astype(call.query.dtype)
+
+    def _attend_to_piece(self, call: kernels.AttentionCall) -> tuple[Array, Array, Array, Array]:
+        """Return the output for the device's slots, the sums of the exponentials of its scores and of all devices', and
+        the logarithm of the factor that both sums leave out."""
+        mask = cast(kernels.Mask, call.mask)
+        settings = kernels.blockwise.BlockwiseSettings(
+            mask, call.scale, call.softcap, require_blockwise(self.inner).block
+        )
+        tokens = kernels.TokenPositions(call.tokens.positions)
+        arrays = vary((call.query, call.key, call.value, tokens, call.kv_tokens), (CONTEXT,))
+        output, logsum = kernels.blockwise.attend(settings, *arrays)
+        # The maximum leaves the results as they are, so that it has no gradient.
+        peak = send.pmax("split cache maxima", jax.lax.stop_gradient(logsum), CONTEXT)
+        share = jnp.exp(logsum - peak)
+        return output, share, send.psum("split cache sums", share, CONTEXT), peak

@@ -27,7 +27,7 @@ _AXES_OF_DIM: dict[str, tuple[str, ...]] = {
     "layers": (),
     "batch": BATCH_AXES,
     "seq": (CONTEXT, TENSOR),
-    "kv_seq": (),
+    "kv_seq": (CONTEXT,),
     "experts": (EXPERT, TENSOR),
 }
 _OTHER_DIM = (TENSOR,)
@@ -64,13 +64,13 @@ class DeviceParts:
         for dim, axes in enumerate(split_of(self.plan, part, shape, dims).axes):
             if axes:
                 part = _take_first_copies(send.all_gather("values of all devices", part, axes, dim), dim, shape[dim])
-            part = _reorder(self.plan, part, dim, axes, to_reading=True)
+            part = _reorder(self.plan, part, dim, dims, axes, to_reading=True)
         return part
 
     def take_local(self, value: Shaped[Array, "..."], part: Shaped[Array, "..."], dims: str) -> Shaped[Array, "..."]:
         """Return this device's part of a global value; `part` is an array like it."""
         for dim, axes in enumerate(split_of(self.plan, part, value.shape, dims).axes):
-            value = _reorder(self.plan, value, dim, axes, to_reading=False)
+            value = _reorder(self.plan, value, dim, dims, axes, to_reading=False)
             if axes:
                 size = part.shape[dim] * _product(self.plan, axes)
                 value = jnp.repeat(value, max(1, size // value.shape[dim]), dim)
@@ -79,9 +79,12 @@ class DeviceParts:
         return vary_like(value, part)
 
 
-def _reorder(plan: Placement, x: Array, dim: int, axes: tuple[str, ...], *, to_reading: bool) -> Array:
-    """Return a global array with the tokens of a dim moved from the order of `context_order`, or to this order."""
-    if CONTEXT not in axes:
+def _reorder(plan: Placement, x: Array, dim: int, dims: str, axes: tuple[str, ...], *, to_reading: bool) -> Array:
+    """Return a global array with the tokens of a dim moved from the order of `context_order`, or to this order.
+
+    Only `seq` has this order; the slots of caches, `kv_seq`, are split in their own order.
+    """
+    if CONTEXT not in axes or dims.split()[dim] == "kv_seq":
         return x
     order = context_order(plan.context_method, x.shape[dim], plan.size(CONTEXT))
     return jnp.take(x, np.argsort(order) if to_reading else order, axis=dim)
@@ -142,11 +145,12 @@ def stack_devices(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def join_parts(
-    plan: Placement, parts: Shaped[Array, "..."], split: Split, shape: tuple[int, ...]
+    plan: Placement, parts: Shaped[Array, "..."], split: Split, shape: tuple[int, ...], dims: str
 ) -> Shaped[Array, "..."]:
     """Return a global array of the parts that `stack_devices` returned on all devices.
 
-    Numbers of which devices hold copies that differ become NaN, or the smallest integer.
+    `shape` and `dims` are the shape of the global array and the names of its dims. Numbers of which devices hold copies
+    that differ become NaN, or the smallest integer.
     """
     used = [axis for axes in split.axes for axis in axes]
     copied = [AXES.index(axis) for axis in split.copied]
@@ -162,7 +166,7 @@ def join_parts(
         is_float = jnp.issubdtype(value.dtype, jnp.inexact)
         value = jnp.where(differs, jnp.asarray(jnp.nan if is_float else _smallest(value.dtype), value.dtype), value)
     for dim, axes in enumerate(split.axes):
-        value = _reorder(plan, _take_first_copies(value, dim, shape[dim]), dim, axes, to_reading=True)
+        value = _reorder(plan, _take_first_copies(value, dim, shape[dim]), dim, dims, axes, to_reading=True)
     return value
 
 

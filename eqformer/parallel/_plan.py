@@ -18,6 +18,15 @@ from ._layout import axes_of
 from ._mesh import AXES, AXIS_TYPES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._placement import Leaf, Placement
 from ._shard_map import filter_shard_map, vary, vary_like, varying_axes
+from ._sharded_cache import (
+    CacheLayout,
+    check_replicated_mixers,
+    pad_tokens,
+    round_to_multiple,
+    run_on_cache_pieces,
+    ShardedCache,
+)
+from ._shared_heads import repeat_key_heads
 from ._vocab_chunks import with_chunked_tables
 from ._wrap import Mode, split_mixtures, split_over_context, split_over_tensor
 from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
@@ -208,44 +217,94 @@ class Plan(Placement):
 
     def run_forward(
         self,
-        call: Callable[..., PyTree],
+        call: Callable[..., tuple[PyTree, PyTree]],
         model: nn.LanguageModel,
         ids: Int[Array, "batch seq"],
         tokens: nn.Tokens,
+        cache: ShardedCache | None,
         inputs: PyTree,
         shapes: PyTree,
         dims: PyTree,
-    ) -> PyTree:
-        """Return the results of `call(device_model, ids, tokens, inputs, parts)` on all devices, as global arrays.
+    ) -> tuple[PyTree, ShardedCache | None]:
+        """Return the results of a call on all devices, as global arrays, and the new cache.
 
-        Each device gets the model wrapped as for training, its rows and tokens, and its `DeviceParts`. Raises a
+        The call is `call(device_model, ids, tokens, cache, inputs, parts)`, and returns its results and its cache. Each
+        device gets its rows and `DeviceParts`; without a cache, the model wrapped as for training and its tokens; with
+        a cache, the model wrapped as for generation, all tokens of its rows, and its part of the cache. Raises a
         `ValueError` for a model, rows or tokens that do not fit the mesh, and for a result that is no part of a global
         array.
 
         Args:
-            call: Returns a tree of arrays, such as values inside the model.
+            call: Returns a tree of arrays, such as values inside the model, and the new cache.
             model: The sharded model, which is not split into the stages of a pipeline (`without_stages`).
             ids: The ids of all rows.
             tokens: Their positions and documents.
+            cache: The cache of `init_cache`, or of an earlier call; None: no cache.
             inputs: Further arrays, which all devices get whole.
             shapes: A tree like the results, with the shapes of the global arrays.
             dims: A tree like the results, with the names of their dims.
         """
-        self.check(model, rows=ids.shape[0], seq=ids.shape[1])
-        device, structure, splits = self.on_device(model), jax.tree.structure(shapes), list[Split]()
+        plan = self if cache is None else self.for_serving()
+        layout, structure, splits = CacheLayout(plan), jax.tree.structure(shapes), list[Split]()
+        if cache is None:
+            plan.check(model, rows=ids.shape[0], seq=ids.shape[1])
+            device, rows = plan.on_device(model), plan.arrange(ids, tokens)
+            arrays, row_specs, cache_specs = None, plan.batch_specs(rows), None
+        else:
+            nn.check_cached(tokens, cache.arrays)
+            plan.check_serving(model, rows=ids.shape[0])
+            model = repeat_key_heads(model, plan)
+            device, rows = plan.on_device(model, "serve"), (ids, pad_tokens(tokens, ids.shape[0]))
+            arrays, row_specs, cache_specs = cache.arrays, PartitionSpec(BATCH_AXES), layout.specs(cache.arrays)
 
-        def per_device(model: nn.LanguageModel, rows: PyTree, inputs: PyTree) -> list[Array]:
-            results = call(device.wrap_forward(model), *rows, inputs, DeviceParts(self))
-            arrays = structure.flatten_up_to(results)
-            named = zip(arrays, jax.tree.leaves(shapes), jax.tree.leaves(dims), strict=True)
-            splits[:] = [split_of(self, x, shape.shape, names) for x, shape, names in named]
-            return [stack_devices(x) for x in arrays]
+        def per_device(
+            model: nn.LanguageModel, rows: tuple[Array, nn.Tokens], inputs: PyTree, cache: PyTree
+        ) -> tuple[list[Array], PyTree]:
+            call_on_device = lambda *args: call(*args, inputs, DeviceParts(plan))
+            model = device.wrap_forward(model)
+            if cache is None:
+                results, _ = call_on_device(model, *rows, None)
+            else:
+                results, cache = run_on_cache_pieces(call_on_device, model, plan, rows[0], (), rows[1], cache)
+            parts = structure.flatten_up_to(results)
+            named = zip(parts, jax.tree.leaves(shapes), jax.tree.leaves(dims), strict=True)
+            splits[:] = [split_of(plan, x, shape.shape, names) for x, shape, names in named]
+            return [stack_devices(x) for x in parts], cache
 
-        rows = self.arrange(ids, tokens)
-        specs = self.parameter_specs(model), self.batch_specs(rows), PartitionSpec()
-        stacked = filter_shard_map(per_device, self.mesh, specs, ON_EACH_DEVICE)(model, rows, inputs)
-        columns = zip(stacked, splits, jax.tree.leaves(shapes), strict=True)
-        return jax.tree.unflatten(structure, [join_parts(self, x, split, shape.shape) for x, split, shape in columns])
+        in_specs = plan.parameter_specs(model), row_specs, PartitionSpec(), cache_specs
+        run = filter_shard_map(per_device, plan.mesh, in_specs, (ON_EACH_DEVICE, cache_specs))
+        stacked, arrays = run(model, rows, inputs, arrays)
+        columns = zip(stacked, splits, jax.tree.leaves(shapes), jax.tree.leaves(dims), strict=True)
+        values = [join_parts(plan, x, split, shape.shape, names) for x, split, shape, names in columns]
+        new_cache = None if cache is None else dataclasses.replace(cache, arrays=arrays)
+        return jax.tree.unflatten(structure, values), new_cache
+
+    def init_cache(
+        self, model: nn.LanguageModel, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0
+    ) -> ShardedCache:
+        """Return an empty cache for `run_forward`, for `batch` rows of up to `capacity` tokens.
+
+        The model is sharded and not split into stages (`without_stages`). Raises a `ValueError` for rows that the
+        devices cannot split.
+        """
+        plan = self.for_serving()
+        plan.check_serving(model, rows=batch)
+        capacity = round_to_multiple(capacity, plan.size(CONTEXT))
+        cache = ShardedCache(None, batch, capacity, dtype, rollback)
+        shapes = cache.one_device_shapes(eqx.filter_eval_shape(repeat_key_heads, model, plan))
+        return dataclasses.replace(cache, arrays=CacheLayout(plan).init(shapes))
+
+    def for_serving(self) -> "Plan":
+        """Return the plan that generates text on the same mesh: the residual stream is replicated over `tensor`."""
+        zero = 3 if self.zero == 3 else 0
+        experts = {"expert_method": self.expert_method, "expert_factor": self.expert_factor}
+        return Plan(self.mesh, zero=zero, smallest=self.smallest, **experts)
+
+    def check_serving(self, model: nn.LanguageModel, *, rows: int) -> None:
+        """Raise a `ValueError` where a model with caches, or its rows, do not fit the mesh."""
+        self.check(model, rows=rows, seq=2 * self.size(CONTEXT))
+        if self.size(TENSOR) > 1:
+            check_replicated_mixers(model)
 
     def encode(
         self, model: nn.LanguageModel, ids: Int[Array, "batch seq"], tokens: nn.Tokens

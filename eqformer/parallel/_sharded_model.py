@@ -2,8 +2,6 @@
 
 import abc
 import dataclasses
-import functools
-import math
 from collections.abc import Callable
 
 import equinox as eqx
@@ -14,18 +12,13 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
 from .._array_checks import checked
-from .._shapes import ArrayOrShape, is_shape
-from . import _collectives as send
+from .._shapes import is_shape
 from ._layout import is_spec
-from ._mesh import BATCH_AXES, CONTEXT, PIPE, TENSOR
+from ._mesh import BATCH_AXES, PIPE, TENSOR
 from ._plan import Plan
-from ._shard_map import filter_shard_map, vary, vary_like
+from ._shard_map import filter_shard_map, vary
+from ._sharded_cache import CacheLayout, pad_batch, pad_tokens, run_on_cache_pieces
 from ._shared_heads import count_sharers, repeat_key_heads
-from .tensor._tensor import replicated_layers
-
-
-SPLIT_CACHE_DIMS = "heads", "kv_heads", "mlp"
-"""Dims of caches that the axis `tensor` splits."""
 
 
 class DistributedModel(eqx.Module):
@@ -112,18 +105,9 @@ class ShardedModel(DistributedModel):
         predictor = model.parts.predictor
         self.predictor_stacks = 0 if predictor is None else len(predictor.stacks)
         model = _append_predictor_stacks(model)
-        zero = 3 if plan.zero == 3 else 0
-        self.plan = Plan(
-            plan.mesh,
-            zero=zero,
-            expert_method=plan.expert_method,
-            expert_factor=plan.expert_factor,
-            smallest=plan.smallest,
-        )
+        self.plan = plan.for_serving()
         self.sharers = count_sharers(model, self.plan)
-        self.plan.check(model, rows=self._padded_rows(1), seq=2 * self.plan.size(CONTEXT))
-        if self.plan.size(TENSOR) > 1:
-            _check_replicated_mixers(model)
+        self.plan.check_serving(model, rows=self._layout.padded_rows(1))
         self.model = _in_pipeline_order(repeat_key_heads(model, self.plan), self.plan)
 
     @checked
@@ -171,7 +155,7 @@ class ShardedModel(DistributedModel):
     @checked
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
         """Return the logits, in float32 at least, for the hidden vectors that `encode` returned."""
-        rows = self._padded_rows(hidden.shape[0])
+        rows = self._layout.padded_rows(hidden.shape[0])
         x = jnp.pad(hidden, [(0, rows - hidden.shape[0]), (0, 0)])
         run = self._per_device(rows, self._unembed_on_device)
         hidden_spec, logits_spec = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, *self._vocab_axes)
@@ -191,75 +175,21 @@ class ShardedModel(DistributedModel):
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
         """Return an empty cache for `batch` rows of up to `capacity` tokens, sharded as the plan shards it."""
         shapes = self._unsharded_caches(batch, capacity, dtype, rollback)
-        return self._init_sharded_cache(shapes[: len(shapes) - self.predictor_stacks])
+        return self._layout.init(shapes[: len(shapes) - self.predictor_stacks])
 
     def init_predictor_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
         """Return an empty cache for the predictor's layers, as `init_cache` does for the model's."""
         shapes = self._unsharded_caches(batch, capacity, dtype, rollback)
-        return self._init_sharded_cache(shapes[len(shapes) - self.predictor_stacks :])
+        return self._layout.init(shapes[len(shapes) - self.predictor_stacks :])
 
     def _unsharded_caches(self, batch: int, capacity: int, dtype: str | None, rollback: int) -> PyTree:
         """Return the shapes of caches that no device splits, for each of the stacks."""
-        rows = self._padded_rows(batch)
+        rows = self._layout.padded_rows(batch)
         return eqx.filter_eval_shape(lambda: self.model.init_cache(rows, capacity, dtype, rollback=rollback))
 
-    def _init_sharded_cache(self, shapes: PyTree) -> PyTree:
-        pieces, tensor = self.plan.size(CONTEXT), self.plan.size(TENSOR)
-
-        def padded_shape(names: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-            sizes = dict(zip(_cache_dims(names), x.shape, strict=True))
-            if "kv_seq" in sizes:
-                sizes["kv_seq"] = round_to_multiple(sizes["kv_seq"], pieces)
-            if "kv_heads" in sizes:
-                # A layer that reads another's keys has caches of no heads; its axis is split, too.
-                sizes["kv_heads"] = max(sizes["kv_heads"], tensor)
-            if "kv_heads" in sizes or self._is_split_by_sharers(x):
-                sizes["batch"] //= self.sharers
-            if _is_held_by_each_device(names, x) or self._is_split_by_sharers(x):
-                sizes["batch"] *= tensor
-            return tuple(sizes.values())
-
-        def init_array(spec: PartitionSpec, names: str, x: jax.ShapeDtypeStruct) -> Array:
-            # Position -1 marks an empty slot.
-            value = -1 if nn.is_position_array(x) and _cache_dims(names)[-1] == "kv_seq" else 0
-            array = jnp.full(padded_shape(names, x), value, x.dtype)
-            return jax.lax.with_sharding_constraint(array, NamedSharding(self.plan.mesh, spec))
-
-        return jax.tree.map(init_array, self._cache_specs(shapes), nn.dims(shapes), shapes, is_leaf=is_spec)
-
     def put_cache_row(self, cache: PyTree, rows: int, number: Int[Array, ""], single: PyTree) -> PyTree:
-        """Return a cache of `rows` rows whose row `number` is the row of `single`, a cache of one row.
-
-        The devices that have the row get it from those that have the row of `single`.
-        """
-        blocks = math.prod(self.plan.size(axis) for axis in BATCH_AXES)
-        rows_per_device = self._padded_rows(rows) // blocks
-        specs = self._cache_specs(cache)
-
-        def put_on_device(cache: PyTree, number: Array, single: PyTree) -> PyTree:
-            return jax.tree.map(
-                lambda names, x, new: self._put_row(names, x, new, number, rows_per_device), names, cache, single
-            )
-
-        names = nn.dims(cache)
-        run = filter_shard_map(put_on_device, self.plan.mesh, (specs, None, self._cache_specs(single)), specs)
-        return run(cache, number, single)
-
-    def _put_row(self, names: str, x: Array, new: Array, number: Int[Array, ""], rows_per_device: int) -> Array:
-        """Write the row of `new`, which is the first row of the first devices, into this device's part of an array."""
-        axis = _cache_dims(names).index("batch")
-        first = jax.lax.slice_in_dim(new, 0, 1, axis=axis)
-        index, rows = number, x.shape[axis]
-        if split_axes := tuple(mesh_axis for mesh_axis in BATCH_AXES if self.plan.size(mesh_axis) > 1):
-            first = send.all_gather("cached rows", first, split_axes, stacks=True)[0]
-            index = number - jax.lax.axis_index(split_axes) * rows_per_device
-        if rows < rows_per_device:  # Devices with the same key head split the rows.
-            sharer = jax.lax.axis_index(TENSOR) % self.sharers
-            gathered = send.all_gather("cached rows of shared key heads", first, TENSOR, stacks=True)
-            first = gathered[jax.lax.axis_index(TENSOR) - sharer]
-            index = index - sharer * rows
-        updated = jax.lax.dynamic_update_slice_in_dim(x, first, jnp.clip(index, 0, rows - 1), axis)
-        return jnp.where((index >= 0) & (index < rows), updated, x)
+        """Return a cache of `rows` rows whose row `number` is the row of `single`, a cache of one row."""
+        return self._layout.put_row(cache, rows, number, single)
 
     def cache_shapes(self, batch: int, capacity: int, dtype: str | None = None) -> PyTree:
         """Return the shapes of the cache that `init_cache` returns, each with the sharding that the plan gives it."""
@@ -268,32 +198,15 @@ class ShardedModel(DistributedModel):
         def with_sharding(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.plan.mesh, spec))
 
-        return eqx.combine(jax.tree.map(with_sharding, arrays, eqx.filter(self._cache_specs(arrays), is_spec)), static)
+        return eqx.combine(jax.tree.map(with_sharding, arrays, eqx.filter(self._layout.specs(arrays), is_spec)), static)
+
+    @property
+    def _layout(self) -> CacheLayout:
+        return CacheLayout(self.plan, self.sharers)
 
     @property
     def _specs(self) -> PyTree:
         return self.plan.parameter_specs(self.model)
-
-    def _padded_rows(self, batch: int) -> int:
-        """Return `batch` rounded up to a multiple of the devices that rows, or their caches, are split over."""
-        return round_to_multiple(batch, math.prod(self.plan.size(axis) for axis in BATCH_AXES) * self.sharers)
-
-    def _is_split_by_sharers(self, x: ArrayOrShape) -> bool:
-        """Return whether a cache's array has positions of rows that devices with the same key head split."""
-        return self.sharers > 1 and nn.is_position_array(x)
-
-    def _cache_specs(self, cache: PyTree) -> PyTree:
-        axis_of = {"layers": PIPE, "kv_seq": CONTEXT} | dict.fromkeys(SPLIT_CACHE_DIMS, TENSOR)
-        used_axes = {name: axis for name, axis in axis_of.items() if self.plan.size(axis) > 1}
-
-        def spec_of(names: str, x: ArrayOrShape) -> PartitionSpec:
-            axes: dict[str, str | tuple[str, ...] | None] = {name: used_axes.get(name) for name in _cache_dims(names)}
-            axes["batch"] = BATCH_AXES
-            if "heads" in used_axes and (_is_held_by_each_device(names, x) or self._is_split_by_sharers(x)):
-                axes["batch"] = (*BATCH_AXES, TENSOR)
-            return PartitionSpec(*axes.values())
-
-        return jax.tree.map(spec_of, nn.dims(cache), cache)
 
     def _run_with_cache(
         self,
@@ -308,16 +221,16 @@ class ShardedModel(DistributedModel):
 
         `out_spec` says how the vectors are split.
         """
-        rows, batch = self._padded_rows(ids.shape[0]), ids.shape[0]
+        rows, batch = self._layout.padded_rows(ids.shape[0]), ids.shape[0]
         ids, tokens = pad_batch(ids, rows, 0), pad_tokens(tokens, rows)
         hidden_inputs = tuple(jnp.pad(x, [(0, rows - batch), (0, 0), (0, 0)]) for x in hidden_inputs)
 
         def per_device(model: nn.LanguageModel, *inputs: PyTree) -> tuple[Array, PyTree]:
-            return _run_on_cache_pieces(
+            return run_on_cache_pieces(
                 method, _restore_predictor_stacks(model, self.predictor_stacks), self.plan, *inputs
             )
 
-        split, slots = PartitionSpec(BATCH_AXES), self._cache_specs(cache)
+        split, slots = PartitionSpec(BATCH_AXES), self._layout.specs(cache)
         in_specs = self._specs, split, split, split, slots
         run = filter_shard_map(self._per_device(rows, per_device), self.plan.mesh, in_specs, (out_spec, slots))
         x, cache = run(self.model, ids, hidden_inputs, tokens, cache)
@@ -325,7 +238,7 @@ class ShardedModel(DistributedModel):
 
     def _per_device(self, rows: int, call: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Return `call` for use inside `filter_shard_map`, with the model wrapped for the device."""
-        rows_per_device = rows // math.prod(self.plan.size(axis) for axis in BATCH_AXES)
+        rows_per_device = rows // self._layout.row_groups
         stages = self.plan.size(PIPE)
         microbatches = max(number for number in range(1, stages + 1) if rows_per_device % number == 0)
         plan = dataclasses.replace(self.plan, microbatches=microbatches)
@@ -333,45 +246,11 @@ class ShardedModel(DistributedModel):
         return lambda model, *inputs: call(device.wrap_forward(model), *inputs)
 
 
-def pad_batch(x: Int[Array, "batch seq"], rows: int, value: int) -> Int[Array, "padded_batch seq"]:
-    """Pad an array to `rows` rows, with rows of `value` at the end."""
-    return jnp.pad(x, [(0, rows - x.shape[0]), (0, 0)], constant_values=value)
-
-
-def pad_tokens(tokens: nn.Tokens, rows: int) -> nn.Tokens:
-    """Return the fields of tokens that a call with a cache reads, padded to `rows` rows at the end."""
-    lengths = None if tokens.lengths is None else pad_batch(tokens.lengths, rows, 0)
-    source = tokens.source
-    if source is not None:
-        widths = [(0, rows - len(source.values)), *[(0, 0)] * (source.values.ndim - 1)]
-        source = nn.Source(jnp.pad(source.values, widths), pad_tokens(source.tokens, rows))
-    return nn.Tokens(pad_batch(tokens.positions, rows, -1), lengths=lengths, source=source)
-
-
-def round_to_multiple(number: int, divisor: int) -> int:
-    """Round a number up to a multiple of `divisor`."""
-    return -(-number // divisor) * divisor
-
-
 def _in_pipeline_order(model: nn.LanguageModel, plan: Plan) -> nn.LanguageModel:
     """Put a model in pipeline order, with its rows of padding, where stages hold unequal numbers of layers."""
     if all(len(old) == len(new) for old, new in zip(model.stacks, plan.shapes(model).stacks, strict=True)):
         return model
     return plan.shard(model)
-
-
-def _check_replicated_mixers(model: nn.LanguageModel) -> None:
-    """Refuse mixers that every device runs in full, but whose caches have heads, which would be split."""
-    for path, mixer in replicated_layers(model):
-        if not isinstance(mixer, nn.Mixer):
-            continue
-        names = jax.tree.leaves(nn.dims(eqx.filter_eval_shape(mixer.init_cache, (1,), 2)))
-        if head_dims := {"heads", "kv_heads"} & set(" ".join(map(str, names)).split()):
-            raise ValueError(
-                f"ShardedModel over {TENSOR}: {path} declares no head dim to split, and its cache has "
-                f"{' and '.join(head_dims)}, which are split; declare the dim in its facts(), or name the cache's dims "
-                "otherwise."
-            )
 
 
 def _append_predictor_stacks(model: nn.LanguageModel) -> nn.LanguageModel:
@@ -399,40 +278,3 @@ def _encode(model: nn.LanguageModel, ids: Array, tokens: nn.Tokens, cache: PyTre
     """Return the model's hidden vectors and its new cache."""
     hidden, cache, _ = model.encode(ids, tokens, cache)
     return hidden, cache
-
-
-def _run_on_cache_pieces(
-    method: Callable[..., tuple[Array, PyTree]],
-    model: nn.LanguageModel,
-    plan: Plan,
-    ids: Int[Array, "batch seq"],
-    hidden_inputs: tuple[Array, ...],
-    tokens: nn.Tokens,
-    cache: PyTree,
-) -> tuple[Float[Array, "..."], PyTree]:
-    """Return `method(model, ids, *hidden_inputs, tokens, cache)` on a device that has a piece of each cache."""
-    pieces = plan.size(CONTEXT)
-    if pieces > 1:
-        # A piece of a row does not tell how long its documents are.
-        lengths = jnp.broadcast_to(nn.document_lengths(tokens), ids.shape)
-        tokens = dataclasses.replace(tokens, lengths=lengths)
-        cache = nn.map_slot_caches(functools.partial(_as_piece, pieces=pieces), cache)
-    x, cache = method(model, ids, *hidden_inputs, tokens, cache)
-    return x, nn.map_slot_caches(lambda slots: dataclasses.replace(slots, first=None, capacity=None), cache)
-
-
-def _as_piece(cache: nn.SlotCache, pieces: int) -> nn.SlotCache:
-    """Mark a cache as this device's piece of one with `pieces` times as many slots."""
-    *outer, size = cache.positions.shape
-    first = jnp.broadcast_to(jax.lax.axis_index(CONTEXT) * size, outer).astype(jnp.int32)
-    return dataclasses.replace(cache, first=vary_like(first, cache.positions), capacity=size * pieces)
-
-
-def _cache_dims(names: str) -> list[str]:
-    """Return the names of a cache's dims; the first is always the dim of layers."""
-    return ["layers", *names.split()[1:]]
-
-
-def _is_held_by_each_device(names: str, x: ArrayOrShape) -> bool:
-    """Return whether a cache's array has no heads or channels to split, so that each device of `tensor` has its own."""
-    return not nn.is_position_array(x) and not {*SPLIT_CACHE_DIMS} & {*_cache_dims(names)}

@@ -14,11 +14,11 @@ from jaxtyping import PyTree
 from .. import nn
 from ._layout import shardings
 from ._mesh import PIPE, TENSOR
-from ._plan import Plan
+from ._placement import Placement
 from .tensor._tensor import dim_size, is_split
 
 
-def count_sharers(model: PyTree, plan: Plan) -> int:
+def count_sharers(model: PyTree, plan: Placement) -> int:
     """Return how many devices of `tensor` share each key head and may split its cache by rows; 1 where none may.
 
     They may in mixers that say so (`MixerFacts.attends_by_rows`) and have nothing else for each head, such as sinks; in
@@ -31,7 +31,7 @@ def count_sharers(model: PyTree, plan: Plan) -> int:
     return repeats.pop() if jax.tree.all(supported) else 1
 
 
-def repeat_key_heads(model: PyTree, plan: Plan) -> PyTree:
+def repeat_key_heads(model: PyTree, plan: Placement) -> PyTree:
     """Return the model, or its shapes, with a key head for each device of `tensor` where there are fewer."""
     if all(_repeats(mixer, plan) == 1 for mixer in nn.modules(model, nn.Mixer)):
         return model
@@ -54,7 +54,7 @@ def repeat_key_heads(model: PyTree, plan: Plan) -> PyTree:
     return eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), static)
 
 
-def _repeats(mixer: nn.Mixer, plan: Plan) -> int:
+def _repeats(mixer: nn.Mixer, plan: Placement) -> int:
     """Return how many devices share each of a mixer's key heads."""
     kv_heads, devices = dim_size(mixer, "kv_heads"), plan.size(TENSOR)
     if not is_split(mixer) or kv_heads is None or kv_heads >= devices or devices % kv_heads:

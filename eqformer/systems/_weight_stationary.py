@@ -13,7 +13,8 @@ from .._array_checks import checked
 from ..parallel._layout import Layout, partition_specs
 from ..parallel._mesh import axis_sizes, FSDP, TENSOR
 from ..parallel._shard_map import filter_shard_map, own_part, vary
-from ..parallel._sharded_model import DistributedModel, pad_batch, pad_tokens, round_to_multiple
+from ..parallel._sharded_cache import pad_batch, pad_tokens, round_to_multiple
+from ..parallel._sharded_model import DistributedModel
 from ..parallel.tensor._collective_matmul import OVERLAPS
 from ..parallel.tensor._residual_stream import SplitNorm
 from ..parallel.tensor._stream_kinds import FeatureStream

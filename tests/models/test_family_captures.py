@@ -1,4 +1,4 @@
-"""Values that `capture` brings out of each family under a plan equal those of one device."""
+"""Values that `capture` brings out of each family under a plan equal those of one device, with caches and without."""
 
 import re
 
@@ -9,6 +9,7 @@ import pytest
 from plan_models import batch_of
 from test_family_layouts import DEEPER, model_of, RECORDED
 
+from eqformer import nn
 from eqformer.interpretability import capture, value_paths
 from eqformer.parallel import make_mesh, Plan
 from eqformer.training import batch_tokens
@@ -28,10 +29,15 @@ def heads_split_evenly(config: dict) -> bool:
     return heads == 1 or heads % 2 == 0
 
 
+def layout_of(name: str) -> tuple[Plan, nn.Transformer]:
+    """Return a plan of four devices for a family, and a small model of it."""
+    sizes = {"fsdp": 2, "tensor": 2} if heads_split_evenly(RECORDED[name]["config"]) else {"fsdp": 4}
+    return Plan(make_mesh(**sizes, devices=jax.devices()[:4])), model_of(name, DEEPER.get(name, ()))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_captured_values_under_a_plan_are_those_of_one_device(name):
-    sizes = {"fsdp": 2, "tensor": 2} if heads_split_evenly(RECORDED[name]["config"]) else {"fsdp": 4}
-    plan, model = Plan(make_mesh(**sizes, devices=jax.devices()[:4])), model_of(name, DEEPER.get(name, ()))
+    plan, model = layout_of(name)
     batch, paths = batch_of(model, 4, 24), [path for path in value_paths(model) if PATHS.fullmatch(path)]
     run = eqx.filter_jit(lambda captured, batch: captured(batch.ids, batch_tokens(batch)))
     values, expected = run(capture(plan.shard(model), paths, plan=plan), batch), run(capture(model, paths), batch)
@@ -44,3 +50,39 @@ def test_captured_values_under_a_plan_are_those_of_one_device(name):
             difference = np.abs(np.asarray(value) - np.asarray(other))[..., is_read[other.shape[-2]], :]
             assert np.max(difference) <= bound, path
             assert np.max(np.abs(np.asarray(value)[:, ::-1] - np.asarray(other))) > bound  # the comparison can tell
+
+
+def run_calls(model, paths, calls, ids, source, plan=None):
+    """Return what a prefill and decode steps with one cache capture."""
+    captured = capture(model, paths, plan=plan)
+    run = eqx.filter_jit(lambda captured, *inputs: captured(*inputs))
+    positions = nn.positions_like(ids.shape).positions
+    cache, results = captured.init_cache(ids.shape[0], ids.shape[1]), []
+    for first, last in calls:
+        tokens = nn.Tokens(positions[:, first:last], source=source if first == 0 else None)
+        results.append(run(captured, ids[:, first:last], tokens, cache))
+        cache = results[-1].output[1]
+    return results
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_values_with_caches_under_a_plan_are_those_of_one_device_and_of_a_whole_pass(name):
+    plan, model = layout_of(name)
+    ids, calls = jax.random.randint(jax.random.key(0), (4, 24), 0, model.vocab), ((0, 22), (22, 23), (23, 24))
+    paths = [path for path in value_paths(model) if PATHS.fullmatch(path)]
+    source = None
+    if model.parts.encoder is not None:
+        source = nn.Source(jax.random.randint(jax.random.key(1), (4, 9), 0, model.vocab), nn.positions_like((4, 9)))
+    values, expected = (
+        run_calls(m, paths, calls, ids, source, p) for m, p in ((plan.shard(model), plan), (model, None))
+    )
+    tokens = nn.Tokens(nn.positions_like(ids.shape).positions, source=source)
+    whole = eqx.filter_jit(lambda captured: captured(ids, tokens))(capture(model, paths))
+    for number, (first, last) in enumerate(calls):
+        for path in paths:
+            trees = jax.device_get((values[number][path], expected[number][path], whole[path]))
+            for value, other, uncached in zip(*map(jax.tree.leaves, trees), strict=True):
+                bound = 1e-4 * max(1.0, float(np.max(np.abs(uncached))))
+                assert np.max(np.abs(value - other)) <= bound, (path, number)
+                assert np.max(np.abs(value - uncached[..., first:last, :])) <= bound, (path, number)
+                assert np.max(np.abs(value[:, ::-1] - other)) > bound  # the comparison can tell

@@ -183,8 +183,14 @@ class PiecewiseAttention(Operation[AttentionCall, Array]):
     """Attention whose calls have the keys of a piece of each row, while queries attend to all keys of the row."""
 
     @abc.abstractmethod
-    def with_all_keys(self, call: AttentionCall) -> AttentionCall:
-        """Return the call with the keys, values and tokens of all pieces, in the order of the row."""
+    def weights(self, call: AttentionCall) -> Float[Array, "*batch heads seq kv_seq"]:
+        """Return the weights of the softmax over all keys of the row: for all of these keys, or for the call's keys."""
+
+    @abc.abstractmethod
+    def weigh_values(
+        self, weights: Float[Array, "*batch heads seq kv_seq"], call: AttentionCall
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        """Return the output of the call for weights such as `weights` returns."""
 
 
 def blockwise_of(core: Operation) -> BlockwiseAttention | None:
