@@ -26,6 +26,8 @@ from ._recipe import (
     Text as Text,
 )
 from ._report import Screen as Screen
+from ._reward_trainer import train_on_rewards as train_on_rewards
+from ._rewards import RewardOptions as RewardOptions
 from ._run_directory import RunDirectory as RunDirectory, schedule_phases as schedule_phases
 from ._setup import check as check
 from ._speedrun import DEPTHS as DEPTHS, describe_speedrun as describe_speedrun, speedrun_recipe as speedrun_recipe

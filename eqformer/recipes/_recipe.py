@@ -260,17 +260,17 @@ def _fields_and_parts(command: Any, prefix: str) -> Iterator[tuple[str, Any, typ
             yield from _fields_and_parts(value, f"{prefix}{name}." if name else prefix)
 
 
-def check_types(recipe: Recipe) -> None:
+def check_types(command: Any) -> None:
     """Raise a `ValueError`, which names the flag, for a field with a value of another type than its annotation.
 
-    Fields of the model are checked where the model is built.
+    `command` is a recipe, or a dataclass with one. Fields of the model are checked where the model is built.
     """
-    for flag, value, kind, name in _fields_and_parts(recipe, "--"):
+    for flag, value, kind, name in _fields_and_parts(command, "--"):
         if flag.startswith("--model."):
             continue
         if (hint := violated_annotation(kind, name, value)) is not None:
             expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-            call = f"{flag} {value!r:.100}".removeprefix("-- ")  # The field `plan` has no flag.
+            call = f"{flag} {value!r:.100}".removeprefix("-- ")  # Fields such as `plan` have no flag.
             raise ValueError(f"{call}: {kind.__name__}.{name} must be of {expected}; give such a value.")
 
 
@@ -323,7 +323,7 @@ def _flag_of(call: str, argument: str, flags: Mapping[str, Any]) -> str | None:
 
 
 # Fields whose flags have another name.
-_FLAG_NAMES = {"run": "", "machine": "", "plan": "", "published": "model"}
+_FLAG_NAMES = {"run": "", "machine": "", "plan": "", "rewards": "", "published": "model"}
 
 # Flags of the library's calls and arguments whose names do not say the flag: `call(` is a call, `call(argument` the
 # argument of one call, and `argument` that of any call.

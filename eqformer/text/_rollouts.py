@@ -147,8 +147,8 @@ class Rollouts:
             key: The key of the prompts' order and of all draws.
         """
         limits = {"prompts": prompts, "group": group, "max_new_tokens": max_new_tokens, "updates": updates}
-        for name, value in limits.items():
-            if value < (least := 2 if name == "group" else 1):
+        for name, value in (limits | {"resample": resample}).items():
+            if value < (least := {"group": 2, "resample": 0}.get(name, 1)):
                 reason = ", since rewards are compared within a group" if name == "group" else ""
                 raise ValueError(f"Rollouts({name}={value}): it must be at least {least}{reason}.")
         if not 0 < temperature < float("inf"):

@@ -238,6 +238,8 @@ GROUPS = {
     "text": "--data PATH, --loss-on, --show-example, --text.mix SOURCE=WEIGHT, --text.tokenizer FILE, --seq",
     "training": "--steps, --batch, --microbatches, --optimizer.name, --optimizer.learning-rate, --precision.compute, "
     "--seed",
+    "rewards": "--reward FILE.py:NAME, --held-out FILE, --policy-loss, --group, --tokens, --temperature, --kl-weight, "
+    "--clip-low, --clip-high, --updates, --scale-rewards, --mask-equal-groups, --mask-truncated, --resample",
     "the run": "--run-dir FOLDER, --checkpoint-every, --validate-every, --evaluate-every, --sample-every, --prompt",
     "devices": "--mesh.fsdp, --mesh.tensor, --mesh.pipe, --zero, --simulate N",
 }

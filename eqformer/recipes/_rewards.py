@@ -1,0 +1,228 @@
+"""Options of training on rewards, the function that scores completions, and checks of both before a run begins."""
+
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import training
+from .._files import read_utf8
+from ..text import read_prompts, Reward
+from ._named_recipes import load_user_function, user_file
+from ._recipe import flags_of, Recipe
+from ._report import print_warnings
+from ._run_directory import RunDirectory
+from ._texts import for_chats, reads_chats
+
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+# Beginnings of the recipe's flags that a run on rewards reads, beside those of its plan; the other flags are of texts.
+_READ_FLAGS = (
+    *("--model", "--from-", "--data", "--text.tokenizer", "--text.round-vocab", "--text.end-of-text", "--seq"),
+    *("--batch", "--steps", "--prolong", "--seed", "--optimizer.", "--lora.", "--precision.", "--execution."),
+    *("--metrics.", "--log-every", "--checkpoint-every", "--keep", "--sample-every", "--mesh."),
+)
+# How errors on some of these other flags are mended; the others are left out.
+_FLAGS_INSTEAD = {"--beta": "give --kl-weight", "--validate-every": "leave it out, or give --held-out FILE too"}
+# Flags that change the step of a run on text, and that no run on rewards may take over from the run of --from-run.
+_FLAGS_OF_STEPS = ("--loss", "--teacher", "--optimizer.z-loss", "--precision.products")
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardOptions:
+    """The loss of a policy, and the completions that it compares."""
+
+    policy_loss: training.PolicyLoss = "grpo"
+    """The loss by its name, as in docs/training.md; dr_grpo divides by --tokens."""
+    group: int = 8
+    """Completions of each prompt, whose rewards are compared."""
+    tokens: int = 64
+    """Most new tokens of a completion."""
+    temperature: float = 1.0
+    """Divisor of the logits of which completions are drawn."""
+    kl_weight: float = 0.0
+    """The weight of the KL divergence from the first model, or from the model without its low-rank changes."""
+    clip_low: float | None = None
+    """How far a token's probability may fall before its gradient is clipped; by default as the loss was published."""
+    clip_high: float | None = None
+    """How far a token's probability may rise before its gradient is clipped; by default as the loss was published."""
+    updates: int = 1
+    """Steps on each batch of completions."""
+    scale_rewards: bool | None = None
+    """Whether advantages are divided by the standard deviation of the group's rewards; by default not for dr_grpo."""
+    mask_equal_groups: bool = False
+    """Groups whose completions all have the same reward get weight 0, as in DAPO."""
+    mask_truncated: bool = False
+    """Completions that --tokens cuts off get weight 0, as in DAPO."""
+    resample: int = 0
+    """How many times a step draws further prompts in place of groups whose rewards are all equal, as in DAPO."""
+
+    @property
+    def scales_rewards(self) -> bool:
+        """Whether advantages are divided by standard deviations: as the field says, or as the loss was published."""
+        return self.policy_loss != "dr_grpo" if self.scale_rewards is None else self.scale_rewards
+
+    def make_loss(self) -> Callable[..., Any]:
+        """Return the loss that the options choose."""
+        return training.policy_loss(
+            self.policy_loss,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            mean=self.tokens if self.policy_loss == "dr_grpo" else None,
+            beta=self.kl_weight,
+        )
+
+
+class Subject(NamedTuple):
+    """A function of rewards, and the prompts whose completions it scores."""
+
+    reward: Reward
+    rows: Rows
+    """The rows of prompts that the steps learn from."""
+    held_out: Rows | None
+    """The rows of prompts of which the mean reward is a metric."""
+    held_out_name: str
+    """The file of these rows, if there is one, as errors name it."""
+    settings: Mapping[str, Any]
+    """What decides the numbers of the run beside its recipe, from `list_settings`."""
+
+
+def check_flags(recipe: Recipe, options: RewardOptions, *, has_rows: bool = False, has_held_out: bool = False) -> None:
+    """Raise a `ValueError` for flags that are missing, do not go together, or are those of texts.
+
+    `has_rows` and `has_held_out` say whether the call has such rows.
+    """
+    if (recipe.data is None) == (not has_rows):
+        raise ValueError(
+            "--data: there are no prompts; give --data PROMPTS.jsonl, whose rows each have a prompt."
+            if recipe.data is None
+            else f"--data {recipe.data}: the call has rows of prompts, too; leave one of them out."
+        )
+    if recipe.published is None and recipe.from_run is None:
+        raise ValueError(
+            "--model: rewards need a model that is sometimes right; give --model FOLDER, or --from-run DIR of a run."
+        )
+    if options.group < 2 or recipe.batch % options.group:
+        raise ValueError(
+            f"--batch {recipe.batch} --group {options.group}: a step has whole groups of at least 2 completions; give "
+            "a --batch that is a multiple of --group."
+        )
+    for flag, steps in (("--steps", recipe.steps), ("--checkpoint-every", recipe.checkpoint_every)):
+        if options.updates < 1 or steps % options.updates:
+            raise ValueError(
+                f"{flag} {steps} --updates {options.updates}: a run goes on with new completions, so it is saved after "
+                f"all updates on a batch only; give at least 1 for --updates, and a multiple of it for {flag}."
+            )
+    check_flags_of_texts(recipe, has_held_out=has_held_out)
+
+
+def check_flags_of_texts(recipe: Recipe, *, has_held_out: bool = False) -> None:
+    """Raise a `ValueError` for a flag that has an effect on training on text only.
+
+    A run that starts from another (`--from-run`) has the recipe of that run; its choices for texts have no effect.
+    """
+    recipes = [Recipe(recipe.model)]
+    if recipe.from_run is not None:
+        recipes.append(RunDirectory(recipe.from_run).read()[1])
+    if reads_chats(recipe):
+        recipes = list(map(for_chats, recipes))
+    default, *inherited = map(flags_of, recipes)
+    plan_flags = flags_of(recipe.plan)
+    for flag, value in flags_of(recipe).items():
+        changes_step = flag in _FLAGS_OF_STEPS
+        if not changes_step and (flag in plan_flags or flag.startswith(_READ_FLAGS)):
+            continue
+        if flag == "--validate-every" and has_held_out:
+            continue
+        if value != default[flag] and (changes_step or value not in [flags.get(flag) for flags in inherited]):
+            fix = _FLAGS_INSTEAD.get(flag, "leave it out")
+            if changes_step and inherited:
+                fix += f", or give {flag} {default[flag]} if the run of --from-run has it"
+            shown_value = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ValueError(f"{flag} {shown_value}: training on rewards has no such choice; {fix}.")
+
+
+def read_subject(
+    recipe: Recipe, options: RewardOptions, reward: Reward | str, rows: Rows | None, held_out: Rows | str | Path | None
+) -> Subject:
+    """Load the function of rewards, and read the rows of prompts, of which one list may be given already."""
+    function = load_user_function("--reward", reward, "reward") if isinstance(reward, str) else reward
+    if rows is None:
+        with print_warnings():
+            rows = read_prompts(recipe.data or "")
+    name = f" {held_out}" if isinstance(held_out, str | Path) else ""
+    with name_held_out(name), print_warnings():
+        held_out = read_prompts(held_out) if isinstance(held_out, str | Path) else held_out
+        fields = [sorted(row) for row in (*rows[:1], *(held_out or ())[:1])]
+        if len(fields) == 2 and fields[0] != fields[1]:
+            raise ValueError(f"its rows have {fields[1]}, and those of --data {fields[0]}; give the same fields.")
+    return Subject(function, rows, held_out, name, list_settings(options, reward, rows))
+
+
+@contextlib.contextmanager
+def name_held_out(name: str) -> Iterator[None]:
+    """Begin a `ValueError` raised inside with --held-out and the name of its file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"--held-out{name}: {error}") from error
+
+
+def list_settings(options: RewardOptions, reward: Reward | str, rows: Rows) -> dict[str, Any]:
+    """Return what decides the numbers of the run beside its recipe, by flag, as its checkpoints keep it."""
+    settings = flags_of(options) | {"--scale-rewards": options.scales_rewards, "--reward": _describe_reward(reward)}
+    return settings | {"--data": describe_rows(rows)}
+
+
+def describe_rows(rows: Rows) -> str:
+    """Return the number of rows, and a hash of their content; of values that JSON lacks, their types are hashed."""
+    content = json.dumps(rows, default=lambda value: type(value).__name__)
+    return f"{len(rows)} rows with the SHA-256 {_digest(content)}"
+
+
+def name_function(reward: Reward) -> str:
+    """Return the name of a function, or of the class of a callable object."""
+    return getattr(reward, "__qualname__", type(reward).__qualname__)
+
+
+def _describe_reward(reward: Reward | str) -> str:
+    """Return the name of a function of rewards, with a hash of its file or, of a function in memory, of its source."""
+    if isinstance(reward, str):
+        file = user_file(reward)
+        assert file is not None
+        name = reward.removeprefix(str(file)).removeprefix(":") or "reward"
+        return f"{name} of a file with the SHA-256 {_digest(read_utf8(file))}"
+    try:
+        return f"{name_function(reward)} with the SHA-256 {_digest(inspect.getsource(reward))}"
+    except (OSError, TypeError):  # It was typed, or is no function.
+        return name_function(reward)
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def check_same_settings(directory: RunDirectory, settings: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if the folder has checkpoints of a run that has not learned from these rewards."""
+    checkpointer = directory.checkpointer()
+    if not directory.recipe.exists() or checkpointer.latest_step is None:
+        return
+    saved = checkpointer.metadata().get("rewards")
+    if saved is None:
+        raise ValueError(
+            f"--run-dir {directory.path}: it holds a run that learns from no rewards; give another folder, and "
+            f"--from-run {directory.path} to begin with its weights."
+        )
+    changed = [f"{flag}: {saved.get(flag)} -> {value}" for flag, value in settings.items() if saved.get(flag) != value]
+    if changed:
+        raise ValueError(
+            f"--run-dir {directory.path}: it holds a run, from which this command differs in\n  "
+            + "\n  ".join(changed)
+            + "\nGive the same values to continue that run, or another --run-dir to begin a new one."
+        )
