@@ -258,6 +258,7 @@ def misnamed(folder: str, source: str) -> set[str]:
             found.add(node.arg)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
+    found = {name.removeprefix("schedule_free_") for name in found}  # The method of Defazio et al. has this name.
     words_of = lambda name: {word.removesuffix("s") for word in name.lower().split("_")} | {*name.lower().split("_")}
     return {name for name in found if words_of(name) & taken}
 
@@ -265,7 +266,11 @@ def misnamed(folder: str, source: str) -> set[str]:
 def test_words_have_one_meaning():
     for path in [*FILES, *sorted((ROOT / "scripts").rglob("*.py"))]:
         assert misnamed(path.parent.relative_to(ROOT).as_posix(), path.read_text()) == set(), path
-    assert misnamed("eqformer/training", "def schedule(peak): sinks = told = 1") == {"schedule", "sinks", "told"}
+    assert misnamed("eqformer/training", "def schedule(schedule_free_sgd): sinks = told = 1") == {
+        "schedule",
+        "sinks",
+        "told",
+    }
     assert misnamed("eqformer/parallel", "def make_schedule(sinks): return sinks") == set()
 
 

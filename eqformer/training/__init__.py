@@ -116,17 +116,20 @@ from .optimizer._learning_rates import (
     warmup_cosine as warmup_cosine,
     warmup_stable_decay as warmup_stable_decay,
 )
-from .optimizer._optimizer import (
+from .optimizer._moments import MOMENTS as MOMENTS
+from .optimizer._named_optimizers import (
     adamw as adamw,
-    global_norm as global_norm,
-    GroupRates as GroupRates,
-    MOMENTS as MOMENTS,
     muon as muon,
     normuon as normuon,
-    Optimizer as Optimizer,
     optimizer as optimizer,
     OPTIMIZERS as OPTIMIZERS,
+    schedule_free_adamw as schedule_free_adamw,
     sgd as sgd,
+)
+from .optimizer._optimizer import (
+    global_norm as global_norm,
+    GroupRates as GroupRates,
+    Optimizer as Optimizer,
     trainable as trainable,
     Trained as Trained,
 )

@@ -63,6 +63,7 @@ class DebugNans(Callback):
         """Return a sentence that names the origin."""
         state, model, batch = run.state, run.state.model, run.batch
         if self._states is not None:
+            model = self._states.optimizer.gradient_point(model, state.optimizer_state)
             model = self._states.copy_model_to_one_device(model)
             batch, scale = self._states.copy_to_one_device((batch, scale))
         if message := _explain_unknown_id(batch, model):

@@ -12,15 +12,16 @@ from ._step import make_step, Step
 from .losses._loss_aux import LossFn
 from .losses._token_losses import next_token_loss
 from .optimizer._learning_rates import default_warmup, phase_rates, Rates, SchedulePhase
-from .optimizer._optimizer import GroupRates, Optimizer, optimizer, trainable, Trained
+from .optimizer._named_optimizers import optimizer
+from .optimizer._optimizer import GroupRates, Optimizer, trainable, Trained
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimization:
     """The settings of an optimizer, its learning rates and the loss. Plain data: the methods check it."""
 
-    name: Literal["adamw", "muon", "normuon", "sgd"] = "adamw"
-    """AdamW, Muon, NorMuon or gradient descent; Muon and NorMuon train hidden matrices, and AdamW the others."""
+    name: Literal["adamw", "schedule-free-adamw", "muon", "normuon", "sgd"] = "adamw"
+    """The optimizer; muon and normuon leave AdamW all but hidden matrices; schedule-free-adamw takes constant rates."""
     learning_rate: float = 3e-3
     """The peak learning rate."""
     rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"

@@ -115,9 +115,9 @@ def make_step(
     def run(data: tuple[PyTree, PyTree, Rates], state: TrainState) -> tuple[TrainState, dict[str, Array]]:
         batch, key, rate = data
         key = None if key is None else jax.random.fold_in(key, state.step)
-        loss_scale = state.loss_scale
+        loss_scale, point = state.loss_scale, optimizer.gradient_point(state.model, state.optimizer_state)
         total, loss_aux, gradients = execution.gradients(
-            state.model, batch, key, None if loss_scale is None else loss_scale.value
+            point, batch, key, None if loss_scale is None else loss_scale.value
         )
         count = loss_count(loss_aux)
         loss, norm = total / count.astype(total.dtype), global_norm(gradients)
@@ -133,7 +133,10 @@ def make_step(
             scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
             parameters, optimizer_state = optimizer.update(scaled, optimizer_state, parameters, learning_rate)
             aux = routing_aux(loss_aux) if balance_rate else None
-            return (rebalance_routers(parameters, aux, balance_rate) if aux else parameters), optimizer_state
+            if not aux:
+                return parameters, optimizer_state
+            rebalance = functools.partial(rebalance_routers, aux=aux, rate=balance_rate)
+            return rebalance(parameters), optimizer.map_fast_weights(rebalance, optimizer_state)
 
         with jax.named_scope("optimizer"):
             model, optimizer_state = _update_if(is_finite, update, state.model, optimizer_state, optimizer)

@@ -114,7 +114,12 @@ def is_on_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) -> PyT
     def mark(moments: PyTree) -> PyTree:
         return jax.tree.map(lambda _: on_host, moments)
 
-    return optimizer.map_state(mark, optimizer_state, other=False)
+    marks = optimizer.map_state(mark, optimizer_state, other=False)
+
+    def mark_on_device(weights: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: False, weights)
+
+    return optimizer.map_fast_weights(mark_on_device, marks)  # The forward pass reads these weights.
 
 
 def fetch_from_host(

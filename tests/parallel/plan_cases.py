@@ -111,6 +111,8 @@ def step_grid() -> list[Case]:
     cases.append(Case("dense, then mixtures", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 2, "chunks": 2}))
     muon = [case._replace(optimizer="muon") for case in (cases[1], cases[5], *cases[-2:])]
     muon += [case._replace(optimizer="normuon") for case in (cases[1], cases[4], cases[5])]
+    free = (cases[1], cases[4], cases[5], cases[13], cases[14], split)
+    muon += [case._replace(optimizer="schedule-free-adamw") for case in free]
     chosen = "normuon with up.weight=adamw with embedding=sgd"
     return cases + muon + [case._replace(optimizer=chosen) for case in (cases[1], cases[4], cases[-2])]
 

@@ -207,7 +207,7 @@ def test_published_sizes_are_laid_out_from_shapes_alone(mesh, name):
 # Optimizer states.
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "normuon", "sgd"])
+@pytest.mark.parametrize("name", training.OPTIMIZERS)
 def test_what_an_optimizer_remembers_is_laid_out_like_the_parameters(mesh, name):
     model = shapes_of(LLAMA)
     optimizer = training.optimizer(name, model, rate=0.1, **({"momentum": 0.9} if name == "sgd" else {}))

@@ -84,7 +84,7 @@ def refused(capsys):
         ("--optimizer.learning-rate -1", ["peak=-1", "positive"]),
         ("--optimizer.paths sublayer=sgd", ["--optimizer.paths sublayer=sgd: ", "the nearest are sublayers[1]"]),
         ("--optimizer.paths embedding=muon", ["--optimizer.paths embedding=muon: ", "embedding.weight is a table"]),
-        ("--optimizer.paths norm=adam", ["NAME is adamw, muon", "the nearest name is adamw"]),
+        ("--optimizer.paths norm=adam", ["NAME is adamw, schedule-free-adamw, muon", "the nearest name is adamw"]),
         ("--precision.products int8", ["error: --precision.products int8: ", "compute", "fp8"]),
         ("--precision.compute int8", ["error: --precision.compute int8: ", "floating-point", "bfloat16 (bf16)"]),
         ("--data no/such/folder", ["no/such/folder"]),

@@ -329,10 +329,15 @@ def test_state_mirrors_the_parameters(name, make_model):
         pairs, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[-1], PartitionSpec)
     )
     wanted = [x.shape for x in jax.tree.leaves(parameters)]
-    # Adam holds two moments of each leaf, Muon one of each hidden matrix and two of the others, SGD one. NorMuon also
-    # has a number for each output of a hidden matrix.
+    # Adam holds two moments of each leaf, schedule-free AdamW one and the weights that move, Muon one of each hidden
+    # matrix and two of the others, SGD one. NorMuon also has a number for each output of a hidden matrix.
     hidden = [m for m in jax.tree.leaves(nn.matrices(model), is_leaf=lambda x: isinstance(x, nn.Matrix)) if not m.table]
-    counts = {"adamw": 2 * len(wanted), "normuon": 2 * len(wanted), "sgd": len(wanted)}
+    counts = {
+        "adamw": 2 * len(wanted),
+        "schedule-free-adamw": 2 * len(wanted),
+        "normuon": 2 * len(wanted),
+        "sgd": len(wanted),
+    }
     assert len(pairs) == (counts | {"muon": 2 * len(wanted) - len(hidden)})[name]
     shapes_of_rows = [shape for shape, _ in pairs if shape not in wanted]
     assert {shape for shape, _ in pairs} >= set(wanted)
@@ -371,7 +376,7 @@ def test_norm_is_of_all_leaves_together():
 
 
 def test_an_unknown_name_is_refused(make_model):
-    with pytest.raises(ValueError, match="'adam'.*adamw, muon, normuon, sgd"):
+    with pytest.raises(ValueError, match="'adam'.*adamw, schedule-free-adamw, muon, normuon, sgd"):
         training.optimizer("adam", make_model(layers=1), rate=RATE)
     with pytest.raises(ValueError, match="iteration='cubic'.*quintic and polar-express"):
         training.optimizer("muon", make_model(layers=1), rate=RATE, iteration="cubic")

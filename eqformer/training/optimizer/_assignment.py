@@ -14,6 +14,8 @@ from ... import nn
 
 MATRIX_OPTIMIZERS = ("muon", "normuon")
 """Optimizers that take hidden matrices only; AdamW trains the other parameters of a model."""
+AVERAGING_OPTIMIZERS = ("schedule-free-adamw",)
+"""Optimizers that average all trained weights, so that no path chooses them."""
 _MAX_GROUPS = 8  # The most groups of paths of an optimizer in a line of `describe_assignment`.
 
 
@@ -38,6 +40,11 @@ def assign(
             hint = f"; the nearest name is {near[0]}" if near else ""
             raise ValueError(
                 f"optimizer(paths={choice!r}): give PATTERN=NAME, where NAME is {', '.join(optimizers)}{hint}."
+            )
+        if chosen in AVERAGING_OPTIMIZERS and chosen != name:
+            raise ValueError(
+                f"optimizer({name!r}, paths={choice!r}): {chosen} averages all weights; take it as the optimizer, and "
+                f"choose {name} by path."
             )
         matched = [path for path in marks_by_path if _matches(pattern, path)]
         if not matched:

@@ -1,10 +1,7 @@
-"""Optimizers by name: AdamW, Muon, NorMuon and SGD; only matrices decay, and state has float32 or fewer bits."""
+"""`Optimizer`: an optax transformation, a learning rate and the parameters that it trains; rates of groups of them."""
 
 import dataclasses
-import inspect
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Literal, TypeGuard
 
 import equinox as eqx
@@ -14,10 +11,9 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from ... import nn
-from ._assignment import assign, describe_assignment, is_hidden
-from ._learning_rates import constant, Rates
+from ._assignment import describe_assignment
+from ._learning_rates import Rates
 from ._moments import CodedState, compress_moments, decompress_moments, map_moments, MOMENTS
-from ._orthogonalize import coefficients, equalize_rows, map_marked
 
 
 def trainable(model: PyTree) -> PyTree:
@@ -31,7 +27,7 @@ Trained = Callable[[PyTree], PyTree]  # a model -> its trained parameters, with 
 def partition_trained(model: PyTree, trained: Trained) -> tuple[PyTree, PyTree]:
     """Split a model into its trained parameters and everything else; `equinox.combine` joins them."""
     parameters = trained_parameters(model, trained)
-    untrained = jax.tree.map(lambda parameter, x: x if parameter is None else None, parameters, model, is_leaf=_is_none)
+    untrained = jax.tree.map(lambda parameter, x: x if parameter is None else None, parameters, model, is_leaf=is_none)
     return parameters, untrained
 
 
@@ -40,7 +36,7 @@ def trained_parameters(model: PyTree, trained: Trained) -> PyTree:
     parameters = trained(model)
     rule = "it must return a tree like the model, with None for all that is not trained, as eqx.filter does"
     try:
-        jax.tree.map(lambda parameter, x: None, parameters, model, is_leaf=_is_none)
+        jax.tree.map(lambda parameter, x: None, parameters, model, is_leaf=is_none)
     except (ValueError, TypeError) as error:
         raise ValueError(f"Optimizer(trained=...): for a {type(model).__name__} {rule}; return such a tree.") from error
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
@@ -53,8 +49,25 @@ def trained_parameters(model: PyTree, trained: Trained) -> PyTree:
     return parameters
 
 
-def _is_none(node: object) -> TypeGuard[None]:
+def is_none(node: object) -> TypeGuard[None]:
+    """Return whether a node is None, for trees in which None is a leaf."""
     return node is None
+
+
+class ScheduleFreeState(eqx.Module):
+    """The state of an optimizer that averages the weights: its transformation's state, and the weights that it moves.
+
+    The parameters themselves are the averages, which are evaluated, sampled from and saved.
+    """
+
+    inner: PyTree
+    """The transformation's state."""
+    fast: PyTree
+    """The weights that the updates move, float32 at least."""
+    weight_sum: Float[Array, ""]
+    """The sum over the steps of the squared largest learning rate so far, the weight of a step in the average."""
+    max_rate: Float[Array, ""]
+    """The largest learning rate so far."""
 
 
 class Optimizer(eqx.Module):
@@ -76,31 +89,80 @@ class Optimizer(eqx.Module):
     """Picks the trained parameters of a model."""
     moments: str = eqx.field(static=True, default="float32")
     """The dtype of the moments between steps: float32, bfloat16 or 8bit."""
+    average: float | None = eqx.field(static=True, default=None)
+    """The share of averaged weights in those where gradients are computed, for schedule-free training; or None.
+
+    The parameters are then averages of the weights that updates move (arXiv 2405.15682), see `ScheduleFreeState`.
+    """
     assignment: tuple[tuple[str, str], ...] = eqx.field(static=True, default=())
     """The path of each trained parameter and the name of its optimizer; none for a transformation of one's own."""
 
     def __check_init__(self):
         if self.moments not in MOMENTS:
             raise ValueError(f"Optimizer(moments={self.moments!r}): moments are stored in {' or '.join(MOMENTS)}.")
+        if self.average is not None and not 0 < self.average < 1:
+            raise ValueError(f"Optimizer(average={self.average}): a share lies between 0 and 1; 0.9 is usual.")
 
     def init(self, model: PyTree) -> PyTree:
         """Return the state before the first step, for the trained parameters of `model`."""
-        state = self.transform.init(nn.in_float32(trained_parameters(model, self.trained)))
-        return compress_moments(self.moments, self.transform, state)
+        parameters = nn.in_float32(trained_parameters(model, self.trained))
+        state = compress_moments(self.moments, self.transform, self.transform.init(parameters))
+        if self.average is None:
+            return state
+        zeros = (jnp.zeros((), _widest_dtype(parameters)) for _ in range(2))
+        return ScheduleFreeState(state, jax.tree.map(jnp.copy, parameters), *zeros)
+
+    def gradient_point(self, model: PyTree, state: PyTree) -> PyTree:
+        """Return the model at which a step computes gradients: the model itself, unless its weights are averages."""
+        if not isinstance(state, ScheduleFreeState):
+            return model
+        parameters, untrained = partition_trained(model, self.trained)
+        points = self._interpolate(nn.in_float32(parameters), state)
+        points = jax.tree.map(lambda point, x: point.astype(x.dtype), points, parameters)
+        return eqx.combine(points, untrained)
 
     def update(
         self, gradients: PyTree, state: PyTree, parameters: PyTree, learning_rate: Float[Array, ""]
     ) -> tuple[PyTree, PyTree]:
-        """Return `parameters + learning_rate * transform(gradients)`, in float32 at least, and the new state."""
-        wide, wide_state = nn.in_float32(parameters), decompress_moments(self.moments, self.transform, state)
+        """Return `parameters + learning_rate * transform(gradients)`, in float32 at least, and the new state.
+
+        For schedule-free training the updates move the fast weights, and the new parameters are their average.
+        """
+        wide = nn.in_float32(parameters)
+
+        def add_update(value: Array, update: Array) -> Array:
+            return value + learning_rate.astype(value.dtype) * update
+
+        if isinstance(state, ScheduleFreeState):
+            updates, inner = self._transform_updates(gradients, state.inner, self._interpolate(wide, state))
+            max_rate = jnp.maximum(state.max_rate, learning_rate.astype(state.max_rate.dtype))
+            weight_sum = state.weight_sum + max_rate**2
+            share = max_rate**2 / jnp.where(weight_sum > 0, weight_sum, 1)
+            fast = jax.tree.map(add_update, state.fast, updates)
+            state = ScheduleFreeState(inner, fast, weight_sum, max_rate)
+            wide = jax.tree.map(lambda x, z: x + share.astype(x.dtype) * (z - x), wide, fast)
+        else:
+            updates, state = self._transform_updates(gradients, state, wide)
+            wide = jax.tree.map(add_update, wide, updates)
+        return jax.tree.map(lambda x, parameter: x.astype(parameter.dtype), wide, parameters), state
+
+    def map_fast_weights(self, function: Callable[[PyTree], PyTree], state: PyTree) -> PyTree:
+        """Return the state with `function` of the weights that updates move, if these are not the parameters."""
+        if not isinstance(state, ScheduleFreeState):
+            return state
+        return eqx.tree_at(lambda s: s.fast, state, function(state.fast))
+
+    def _transform_updates(self, gradients: PyTree, state: PyTree, parameters: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the transformation's updates at these parameters, and its new state as it is stored."""
+        wide_state = decompress_moments(self.moments, self.transform, state)
         with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to the power of integer counts.
-            updates, wide_state = self.transform.update(nn.in_float32(gradients), wide_state, wide)
+            updates, wide_state = self.transform.update(nn.in_float32(gradients), wide_state, parameters)
+        return updates, compress_moments(self.moments, self.transform, wide_state, state)
 
-        def apply_update(parameter: Array, value: Array, update: Array) -> Array:
-            return (value + learning_rate.astype(value.dtype) * update).astype(parameter.dtype)
-
-        new_parameters = jax.tree.map(apply_update, parameters, wide, updates)
-        return new_parameters, compress_moments(self.moments, self.transform, wide_state, state)
+    def _interpolate(self, parameters: PyTree, state: ScheduleFreeState) -> PyTree:
+        """Return the weights between the fast weights and their averages at which gradients are computed."""
+        assert self.average is not None
+        return jax.tree.map(lambda x, z: self.average * x + (1 - self.average) * z, parameters, state.fast)
 
     def map_state(
         self, function: Callable[..., PyTree], state: PyTree, *like_parameters: PyTree, other: PyTree
@@ -110,9 +172,13 @@ class Optimizer(eqx.Module):
         `function` also takes that parameter's leaves of `like_parameters` (trees like the trained parameters, such as
         partition specs). Counters become `other`.
         """
+        if isinstance(state, ScheduleFreeState):
+            inner = self.map_state(function, state.inner, *like_parameters, other=other)
+            parts = inner, jax.tree.map(function, state.fast, *like_parameters), other, other
+            return eqx.tree_at(lambda s: (s.inner, s.fast, s.weight_sum, s.max_rate), state, parts)
         if isinstance(state, CodedState):
             inner = self.map_state(function, state.inner, *like_parameters, other=other)
-            return eqx.tree_at(lambda s: (s.inner, s.coded), state, (inner, other), is_leaf=_is_none)
+            return eqx.tree_at(lambda s: (s.inner, s.coded), state, (inner, other), is_leaf=is_none)
         return map_moments(self.transform, function, state, *like_parameters, other=lambda _: other)
 
     def describe(self, model: PyTree) -> list[str]:
@@ -150,255 +216,9 @@ class GroupRates:
             return update if factor == 1 else update * factor
 
         def scale_all(updates: PyTree, _: PyTree) -> PyTree:
-            return jax.tree.map(lambda mark, x: None if x is None else scale(mark, x), marks, updates, is_leaf=_is_none)
+            return jax.tree.map(lambda mark, x: None if x is None else scale(mark, x), marks, updates, is_leaf=is_none)
 
         return scale_all
-
-
-def adamw(
-    model: PyTree,
-    *,
-    rate: Rates,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    decay_tables: bool = True,
-    cautious: bool = False,
-    matrices: PyTree = None,
-    trained: Trained = trainable,
-) -> Optimizer:
-    """Return AdamW (arXiv 1711.05101): decay is not part of the moments and is multiplied by the learning rate.
-
-    Biases, norms and other vectors never decay.
-
-    Args:
-        model: The model; only its structure is read.
-        rate: The learning rate as a function of the step.
-        b1: The decay of the mean of gradients.
-        b2: The decay of the mean of squared gradients.
-        eps: A constant that is added to the root of the mean square.
-        weight_decay: The share of a weight that a step subtracts, times the learning rate.
-        decay_tables: Whether embeddings and heads decay too.
-        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
-        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
-        trained: Picks the parameters that are trained, such as `nn.lora_factors`.
-    """
-    marks = _mark_matrices(model, matrices, trained)
-    decay = _decay(weight_decay, marks, decay_tables, cautious)
-    rule = optax.chain(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), decay, optax.scale(-1.0))
-    return Optimizer(rule, rate, trained, assignment=assign("adamw", marks))
-
-
-def muon(
-    model: PyTree,
-    *,
-    rate: Rates,
-    momentum: float = 0.95,
-    newton_schulz_steps: int = 5,
-    iteration: str = "quintic",
-    row_decay: float | None = None,
-    rms: float = 0.2,
-    update_size: str = "rms",
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    decay_tables: bool = True,
-    cautious: bool = False,
-    matrices: PyTree = None,
-    trained: Trained = trainable,
-) -> Optimizer:
-    """Return Muon for hidden matrices (Nesterov momentum, orthogonalized by Newton-Schulz), and AdamW for the rest.
-
-    In a stack, the matrix of each layer (and expert) is orthogonalized by itself, with several output or input dims
-    flattened to one. Updates are scaled by `rms * sqrt(max(outputs, inputs))`, so that one learning rate suits both
-    optimizers (arXiv 2502.16982), or to a spectral norm of `sqrt(outputs / inputs)`, so that one learning rate suits
-    all widths (arXiv 2310.17813). AdamW trains embeddings, heads and vectors.
-
-    Args:
-        model: The model; only its structure is read.
-        rate: The learning rate as a function of the step.
-        momentum: The decay of the mean of gradients that is orthogonalized.
-        newton_schulz_steps: The steps of the Newton-Schulz iteration; Polar Express has at most 5.
-        iteration: The polynomials of these steps: Keller Jordan's, or those of Polar Express, which end nearer to an
-            orthogonal matrix (arXiv 2505.16932).
-        row_decay: The decay of the mean squares by which NorMuon divides each output's update (arXiv 2510.05491); None:
-            the update is orthogonal.
-        rms: The approximate root mean square of an update at a rate of 1; AdamW's is similar.
-        update_size: "rms": updates have the size `rms`. "spectral": they have the spectral norm
-            `sqrt(outputs / inputs)` at a rate of 1, or for NorMuon the root mean square of such an orthogonal matrix.
-        b1: AdamW's decay of the mean of gradients.
-        b2: AdamW's decay of the mean of squared gradients.
-        eps: The constant that AdamW adds to the root of the mean square.
-        weight_decay: The share of a weight that a step subtracts, times the learning rate.
-        decay_tables: Whether embeddings and heads decay too.
-        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
-        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
-        trained: Picks the parameters that are trained, such as `nn.lora_factors`.
-    """
-    if update_size not in ("rms", "spectral"):
-        raise ValueError(f"muon(update_size={update_size!r}): the sizes are rms and spectral; pass one of these.")
-    marks = _mark_matrices(model, matrices, trained)
-
-    def label_of(mark: nn.Matrix | Literal[False] | None) -> str:
-        return "muon" if is_hidden(mark) else "adam"
-
-    labels = jax.tree.map(label_of, marks, is_leaf=_is_none)
-
-    def matrix_axes(updates: PyTree) -> PyTree:
-        return map_marked(lambda mark, _: _muon_axes(mark), marks, updates)
-
-    def scale_updates(updates: PyTree, _: PyTree) -> PyTree:
-        return map_marked(scale_update, marks, updates)
-
-    def scale_update(mark: nn.Matrix, x: Array) -> Array:
-        outputs, inputs = _matrix_sizes(x, mark)
-        size = rms if update_size == "rms" else math.sqrt(outputs / inputs / max(outputs, inputs))
-        # An orthogonal matrix has a root mean square of 1 / sqrt(max(outputs, inputs)), and NorMuon's updates of 1.
-        return x * (size * math.sqrt(max(outputs, inputs)) if row_decay is None else -size)
-
-    orthogonalize = optax.contrib.scale_by_muon(
-        coefficients(iteration, newton_schulz_steps),
-        newton_schulz_steps,
-        beta=momentum,
-        weight_dimension_numbers=matrix_axes,
-    )
-    if row_decay is None:
-        hidden = optax.chain(orthogonalize, optax.stateless(scale_updates), optax.scale(-1.0))
-    else:
-        hidden = optax.chain(orthogonalize, equalize_rows(row_decay, marks), optax.stateless(scale_updates))
-    by_label = optax.partition({"muon": hidden, "adam": optax.adam(1.0, b1=b1, b2=b2, eps=eps)}, lambda _: labels)
-    decay = _decay(-weight_decay, marks, decay_tables, cautious)
-    assignment = assign("muon" if row_decay is None else "normuon", marks)
-    return Optimizer(optax.chain(by_label, decay), rate, trained, assignment=assignment)
-
-
-def normuon(model: PyTree, *, rate: Rates, row_decay: float = 0.95, **options: PyTree) -> Optimizer:
-    """Return NorMuon (arXiv 2510.05491) by Polar Express: Muon whose updates have rows of about the same size.
-
-    It holds one number for each output beside Muon's momentum. `options` are those of `muon`; `row_decay` is the decay
-    of the mean squares of rows.
-    """
-    return muon(model, rate=rate, row_decay=row_decay, **{"iteration": "polar-express", **options})
-
-
-def sgd(
-    model: PyTree,
-    *,
-    rate: Rates,
-    momentum: float | None = None,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-    decay_tables: bool = True,
-    cautious: bool = False,
-    matrices: PyTree = None,
-    trained: Trained = trainable,
-) -> Optimizer:
-    """Return stochastic gradient descent; decay is decoupled from the momentum, as in AdamW.
-
-    Args:
-        model: The model; only its structure is read.
-        rate: The learning rate as a function of the step.
-        momentum: The decay of the sum of gradients that replaces the gradient; None: no momentum.
-        nesterov: Whether to use Nesterov momentum, which looks ahead along that sum.
-        weight_decay: The share of a weight that a step subtracts, times the learning rate.
-        decay_tables: Whether embeddings and heads decay too.
-        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
-        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
-        trained: Picks the parameters that are trained, such as `nn.lora_factors`.
-    """
-    step = optax.sgd(1.0, momentum=momentum, nesterov=nesterov)
-    marks = _mark_matrices(model, matrices, trained)
-    decay = _decay(-weight_decay, marks, decay_tables, cautious)
-    return Optimizer(optax.chain(step, decay), rate, trained, assignment=assign("sgd", marks))
-
-
-# Neighboring bfloat16 numbers are up to 2^-7 apart: a relative change below half of that is rounded back.
-_MAX_BFLOAT16_DECAY = 0.98
-OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType(
-    {"adamw": adamw, "muon": muon, "normuon": normuon, "sgd": sgd}
-)
-
-
-def optimizer(
-    name: str, model: PyTree, *, rate: Rates | float, paths: Sequence[str] = (), **options: PyTree
-) -> Optimizer:
-    """Return the optimizer of a name in `OPTIMIZERS` for a model's structure.
-
-    Raises a `ValueError` for an unknown name, for a choice in `paths` that cannot work, and for bfloat16 moments whose
-    change in a step is so small that rounding undoes it (`b2` or `row_decay` above 0.98).
-
-    Args:
-        name: The name.
-        model: The model; only its structure is read.
-        rate: The learning rate, a number or a function of the step.
-        paths: Other optimizers for some parameters, as `PATTERN=NAME`. A pattern is a part of a parameter's path, such
-            as `embedding`, `sublayers[1].layer` or `up.weight`; a `*` stands for any text. Where several choices match
-            a parameter, the last one counts.
-        options: The options of these optimizers; `moments`, the dtype of their state between steps (float32, bfloat16,
-            8bit); and `group_rates`, a `GroupRates`.
-    """
-    if name not in OPTIMIZERS:
-        raise ValueError(f"optimizer({name!r}): the optimizers are {', '.join(OPTIMIZERS)}; pass one of these.")
-    moments, group_rates = options.pop("moments", "float32"), options.pop("group_rates", GroupRates())
-    rate = rate if callable(rate) else constant(rate)
-    means_of_squares = {"b2": options.get("b2"), "row_decay": options.get("row_decay")}
-    for option, decay in means_of_squares.items():
-        if moments == "bfloat16" and decay is not None and decay > _MAX_BFLOAT16_DECAY:
-            raise ValueError(
-                f"optimizer({name!r}, moments={moments!r}, {option}={decay}): in a step a mean of "
-                f"squares loses {1 - decay:.2g} of its value, which rounding to bfloat16 restores, so it never "
-                f"falls; take moments='float32' or '8bit', or {option} of at most {_MAX_BFLOAT16_DECAY}."
-            )
-    optimizer = (
-        _choose_by_paths(name, model, rate, paths, options) if paths else OPTIMIZERS[name](model, rate=rate, **options)
-    )
-    if group_rates != GroupRates():
-        marks = _mark_matrices(model, options.get("matrices"), optimizer.trained)
-        scaled = optax.chain(optimizer.transform, optax.stateless(group_rates.scaling(marks)))
-        optimizer = dataclasses.replace(optimizer, transform=scaled)
-    return dataclasses.replace(optimizer, moments=moments)
-
-
-def _choose_by_paths(
-    name: str, model: PyTree, rate: Rates, paths: Sequence[str], options: Mapping[str, PyTree]
-) -> Optimizer:
-    """Return the named optimizer with other ones for the parameters that `paths` choose, as `optimizer` describes."""
-    marks = _mark_matrices(model, options.get("matrices"), options.get("trained", trainable))
-    assignment = assign(name, marks, paths, tuple(OPTIMIZERS))
-    names = dict(assignment)
-    chosen_names = {choice.rpartition("=")[2] for choice in paths} - {name}
-    takes = {chosen: _option_names(chosen) for chosen in (name, *chosen_names)}
-
-    def build(optimizer_name: str) -> Optimizer:
-        # An option that no optimizer has is passed to the first, which refuses it.
-        is_first = optimizer_name == name
-        taken = {
-            option: value
-            for option, value in options.items()
-            if option in takes[optimizer_name] or (is_first and not any(option in known for known in takes.values()))
-        }
-        return OPTIMIZERS[optimizer_name](model, rate=rate, **taken)
-
-    first = build(name)
-    transforms: dict[Hashable, optax.GradientTransformation] = {name: first.transform}
-    transforms |= {chosen: build(chosen).transform for chosen in sorted(chosen_names)}
-
-    def label(path: tuple, mark: nn.Matrix | Literal[False]) -> str:
-        # The named optimizer has its own optimizer for the parameters that it does not take itself.
-        chosen = names[nn.path_name(path)]
-        return chosen if chosen in chosen_names and chosen != dict(first.assignment)[nn.path_name(path)] else name
-
-    labels = jax.tree_util.tree_map_with_path(label, marks)
-    transform = optax.partition(transforms, lambda _: labels)
-    return dataclasses.replace(first, transform=transform, assignment=assignment)
-
-
-def _option_names(name: str) -> frozenset[str]:
-    """Return the names of an optimizer's options."""
-    options = frozenset(inspect.signature(OPTIMIZERS[name]).parameters)
-    return options | _option_names("muon") if name == "normuon" else options
 
 
 def check_optimizer(optimizer: object, call: str) -> None:
@@ -413,51 +233,12 @@ def check_optimizer(optimizer: object, call: str) -> None:
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:
     """Return the root of the sum of squares over all entries of all leaves, accumulated in float32 at least."""
-    leaves = jax.tree.leaves(nn.in_float32(tree))
-    widest = jnp.result_type(*(leaf.dtype for leaf in leaves)) if leaves else jnp.float32
+    leaves, widest = jax.tree.leaves(nn.in_float32(tree)), _widest_dtype(tree)
     squares = (jnp.sum(jnp.square(leaf)).astype(widest) for leaf in leaves)
     return jnp.sqrt(sum(squares, start=jnp.zeros((), widest)))
 
 
-def _mark_matrices(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
-    """Return a tree like the trained parameters, with an `nn.Matrix` for each matrix and False for other parameters."""
-    marks = nn.matrices(model) if matrices is None else matrices
-
-    def mark(parameter: PyTree, mark: nn.Matrix | None) -> nn.Matrix | bool | None:
-        return None if parameter is None else False if mark is None else mark
-
-    return jax.tree.map(mark, trained(model), marks, is_leaf=_is_none)
-
-
-def _decay(weight_decay: float, marks: PyTree, decay_tables: bool, cautious: bool) -> optax.GradientTransformation:
-    """Return the transformation that adds `weight_decay` times the weights that decay to their updates."""
-
-    def decays(mark: nn.Matrix | Literal[False] | None) -> bool:
-        return bool(mark and (decay_tables or not mark.table))
-
-    mask = jax.tree.map(decays, marks, is_leaf=_is_none)
-
-    def add_in_its_direction(update: Array, parameter: Array) -> Array:
-        decay = weight_decay * parameter
-        return jnp.where(update * decay > 0, update + decay, update)
-
-    def update(updates: PyTree, parameters: PyTree) -> PyTree:
-        return jax.tree.map(add_in_its_direction, updates, parameters)
-
-    if cautious:
-        return optax.masked(optax.stateless(update), lambda _: mask)
-    return optax.add_decayed_weights(weight_decay, lambda _: mask)  # A mask of modules would be called by optax.
-
-
-def _muon_axes(mark: nn.Matrix) -> optax.contrib.MuonDimensionNumbers:
-    """Return the input and output dims of a matrix; all others are ensemble dims."""
-    first, last = mark.ensemble + mark.outputs, mark.ensemble + mark.outputs + mark.inputs
-    return optax.contrib.MuonDimensionNumbers(
-        reduction_axis=tuple(range(first, last)), output_axis=tuple(range(mark.ensemble, first))
-    )
-
-
-def _matrix_sizes(x: Array, mark: nn.Matrix) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs of a matrix."""
-    outputs = math.prod(x.shape[mark.ensemble : mark.ensemble + mark.outputs])
-    return outputs, math.prod(x.shape[mark.ensemble + mark.outputs :])
+def _widest_dtype(tree: PyTree) -> jnp.dtype:
+    """Return the widest dtype of a tree's arrays, float32 at least."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(nn.in_float32(tree))]
+    return jnp.result_type(*dtypes) if dtypes else jnp.dtype(jnp.float32)

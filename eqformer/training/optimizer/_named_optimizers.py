@@ -1,0 +1,348 @@
+"""Optimizers by name: AdamW, schedule-free AdamW, Muon, NorMuon and SGD; only matrices decay."""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+from ... import nn
+from ._assignment import assign, is_hidden
+from ._learning_rates import constant, Rates
+from ._optimizer import GroupRates, is_none, Optimizer, trainable, Trained
+from ._orthogonalize import coefficients, equalize_rows, map_marked
+
+
+def adamw(
+    model: PyTree,
+    *,
+    rate: Rates,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    decay_tables: bool = True,
+    cautious: bool = False,
+    matrices: PyTree = None,
+    trained: Trained = trainable,
+) -> Optimizer:
+    """Return AdamW (arXiv 1711.05101): decay is not part of the moments and is multiplied by the learning rate.
+
+    Biases, norms and other vectors never decay.
+
+    Args:
+        model: The model; only its structure is read.
+        rate: The learning rate as a function of the step.
+        b1: The decay of the mean of gradients.
+        b2: The decay of the mean of squared gradients.
+        eps: A constant that is added to the root of the mean square.
+        weight_decay: The share of a weight that a step subtracts, times the learning rate.
+        decay_tables: Whether embeddings and heads decay too.
+        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
+        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
+        trained: Picks the parameters that are trained, such as `nn.lora_factors`.
+    """
+    marks = _mark_matrices(model, matrices, trained)
+    decay = _decay(weight_decay, marks, decay_tables, cautious)
+    rule = optax.chain(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), decay, optax.scale(-1.0))
+    return Optimizer(rule, rate, trained, assignment=assign("adamw", marks))
+
+
+def schedule_free_adamw(
+    model: PyTree,
+    *,
+    rate: Rates,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    decay_tables: bool = True,
+    cautious: bool = False,
+    matrices: PyTree = None,
+    trained: Trained = trainable,
+) -> Optimizer:
+    """Return schedule-free AdamW (arXiv 2405.15682), which needs no descent of the rate: take constant rates.
+
+    The model's weights are averages of those that the updates move, and gradients are computed between the two. The
+    average replaces AdamW's mean of gradients, so both take the same memory. Validation, samples and checkpoints have
+    the averaged weights; parameters in 16 bits would lose most of the average's small changes.
+
+    Args:
+        model: The model; only its structure is read.
+        rate: The learning rate as a function of the step, which does not fall; a step's weight in the average is the
+            square of the largest rate so far.
+        b1: The share of the averaged weights in those where gradients are computed.
+        b2: The decay of the mean of squared gradients.
+        eps: A constant that is added to the root of the mean square.
+        weight_decay: The share of a weight that a step subtracts, times the learning rate.
+        decay_tables: Whether embeddings and heads decay too.
+        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
+        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
+        trained: Picks the parameters that are trained, such as `nn.lora_factors`.
+    """
+    marks = _mark_matrices(model, matrices, trained)
+    decay = _decay(weight_decay, marks, decay_tables, cautious)
+    scale = optax.scale_by_rms(decay=b2, eps=eps, eps_in_sqrt=False, bias_correction=True)
+    rule, assignment = optax.chain(scale, decay, optax.scale(-1.0)), assign("schedule-free-adamw", marks)
+    return Optimizer(rule, rate, trained, average=b1, assignment=assignment)
+
+
+def muon(
+    model: PyTree,
+    *,
+    rate: Rates,
+    momentum: float = 0.95,
+    newton_schulz_steps: int = 5,
+    iteration: str = "quintic",
+    row_decay: float | None = None,
+    rms: float = 0.2,
+    update_size: str = "rms",
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    decay_tables: bool = True,
+    cautious: bool = False,
+    matrices: PyTree = None,
+    trained: Trained = trainable,
+) -> Optimizer:
+    """Return Muon for hidden matrices (Nesterov momentum, orthogonalized by Newton-Schulz), and AdamW for the rest.
+
+    In a stack, the matrix of each layer (and expert) is orthogonalized by itself, with several output or input dims
+    flattened to one. Updates are scaled by `rms * sqrt(max(outputs, inputs))`, so that one learning rate suits both
+    optimizers (arXiv 2502.16982), or to a spectral norm of `sqrt(outputs / inputs)`, so that one learning rate suits
+    all widths (arXiv 2310.17813). AdamW trains embeddings, heads and vectors.
+
+    Args:
+        model: The model; only its structure is read.
+        rate: The learning rate as a function of the step.
+        momentum: The decay of the mean of gradients that is orthogonalized.
+        newton_schulz_steps: The steps of the Newton-Schulz iteration; Polar Express has at most 5.
+        iteration: The polynomials of these steps: Keller Jordan's, or those of Polar Express, which end nearer to an
+            orthogonal matrix (arXiv 2505.16932).
+        row_decay: The decay of the mean squares by which NorMuon divides each output's update (arXiv 2510.05491); None:
+            the update is orthogonal.
+        rms: The approximate root mean square of an update at a rate of 1; AdamW's is similar.
+        update_size: "rms": updates have the size `rms`. "spectral": they have the spectral norm
+            `sqrt(outputs / inputs)` at a rate of 1, or for NorMuon the root mean square of such an orthogonal matrix.
+        b1: AdamW's decay of the mean of gradients.
+        b2: AdamW's decay of the mean of squared gradients.
+        eps: The constant that AdamW adds to the root of the mean square.
+        weight_decay: The share of a weight that a step subtracts, times the learning rate.
+        decay_tables: Whether embeddings and heads decay too.
+        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
+        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
+        trained: Picks the parameters that are trained, such as `nn.lora_factors`.
+    """
+    if update_size not in ("rms", "spectral"):
+        raise ValueError(f"muon(update_size={update_size!r}): the sizes are rms and spectral; pass one of these.")
+    marks = _mark_matrices(model, matrices, trained)
+
+    def label_of(mark: nn.Matrix | Literal[False] | None) -> str:
+        return "muon" if is_hidden(mark) else "adam"
+
+    labels = jax.tree.map(label_of, marks, is_leaf=is_none)
+
+    def matrix_axes(updates: PyTree) -> PyTree:
+        return map_marked(lambda mark, _: _muon_axes(mark), marks, updates)
+
+    def scale_updates(updates: PyTree, _: PyTree) -> PyTree:
+        return map_marked(scale_update, marks, updates)
+
+    def scale_update(mark: nn.Matrix, x: Array) -> Array:
+        outputs, inputs = _matrix_sizes(x, mark)
+        size = rms if update_size == "rms" else math.sqrt(outputs / inputs / max(outputs, inputs))
+        # An orthogonal matrix has a root mean square of 1 / sqrt(max(outputs, inputs)), and NorMuon's updates of 1.
+        return x * (size * math.sqrt(max(outputs, inputs)) if row_decay is None else -size)
+
+    orthogonalize = optax.contrib.scale_by_muon(
+        coefficients(iteration, newton_schulz_steps),
+        newton_schulz_steps,
+        beta=momentum,
+        weight_dimension_numbers=matrix_axes,
+    )
+    if row_decay is None:
+        hidden = optax.chain(orthogonalize, optax.stateless(scale_updates), optax.scale(-1.0))
+    else:
+        hidden = optax.chain(orthogonalize, equalize_rows(row_decay, marks), optax.stateless(scale_updates))
+    by_label = optax.partition({"muon": hidden, "adam": optax.adam(1.0, b1=b1, b2=b2, eps=eps)}, lambda _: labels)
+    decay = _decay(-weight_decay, marks, decay_tables, cautious)
+    assignment = assign("muon" if row_decay is None else "normuon", marks)
+    return Optimizer(optax.chain(by_label, decay), rate, trained, assignment=assignment)
+
+
+def normuon(model: PyTree, *, rate: Rates, row_decay: float = 0.95, **options: PyTree) -> Optimizer:
+    """Return NorMuon (arXiv 2510.05491) by Polar Express: Muon whose updates have rows of about the same size.
+
+    It holds one number for each output beside Muon's momentum. `options` are those of `muon`; `row_decay` is the decay
+    of the mean squares of rows.
+    """
+    return muon(model, rate=rate, row_decay=row_decay, **{"iteration": "polar-express", **options})
+
+
+def sgd(
+    model: PyTree,
+    *,
+    rate: Rates,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decay_tables: bool = True,
+    cautious: bool = False,
+    matrices: PyTree = None,
+    trained: Trained = trainable,
+) -> Optimizer:
+    """Return stochastic gradient descent; decay is decoupled from the momentum, as in AdamW.
+
+    Args:
+        model: The model; only its structure is read.
+        rate: The learning rate as a function of the step.
+        momentum: The decay of the sum of gradients that replaces the gradient; None: no momentum.
+        nesterov: Whether to use Nesterov momentum, which looks ahead along that sum.
+        weight_decay: The share of a weight that a step subtracts, times the learning rate.
+        decay_tables: Whether embeddings and heads decay too.
+        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
+        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
+        trained: Picks the parameters that are trained, such as `nn.lora_factors`.
+    """
+    step = optax.sgd(1.0, momentum=momentum, nesterov=nesterov)
+    marks = _mark_matrices(model, matrices, trained)
+    decay = _decay(-weight_decay, marks, decay_tables, cautious)
+    return Optimizer(optax.chain(step, decay), rate, trained, assignment=assign("sgd", marks))
+
+
+# Neighboring bfloat16 numbers are up to 2^-7 apart: a relative change below half of that is rounded back.
+_MAX_BFLOAT16_DECAY = 0.98
+OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType(
+    {"adamw": adamw, "schedule-free-adamw": schedule_free_adamw, "muon": muon, "normuon": normuon, "sgd": sgd}
+)
+
+
+def optimizer(
+    name: str, model: PyTree, *, rate: Rates | float, paths: Sequence[str] = (), **options: PyTree
+) -> Optimizer:
+    """Return the optimizer of a name in `OPTIMIZERS` for a model's structure.
+
+    Raises a `ValueError` for an unknown name, for a choice in `paths` that cannot work, and for bfloat16 moments whose
+    change in a step is so small that rounding undoes it (`b2` or `row_decay` above 0.98).
+
+    Args:
+        name: The name.
+        model: The model; only its structure is read.
+        rate: The learning rate, a number or a function of the step.
+        paths: Other optimizers for some parameters, as `PATTERN=NAME`. A pattern is a part of a parameter's path, such
+            as `embedding`, `sublayers[1].layer` or `up.weight`; a `*` stands for any text. Where several choices match
+            a parameter, the last one counts.
+        options: The options of these optimizers; `moments`, the dtype of their state between steps (float32, bfloat16,
+            8bit); and `group_rates`, a `GroupRates`.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer({name!r}): the optimizers are {', '.join(OPTIMIZERS)}; pass one of these.")
+    moments, group_rates = options.pop("moments", "float32"), options.pop("group_rates", GroupRates())
+    rate = rate if callable(rate) else constant(rate)
+    means_of_squares = {"b2": options.get("b2"), "row_decay": options.get("row_decay")}
+    for option, decay in means_of_squares.items():
+        if moments == "bfloat16" and decay is not None and decay > _MAX_BFLOAT16_DECAY:
+            raise ValueError(
+                f"optimizer({name!r}, moments={moments!r}, {option}={decay}): in a step a mean of "
+                f"squares loses {1 - decay:.2g} of its value, which rounding to bfloat16 restores, so it never "
+                f"falls; take moments='float32' or '8bit', or {option} of at most {_MAX_BFLOAT16_DECAY}."
+            )
+    optimizer = (
+        _choose_by_paths(name, model, rate, paths, options) if paths else OPTIMIZERS[name](model, rate=rate, **options)
+    )
+    if group_rates != GroupRates():
+        marks = _mark_matrices(model, options.get("matrices"), optimizer.trained)
+        scaled = optax.chain(optimizer.transform, optax.stateless(group_rates.scaling(marks)))
+        optimizer = dataclasses.replace(optimizer, transform=scaled)
+    return dataclasses.replace(optimizer, moments=moments)
+
+
+def _choose_by_paths(
+    name: str, model: PyTree, rate: Rates, paths: Sequence[str], options: Mapping[str, PyTree]
+) -> Optimizer:
+    """Return the named optimizer with other ones for the parameters that `paths` choose, as `optimizer` describes."""
+    marks = _mark_matrices(model, options.get("matrices"), options.get("trained", trainable))
+    assignment = assign(name, marks, paths, tuple(OPTIMIZERS))
+    names = dict(assignment)
+    chosen_names = {choice.rpartition("=")[2] for choice in paths} - {name}
+    takes = {chosen: _option_names(chosen) for chosen in (name, *chosen_names)}
+
+    def build(optimizer_name: str) -> Optimizer:
+        # An option that no optimizer has is passed to the first, which refuses it.
+        is_first = optimizer_name == name
+        taken = {
+            option: value
+            for option, value in options.items()
+            if option in takes[optimizer_name] or (is_first and not any(option in known for known in takes.values()))
+        }
+        return OPTIMIZERS[optimizer_name](model, rate=rate, **taken)
+
+    first = build(name)
+    transforms: dict[Hashable, optax.GradientTransformation] = {name: first.transform}
+    transforms |= {chosen: build(chosen).transform for chosen in sorted(chosen_names)}
+
+    def label(path: tuple, mark: nn.Matrix | Literal[False]) -> str:
+        # The named optimizer has its own optimizer for the parameters that it does not take itself.
+        chosen = names[nn.path_name(path)]
+        return chosen if chosen in chosen_names and chosen != dict(first.assignment)[nn.path_name(path)] else name
+
+    labels = jax.tree_util.tree_map_with_path(label, marks)
+    transform = optax.partition(transforms, lambda _: labels)
+    return dataclasses.replace(first, transform=transform, assignment=assignment)
+
+
+def _option_names(name: str) -> frozenset[str]:
+    """Return the names of an optimizer's options."""
+    options = frozenset(inspect.signature(OPTIMIZERS[name]).parameters)
+    return options | _option_names("muon") if name == "normuon" else options
+
+
+def _mark_matrices(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
+    """Return a tree like the trained parameters, with an `nn.Matrix` for each matrix and False for other parameters."""
+    marks = nn.matrices(model) if matrices is None else matrices
+
+    def mark(parameter: PyTree, mark: nn.Matrix | None) -> nn.Matrix | bool | None:
+        return None if parameter is None else False if mark is None else mark
+
+    return jax.tree.map(mark, trained(model), marks, is_leaf=is_none)
+
+
+def _decay(weight_decay: float, marks: PyTree, decay_tables: bool, cautious: bool) -> optax.GradientTransformation:
+    """Return the transformation that adds `weight_decay` times the weights that decay to their updates."""
+
+    def decays(mark: nn.Matrix | Literal[False] | None) -> bool:
+        return bool(mark and (decay_tables or not mark.table))
+
+    mask = jax.tree.map(decays, marks, is_leaf=is_none)
+
+    def add_in_its_direction(update: Array, parameter: Array) -> Array:
+        decay = weight_decay * parameter
+        return jnp.where(update * decay > 0, update + decay, update)
+
+    def update(updates: PyTree, parameters: PyTree) -> PyTree:
+        return jax.tree.map(add_in_its_direction, updates, parameters)
+
+    if cautious:
+        return optax.masked(optax.stateless(update), lambda _: mask)
+    return optax.add_decayed_weights(weight_decay, lambda _: mask)  # A mask of modules would be called by optax.
+
+
+def _muon_axes(mark: nn.Matrix) -> optax.contrib.MuonDimensionNumbers:
+    """Return the input and output dims of a matrix; all others are ensemble dims."""
+    first, last = mark.ensemble + mark.outputs, mark.ensemble + mark.outputs + mark.inputs
+    return optax.contrib.MuonDimensionNumbers(
+        reduction_axis=tuple(range(first, last)), output_axis=tuple(range(mark.ensemble, first))
+    )
+
+
+def _matrix_sizes(x: Array, mark: nn.Matrix) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs of a matrix."""
+    outputs = math.prod(x.shape[mark.ensemble : mark.ensemble + mark.outputs])
+    return outputs, math.prod(x.shape[mark.ensemble + mark.outputs :])
