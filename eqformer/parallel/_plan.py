@@ -255,7 +255,7 @@ class Plan(Placement):
             plan.check_serving(model, rows=ids.shape[0])
             model = repeat_key_heads(model, plan)
             device, rows = plan.on_device(model, "serve"), (ids, pad_tokens(tokens, ids.shape[0]))
-            arrays, row_specs, cache_specs = cache.arrays, PartitionSpec(BATCH_AXES), layout.specs(cache.arrays)
+            arrays, row_specs, cache_specs = cache.arrays, PartitionSpec(plan.batch_axes), layout.specs(cache.arrays)
 
         def per_device(
             model: nn.LanguageModel, rows: tuple[Array, nn.Tokens], inputs: PyTree, cache: PyTree
