@@ -36,16 +36,16 @@ from .attention._call import apply_softcap, DecodeCall, if_given, lowest, ScoreS
 
 
 _PROGRAMS = 264  # programs that fill a GPU: two for each of the 132 multiprocessors of an H100
-_BLOCK_NUMBERS = 8192  # numbers of keys in a block: 32 KB with the block's values, and as much is in flight
-_QUERY_NUMBERS = 16384  # most numbers of a program's queries, which stay in registers beside the running softmax
+_BLOCK_NUMBERS = 8192  # numbers of keys in a block: 32 KB with its values; the next block, as large, is being loaded
+_QUERY_NUMBERS = 16384  # the most numbers in a program's queries, which stay in registers beside the running softmax
 
 
 class FlashDecodingGpu(Implementation[DecodeCall, Array]):
     """Flash-decoding in Triton: products in 16 bits, to which 8-bit keys and values are converted.
 
-    A program reads its chunk of slots in blocks of 8,192 numbers of keys, or of 16 slots if these have more. A chunk
-    has as many blocks as still leave 264 programs for the GPU. The constants are those of an H100 (compute capability
-    9.0). `interpret` runs the kernel as plain JAX on any platform, for tests.
+    A program reads its chunk of slots in blocks of 8,192 numbers of keys, or of 16 slots if 16 slots have more numbers.
+    Chunks are as long as possible while there are at least 264 programs. The constants are those of an H100 (compute
+    capability 9.0). `interpret` runs the kernel as plain JAX on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)

@@ -3,7 +3,7 @@
 XLA for GPUs writes the decoded weight to main memory and reads it again: a product of 64 vectors in bfloat16 then moves
 five times the bytes of int8 codes, and more than a weight in bfloat16. The kernel (Pallas by Triton) reads the codes
 once and decodes a block of them in registers, by the same formula and with the same rounding as the definition. For
-many vectors the decoded weight is a small part of the work, so that the definition computes these.
+many vectors, to write and read the decoded weight is a small part of the work, so the definition computes such calls.
 """
 
 import functools

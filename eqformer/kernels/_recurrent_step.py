@@ -60,8 +60,8 @@ class RecurrentStepCall(Call):
     memory: Float[Array, "*layers_batch heads head_dim v_dim"]
     """The states, of all layers where there is a `layer`."""
     initial: Int[Array, "*batch"]
-    """A code of the state before the token: the state in the memory (0), zeros (1), or NaN (2) for a row whose token
-    does not follow the tokens that its state has read, so that the error shows."""
+    """A code of the state before the token: 0 is the state in the memory, 1 is zeros, and 2 is NaN. NaN makes an error
+    visible: the token does not follow the tokens that the row's state has read."""
     layer: Int[Array, ""] | None
     """The layer of a stack whose states are read and written; None: the memory is of one layer."""
     step: Step = eqx.field(static=True)
@@ -189,10 +189,10 @@ def _kernel(step: Step, _: Ref, initial: Ref, *refs: Ref) -> None:
 
 
 def _choose_block(groups: int, heads: int, size: int) -> tuple[int, int]:
-    """Return the groups and the heads of a group of one program: whole groups, or a multiple of 8 heads of one group.
+    """Return how many groups a program has, and how many heads of each: whole groups, or a part of one group.
 
-    They are as many as fit `_STATE_BYTES`. If not even the fewest fit, they are the fewest: 8 heads or the next larger
-    divisor of `heads` that is a multiple of 8, or else the whole group.
+    The program has as many heads as fit in `_STATE_BYTES`, and at least the smallest divisor of `heads` that is a
+    multiple of 8, or all heads of a group if there is no such divisor.
     """
     most = _STATE_BYTES // size
     if heads <= most:

@@ -1,5 +1,5 @@
-"""Entries of a family's attribute table; an entry reads some fields of a config from a `config.json`, and writes
-them."""
+"""Entries of a family's attribute table. An entry reads fields of a config from a `config.json`, and writes them
+back."""
 
 import abc
 import dataclasses
@@ -21,7 +21,7 @@ class Entry(abc.ABC):
 
     @property
     def defaults(self) -> Mapping[str, object]:
-        """Defaults of attributes, for all entries that read the same attributes."""
+        """Default values of attributes; they also hold for other entries that read the same attributes."""
         return {}
 
     @abc.abstractmethod

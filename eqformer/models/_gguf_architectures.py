@@ -35,8 +35,10 @@ class Architecture:
     model_type: str
     """The family's `model_type`."""
     layer: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Published names of a layer's arrays, beyond `LAYER`: names without `weight` or `bias` or, by the whole name in
-    files, whole names; `{}` stands for an expert's number."""
+    """Published names of a layer's arrays by their names in files, in addition to `LAYER`.
+
+    Both names leave out `.weight` and `.bias`, or both are whole names. `{}` stands for an expert's number.
+    """
     sizes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Published names of sizes that every file has."""
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -52,7 +54,7 @@ class Architecture:
     restore: Callable[[str, Shaped[np.ndarray, "*dims"]], Shaped[np.ndarray, "*dims"]] = _keep
     """A function that returns the published values of an array of one dim, given its name."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """By the names of arrays: the place of a dim of size 1 that files leave out."""
+    """The index of a dim of size 1 that files leave out, by the array's name."""
     edges: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Published names of arrays outside of the layers that not all architectures have."""
     has_key_heads_by_layer: bool = False
@@ -67,7 +69,7 @@ def _experts(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _gemma_scores(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the attribute for the divisor of attention scores, whose square root divides the scores.
+    """Return the attribute whose square root divides the attention scores.
 
     Like llama.cpp, this recognizes the two 27B models by their numbers of layers.
     """
@@ -91,7 +93,7 @@ _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per
 
 
 def _rotated_pairs(file: GGUF, name: str) -> Order:
-    """Undo the order of queries' and keys' rows in which channels that are rotated together are neighbors."""
+    """Return the published order of the rows of queries and keys; in files, channels that form a pair are neighbors."""
     match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", name)
     if match is None:
         return None, None
@@ -110,7 +112,10 @@ def _minus_one(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarr
 
 
 def _tiled_heads(file: GGUF, name: str) -> Order:
-    """Undo the order of a delta net's value heads: the first of each key head, the second of each, and so on."""
+    """Return the published order of a delta net's value heads.
+
+    Files have the first value head of each key head, then the second of each, and so on.
+    """
     kind = file.values["general.architecture"]
     keys, heads, key_width, inner = (
         file.values[f"{kind}.ssm.{size}"] for size in ("group_count", "time_step_rank", "state_size", "inner_size")
@@ -133,10 +138,10 @@ _PER_CHANNEL = ("attn_gate.weight", "attn_qkv.weight", "ssm_conv1d.weight", "ssm
 
 
 def _qwen35_values(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
-    """Undo the 1 that is added to most norms' scales, and the function of the decay rates."""
+    """Return published values: files add 1 to most norms' scales, and hold a function of the decay rates."""
     if name.endswith(".ssm_a"):
         if not (array < 0).all():
-            raise ValueError(f"{name} holds a number that is not below 0, and rates of decay are")
+            raise ValueError(f"{name} holds a number that is not below 0, but all decay rates must be below 0")
         return np.log(-array)
     return array if name.endswith(".ssm_norm.weight") else _minus_one(name, array)
 
@@ -155,13 +160,13 @@ def _conv_layers(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def _oss_scaling(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return YaRN whose bounds are not rounded, as gpt-oss has it."""
+    """Return gpt-oss's YaRN scaling, whose bounds are not rounded."""
     scaling = config.get("rope_scaling")
     return {"rope_scaling": scaling | {"truncate": False}} if isinstance(scaling, dict) else {}
 
 
 def _growth(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the scaling of Ministral 3, which states both the growth of scores and YaRN's strength."""
+    """Return the scaling of Ministral 3, with the growth of scores and the magnitude of YaRN."""
     growth, strength = config["llama_4_scaling_beta"], config["mscale_all_dim"]
     added = {"llama_4_scaling_beta": growth} | ({"mscale": strength, "mscale_all_dim": strength} if strength else {})
     scaling = {"rope_type": "default"} | (config.get("rope_scaling") or {}) | added

@@ -22,10 +22,11 @@ from ._tokens import Tokens
 
 
 class LayerCache(eqx.Module):
-    """A cache whose arrays have all layers of a stack, and which the stack passes to each layer with its index,
+    """A cache whose arrays hold all layers of a stack; the stack passes it to each layer with the layer's index,
     `layer`.
 
-    The layer reads and writes its part in place. A slice for each layer would be copied out and back in each step.
+    The layer reads and writes its part in place. If each layer got a slice, the slice would be copied out and back in
+    each step.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
@@ -185,11 +186,11 @@ def capacity_of(cache: SlotCache) -> int:
 def store_tokens(
     cache: SlotCache, memories: tuple, scales: tuple, new: tuple, tokens: Tokens, heads: int = 0
 ) -> tuple[tuple, tuple]:
-    """Store new tokens in two arrays, which may have scales; return the stored arrays and the arrays for queries.
+    """Store new tokens in the cache; return the arrays to store, and the arrays that queries of these tokens read.
 
-    The stored arrays are the two arrays, their scales if they have any, and the positions. The arrays for queries are
-    the two arrays, dequantized, and the positions, for all tokens that the new tokens may see. The two arrays have
-    `heads` dims of heads between the dims of rows and of slots.
+    The first are the cache's two arrays, their scales if they have any, and the positions. The second are the two
+    arrays, dequantized, and the positions of all tokens that the new tokens may see. The two arrays have `heads` dims
+    of heads between the dims of rows and of slots.
     """
     if scales[0] is None:
         return _store(memories, cache, new, tokens, heads)
@@ -269,7 +270,7 @@ class KVCache(SlotCache):
     value_scales: Float[Array, "*batch kv_heads kv_seq"] | None = None
     """Scales of 8-bit values."""
     rotary_lengths: Int[Array, "*batch"] | None = None
-    """For each row, a length by whose frequencies its keys are rotated; None: all keys have the same frequencies."""
+    """For each row, the length whose rotary frequencies its keys have; None: all lengths have the same frequencies."""
 
     @classmethod
     def empty(

@@ -1,4 +1,4 @@
-"""Embeddings of tokens, of positions, and of tokens for each layer (Gemma 3n, Gemma 4)."""
+"""Embeddings of tokens and of positions, and embeddings of tokens that differ by layer (Gemma 3n, Gemma 4)."""
 
 from collections.abc import Callable
 

@@ -188,7 +188,7 @@ def run_layers(
     """Run layers, stacks, or modules that are called like them, in order.
 
     Return the last output, and tuples of the layers' caches and aux. Each layer gets its own slice of `tokens.inputs`,
-    and the values that earlier layers share with it. Shared values that a layer after all of `layers` reads stay in the
+    and the values that earlier layers share with it. If a layer after `layers` reads a shared value, it stays in the
     aux. Raises a `ValueError` if the number of per-layer inputs is not the number of sublayers that read one.
     """
     count = sum(map(count_layer_inputs, layers))
@@ -236,20 +236,27 @@ def share_embedding(tokens: Tokens, x: Float[Array, "*batch _ embed"], layers: S
     return tokens.replace(shared=(*tokens.shared, SharedValue(x, name=EMBEDDING)))
 
 
-# Rematerialisation policies: each names what the forward pass keeps; the backward pass recomputes all else.
+# Rematerialisation policies. A policy names the arrays that the forward pass keeps; the backward pass recomputes all
+# other arrays.
 #
-# - `none` keeps everything. - `full` keeps the layers' inputs, and arrays named "own tokens". If devices split a row's
-# tokens, these are the results of a layer's maps for the device's tokens, which would be sent again otherwise; and the
-# tokens gathered for experts, which would be computed twice. - `dots` keeps the results of all matrix products,
-# `dots_no_batch` of those without a batch dim. - `products` keeps the results of linear maps, and arrays that are named
-# by `checkpoint_name`. "attended" is the output of attention, of every core but `DotProductAttention`, with the sums of
-# its softmax if the backward pass reads them, so that no kernel runs twice forward. "product" is a result of a linear
-# map that is gathered from devices, or that experts computed. "dropout" is a mask of dropout, a byte for each channel.
-# Products of several experts at once have a batch dim, and are not kept if experts choose their tokens or contain more
-# than linear maps. - `products_on_host` keeps the same arrays except masks, and the layers' inputs, in the memory of
-# the devices' hosts. - `full_on_host` keeps the layers' inputs in the hosts' memory, and "own tokens" on the devices.
+# `none` keeps everything.
+# `full` keeps the layers' inputs, and the arrays named "own tokens".
+# `dots` keeps the results of all matrix products, and `dots_no_batch` those of products without a batch dim.
+# `products` keeps the results of linear maps, and the arrays named "attended", "product" and "dropout".
+# `products_on_host` keeps the same arrays except "dropout", and the layers' inputs, in the memory of the hosts.
+# `full_on_host` keeps the layers' inputs in the memory of the hosts, and "own tokens" on the devices.
 #
-# A device that is its own host runs the last two as `products` and `full`.
+# A device that is its own host runs the last two as `products` and `full`. Modules name arrays by `checkpoint_name`:
+#
+# "own tokens": if devices split a row's tokens, the results of a layer's maps for the device's tokens, which would
+# otherwise be sent again, and the tokens gathered for experts, which would otherwise be computed twice.
+# "attended": the output of attention, except that of `DotProductAttention`, and the sums of its softmax if the backward
+# pass reads them. No kernel then runs twice forward.
+# "product": the result of a linear map that is gathered from devices, or that experts computed.
+# "dropout": a dropout mask, a byte for each channel.
+#
+# A product of several experts at once has a batch dim. It is not kept if experts choose their tokens, or contain more
+# than linear maps.
 _POLICIES = jax.checkpoint_policies
 _TO_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
 _PRODUCT_NAMES = ("attended", "product")

@@ -319,7 +319,7 @@ class Transformer(LanguageModel):
 
 
 def _batch_shape(batch: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes of the dims of rows, of which a single one may be given as a number."""
+    """Return the sizes of the batch dims; a number is the size of a single dim."""
     return (batch,) if isinstance(batch, int) else tuple(batch)
 
 

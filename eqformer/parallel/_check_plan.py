@@ -132,7 +132,7 @@ def _describe_shared(stack: nn.LayerStack) -> str:
 
 
 def _check_extra_inputs(plan: Placement, model: nn.LanguageModel) -> None:
-    """Refuse to split inputs beside a layer's tokens: a source of other rows, and a bias of whole rows' scores."""
+    """Refuse to split rows or features if a layer also reads a cross-attention source or a bias of scores."""
     names = {"source": "another sequence", "bias": "a bias of scores"}
     for path, mixer in nn.named_modules(model, nn.Mixer):
         attends = mixer.facts().attends
@@ -142,8 +142,8 @@ def _check_extra_inputs(plan: Placement, model: nn.LanguageModel) -> None:
         if extra_inputs and any(splits.values()):
             raise ValueError(
                 f"Plan over {', '.join(split for split, is_used in splits.items() if is_used)}: {path} reads "
-                f"{' and '.join(extra_inputs)}, which this does not bring to the devices; give them to another axis, "
-                "such as fsdp or tensor, with residual='replicated' or 'sequence'."
+                f"{' and '.join(extra_inputs)}, which such a plan does not split over devices; give the devices to "
+                "another axis, such as fsdp or tensor, with residual='replicated' or 'sequence'."
             )
 
 
@@ -186,8 +186,8 @@ def _check_mixer(plan: Placement, path: str, mixer: nn.Mixer, seq: int) -> None:
         )
     if splits and kv_heads % tensor and not facts.shares_kv_heads:
         raise ValueError(
-            f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, and norms together all heads that one of "
-            f"them serves, so that no two devices can share it; take an axis that divides {kv_heads}."
+            f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, and a norm over all query heads that read "
+            f"the same key head, so devices cannot share a key head; take an axis that divides {kv_heads}."
         )
     if size == 1:
         return
@@ -262,21 +262,24 @@ def _check_feature_layers(plan: Placement, model: nn.LanguageModel, known: tuple
         if not isinstance(module, (*known, nn.RandomMask, NoneType)):
             raise ValueError(
                 f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} is a {type(module).__name__}, "
-                "which would be given a slice of each token's features and take it for all; take "
+                "which would get a slice of each token's features and compute as if it were all features; take "
                 "residual='replicated' or 'sequence', or an nn.Mixer, nn.FeedForward, nn.ExpertMixture or nn.Norm."
             )
 
 
 def _check_shared_key_heads(plan: Placement, path: str, mixer: nn.Mixer, kv_paths: list[str]) -> None:
-    """Refuse arrays of key heads outside of maps where devices share heads: only maps sum shared heads as a whole."""
+    """Refuse arrays of key heads outside of linear maps if devices share key heads.
+
+    A linear map sums all key heads on every device, and then takes the device's head. Other arrays would stay whole.
+    """
     kv_heads = dim_size(mixer, "kv_heads")
     if not is_split(mixer) or kv_heads is None or kv_heads % plan.size(TENSOR) == 0:
         return
     if mixer_paths := [kv_path for kv_path in kv_paths if kv_path.startswith(f"{path}.")]:
         raise ValueError(
             f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} has {kv_heads} key heads, fewer than "
-            f"the axis has devices, and {', '.join(mixer_paths)} is of all of them; take residual='replicated' or "
-            "'sequence' or a smaller axis."
+            f"the axis has devices, and {', '.join(mixer_paths)} belongs to all key heads; take "
+            "residual='replicated' or 'sequence' or a smaller axis."
         )
 
 
@@ -324,8 +327,8 @@ def _check_mixture(plan: Placement, path: str, moe: nn.ExpertMixture) -> None:
             if "embed" in dims and not any(axis_of.get(dim) == TENSOR for dim in dims if dim != "embed"):
                 raise ValueError(
                     f"Plan over tensor={plan.size(TENSOR)}: {path} has experts with a map from {linear.inputs} to "
-                    f"{linear.outputs}, of which no dim is split over the axis, so that each device would compute all "
-                    "of it and their sum be too much; name the hidden dim `mlp`."
+                    f"{linear.outputs}, and the axis splits no dim of it, so each device would compute the whole "
+                    "product and the sum over devices would count it several times; name the hidden dim `mlp`."
                 )
 
 
@@ -346,9 +349,9 @@ def _check_choice_scope(plan: Placement, path: str, module: nn.Router | nn.Dispa
 
 
 def _check_8_bit_maps(plan: Placement, specs: PyTree) -> None:
-    """Raise a `ValueError` for a map of 8 bits that every device of `tensor` repeats.
+    """Raise a `ValueError` for a map with 8-bit products that the axis `tensor` does not split.
 
-    Each device has the gradient of its own heads there, a part of a sum, and rounded parts are not the rounded sum.
+    Each device computes the gradient of its own heads, a partial sum. The sum of rounded parts is not the rounded sum.
     """
     nodes = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda node: nn.is_map(node) or is_spec(node))
     for path, linear in nodes:
@@ -358,7 +361,7 @@ def _check_8_bit_maps(plan: Placement, specs: PyTree) -> None:
             name = nn.path_name(path)
             raise ValueError(
                 f"Plan(residual={plan.residual!r}) over tensor={plan.size(TENSOR)}: {name} multiplies in "
-                f"{linear.products.operand_bits} bits and is whole on every device, each of which would round its own "
-                "part of a gradient; leave it out (nn.with_fp8(model, where=...)), or take an axis that divides its "
-                f"{linear.outputs[0]}."
+                f"{linear.products.operand_bits} bits and is whole on every device, so each device would round a "
+                "partial sum of a gradient; leave the map out (nn.with_fp8(model, where=...)), or take an axis that "
+                f"divides its {linear.outputs[0]}."
             )

@@ -1,11 +1,11 @@
-"""Ways of tokens to experts on other devices: the choice between a gather and an exchange, and the exchange.
+"""Dispatch of tokens to experts on other devices: the choice between a gather and an exchange, and the exchange.
 
-In an exchange each choice is sent to its expert's device and back, in rounds until every choice had a slot.
+In an exchange each choice is sent to its expert's device and back, in rounds, until every choice has had a slot.
 
-A round sends by all-to-alls of equally many slots for each pair of devices ("padded"), for platforms without ragged
-all-to-alls (XLA for CPUs has none), or by ragged all-to-alls, which send the rows that there are and nothing else. For
-a ragged round a device sorts its choices by expert, and the rows that arrive are laid by expert too, so that nothing is
-sorted after it arrives: from each device comes a run of rows for each expert.
+A round is padded or ragged. A padded round is an all-to-all with equally many slots for each pair of devices, for
+platforms without ragged all-to-alls, such as CPUs. A ragged round sends only the rows that exist. For a ragged round
+each device sorts its choices by expert, and sends a run of rows to each expert. The receiving device writes the runs in
+the order of its experts, so it does not sort again.
 """
 
 import functools
@@ -29,11 +29,12 @@ from ._shard_map import vary, vary_like
 
 ExpertMethod = Literal["auto", "gather", "exchange"]
 MOST_GATHERED_BYTES = 2**30
-"""Bytes of the rows that a device makes room for when tokens are gathered: some layers would need terabytes."""
+"""The most bytes of gathered rows that a device allocates at once; without a limit some layers would need terabytes."""
 LEAST_SLOTS = 64
-"""Least slots for a pair of devices in an exchange; chance often fills fewer, so that a second round would be usual."""
+"""The fewest slots for a pair of devices in an exchange; fewer would often overflow by chance, and need a second
+round."""
 RAGGED_FACTOR, PADDED_FACTOR = 1.25, 2.0
-"""Default room of a round, relative to an even load; loads of pairs of devices differ more than those of devices."""
+"""Default slots of a round, relative to an even load; loads of pairs of devices vary more than loads of devices."""
 
 
 class Exchange(NamedTuple):
@@ -88,7 +89,7 @@ def choose_expert_method(
 
 
 def count_pieces(tokens: int, room_bytes: int) -> int:
-    """Return into how many equal pieces of tokens a gather is cut that would need `room_bytes` of room at once."""
+    """Return the number of equal pieces of tokens into which a gather of `room_bytes` is cut."""
     return next(
         pieces
         for pieces in range(1, tokens + 1)
@@ -112,9 +113,9 @@ class PaddedQueues(NamedTuple):
 
 
 class RaggedQueues(NamedTuple):
-    """For each device a queue of the choices of all devices for its experts, by expert and then by who chose.
+    """For each device, a queue of all devices' choices of its experts, sorted by expert and then by sending device.
 
-    A round takes as many of them as there is room for.
+    A round takes the next choices of each queue, as many as the round has slots for.
     """
 
     order: Int[Array, "choices"]
@@ -143,10 +144,11 @@ def exchange_choices(
 ) -> Float[Array, "tokens embed"]:
     """Return the sum of all devices' experts for this device's tokens; exact, whatever the load.
 
-    A round has `factor` times the room that even loads need: a device for all choices sent to it or, padded, each pair
-    of devices. Only uneven loads take further rounds: all choices for one of `n` devices take `n / factor` rounds.
-    Further rounds are a loop, and its backward pass is one, which computes each round again: gradients are summed over
-    rounds in float32 at least, and nothing of a round is kept. There is no second derivative and no forward mode.
+    A round has `factor` times the slots that even loads need: on each device for the choices sent to it or, if padded,
+    for each pair of devices. Only uneven loads take further rounds; if all choices are of one of `n` devices, there are
+    `n / factor` rounds. Further rounds run in a loop. The backward pass is a loop too: it computes each round again,
+    keeps no residuals of a round, and sums gradients over rounds in float32 at least. There is no second derivative and
+    no forward mode.
 
     Args:
         experts: Experts of this device.
@@ -239,7 +241,10 @@ def run_padded_round(
     x: Float[Array, "tokens embed"],
     weights: Float[Array, "tokens top_k"] | None,
 ) -> Float[Array, "tokens top_k embed"]:
-    """Return the experts' outputs for a round's choices, of tokens times their weights, if any; else zeros."""
+    """Return the experts' outputs for a round's choices, and zeros for all other choices.
+
+    If there are weights, they multiply the tokens.
+    """
     choices = queues.choices
     is_in_round = (choices >= 0) & (queues.turn == number)
     slot = jnp.where(is_in_round, choices // len(experts) * room + queues.slot, -1)
@@ -281,7 +286,10 @@ def run_ragged_round(
     x: Float[Array, "tokens embed"],
     weights: Float[Array, "tokens top_k"] | None,
 ) -> Float[Array, "tokens top_k embed"]:
-    """Return the experts' outputs for a round's choices, of tokens times their weights, if any; else zeros."""
+    """Return the experts' outputs for a round's choices, and zeros for all other choices.
+
+    If there are weights, they multiply the tokens.
+    """
     order, rank = queues.order, queues.rank
     to_experts, from_experts, sizes = ragged_runs(queues.counts, jax.lax.axis_index(EXPERT), number * room, room)
     rows = nn.dispatch.take_rows(x, order // rank.shape[-1], rank)

@@ -1,8 +1,8 @@
 """The choices of a plan, and the placement of arrays on a mesh that follows from them.
 
-`ParallelConfig` is plain data, whatever the mesh, that the command line reads with its documentation. `Placement` adds
-the mesh: shardings of parameters, optimizer state and batches, and the order of layers. A `Leaf` says the same for one
-array.
+`ParallelConfig` is plain data that does not depend on the mesh; the command line makes flags of its fields. `Placement`
+adds the mesh: shardings of parameters, optimizer state and batches, and the order of layers. A `Leaf` has the sharding
+of one array.
 """
 
 import dataclasses
@@ -52,15 +52,15 @@ class ParallelConfig:
     context_method: ContextMethod = "ring"
     """How attention reads other devices' tokens: by a ring of keys and values, a gather of them, or heads (Ulysses)."""
     expert_method: ExpertMethod = "auto"
-    """How tokens reach experts: by a gather of all tokens, an exchange of choices (all-to-all), or the cheaper one."""
+    """How tokens reach experts: a gather of all tokens, an exchange of choices (all-to-all), or the cheaper of both."""
     expert_factor: float | None = None
-    """Slots of a round of --expert-method exchange over an even load; default 1.25 a device, on CPUs 2 a pair."""
+    """Slots of an exchange's round, relative to an even load; by default 1.25 per device, on CPUs 2 per device pair."""
     schedule: ScheduleName | Maker | Schedule = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
     """Number of microbatches of a batch; they go through --mesh.pipe or, without it, run one after another."""
     stage_remat: bool = False
-    """Stages keep only their inputs and are recomputed in backward passes, as always with spread edges."""
+    """Keep only the inputs of stages, and recompute stages in the backward pass; always so with spread edges."""
     chunks: int = 1
     """Parts of the model that each stage holds: any number for interleaved and looping, 2 for zb-v and dualpipe-v."""
     edges: Literal["ends", "spread"] = "ends"
@@ -266,7 +266,7 @@ class Placement(ParallelConfig):
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
 
     def to_token_order(self, x: Array) -> Array:
-        """Return an array of rows and tokens that devices have computed of arranged tokens in the order of the text."""
+        """Return an array over rows and arranged tokens (`arrange`) with its tokens in the order of the text."""
         if self.size(CONTEXT) == 1:
             return x
         return jnp.take(x, np.argsort(context_order(self.context_method, x.shape[1], self.size(CONTEXT))), axis=1)
@@ -290,7 +290,7 @@ class Placement(ParallelConfig):
             )
 
 
-# Per array: how a plan shards the array and its gradient, and in which dtypes it is used and sent.
+# The sharding of each array and of its gradient, and the dtypes in which the array is used and sent.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +315,7 @@ class Leaf:
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """Axes of `partial` over which the gradient is summed where it is not also split."""
+        """Axes of `partial` over which the gradient is summed and not scattered."""
         return tuple(axis for axis in self.partial if axis != FSDP or self.fsdp_dim is None)
 
 
@@ -361,9 +361,9 @@ def narrower_dtype(compute_dtype: str, dtype: str) -> str:
 
 
 def _is_used_before_cast(model: nn.LanguageModel) -> PyTree:
-    """Flag arrays that are used before anything is cast to the compute dtype, so that they must be sent as they are.
+    """Flag arrays that are used in their own dtype, before a cast to the compute dtype, and must be sent in it.
 
-    Routers are computed in float32, vectors of positions are added and those of tokens scaled before they are cast.
+    Routers compute in float32. Position vectors are added, and token vectors scaled, before the cast.
     """
 
     def is_wide(node: object) -> bool:
@@ -377,10 +377,10 @@ def _is_used_before_cast(model: nn.LanguageModel) -> PyTree:
 def _has_partial_gradient(model: nn.LanguageModel, stream: ResidualStream | None) -> PyTree:
     """Flag arrays that are replicated over `tensor` and used with split activations, so their gradients are partial.
 
-    With a replicated stream these are the arrays within mixers, feed-forward layers and experts, except for biases that
-    are added after the reduction, and tables at the ends, of which each device uses a part. The arrays of layers from
-    outside this package that name the stream's dim, or none, may be used with either, and JAX's types tell where
-    gradients are summed.
+    With a replicated stream these are the arrays in mixers, feed-forward layers and experts, except for biases that are
+    added after the reduction; and the tables at the ends of the model, of which each device uses a part. Layers from
+    outside of this package may have arrays whose dims name the stream's dim, or none. Such arrays may be used with
+    split or with replicated activations, and JAX's types of varying values then decide where gradients are summed.
     """
     if stream is None or not stream.is_whole:
         return _flag_all(model, stream is not None)

@@ -176,7 +176,7 @@ def _split_vocabulary(
 def _split_embedding(
     embedding: nn.TokenEmbedding, spec: PyTree, names: PyTree, stream: ResidualStream, vocab: int, *, is_tied: bool
 ) -> eqx.Module:
-    """Wrap an embedding, of which each device looks up its rows or features."""
+    """Wrap an embedding so that each device looks up its own rows or features."""
     rows = functools.partial(_vocab_rows, embedding.weight, spec.weight, names.weight)
     return stream.split_embedding(embedding, rows, vocab, is_tied=is_tied)
 

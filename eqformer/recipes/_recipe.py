@@ -120,15 +120,15 @@ class Recipe:
     published: Path | str | None = None
     """A published model to train on: a folder with its tokenizer, a file of GGUF, or a name of the hub."""
     from_run: Path | str | None = None
-    """A run whose weights this run starts from; its recipe is taken too, where --recipe names no other."""
+    """A run whose weights this run starts from, and whose recipe it takes unless --recipe names another."""
     from_step: int | None = None
     """Which of that run's checkpoints; the latest by default."""
     from_optimizer: bool = False
-    """Take the optimizer's memory too, and not the weights alone."""
+    """Start from the optimizer's state too, not only from the weights."""
     steps: int = 800
     """How many optimizer steps the run takes."""
     prolong: Literal["refuse", "hold", "rewarm", "reshape"] = "refuse"
-    """Where more --steps make the rate jump: refuse, hold the last rate, rewarm (warm up anew) or reshape (jump)."""
+    """If more --steps make the rate jump: refuse, hold the last rate, rewarm (warm up again), or reshape (jump)."""
     seed: int = 0
     """Decides weights, order, dropout and samples."""
     data: Path | str | None = None

@@ -61,9 +61,9 @@ def make_reward_evaluation(
 
 
 def add_reference_nats(batches: Iterable[PreferenceBatch], reference: PyTree, plan: Plan) -> Iterator[PreferenceBatch]:
-    """Yield each batch with its rows' nats by a frozen model, which are computed under a plan when the batch is due.
+    """Yield each batch with the nats of its rows by a frozen model, computed under a plan when the batch is due.
 
-    A batch's `mismatched` rows get theirs too.
+    The nats of the batch's `mismatched` rows are added too.
     """
     add = make_reference_nats(plan)
     for batch in batches:
@@ -86,9 +86,9 @@ def make_reference_nats(plan: Plan) -> Callable[[PyTree, PreferenceBatch], Prefe
 class KtoStep:
     """A training step for KTO, called like a `Step`: it computes the batch's `baseline` before it takes the step.
 
-    The baseline is `kto_baseline` of the batch's `mismatched` rows, by the state's model and by the reference, whose
-    nats `add_reference_nats` computes. It is one number for the whole batch, on any mesh, in any number of
-    microbatches. The batch is otherwise that of `make_step(preference_loss("kto"), optimizer, plan)`.
+    The baseline is `kto_baseline` of the batch's `mismatched` rows, from their nats by the state's model and by the
+    reference (`add_reference_nats`). All microbatches of a batch share one baseline, on any mesh. The batch is
+    otherwise that of `make_step(preference_loss("kto"), optimizer, plan)`.
     """
 
     def __init__(self, step: Step, plan: Plan):
@@ -163,7 +163,7 @@ def _make_forward(
 ) -> Callable[[PyTree, Batch], PyTree]:
     """Jit `function(model, batch, tokens=..., vocabulary=...)`, run on each device's rows.
 
-    `finish` makes each of a device's results global: the same on all devices that do not split it by `out_specs`.
+    `finish` makes each result of a device global: devices between which `out_specs` does not split it then agree.
     Without a pipeline the batch is not split into microbatches, since no residuals are stored for a backward pass.
     """
     forward_plan = plan if plan.is_pipelined else dataclasses.replace(plan, microbatches=1)
@@ -247,7 +247,7 @@ class Validation(Every):
 class Evaluations(Every):
     """A callback that writes a model's scores before a run's first step, after each `every` steps, and after the last.
 
-    A run that goes on from a checkpoint has the scores of its beginning already, and writes none before its next step.
+    A run that resumes from a checkpoint writes no scores before its next step, because it has written them already.
     """
 
     def __init__(

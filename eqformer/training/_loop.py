@@ -123,7 +123,7 @@ def train(
     del state  # donated
     if start >= steps:
         return run
-    # A function may read the state, which is then waited for; an iterator prepares batches while the devices compute.
+    # A function may read the state, and then waits for the step; an iterator prepares batches while devices compute.
     make_batch = batches if callable(batches) else None
     batch_iterator = iter(()) if callable(batches) else iter(batches)
     batch = make_batch(run) if make_batch else next(batch_iterator, None)

@@ -30,7 +30,7 @@ class PlannedState:
     def __init__(
         self, build: Callable[[], PyTree], optimizer: Optimizer, plan: Plan, *, model_shapes: PyTree | None = None
     ):
-        """`build` makes the model with initial weights; `model_shapes` are its shapes if they were traced before."""
+        """`build` makes the model with initial weights; pass its shapes as `model_shapes` if they are known already."""
         self.build, self.optimizer, self.plan = build, optimizer, plan
         self._model_shapes = eqx.filter_eval_shape(build) if model_shapes is None else model_shapes
         self._mover = _LayerMover(plan)

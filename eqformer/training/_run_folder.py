@@ -103,7 +103,7 @@ class RunFolder:
             self._acquire_lock()
 
     def write_recipe(self, name: str, recipe: Any, source: str | None = None) -> None:
-        """Write what decides the run, a dataclass, under a name: from here on the folder is kept.
+        """Write the run's recipe, a dataclass, under a name; from now on the folder is kept.
 
         `source` is the text of a Python file that defines classes of the recipe, and is written beside it.
         """
@@ -134,13 +134,13 @@ class RunFolder:
             return ""
 
     def checkpointer(self, keep: int | None = None) -> Checkpointer:
-        """Return the run's checkpoints, which are refused if another run saved them; the last `keep` stay, or all."""
+        """Return the run's `Checkpointer`; it refuses checkpoints of another run, and keeps the last `keep`, or all."""
         return Checkpointer(self.checkpoints, keep=keep, run=self.run)
 
     def open_metrics(
         self, start: int, *, tensorboard: bool = False, wandb: str | None = None, recipe: Any = None
     ) -> MetricWriters:
-        """Open writers of metrics; rows of steps after `start`, which will be run again, are dropped, at 0 all rows.
+        """Open writers of metrics, and drop the rows of steps after `start`, since these steps run again.
 
         Args:
             start: The number of steps that the run has taken.
@@ -163,7 +163,7 @@ class RunFolder:
         return {name: value for row in rows for name, value in row.items()}
 
     def draw_metrics(self) -> None:
-        """Draw the rewards of the metrics or, of a run without them, the losses, and evaluations and expert loads."""
+        """Draw the metrics of the run: rewards, or losses if there are no rewards; evaluations; and expert loads."""
         plot_rewards(self.metrics, self.rewards)
         if not self.rewards.exists():  # The loss of a policy is no measure of its progress.
             plot_losses(self.metrics, self.loss)
@@ -243,7 +243,7 @@ class RunFolder:
             is_locked = os.path.samestat(os.fstat(self._lock.fileno()), self.lock.stat())
         except (BlockingIOError, FileNotFoundError):
             is_locked = False
-        if not is_locked:  # Or a process that was refused has just removed the folder that it had created.
+        if not is_locked:  # Another process has the lock, or has just removed a folder that it had created.
             self._lock.close()
             self._lock, self._created = None, []
             raise ValueError(f"{self._call}: another process is running here; wait for it, or give another folder.")

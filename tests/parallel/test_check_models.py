@@ -153,7 +153,7 @@ MODELS = {
         spaced,
         {"tensor": 4},
         {},
-        r"has 2 key heads, and norms together .* divides 2",
+        r"has 2 key heads, and a norm over all query heads .* divides 2",
     ),
     "nothing: whole groups": (spaced, {"tensor": 2}, {}, None),
     "a Mamba-2 over pieces of rows": (spaced, {"context": 2}, {}, r"has a Mamba2Mixer, which needs whole rows"),

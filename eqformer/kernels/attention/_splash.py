@@ -22,7 +22,7 @@ from ._flash import FlashAttention, Gradients, LogSum, Output
 
 
 LANES = 128
-"""Numbers along the last dim of a TPU's vector; the kernel takes rows of a multiple of so many tokens."""
+"""Numbers along the last dim of a TPU's vector; the number of tokens of a row must be a multiple of it."""
 
 
 class SplashAttention(FlashAttention):

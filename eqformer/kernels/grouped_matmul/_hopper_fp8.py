@@ -20,7 +20,7 @@ from ._call import GroupedMatmul, GroupedMatmulCall
 
 
 DEPTH = 128
-"""Numbers that one product sums over: 128 bytes, as many as the `BLOCK` of the kernels in 16 bits has."""
+"""Numbers that one product sums over: 128 bytes, as in a `BLOCK` of the kernels in 16 bits."""
 
 
 class HopperFp8GroupedMatmul(GroupedMatmul):

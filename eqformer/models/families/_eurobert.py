@@ -1,4 +1,4 @@
-"""EuroBERT (Boizard et al. 2025, arXiv:2503.05500): a Llama whose tokens see later ones, for masked tokens."""
+"""EuroBERT (Boizard et al. 2025, arXiv:2503.05500): a Llama encoder, trained on masked tokens."""
 
 import dataclasses
 

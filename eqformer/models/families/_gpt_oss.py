@@ -20,7 +20,7 @@ from ._mixtures import mixture, stacked_mixture_weights
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTOSSConfig(DecoderConfig):
-    """The config of a gpt-oss; `mlp` is one expert's."""
+    """The config of a gpt-oss; `mlp` is the width of an expert."""
 
     window_layers: tuple[Index, ...]
     """The numbers of the layers that see a `window`; all other layers see whole rows."""
@@ -31,7 +31,7 @@ class GPTOSSConfig(DecoderConfig):
     top_k: Size = 4
     """The number of experts that each token chooses."""
     limit: Positive = 7.0
-    """The bound of an expert's gate and of its other factor."""
+    """The bound of the two factors of an expert's hidden features: the gate and the other map's output."""
     head_dim: Size = 64
     activation: str = "quick_gelu"
     theta: Positive = 150_000.0
@@ -78,7 +78,7 @@ _PRESETS = {
     ),
 }
 
-# The experts of GGUF files, each map by itself.
+# Paths of the experts' maps, which GGUF files store one by one.
 _EXPERTS = "feed_forward.layer.experts.mlps"
 _SEPARATE_EXPERTS = (
     *(

@@ -1,4 +1,4 @@
-"""Hunyuan (Tencent 2025): a Llama whose queries and keys are normed after their rotation; mixtures too."""
+"""Hunyuan (Tencent 2025): a Llama whose queries and keys are normed after their rotation, also with experts."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def _rotary_then_norm(config: DecoderConfig) -> RotaryThenNorm:
 
 
 class AlphaRotaryPositions(RotaryPositions):
-    """Rotary positions whose `dynamic` scaling with an `alpha` means a larger base at any length."""
+    """Rotary positions in which a `dynamic` scaling with an `alpha` is a larger base, at any length."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`."""

@@ -18,7 +18,7 @@ from ._mixtures import mixture
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiniMaxM2Config(DecoderConfig):
-    """The config of a MiniMax-M2; `mlp` is one expert's."""
+    """The config of a MiniMax-M2; `mlp` is the width of an expert."""
 
     experts: Size = 256
     """The number of experts of a layer."""

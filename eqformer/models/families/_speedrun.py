@@ -1,7 +1,7 @@
 """Decoder of the speedruns: nanochat's layers with value embeddings, residual scalars, skips from the embedding.
 
 Sources: modded-nanogpt (github.com/KellerJordan/modded-nanogpt, 2024-05 to 2026-07), and nanochat
-(github.com/karpathy/nanochat, dev/LOG.md), which tried its tricks again at depths 12 to 26 and kept these.
+(github.com/karpathy/nanochat, dev/LOG.md), which tested modded-nanogpt's changes at depths 12 to 26 and kept these.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class SpeedrunConfig(DecoderConfig):
 
     activation: str = "relu_squared"
     window: Length | None = None
-    """Tokens that layers with a short window see: three of four, but not the last layer; None: all see whole rows."""
+    """Tokens that a layer with a window sees: three of four layers, never the last. None: all layers see whole rows."""
     value_embeddings: bool = True
     """Whether every second layer, among them the last, has a table of values."""
     skips: bool = True

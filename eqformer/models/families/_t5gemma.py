@@ -1,7 +1,7 @@
 """T5Gemma (Zhang et al. 2025, arXiv:2504.06225) and T5Gemma 2 (Zhang et al. 2025).
 
-T5Gemma is a Gemma 2 as an encoder, and one as a decoder that attends to it. T5Gemma 2 has Gemma 3's blocks as an
-encoder, and a decoder that also reads it.
+T5Gemma has a Gemma 2 as the encoder, and a Gemma 2 with cross-attention as the decoder. T5Gemma 2 has Gemma 3's blocks
+in both; each attention of the decoder reads the encoder's output and the decoder's tokens together.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class _EqualHalves(Entry):
     """The attributes of the encoder's text model and of the decoder, which must be equal."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return the decoder's fields; refuse an encoder with others."""
+        """Return the decoder's fields; refuse an encoder whose fields differ."""
         multimodal = PublishedConfig(published.nested("encoder"), f"{published.source}: encoder")
         encoder = _read(_MULTIMODAL_ENCODER.text_attributes(multimodal), f"{multimodal.source}: text_config")
         decoder = _read(published.nested("decoder"), f"{published.source}: decoder")
@@ -80,7 +80,7 @@ T5GEMMA2_ATTRIBUTES: tuple[Entry, ...] = (
 
 
 def half_weights(prefix: str, part: str) -> tuple[Rule, ...]:
-    """Return the rules for a half, whose arrays' names begin with `prefix`; `part` as in `Rule`."""
+    """Return the rules for the encoder or the decoder, whose arrays' names begin with `prefix`; `part` as in `Rule`."""
     norms = norm_weights(
         mixer="pre_self_attn_layernorm",
         mixer_output="post_self_attn_layernorm",
@@ -106,7 +106,7 @@ T5GEMMA2_WEIGHTS = (
     *(dataclasses.replace(rule, variant=True) for rule in _encoder(_NEWER)),
     *half_weights("model.decoder.", ""),
 )
-# The parts that images go through, and the vector of the end-of-image id, which text does not use.
+# Parts for images, and the vector of the end-of-image id; a text model does not read them.
 UNREAD = tuple(
     f"{prefix}{part}"
     for prefix in (_ENCODER, _NEWER, "model.decoder.")
@@ -116,7 +116,7 @@ UNREAD = tuple(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Gemma2Config(Gemma3Config):
-    """The config of a T5Gemma 2, whose encoder and decoder are of the same sizes, and share a table."""
+    """The config of a T5Gemma 2, whose encoder and decoder have equal sizes and share the embedding table."""
 
     start: Index = 2
     """The id with which the decoder begins."""

@@ -1,4 +1,4 @@
-"""Folders of compressed-tensors (and Kimi K2): integers in words of 32 bits, or 8-bit numbers, with scales."""
+"""The format compressed-tensors (Kimi K2 and others): scaled numbers of 8 bits, or integers packed in 32-bit words."""
 
 import dataclasses
 import math
@@ -48,7 +48,7 @@ class PackedWeights(PackedIntegers):
         return bytes_of_words(parts[_CODES][rows])
 
     def read_scales(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the scales and zero points of some outputs; a word of zero points holds outputs."""
+        """Return the scales and zero points of some outputs; a word holds the zero points of several outputs."""
         scales = parts[_SCALE][rows]
         if ZERO not in parts:
             return scales, None
@@ -58,8 +58,8 @@ class PackedWeights(PackedIntegers):
 
 # Attributes for how scales were computed, which are not read; the scales' arrays state their dtype.
 UNREAD_OF_WEIGHTS = frozenset("observer observer_kwargs dynamic scale_dtype zp_dtype zero_point_dtype".split())
-# Attributes of a group with weights that are not read: the modules of the group (the arrays' names show them), and how
-# activations are rounded (here they are not).
+# Attributes of a group that are not read: its modules, which the arrays' names show, and the rounding of activations,
+# which are not rounded here.
 UNREAD_OF_GROUPS = frozenset(("targets", "input_activations", "output_activations"))
 
 

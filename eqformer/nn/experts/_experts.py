@@ -132,8 +132,8 @@ def run_grouped(
         sizes: The number of rows of each group.
         even: The number of rows of a group with an even load; None: an equal share of all rows, including rows of no
             group.
-        most: A bound on the rows of a group. Accelerators without kernels for such calls have so many slots for each
-            group, and no blocks.
+        most: A bound on the rows of a group. Accelerators without kernels for such calls then give each group this
+            many slots, and run no blocks.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)

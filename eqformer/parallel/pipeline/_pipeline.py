@@ -41,7 +41,7 @@ def pipeline_gradients(
     The functions may use collectives over other axes. A device keeps the residuals of its parts, in as many slots as
     are in use at once; or, with `remat`, only their inputs, and runs a part again in its backward entry, so that the
     forward entry of the model's last part does nothing. The last part's backward entry computes the loss. An idle
-    device computes nothing. In a tick in which any device sends a message one way, all devices send one that way.
+    device computes nothing. If any device sends a message over a link in a tick, all devices send one over that link.
 
     Sum, count and the gradients of `edges` are reduced over `pipe`; over axes that the data vary over they are partial
     sums, to be reduced once by the caller. Gradients are summed in float32 at least and are None for arrays that are
@@ -293,9 +293,9 @@ class _Executor:
         return dataclasses.replace(sums, blocks=self._add_chunk(sums.blocks, chunk_grads, action.weight))
 
     def _send(self, message: PyTree, link: Link, is_used: Bool[Array, ""]) -> PyTree:
-        """Return the message that arrives over the link, in a tick in which the link brings any device a message.
+        """Return the message that arrives over the link; `is_used` is whether any device sends over it in this tick.
 
-        All devices take the branch, or none. A message from a device to itself is returned as it is.
+        All devices take the same branch. A message from a device to itself is returned unchanged.
         """
         if link.shift == 0:
             return message
@@ -357,7 +357,7 @@ def _check_stream(x: PyTree, y: PyTree) -> None:
     if (input_shapes := _describe_shapes(x)) != (output_shapes := _describe_shapes(y)):
         raise ValueError(
             f"pipeline_gradients(stage): a stage maps the stream to one of its shapes and dtypes, but {input_shapes} "
-            f"goes in and {output_shapes} comes out; let first give what stages give."
+            f"goes in and {output_shapes} comes out; let `first` return what stages return."
         )
 
 

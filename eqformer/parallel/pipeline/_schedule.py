@@ -18,18 +18,19 @@ IDLE = -1
 class Schedule:
     """Table of the work of each device in each tick, and placement of the model's parts on devices.
 
-    The model is cut into equal parts in a row; chunk `chunk` of device `stage` is part `part_of[stage, chunk]`, and a
-    microbatch goes through the parts from device to device, see `ring_placement` and `v_placement`. Each column of
-    `part_of` holds as many consecutive parts as there are devices, in any order, so that a microbatch visits all
-    devices once for each chunk. An entry of a table is `chunk * microbatches + microbatch`, or `IDLE`. Within a tick a
-    device does its forward, then its backward, then its weight entry; its messages arrive before the next tick. If
-    `weight` has no entry at all, a backward gives the gradients of inputs and of weights; otherwise it gives those of
-    inputs alone, and the weight gradients come with the entry of `weight`, in that tick or later. Raises a
-    `ValueError` for another placement.
+    The model is cut into equal consecutive parts, and each device holds some of them as its chunks: chunk `chunk` of
+    device `stage` is part `part_of[stage, chunk]`. A column of `part_of` has as many consecutive parts as there are
+    devices, in any order, so a microbatch visits each device once per chunk; see `ring_placement` and `v_placement`.
+    Raises a `ValueError` for another placement.
+
+    An entry of a table is `chunk * microbatches + microbatch`, or `IDLE`. Within a tick a device runs its forward
+    entry, then its backward entry, then its weight entry; its messages arrive before the next tick. If `weight` has no
+    entries, a backward entry computes the gradients of inputs and of weights. Otherwise it computes those of inputs,
+    and the weight entry, in the same tick or later, those of weights.
     """
 
     name: str
-    """Its name, in errors and pictures."""
+    """The name of the schedule in errors and pictures."""
     part_of: Int[np.ndarray, "stages chunks"]
     """The part of the model that each chunk of each device is."""
     microbatches: int
@@ -72,14 +73,14 @@ class Schedule:
 
     @property
     def chunk_of(self) -> Int[np.ndarray, "parts"]:
-        """The chunk of its device that each part is."""
+        """The number of each part among its device's chunks."""
         return np.argsort(self.part_of, axis=None) % self.chunks
 
     @property
     def shifts(self) -> Int[np.ndarray, "_"]:
-        """The distance in devices up the ring to the next part, for each part but the last; 0 is the same device.
+        """The number of devices up the ring from each part but the last to the next part; 0: the same device.
 
-        Activations go that far up, and gradients as far down.
+        Activations move this far up the ring, and gradients as far down.
         """
         return np.diff(self.stage_of) % self.stages
 
@@ -95,12 +96,15 @@ class Schedule:
 
 
 def ring_placement(stages: int, chunks: int = 1) -> Int[np.ndarray, "stages chunks"]:
-    """Place parts round the ring once per chunk: chunk c of device i is part `c * stages + i`."""
+    """Place parts around the ring, once per chunk: chunk c of device i is part `c * stages + i`."""
     return np.arange(stages * chunks).reshape(chunks, stages).T
 
 
 def v_placement(stages: int) -> Int[np.ndarray, "stages 2"]:
-    """Place parts down the devices and back: device i holds `i` and `2 * stages - 1 - i`, the first also the last."""
+    """Place parts down the devices and back up: device i holds parts `i` and `2 * stages - 1 - i`.
+
+    The first device therefore holds the first and the last part.
+    """
     down = np.arange(stages)
     return np.stack([down, 2 * stages - 1 - down], axis=1)
 
@@ -115,10 +119,11 @@ def check_counts(call: str, stages: int, microbatches: int, chunks: int = 1) -> 
 def check_schedule(schedule: Schedule) -> None:
     """Raise a `ValueError` for a table that leaves work out, repeats it, or does it before its input exists.
 
-    The rules: on every stage each (microbatch, chunk) has one forward and one backward, and one weight entry if the
-    schedule is split. A part's forward comes in a later tick than the forward of the part before it, its backward in
-    a later tick than the backward of the part after it. The last part's backward may share the tick of its forward,
-    a weight entry that of its backward. The error names tick, stage, microbatch, chunk and rule.
+    On every stage, each microbatch of each chunk needs one forward and one backward entry, and one weight entry if the
+    schedule is split. The forward entry of a part must be in a later tick than that of the part before it, and the
+    backward entry in a later tick than that of the part after it. The last part's forward and backward entries may be
+    in the same tick, and so may a backward entry and its weight entry. The error names tick, stage, microbatch, chunk
+    and rule.
     """
     entry_ticks(schedule)
 
@@ -240,7 +245,7 @@ class TickActions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Routes:
-    """A schedule's actions, and numbers of slots: the peak of any device, since all devices run one program.
+    """The actions of a schedule, and its numbers of slots: the largest of any device, since all run the same program.
 
     `input_slots` hold inputs of stages from arrival to backward; `cotangent_slots` hold cotangents until their
     backward; `residual_slots` hold residuals from a forward entry to its backward; `operand_slots` hold the operands

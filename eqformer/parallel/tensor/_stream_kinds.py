@@ -1,9 +1,9 @@
 """The three kinds of residual stream, by the names that a user gives: replicated, sequence and feature.
 
-Layers of the replicated and the sequence stream are those of `_tensor`, split over heads and hidden features. In the
-feature stream every activation is split over features, and every map ends in a reduce-scatter. This is JAXformer's
-division: a map holds a slice of the dim that it contracts, so its products are partial sums of all outputs, which are
-reduced and scattered over the outputs' first dim. Only attention's few shared keys are ever gathered.
+The replicated and the sequence stream split layers over heads and hidden features (`_tensor`). The feature stream
+splits every activation over features, as JAXformer does: a map holds a slice of the dim that it contracts, so each
+device computes partial sums of all outputs, and a reduce-scatter over the first output dim adds them up. No activation
+is gathered, except for key heads that devices share.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,9 @@ FEATURE_DIMS = ("embed", "heads", "kv_heads", "mlp", "latent", "q_latent")
 class FeatureLinear(nn.LinearWrapper):
     """A map of which this device holds a slice of the inputs; it returns a slice of the outputs' first dim, or all.
 
-    `split_outputs` has for each of the map's arrays the dim, counted from the end, along which the array is split by
-    outputs. Such an array is gathered, since partial sums are of all outputs. It is None for other arrays, and for the
-    bias, which is added to a slice of the sums.
+    `split_outputs` has an entry for each of the map's arrays: the output dim, counted from the end, along which the
+    array is split, or None. Such an array is gathered, since each device computes partial sums of all outputs. The
+    entry of the bias is None, because the bias is added to the device's slice of the sums.
     """
 
     scatters: bool = eqx.field(static=True)

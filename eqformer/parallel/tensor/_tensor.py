@@ -30,8 +30,8 @@ HEAD_DIMS = ("heads", "kv_heads", "mlp")
 class TensorParallelLayer(nn.Module):
     """A layer run on this device's slice of its heads or features, between a residual stream with all features.
 
-    All maps that read the layer's input share one gather; while the layer runs, their results stand in for them, and a
-    map that is called on another array is computed where it is called. The bias of the map back into the stream is
+    All maps that read the layer's input share one gather, and are computed before the layer runs (`PrecomputedMap`). A
+    map that the layer calls on another array is computed when it is called. The bias of the map back into the stream is
     added once, after the reduction. If there are fewer key heads than devices, the key heads are replicated, and each
     device reads the one that its query heads share. With `sharers`, in serving, that many devices have the same key
     head and attend with all its query heads to some of the rows each.
