@@ -71,7 +71,9 @@ def test_loss_and_gradients_are_the_formula(name):
     with jax.enable_x64(True):
         model, batch = make_table(), batch_of(group)
         want, want_gradients = eqx.filter_jit(eqx.filter_value_and_grad(formula))(model, batch, **options)
-        run = training.make_gradient_function(training.contrastive_loss(temperature=TEMPERATURE, **options))
+        run = eqx.filter_jit(
+            training.make_gradient_function(training.contrastive_loss(temperature=TEMPERATURE, **options))
+        )
         total, count, gradients = run(model, batch, None)
         assert float(total) == pytest.approx(float(want), rel=1e-12) and float(loss_count(count)) == ROWS // group
         assert np.allclose(gradients.table, want_gradients.table, rtol=1e-10, atol=1e-12)

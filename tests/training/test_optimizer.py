@@ -21,7 +21,7 @@ RATE, DECAY, STEPS = 1e-2, 0.1, 3
 def run(optimizer, model, gradients):
     """Leaves by path after a few updates with the given gradients, and the state."""
     state, parameters = optimizer.init(model), training.trainable(model)
-    update = eqx.filter_jit(optimizer.update) if len(gradients) > 1 else optimizer.update
+    update = eqx.filter_jit(optimizer.update)
     for gradient in gradients:
         parameters, state = update(gradient, state, parameters, jnp.float32(RATE))
     return by_path(parameters), state

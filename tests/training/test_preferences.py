@@ -65,7 +65,7 @@ def test_each_loss_and_its_gradients_are_the_formula(name):
         want, want_gradients = eqx.filter_jit(eqx.filter_value_and_grad(lambda model: formula(name, model, batch)))(
             model
         )
-        run = training.make_gradient_function(loss_of(name))
+        run = eqx.filter_jit(training.make_gradient_function(loss_of(name)))
         total, count, gradients = run(model, batch, None)
         assert float(total) == pytest.approx(float(want), rel=1e-12)
         assert float(loss_count(count)) == (ROWS if name == "kto" else ROWS // 2)
