@@ -32,7 +32,7 @@ def adamw(
     matrices: PyTree = None,
     trained: Trained = trainable,
 ) -> Optimizer:
-    """Return AdamW (arXiv 1711.05101): decay is not part of the moments and is multiplied by the learning rate.
+    """Return AdamW (arXiv 1711.05101), whose decay is outside of the moments and multiplied by the learning rate.
 
     Biases, norms and other vectors never decay.
 

@@ -194,8 +194,9 @@ class Optimizer(eqx.Module):
 class GroupRates:
     """Learning rates of groups of parameters, as multiples of the learning rate; hidden matrices have the rate itself.
 
-    In models whose sizes differ, one learning rate suits all of them if these multiples change with the width: under
-    AdamW, the head's as `1 / embed`, and those of embeddings and vectors not (muP, arXiv 2203.03466).
+    Models of different widths can share one learning rate if some multiples depend on the width. Under AdamW, the
+    head's multiple is proportional to `1 / embed`, and those of embeddings and vectors are constant (muP, arXiv
+    2203.03466).
     """
 
     embedding: float = 1.0
