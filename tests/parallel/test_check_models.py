@@ -117,7 +117,12 @@ def choosing(per):
 
 FEW, WHOLE_BATCH = nn.Capacity(3.9), nn.Capacity(1.0, per="batch")
 MODELS = {
-    "experts whose hidden dim stays whole": (mixed(OwnNames), {"tensor": 2}, {}, r"of which no dim .* name .* `mlp`"),
+    "experts whose hidden dim stays whole": (
+        mixed(OwnNames),
+        {"tensor": 2},
+        {},
+        r"splits no dim of it.* name .* `mlp`",
+    ),
     "nothing: the same over other axes": (mixed(OwnNames), {"fsdp": 2, "expert": 2}, {}, None),
     "split experts that are more than maps": (
         mixed(gained, dispatch=FEW),
@@ -168,7 +173,7 @@ MODELS = {
         bare_norm,
         {"tensor": 2},
         {"residual": "feature"},
-        r"feature'\) over tensor=2: .*sublayers\[1\]\.norm is a function, which would be given a slice",
+        r"feature'\) over tensor=2: .*sublayers\[1\]\.norm is a function, which would get a slice",
     ),
     "experts that an axis does not divide": (
         lambda: shapes(lambda: model_of("mixture")),
@@ -206,7 +211,7 @@ MODELS = {
         lambda: key_norms(2),
         {"tensor": 4},
         {"residual": "feature"},
-        r"residual='feature'\) over tensor=4: .*sublayers\[0\].layer has 2 key heads, .*key_norm.weight is of all",
+        r"residual='feature'\) over tensor=4: .*sublayers\[0\].layer has 2 key heads, .*key_norm.weight belongs to all",
     ),
     "key heads that no group shares": (
         lambda: shapes(lambda: of_blocks(three_of_six)),
