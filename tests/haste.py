@@ -1,12 +1,13 @@
 """How the tests compile and check shapes: programs, which run a few times each, are compiled with no care for speed."""
 
+import contextlib
 import functools
 import importlib.util
 import inspect
 import threading
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,106 @@ def share_contexts(programs: int = 64) -> None:
         return own.context
 
     mlir.make_ir_context = context
+
+
+# Casts of integers to these dtypes, and of floats to floats, round alike in numpy and in XLA. XLA flushes subnormal
+# numbers in casts from and to float64, and numpy does not.
+_INTEGERS = ("bool", "int32", "uint32")
+_FLOATS = ("bfloat16", "float32")
+
+
+def _broadcast(x: np.ndarray, *, shape: tuple[int, ...], broadcast_dimensions: tuple[int, ...]) -> np.ndarray:
+    sizes = dict(zip(broadcast_dimensions, x.shape, strict=True))
+    return np.broadcast_to(x.reshape([sizes.get(dim, 1) for dim in range(len(shape))]), shape)
+
+
+def _cast(x: np.ndarray, *, new_dtype: Any, weak_type: bool) -> np.ndarray | None:
+    old, new = x.dtype.name, np.dtype(new_dtype).name
+    rounds_alike = (old in _INTEGERS and new in _INTEGERS + _FLOATS) or (old in _FLOATS and new in _FLOATS)
+    return x.astype(new_dtype) if rounds_alike and not weak_type else None
+
+
+def _reshape(x: np.ndarray, *, new_sizes: tuple[int, ...], dimensions: Any) -> np.ndarray | None:
+    return x.reshape(new_sizes) if dimensions is None else None
+
+
+def _slice(x: np.ndarray, *, start_indices: Any, limit_indices: Any, strides: Any) -> np.ndarray:
+    return x[tuple(map(slice, start_indices, limit_indices, strides or (1,) * x.ndim))]
+
+
+def _dynamic_slice(x: np.ndarray, *starts: np.ndarray, slice_sizes: tuple[int, ...]) -> np.ndarray:
+    bounds = zip(starts, x.shape, slice_sizes, strict=True)
+    clamped = [(min(max(int(start), 0), size - width), width) for start, size, width in bounds]
+    return x[tuple(slice(start, start + width) for start, width in clamped)]
+
+
+def _iota(*, dtype: Any, shape: tuple[int, ...], dimension: int) -> np.ndarray | None:
+    if np.dtype(dtype).name not in ("int32", "uint32", "float32"):
+        return None
+    numbers = np.arange(shape[dimension]).astype(dtype)
+    return np.broadcast_to(numbers.reshape([-1 if dim == dimension else 1 for dim in range(len(shape))]), shape)
+
+
+MOVES: dict[str, Callable[..., np.ndarray | None]] = {
+    "broadcast_in_dim_p": _broadcast,
+    "concatenate_p": lambda *parts, dimension: np.concatenate(parts, dimension),
+    "convert_element_type_p": _cast,
+    "dynamic_slice_p": _dynamic_slice,
+    "iota_p": _iota,
+    "reshape_p": _reshape,
+    "slice_p": _slice,
+    "squeeze_p": lambda x, *, dimensions: np.squeeze(x, dimensions),
+    "transpose_p": lambda x, *, permutation: x.transpose(permutation),
+}
+"""Operations without arithmetic, by the names of their JAX primitives. One returns None where numpy could differ."""
+
+_NUMPY_MOVES = [False]
+
+
+def move_by_numpy() -> None:
+    """Run operations without arithmetic in numpy outside of `jit`; JAX compiles a program for each shape of each.
+
+    JAX runs an operation itself if an argument is on a device that a caller chose, is on several devices, has a weak
+    type or is traced. A primitive that the installed JAX does not have is skipped.
+    """
+    import jax  # here, since flags are made before it is first used
+    import jax.numpy as jnp
+
+    def is_plain(x: Any, may_be_weak: bool) -> bool:
+        if isinstance(x, np.ndarray | np.generic):
+            return may_be_weak or not getattr(x, "weak_type", False)  # subclasses of JAX's can be weak
+        if not isinstance(x, jax.Array) or getattr(x, "committed", True):
+            return False
+        return not jnp.issubdtype(x.dtype, jax.dtypes.extended) and (may_be_weak or not x.weak_type)
+
+    def replace(primitive: Any, move: Callable[..., np.ndarray | None], may_be_weak: bool) -> None:
+        compile_and_run = primitive.impl
+
+        def run(*args: Any, **params: Any) -> Any:
+            if _NUMPY_MOVES[0] and params.get("sharding") is None and all(is_plain(x, may_be_weak) for x in args):
+                options = {name: value for name, value in params.items() if name != "sharding"}
+                with np.errstate(all="ignore"):  # XLA does not warn of an overflow in a cast
+                    moved = move(*map(np.asarray, args), **options)
+                if moved is not None:
+                    return jax.device_put(np.array(moved))  # a copy, since JAX may keep the memory
+            return compile_and_run(*args, **params)
+
+        primitive.impl = run
+
+    for name, move in MOVES.items():
+        if (primitive := getattr(jax.lax, name, None)) is not None:
+            replace(primitive, move, may_be_weak=name == "convert_element_type_p")
+    _NUMPY_MOVES[0] = True
+
+
+@contextlib.contextmanager
+def jax_moves() -> Iterator[None]:
+    """Let JAX run all operations within, for a test that counts compiled programs."""
+    _NUMPY_MOVES[0] = False
+    try:
+        yield
+    finally:
+        _NUMPY_MOVES[0] = True
 
 
 class QuickArguments(inspect.BoundArguments):

@@ -1,14 +1,17 @@
-"""The quick checks of shapes and types find what jaxtyping and beartype find, and bind arguments as `inspect` does."""
+"""Quick checks find what jaxtyping and beartype find, and bind as `inspect` does; numpy moves arrays as JAX does."""
 
+import functools
 import inspect
 import typing
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from haste import checked, may_have_shapes, QuickSignature
+from haste import checked, jax_moves, may_have_shapes, QuickSignature
 from jaxtyping import Array, Float, PyTree, TypeCheckError
 
 from eqformer import models
@@ -68,3 +71,80 @@ def test_arguments_are_bound_as_inspect_binds_them():
         assert list(found.arguments.items()) == list(wanted.arguments.items())
     with pytest.raises(TypeError, match="missing a required argument: 'b'"):
         quick.bind(1, d=2)
+
+
+MOVED: dict[str, tuple[Callable[..., jax.Array], tuple[Any, ...]]] = {
+    "broadcast": (lambda x: jax.lax.broadcast_in_dim(x, (3, 2, 5), (0, 2)), ((3, 5),)),
+    "broadcast a single one": (lambda x: jax.lax.broadcast_in_dim(x, (3, 5), (0, 1)), ((3, 1),)),
+    "concatenate": (lambda *x: jax.lax.concatenate(x, 1), ((3, 5), (3, 2))),
+    "narrow": (lambda x: jax.lax.convert_element_type(x, jnp.bfloat16), ((3, 5),)),
+    "to boolean": (lambda x: jax.lax.convert_element_type(x, bool), ((3, 5),)),
+    "to integer": (lambda x: jax.lax.convert_element_type(100 * x, jnp.int32), ((3, 5),)),
+    "slice within": (lambda x: jax.lax.dynamic_slice(x, (1, jnp.int32(1)), (2, 2)), ((3, 5),)),
+    "slice beyond": (lambda x: jax.lax.dynamic_slice(x, (-9, 9), (2, 2)), ((3, 5),)),
+    "iota": (lambda: jax.lax.broadcasted_iota(jnp.int32, (3, 5), 1), ()),
+    "reshape": (lambda x: jax.lax.reshape(x, (5, 3)), ((3, 5),)),
+    "reshape the turned": (lambda x: jax.lax.reshape(x, (5, 3), (1, 0)), ((3, 5),)),
+    "strides": (lambda x: jax.lax.slice(x, (0, 1), (3, 5), (2, 2)), ((3, 5),)),
+    "squeeze": (lambda x: jax.lax.squeeze(x, (1,)), ((3, 1, 5),)),
+    "transpose": (lambda x: jax.lax.transpose(x, (2, 0, 1)), ((3, 2, 5),)),
+}
+
+
+CAST = ("float32", "float64", "bfloat16", "bool", "int32", "uint32")
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_numpy_moves_arrays_as_programs_of_jax_do(name):
+    move, shapes = MOVED[name]
+    random = np.random.default_rng(0)
+    arrays = [jax.device_put(random.normal(size=shape).astype(np.float32)) for shape in shapes]
+    moved, expected = move(*arrays), jax.jit(move)(*arrays)
+    assert (moved.aval, moved.committed) == (expected.aval, expected.committed)
+    np.testing.assert_array_equal(np.asarray(moved), np.asarray(expected))
+    different = np.asarray(move(*(x + 1 for x in arrays)))
+    assert not arrays or name == "to boolean" or (different != np.asarray(moved)).any()  # the control
+    assert jax.eval_shape(move, *arrays) == jax.eval_shape(lambda: expected)  # a traced call stays JAX's
+
+
+@pytest.mark.parametrize("new", CAST)
+@pytest.mark.parametrize("old", CAST)
+def test_numpy_casts_as_programs_of_jax_do(old, new):
+    """Also numbers that overflow, subnormal numbers, infinities and NaN, without numpy's warnings."""
+    numbers = [0, 1, -1, 2.5, -3.5, 1.00390625, 1e-40, 1e-310, 65505, 3.4e38, 1e300, np.inf, -np.inf, np.nan]
+    with jax.enable_x64(True), np.errstate(all="ignore"):
+        x = jax.device_put(np.array(numbers if old in CAST[:3] else [0, 1, 7, 2**24 + 1, 2**31 - 1]).astype(old))
+        cast = functools.partial(jax.lax.convert_element_type, new_dtype=new)
+        moved, expected = cast(x), jax.jit(cast)(x)
+        assert moved.aval == expected.aval
+        bits, expected_bits = (np.asarray(y).view(f"uint{8 * y.dtype.itemsize}") for y in (moved, expected))
+        np.testing.assert_array_equal(bits, expected_bits)
+
+
+def test_numpy_leaves_placed_and_weak_arrays_to_jax():
+    last = jax.device_put(np.ones(2, np.float32), jax.devices()[-1])
+    assert jax.lax.reshape(last, (2, 1)).devices() == {jax.devices()[-1]}
+    weak = jnp.asarray(2.0)
+    assert weak.weak_type and jax.lax.broadcast_in_dim(weak, (2,), ()).weak_type
+    assert jax.random.split(jax.random.key(0), 2)[:1].shape == (1,)
+
+
+def test_numpy_moves_without_a_program():
+    programs: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            programs.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        x = jax.device_put(np.zeros((7, 11, 13), np.float32))
+        jax.block_until_ready((jax.lax.transpose(x, (2, 0, 1)), jax.lax.squeeze(x[:1], (0,))))
+        assert not programs
+        jax.lax.rev(x, (0,))  # the control: an operation that JAX compiles
+        assert len(programs) == 1
+        with jax_moves():
+            jax.block_until_ready(jax.lax.transpose(x, (2, 0, 1)))
+        assert len(programs) == 2
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from generation_reference import KINDS, make_model, VOCAB
+from haste import jax_moves
 
 from eqformer import generation, models
 from eqformer.generation import _engine, Engine, Request
@@ -134,6 +135,7 @@ def test_numbers_depend_on_no_other_request(model):
     assert not any(result.shared_length for result in unshared.values())
 
 
+@jax_moves()
 def test_no_program_is_compiled_and_no_memory_is_taken_for_further_requests(model):
     engine, requests = Engine(model, **SIZES), make_requests()
     list(engine.run(requests))
