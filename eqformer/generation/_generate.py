@@ -9,7 +9,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, Key
+from jax.experimental import multihost_utils
+from jaxtyping import Bool, Float, Int, Key, PyTree
 
 from .._array_checks import checked
 from .._shapes import Array
@@ -123,16 +124,26 @@ def generate(
         else:
             rows, _ = start(padded.sizes, ROUND)
             rows, counts = _draw_until(ends_row, rows, padded.initial_lengths, model, sampling)
-        row_lengths = np.asarray(rows.lengths)
+        rows, counts = _copy_to_host((dataclasses.replace(rows, cache=None), counts))
     check_logits(rows.logits_are_numbers, rows.has_candidates)
-    longest = int(np.max(row_lengths))
+    longest = int(np.max(rows.lengths))
     return Generation(
-        np.asarray(rows.ids)[:, :longest],
+        rows.ids[:, :longest],
         np.asarray(padded.initial_lengths),
-        row_lengths,
-        None if rows.log_probabilities is None else np.asarray(rows.log_probabilities)[:, :longest],
+        rows.lengths,
+        None if rows.log_probabilities is None else rows.log_probabilities[:, :longest],
         None if counts is None else _to_statistics(counts),
     )
+
+
+def _copy_to_host(tree: PyTree) -> PyTree:
+    """Copy arrays to the host; arrays of which this process has only a part are gathered from the other processes."""
+
+    def gather(x: jax.Array) -> Array:
+        is_complete = x.is_fully_addressable or x.is_fully_replicated
+        return x if is_complete else multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.device_get(jax.tree.map(gather, tree))
 
 
 @eqx.filter_jit
@@ -169,7 +180,7 @@ def _draw_until(
     """Draw `ROUND` tokens at a time until each row has ended, by itself or by `ends_row`."""
     starts = np.asarray(initial_lengths)
     while True:
-        ids, row_lengths, done = jax.device_get((rows.ids, rows.lengths, rows.done))
+        ids, row_lengths, done = _copy_to_host((rows.ids, rows.lengths, rows.done))
         ended = np.array(
             [
                 bool(is_done) or ends_row(number, ids[number, start:length].tolist())

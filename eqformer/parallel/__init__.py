@@ -49,6 +49,7 @@ from ._processes import (
     check_alike as check_alike,
     connect as connect,
     is_first_process as is_first_process,
+    numbers_from_first_process as numbers_from_first_process,
     on_all_processes as on_all_processes,
     on_first_process as on_first_process,
     Votes as Votes,

@@ -3,7 +3,7 @@
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast, TypeVar
 
 import jax
@@ -97,6 +97,20 @@ def on_all_processes(action: Callable[[], Result]) -> Result:
 def on_first_process(action: Callable[[], Result]) -> Result | None:
     """Run `action` in the first process and return its result, or None in others, which wait. If it raises, all do."""
     return on_all_processes(lambda: action() if is_first_process() else None)
+
+
+def numbers_from_first_process(action: Callable[[], Sequence[float]], count: int) -> list[float]:
+    """Run `action` in the first process; return the `count` numbers that it returns there, bit for bit, in all.
+
+    If it raises, all processes raise, as in `on_all_processes`.
+    """
+    numbers = on_first_process(action)
+    if jax.process_count() == 1:
+        assert numbers is not None
+        return list(numbers)
+    # JAX would round float64 to float32, so that bytes are sent.
+    sent = np.asarray(np.zeros(count) if numbers is None else numbers, np.float64).view(np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(sent)).view(np.float64).tolist()
 
 
 def check_alike(values: Mapping[str, object]) -> None:

@@ -86,6 +86,8 @@ class Rollouts:
         step = training.make_step(training.policy_loss("grpo"), optimizer)
         training.train(step, training.init_state(llm.model, optimizer), rollouts, steps=100)
 
+    In a run of several processes all of them sample together under the plan, and the first alone calls the reward.
+
     A step's batch depends on the key, on the number of the step and on the weights alone, so a run that goes on from a
     checkpoint (`start=`) gives the numbers of one that was not interrupted. Prompts are shuffled anew in each pass over
     the rows. Completions end with an id of `llm.end_ids`. Call `train` without a key: dropout would make the trainer's
@@ -153,8 +155,11 @@ class Rollouts:
                 raise ValueError(f"Rollouts({name}={value}): it must be at least {least}{reason}.")
         if not 0 < temperature < float("inf"):
             raise ValueError(f"Rollouts(temperature={temperature}): completions are drawn, at a temperature above 0.")
-        if jax.process_count() > 1:
-            raise ValueError(f"Rollouts: one process samples, but there are {jax.process_count()}; start one.")
+        if jax.process_count() > 1 and plan is None:
+            raise ValueError(
+                f"Rollouts(plan=None): {jax.process_count()} processes sample together under the plan of the step; "
+                "pass that plan, or start one process."
+            )
         self.llm, self.reward, self.plan, self.key = llm, reward, plan, key
         self._rows, self._columns = rows, _check_fields(rows)
         self._ids = [_encode_prompt(llm, row["prompt"], number) for number, row in enumerate(rows)]
@@ -194,7 +199,8 @@ class Rollouts:
         self.samples = samples.samples
         batch = dataclasses.replace(self._join(samples, step), row_metrics=_row_metrics(first))
         if self.plan is not None:
-            batch = training.ProcessRows(self.plan, len(samples.samples)).place(batch)
+            rows = training.ProcessRows(self.plan, len(samples.samples))
+            batch = rows.place(jax.tree.map(lambda x: x[rows.start : rows.stop], batch))
         log_probs = dict[str, Float[Array, "batch seq"]]()
         if self._updates > 1:
             log_probs["old_log_probs"] = self._log_probs(model, batch)
@@ -296,7 +302,15 @@ class Rollouts:
         return TextAssembler(data.TextStream(self.llm.tokenizer, continued), self.llm.end_ids, StopStrings(()))
 
     def _score(self, occasion: str, numbers: Sequence[int], completions: Sequence[Completion]) -> list[float]:
-        """Return the rewards of completions; raise a `ValueError` for a reward that fails."""
+        """Return the rewards of completions; raise a `ValueError` for a reward that fails.
+
+        In a run of several processes the first one calls the function, and the others receive its rewards.
+        """
+        call = lambda: self._call_reward(occasion, numbers, completions)
+        return parallel.numbers_from_first_process(call, len(numbers))
+
+    def _call_reward(self, occasion: str, numbers: Sequence[int], completions: Sequence[Completion]) -> list[float]:
+        """Call the function of rewards and check what it returns."""
         name = getattr(self.reward, "__name__", type(self.reward).__name__)
         call = f"Rollouts(reward={name}): {occasion}, of prompts {sorted(set(numbers))}"
         texts = [completion.text for completion in completions]

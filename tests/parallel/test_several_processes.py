@@ -9,6 +9,7 @@ from eqformer import parallel
 def test_one_process_is_all_and_the_first():
     assert parallel.is_first_process()
     assert parallel.on_all_processes(lambda: 3) == parallel.on_first_process(lambda: 3) == 3
+    assert parallel.numbers_from_first_process(lambda: [1 / 3, 2.0], 2) == [1 / 3, 2.0]
     parallel.check_alike({"--seed": 0})
     with pytest.raises(OSError, match="no room"):
         parallel.on_first_process(_raise)

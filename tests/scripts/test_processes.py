@@ -1,4 +1,4 @@
-"""Two real processes train one model: they stop together, save together, go on, and refuse together."""
+"""Two real processes train one model, on texts and on rewards: they stop, save, go on and refuse together."""
 
 import json
 import re
@@ -9,9 +9,10 @@ import sys
 import pretrain
 import pytest
 from jax._src.clusters import ClusterEnv
-from script_helpers import LLAMA, losses, start, start_code, TINY, wait_until, write_corpus
+from script_helpers import LLAMA, losses, rows, run_here, start, start_code, TINY, wait_until, write_corpus
 from support.command import parse
 from support.processes import connect, Machine
+from text_cases import published_folder
 
 from eqformer.recipes import RunDirectory
 from eqformer.training import Checkpointer
@@ -147,6 +148,57 @@ def test_what_the_first_process_cannot_write_ends_both(file, reason, tmp_path):
     (tmp_path / "run" / file).mkdir()
     first, second = outputs(both(*run), code=2)
     assert reason in first and "process 0 could not go on" in second
+
+
+REWARDS = """
+import os, pathlib
+
+def high(prompts, completions, log):
+    with pathlib.Path(log[0]).open("a") as calls:
+        calls.write(f"{os.getpid()}\\n")
+    return [sum(ord(character) > 127 for character in text) / 8 for text in completions]
+
+def broken(prompts, completions, log):
+    return {}["answer"]
+"""
+
+
+@pytest.mark.grid
+def test_two_processes_sample_together_as_one_process_would(tmp_path):
+    published_folder(tmp_path / "M")
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    run = "--batch 8 --group 4 --tokens 8 --seq 16 --log-every 1 --checkpoint-every 2 --sample-every 4 --updates 2"
+    run += " --kl-weight 0.01 --resample 1 --validate-every 4 --optimizer.learning-rate 1e-2 --optimizer.warmup 0"
+    run += " --optimizer.rates constant --mesh.fsdp 2 --mesh.tensor 2 --zero 3"
+
+    def command(folder: str, steps: int, name: str = "high") -> list[str]:
+        prompts = tmp_path / f"{folder}.jsonl"
+        prompts.write_text(
+            "\n".join(json.dumps({"prompt": letter, "log": f"{tmp_path / folder}.log"}) for letter in "abc")
+        )
+        words = ["--model", tmp_path / "M", "--data", prompts, "--held-out", prompts, "--steps", steps, *run.split()]
+        return [*map(str, [*words, "--reward", f"{tmp_path}/rewards.py:{name}", "--run-dir", tmp_path / folder])]
+
+    devices, where = ["--simulate", "2"], coordinator()
+    commands = [command("broken", 4, "broken"), command("two", 4), command("two", 8)]
+    code, line = SEVERAL.replace("pretrain", "reinforce"), json.dumps([[*words, *devices] for words in commands])
+    processes = [start_code(code, where, number, line) for number in range(2)]
+    first, second = outputs(processes)
+    assert "it raised KeyError: 'answer'; correct the function" in first and not (tmp_path / "broken").exists()
+    assert "process 0 could not go on" in second and second.count("error: ") == 1
+    assert "goes on at step 4" in first and "step 8/8" in first and "step 8/8" not in second
+    assert {*(tmp_path / "two.log").read_text().split()} == {str(processes[0].pid)}
+
+    done = run_here("reinforce.py", *command("one", 8), "--simulate", 4)
+    assert done.returncode == 0, done.stderr
+    names = "reward", "loss", "kl", "entropy", "completion_tokens", "validation_reward"
+    one, two = (
+        [[row.get(name, 0.0) for name in names] for row in rows(tmp_path / name, "step")] for name in ("one", "two")
+    )
+    assert len(one) == 11 and two == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in one]
+    assert one[-1] != pytest.approx(one[0], rel=1e-2)  # the control
+    samples, others = ((tmp_path / name / "samples.txt").read_text() for name in ("one", "two"))
+    assert samples == others and samples.count("(reward ") == 2
 
 
 @pytest.fixture

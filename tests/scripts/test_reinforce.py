@@ -75,7 +75,7 @@ def test_a_reward_that_fails_at_first_leaves_no_folder(reward, message, inputs, 
 def test_a_run_raises_its_rewards_goes_on_and_is_written_out(inputs, tmp_path, monkeypatch):
     done = run_here("reinforce.py", *flags(inputs), "--run-dir", tmp_path / "whole")
     assert done.returncode == 0, done.stderr
-    opening, sampling, *_ = done.stdout.splitlines()
+    opening, _, sampling, *_ = done.stdout.splitlines()  # The line between names the optimizers.
     assert "parameters, all trained, starts in" in opening and sampling == "sampling 8 completions for step 1 ..."
     assert "step 8/8  reward " in done.stdout and "ETA" in done.stdout and "(reward " in done.stdout
     whole = rows(tmp_path / "whole", "reward")
@@ -113,7 +113,7 @@ def test_the_command_of_the_page_on_training_runs(inputs, tmp_path, monkeypatch)
     (tmp_path / "M").symlink_to(inputs / "M")
     (tmp_path / "prompts.jsonl").write_bytes((inputs / "prompts.jsonl").read_bytes())
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    (reward,) = re.findall(r"^def share_of_digits.*?(?=\n\n)", page, re.DOTALL | re.MULTILINE)
+    reward, *_ = re.findall(r"^def share_of_digits.*?(?=\n\n)", page, re.DOTALL | re.MULTILINE)
     (command,) = re.findall(r"^python scripts/reinforce\.py (.*?)\n```", page, re.DOTALL | re.MULTILINE)
     assert "--steps 100 " in command
     words = shlex.split(command.replace("\\\n", " ").replace("--steps 100", "--steps 1"))

@@ -97,6 +97,13 @@ def test_a_row_without_a_prompt_is_refused(line, tmp_path):
         read_prompts(file)
 
 
+def test_several_processes_need_a_plan(monkeypatch):
+    rollouts_of()  # the control
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"^Rollouts\(plan=None\): 2 processes sample together under the plan"):
+        rollouts_of()
+
+
 def test_the_greedy_reward_is_of_each_row_once():
     sizes = list[int]()
 
