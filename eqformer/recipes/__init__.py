@@ -29,6 +29,21 @@ from ._report import Screen as Screen
 from ._reward_trainer import train_on_rewards as train_on_rewards
 from ._rewards import RewardOptions as RewardOptions
 from ._run_directory import RunDirectory as RunDirectory, schedule_phases as schedule_phases
+from ._scaling import (
+    choose_depth as choose_depth,
+    count_run_flops as count_run_flops,
+    fit_power_law as fit_power_law,
+    fit_scaling as fit_scaling,
+    measure_text as measure_text,
+    plot_rates as plot_rates,
+    plot_scaling as plot_scaling,
+    PowerLaw as PowerLaw,
+    run_scaling as run_scaling,
+    scaling_recipes as scaling_recipes,
+    ScalingFit as ScalingFit,
+    ScalingPoint as ScalingPoint,
+    write_scaling as write_scaling,
+)
 from ._setup import check as check
 from ._speedrun import DEPTHS as DEPTHS, describe_speedrun as describe_speedrun, speedrun_recipe as speedrun_recipe
 from ._texts import published_recipe as published_recipe

@@ -1,36 +1,23 @@
-"""`scripts/scaling.py`: the fit of a power law, the depth for a budget, and bad input, refused before it writes."""
+"""`scripts/scaling.py`: what it prints, and bad input, refused before it writes."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import scaling
 
-from eqformer.recipes import Screen
+from eqformer.recipes import PowerLaw, ScalingPoint, Screen
 
 
-def points(losses):
-    return [scaling.Point(depth, 0.02, 10.0 ** (12 + depth), loss, 1e10) for depth, loss in enumerate(losses, 1)]
-
-
-def test_a_power_law_is_found_and_another_curve_misses_the_held_out_depth(tmp_path):
-    law = scaling.PowerLaw(30.0, 0.1)
-    exact = points([law.loss(10.0 ** (12 + depth)) for depth in range(1, 6)])
-    fit = scaling.fit_power_law(exact[:-1])
-    assert (fit.scale, fit.exponent) == pytest.approx((30.0, 0.1))
-    assert fit.loss(exact[-1].flops) == pytest.approx(exact[-1].bits_per_byte)
-    bent = [dataclasses.replace(point, bits_per_byte=point.bits_per_byte + 1) for point in exact]
-    assert scaling.fit_power_law(bent[:-1]).loss(bent[-1].flops) < 0.995 * bent[-1].bits_per_byte
-    command = scaling.Command(out=tmp_path, budget=1e14, rates=(0.02,))
-    scaling.report(command, exact, Screen(silent=True))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rates.png", "scaling.json", "scaling.png"]
-
-
-def test_the_depth_for_a_budget_is_the_largest_whose_run_fits():
-    flops = {depth: scaling.count_flops(scaling.speedrun_recipe(depth)) for depth in (1, 2, 3)}
-    assert scaling.choose_depth(flops[2], 20.0) == (2, flops[2])
-    assert scaling.choose_depth(0.99 * flops[3], 20.0) == (2, flops[2])
-    assert scaling.choose_depth(0.99 * flops[1], 20.0) is None
+def test_the_report_has_the_fit_the_held_out_depth_and_the_depth_for_a_budget(tmp_path, capsys):
+    law = PowerLaw(30.0, 0.1)
+    points = [ScalingPoint(depth, 0.02, 10.0 ** (12 + depth), law.loss(10.0 ** (12 + depth))) for depth in (1, 2, 3)]
+    scaling.report(scaling.Command(out=tmp_path, budget=1e14), points, Screen())
+    printed = capsys.readouterr().out
+    assert "held out   depth 3: 0.9487 bits a byte, predicted 0.9487 (+0.0%)" in printed
+    assert "fit        30 * FLOPs^-0.100 bits a byte" in printed and "budget     1e+14 FLOPs: depth 2 of" in printed
+    scaling.report(scaling.Command(out=tmp_path, budget=1e3), points, Screen())
+    assert "no depth has so short a run" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["scaling.json", "scaling.png"]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +30,7 @@ def test_the_depth_for_a_budget_is_the_largest_whose_run_fits():
         ({"budget": 1e15, "hours": 1.0}, r"--budget .* --hours 1\.0: give one of them"),
         (
             {"depths": (1, 2, 4), "data": "text.txt"},
-            r"--depths 4: .* epochs of a text of 6,000 bytes, more than --epochs 4",
+            r"--depths 4: .* epochs of the 5,\d00 bytes that are trained on, more than --epochs 4",
         ),
     ],
 )
@@ -52,5 +39,5 @@ def test_bad_input_is_refused_before_anything_is_written(fields, message, tmp_pa
     Path("text.txt").write_text("words " * 1000)
     fields |= {"data": Path(fields["data"])} if "data" in fields else {}
     with pytest.raises(ValueError, match=message):
-        scaling.run_scaling(scaling.Command(out=tmp_path / "out", **fields))
+        scaling.run(scaling.Command(out=tmp_path / "out", **fields))
     assert not (tmp_path / "out").exists()
