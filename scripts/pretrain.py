@@ -65,7 +65,7 @@ def run_command(command: Command) -> None:
     if isinstance(recipe.model, SpeedrunConfig):
         screen.note(f"speedrun   {describe_speedrun(recipe)}")
     run = train(recipe, folder, name=command.recipe, devices=run_devices(command.machine), screen=screen)
-    if run.start < run.step == recipe.steps:
+    if run.start < run.step == recipe.steps and not recipe.is_of_encoder:
         sample = f"--run-dir {folder} --prompt {json.dumps(recipe.prompt)} --tokens 300 --temperature 0.8 --seed 0"
         sample += " --trust-recipe" if needs_code(recipe) else ""
         screen.note(f"sample     python scripts/sample.py {sample}")
@@ -73,6 +73,8 @@ def run_command(command: Command) -> None:
 
 def show_example(recipe: Recipe, directory: RunDirectory) -> None:
     """Print the first conversation of the recipe's data with the tokens that are learned in colour, or in brackets."""
+    if recipe.loss == "contrastive":
+        raise ValueError("--show-example --loss contrastive: a text has no learned tokens; leave the flag out.")
     tokenizer = texts.recipe_tokenizer(recipe, directory)
     encoder = texts.chat_encoder(recipe, tokenizer, directory)
     if encoder is None:

@@ -26,6 +26,7 @@ from ._conversations import (
     PromptCompletion as PromptCompletion,
     read_example as read_example,
     read_label as read_label,
+    RowEncoder as RowEncoder,
     split_preference as split_preference,
 )
 from ._corpus import Corpus as Corpus, open_corpus as open_corpus, ValidationMeans as ValidationMeans
@@ -47,7 +48,14 @@ from ._loader import (
 )
 from ._packing import batch_pairs as batch_pairs, DocumentPacking as DocumentPacking, WindowPacking as WindowPacking
 from ._stored_rows import open_stored_rows as open_stored_rows, StoredRows as StoredRows
-from ._text_rows import batch_labelled_texts as batch_labelled_texts, batch_text_groups as batch_text_groups
+from ._text_rows import (
+    batch_labelled_texts as batch_labelled_texts,
+    batch_text_groups as batch_text_groups,
+    read_text_group as read_text_group,
+    text_groups as text_groups,
+    TextGroupEncoder as TextGroupEncoder,
+    TextGroupPacking as TextGroupPacking,
+)
 from ._token_store import check_vocab as check_vocab, open_store as open_store, TokenStore as TokenStore
 from ._tokenizer import (
     ByteTokenizer as ByteTokenizer,

@@ -1,5 +1,6 @@
 """Conversations as training data: token ids, and a loss weight for each token, by a model's chat template."""
 
+import abc
 import json
 import os
 import warnings
@@ -160,7 +161,25 @@ class MarkedSpan(NamedTuple):
     """Whether the loss of these tokens has a weight above 0."""
 
 
-class ConversationEncoder:
+class RowEncoder(abc.ABC):
+    """Base class of encoders of rows to token ids and loss weights, which `open_store` takes in place of a tokenizer.
+
+    They have a tokenizer's `vocab`, `end_of_text` and `fingerprint`, which differs between encoders that differ.
+    """
+
+    vocab: int
+    """The number of token ids."""
+    end_of_text: int
+    """The id that ends a text."""
+    fingerprint: str
+    """A text that differs between encoders that encode differently."""
+
+    @abc.abstractmethod
+    def encode_documents(self, documents: Sequence[Document]) -> list[EncodedExample]:
+        """Encode documents, each a row. Raises a `ValueError` that names the row."""
+
+
+class ConversationEncoder(RowEncoder):
     """Encoder of chat data to token ids and loss weights; `open_store` takes it in place of a tokenizer.
 
     Each document of the source is one row as JSON, in a form of `read_example`: `conversations` makes such a source. A

@@ -11,7 +11,7 @@ from typing import NamedTuple, SupportsFloat
 
 from .._files import list_paths
 from .._shapes import Batch
-from ._conversations import ConversationEncoder
+from ._conversations import RowEncoder
 from ._documents import TextSource
 from ._loader import Loader, Mixture, Packing
 from ._token_store import check_vocab, EmptySplitError, is_stored, open_store, Split, SplitBy, TokenStore
@@ -120,7 +120,7 @@ class Corpus:
 
 def open_corpus(
     sources: Mapping[str, TextSource],
-    tokenizer: Tokenizer | ConversationEncoder,
+    tokenizer: Tokenizer | RowEncoder,
     cache_dir: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,
     seq: int,
@@ -137,7 +137,8 @@ def open_corpus(
     Args:
         sources: The sources, by a name for messages and metrics.
         tokenizer: The tokenizer of all sources, or the encoder of chat data, which needs `packing="documents"`, or
-            `"pairs"` for `preferences` and `"labelled"` for `labelled`.
+            `"pairs"` for `preferences` and `"labelled"` for `labelled`; or a `TextGroupEncoder`, which needs
+            `packing="groups"`.
         cache_dir: One or several cache folders, as in `open_store`; after a failed write to a folder, only those that
             follow it are tried.
         seq: The tokens of a row.
@@ -177,7 +178,7 @@ _SPLITS: tuple[Split, Split] = ("validation", "train")
 def _open_splits(
     name: str,
     source: TextSource,
-    tokenizer: Tokenizer | ConversationEncoder,
+    tokenizer: Tokenizer | RowEncoder,
     folders: Sequence[Path],
     *,
     seq: int,
@@ -200,7 +201,7 @@ def _open_splits(
             folders = folders[folders.index(stores[split].path.parent) :]
         return stores
 
-    if isinstance(tokenizer, ConversationEncoder):
+    if isinstance(tokenizer, RowEncoder):
         return open_both("document", validation)  # The end of a conversation cannot be held out.
     # Tokens by position exist only if an earlier run tried the splits by document, and one of the two was empty.
     if not is_stored(source, tokenizer, folders, "validation", validation=validation, split_by="position"):

@@ -24,6 +24,7 @@ from .._shapes import Batch
 from ._completion_rows import LabelledPacking, PairPacking
 from ._packing import as_examples, DocumentPacking, list_rows, WindowPacking
 from ._stored_rows import ComputedRows, store_rows, StoredRows
+from ._text_rows import TextGroupPacking
 from ._token_store import TokenStore
 
 
@@ -79,7 +80,7 @@ def _mix_bits(values: UInt[np.ndarray, "*shape"]) -> UInt[np.ndarray, "*shape"]:
 
 # Batches of one text.
 
-Packing = Literal["windows", "documents", "pairs", "labelled"]
+Packing = Literal["windows", "documents", "pairs", "labelled", "groups"]
 
 
 class Loader:
@@ -88,11 +89,11 @@ class Loader:
     A run is an endless sequence of examples: row `row` of the batch at `step` is example `step * batch + row`. An epoch
     is `rows_per_epoch` examples, which contain every row of the data once; each epoch has another order. A batch may
     span two epochs, so no row is dropped. `packing` is `"windows"` (`WindowPacking`), `"documents"`
-    (`DocumentPacking`), `"pairs"` (`PairPacking`), of which two rows are shuffled as one, or `"labelled"`
-    (`LabelledPacking`).
+    (`DocumentPacking`), `"pairs"` (`PairPacking`), of which two rows are shuffled as one, `"labelled"`
+    (`LabelledPacking`), or `"groups"` (`TextGroupPacking`), of which the rows of a group are shuffled as one.
 
-    **Raises:** `ValueError` if `batch` is not positive, or odd for pairs, the packing is unknown, or the packing
-    refuses `seq`.
+    **Raises:** `ValueError` if `batch` is not positive or splits a pair or group, the packing is unknown, or the
+    packing refuses `seq`.
     """
 
     def __init__(
@@ -112,12 +113,15 @@ class Loader:
             "documents": DocumentPacking,
             "pairs": PairPacking,
             "labelled": LabelledPacking,
+            "groups": TextGroupPacking,
         }
         if packing not in packings:
             raise ValueError(f"{call}: packing must be one of {list(packings)}, but is {packing!r}; pass one of them.")
         self.packing = packings[packing](store, seq=seq)
         if batch % self.packing.group:
-            raise ValueError(f"{call}: a pair is two rows, so a batch must have an even number; pass another batch.")
+            rows = self.packing.group
+            rule = "pair is two rows, so a batch must have an even number" if rows == 2 else f"group is {rows} rows"
+            raise ValueError(f"{call}: a {rule}; pass another batch, a multiple of {rows}.")
         self.store = store
         self.seq = seq
         self.batch_size = batch
@@ -233,8 +237,8 @@ def _number_groups(rows: Int[np.ndarray, "batch"], group: int) -> Int[np.ndarray
     groups = rows[::group] // group
     if not np.array_equal(list_rows(groups, group), rows):
         raise ValueError(
-            f"Loader(packing='pairs'): a pair is never split, but rows {rows[0]} to {rows[-1]} hold half a pair; "
-            "ask for an even first row and an even number of rows."
+            f"Loader(packing='pairs' or 'groups'): a pair or group of {group} rows is never split, but rows {rows[0]} "
+            f"to {rows[-1]} hold a part of one; ask for a first row and a number of rows that are multiples of {group}."
         )
     return groups
 

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, UInt
 from .._failures import explain_error, explain_write_error
 from .._files import list_paths
 from . import _atomic_folder as atomic_folder
-from ._conversations import ConversationEncoder, EncodedExample
+from ._conversations import EncodedExample, RowEncoder
 from ._documents import digest, Document, TextSource, to_bytes
 from ._tokenizer import Tokenizer
 
@@ -74,11 +74,15 @@ class TokenStore:
 
     def name_document(self, document: int) -> str:
         """Return the name of a document of chat data, `FILE#ROW`, or its number in a store of an older version."""
+        names = self.document_names()
+        return names[document] if names else f"document {document}"
+
+    def document_names(self) -> list[str]:
+        """Return the name of each document of a `RowEncoder`; an empty list for a store of plain text."""
         try:
-            names = (self.path / _NAMES).read_bytes().decode("utf-8", "surrogatepass").split("\n")
+            return (self.path / _NAMES).read_bytes().decode("utf-8", "surrogatepass").split("\n")[:-1]
         except OSError:
-            return f"document {document}"
-        return names[document]
+            return []
 
 
 class EmptySplitError(ValueError):
@@ -87,7 +91,7 @@ class EmptySplitError(ValueError):
 
 def open_store(
     source: TextSource,
-    tokenizer: Tokenizer | ConversationEncoder,
+    tokenizer: Tokenizer | RowEncoder,
     cache_dir: str | PathLike[str] | Sequence[str | PathLike[str]],
     split: Split = "train",
     *,
@@ -105,7 +109,7 @@ def open_store(
 
     Args:
         source: The documents.
-        tokenizer: The tokenizer of the texts, or the encoder of conversations and completions.
+        tokenizer: The tokenizer of the texts, or the encoder of conversations, completions or groups of texts.
         cache_dir: One or several folders for caches; a missing folder is created. All are searched, and new tokens are
             written to the first writable folder, with a warning for each folder before it that is not writable.
         split: `"train"` or `"validation"`.
@@ -156,7 +160,7 @@ def open_store(
 
 def is_stored(
     source: TextSource,
-    tokenizer: Tokenizer | ConversationEncoder,
+    tokenizer: Tokenizer | RowEncoder,
     folders: Sequence[Path],
     split: Split,
     *,
@@ -170,7 +174,7 @@ def is_stored(
 
 def _folder_name(
     source: TextSource,
-    tokenizer: Tokenizer | ConversationEncoder,
+    tokenizer: Tokenizer | RowEncoder,
     split: Split,
     validation: float,
     split_by: SplitBy,
@@ -225,7 +229,7 @@ def check_vocab(store: TokenStore, vocab: int) -> None:
 def _write_tokens(
     writer: atomic_folder.FolderWriter,
     source: TextSource,
-    tokenizer: Tokenizer | ConversationEncoder,
+    tokenizer: Tokenizer | RowEncoder,
     split: Split,
     validation: float,
     split_by: SplitBy,
@@ -237,7 +241,7 @@ def _write_tokens(
     dtype = np.min_scalar_type(vocab - 1).newbyteorder("<")
     lengths: list[int] = []
     done = largest_id = text_bytes = excluded = cuts = tokens = 0
-    is_weighted = isinstance(tokenizer, ConversationEncoder)
+    is_weighted = isinstance(tokenizer, RowEncoder)
     documents_with_surrogates: list[str] = []
     for group in _group_documents(source):
         done += sum(document.size for document in group)
@@ -333,10 +337,10 @@ def _group_documents(source: TextSource) -> Iterator[list[Document]]:
 
 
 def _encode_documents(
-    tokenizer: Tokenizer | ConversationEncoder, documents: list[Document], call: str
+    tokenizer: Tokenizer | RowEncoder, documents: list[Document], call: str
 ) -> list[tuple[Document, EncodedExample]]:
     """Return each document, encoded with its end of text; documents without ids are left out."""
-    if isinstance(tokenizer, ConversationEncoder):
+    if isinstance(tokenizer, RowEncoder):
         try:
             return [*zip(documents, tokenizer.encode_documents(documents), strict=True)]
         except ValueError as error:
@@ -391,8 +395,9 @@ def _map_store(target: Path, *, verify: bool) -> TokenStore:
             expected += (meta["tokens"], meta["cuts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise atomic_folder.DamagedFolder(f"meta.json does not describe the files ({error})") from error
-    # A stored document has at least one id and the end of text: `_write_tokens` leaves out documents without ids.
-    if counts != expected or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < 2):
+    # `_write_tokens` leaves out documents without ids, and puts the end of text after those of a tokenizer.
+    shortest = 2 if store.weights is None else 1
+    if counts != expected or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < shortest):
         raise atomic_folder.DamagedFolder(
             f"the files hold (tokens, documents, ...) {counts}, which do not fit meta.json's {expected} and the offsets"
         )

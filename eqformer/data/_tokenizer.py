@@ -126,6 +126,15 @@ class ByteTokenizer:
 
     special_ids: tuple[int, ...] = ()
 
+    def encode_texts(self, texts: Sequence[str], *, max_length: int | None = None) -> list["EncodedText"]:
+        """Return the bytes of texts, cut to `max_length` bytes; pairs of texts need the tokens of a `FileTokenizer`."""
+        rows = []
+        for text in texts:
+            ids, starts, stops = (part[:max_length] for part in self.encode_with_offsets(text))
+            spans, flags = np.stack([starts, stops], axis=1), np.zeros(len(ids), bool)
+            rows.append(EncodedText(ids.astype(np.uint32), np.zeros(len(ids), np.uint32), spans, flags))
+        return rows
+
     def decode(self, ids: Ids) -> str:
         """Return the text of these bytes. Raises `ValueError` if an id is not a byte."""
         array = np.asarray(ids, dtype=np.int64)

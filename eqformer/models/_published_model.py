@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from .._files import JsonObject, read_json
-from ..nn import Transformer
+from ..nn import Transformer, without_head
 from ._classifiers import Classifier, classifier_of, names_classifier
 from ._config_types import private_names, PublishedConfig
 from ._family import Family, ModelConfig, MultimodalModel, TEXT
@@ -296,6 +296,13 @@ def format_of(
     raise ValueError(
         f"{call}: give either like=, the folder that the model came from, or the config= it was built from."
     )
+
+
+def lacks_head(model: Transformer, config: ModelConfig) -> bool:
+    """Return whether a model is one of this config without its head, and the config's models have one to leave out."""
+    expected = model_shapes(config)
+    base = without_head(expected)
+    return _shapes(model) == _shapes(base) != _shapes(expected)
 
 
 def check_shapes(call: str, model: Transformer, config: ModelConfig) -> None:

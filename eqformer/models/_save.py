@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -40,6 +41,7 @@ def save(
 ) -> None:
     """Write a model as a folder that transformers loads; the folder is written atomically.
 
+    A model without its head (`nn.without_head`) is written as a base model, as text encoders are published.
     transformers loads classifiers only of families for which it has such classes (see `docs/embeddings.md`); eqformer
     loads those of all families.
 
@@ -85,7 +87,10 @@ def save(
         configuration = published.attributes if whole else _text_configuration(published)
         files = _copied_files(Path(like), whole) | dict(files)
     plain = plain_shapes(model)
-    published_model.check_shapes(call, plain, config)
+    if published_model.lacks_head(plain, config):
+        configuration = configuration | {"architectures": [_base_architecture(family.architecture)]}
+    else:
+        published_model.check_shapes(call, plain, config)
     if whole and published is not None:
         arrays = _arrays_of_whole_folder(Folder(str(like), caller="save"), published, plain, model, call)
     elif quantized := [name for name, _ in named_modules(model, QuantizedLinear)]:
@@ -102,12 +107,18 @@ def save(
     with new_folder(target) as part:
         write_folder(part, arrays, configuration | dict(attributes), shard_bytes)
         for name, content in files.items():
+            (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _configuration(family: Family, config: ModelConfig) -> JsonObject:
     """Return the configuration of a text model of its own."""
     return {"architectures": [family.architecture], "model_type": family.model_type} | family.write(config)
+
+
+def _base_architecture(architecture: str) -> str:
+    """Return the name of the class of base models in transformers, given that of a family's models."""
+    return f"{re.sub('For[A-Z].*|LMHeadModel', '', architecture)}Model"
 
 
 def _text_configuration(published: published_model.PublishedModel) -> JsonObject:

@@ -50,6 +50,7 @@ from ._held_bytes import (
     step_bytes as step_bytes,
     StepBytes as StepBytes,
     temporary_bytes as temporary_bytes,
+    text_group_shapes as text_group_shapes,
     Verdict as Verdict,
 )
 from ._out_of_memory import (

@@ -168,6 +168,16 @@ def batch_shapes(rows: int, seq: int, *, packed: bool = False) -> Batch:
     return eqx.filter_eval_shape(make)
 
 
+def text_group_shapes(rows: int, seq: int, *, group: int) -> Batch:
+    """Return the shapes of a batch of groups of texts, each text a row, for `training.contrastive_loss`."""
+
+    def make() -> Batch:
+        ids, weights, examples = _make_tokens(rows, seq)
+        return Batch(ids, ids, weights, examples, ids, ids, group=group, documents=1)
+
+    return eqx.filter_eval_shape(make)
+
+
 def preference_shapes(rows: int, seq: int, *, has_reference: bool, has_labels: bool = False) -> PreferenceBatch:
     """Return the shapes of a batch of pairs or, with `has_labels`, of labelled completions for KTO.
 

@@ -15,9 +15,11 @@ from ._named_recipes import (
     user_file as user_file,
 )
 from ._recipe import (
+    Contrastive as Contrastive,
     Distillation as Distillation,
     fields_of as fields_of,
     flags_of as flags_of,
+    Masking as Masking,
     Mesh as Mesh,
     Metrics as Metrics,
     name_flags_in_errors as name_flags_in_errors,

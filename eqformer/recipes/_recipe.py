@@ -13,8 +13,8 @@ from ..data import Packing
 from ..models import ModelConfig
 from ..nn import Execution, Precision
 from ..parallel import ParallelConfig
-from ..planning import batch_shapes, preference_shapes
-from ..training import Divergence, Lora, Optimization
+from ..planning import batch_shapes, preference_shapes, text_group_shapes
+from ..training import Divergence, Lora, Optimization, VectorSimilarity
 
 
 def _set_paths(part: Any, *names: str) -> None:
@@ -78,6 +78,34 @@ class Distillation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Contrastive:
+    """The loss of a text encoder that learns from groups of texts, see `training.contrastive_loss`."""
+
+    temperature: float = 0.05
+    """Divisor of the similarities."""
+    pooling: Literal["mean", "cls", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"] | None = None
+    """How a text's vector is made of its tokens'; by default as the published model states, or the mean."""
+    similarity: VectorSimilarity = "cosine"
+    """The similarity of two vectors."""
+    symmetric: bool = False
+    """Also tell positives from other anchors, as in CLIP."""
+    dims: tuple[int, ...] = ()
+    """Also learn from vectors cut to these widths (Matryoshka)."""
+    group: int = 2
+    """Texts of a row of --data: an anchor, its positive and its hard negatives."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Masking:
+    """The masked tokens of a text encoder that learns to restore them, see `training.mask_tokens`."""
+
+    share: float = 0.3
+    """The share of the tokens that are learned; ModernBERT's."""
+    token: str | None = None
+    """The tokenizer's mask token; [MASK] or <mask> by default, and the byte 1 where tokens are bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Spikes:
     """Spikes of the loss: the run goes back to its last checkpoint and skips the batches since, as in PaLM."""
 
@@ -135,8 +163,8 @@ class Recipe:
     """Text or chats (docs/data.md): a file, a folder or a dataset of the hub. Python's standard library by default."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     """The learned tokens of chats: the assistant's replies, those after the user's last message, or all."""
-    loss: Literal["next-token", "dpo", "ipo", "orpo", "kto"] = "next-token"
-    """Learn the next token; or to prefer the chosen completion of each pair (DPO, IPO, ORPO); or from labels (KTO)."""
+    loss: Literal["next-token", "dpo", "ipo", "orpo", "kto", "contrastive", "mlm"] = "next-token"
+    """Learn the next token; preferences (DPO, IPO, ORPO, KTO); an encoder's vectors (contrastive) or masked tokens."""
     beta: float = 0.1
     """How strongly DPO, IPO and KTO hold the model to the reference; for ORPO the weight of the odds ratio."""
     desirable_weight: float = 1.0
@@ -149,10 +177,14 @@ class Recipe:
     """A published model with the same tokens to learn from beside the text: a folder, a GGUF file or a hub name."""
     distillation: Distillation = Distillation()
     """The loss of a model that learns from --teacher."""
+    contrastive: Contrastive = Contrastive()
+    """The loss of --loss contrastive."""
+    masking: Masking = Masking()
+    """The masked tokens of --loss mlm."""
     seq: int = 256
     """Tokens a row."""
     batch: int = 16
-    """Rows a step; a pair is two rows."""
+    """Rows a step; a pair is two rows, and a group of texts as many as it has texts."""
     text: Text = Text()
     """Tokenizer, packing and validation share of the text."""
     optimizer: Optimization = Optimization()
@@ -208,7 +240,12 @@ class Recipe:
     @property
     def has_preferences(self) -> bool:
         """Whether the loss learns from preferences, that is from pairs of completions or from labelled ones."""
-        return self.loss != "next-token"
+        return self.loss in ("dpo", "ipo", "orpo", "kto")
+
+    @property
+    def is_of_encoder(self) -> bool:
+        """Whether the loss is one of text encoders, which write no text."""
+        return self.loss in ("contrastive", "mlm")
 
     @property
     def compares_pairs(self) -> bool:
@@ -225,6 +262,8 @@ class Recipe:
         if self.has_preferences:
             has_labels = not self.compares_pairs
             return preference_shapes(self.batch, self.seq, has_reference=self.has_reference, has_labels=has_labels)
+        if self.loss == "contrastive":
+            return text_group_shapes(self.batch, self.seq, group=self.contrastive.group)
         return batch_shapes(self.batch, self.seq, packed=self.text.packing != "windows")
 
 
@@ -334,6 +373,10 @@ FLAGS_OF_CALLS = {
     "parse_bytes(": ("--memory",),
     "check_next_token(": ("--model", "--recipe"),
     "distillation_loss(beta": ("--distillation.beta",),
+    "contrastive_loss(temperature": ("--contrastive.temperature",),
+    "contrastive_loss(dims": ("--contrastive.dims",),
+    "text_groups(": ("--contrastive.group",),
+    "mask_tokens(mlm_probability": ("--masking.share",),
     "load(": ("--model",),
     "optimizer(": ("--optimizer.name",),
     "rates(": ("--optimizer.rates",),

@@ -234,11 +234,21 @@ def closing_lines(
     return "\n".join(
         (
             f"trained    {done} steps, {tokens:,} tokens, {skipped} steps skipped{without}; {format_speed(last)}",
-            f"loss       {last['loss']:.3f} nats a token in training; validation {last['validation_loss']:.3f} nats, "
-            f"{last['validation_bits_per_byte']:.3f} bits a byte, {last['validation_accuracy']:.0%} of tokens right",
+            _closing_loss_line(recipe, last),
             f"checkpoint {directory.checkpoints / str(done)}",
             f"look at    {', '.join(map(str, directory.files_to_look_at()))}",
         )
+    )
+
+
+def _closing_loss_line(recipe: Recipe, last: Mapping[str, Any]) -> str:
+    """Return the line of the last losses, in training and validation."""
+    unit = {"contrastive": "a group", "mlm": "a masked token"}.get(recipe.loss, "a token")
+    right = {"contrastive": "of positives found", "mlm": "of masked tokens right"}.get(recipe.loss, "of tokens right")
+    bits = f"{last['validation_bits_per_byte']:.3f} bits a byte, " if "validation_bits_per_byte" in last else ""
+    return (
+        f"loss       {last['loss']:.3f} nats {unit} in training; validation {last['validation_loss']:.3f} nats, "
+        f"{bits}{last['validation_accuracy']:.0%} {right}"
     )
 
 

@@ -15,10 +15,20 @@ from jaxtyping import Array, Key
 
 from .. import data, models, nn, parallel, planning, training
 from ..text import load_tokenizer
-from ._recipe import Distillation, fields_of, flags_of, format_flag, Mesh, name_flags_in_errors, Recipe
+from ._recipe import (
+    Contrastive,
+    Distillation,
+    fields_of,
+    flags_of,
+    format_flag,
+    Masking,
+    Mesh,
+    name_flags_in_errors,
+    Recipe,
+)
 from ._report import Screen
 from ._run_directory import RunDirectory
-from ._texts import check_published, recipe_tokenizer
+from ._texts import check_published, mask_id, recipe_tokenizer
 
 
 Result = TypeVar("Result")
@@ -43,7 +53,8 @@ def load_published_model(recipe: Recipe, plan: parallel.Plan | None, screen: Scr
     assert recipe.published is not None
     with screen.bar() as progress:
         show = functools.partial(progress, f"reading {recipe.published}")
-        model = models.load(recipe.published, plan=plan, dtype=recipe.precision.parameters, progress=show)
+        dtype, has_head = recipe.precision.parameters, recipe.loss != "contrastive"
+        model = models.load(recipe.published, plan=plan, dtype=dtype, head=has_head, progress=show)
     return configure_model(recipe, model)
 
 
@@ -67,7 +78,9 @@ def model_shapes(recipe: Recipe) -> nn.Transformer:
 
 
 def configure_model(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
-    """Return the model with the recipe's execution settings, precision and LoRA."""
+    """Return the model with the recipe's execution settings, precision and LoRA, and without a head that no loss
+    reads."""
+    model = nn.without_head(model) if recipe.loss == "contrastive" else model
     return apply_lora(recipe, recipe.precision.apply(recipe.execution.apply(model)))
 
 
@@ -174,8 +187,17 @@ def make_loss(recipe: Recipe) -> Callable[..., Any]:
         return training.distillation_loss(
             options.divergence, temperature=options.temperature, weight=options.weight, beta=options.beta
         )
-    if recipe.loss == "next-token":
+    if recipe.loss in ("next-token", "mlm"):
         return recipe.optimizer.loss
+    if recipe.loss == "contrastive":
+        options = recipe.contrastive
+        return training.contrastive_loss(
+            temperature=options.temperature,
+            pooling=options.pooling or "mean",
+            similarity=options.similarity,
+            symmetric=options.symmetric,
+            dims=options.dims,
+        )
     weights = {"desirable_weight": recipe.desirable_weight, "undesirable_weight": recipe.undesirable_weight}
     return training.preference_loss(recipe.loss, beta=recipe.beta, **weights)
 
@@ -216,12 +238,15 @@ def check(recipe: Recipe, *, trains: bool = True, directory: RunDirectory | None
         )
     if recipe.loss == "kto" and recipe.debug_nans:
         raise ValueError("--loss kto --debug-nans: the reference point is no part of the batch; leave one of them out.")
+    _check_encoder_loss(recipe, directory)
     _check_vocab(recipe, directory)
     _check_distillation(recipe, directory)
     with name_flags_in_errors(recipe):  # The library makes its own checks.
         training.LossSpikes(**dataclasses.asdict(recipe.spikes))
         shapes = model_shapes(recipe)
-        if trains:
+        if trains and recipe.is_of_encoder:
+            _check_encoder(recipe, shapes)
+        elif trains:
             training.check_next_token(shapes, seq=recipe.seq)
         recipe.optimizer.step(make_optimizer(recipe, shapes), loss=make_loss(recipe))
     if recipe.metrics.tensorboard:
@@ -237,6 +262,51 @@ def check_run(recipe: Recipe, directory: RunDirectory) -> nn.Transformer:
     check_published(recipe, directory)
     check_from_run(recipe, shapes, directory)
     return shapes
+
+
+def _check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
+    """Raise a `ValueError` for choices that do not go with a loss of text encoders, or with any other loss."""
+    if recipe.loss != "contrastive" and recipe.contrastive != Contrastive():
+        raise ValueError(f"--loss {recipe.loss}: --contrastive is for --loss contrastive; leave it out.")
+    if recipe.loss != "mlm" and recipe.masking != Masking():
+        raise ValueError(f"--loss {recipe.loss}: --masking is for --loss mlm; leave it out.")
+    if not recipe.is_of_encoder:
+        return
+    if recipe.evaluate_every:
+        raise ValueError(f"--loss {recipe.loss} --evaluate-every: a text encoder writes no text; leave it out.")
+    if recipe.loss == "mlm":
+        if not 0 < recipe.masking.share <= 1:
+            raise ValueError(f"--masking.share {recipe.masking.share}: it is above 0 and at most 1; 0.3 is usual.")
+        mask_id(recipe, recipe_tokenizer(recipe, directory))
+        return
+    group = recipe.contrastive.group
+    if group < 2 or recipe.batch % group or recipe.batch < 2 * group:
+        raise ValueError(
+            f"--contrastive.group {group} --batch {recipe.batch}: a group has at least an anchor and its positive, and "
+            "a batch holds at least two whole groups; a row is one text."
+        )
+    if recipe.text.hub or recipe.optimizer.z_loss:
+        raise ValueError(
+            "--loss contrastive: groups of texts are read from --data or --text.mix, and have no --optimizer.z-loss; "
+            "leave --text.hub and --optimizer.z-loss out."
+        )
+
+
+def _check_encoder(recipe: Recipe, shapes: nn.Transformer) -> None:
+    """Raise a `ValueError` for a model that cannot learn by a loss of text encoders; `shapes` are its shapes."""
+    name = type(recipe.model).__name__
+    if shapes.start is not None:
+        raise ValueError(f"--loss {recipe.loss}: a {name} has an encoder and a decoder; take a model of one stack.")
+    if (longest := shapes.max_seq) is not None and recipe.seq > longest:
+        raise ValueError(
+            f"--seq {recipe.seq}: the model has {longest} learned positions; give rows of at most as many."
+        )
+    families = [family for family in models.FAMILIES.values() if family.config is type(recipe.model)]
+    if recipe.loss == "mlm" and not any(family.is_encoder for family in families):
+        raise ValueError(
+            f"--loss mlm: in a {name} no token sees later ones; take a family of encoders for masked tokens, such as "
+            "ModernBERT, or another --loss."
+        )
 
 
 def _check_distillation(recipe: Recipe, directory: RunDirectory | None) -> None:
@@ -389,9 +459,11 @@ def load_run_weights(recipe: Recipe, plan: parallel.Plan) -> nn.Transformer:
     # With --from-optimizer the run's factors stay, since the optimizer's state is theirs.
     if old.lora != recipe.lora and not recipe.from_optimizer:
         model = apply_lora(recipe, nn.merge_lora(model))
+    model = nn.without_head(model) if recipe.loss == "contrastive" else model
     return recipe.precision.apply(model)
 
 
 def _with_saved_dtypes(recipe: Recipe, old: Recipe) -> Recipe:
-    """Return the recipe with the LoRA and the dtypes of the old one's arrays."""
-    return dataclasses.replace(recipe, lora=old.lora, precision=old.precision)
+    """Return the recipe with the LoRA, the dtypes and the head of the old one's model."""
+    loss = old.loss if recipe.loss == "contrastive" else recipe.loss
+    return dataclasses.replace(recipe, lora=old.lora, precision=old.precision, loss=loss)

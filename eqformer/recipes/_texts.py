@@ -13,7 +13,7 @@ from .. import data, models
 from .._dataclass_json import dataclass_differences
 from .._files import write_atomic
 from .._prepare import token_cache
-from ..text import load_conversation_encoder, load_tokenizer
+from ..text import load_conversation_encoder, load_tokenizer, read_pooling
 from ..training import Optimization
 from ._recipe import Recipe
 from ._report import print_warnings, Screen
@@ -83,11 +83,14 @@ def published_files(recipe: Recipe, directory: RunDirectory | None = None) -> Pa
 
 
 def complete_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe as its run keeps it: absolute paths of models and runs, and rows that suit chats or pairs."""
+    """Return the recipe as its run keeps it: absolute paths, rows that suit chats or pairs, and a model's pooling."""
     if recipe.from_run is not None:
         recipe = dataclasses.replace(recipe, from_run=Path(recipe.from_run).absolute())
     if recipe.published is not None:  # Absolute, as in `published_recipe`, so that the run resumes from any directory.
         recipe = dataclasses.replace(recipe, published=models.local_path(recipe.published).absolute())
+    if recipe.loss == "contrastive" and recipe.contrastive.pooling is None:
+        pooling: Any = "mean" if recipe.published is None else read_pooling(recipe.published)
+        recipe = dataclasses.replace(recipe, contrastive=dataclasses.replace(recipe.contrastive, pooling=pooling))
     for read_file in (_open_tokenizer, _detect_form):  # The files may have changed since an earlier run of the process.
         read_file.cache_clear()
     return for_chats(recipe) if reads_chats(recipe) else recipe
@@ -113,23 +116,30 @@ _MESSAGE_FORMS = (
 
 
 def open_chats(recipe: Recipe, path: Path) -> data.TextSource:
-    """Return the conversations of a path, or its pairs of completions or labelled ones for a loss of preferences."""
+    """Return the rows of a path: conversations or, by the loss, pairs of completions, labelled ones or groups of
+    texts."""
+    if recipe.loss == "contrastive":
+        return data.text_groups(path, group=recipe.contrastive.group)
     if recipe.compares_pairs:
         return data.preferences(path)
     return data.labelled(path) if recipe.has_preferences else data.conversations(path)
 
 
 def chat_paths(recipe: Recipe) -> list[Path]:
-    """Return the recipe's files and folders of conversations, or of prompts and completions.
+    """Return the recipe's files and folders of conversations, of prompts and completions, or of groups of texts.
 
     Raises a `ValueError` if conversations and plain texts are mixed.
     """
-    if recipe.has_preferences and recipe.data is None and not recipe.text.mix:
-        kind = "pairs are" if recipe.compares_pairs else "labelled completions are"
+    has_rows = recipe.has_preferences or recipe.loss == "contrastive"
+    if has_rows and recipe.data is None and not recipe.text.mix:
+        kind = "groups of texts are" if recipe.loss == "contrastive" else "labelled completions are"
+        kind = "pairs are" if recipe.compares_pairs else kind
         raise ValueError(f"--loss {recipe.loss}: {kind} read from a file or folder; give --data ROWS.jsonl.")
     paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if not part.startswith("hub:")]
     paths += [] if recipe.data is None else [Path(recipe.data)]
-    chats = [path for path in paths if recipe.has_preferences or _detect_form(path) not in _TEXT_FORMS]
+    chats = [path for path in paths if has_rows or _detect_form(path) not in _TEXT_FORMS]
+    if chats and recipe.loss == "mlm":
+        raise ValueError(f"--loss mlm --data {chats[0]}: masked tokens are those of texts, but this has conversations.")
     if chats and len(chats) < max(len(paths), len(recipe.text.mix)):
         raise ValueError(
             f"--text.mix {' '.join(recipe.text.mix)}: {chats[0]} has conversations, and others have text; give texts "
@@ -147,6 +157,7 @@ def for_chats(recipe: Recipe) -> Recipe:
     """Return the recipe with rows of whole conversations or pairs, and a question as the prompt of its samples."""
     prompt = _PROMPT if recipe.prompt == Recipe.prompt else recipe.prompt
     packing = "pairs" if recipe.compares_pairs else "labelled" if recipe.has_preferences else "documents"
+    packing = "groups" if recipe.loss == "contrastive" else packing
     return dataclasses.replace(recipe, prompt=prompt, text=dataclasses.replace(recipe.text, packing=packing))
 
 
@@ -170,6 +181,33 @@ def chat_encoder(
             "chat model, or texts as prompt and completion."
         )
     return encoder
+
+
+def row_encoder(recipe: Recipe, tokenizer: Tokenizer, directory: RunDirectory | None = None) -> data.RowEncoder | None:
+    """Return the encoder of the recipe's rows: conversations, completions or groups of texts; None for plain text."""
+    if recipe.loss == "contrastive":
+        return data.TextGroupEncoder(tokenizer, seq=recipe.seq)
+    return chat_encoder(recipe, tokenizer, directory)
+
+
+def mask_id(recipe: Recipe, tokenizer: Tokenizer) -> int:
+    """Return the id that stands for a masked token; raises a `ValueError` for a tokenizer without one."""
+    token = recipe.masking.token
+    if token is None and isinstance(tokenizer, data.ByteTokenizer):
+        return _MASK_BYTE
+    tokens = _MASK_TOKENS if token is None else (token,)
+    encoded = [tokenizer.encode_prompt(name, add_special_tokens=False).tolist() for name in tokens]
+    ids = [row[0] for row in encoded if len(row) == 1 and row[0] in tokenizer.special_ids]
+    if not ids:
+        raise ValueError(
+            f"--masking.token {token}: the tokenizer has no special token {' or '.join(tokens)}; give the name of its "
+            "mask token, or a --text.tokenizer that has one."
+        )
+    return ids[0]
+
+
+_MASK_TOKENS = ("[MASK]", "<mask>", "<|mask|>")
+_MASK_BYTE = 1  # a control character, which texts do not contain
 
 
 def sample_prompt(
@@ -237,7 +275,7 @@ def _open_source(path: str | Path | None, recipe: Recipe) -> data.TextSource:
 def open_texts(
     recipe: Recipe,
     sources: Mapping[str, tuple[data.TextSource, float]],
-    tokenizer: data.Tokenizer | data.ConversationEncoder,
+    tokenizer: data.Tokenizer | data.RowEncoder,
     directory: RunDirectory,
     screen: Screen,
 ) -> data.Corpus:

@@ -45,12 +45,13 @@ from ._setup import (
     setting_flags,
 )
 from ._texts import (
-    chat_encoder,
     complete_recipe,
     copy_published_files,
+    mask_id,
     open_sources,
     open_texts,
     recipe_tokenizer,
+    row_encoder,
     sample_prompt,
 )
 
@@ -145,7 +146,7 @@ class Trainer:
         sources, self.tokenizer = on_all_processes(lambda: (open_sources(recipe), recipe_tokenizer(recipe, directory)))
         on_first_process(lambda: directory.claim(name, recipe))
         check_alike({f"--run-dir {directory.path}": directory.token()})
-        self.encoder = on_all_processes(lambda: chat_encoder(recipe, self.tokenizer, directory))
+        self.encoder: Any = on_all_processes(lambda: row_encoder(recipe, self.tokenizer, directory))
         open_corpus = lambda: open_texts(recipe, sources, self.encoder or self.tokenizer, directory, screen)
         texts = on_first_process(open_corpus)  # The first process writes the tokens, which the others then read.
         self.texts = on_all_processes(lambda: texts or open_corpus())
@@ -164,6 +165,8 @@ class Trainer:
         self.parameters = count_parameters(self.optimizer, shapes)
         self.summary = parallel.summary(plan, shapes, rows=recipe.batch, seq=recipe.seq)
         self.evaluate = training.make_evaluation(plan)
+        if recipe.loss == "contrastive":
+            self.evaluate = training.make_contrastive_evaluation(plan, make_loss(recipe))
         self.scores = None
         if self.evaluator is not None:
             self.scores = make_scores(recipe, self.evaluator, self.tokenizer, directory, self.states, shapes)
@@ -259,6 +262,7 @@ class Trainer:
             writers.write(row)
             self.last.update(row)
 
+        has_samples = recipe.sample_every and not recipe.is_of_encoder
         draw = lambda run: on_first_process(self.directory.draw_metrics)
         show_last = lambda run: show(run.step, metrics_line(self.last), run.is_due(recipe.log_every))
         return [
@@ -270,11 +274,13 @@ class Trainer:
                     self.spikes,
                     self.stop,
                     *self._evaluations(write_row, draw),
-                    training.Validation(recipe.validate_every, self._validate, write_row),
+                    training.Validation(
+                        recipe.validate_every, self._validate, write_row, has_bits=not recipe.is_of_encoder
+                    ),
                     every(recipe.validate_every, draw),
                     every(1, show_last),
                     training.Checkpoints(recipe.checkpoint_every, checkpointer, self._metadata, self.states),
-                    *([every(recipe.sample_every, self._sample)] if recipe.sample_every else []),
+                    *([every(recipe.sample_every, self._sample)] if has_samples else []),
                 ]
             ),
         ]
@@ -297,10 +303,34 @@ class Trainer:
     def evaluate_rewards(self) -> Callable[..., dict[str, Any]] | None:
         """The function that sums the rewards of a batch of pairs; None for other rows."""
         recipe = self.recipe
-        if not recipe.compares_pairs:
+        if recipe.loss not in ("dpo", "ipo", "orpo"):
             return None
-        assert recipe.loss != "next-token"
         return training.make_reward_evaluation(self.plan, recipe.loss, beta=recipe.beta)
+
+    @functools.cached_property
+    def mask(self) -> Callable[[Batch], Batch]:
+        """The function that masks a batch's tokens for `--loss mlm`.
+
+        Random numbers depend on the seed and on a row's number in the run alone, so that a run which goes on, on any
+        mesh, reads the same batches.
+        """
+        recipe, tokenizer = self.recipe, self.tokenizer
+        special_ids = {*tokenizer.special_ids, tokenizer.end_of_text, mask_id(recipe, tokenizer)}
+        options: dict[str, Any] = {"mask_id": mask_id(recipe, tokenizer), "mlm_probability": recipe.masking.share}
+        options |= {"vocab": tokenizer.vocab, "special_ids": sorted(special_ids)}
+        key = jax.random.key(recipe.seed)
+
+        @functools.cache
+        def compile_for(shardings: Any) -> Callable[[Batch], Batch]:
+            # A batch keeps its shardings, which the compiled step expects.
+            masked = functools.partial(training.mask_tokens, key=key, **options)
+            return jax.jit(masked, out_shardings=jax.tree.unflatten(*shardings))
+
+        def apply(batch: Batch) -> Batch:
+            leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, batch))
+            return compile_for((treedef, tuple(leaves)))(batch)
+
+        return apply
 
     @functools.cached_property
     def _peak(self) -> float:
@@ -348,11 +378,13 @@ class Trainer:
             self.texts = self.texts.map_loaders(add_arrays, held_out=recipe.compares_pairs)
 
     def _add_other_model(self, batches: Iterable[Any], state: training.TrainState, *, is_first: bool) -> Iterable[Any]:
-        """Return batches with what their rows need of a second model, the teacher or the reference.
+        """Return batches with masked tokens, or with what rows need of a second model, the teacher or the reference.
 
         The reference is the model before its first step, or before its adapter.
         """
         recipe = self.recipe
+        if recipe.loss == "mlm":
+            return map(self.mask, batches)
         if recipe.teacher is not None and recipe.distillation.top is None:
             return training.add_teacher(batches, load_teacher(recipe, self.plan, self.screen), self.plan)
         if not recipe.has_reference or recipe.reference == "stored":
@@ -393,6 +425,7 @@ class Trainer:
     def _validate(self, model: Any) -> tuple[Any, Mapping[str, Any]]:
         def sums(batch: Batch) -> dict[str, Any]:
             placed: Any = self.rows.place(batch)
+            placed = self.mask(placed) if self.recipe.loss == "mlm" else placed
             results = self.evaluate(model, placed)
             if self.evaluate_rewards is None:
                 return results

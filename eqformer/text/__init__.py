@@ -5,7 +5,7 @@ from ._companions import (
     load_tokenizer as load_tokenizer,
     read_chat_template as read_chat_template,
 )
-from ._encoder_files import EmbeddingHead as EmbeddingHead
+from ._encoder_files import EmbeddingHead as EmbeddingHead, read_pooling as read_pooling
 from ._grammars import Grammar as Grammar
 from ._llm import LLM as LLM
 from ._load import load as load, load_llm as load_llm, make_llm as make_llm, prepare_to_decode as prepare_to_decode
@@ -16,6 +16,7 @@ from ._rollouts import read_prompts as read_prompts, Reward as Reward, Rollouts 
 from ._run_folder import (
     export_run as export_run,
     is_run as is_run,
+    load_run_encoder as load_run_encoder,
     load_run_model as load_run_model,
     load_run_tokenizer as load_run_tokenizer,
 )

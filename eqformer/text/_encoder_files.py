@@ -1,6 +1,7 @@
 """The files in which sentence-transformers publishes a text encoder: pooling, dense layers, prompts and lengths."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -104,6 +105,37 @@ def read_encoder_files(path: Path) -> EncoderFiles:
     return EncoderFiles(
         model_folder, head, includes_prompt, texts, default, similarity, max_length=length, lower_case=lower_case
     )
+
+
+def read_pooling(folder: str | Path) -> str:
+    """Return how a published model makes the vector of a text, a name in `nn.POOLINGS`, for training it further.
+
+    It is the pooling of the folder's `modules.json`; without this file the mean for encoders, and the last token for
+    decoders. Raises a `ValueError` for a folder with several poolings, or with dense layers, which training leaves out.
+    """
+    path = Path(folder)
+    if not (path / MODULES).exists():
+        return "mean" if models.is_encoder(path) else "lasttoken"
+    modes = read_encoder_files(path).head.pooling.modes
+    if len(modes) > 1 or "Dense" in [kind for kind, _ in _list_modules(path)]:
+        raise ValueError(f"{path / MODULES}: only a model of one pooling without dense layers is trained further.")
+    return next(iter(modes))
+
+
+def encoder_files(pooling: str, *, channels: int, max_length: int, similarity: str) -> dict[str, str]:
+    """Return the files in which sentence-transformers publishes a text encoder, by name, beside those of its model."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(kinds.items())
+    ]
+    flags = {flag: mode == pooling for flag, mode in _OLDER_MODES.items()}
+    return {
+        MODULES: json.dumps(modules, indent=2),
+        "1_Pooling/config.json": json.dumps({"word_embedding_dimension": channels, **flags}, indent=2),
+        _SETTINGS: json.dumps({"similarity_fn_name": similarity}, indent=2),
+        _LENGTH: json.dumps({"max_seq_length": max_length, "do_lower_case": False}, indent=2),
+    }
 
 
 def read_lengths(folder: Path) -> tuple[int | None, bool]:

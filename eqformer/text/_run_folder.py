@@ -12,6 +12,8 @@ from .. import data, models, nn, parallel, training
 from .._dataclass_json import dataclass_from_json, UnknownKindError
 from .._files import read_json, read_utf8
 from ._companions import load_tokenizer
+from ._encoder_files import EmbeddingHead, encoder_files
+from ._text_encoder import TextEncoder
 
 
 class RunRecipe(NamedTuple):
@@ -28,6 +30,17 @@ class RunRecipe(NamedTuple):
     """The published model that the run began from."""
     seq: int
     """The tokens of a row that the run trained on."""
+    loss: str = "next-token"
+    """The loss of the run."""
+    pooling: str = "mean"
+    """How a text encoder makes the vector of a text."""
+    similarity: str = "cosine"
+    """The function by which the vectors of a text encoder are compared."""
+
+    @property
+    def is_of_encoder(self) -> bool:
+        """Whether the run trains a text encoder."""
+        return self.loss in ("contrastive", "mlm")
 
     def shapes(self) -> nn.Transformer:
         """Return the shapes of the trained model, without the fp8 products that only training uses."""
@@ -35,6 +48,7 @@ class RunRecipe(NamedTuple):
 
     def _build(self) -> nn.Transformer:
         model = models.build(self.model, key=jax.random.key(0))
+        model = nn.without_head(model) if self.loss == "contrastive" else model
         return self.lora.apply(self.precision.apply(self.execution.apply(model)), key=jax.random.key(0))
 
 
@@ -77,6 +91,20 @@ def open_run_tokenizer(path: str | Path, recipe: RunRecipe) -> data.ByteTokenize
     return load_tokenizer(copy if copy.exists() else recipe.published, end_of_text=recipe.end_of_text)
 
 
+def load_run_encoder(path: str | Path, plan: parallel.Plan | None = None) -> TextEncoder:
+    """Load the text encoder of a run's latest checkpoint, of a loss of encoders.
+
+    It reads texts as the run has: of at most `seq` tokens. Raises a `ValueError` for a run of another loss.
+    """
+    recipe = read_run_recipe(path)
+    if not recipe.is_of_encoder:
+        raise ValueError(f"load_run_encoder({str(path)!r}): the run's loss is {recipe.loss}, not one of text encoders.")
+    model = nn.without_head(nn.merge_lora(restore_run_model(path, recipe, plan)))
+    tokenizer, head = open_run_tokenizer(path, recipe), EmbeddingHead(nn.Pooling((recipe.pooling,)))
+    model = model if plan is None else plan.shard(model)
+    return TextEncoder(model, head, tokenizer, max_length=recipe.seq, similarity_name=recipe.similarity, plan=plan)
+
+
 def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -> None:
     """Write the model of a run's latest checkpoint as a published folder, with its tokenizer.
 
@@ -99,6 +127,10 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
         tokenizer = open_run_tokenizer(path, recipe)
         ids = {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None}
         options |= {"attributes": ids, "files": data.tokenizer_files(tokenizer, max_length=recipe.seq)}
+    if recipe.is_of_encoder:
+        embed, similarity = recipe.model.embed, recipe.similarity
+        files = encoder_files(recipe.pooling, channels=embed, max_length=recipe.seq, similarity=similarity)
+        options["files"] = {**options.get("files", {}), **files}
     models.save(nn.merge_lora(model), target, **options)
 
 
@@ -113,6 +145,7 @@ def read_run_recipe(path: str | Path) -> RunRecipe:
 
 
 def _parse_recipe(file: Path, recipe: Mapping[str, Any]) -> RunRecipe:
+    contrastive = recipe.get("contrastive") or {}
     text, read = recipe.get("text") or {}, functools.partial(_read_part, file, recipe)
     config = read("model")
     if not isinstance(config, models.ModelConfig):
@@ -126,6 +159,9 @@ def _parse_recipe(file: Path, recipe: Mapping[str, Any]) -> RunRecipe:
         end_of_text=text.get("end_of_text"),
         published=Path(recipe["published"]) if recipe.get("published") else None,
         seq=recipe["seq"],
+        loss=recipe.get("loss") or "next-token",
+        pooling=contrastive.get("pooling") or "mean",
+        similarity=contrastive.get("similarity") or "cosine",
     )
 
 

@@ -34,7 +34,7 @@ class TextEncoder:
     """The model without a head; its `encode` returns the hidden vectors of the tokens."""
     head: EmbeddingHead
     """The pooling of these vectors, and the layers after it."""
-    tokenizer: data.FileTokenizer
+    tokenizer: data.ByteTokenizer | data.FileTokenizer
     """The tokenizer of texts."""
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Texts that are put before a text, by name, such as `{"query": "query: "}`."""

@@ -6,6 +6,7 @@ from ._evaluation import (
     add_teacher as add_teacher,
     Evaluations as Evaluations,
     KtoStep as KtoStep,
+    make_contrastive_evaluation as make_contrastive_evaluation,
     make_evaluation as make_evaluation,
     make_reference_nats as make_reference_nats,
     make_reward_evaluation as make_reward_evaluation,
@@ -68,7 +69,7 @@ from ._train_state import (
 from .checkpoint._checkpointer import Checkpointer as Checkpointer, CheckpointError as CheckpointError
 from .checkpoint._contents import run_metadata as run_metadata, saved_key as saved_key, versions as versions
 from .losses._classification import classification_loss as classification_loss
-from .losses._contrastive import contrastive_loss as contrastive_loss
+from .losses._contrastive import contrastive_loss as contrastive_loss, VectorSimilarity as VectorSimilarity
 from .losses._cross_entropy import chunk_size as chunk_size, cross_entropy as cross_entropy
 from .losses._distillation import (
     check_teacher as check_teacher,

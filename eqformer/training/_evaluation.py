@@ -19,6 +19,7 @@ from ._metrics import bits_per_byte
 from ._step import Step
 from ._train_state import TrainState
 from .losses._distillation import teacher_top_nats
+from .losses._loss_aux import LossAux, LossFn
 from .losses._policy import token_log_probs
 from .losses._token_losses import batch_tokens, evaluation_sums, kto_baseline, pair_rewards, PreferenceLoss, row_nats
 from .losses._vocabulary import Vocabulary
@@ -27,6 +28,24 @@ from .losses._vocabulary import Vocabulary
 def make_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
     """Return a jitted function `(model, batch)` that computes `evaluation_sums` under a plan."""
     return _make_forward(plan, evaluation_sums, PartitionSpec(), OnDevice.total)
+
+
+def make_contrastive_evaluation(plan: Plan, loss: LossFn) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
+    """Return a jitted function `(model, batch)` that sums a `contrastive_loss` over the batch's groups under a plan.
+
+    The sums are `nats`, the losses; `correct`, the anchors whose own positive is the most similar candidate; and
+    `count`, the number of groups.
+    """
+
+    def sums(
+        model: PyTree, batch: Batch, *, tokens: Tokens | None = None, vocabulary: Vocabulary | None = None
+    ) -> dict[str, Float[Array, ""]]:
+        total, aux = loss(model, batch, None, tokens=tokens, vocabulary=vocabulary)
+        assert isinstance(aux, LossAux)
+        correct, _ = aux.metrics["retrieval_accuracy"]
+        return {"nats": total, "correct": correct, "count": aux.count}
+
+    return _make_forward(plan, sums, PartitionSpec(), OnDevice.total)
 
 
 def make_row_nats(plan: Plan) -> Callable[[PyTree, Batch], Float[Array, "batch"]]:
@@ -223,22 +242,26 @@ class Validation(Every):
         every: int,
         means: Callable[[PyTree], tuple[Means, Mapping[str, Means]]],
         write: Callable[[dict[str, int | float]], object],
+        *,
+        has_bits: bool = True,
     ):
         """`means(model)` returns the means over all held-out text and those of each source, as `Corpus.validate` does.
 
-        `write` is called with the row.
+        `write` is called with the row. `has_bits` tells whether the loss is of all tokens of a text, so that the row
+        has bits per byte.
         """
         super().__init__(every, self._validate)
-        self._means, self._write = means, write
+        self._means, self._write, self._has_bits = means, write, has_bits
 
     def _validate(self, run: Progress) -> None:
         mean, by_source = self._means(run.state.model)
         row: dict[str, int | float] = {
             "step": run.step,
             "validation_loss": mean.loss,
-            "validation_bits_per_byte": bits_per_byte(mean.loss, mean.bytes_per_token),
             "validation_accuracy": mean.accuracy,
         }
+        if self._has_bits:
+            row["validation_bits_per_byte"] = bits_per_byte(mean.loss, mean.bytes_per_token)
         row |= {f"validation_{name}": value for name, value in mean.rewards.items()}
         sources = by_source if len(by_source) > 1 else {}
         self._write(row | {f"validation_loss/{name}": source.loss for name, source in sources.items()})

@@ -147,7 +147,7 @@ def test_a_loader_shuffles_pairs_and_splits_none(encoder, tmp_path):
             seen.append(int(prompt))
     assert len({*seen}) == len(seen) and seen != sorted(seen)
     assert np.array_equal(train.rows(3, 2, 4).ids, train.batch(3).ids[2:])
-    with pytest.raises(ValueError, match="a pair is never split, but rows 1 to 3 hold half a pair"):
+    with pytest.raises(ValueError, match="of 2 rows is never split, but rows 1 to 3 hold a part"):
         train.rows(0, 1, 4)
     epoch = [batch.ids for batch in held_out.epoch(1)]
     assert len(epoch) == 1 and len(epoch[0]) == 4
@@ -176,7 +176,7 @@ def test_a_mixture_splits_no_pair_and_takes_each_text_by_its_weight(encoder, tmp
         assert np.array_equal(np.concatenate(pairs), expected)
     assert mixture.epochs(256) == {"few": 256 / 5, "many": 768 / 40}
     assert np.array_equal(mixture.rows(3, 2, 4).ids, mixture.batch(3).ids[2:4])
-    with pytest.raises(ValueError, match="a pair is never split, but rows 1 to 3 hold half a pair"):
+    with pytest.raises(ValueError, match="of 2 rows is never split, but rows 1 to 3 hold a part"):
         mixture.rows(0, 1, 4)
 
 

@@ -13,6 +13,7 @@ from hub_server import serve_hub
 from script_helpers import losses, rows, run_here
 from text_cases import CONFIG, published_folder, small_model, TEMPLATE
 
+import eqformer
 from eqformer import data, models
 from eqformer.recipes import RECIPES
 
@@ -253,3 +254,18 @@ def test_what_is_refused(folder, tmp_path):
     )
     assert "--desirable-weight 0.0" in refused(*labelled, "--desirable-weight", 0)
     assert CONFIG.vocab == data.ByteTokenizer.vocab
+
+
+@pytest.mark.grid
+def test_the_command_trains_an_embedder(tmp_path):
+    """Rows of groups; a bad one is named, and nothing is written."""
+    rows_of = lambda texts: "\n".join(json.dumps({"anchor": text, "positive": text[::-1]}) for text in texts)
+    (tmp_path / "rows.jsonl").write_text(rows_of([f"text {number}" for number in range(40)]))
+    (tmp_path / "bad.jsonl").write_text(rows_of(["text", " ", *["text"] * 40]))
+    flags = ["--recipe", "bert-byte-200k", "--loss", "contrastive", *FLAGS[:2], "--batch", 8, *FLAGS[4:]]
+    bad = run_here("pretrain.py", *flags, "--data", tmp_path / "bad.jsonl", "--run-dir", tmp_path / "bad")
+    assert bad.returncode and "bad.jsonl#1: `anchor` has no text" in bad.stderr and not (tmp_path / "bad").exists()
+    done = run_here("pretrain.py", *flags, "--data", tmp_path / "rows.jsonl", "--run-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "nats a group in training" in done.stdout and "of positives found" in done.stdout
+    assert eqformer.load(tmp_path / "run").embed("text").shape == (64,)

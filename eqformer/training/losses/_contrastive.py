@@ -1,11 +1,12 @@
 """Contrastive losses of text encoders: each anchor is told from the other groups' texts of a microbatch."""
 
+import functools
 from collections.abc import Sequence
 from typing import get_args, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ... import nn
 from ..._array_checks import checked
@@ -40,6 +41,7 @@ def contrastive_loss(
 
     Candidates come from all devices that split the batch, so loss and gradients are the same on any mesh. They come
     from one microbatch, so with fewer microbatches an anchor has more candidates. The batch's targets are not read.
+    Groups whose anchor has no weight, with which an epoch fills its last batch up, do not count and are no candidates.
 
     The step's metrics are `retrieval_accuracy`, the share of anchors whose own positive is the most similar candidate,
     and `positive_similarity`, the mean similarity of anchors to their own positives, both of whole vectors.
@@ -70,13 +72,17 @@ def contrastive_loss(
         _check_batch(batch, hidden.shape[-1], dims)
         vectors, devices = pool_rows(pooling, hidden, tokens)
         groups = vectors.reshape(-1, batch.group, vectors.shape[-1])
-        results = [_sum_losses(groups[..., :width], temperature, similarity, symmetric) for width in dims or (None,)]
+        # A row's weights may be split over devices, which all count its group or none.
+        weights = sum_rows(jnp.asarray(batch.weights).astype(vectors.dtype))[0][:: batch.group]
+        counts = (weights > 0).astype(vectors.dtype)
+        sum_losses = functools.partial(_sum_losses, counts, temperature, similarity, symmetric)
+        results = [sum_losses(groups[..., :width]) for width in dims or (None,)]
         total = sum((loss for loss, _ in results[1:]), results[0][0])
         # Metrics are those of whole vectors.
         last = results[-1] if not dims or dims[-1] == hidden.shape[-1] else None
-        _, metrics = last or _sum_losses(groups, temperature, similarity, symmetric)
+        _, metrics = last or sum_losses(groups)
         # All devices that share a row have computed its loss.
-        count = jnp.full((), len(groups) / devices, total.dtype)
+        count = jnp.sum(counts) / devices
         metrics = {name: (jax.lax.stop_gradient(value) / devices, count) for name, value in metrics.items()}
         return add_aux_losses(total / devices, LossAux(count, None, metrics), aux)
 
@@ -126,26 +132,45 @@ def pool_rows(
 
 
 def _sum_losses(
-    groups: Float[Array, "groups group embed"], temperature: float, similarity: VectorSimilarity, symmetric: bool
+    counts: Float[Array, "groups"],
+    temperature: float,
+    similarity: VectorSimilarity,
+    symmetric: bool,
+    groups: Float[Array, "groups group embed"],
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Return the sum over this device's groups of a loss, and the sums of its metrics."""
+    """Return the sum over this device's groups of a loss, and the sums of its metrics; `counts` are 0 for groups that
+    do not count, and 1 for the others."""
     if similarity == "cosine":
         groups = nn.UnitLength()(groups)
     number, size, width = groups.shape
     anchors, local_candidates = groups[:, 0], groups[:, 1:].reshape(-1, width)
-    candidates, first = gather_rows(local_candidates)
+    similarities, first = _candidate_similarities(anchors, local_candidates, jnp.repeat(counts, size - 1))
     target = first + (size - 1) * jnp.arange(number, dtype=jnp.int32)
-    similarities = anchors @ candidates.T
     nats, _ = token_nats(similarities / temperature, target)
     if symmetric:
-        all_anchors, first_anchor = gather_rows(anchors)
-        back = groups[:, 1] @ all_anchors.T / temperature
-        back_nats, _ = token_nats(back, first_anchor + jnp.arange(number, dtype=jnp.int32))
+        back, first_anchor = _candidate_similarities(groups[:, 1], anchors, counts)
+        back_nats, _ = token_nats(back / temperature, first_anchor + jnp.arange(number, dtype=jnp.int32))
         nats = (nats + back_nats) / 2
     target_similarity = jnp.take_along_axis(similarities, target[:, None], axis=1)[:, 0]
     is_first = jnp.argmax(similarities, axis=1).astype(target.dtype) == target
     metrics = {
-        "retrieval_accuracy": jnp.sum(is_first.astype(nats.dtype)),
-        "positive_similarity": jnp.sum(target_similarity),
+        "retrieval_accuracy": jnp.sum(is_first.astype(nats.dtype) * counts),
+        "positive_similarity": jnp.sum(target_similarity * counts),
     }
-    return jnp.sum(nats), metrics
+    return jnp.sum(jnp.where(counts > 0, nats, 0)), metrics
+
+
+_NO_CANDIDATE = -1e30  # A finite similarity, whose gradient is zero, of vectors that are no candidates.
+
+
+def _candidate_similarities(
+    vectors: Float[Array, "rows embed"], local_candidates: Float[Array, "_ embed"], counts: Float[Array, "_"]
+) -> tuple[Float[Array, "rows candidates"], int | Int[Array, ""]]:
+    """Return the similarity of each vector to the candidates of all devices, and the number of the first local one.
+
+    Candidates whose count is 0 have none.
+    """
+    # Vectors and counts are gathered at once.
+    gathered, first = gather_rows(jnp.concatenate([local_candidates, counts[:, None]], axis=1))
+    similarities = vectors @ gathered[:, :-1].T
+    return jnp.where(gathered[:, -1] > 0, similarities, _NO_CANDIDATE), first

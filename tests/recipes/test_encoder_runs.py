@@ -1,0 +1,245 @@
+"""Runs of text encoders: on groups of texts, and on masked tokens; they go on bit by bit, and are loaded to embed."""
+
+import dataclasses
+import json
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqformer
+from eqformer import data, models, nn, training
+from eqformer.data._token_store import is_validation
+from eqformer.recipes import Contrastive, Masking, Mesh, published_recipe, Recipe, Screen, train
+from eqformer.text import export_run, read_pooling
+
+
+CONFIG = models.BERTConfig(256, 32, 2, 4, 48, max_seq=64)
+SGD = training.Optimization("sgd", learning_rate=1e-2, warmup=1)
+load: Any = eqformer.load  # of what each folder holds
+QUIET = Screen(silent=True)
+SIZES: dict[str, Any] = {
+    "seq": 24,
+    "steps": 4,
+    "log_every": 1,
+    "validate_every": 4,
+    "checkpoint_every": 2,
+    "sample_every": 0,
+}
+
+
+def group(number: int) -> list[str]:
+    """An anchor, its positive and a hard negative."""
+    return [f"question {number} of {number * 7 % 31}", f"answer {number * 7 % 31}: {number}", f"answer {number + 1}"]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A file of 20 rows of groups, and the training and held-out groups."""
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    names = ("anchor", "positive", "negative")
+    file.write_text("\n".join(json.dumps(dict(zip(names, group(number)))) for number in range(20)))
+    held_out = [is_validation(name, 0.3) for name, _, _ in data.files(file, field=None)]
+    parts = [[group(n) for n in range(20) if held_out[n] == is_held_out] for is_held_out in (False, True)]
+    return file, *parts
+
+
+def contrastive(rows, **fields) -> Recipe:
+    """A recipe whose batch is all training groups."""
+    file, groups, _ = rows
+    text = dataclasses.replace(Recipe(CONFIG).text, validation=0.3)
+    options: dict[str, Any] = {
+        "batch": 3 * len(groups),
+        "contrastive": Contrastive(temperature=0.1, group=3),
+        "optimizer": SGD,
+    }
+    return Recipe(**{"model": CONFIG, "loss": "contrastive", "data": file, "text": text, **options, **SIZES, **fields})
+
+
+def run_of(recipe, folder, devices=1):
+    return train(recipe, folder, devices=jax.devices()[:devices], screen=QUIET)
+
+
+def first_model():
+    """The model of a new run of seed 0."""
+    return eqx.filter_jit(models.build)(CONFIG, key=jax.random.split(jax.random.key(0), 3)[0])
+
+
+def losses(run) -> list[float]:
+    lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def arrays(run) -> list[np.ndarray]:
+    model = load(run.folder).model
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array))]
+
+
+def formula(encoder, groups, temperature=0.1) -> float:
+    """The mean loss of all groups together, in float64, from the vectors that the encoder returns."""
+    vectors = [np.float64(encoder.embed([texts[n] for texts in groups], normalize=True)) for n in range(3)]
+    candidates = np.stack(vectors[1:], axis=1).reshape(-1, vectors[0].shape[1])
+    scores = vectors[0] @ candidates.T / temperature
+    return float(np.mean(np.log(np.exp(scores).sum(-1)) - scores[np.arange(len(groups)), 2 * np.arange(len(groups))]))
+
+
+def test_a_run_learns_groups_and_its_folder_embeds(rows, tmp_path):
+    """The first loss and the last validation are the formula's, where the last batch of the epoch is half padding."""
+    _, groups, held_out = rows
+    assert 2 < len(held_out) < len(groups)
+    run = run_of(contrastive(rows), tmp_path / "run")
+    end = load(run.folder)
+    start = dataclasses.replace(end, model=nn.without_head(first_model()))
+    assert losses(run)[0] == pytest.approx(formula(start, groups), rel=1e-5)
+    assert losses(run)[0] != pytest.approx(formula(start, groups[1:]), rel=1e-3)  # the control
+    assert run.metrics["validation_loss"] == pytest.approx(formula(end, held_out), rel=1e-4)
+    assert losses(run)[-1] < losses(run)[0] and 0 <= run.metrics["retrieval_accuracy"] <= 1
+    assert "validation_bits_per_byte" not in run.metrics
+    export_run(run.folder, tmp_path / "published")
+    config = json.loads((tmp_path / "published" / "config.json").read_text())
+    assert config["architectures"] == ["BertModel"] and read_pooling(tmp_path / "published") == "mean"
+    texts = [text for texts in groups for text in texts]
+    vectors = load(tmp_path / "published").embed(texts)
+    assert np.array_equal(vectors, end.embed(texts)) and not np.allclose(vectors, start.embed(texts), atol=1e-3)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=2, tensor=2), Mesh(context=2, fsdp=2), Mesh(replica=2, pipe=2)])
+@pytest.mark.parametrize("loss", ["contrastive", "mlm"])
+def test_a_run_goes_on_bit_by_bit_on_any_mesh(loss, mesh, rows, corpus, tmp_path):
+    of_loss = {"contrastive": lambda **fields: contrastive(rows, batch=12, **fields), "mlm": masked(corpus)}[loss]
+    recipe, devices = of_loss(mesh=mesh, optimizer=dataclasses.replace(SGD, rates="constant")), 4
+    whole = run_of(recipe, tmp_path / "whole", devices)
+    half = run_of(dataclasses.replace(recipe, steps=2), tmp_path / "half", devices)
+    parts = run_of(recipe, half.folder, devices)
+    assert parts.start == 2 and all(map(np.array_equal, arrays(parts), arrays(whole)))
+    alone = run_of(dataclasses.replace(recipe, mesh=Mesh()), tmp_path / "alone")
+    np.testing.assert_allclose(losses(whole), losses(alone), rtol=1e-5)
+    other = run_of(dataclasses.replace(recipe, mesh=Mesh(), seed=1), tmp_path / "other")
+    assert not np.allclose(losses(other), losses(alone), rtol=1e-4)  # the control
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(40):
+        (folder / f"{number}.txt").write_text("".join(f"line {line} of text {number}\n" for line in range(20)))
+    return folder
+
+
+def masked(corpus):
+    options: dict[str, Any] = {"model": CONFIG, "loss": "mlm", "data": corpus, "batch": 8, "optimizer": SGD, **SIZES}
+    return lambda **fields: Recipe(**{**options, **fields})
+
+
+def test_a_run_learns_masked_tokens(corpus, tmp_path):
+    """The first loss is that of the run's own rows, masked by the same key, by the model in one plain pass."""
+    recipe = masked(corpus)(masking=Masking(share=0.4))
+    run = run_of(recipe, tmp_path / "run")
+    source, tokenizer = data.files(corpus), data.ByteTokenizer()
+    texts = data.open_corpus({"corpus": source}, tokenizer, tmp_path, seq=24, batch=8, seed=0)
+    batch = texts.train.batch(0)
+    options: dict[str, Any] = {"mask_id": 1, "vocab": 256, "mlm_probability": 0.4, "special_ids": (0, 1)}
+    wanted = training.mask_tokens(batch, jax.random.key(0), **options)
+    logits = np.float64(eqx.filter_jit(first_model())(jnp.asarray(wanted.ids))[0])
+    nats = (
+        np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.asarray(wanted.targets)[..., None], -1)[..., 0]
+    )
+    chosen = np.asarray(wanted.weights) > 0
+    assert 0.3 < chosen.mean() < 0.5
+    assert losses(run)[0] == pytest.approx(nats[chosen].mean(), rel=1e-5)
+    assert losses(run)[0] != pytest.approx(nats.mean(), rel=1e-4)  # the control
+    assert load(run.folder).embed(["a text", "another"]).shape == (2, 32)
+
+
+@pytest.mark.grid
+def test_a_run_on_groups_starts_from_one_on_masked_tokens(corpus, tmp_path):
+    run = run_of(masked(corpus)(), tmp_path / "run")
+    tuned = Recipe(CONFIG, loss="contrastive", from_run=run.folder, data=tmp_path / "rows.jsonl", batch=4, **SIZES)
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps(dict(zip(("anchor", "positive"), group(n)))) for n in range(40))
+    )
+    second = run_of(dataclasses.replace(tuned, optimizer=SGD), tmp_path / "second")
+    assert second.step == 4 and second.metrics["loss"] < 3
+
+
+@pytest.mark.grid
+def test_a_published_encoder_is_tuned_with_lora(rows, tmp_path):
+    model = eqx.filter_jit(models.build)(CONFIG, key=jax.random.key(3))
+    files = data.tokenizer_files(data.ByteTokenizer(), max_length=64)
+    models.save(model, tmp_path / "model", config=CONFIG, files=files)
+    published = load(tmp_path / "model")
+    file, groups, _ = rows
+    text = dataclasses.replace(Recipe(CONFIG).text, validation=0.3)
+    options: dict[str, Any] = {
+        "data": file,
+        "text": text,
+        "loss": "contrastive",
+        "contrastive": Contrastive(temperature=0.1, group=3),
+    }
+    recipe = published_recipe(
+        tmp_path / "model", lora=training.Lora(rank=2), batch=3 * len(groups), optimizer=SGD, **options, **SIZES
+    )
+    run = run_of(recipe, tmp_path / "run")
+    saved = json.loads((run.folder / "recipe.json").read_text())["recipe"]["contrastive"]
+    assert saved["pooling"] == "mean"
+    assert losses(run)[0] == pytest.approx(formula(dataclasses.replace(published, max_length=24), groups), rel=1e-5)
+    tuned = load(run.folder)
+    assert not nn.modules(tuned.model, nn.LoRA)
+    changed = [
+        not np.array_equal(a, b)
+        for a, b in zip(*(jax.tree.leaves(eqx.filter(x.model, eqx.is_array)) for x in (tuned, published)))
+    ]
+    assert 0 < sum(changed) <= 8  # weights of queries, keys, values and outputs alone
+    export_run(run.folder, tmp_path / "published")
+    assert np.array_equal(load(tmp_path / "published").embed(groups[0]), tuned.embed(groups[0]))
+
+
+GOOD = {"anchor": "a", "positive": "b"}
+
+
+@pytest.mark.parametrize(
+    "row,message",
+    [
+        (
+            {"anchor": "a", "answer": "b"},
+            r"rows.jsonl#1 must have `anchor` and `positive`.* `answer`|has anchor \(str\)",
+        ),
+        ({"anchor": "a", "positive": 3}, r"rows.jsonl#1 must have .* positive \(int\)"),
+        ({"anchor": " ", "positive": "b"}, "rows.jsonl#1: `anchor` has no text; leave the row out"),
+        (GOOD | {"negative": "c"}, r"--contrastive.group 2: .*rows.jsonl#1 has 3 texts.* give group=3"),
+        ([1], "rows.jsonl#1 must have `anchor` and `positive`"),
+    ],
+)
+def test_a_bad_row_is_named(row, message, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(x) for x in [GOOD, row, *[GOOD] * 40]))
+    recipe = Recipe(CONFIG, loss="contrastive", data=tmp_path / "rows.jsonl", batch=4, optimizer=SGD, **SIZES)
+    with pytest.raises(ValueError, match=message):
+        run_of(recipe, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ({"loss": "contrastive", "data": None}, "^--loss contrastive: groups of texts are read from a file"),
+        ({"loss": "contrastive", "batch": 3}, "^--contrastive.group 2 --batch 3: a group has at least"),
+        ({"loss": "contrastive", "contrastive": Contrastive(temperature=0.0)}, "^--contrastive.temperature 0.0: "),
+        ({"loss": "contrastive", "contrastive": Contrastive(dims=(8, 4))}, "^--contrastive.dims 8 4: "),
+        ({"loss": "mlm", "contrastive": Contrastive(temperature=0.1)}, "--contrastive is for --loss contrastive"),
+        ({"loss": "contrastive", "masking": Masking(share=0.1)}, "--masking is for --loss mlm"),
+        ({"loss": "mlm", "masking": Masking(share=0.0)}, "^--masking.share 0.0: "),
+        ({"loss": "mlm", "masking": Masking(token="[MASK]")}, r"^--masking.token \[MASK\]: the tokenizer has no"),
+        ({"loss": "mlm", "model": models.preset("llama-byte-1m")}, "^--loss mlm: in a LlamaConfig no token sees"),
+        ({"loss": "mlm", "seq": 65}, "^--seq 65: the model has 64 learned positions"),
+        ({"loss": "mlm", "evaluate_every": 2, "evaluate_text": ("x",)}, "^--loss mlm --evaluate-every: a text encoder"),
+        ({"loss": "next-token"}, "a token attends to later ones"),
+    ],
+)
+def test_choices_that_do_not_go_together_are_refused(fields, message, corpus, tmp_path):
+    recipe = Recipe(**{"model": CONFIG, "data": corpus, "batch": 4, "optimizer": SGD, **SIZES, **fields})
+    with pytest.raises(ValueError, match=message):
+        run_of(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
