@@ -12,6 +12,7 @@ from ._format import (
     Parts as Parts,
     QuantizedArray as QuantizedArray,
 )
+from ._fp4 import modelopt, mxfp4
 from ._ggml import (
     BLOCKS as BLOCKS,
     Blocks as Blocks,
@@ -20,8 +21,6 @@ from ._ggml import (
     PACKAGED as PACKAGED,
     ROWS as ROWS,
 )
-from ._mxfp4 import mxfp4
-from ._nvfp4 import modelopt
 from ._packed_integers import awq, gptq
 from ._scaled import fp8
 

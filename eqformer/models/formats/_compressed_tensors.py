@@ -8,7 +8,7 @@ from jaxtyping import UInt8
 
 from .._config_types import PublishedConfig
 from ._format import check_codes, check_part, Format, number_of_groups, Parts, SCALES
-from ._nvfp4 import compressed_float4, mxfp8
+from ._fp4 import compressed_float4, mxfp8
 from ._packed_integers import bytes_of_words, PackedIntegers, unpack
 from ._scaled import block_of, Scaled
 
