@@ -57,6 +57,7 @@ def test_a_search_prints_a_table_before_it_traces_and_one_as_each_compiler_answe
         return planning.StepBytes({"all": 1}, 0)
 
     monkeypatch.setattr(planning._search, "step_bytes", step)
+    monkeypatch.setattr(planning._search, "FIRST_SECONDS", float("inf"))  # on a busy machine, too
     monkeypatch.setattr(plan, "compile_for", lambda *_: planning.Compilation(next(programs), 1.0, False, "Used 99G"))
     monkeypatch.setattr(plan, "missing_compiler", lambda _: None)
     text = told("--topology h100:2 --search")
