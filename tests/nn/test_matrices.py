@@ -2,6 +2,8 @@
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from eqformer import nn
 from eqformer.nn import Matrix
@@ -70,3 +72,27 @@ def test_foreign_linears_count_and_missing_weights_do_not():
     # As a filter leaves it: no weight, no mark.
     nothing = nn.matrices(eqx.filter(tree, lambda leaf: False))
     assert jax.tree.leaves(nothing) == []
+
+
+class Pairs(nn.EmbeddingTable):
+    """A table with two vectors for each id, as a user may write it."""
+
+    weight: Float[Array, "ids sides embed"]
+
+    @property
+    def vector_dims(self) -> int:
+        return 2
+
+
+def test_a_table_states_the_dims_of_its_vectors():
+    tables = {
+        "values": nn.ValueEmbedding(vocab=9, kv_heads=2, head_dim=4, key=KEY),
+        "pairs": Pairs(jnp.ones((9, 2, 6))),
+    }
+    layers = eqx.filter_vmap(lambda key: nn.ValueEmbedding(vocab=9, kv_heads=2, head_dim=4, key=key))
+    tables["layers"] = layers(jax.random.split(KEY, 3))
+    marked = nn.matrices(tables)
+    assert marked["values"].weight == marked["pairs"].weight == Matrix(0, 1, 2, table=True)
+    assert marked["layers"].weight == Matrix(1, 1, 2, table=True)
+    one = nn.matrices(nn.Embedding(vocab=9, embed=6, key=KEY)).weight  # the control: a vector has one dim by default
+    assert one == Matrix(0, 1, 1, table=True)
