@@ -340,11 +340,8 @@ def _encode_documents(
     tokenizer: Tokenizer | RowEncoder, documents: list[Document], call: str
 ) -> list[tuple[Document, EncodedExample]]:
     """Return each document, encoded with its end of text; documents without ids are left out."""
-    if isinstance(tokenizer, RowEncoder):
-        try:
-            return [*zip(documents, tokenizer.encode_documents(documents), strict=True)]
-        except ValueError as error:
-            raise ValueError(f"{call}: {error}") from error
+    if isinstance(tokenizer, RowEncoder):  # Its errors begin with the name of the document.
+        return [*zip(documents, tokenizer.encode_documents(documents), strict=True)]
     encoded = zip(documents, _encode_texts(tokenizer, documents, call), strict=True)
     return [(document, _end_text(ids, tokenizer.end_of_text, document.text)) for document, ids in encoded if len(ids)]
 

@@ -357,7 +357,13 @@ def _encode_prompt(llm: LLM, prompt: Any, number: int) -> list[int]:
     elif llm.chat_template is None:
         raise ValueError(f"Rollouts(rows=[...]): row {number} has messages, and the LLM no chat template; give texts.")
     else:
-        ids = llm.tokenizer.encode_prompt(llm.chat_template.render(prompt), add_special_tokens=False).tolist()
+        location = f"Rollouts(rows=[...]): row {number}"
+        llm.chat_template.check_roles(prompt, location)
+        try:
+            rendered = llm.chat_template.render(prompt)
+        except ValueError as error:
+            raise ValueError(f"{location}: {error}") from error
+        ids = llm.tokenizer.encode_prompt(rendered, add_special_tokens=False).tolist()
     if not ids:
         raise ValueError(f"Rollouts(rows=[...]): the prompt of row {number} has no tokens; give a character.")
     return ids

@@ -348,6 +348,9 @@ def test_a_corpus_of_conversations(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="split must have a document"):
         open_corpus({"few": few}, encoder, tmp_path / "c", seq=64, batch=2, seed=0, packing="documents")
     assert files(tmp_path / "few.jsonl", field=None).size == few.size
+    bad = conversations(write_rows(tmp_path / "bad.jsonl", [*[row_of(TALK)] * 40, row_of([USER])]))
+    with pytest.raises(ValueError, match=r"^bad.jsonl#40: no token is trained on; give a message of the assistant"):
+        open_corpus({"bad": bad}, encoder, tmp_path / "c", seq=64, batch=2, seed=0, packing="documents")
 
 
 SHOWN = [

@@ -138,6 +138,17 @@ def test_columns_and_messages_reach_the_reward(tmp_path):
     assert float(np.mean(batch.row_metrics["groups_without_signal"])) == 1 and not np.any(batch.advantages)
 
 
+def test_prompts_that_the_template_refuses_are_named(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    llm = dataclasses.replace(language_model(), chat_template=data.ChatTemplate(tmp_path))
+    rows_with = lambda role: [{"prompt": [USER]}, {"prompt": [USER | {"role": role}]}]
+    rollouts_of(rows=rows_with("system"), llm=llm)  # the control
+    with pytest.raises(ValueError, match=r"^Rollouts\(rows=\[...\]\): row 1: message 0 has the role 'human', which"):
+        rollouts_of(rows=rows_with("human"), llm=llm)
+    with pytest.raises(ValueError, match=r"^Rollouts\(rows=\[...\]\): row 1: .*no tools here"):
+        rollouts_of(rows=rows_with("tool"), llm=llm)
+
+
 def test_completions_that_are_left_out():
     def first_group(prompts, completions, **columns):
         return [float(number == 0) for number in range(len(prompts))]
