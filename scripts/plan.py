@@ -30,20 +30,27 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import equinox as eqx
 import jax
 import tyro
 from jax.sharding import Mesh
 from support.command import entry
 from support.processes import check_machine, Machine
 
-from eqformer import delete_oldest, generation, models, nn, parallel, planning, training, user_cache
-from eqformer.parallel import CONTEXT, TENSOR
+from eqformer import delete_oldest, nn, parallel, planning, user_cache
 from eqformer.planning import Compilation, gigabytes, missing_compiler, Topology
 from eqformer.program import CompiledCosts, read_compiled
-from eqformer.recipes import check, LARGE, Mesh as RecipeMesh, Recipe, report, Screen, setup
+from eqformer.recipes import (
+    check,
+    LARGE,
+    lower_training_step,
+    plan_decode_step,
+    plan_training_step,
+    Recipe,
+    Screen,
+    setup,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +110,14 @@ def print_report(command: Command) -> None:
         assert isinstance(target, Topology)
         search(command, model, target)
         return
-    step = decode_step(command, model, target) if command.decode else training_step(recipe, model, target)
+    if command.decode:
+        assert isinstance(target, Topology)
+        options = {"weights": command.weights, "cache_dtype": command.cache_dtype}
+        step = plan_decode_step(recipe, model, target, **options)
+    else:
+        step = plan_training_step(recipe, model, target)
     if not command.json:
-        print(_formula_report(command, model, step.forecast), end="\n\n", flush=True)
+        print(step.report(), end="\n\n", flush=True)
     compilation = program = None
     if isinstance(target, Topology):
         if not command.formulas and not missing_compiler(target):
@@ -167,134 +179,6 @@ def target_of(command: Command) -> planning.Target:
     if command.search or command.decode:
         raise ValueError("--topology is missing: say which accelerators to plan for, such as --topology v5e:16x16.")
     return planning.DeviceMemory(None if command.memory is None else planning.parse_bytes(command.memory))
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedStep:
-    """A step to report: its forecast, how it is lowered under a plan, and the search for other plans that fit."""
-
-    forecast: planning.Forecast
-    lower: Callable[[parallel.Plan], jax.stages.Lowered]
-    find_alternatives: Callable[[planning.Progress], str]
-
-
-def training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Target) -> PlannedStep:
-    """Return the recipe's training step."""
-    plan, optimizer, batch = (
-        setup.make_abstract_plan(recipe),
-        setup.make_optimizer(recipe, model),
-        recipe.batch_shapes(),
-    )
-    if isinstance(target, Topology):
-        setup.with_plan_flags(recipe, lambda: target.speeds(plan.mesh), f"--topology {target}")
-    setup.check_plan(recipe, plan, model)
-    states = setup.make_train_state(recipe, plan, optimizer, model)
-    forecast = planning.forecast(states, model, batch, target)
-
-    def find_alternatives(progress: planning.Progress) -> str:
-        search = planning.search_plans(states, model, batch, target, progress=progress)
-        assert forecast.memory is not None
-        limit = 3 - len(search.proposals)
-        training_setup = setup.make_training_setup(recipe, model)
-        smaller_setups = planning.find_smaller_setups(training_setup, forecast.memory, forecast.platform, limit=limit)
-        lines = [planning.format_search(search, functools.partial(setup.candidate_flags, recipe))]
-        lines += ["on the same mesh by"] * bool(smaller_setups)
-        lines += [f"  {setup.setting_flags(smaller.settings)}: {gigabytes(smaller.held)}" for smaller in smaller_setups]
-        return "\n".join(lines)
-
-    return PlannedStep(forecast, functools.partial(lower_step, recipe, states), find_alternatives)
-
-
-def lower_step(recipe: Recipe, states: training.PlannedState, plan: parallel.Plan) -> jax.stages.Lowered:
-    """Lower the recipe's training step under a plan from shapes; `states` may be under any plan."""
-    step = setup.make_train_step(recipe, plan, states.optimizer)
-    if isinstance(step, training.KtoStep):
-        step = step.step  # The pass that computes the baseline holds less.
-    return planning.lowered_step(states.with_plan(plan), step, recipe.batch_shapes())
-
-
-def decode_step(command: Command, model: nn.LanguageModel, topology: planning.Target) -> PlannedStep:
-    """Return a step that writes a token of each row, with parameters in the dtype that they are computed in."""
-    assert isinstance(topology, Topology)
-    recipe, compute = command.run, command.run.precision.compute
-    plan = setup.make_abstract_plan(recipe)
-    setup.with_plan_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
-    if command.weights == "quantized":
-        assert recipe.published is not None
-        stacked = models.load_shapes(recipe.published, dtype=compute, weights=command.weights)
-    else:
-        stacked = eqx.filter_eval_shape(nn.Precision(compute, compute).apply, model)
-    model = stacked
-    if recipe.mesh.pipe == 1:
-        accelerator = topology.accelerator
-        split = recipe.mesh.tensor * recipe.mesh.fsdp
-        model = eqx.filter_eval_shape(
-            generation.unstack_for_platform, model, accelerator.platform, accelerator.name, split
-        )
-    sizes: dict[str, Any] = {"rows": recipe.batch, "capacity": recipe.seq, "cache_dtype": command.cache_dtype}
-
-    def format_plan(decode_plan: planning.DecodePlan) -> str:
-        variant = dataclasses.replace(recipe, mesh=RecipeMesh(**parallel.axis_sizes(decode_plan.plan.mesh)))
-        words = [setup.plan_flags(variant), f"--batch {decode_plan.rows}" * (decode_plan.rows != recipe.batch)]
-        words.append(f"--cache-dtype {decode_plan.cache_dtype}" if decode_plan.cache_dtype else "")
-        return " ".join(filter(None, words)) or "one device"
-
-    def find_alternatives(progress: planning.Progress) -> str:
-        plans = planning.search_decode_plans(plan, stacked, topology, **sizes, progress=progress)
-        return planning.format_decode_plans(plans, format_plan)
-
-    return PlannedStep(
-        planning.decode_forecast(plan, model, topology, **sizes),
-        lambda plan: planning.lowered_decode(plan, model, **sizes),
-        find_alternatives,
-    )
-
-
-def _formula_report(command: Command, model: nn.LanguageModel, forecast: planning.Forecast) -> str:
-    """Return the report on what runs where and what formulas say of a step."""
-    recipe, target = command.run, forecast.target
-    plan = planning.for_platform(setup.make_abstract_plan(recipe), forecast.platform)
-    summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)
-    heading = [str(target)] if isinstance(target, Topology) else []
-    parts = ["; ".join([*heading, summary, f"{forecast.parameters:,} parameters"])]
-    if isinstance(target, Topology):
-        platform, name = target.accelerator.platform, target.accelerator.name
-        if command.decode:
-            parts += report.decode_lines(recipe, model, platform, command.cache_dtype)
-        else:
-            parts += report.training_lines(recipe, model, platform, name)
-    parts = [part for part in parts if part]
-    if not command.decode:
-        shapes = plan.shapes(model)
-        table = parallel.layout_table(shapes, plan.parameter_specs(shapes), plan.mesh)
-        parts += ["", table.partition("\n")[2], *replicated_lines(plan, shapes)]
-    parts += ["", "by formulas:", planning.forecast_table(forecast)]
-    if not command.decode:
-        parts += _training_lines(recipe, plan, model, forecast)
-    return "\n".join(parts)
-
-
-def replicated_lines(plan: parallel.Plan, model: nn.LanguageModel) -> list[str]:
-    """Return a line on the layers that every device of the tensor axis computes whole; none where there are none."""
-    layers = parallel.replicated_layers(model) if plan.size(TENSOR) > 1 else []
-    if not layers:
-        return []
-    paths = ", ".join(path for path, _ in layers)
-    return [f"computed whole by every device of {TENSOR}, as they name nothing to split: {paths}"]
-
-
-def _training_lines(
-    recipe: Recipe, plan: parallel.Plan, model: nn.LanguageModel, forecast: planning.Forecast
-) -> list[str]:
-    optimizer = setup.make_optimizer(recipe, model)
-    pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
-    tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
-    lines = [f"a microbatch on a device is {tokens}", *optimizer.describe(model)]
-    if forecast.sent and {"muon", "normuon"} & set(dict(optimizer.assignment).values()):
-        lines.append("Muon's products of whole matrices send more, as XLA parts them: a compiled step counts all")
-    if plan.is_pipelined:
-        lines += ["", "timeline, a backward as long as two forwards", parallel.draw_timeline(plan.timetable())]
-    return lines
 
 
 def compile_for(
@@ -391,7 +275,7 @@ def search(command: Command, model: nn.LanguageModel, topology: Topology) -> Non
             states = setup.make_train_state(
                 variant, proposal.candidate.plan, setup.make_optimizer(variant, model), model
             )
-            lower = functools.partial(lower_step, variant, states)
+            lower = functools.partial(lower_training_step, variant, states)
             compilations[number] = compile_for(lower, variant, topology, f" plan {number + 1}")
             table = planning.ranking_table(proposals, compilations, format_plan, memory)
             note(f"{number + 1} compiled\n{table}\n")

@@ -14,6 +14,12 @@ from ._named_recipes import (
     trust_recipe as trust_recipe,
     user_file as user_file,
 )
+from ._planned_step import (
+    lower_training_step as lower_training_step,
+    plan_decode_step as plan_decode_step,
+    plan_training_step as plan_training_step,
+    PlannedStep as PlannedStep,
+)
 from ._recipe import (
     Contrastive as Contrastive,
     Distillation as Distillation,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import kernels, nn, training
-from ..parallel import is_first_process
+from ..parallel import is_first_process, Plan, replicated_layers, TENSOR
 from ._recipe import Recipe
 from ._run_directory import RunDirectory
 
@@ -337,3 +337,12 @@ def _fp8_lines(recipe: Recipe, model: nn.LanguageModel, chip: str) -> list[str]:
     if not has_fp8_experts or kernels.has_fp8_grouped_matmul(chip):
         return [f"products: in 8 bits{', those of experts too' * has_fp8_experts}"]
     return [f"products: in 8 bits, but those of experts in {compute} where they have kernels on {chip}"]
+
+
+def replicated_lines(plan: Plan, model: nn.LanguageModel) -> list[str]:
+    """Return a line on the layers that every device of the tensor axis computes whole; none where there are none."""
+    layers = replicated_layers(model) if plan.size(TENSOR) > 1 else []
+    if not layers:
+        return []
+    paths = ", ".join(path for path, _ in layers)
+    return [f"computed whole by every device of {TENSOR}, as they name nothing to split: {paths}"]

@@ -7,7 +7,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plan as plan_script
 import plan_controls as control
 import pytest
 from contract_cases import is_seen, named, of_plan, ROUNDING, SilentMixer, STAGES, ZERO
@@ -19,6 +18,7 @@ from eqformer import generation, nn, planning
 from eqformer.parallel import _fully_sharded, replicated_layers, ShardedModel
 from eqformer.parallel._shard_map import own_part
 from eqformer.parallel.tensor import _residual_stream as _stream
+from eqformer.recipes import report
 
 
 KEY = jax.random.key(0)
@@ -149,9 +149,9 @@ def test_a_mixer_that_says_nothing_is_whole_on_every_device(case):
 def test_what_is_whole_is_told_and_its_cache_is_not_split():
     model, path = model_of("whole fading"), "stacks[0].blocks.blocks[0].sublayers[0].layer"
     assert [found for found, _ in replicated_layers(model)] == [path] and not replicated_layers(model_of("fading"))
-    (line,) = plan_script.replicated_lines(Case("whole fading", {"tensor": 2}).plan, model)
+    (line,) = report.replicated_lines(Case("whole fading", {"tensor": 2}).plan, model)
     assert line.split(": ")[-1] == path
-    assert plan_script.replicated_lines(Case("fading", {"tensor": 2}).plan, model_of("fading")) == []
+    assert report.replicated_lines(Case("fading", {"tensor": 2}).plan, model_of("fading")) == []
     with pytest.raises(ValueError, match=r"sublayers\[0\].layer declares no head dim to split, and its cache has"):
         ShardedModel(model, Case("whole fading", {"tensor": 2}).plan)
 

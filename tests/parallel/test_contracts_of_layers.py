@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import numpy as np
-import plan as plan_script
 import pytest
 from contract_cases import bytes_of_gradients, is_seen, named, of_plan, ROUNDING, STAGES, ZERO
 from plan_blocks import Cosine
@@ -15,6 +14,7 @@ from eqformer import nn, planning, training
 from eqformer.parallel import _expert_parallel, EXPERT, TENSOR
 from eqformer.parallel.tensor import _tensor
 from eqformer.parallel.tensor._tensor import count_once
+from eqformer.recipes import report
 
 
 EXCHANGE: dict[str, Any] = {"expert_method": "exchange", "expert_factor": 0.5}
@@ -103,7 +103,7 @@ def test_a_whole_layer_counts_once(monkeypatch, case):
 
 
 def test_whole_layers_are_told():
-    (line,) = plan_script.replicated_lines(LAYERS[0].plan, model_of("own layers"))
+    (line,) = report.replicated_lines(LAYERS[0].plan, model_of("own layers"))
     assert line.split(": ")[-1] == "stacks[0].blocks.blocks[1].layer, stacks[0].blocks.blocks[2].layer"
 
 

@@ -23,6 +23,7 @@ import plan
 from support.command import parse
 
 from eqformer import planning
+from eqformer.recipes import plan_training_step
 from eqformer.recipes._setup import make_abstract_plan, make_optimizer, make_train_state, model_shapes
 
 
@@ -31,7 +32,7 @@ def compiled(row: dict) -> dict:
     topology, recipe = planning.topology(row["topology"]), parse(plan.Command, row["flags"].split()).run
     if planning.missing_compiler(topology) is not None:
         return row
-    compilation = plan.compile_for(plan.training_step(recipe, model_shapes(recipe), topology).lower, recipe, topology)
+    compilation = plan.compile_for(plan_training_step(recipe, model_shapes(recipe), topology).lower, recipe, topology)
     program = compilation.program
     assert program is not None and not program.unread, compilation
     sent = planning.counted_bytes(make_abstract_plan(recipe), program.transfers)

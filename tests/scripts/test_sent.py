@@ -14,6 +14,7 @@ from eqformer import nn, planning
 from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, PIPE, STATE, TENSOR
 from eqformer.planning import counted_bytes, sent_bytes, sum_by_cause
 from eqformer.program import bytes_sent, list_transfers, read_hlo
+from eqformer.recipes import lower_training_step
 from eqformer.recipes._setup import make_abstract_plan, make_optimizer, make_plan, make_train_state, model_shapes
 
 
@@ -93,7 +94,7 @@ def recipe_of(flags):
 
 def compile_step(recipe, plan, model):
     states = make_train_state(recipe, plan, make_optimizer(recipe, model), model)
-    return plan_script.lower_step(recipe, states, plan).compile(compiler_options=HASTE)
+    return lower_training_step(recipe, states, plan).compile(compiler_options=HASTE)
 
 
 def by_formula(recipe, plan):

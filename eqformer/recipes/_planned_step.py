@@ -1,0 +1,167 @@
+"""A step of a run that is examined before anything runs: what it holds, sends and takes, and other plans that fit."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+
+from .. import generation, models, nn, parallel, planning, training
+from ..parallel import CONTEXT
+from . import _report as report, _setup as setup
+from ._recipe import Mesh, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+    """A step of a recipe under its plan: of training (`plan_training_step`) or of decoding (`plan_decode_step`).
+
+    ```python
+    recipe = recipes.RECIPES["default"]()
+    step = recipes.plan_training_step(recipe, recipes.check(recipe), planning.topology("h100:8"))
+    print(step.report())
+    ```
+    """
+
+    recipe: Recipe
+    model: nn.LanguageModel
+    """The shapes of the model."""
+    forecast: planning.Forecast
+    """What formulas say that the step holds, sends and takes."""
+    lower: Callable[[parallel.Plan], jax.stages.Lowered]
+    """A function that lowers the step under a plan from shapes."""
+    find_alternatives: Callable[[planning.Progress], str]
+    """A function that searches for other plans that fit, and describes them; the search reports its progress."""
+    decodes: bool = False
+    """Whether the step decodes."""
+    cache_dtype: str | None = None
+    """The dtype of the caches of a step that decodes; None: the compute dtype."""
+
+    def report(self) -> str:
+        """Return what runs where, and what formulas say of the step."""
+        recipe, model, target = self.recipe, self.model, self.forecast.target
+        plan = planning.for_platform(setup.make_abstract_plan(recipe), self.forecast.platform)
+        summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if self.decodes else recipe.seq)
+        is_topology = isinstance(target, planning.Topology)
+        heading = [str(target)] if is_topology else []
+        parts = ["; ".join([*heading, summary, f"{self.forecast.parameters:,} parameters"])]
+        if is_topology:
+            platform, name = target.accelerator.platform, target.accelerator.name
+            if self.decodes:
+                parts += report.decode_lines(recipe, model, platform, self.cache_dtype)
+            else:
+                parts += report.training_lines(recipe, model, platform, name)
+        parts = [part for part in parts if part]
+        if not self.decodes:
+            shapes = plan.shapes(model)
+            table = parallel.layout_table(shapes, plan.parameter_specs(shapes), plan.mesh)
+            parts += ["", table.partition("\n")[2], *report.replicated_lines(plan, shapes)]
+        parts += ["", "by formulas:", planning.forecast_table(self.forecast)]
+        return "\n".join([*parts, *([] if self.decodes else _microbatch_lines(recipe, plan, self.forecast))])
+
+
+def plan_training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Target) -> PlannedStep:
+    """Return the recipe's training step over a target, such as `planning.topology("v5e:16x16")`.
+
+    `model` are the shapes of the recipe's model, as `check` returns them. Raises a `ValueError` for a recipe that does
+    not fit the mesh, or a mesh that does not fit the target.
+    """
+    plan, optimizer, batch = (
+        setup.make_abstract_plan(recipe),
+        setup.make_optimizer(recipe, model),
+        recipe.batch_shapes(),
+    )
+    if isinstance(target, planning.Topology):
+        setup.with_plan_flags(recipe, lambda: target.speeds(plan.mesh), f"--topology {target}")
+    setup.check_plan(recipe, plan, model)
+    states = setup.make_train_state(recipe, plan, optimizer, model)
+    forecast = planning.forecast(states, model, batch, target)
+
+    def find_alternatives(progress: planning.Progress) -> str:
+        search = planning.search_plans(states, model, batch, target, progress=progress)
+        assert forecast.memory is not None
+        limit = 3 - len(search.proposals)
+        training_setup = setup.make_training_setup(recipe, model)
+        smaller_setups = planning.find_smaller_setups(training_setup, forecast.memory, forecast.platform, limit=limit)
+        lines = [planning.format_search(search, functools.partial(setup.candidate_flags, recipe))]
+        lines += ["on the same mesh by"] * bool(smaller_setups)
+        for smaller in smaller_setups:
+            lines.append(f"  {setup.setting_flags(smaller.settings)}: {planning.gigabytes(smaller.held)}")
+        return "\n".join(lines)
+
+    lower = functools.partial(lower_training_step, recipe, states)
+    return PlannedStep(recipe, model, forecast, lower, find_alternatives)
+
+
+def lower_training_step(recipe: Recipe, states: training.PlannedState, plan: parallel.Plan) -> jax.stages.Lowered:
+    """Lower the recipe's training step under a plan from shapes; `states` may be under any plan."""
+    step = setup.make_train_step(recipe, plan, states.optimizer)
+    if isinstance(step, training.KtoStep):
+        step = step.step  # The pass that computes the baseline holds less.
+    return planning.lowered_step(states.with_plan(plan), step, recipe.batch_shapes())
+
+
+def plan_decode_step(
+    recipe: Recipe,
+    model: nn.LanguageModel,
+    topology: planning.Topology,
+    *,
+    weights: Literal["decoded", "quantized"] = "decoded",
+    cache_dtype: str | None = None,
+) -> PlannedStep:
+    """Return a step that writes a token of each row, with parameters in the dtype that they are computed in.
+
+    Raises a `ValueError` for a mesh that does not fit the topology.
+
+    Args:
+        recipe: A recipe, of whose rows the caches have `seq` tokens.
+        model: The shapes of its model, as `check(recipe, trains=False)` returns them.
+        topology: The accelerators.
+        weights: Whether the quantized weights of a published folder are decoded, or stay quantized.
+        cache_dtype: The dtype of the caches, such as int8; None: the compute dtype.
+    """
+    compute = recipe.precision.compute
+    plan = setup.make_abstract_plan(recipe)
+    setup.with_plan_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
+    if weights == "quantized":
+        assert recipe.published is not None
+        stacked = models.load_shapes(recipe.published, dtype=compute, weights=weights)
+    else:
+        stacked = eqx.filter_eval_shape(nn.Precision(compute, compute).apply, model)
+    decoder = stacked
+    if recipe.mesh.pipe == 1:
+        accelerator = topology.accelerator
+        split = recipe.mesh.tensor * recipe.mesh.fsdp
+        decoder = eqx.filter_eval_shape(
+            generation.unstack_for_platform, stacked, accelerator.platform, accelerator.name, split
+        )
+    sizes: dict[str, Any] = {"rows": recipe.batch, "capacity": recipe.seq, "cache_dtype": cache_dtype}
+
+    def format_plan(decode_plan: planning.DecodePlan) -> str:
+        variant = dataclasses.replace(recipe, mesh=Mesh(**parallel.axis_sizes(decode_plan.plan.mesh)))
+        words = [setup.plan_flags(variant), f"--batch {decode_plan.rows}" * (decode_plan.rows != recipe.batch)]
+        words.append(f"--cache-dtype {decode_plan.cache_dtype}" if decode_plan.cache_dtype else "")
+        return " ".join(filter(None, words)) or "one device"
+
+    def find_alternatives(progress: planning.Progress) -> str:
+        plans = planning.search_decode_plans(plan, stacked, topology, **sizes, progress=progress)
+        return planning.format_decode_plans(plans, format_plan)
+
+    forecast = planning.decode_forecast(plan, decoder, topology, **sizes)
+    lower = lambda plan: planning.lowered_decode(plan, decoder, **sizes)
+    return PlannedStep(recipe, model, forecast, lower, find_alternatives, True, cache_dtype)
+
+
+def _microbatch_lines(recipe: Recipe, plan: parallel.Plan, forecast: planning.Forecast) -> list[str]:
+    """Return the size of a microbatch, and the timeline of a pipeline."""
+    pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
+    tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
+    lines = [f"a microbatch on a device is {tokens}"]
+    if forecast.sent and recipe.optimizer.name in ("muon", "normuon"):
+        lines.append("Muon's products of whole matrices send more, as XLA parts them: a compiled step counts all")
+    if plan.is_pipelined:
+        lines += ["", "timeline, a backward as long as two forwards", parallel.draw_timeline(plan.timetable())]
+    return lines
