@@ -13,9 +13,9 @@ from hub_server import serve_hub
 from script_helpers import losses, rows, run_here
 from text_cases import CONFIG, published_folder, small_model, TEMPLATE
 
-import eqformer
 from eqformer import data, models
 from eqformer.recipes import RECIPES
+from eqformer.text import load_run_encoder
 
 
 TALK = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "Né, so."}]
@@ -268,4 +268,4 @@ def test_the_command_trains_an_embedder(tmp_path):
     done = run_here("pretrain.py", *flags, "--data", tmp_path / "rows.jsonl", "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "nats a group in training" in done.stdout and "of positives found" in done.stdout
-    assert eqformer.load(tmp_path / "run").embed("text").shape == (64,)
+    assert load_run_encoder(tmp_path / "run").embed("text").shape == (64,)
