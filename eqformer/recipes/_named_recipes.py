@@ -21,32 +21,52 @@ from ._speedrun import speedrun_recipe
 
 
 def default_recipe() -> Recipe:
-    """A byte-level Llama of 0.8 million parameters, on the sources of Python's standard library.
+    """A byte-level LFM2 of 0.5 million parameters, on the sources of Python's standard library.
 
-    By Muon: AdamW needs twice as many bytes to write as well.
+    By NorMuon, with 4 rows a step: docs/learning.md shows what each choice brings.
     """
-    return Recipe(model=preset("llama-byte-1m"), steps=320, optimizer=_MUON)
+    return _small_batches("lfm2-byte-500k", 1900, Optimization(name="normuon", learning_rate=5e-3))
+
+
+def llama_recipe() -> Recipe:
+    """A byte-level Llama of 0.8 million parameters, whose 4 like layers and 16 rows can be split over every mesh."""
+    return Recipe(model=preset("llama-byte-1m"), steps=320, optimizer=Optimization(name="muon", learning_rate=1e-2))
 
 
 def moe_recipe() -> Recipe:
-    """A mixture of experts, two of eight a token: 0.8 million parameters at work, as in the default model, of 2.6."""
-    return dataclasses.replace(default_recipe(), model=preset("mixtral-byte-3m"))
+    """A mixture of experts, two of eight a token: 0.8 million parameters at work, as in the recipe llama, of 2.6."""
+    return _small_batches("mixtral-byte-3m", 1280, Optimization(name="normuon", learning_rate=8e-3))
 
 
 def adamw_recipe() -> Recipe:
-    """The default recipe's model by AdamW, which needs more than twice the steps: 800."""
-    return Recipe(model=preset("llama-byte-1m"))
+    """The model of the recipe llama by AdamW."""
+    return _small_batches("llama-byte-1m", 1280, Optimization(name="adamw", learning_rate=6e-3))
+
+
+def _small_batches(model: str, steps: int, optimizer: Optimization) -> Recipe:
+    """Return a recipe of 4 rows a step; as many tokens are validated as with 16 rows."""
+    return Recipe(
+        model=preset(model),
+        steps=steps,
+        batch=4,
+        optimizer=optimizer,
+        log_every=20,
+        checkpoint_every=400,
+        validate_every=400,
+        validation_batches=64,
+        sample_every=400,
+    )
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "default": default_recipe,
+    "llama": llama_recipe,
     "moe": moe_recipe,
     "adamw": adamw_recipe,
     "speedrun": speedrun_recipe,
 }
 
 
-_MUON = Optimization(name="muon", learning_rate=1e-2)
 _ALL_AGAIN = Execution(remat="full")
 _ADAMW = Optimization(name="adamw", learning_rate=3e-4)
 _NARROW = Optimization(name="adamw", learning_rate=3e-4, moments="8bit")

@@ -148,7 +148,7 @@ class Recipe:
     published: Path | str | None = None
     """A published model to train on: a folder with its tokenizer, a file of GGUF, or a name of the hub."""
     from_run: Path | str | None = None
-    """A run whose weights this run starts from, and whose recipe it takes unless --recipe names another."""
+    """A run whose weights this run starts from; its recipe holds too, unless --recipe names another."""
     from_step: int | None = None
     """Which of that run's checkpoints; the latest by default."""
     from_optimizer: bool = False

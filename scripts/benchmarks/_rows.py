@@ -17,6 +17,7 @@ from benchmarks import (
     _gpu_runs,
     _harness,
     _layers,
+    _learning,
     _meshes,
     _ours,
     _peers,
@@ -142,4 +143,8 @@ BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "embeddings": _embeddings.embeddings,
     **OF_MESHES,
 }
-ASKED_FOR: dict[str, Callable[[int], Iterator[Row]]] = {"profile": _profile.profile, "checks": _checks.checks}
+ASKED_FOR: dict[str, Callable[[int], Iterator[Row]]] = {
+    "profile": _profile.profile,
+    "checks": _checks.checks,
+    "learning": _learning.learning,
+}

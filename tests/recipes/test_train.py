@@ -215,7 +215,10 @@ def test_a_run_of_a_family_that_the_program_registers_goes_on(corpus, tmp_path):
 
 @pytest.mark.quick
 def test_recipes_have_names_and_paths_may_be_strings():
-    assert find_recipe("default").steps == 320 and find_recipe("adamw").optimizer.name == "adamw"
+    assert (
+        find_recipe("default").model == models.preset("lfm2-byte-500k")
+        and find_recipe("adamw").optimizer.name == "adamw"
+    )
     assert find_recipe("llama-byte-1m").model == models.preset("llama-byte-1m")
     with pytest.raises(ValueError, match="^--recipe defualt: there is no such recipe"):
         find_recipe("defualt")

@@ -22,7 +22,7 @@ TINY = (
     "--checkpoint-every 3 --validate-every 3 --validation-batches 2 --sample-every 6 --optimizer.warmup 2 "
     "--optimizer.name adamw --optimizer.learning-rate 3e-3"
 ).split()
-LLAMA = "--model.kv-heads 2 --model.mlp 64".split()
+LLAMA = "--recipe llama --model.kv-heads 2 --model.mlp 64".split()
 # Without the eight devices of the tests' own process: a script has one, or those it simulates. Programs are compiled
 # in haste too, and those of one device once for all runs.
 _CACHE = tempfile.TemporaryDirectory(prefix="compiled")

@@ -46,7 +46,7 @@ def refused(capsys):
 @pytest.mark.parametrize(
     "arguments,words",
     [
-        ("--recipe defualt", ["--recipe defualt", "default, moe, adamw"]),
+        ("--recipe defualt", ["--recipe defualt", "default, llama, moe, adamw"]),
         ("--model.embd 64", ["model.embd", "--model.embed"]),
         ("--steps many", ["steps", "many"]),
         ("--optimizer.lr 1e-3", ["--optimizer.lr: there is no such flag; it is --optimizer.learning-rate here"]),
@@ -156,7 +156,7 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(argument
         if main is plan.main and any("left over" in word or "there are" in word or "cpu" in word for word in words):
             continue  # plan.py needs no devices
         run_flags = () if main is plan.main else ("--run-dir", tmp_path / "run")
-        error = refused(*run_flags, *arguments.split(), main=main)
+        error = refused(*run_flags, "--recipe", "llama", *arguments.split(), main=main)
         assert all(word in error for word in words), error
     assert not (tmp_path / "run").exists()
 

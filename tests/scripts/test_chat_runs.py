@@ -80,7 +80,7 @@ def test_a_sample_has_the_form_of_the_data(folder):
 
     tokenizer = data.ByteTokenizer()
     encoder = data.ConversationEncoder(tokenizer, data.ChatTemplate(folder / "model"), end_ids=(10, 0))
-    recipe = dataclasses.replace(RECIPES["default"](), data=folder / "pairs.jsonl", prompt="1 + 1")
+    recipe = dataclasses.replace(RECIPES["llama"](), data=folder / "pairs.jsonl", prompt="1 + 1")
     assert sample_prompt(recipe, tokenizer, encoder) == ([*b"1 + 1"], (10, 0))
     chats = dataclasses.replace(recipe, data=folder / "chats.jsonl")
     assert sample_prompt(chats, tokenizer, encoder) == ([*b"<user>1 + 1<assistant>"], (10, 0))

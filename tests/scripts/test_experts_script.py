@@ -16,7 +16,7 @@ from eqformer.text import load_run_model
 
 pytestmark = pytest.mark.grid  # each looks at a run of some seconds
 
-MOE = ["--recipe", "moe", *TINY, *LLAMA, "--model.experts", 4]
+MOE = [*TINY, *LLAMA, "--recipe", "moe", "--model.experts", 4]
 TEXT = "def a(b):\n\treturn <b> & 'é', '\u07e7', '\x01'\n"  # NKo, of which the picture has no letters
 
 

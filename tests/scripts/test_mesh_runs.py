@@ -12,7 +12,7 @@ SMALL = (
 LLAMA = "--model.layers 4 --model.heads 4 --model.kv-heads 2 --model.mlp 64".split()
 ADAMW = ["--optimizer.name", "adamw"]
 FAMILIES = {
-    "default": LLAMA,
+    "llama": LLAMA,
     "adamw": LLAMA,
     "gpt2-byte-1m": "--model.layers 4 --model.heads 4 --model.dropout 0.1 --text.packing documents".split() + ADAMW,
     "jaxformer-byte-1m": "--model.blocks 4 --model.heads 4 --model.latent 16 --model.rope-dim 8".split() + ADAMW,
@@ -67,7 +67,7 @@ def same(ours, theirs):
 
 @pytest.mark.grid
 def test_samples_are_one_devices_and_losses_shifted_by_a_step_are_not(run):
-    ours, one = run("default", MESHES["issue"]), run("default")
+    ours, one = run("llama", MESHES["issue"]), run("llama")
     same(ours, one)
     assert (ours / "samples.txt").read_text() == (one / "samples.txt").read_text()
     steps = losses(one)
@@ -82,13 +82,13 @@ def test_a_run_goes_on_on_another_mesh_and_on_one_device(meshes, run, corpus, tm
         step += 17
         with monkeypatch.context() as patch:
             stop_at(patch, step)
-            train(folder, corpus, "default", MESHES[mesh])
+            train(folder, corpus, "llama", MESHES[mesh])
         assert f"stopped at step {step} of 50" in capsys.readouterr().out
         assert len(losses(folder)) == step
-    train(folder, corpus, "default", "--simulate 1")
+    train(folder, corpus, "llama", "--simulate 1")
     assert f"goes on at step {step}" in capsys.readouterr().out
-    same(folder, run("default"))
-    assert (folder / "samples.txt").read_text() == (run("default") / "samples.txt").read_text()
+    same(folder, run("llama"))
+    assert (folder / "samples.txt").read_text() == (run("llama") / "samples.txt").read_text()
 
 
 @pytest.mark.grid

@@ -60,7 +60,7 @@ def test_a_search_prints_a_table_before_it_traces_and_one_as_each_compiler_answe
     monkeypatch.setattr(planning._search, "FIRST_SECONDS", float("inf"))  # on a busy machine, too
     monkeypatch.setattr(plan, "compile_for", lambda *_: planning.Compilation(next(programs), 1.0, False, "Used 99G"))
     monkeypatch.setattr(plan, "missing_compiler", lambda _: None)
-    text = told("--topology h100:2 --search")
+    text = told("--recipe llama --topology h100:2 --search")
     assert all(
         "ranked by shapes alone\n" in printed_before and "ranked by formulas" not in printed_before
         for printed_before in printed
@@ -205,7 +205,7 @@ def test_a_step_compiled_for_tpus_holds_what_was_told(tmp_path, monkeypatch):
 @pytest.fixture
 def report(capsys):
     def text(arguments):
-        plan.main(arguments.split())
+        plan.main(arguments.split() if "--recipe" in arguments else ["--recipe", "llama", *arguments.split()])
         return capsys.readouterr().out
 
     return text
@@ -280,7 +280,7 @@ def test_a_step_over_preferences_is_compiled(loss, report, tmp_path, capsys):
 @pytest.mark.parametrize("mesh", ["--mesh.fsdp 8", "--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2"])
 def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh):
     def gradients(zero):
-        recipe = parse(plan.Command, f"{mesh} --zero {zero}".split()).run
+        recipe = parse(plan.Command, f"--recipe llama {mesh} --zero {zero}".split()).run
         model = _setup.model_shapes(recipe)
         states = make_train_state(recipe, make_abstract_plan(recipe), _setup.make_optimizer(recipe, model), model)
         return planning.state_bytes(states)["gradients"][0]

@@ -101,7 +101,7 @@ def test_the_last_lines_hold_the_command_that_samples(trained):
 def test_lines_without_a_terminal_tell_what_was_measured(trained):
     """The first line comes at the first row and the last at the last step; between are at least five seconds."""
     run_dir, done = trained
-    opening, *lines = [line for line in done.stdout.splitlines() if line.startswith(("default: ", "step "))]
+    opening, *lines = [line for line in done.stdout.splitlines() if line.startswith(("llama: ", "step "))]
     assert "of 26,784 parameters, all trained, starts in" in opening
     assert "\nadamw trains 11 arrays of 26,784 parameters: all that are trained\n" in done.stdout
     first, last = rows(run_dir)[0], rows(run_dir)[-1]

@@ -89,6 +89,7 @@ WIDER = {
 
 def recipe_of(flags):
     more = JAXFORMER if "jaxformer" in flags else "" if NETS in flags or VECTORS in flags else LLAMA
+    more = more if "--recipe" in f"{more} {flags}" else f"--recipe llama {more}"
     return parse(plan_script.Command, shlex.split(f"{TINY} {more} {flags}")).run
 
 

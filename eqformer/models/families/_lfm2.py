@@ -123,6 +123,7 @@ class _Width(Entry):
 _ATTENTION_LAYERS = (2, 5, 8, 10, 12, 14)
 _PRESETS = {
     "lfm2-byte-200k": LFM2Config(256, 64, 4, 4, 2, 160, attention_layers=(2,), bias=True, theta=1e4),
+    "lfm2-byte-500k": LFM2Config(256, 96, 4, 4, 4, 288, attention_layers=(1, 3), theta=1e4),
     "lfm2-350m": LFM2Config(65_536, 1024, 16, 16, 8, 4608, attention_layers=_ATTENTION_LAYERS),
     "lfm2-700m": LFM2Config(65_536, 1536, 16, 24, 8, 6912, attention_layers=_ATTENTION_LAYERS),
     "lfm2-1.2b": LFM2Config(65_536, 2048, 16, 32, 8, 8192, attention_layers=_ATTENTION_LAYERS),

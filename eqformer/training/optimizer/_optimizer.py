@@ -161,14 +161,13 @@ class Optimizer(eqx.Module):
 
     def _interpolate(self, parameters: PyTree, state: ScheduleFreeState) -> PyTree:
         """Return the weights between the fast weights and their averages at which gradients are computed."""
-        share = self.average
-        assert share is not None
-        return jax.tree.map(lambda x, z: share * x + (1 - share) * z, parameters, state.fast)
+        assert self.average is not None
+        return jax.tree.map(lambda x, z: self.average * x + (1 - self.average) * z, parameters, state.fast)
 
     def map_state(
         self, function: Callable[..., PyTree], state: PyTree, *like_parameters: PyTree, other: PyTree
     ) -> PyTree:
-        """Apply `function` to each moment of `state` of a parameter: an array, `MomentCodes` or a `Preconditioner`.
+        """Apply `function` to each moment of `state`: an array, or its `MomentCodes`, that belongs to a parameter.
 
         `function` also takes that parameter's leaves of `like_parameters` (trees like the trained parameters, such as
         partition specs). Counters become `other`.

@@ -1,0 +1,26 @@
+"""The benchmark of what recipes learn: rows of losses and seconds of commands, which it runs."""
+
+import math
+
+import pytest
+from benchmarks import _learning
+
+
+TINY = ("--model.embed", "32", "--model.layers", "2", "--model.heads", "2", "--model.kv-heads", "1")
+SHORT = ("--seq", "32", "--batch", "2", "--validation-batches", "1", "--sample-every", "0", "--text.validation", "0.5")
+
+
+@pytest.mark.grid
+def test_each_recipe_has_a_row_of_losses_and_a_row_of_seconds(monkeypatch, tmp_path):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # One device.
+    for index in range(8):
+        (tmp_path / f"{index}.txt").write_text(f"{index} and one and two and three\n" * 100)
+    flags = ("--recipe", "llama", "--data", str(tmp_path), *TINY, *SHORT)
+    monkeypatch.setattr(_learning, "SEEDS", (0, 1))
+    monkeypatch.setattr(_learning, "RUNS", {"longer": (*flags, "--steps", "20"), "shorter": (*flags, "--steps", "1")})
+    rows = {row.name: row for row in _learning.learning(1)}
+    assert list(rows) == ["longer", "... longer", "shorter", "... shorter"]
+    longer, shorter = rows["longer"].value, rows["shorter"].value
+    assert longer is not None and shorter is not None
+    assert longer < shorter < math.log2(256) + 1  # Ids that are equally likely have 8 bits.
+    assert rows["... longer"].ratio == 1 and all(rows[name].unit == "s" for name in ("... longer", "... shorter"))
