@@ -14,12 +14,6 @@ from ._named_recipes import (
     trust_recipe as trust_recipe,
     user_file as user_file,
 )
-from ._planned_step import (
-    lower_training_step as lower_training_step,
-    plan_decode_step as plan_decode_step,
-    plan_training_step as plan_training_step,
-    PlannedStep as PlannedStep,
-)
 from ._recipe import (
     Contrastive as Contrastive,
     Distillation as Distillation,
@@ -32,6 +26,12 @@ from ._recipe import (
     Recipe as Recipe,
     Spikes as Spikes,
     Text as Text,
+)
+from ._recipe_step import (
+    lower_training_step as lower_training_step,
+    plan_decode_step as plan_decode_step,
+    plan_training_step as plan_training_step,
+    RecipeStep as RecipeStep,
 )
 from ._report import Screen as Screen
 from ._reward_trainer import train_on_rewards as train_on_rewards

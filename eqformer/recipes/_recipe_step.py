@@ -16,7 +16,7 @@ from ._recipe import Mesh, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedStep:
+class RecipeStep:
     """A step of a recipe under its plan: of training (`plan_training_step`) or of decoding (`plan_decode_step`).
 
     ```python
@@ -63,7 +63,7 @@ class PlannedStep:
         return "\n".join([*parts, *([] if self.decodes else _microbatch_lines(recipe, plan, self.forecast))])
 
 
-def plan_training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Target) -> PlannedStep:
+def plan_training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Target) -> RecipeStep:
     """Return the recipe's training step over a target, such as `planning.topology("v5e:16x16")`.
 
     `model` are the shapes of the recipe's model, as `check` returns them. Raises a `ValueError` for a recipe that does
@@ -93,7 +93,7 @@ def plan_training_step(recipe: Recipe, model: nn.LanguageModel, target: planning
         return "\n".join(lines)
 
     lower = functools.partial(lower_training_step, recipe, states)
-    return PlannedStep(recipe, model, forecast, lower, find_alternatives)
+    return RecipeStep(recipe, model, forecast, lower, find_alternatives)
 
 
 def lower_training_step(recipe: Recipe, states: training.PlannedState, plan: parallel.Plan) -> jax.stages.Lowered:
@@ -111,7 +111,7 @@ def plan_decode_step(
     *,
     weights: Literal["decoded", "quantized"] = "decoded",
     cache_dtype: str | None = None,
-) -> PlannedStep:
+) -> RecipeStep:
     """Return a step that writes a token of each row, with parameters in the dtype that they are computed in.
 
     Raises a `ValueError` for a mesh that does not fit the topology.
@@ -152,7 +152,7 @@ def plan_decode_step(
 
     forecast = planning.decode_forecast(plan, decoder, topology, **sizes)
     lower = lambda plan: planning.lowered_decode(plan, decoder, **sizes)
-    return PlannedStep(recipe, model, forecast, lower, find_alternatives, True, cache_dtype)
+    return RecipeStep(recipe, model, forecast, lower, find_alternatives, True, cache_dtype)
 
 
 def _microbatch_lines(recipe: Recipe, plan: parallel.Plan, forecast: planning.Forecast) -> list[str]:
