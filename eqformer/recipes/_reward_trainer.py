@@ -43,7 +43,7 @@ from ._trainer import explain_out_of_memory, TrainedRun
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _RewardRun:
     """The arguments of `train_on_rewards` that errors name as flags."""
 
     run: Recipe
@@ -96,7 +96,7 @@ def train_on_rewards(
     recipe, directory = complete_recipe(recipe), RunDirectory(folder)
     name = name or directory.path.name
     path = str(held_out) if isinstance(held_out, str | Path) else None
-    call = _Call(recipe, options, reward if isinstance(reward, str) else name_function(reward), path)
+    call = _RewardRun(recipe, options, reward if isinstance(reward, str) else name_function(reward), path)
     check_types(call)
     flags = {f"--{flag}": value for flag, value in dataclass_to_json(recipe).items()}
     check_alike({"--recipe": name} | flags | flags_of(options) | {"--reward": call.reward, "--held-out": path})

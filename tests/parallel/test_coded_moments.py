@@ -28,7 +28,8 @@ CASES = [
 
 
 def rule(model: Any, name: str, moments: str = "8bit") -> training.Optimizer:
-    return training.optimizer(name, model, rate=1e-3, moments=moments, **({"momentum": 0.9} if name == "sgd" else {}))
+    options: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
+    return training.optimizer(name, model, rate=1e-3, moments=moments, **options)
 
 
 def decoded(state: Any) -> Any:

@@ -12,7 +12,7 @@ from plan_models import model_of, plan_over
 from plan_parity import place
 
 from eqformer import generation, models, nn
-from eqformer.parallel import _context_attention, _sharded_model as module, ShardedModel
+from eqformer.parallel import _context_attention, _sharded_cache as module, ShardedModel
 
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]

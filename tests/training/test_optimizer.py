@@ -2,6 +2,8 @@
 
 from functools import partial
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -141,7 +143,9 @@ def trained(filled):
 
     model = filled(build)
     gradients = random_gradients(model)
-    options = {name: dict(weight_decay=DECAY) for name in training.OPTIMIZERS} | {"sgd": dict(momentum=0.9)}
+    options: dict[str, dict[str, Any]] = {name: dict(weight_decay=DECAY) for name in training.OPTIMIZERS} | {
+        "sgd": dict(momentum=0.9)
+    }
     after = {
         name: run(training.optimizer(name, model, rate=RATE, **options[name]), model, gradients)
         for name in training.OPTIMIZERS
@@ -319,7 +323,7 @@ def test_tables_decay_by_choice_and_a_given_mask_is_used(make_model):
 @pytest.mark.parametrize("name", training.OPTIMIZERS)
 def test_state_mirrors_the_parameters(name, make_model):
     model = make_model(layers=1)
-    options = dict(momentum=0.9) if name == "sgd" else {}
+    options: dict[str, Any] = dict(momentum=0.9) if name == "sgd" else {}
     optimizer = training.optimizer(name, model, rate=RATE, **options)
     state = jax.eval_shape(optimizer.init, training.trainable(model))
     parameters = training.trainable(model)
@@ -388,7 +392,7 @@ def test_an_unknown_name_is_refused(make_model):
 def test_moments_are_kept_in_bfloat16_and_used_in_float32(name, make_model):
     """Three steps beside the same rule whose float32 state is rounded by hand after each; the control is not."""
     model = make_model(layers=1)
-    options = dict(momentum=0.9) if name == "sgd" else {}
+    options: dict[str, Any] = dict(momentum=0.9) if name == "sgd" else {}
     wide, narrow = (training.optimizer(name, model, rate=RATE, moments=m, **options) for m in training.MOMENTS[:2])
     parameters = training.trainable(model)
     gradients = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) + x, parameters)

@@ -161,8 +161,9 @@ class Optimizer(eqx.Module):
 
     def _interpolate(self, parameters: PyTree, state: ScheduleFreeState) -> PyTree:
         """Return the weights between the fast weights and their averages at which gradients are computed."""
-        assert self.average is not None
-        return jax.tree.map(lambda x, z: self.average * x + (1 - self.average) * z, parameters, state.fast)
+        average = self.average
+        assert average is not None
+        return jax.tree.map(lambda x, z: average * x + (1 - average) * z, parameters, state.fast)
 
     def map_state(
         self, function: Callable[..., PyTree], state: PyTree, *like_parameters: PyTree, other: PyTree
