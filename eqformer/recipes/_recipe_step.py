@@ -60,7 +60,7 @@ class RecipeStep:
             table = parallel.layout_table(shapes, plan.parameter_specs(shapes), plan.mesh)
             parts += ["", table.partition("\n")[2], *report.replicated_lines(plan, shapes)]
         parts += ["", "by formulas:", planning.forecast_table(self.forecast)]
-        return "\n".join([*parts, *([] if self.decodes else _microbatch_lines(recipe, plan, self.forecast))])
+        return "\n".join([*parts, *([] if self.decodes else _microbatch_lines(recipe, plan, model, self.forecast))])
 
 
 def plan_training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Target) -> RecipeStep:
@@ -155,13 +155,20 @@ def plan_decode_step(
     return RecipeStep(recipe, model, forecast, lower, find_alternatives, True, cache_dtype)
 
 
-def _microbatch_lines(recipe: Recipe, plan: parallel.Plan, forecast: planning.Forecast) -> list[str]:
-    """Return the size of a microbatch, and the timeline of a pipeline."""
+def _microbatch_lines(
+    recipe: Recipe, plan: parallel.Plan, model: nn.LanguageModel, forecast: planning.Forecast
+) -> list[str]:
+    """Return the size of a microbatch, the optimizers of the parameters, and the timeline of a pipeline."""
+    optimizer = setup.make_optimizer(recipe, model)
     pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
     tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
-    lines = [f"a microbatch on a device is {tokens}"]
-    if forecast.sent and recipe.optimizer.name in ("muon", "normuon"):
-        lines.append("Muon's products of whole matrices send more, as XLA parts them: a compiled step counts all")
+    lines = [f"a microbatch on a device is {tokens}", *optimizer.describe(model)]
+    names = {"muon": "Muon", "normuon": "Muon", "soap": "SOAP"}
+    for name in dict.fromkeys(names[name] for name in dict(optimizer.assignment).values() if name in names):
+        if forecast.sent:
+            lines.append(
+                f"{name}'s products of whole matrices send more, as XLA parts them: a compiled step counts all"
+            )
     if plan.is_pipelined:
         lines += ["", "timeline, a backward as long as two forwards", parallel.draw_timeline(plan.timetable())]
     return lines

@@ -126,6 +126,7 @@ from .optimizer._named_optimizers import (
     OPTIMIZERS as OPTIMIZERS,
     schedule_free_adamw as schedule_free_adamw,
     sgd as sgd,
+    soap as soap,
 )
 from .optimizer._optimizer import (
     global_norm as global_norm,

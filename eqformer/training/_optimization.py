@@ -20,8 +20,8 @@ from .optimizer._optimizer import GroupRates, Optimizer, trainable, Trained
 class Optimization:
     """The settings of an optimizer, its learning rates and the loss. Plain data: the methods check it."""
 
-    name: Literal["adamw", "schedule-free-adamw", "muon", "normuon", "sgd"] = "adamw"
-    """The optimizer; muon and normuon leave AdamW all but hidden matrices; schedule-free-adamw takes constant rates."""
+    name: Literal["adamw", "schedule-free-adamw", "muon", "normuon", "soap", "sgd"] = "adamw"
+    """The optimizer; muon, normuon and soap leave AdamW all but hidden matrices; schedule-free takes constant rates."""
     learning_rate: float = 3e-3
     """The peak learning rate."""
     rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"

@@ -1,5 +1,8 @@
 """The training state (model, optimizer state and counters), and the sharding and memory of its arrays under a plan."""
 
+import functools
+import math
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ from jaxtyping import Array, Int, PyTree
 from .._shapes import ArrayOrShape
 from ..parallel import Plan, shardings
 from .losses._loss_aux import init_loss_scale, LossScale
-from .optimizer._moments import MomentCodes
+from .optimizer._moments import is_preconditioner, MomentCodes, Preconditioner
 from .optimizer._optimizer import check_optimizer, Optimizer
 
 
@@ -54,7 +57,11 @@ def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
     """
     replicated, parameters = jax.sharding.PartitionSpec(), optimizer.trained(state.model)
     optimizer_specs = optimizer.map_state(
-        _optimizer_spec, state.optimizer_state, plan.state_specs(parameters), parameters, other=replicated
+        functools.partial(_optimizer_spec, plan),
+        state.optimizer_state,
+        plan.state_specs(parameters),
+        parameters,
+        other=replicated,
     )
     model_specs = plan.parameter_specs(state.model)
     counters = eqx.tree_at(_model_and_optimizer_state, state, (None, None))
@@ -77,10 +84,13 @@ def _with_memory(sharding: jax.sharding.NamedSharding, on_host: bool) -> jax.sha
     return sharding.with_memory_kind("pinned_host") if on_host else sharding
 
 
-def _optimizer_spec(moment: PyTree, spec: jax.sharding.PartitionSpec, parameter: ArrayOrShape) -> PyTree:
+def _optimizer_spec(plan: Plan, moment: PyTree, spec: jax.sharding.PartitionSpec, parameter: ArrayOrShape) -> PyTree:
     """Return the spec of an optimizer's array for a parameter; dims of size 1 are not sharded."""
+    if is_preconditioner(moment):
+        return _preconditioner_specs(plan, moment, spec)
     if isinstance(moment, MomentCodes):
-        specs = _optimizer_spec(moment.levels, spec, parameter), _optimizer_spec(moment.scale, spec, parameter)
+        parts = moment.levels, moment.scale
+        specs = tuple(_optimizer_spec(plan, part, spec, parameter) for part in parts)
         return eqx.tree_at(lambda codes: (codes.levels, codes.scale), moment, specs)
     if moment.shape == parameter.shape:
         return spec
@@ -93,6 +103,30 @@ def _optimizer_spec(moment: PyTree, spec: jax.sharding.PartitionSpec, parameter:
             "or with 1 in the place of some sizes."
         )
     return jax.sharding.PartitionSpec(*(None if size == 1 else axes for size, axes in zip(moment.shape, spec)))
+
+
+def _preconditioner_specs(plan: Plan, moment: Preconditioner, spec: jax.sharding.PartitionSpec) -> Preconditioner:
+    """Return specs of a preconditioner's arrays: a side has its axes, and its flattened dim those of the other side."""
+    first, last = moment.ensemble, moment.ensemble + moment.outputs
+
+    def with_flat_dim(array: ArrayOrShape | None, side: tuple, other_side: tuple) -> jax.sharding.PartitionSpec | None:
+        if array is None:
+            return None
+        padded = (*side, *(None for _ in array.shape[len(side) :]))[: len(array.shape) - 1]
+        axes = tuple(axis for axes in other_side if axes for axis in ((axes,) if isinstance(axes, str) else axes))
+        is_divisible = axes and array.shape[-1] % math.prod(map(plan.size, axes)) == 0
+        return jax.sharding.PartitionSpec(*padded, axes if is_divisible else None)
+
+    ensemble, outputs, inputs = tuple(spec)[:first], tuple(spec)[first:last], tuple(spec)[last:]
+    ensemble = (*ensemble, *(None for _ in range(first - len(ensemble))))
+    specs = {
+        "left": with_flat_dim(moment.left, ensemble + outputs, inputs),
+        "right": with_flat_dim(moment.right, ensemble + inputs, outputs),
+        "left_basis": with_flat_dim(moment.left_basis, ensemble + outputs, inputs),
+        "right_basis": with_flat_dim(moment.right_basis, ensemble + inputs, outputs),
+    }
+    names = [name for name, part in specs.items() if part is not None]
+    return eqx.tree_at(lambda m: [getattr(m, name) for name in names], moment, [specs[name] for name in names])
 
 
 def _copy_repeated_arrays(tree: PyTree) -> PyTree:

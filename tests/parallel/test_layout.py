@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -208,11 +207,10 @@ def test_published_sizes_are_laid_out_from_shapes_alone(mesh, name):
 # Optimizer states.
 
 
-@pytest.mark.parametrize("name", training.OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name in training.OPTIMIZERS if name != "soap"])
 def test_what_an_optimizer_remembers_is_laid_out_like_the_parameters(mesh, name):
-    model = shapes_of(LLAMA)
-    options: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
-    optimizer = training.optimizer(name, model, rate=0.1, **options)
+    model, options = shapes_of(LLAMA), {"momentum": 0.9} if name == "sgd" else {}
+    optimizer = training.optimizer(name, model, rate=0.1, paths=(), **options)
     state = eqx.filter_eval_shape(optimizer.init, model)
     specs = partition_specs(training.trainable(model), Plan(mesh, zero=1, smallest=64).layout(splits_fsdp=True), mesh)
     laid_out = optimizer.map_state(lambda _, spec: spec, state, specs, other=P())

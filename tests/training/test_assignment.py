@@ -153,7 +153,10 @@ def test_what_is_chosen_is_told_in_a_line_for_each_optimizer(make_model):
         (["query.bias=muon"], r"muon takes hidden matrices only, and .*query.bias is a vector; take adamw or sgd"),
         (["query=muon"], r"query.bias is a vector; choose stacks\[0\].blocks.sublayers\[0\].layer.query.weight, for"),
         (["embedding=normuon"], r"normuon takes hidden matrices only, and embedding.weight is a table"),
-        (["embedding=adam"], r"NAME is adamw, schedule-free-adamw, muon, normuon, sgd; the nearest name is adamw"),
+        (
+            ["embedding=adam"],
+            r"NAME is adamw, schedule-free-adamw, muon, normuon, soap, sgd; the nearest name is adamw",
+        ),
         (["up=schedule-free-adamw"], r"schedule-free-adamw averages all weights; take it as the optimizer"),
         (["embedding"], r"paths='embedding'\): give PATTERN=NAME"),
         (["up=sgd", "sublayers=adamw"], r"paths='up=sgd'\): later choices take all parameters that this one matches"),

@@ -1,7 +1,6 @@
 """Optimizers against their formulas in float64 numpy, one unstacked matrix at a time."""
 
 from functools import partial
-
 from typing import Any
 
 import equinox as eqx
@@ -18,6 +17,7 @@ from eqformer.planning import abstract_mesh, state_bytes
 
 
 RATE, DECAY, STEPS = 1e-2, 0.1, 3
+ALL = ["adamw", "schedule-free-adamw", "muon", "normuon", "sgd"]  # But for SOAP: test_soap.py.
 
 
 def run(optimizer, model, gradients):
@@ -143,9 +143,7 @@ def trained(filled):
 
     model = filled(build)
     gradients = random_gradients(model)
-    options: dict[str, dict[str, Any]] = {name: dict(weight_decay=DECAY) for name in training.OPTIMIZERS} | {
-        "sgd": dict(momentum=0.9)
-    }
+    options: Any = {name: dict(weight_decay=DECAY) for name in training.OPTIMIZERS} | {"sgd": dict(momentum=0.9)}
     after = {
         name: run(training.optimizer(name, model, rate=RATE, **options[name]), model, gradients)
         for name in training.OPTIMIZERS
@@ -232,7 +230,7 @@ def test_updates_of_spectral_size(trained, name, by_hand):
         training.optimizer(name, model, rate=RATE, update_size="frobenius")
 
 
-@pytest.mark.parametrize("name", training.OPTIMIZERS)
+@pytest.mark.parametrize("name", [*ALL, pytest.param("soap", marks=pytest.mark.grid)])
 def test_groups_of_parameters_have_rates_of_their_own(trained, name):
     model, gradients, _ = trained
     steps = [
@@ -268,7 +266,7 @@ def test_polar_express_ends_nearer_to_an_orthogonal_matrix():
     assert worst["polar-express"] < 0.16 and worst["quintic"] > 0.5, worst
 
 
-@pytest.mark.parametrize("name", [name for name in training.OPTIMIZERS if name != "sgd"])
+@pytest.mark.parametrize("name", [*ALL[:-1], pytest.param("soap", marks=pytest.mark.grid)])
 def test_only_weights_that_move_towards_zero_decay_cautiously(name, make_model):
     model = make_model(layers=1)
     gradients = random_gradients(model, seed=1)[:1]
@@ -320,10 +318,10 @@ def test_tables_decay_by_choice_and_a_given_mask_is_used(make_model):
         np.testing.assert_array_equal(still[path], before[path])
 
 
-@pytest.mark.parametrize("name", training.OPTIMIZERS)
+@pytest.mark.parametrize("name", ALL)
 def test_state_mirrors_the_parameters(name, make_model):
     model = make_model(layers=1)
-    options: dict[str, Any] = dict(momentum=0.9) if name == "sgd" else {}
+    options: Any = dict(momentum=0.9) if name == "sgd" else {}
     optimizer = training.optimizer(name, model, rate=RATE, **options)
     state = jax.eval_shape(optimizer.init, training.trainable(model))
     parameters = training.trainable(model)
@@ -380,7 +378,7 @@ def test_norm_is_of_all_leaves_together():
 
 
 def test_an_unknown_name_is_refused(make_model):
-    with pytest.raises(ValueError, match="'adam'.*adamw, schedule-free-adamw, muon, normuon, sgd"):
+    with pytest.raises(ValueError, match="'adam'.*adamw, schedule-free-adamw, muon, normuon, soap, sgd"):
         training.optimizer("adam", make_model(layers=1), rate=RATE)
     with pytest.raises(ValueError, match="iteration='cubic'.*quintic and polar-express"):
         training.optimizer("muon", make_model(layers=1), rate=RATE, iteration="cubic")
@@ -392,7 +390,7 @@ def test_an_unknown_name_is_refused(make_model):
 def test_moments_are_kept_in_bfloat16_and_used_in_float32(name, make_model):
     """Three steps beside the same rule whose float32 state is rounded by hand after each; the control is not."""
     model = make_model(layers=1)
-    options: dict[str, Any] = dict(momentum=0.9) if name == "sgd" else {}
+    options: Any = dict(momentum=0.9) if name == "sgd" else {}
     wide, narrow = (training.optimizer(name, model, rate=RATE, moments=m, **options) for m in training.MOMENTS[:2])
     parameters = training.trainable(model)
     gradients = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) + x, parameters)

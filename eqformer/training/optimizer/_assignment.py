@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from ... import nn
 
 
-MATRIX_OPTIMIZERS = ("muon", "normuon")
+MATRIX_OPTIMIZERS = ("muon", "normuon", "soap")
 """Optimizers that take hidden matrices only; AdamW trains the other parameters of a model."""
 AVERAGING_OPTIMIZERS = ("schedule-free-adamw",)
 """Optimizers that average all trained weights, so that no path chooses them."""

@@ -34,6 +34,27 @@ class MomentCodes(eqx.Module):
     """The largest magnitude of each row, negated for a row that has no negative numbers."""
 
 
+class Preconditioner(eqx.Module):
+    """Means of `G G^T` and `G^T G` of a matrix's gradients, and bases near to their eigenvectors; kept in float32.
+
+    Each array has the ensemble dims of the matrix, the dims of one of its sides, and that side flattened to one dim. It
+    is None for a side that is too long for a basis.
+    """
+
+    left: Float[Array, "*ensemble_and_outputs rows"] | None
+    """The mean of `G G^T`."""
+    right: Float[Array, "*ensemble_and_inputs columns"] | None
+    """The mean of `G^T G`."""
+    left_basis: Float[Array, "*ensemble_and_outputs rows"] | None
+    """Orthonormal columns for the outputs."""
+    right_basis: Float[Array, "*ensemble_and_inputs columns"] | None
+    """Orthonormal columns for the inputs."""
+    ensemble: int = eqx.field(static=True)
+    """The number of the matrix's ensemble dims."""
+    outputs: int = eqx.field(static=True)
+    """The number of its output dims."""
+
+
 class CodedState(eqx.Module):
     """An optimizer's state with `MomentCodes` in the place of arrays, and the number of its earlier encodings."""
 
@@ -46,6 +67,11 @@ class CodedState(eqx.Module):
 def is_codes(node: object) -> TypeGuard[MomentCodes]:
     """Return whether a node is a `MomentCodes`."""
     return isinstance(node, MomentCodes)
+
+
+def is_preconditioner(node: object) -> TypeGuard[Preconditioner]:
+    """Return whether a node is a `Preconditioner`."""
+    return isinstance(node, Preconditioner)
 
 
 def is_masked(node: object) -> TypeGuard[optax.MaskedNode]:
@@ -63,8 +89,8 @@ def compress_moments(
         return map_moments(transform, _round_to_bfloat16, state)
     count = jnp.zeros((), jnp.int32) if previous is None else previous.coded + 1
 
-    def encode_rows(x: Array) -> Array | MomentCodes:
-        return encode_moment(x, count) if _has_rows(x) else x
+    def encode_rows(x: PyTree) -> PyTree:
+        return x if is_preconditioner(x) or not _has_rows(x) else encode_moment(x, count)
 
     return CodedState(map_moments(transform, encode_rows, state), count)
 
@@ -78,16 +104,16 @@ def decompress_moments(moments: str, transform: optax.GradientTransformation, st
     return map_moments(transform, _widen, state)
 
 
-def _round_to_bfloat16(x: Array) -> Array:
-    return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+def _round_to_bfloat16(x: PyTree) -> PyTree:
+    return x if is_preconditioner(x) or x.dtype != jnp.float32 else x.astype(jnp.bfloat16)
 
 
-def _decode_if_coded(x: Array | MomentCodes) -> Array:
-    return decode_moment(x) if isinstance(x, MomentCodes) else x
+def _decode_if_coded(x: PyTree) -> PyTree:
+    return decode_moment(x) if is_codes(x) else x
 
 
-def _widen(x: Array) -> Array:
-    return x.astype(at_least_float32(x.dtype))
+def _widen(x: PyTree) -> PyTree:
+    return x if is_preconditioner(x) else x.astype(at_least_float32(x.dtype))
 
 
 def map_moments(
@@ -97,7 +123,7 @@ def map_moments(
     *likes: PyTree,
     other: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
-    """Apply `function(moment, *likes)` to each moment of a state: an array, or `MomentCodes`, of a parameter.
+    """Apply `function(moment, *likes)` to each moment of a state: an array, `MomentCodes` or a `Preconditioner`.
 
     `likes` are trees like the parameters. Counters become `other(counter)`; without `other` they stay.
     """
@@ -106,7 +132,7 @@ def map_moments(
         return leaf if is_masked(leaf) else function(leaf, *likes)
 
     def is_leaf(node: object) -> bool:
-        return is_masked(node) or is_codes(node)
+        return is_masked(node) or is_codes(node) or is_preconditioner(node)
 
     return optax.tree.map_params(
         transform, map_leaf, state, *likes, transform_non_params=other or (lambda x: x), is_leaf=is_leaf

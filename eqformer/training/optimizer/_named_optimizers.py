@@ -1,4 +1,4 @@
-"""Optimizers by name: AdamW, schedule-free AdamW, Muon, NorMuon and SGD; only matrices decay."""
+"""Optimizers by name: AdamW, schedule-free AdamW, Muon, NorMuon, SOAP and SGD; only matrices decay."""
 
 import dataclasses
 import inspect
@@ -17,6 +17,7 @@ from ._assignment import assign, is_hidden
 from ._learning_rates import constant, Rates
 from ._optimizer import GroupRates, is_none, Optimizer, trainable, Trained
 from ._orthogonalize import coefficients, equalize_rows, map_marked
+from ._soap import scale_by_soap
 
 
 def adamw(
@@ -186,6 +187,52 @@ def normuon(model: PyTree, *, rate: Rates, row_decay: float = 0.95, **options: P
     return muon(model, rate=rate, row_decay=row_decay, **{"iteration": "polar-express", **options})
 
 
+def soap(
+    model: PyTree,
+    *,
+    rate: Rates,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    frequency: int = 10,
+    max_size: int = 10_000,
+    weight_decay: float = 0.1,
+    decay_tables: bool = True,
+    cautious: bool = False,
+    matrices: PyTree = None,
+    trained: Trained = trainable,
+) -> Optimizer:
+    """Return SOAP (arXiv 2409.11321) for hidden matrices, and AdamW with the same numbers for the rest.
+
+    SOAP is Adam in the eigenbasis of Shampoo's preconditioners, see `scale_by_soap`. In a stack, each layer's (and
+    expert's) matrix has its own, with several output or input dims flattened to one. Beside Adam's moments, a matrix of
+    `m` outputs and `n` inputs holds `2 m^2 + 2 n^2` numbers, in float32 with any `moments`.
+
+    Args:
+        model: The model; only its structure is read.
+        rate: The learning rate as a function of the step.
+        b1: The decay of the mean of gradients.
+        b2: The decay of the mean of squared gradients, and of the preconditioners.
+        eps: A constant that is added to the root of the mean square.
+        frequency: The number of steps between two refreshments of the eigenbases.
+        max_size: The most rows or columns that an eigenbasis has; a longer side of a matrix has none.
+        weight_decay: The share of a weight that a step subtracts, times the learning rate.
+        decay_tables: Whether embeddings and heads decay too.
+        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
+        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
+        trained: Picks the parameters that are trained, such as `nn.lora_factors`.
+    """
+    if frequency < 1:
+        raise ValueError(f"soap(frequency={frequency}): it counts steps; pass at least 1.")
+    marks = _mark_matrices(model, matrices, trained)
+    labels = jax.tree.map(lambda mark: "soap" if is_hidden(mark) else "adam", marks, is_leaf=is_none)
+    turned = scale_by_soap(marks, b1=b1, b2=b2, eps=eps, frequency=frequency, max_size=max_size)
+    hidden, adam = optax.chain(turned, optax.scale(-1.0)), optax.adam(1.0, b1=b1, b2=b2, eps=eps)
+    by_label = optax.partition({"soap": hidden, "adam": adam}, lambda _: labels)
+    rule = optax.chain(by_label, _decay(-weight_decay, marks, decay_tables, cautious))
+    return Optimizer(rule, rate, trained, assignment=assign("soap", marks))
+
+
 def sgd(
     model: PyTree,
     *,
@@ -220,7 +267,14 @@ def sgd(
 # Neighboring bfloat16 numbers are up to 2^-7 apart: a relative change below half of that is rounded back.
 _MAX_BFLOAT16_DECAY = 0.98
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType(
-    {"adamw": adamw, "schedule-free-adamw": schedule_free_adamw, "muon": muon, "normuon": normuon, "sgd": sgd}
+    {
+        "adamw": adamw,
+        "schedule-free-adamw": schedule_free_adamw,
+        "muon": muon,
+        "normuon": normuon,
+        "soap": soap,
+        "sgd": sgd,
+    }
 )
 
 

@@ -161,14 +161,14 @@ class Optimizer(eqx.Module):
 
     def _interpolate(self, parameters: PyTree, state: ScheduleFreeState) -> PyTree:
         """Return the weights between the fast weights and their averages at which gradients are computed."""
-        average = self.average
-        assert average is not None
-        return jax.tree.map(lambda x, z: average * x + (1 - average) * z, parameters, state.fast)
+        share = self.average
+        assert share is not None
+        return jax.tree.map(lambda x, z: share * x + (1 - share) * z, parameters, state.fast)
 
     def map_state(
         self, function: Callable[..., PyTree], state: PyTree, *like_parameters: PyTree, other: PyTree
     ) -> PyTree:
-        """Apply `function` to each moment of `state`: an array, or its `MomentCodes`, that belongs to a parameter.
+        """Apply `function` to each moment of `state` of a parameter: an array, `MomentCodes` or a `Preconditioner`.
 
         `function` also takes that parameter's leaves of `like_parameters` (trees like the trained parameters, such as
         partition specs). Counters become `other`.

@@ -1,0 +1,207 @@
+"""SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioners, which QR decompositions refresh."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from ...kernels import cpu_or
+from ...nn import Matrix
+from ._moments import Preconditioner
+from ._orthogonalize import map_marked
+
+
+_SHIFT = 1e-6  # Added to the eigenvalues in the power method, as a share of their sum.
+
+
+class SoapState(NamedTuple):
+    """The state of `scale_by_soap`."""
+
+    count: Int[Array, ""]
+    """The number of updates so far."""
+    mean: PyTree
+    """For each matrix, the mean of its gradients."""
+    squares: PyTree
+    """For each matrix, the mean of its squared gradients in the eigenbasis."""
+    preconditioners: PyTree
+    """For each matrix, its `Preconditioner`."""
+
+
+def scale_by_soap(
+    marks: PyTree, *, b1: float, b2: float, eps: float, frequency: int, max_size: int
+) -> optax.GradientTransformation:
+    """Return the transformation that turns gradients of matrices into the directions of SOAP.
+
+    A matrix's gradient is turned into the eigenbasis of the means of `G G^T` and `G^T G`, where Adam divides its mean
+    by the root of its mean square, and the result is turned back. The basis is the identity at first. After the first
+    update, and after each update whose number is a multiple of `frequency`, it is refreshed by a step of the power
+    method and a QR decomposition, with its vectors in the order of their eigenvalues. A basis that is refreshed after
+    an update does not depend on the gradients that it turns.
+
+    Args:
+        marks: A tree like the updates, with an `nn.Matrix` for each.
+        b1: The decay of the mean of gradients.
+        b2: The decay of the mean of squared gradients, and of the means of `G G^T` and `G^T G`.
+        eps: A constant that is added to the root of the mean square.
+        frequency: The number of updates between two refreshments of the basis.
+        max_size: The most rows or columns that a basis has; a longer side of a matrix is not turned.
+    """
+
+    def init(params: PyTree) -> SoapState:
+        # Optax passes a placeholder without leaves, to see where the state holds arrays of parameters.
+        has_arrays = bool(jax.tree.leaves(params))
+        preconditioners = map_marked(new_preconditioner, marks, params) if has_arrays else params
+        mean, squares = (optax.tree.zeros_like(params) if has_arrays else params for _ in range(2))
+        return SoapState(jnp.zeros((), jnp.int32), mean, squares, preconditioners)
+
+    def new_preconditioner(mark: Matrix, x: Array) -> Preconditioner:
+        ensemble, outputs, inputs = _split_shape(x, mark)
+        left_mean, left_basis = _new_side(ensemble, outputs, max_size, x.dtype)
+        right_mean, right_basis = _new_side(ensemble, inputs, max_size, x.dtype)
+        return Preconditioner(left_mean, right_mean, left_basis, right_basis, mark.ensemble, mark.outputs)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, SoapState]:
+        count = state.count + 1
+
+        def turned_square(mark: Matrix, x: Array, squares: Array, preconditioner: Preconditioner) -> Array:
+            return b2 * squares + (1 - b2) * jnp.square(_turn(mark, x, preconditioner))
+
+        def direction(mark: Matrix, x: Array, squares: Array, preconditioner: Preconditioner) -> Array:
+            turned = _turn(mark, x, preconditioner) / (1 - b1**count)
+            adam = turned / (jnp.sqrt(squares / (1 - b2**count)) + eps)
+            return _turn(mark, adam, preconditioner, back=True)
+
+        def add_gradient(mark: Matrix, x: Array, preconditioner: Preconditioner) -> Preconditioner:
+            return _add_gradient(mark, x, preconditioner, b2)
+
+        def refresh_all(squares: PyTree, preconditioners: PyTree) -> tuple[PyTree, PyTree]:
+            leaves, structure = jax.tree.flatten(squares)
+            leaf_marks = jax.tree.leaves(map_marked(lambda mark, _: mark, marks, squares))
+            refreshed = map(_refresh, leaf_marks, leaves, structure.flatten_up_to(preconditioners))
+            new_squares, new_preconditioners = zip(*refreshed, strict=True) if leaves else ((), ())
+            return structure.unflatten(new_squares), structure.unflatten(new_preconditioners)
+
+        def keep_all(squares: PyTree, preconditioners: PyTree) -> tuple[PyTree, PyTree]:
+            return squares, preconditioners
+
+        mean = jax.tree.map(lambda x, earlier: b1 * earlier + (1 - b1) * x, updates, state.mean)
+        squares = map_marked(turned_square, marks, updates, state.squares, state.preconditioners)
+        directions = map_marked(direction, marks, mean, squares, state.preconditioners)
+        preconditioners = map_marked(add_gradient, marks, updates, state.preconditioners)
+        is_due = (count == 1) | (count % frequency == 0)
+        squares, preconditioners = jax.lax.cond(is_due, refresh_all, keep_all, squares, preconditioners)
+        return directions, SoapState(count, mean, squares, preconditioners)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _split_shape(x: Array, mark: Matrix) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the sizes of a matrix's ensemble dims, of its output dims and of its input dims."""
+    first, last = mark.ensemble, mark.ensemble + mark.outputs
+    return x.shape[:first], x.shape[first:last], x.shape[last:]
+
+
+def _flatten(x: Array, mark: Matrix) -> Float[Array, "*ensemble rows columns"]:
+    """Return a matrix with its output dims flattened to one, and its input dims to another."""
+    ensemble, outputs, inputs = _split_shape(x, mark)
+    return x.reshape(*ensemble, math.prod(outputs), math.prod(inputs))
+
+
+def _flatten_side(x: Array, ensemble: int) -> Float[Array, "*ensemble size size"]:
+    """Return an array of a preconditioner as square matrices."""
+    return x.reshape(*x.shape[:ensemble], x.shape[-1], x.shape[-1])
+
+
+def _new_side(
+    ensemble: tuple[int, ...], sizes: tuple[int, ...], max_size: int, dtype: jnp.dtype
+) -> tuple[Array | None, Array | None]:
+    """Return zeros and the identity for a side of a matrix; None for a side that is longer than `max_size`."""
+    size = math.prod(sizes)
+    if size > max_size:
+        return None, None
+    shape = (*ensemble, *sizes, size)
+    return jnp.zeros(shape, dtype), jnp.broadcast_to(jnp.eye(size, dtype=dtype).reshape(*sizes, size), shape)
+
+
+def _turn(mark: Matrix, x: Array, preconditioner: Preconditioner, *, back: bool = False) -> Array:
+    """Return a matrix in the eigenbasis or, with `back`, a matrix of the eigenbasis as it is outside."""
+    turned = _flatten(x, mark)
+    if preconditioner.left_basis is not None:
+        basis = _flatten_side(preconditioner.left_basis, mark.ensemble)
+        turned = (basis if back else jnp.matrix_transpose(basis)) @ turned
+    if preconditioner.right_basis is not None:
+        basis = _flatten_side(preconditioner.right_basis, mark.ensemble)
+        turned = turned @ (jnp.matrix_transpose(basis) if back else basis)
+    return turned.reshape(x.shape)
+
+
+def _add_gradient(mark: Matrix, x: Array, preconditioner: Preconditioner, decay: float) -> Preconditioner:
+    """Return the preconditioner with the gradient in its means of `G G^T` and `G^T G`."""
+    matrix = _flatten(x, mark)
+
+    def average(mean: Array | None, product: Array) -> Array | None:
+        return None if mean is None else decay * mean + (1 - decay) * product.reshape(mean.shape)
+
+    left_mean = average(preconditioner.left, matrix @ jnp.matrix_transpose(matrix))
+    right_mean = average(preconditioner.right, jnp.matrix_transpose(matrix) @ matrix)
+    return dataclasses.replace(preconditioner, left=left_mean, right=right_mean)
+
+
+def _refresh(mark: Matrix, squares: Array, preconditioner: Preconditioner) -> tuple[Array, Preconditioner]:
+    """Return the mean squares and the preconditioner in a basis that is nearer to the eigenbasis."""
+    matrix = _flatten(squares, mark)
+    left_basis, right_basis = preconditioner.left_basis, preconditioner.right_basis
+    if preconditioner.left is not None and left_basis is not None:
+        left_basis, order = _refresh_basis(preconditioner.left, left_basis, mark.ensemble)
+        matrix = jnp.take_along_axis(matrix, order[..., :, None], axis=-2)
+    if preconditioner.right is not None and right_basis is not None:
+        right_basis, order = _refresh_basis(preconditioner.right, right_basis, mark.ensemble)
+        matrix = jnp.take_along_axis(matrix, order[..., None, :], axis=-1)
+    refreshed = dataclasses.replace(preconditioner, left_basis=left_basis, right_basis=right_basis)
+    return matrix.reshape(squares.shape), refreshed
+
+
+def _refresh_basis(mean: Array, basis: Array, ensemble: int) -> tuple[Array, Int[Array, "*ensemble size"]]:
+    """Return the next basis of the power method, and the order in which it takes the vectors of the last basis."""
+    symmetric, vectors = _flatten_side(mean, ensemble), _flatten_side(basis, ensemble)
+    # The shift keeps the vectors of eigenvalues of zero, which rounding would otherwise choose.
+    trace = jnp.trace(symmetric, axis1=-2, axis2=-1)
+    shift = _SHIFT * trace[..., None, None]
+    values = jnp.sum(vectors * (symmetric @ vectors), axis=-2)
+    order = jnp.argsort(values, axis=-1, descending=True)
+    sorted_vectors = jnp.take_along_axis(vectors, order[..., None, :], axis=-1)
+    product = symmetric @ sorted_vectors + shift * sorted_vectors
+    return cpu_or(orthogonal_factor, _qr_factor, product).reshape(basis.shape), order
+
+
+def _qr_factor(x: Float[Array, "*ensemble size size"]) -> Float[Array, "*ensemble size size"]:
+    return jnp.linalg.qr(x)[0]
+
+
+def orthogonal_factor(x: Float[Array, "*ensemble size size"]) -> Float[Array, "*ensemble size size"]:
+    """Return the orthogonal factor of the QR decomposition of square matrices, by Householder's reflections.
+
+    CPUs take this in the place of LAPACK, which is slow to the point of standing still where many simulated devices
+    share the threads of a CPU.
+    """
+    size = x.shape[-1]
+    rows = jnp.arange(size)
+
+    def reflect(k: Int[Array, ""], factors: tuple[Array, Array]) -> tuple[Array, Array]:
+        upper, orthogonal = factors
+        column = jnp.where(rows >= k, jax.lax.dynamic_index_in_dim(upper, k, axis=-1, keepdims=False), 0)
+        norm = jnp.sqrt(jnp.sum(jnp.square(column), axis=-1, keepdims=True))
+        head = jnp.sum(jnp.where(rows == k, column, 0), axis=-1, keepdims=True)
+        normal = column + jnp.where(rows == k, jnp.where(head < 0, -norm, norm), 0)
+        square = jnp.sum(jnp.square(normal), axis=-1, keepdims=True)
+        scaled = normal * jnp.where(square > 0, 2 / jnp.where(square > 0, square, 1), 0)
+        upper = upper - scaled[..., :, None] * jnp.einsum("...i,...ij->...j", normal, upper)[..., None, :]
+        turned = jnp.einsum("...ij,...j->...i", orthogonal, normal)
+        return upper, orthogonal - turned[..., :, None] * scaled[..., None, :]
+
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=x.dtype), x.shape)
+    return jax.lax.fori_loop(0, size - 1, reflect, (x, identity))[1]
