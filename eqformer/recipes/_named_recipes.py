@@ -25,7 +25,7 @@ def default_recipe() -> Recipe:
 
     By NorMuon, with 4 rows a step: docs/learning.md shows what each choice brings.
     """
-    return _small_batches("lfm2-byte-500k", 1900, Optimization(name="normuon", learning_rate=5e-3))
+    return _small_batches("lfm2-byte-500k", 1700, Optimization(name="normuon", learning_rate=5.5e-3))
 
 
 def llama_recipe() -> Recipe:
