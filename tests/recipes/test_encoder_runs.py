@@ -79,8 +79,8 @@ def arrays(run) -> list[np.ndarray]:
 
 
 def formula(encoder, groups, temperature=0.1) -> float:
+    """The mean loss of all groups together, in float64, from the vectors that the encoder returns."""
     vectors = [np.asarray(encoder.embed([texts[n] for texts in groups], normalize=True), np.float64) for n in range(3)]
-    vectors = [np.float64(encoder.embed([texts[n] for texts in groups], normalize=True)) for n in range(3)]
     candidates = np.stack(vectors[1:], axis=1).reshape(-1, vectors[0].shape[-1])
     scores = vectors[0] @ candidates.T / temperature
     return float(np.mean(np.log(np.exp(scores).sum(-1)) - scores[np.arange(len(groups)), 2 * np.arange(len(groups))]))
