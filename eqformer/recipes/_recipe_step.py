@@ -27,6 +27,7 @@ class RecipeStep:
     """
 
     recipe: Recipe
+    """The recipe whose step it is."""
     model: nn.LanguageModel
     """The shapes of the model."""
     forecast: planning.Forecast

@@ -67,10 +67,10 @@ def test_rows_and_layers_are_not_cut(mesh, choices, cut):
     model, batch, _ = of_one_device()
     plan = plan_over(mesh, **choices)
     sublayer = rf"Plan over {cut}: stacks.*sublayers"
-    with pytest.raises(ValueError, match=rf"{sublayer}\[0\].layer reads a bias of scores, which this"):
+    with pytest.raises(ValueError, match=rf"{sublayer}\[0\].layer reads a bias of scores, which such a plan"):
         plan.check(model, rows=len(batch.ids), seq=16)
     bare = jax.tree.map(_unbiased, model, is_leaf=lambda node: isinstance(node, nn.Attention))
-    with pytest.raises(ValueError, match=rf"{sublayer}\[1\].layer reads another sequence, which this"):
+    with pytest.raises(ValueError, match=rf"{sublayer}\[1\].layer reads another sequence, which such a plan"):
         plan.check(bare, rows=len(batch.ids), seq=16)
     plan_over({"fsdp": 2, "tensor": 2}).check(model, rows=len(batch.ids), seq=16)
 
