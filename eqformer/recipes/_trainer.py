@@ -315,8 +315,9 @@ class Trainer:
         mesh, reads the same batches.
         """
         recipe, tokenizer = self.recipe, self.tokenizer
-        special_ids = {*tokenizer.special_ids, tokenizer.end_of_text, mask_id(recipe, tokenizer)}
-        options: dict[str, Any] = {"mask_id": mask_id(recipe, tokenizer), "mlm_probability": recipe.masking.share}
+        mask = mask_id(recipe, tokenizer)
+        special_ids = {*tokenizer.special_ids, tokenizer.end_of_text, mask}
+        options: dict[str, Any] = {"mask_id": mask, "mlm_probability": recipe.masking.share}
         options |= {"vocab": tokenizer.vocab, "special_ids": sorted(special_ids)}
         key = jax.random.key(recipe.seed)
 

@@ -43,9 +43,9 @@ def adamw(
         b1: The decay of the mean of gradients.
         b2: The decay of the mean of squared gradients.
         eps: A constant that is added to the root of the mean square.
-        weight_decay: The share of a weight that a step subtracts, times the learning rate.
+        weight_decay: A step subtracts `rate * weight_decay` times the weight.
         decay_tables: Whether embeddings and heads decay too.
-        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
+        cautious: Whether a weight decays only in steps whose update moves it towards 0 (arXiv 2510.12402).
         matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
@@ -76,14 +76,14 @@ def schedule_free_adamw(
 
     Args:
         model: The model; only its structure is read.
-        rate: The learning rate as a function of the step, which does not fall; a step's weight in the average is the
+        rate: The learning rate as a function of the step; it should never fall. A step's weight in the average is the
             square of the largest rate so far.
         b1: The share of the averaged weights in those where gradients are computed.
         b2: The decay of the mean of squared gradients.
         eps: A constant that is added to the root of the mean square.
-        weight_decay: The share of a weight that a step subtracts, times the learning rate.
+        weight_decay: A step subtracts `rate * weight_decay` times the weight.
         decay_tables: Whether embeddings and heads decay too.
-        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
+        cautious: Whether a weight decays only in steps whose update moves it towards 0 (arXiv 2510.12402).
         matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
@@ -125,8 +125,8 @@ def muon(
         rate: The learning rate as a function of the step.
         momentum: The decay of the mean of gradients that is orthogonalized.
         newton_schulz_steps: The steps of the Newton-Schulz iteration; Polar Express has at most 5.
-        iteration: The polynomials of these steps: Keller Jordan's, or those of Polar Express, which end nearer to an
-            orthogonal matrix (arXiv 2505.16932).
+        iteration: The polynomials of these steps: "quintic" (Keller Jordan's), or "polar-express", which ends nearer to
+            an orthogonal matrix (arXiv 2505.16932).
         row_decay: The decay of the mean squares by which NorMuon divides each output's update (arXiv 2510.05491); None:
             the update is orthogonal.
         rms: The approximate root mean square of an update at a rate of 1; AdamW's is similar.
@@ -135,20 +135,15 @@ def muon(
         b1: AdamW's decay of the mean of gradients.
         b2: AdamW's decay of the mean of squared gradients.
         eps: The constant that AdamW adds to the root of the mean square.
-        weight_decay: The share of a weight that a step subtracts, times the learning rate.
+        weight_decay: A step subtracts `rate * weight_decay` times the weight.
         decay_tables: Whether embeddings and heads decay too.
-        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
-        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
+        cautious: Whether a weight decays only in steps whose update moves it towards 0 (arXiv 2510.12402).
+        matrices: A tree like the model that marks its matrices, which decay; None: `nn.matrices(model)`.
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
     if update_size not in ("rms", "spectral"):
         raise ValueError(f"muon(update_size={update_size!r}): the sizes are rms and spectral; pass one of these.")
     marks = _mark_matrices(model, matrices, trained)
-
-    def label_of(mark: nn.Matrix | Literal[False] | None) -> str:
-        return "muon" if is_hidden(mark) else "adam"
-
-    labels = jax.tree.map(label_of, marks, is_leaf=is_none)
 
     def matrix_axes(updates: PyTree) -> PyTree:
         return map_marked(lambda mark, _: _muon_axes(mark), marks, updates)
@@ -172,7 +167,7 @@ def muon(
         hidden = optax.chain(orthogonalize, optax.stateless(scale_updates), optax.scale(-1.0))
     else:
         hidden = optax.chain(orthogonalize, equalize_rows(row_decay, marks), optax.stateless(scale_updates))
-    by_label = optax.partition({"muon": hidden, "adam": optax.adam(1.0, b1=b1, b2=b2, eps=eps)}, lambda _: labels)
+    by_label = _partition_hidden("muon", hidden, optax.adam(1.0, b1=b1, b2=b2, eps=eps), marks)
     decay = _decay(-weight_decay, marks, decay_tables, cautious)
     assignment = assign("muon" if row_decay is None else "normuon", marks)
     return Optimizer(optax.chain(by_label, decay), rate, trained, assignment=assignment)
@@ -206,7 +201,7 @@ def soap(
 
     SOAP is Adam in the eigenbasis of Shampoo's preconditioners, see `scale_by_soap`. In a stack, each layer's (and
     expert's) matrix has its own, with several output or input dims flattened to one. Beside Adam's moments, a matrix of
-    `m` outputs and `n` inputs holds `2 m^2 + 2 n^2` numbers, in float32 with any `moments`.
+    `m` outputs and `n` inputs holds `2 m^2 + 2 n^2` numbers, in float32 for any `moments` of `optimizer`.
 
     Args:
         model: The model; only its structure is read.
@@ -215,21 +210,21 @@ def soap(
         b2: The decay of the mean of squared gradients, and of the preconditioners.
         eps: A constant that is added to the root of the mean square.
         frequency: The number of steps between two refreshments of the eigenbases.
-        max_size: The most rows or columns that an eigenbasis has; a longer side of a matrix has none.
-        weight_decay: The share of a weight that a step subtracts, times the learning rate.
+        max_size: The most rows or columns that an eigenbasis has; a longer side of a matrix is not turned.
+        weight_decay: A step subtracts `rate * weight_decay` times the weight.
         decay_tables: Whether embeddings and heads decay too.
-        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
-        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
+        cautious: Whether a weight decays only in steps whose update moves it towards 0 (arXiv 2510.12402).
+        matrices: A tree like the model that marks its matrices, which decay; None: `nn.matrices(model)`.
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
     if frequency < 1:
         raise ValueError(f"soap(frequency={frequency}): it counts steps; pass at least 1.")
     marks = _mark_matrices(model, matrices, trained)
-    labels = jax.tree.map(lambda mark: "soap" if is_hidden(mark) else "adam", marks, is_leaf=is_none)
     turned = scale_by_soap(marks, b1=b1, b2=b2, eps=eps, frequency=frequency, max_size=max_size)
     hidden, adam = optax.chain(turned, optax.scale(-1.0)), optax.adam(1.0, b1=b1, b2=b2, eps=eps)
-    by_label = optax.partition({"soap": hidden, "adam": adam}, lambda _: labels)
-    rule = optax.chain(by_label, _decay(-weight_decay, marks, decay_tables, cautious))
+    rule = optax.chain(
+        _partition_hidden("soap", hidden, adam, marks), _decay(-weight_decay, marks, decay_tables, cautious)
+    )
     return Optimizer(rule, rate, trained, assignment=assign("soap", marks))
 
 
@@ -252,9 +247,9 @@ def sgd(
         rate: The learning rate as a function of the step.
         momentum: The decay of the sum of gradients that replaces the gradient; None: no momentum.
         nesterov: Whether to use Nesterov momentum, which looks ahead along that sum.
-        weight_decay: The share of a weight that a step subtracts, times the learning rate.
+        weight_decay: A step subtracts `rate * weight_decay` times the weight.
         decay_tables: Whether embeddings and heads decay too.
-        cautious: Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402).
+        cautious: Whether a weight decays only in steps whose update moves it towards 0 (arXiv 2510.12402).
         matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
@@ -342,10 +337,12 @@ def _choose_by_paths(
     transforms: dict[Hashable, optax.GradientTransformation] = {name: first.transform}
     transforms |= {chosen: build(chosen).transform for chosen in sorted(chosen_names)}
 
-    def label(path: tuple, mark: nn.Matrix | Literal[False]) -> str:
-        # The named optimizer has its own optimizer for the parameters that it does not take itself.
+    default_names = dict(first.assignment)
+
+    def label(path: tuple, _: nn.Matrix | Literal[False]) -> str:
+        # The named optimizer also trains, by AdamW, the parameters that it does not take itself.
         chosen = names[nn.path_name(path)]
-        return chosen if chosen in chosen_names and chosen != dict(first.assignment)[nn.path_name(path)] else name
+        return name if chosen == default_names[nn.path_name(path)] else chosen
 
     labels = jax.tree_util.tree_map_with_path(label, marks)
     transform = optax.partition(transforms, lambda _: labels)
@@ -368,6 +365,17 @@ def _mark_matrices(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
     return jax.tree.map(mark, trained(model), marks, is_leaf=is_none)
 
 
+def _partition_hidden(
+    label: str, hidden: optax.GradientTransformation, adam: optax.GradientTransformation, marks: PyTree
+) -> optax.GradientTransformationExtraArgs:
+    """Return the transformation that is `hidden` for hidden matrices and `adam` for everything else.
+
+    `label` names the state of `hidden` in checkpoints.
+    """
+    labels = jax.tree.map(lambda mark: label if is_hidden(mark) else "adam", marks, is_leaf=is_none)
+    return optax.partition({label: hidden, "adam": adam}, lambda _: labels)
+
+
 def _decay(weight_decay: float, marks: PyTree, decay_tables: bool, cautious: bool) -> optax.GradientTransformation:
     """Return the transformation that adds `weight_decay` times the weights that decay to their updates."""
 
@@ -385,7 +393,7 @@ def _decay(weight_decay: float, marks: PyTree, decay_tables: bool, cautious: boo
 
     if cautious:
         return optax.masked(optax.stateless(update), lambda _: mask)
-    return optax.add_decayed_weights(weight_decay, lambda _: mask)  # A mask of modules would be called by optax.
+    return optax.add_decayed_weights(weight_decay, lambda _: mask)  # Optax would call a mask that is a module.
 
 
 def _muon_axes(mark: nn.Matrix) -> optax.contrib.MuonDimensionNumbers:

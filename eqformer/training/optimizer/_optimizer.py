@@ -235,12 +235,13 @@ def check_optimizer(optimizer: object, call: str) -> None:
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:
     """Return the root of the sum of squares over all entries of all leaves, accumulated in float32 at least."""
-    leaves, widest = jax.tree.leaves(nn.in_float32(tree)), _widest_dtype(tree)
+    leaves = jax.tree.leaves(nn.in_float32(tree))
+    widest = _widest_dtype(leaves)
     squares = (jnp.sum(jnp.square(leaf)).astype(widest) for leaf in leaves)
     return jnp.sqrt(sum(squares, start=jnp.zeros((), widest)))
 
 
-def _widest_dtype(tree: PyTree) -> jnp.dtype:
-    """Return the widest dtype of a tree's arrays, float32 at least."""
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(nn.in_float32(tree))]
+def _widest_dtype(wide: PyTree) -> jnp.dtype:
+    """Return the widest dtype of a tree's arrays, which `nn.in_float32` has widened; float32 for an empty tree."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(wide)]
     return jnp.result_type(*dtypes) if dtypes else jnp.dtype(jnp.float32)
