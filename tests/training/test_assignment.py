@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from resumed_runs import run_and_restore
 from same_bits import assert_same_bits
 
 from eqformer import nn, training
@@ -30,7 +31,7 @@ def expected_name(path):
 
 
 def optax_rule(name, marks):
-    """The same rule by optax alone, for a fixed rate; `marks` has a `nn.Matrix` for each matrix."""
+    """Return the same rule by optax alone, for a fixed rate; `marks` has a `nn.Matrix` for each matrix."""
     mask = jax.tree.map(lambda mark: mark is not False, marks)
     decay = optax.add_decayed_weights(DECAY, lambda _: mask)
     if name == "sgd":
@@ -93,15 +94,8 @@ def test_a_chosen_part_has_the_memory_of_its_optimizer_and_resumes_bit_for_bit(m
     moments = jax.tree.leaves(optimizer.map_state(lambda x: x.shape, optimizer.init(model), other=None))
     plain = training.optimizer("muon", model, rate=RATE)
     assert len(moments) < len(jax.tree.leaves(plain.map_state(lambda x: x.shape, plain.init(model), other=None)))
-    step = training.make_step(training.next_token_loss, optimizer)
-    copy = lambda tree: jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, tree)
-    state, batch = training.init_state(copy(model), optimizer), make_batch()
-    for number in range(1, 4):
-        state, _ = step(state, batch, jax.random.key(0))
-        if number == 1:
-            with training.Checkpointer(tmp_path) as checkpointer:
-                checkpointer.save(state, 1, {})
-    again, _ = training.Checkpointer(tmp_path).restore(training.init_state(copy(model), optimizer))
+    batch = make_batch()
+    step, state, again = run_and_restore(optimizer, model, batch, tmp_path, steps=3, saved=1)
     for _ in range(2):
         again, _ = step(again, batch, jax.random.key(0))
     assert_same_bits(again, state)

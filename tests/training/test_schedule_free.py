@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from resumed_runs import copy, run_and_restore
 from same_bits import assert_same_bits
 
 from eqformer import nn, training
@@ -17,10 +18,6 @@ DECAY, STEPS = 0.1, 4
 def rates(step):
     """Rates with a warmup, after which they fall: the average weighs steps by the largest rate so far."""
     return jnp.asarray([1 / 512, 1 / 128, 1 / 64, 1 / 128])[step]  # exact in float32, too
-
-
-def copy(tree):
-    return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, tree)
 
 
 def loss(model, batch, key=None):
@@ -86,15 +83,8 @@ def test_a_run_resumes_bit_for_bit(moments, make_model, make_batch, tmp_path):
     """With the weights that move in float32 in any case."""
     model, batch = make_model(layers=1), make_batch()
     optimizer = training.optimizer("schedule-free-adamw", model, rate=1e-2, moments=moments)
-    step = training.make_step(training.next_token_loss, optimizer)
-    state = training.init_state(copy(model), optimizer)
-    for number in range(1, 5):
-        state, _ = step(state, batch, jax.random.key(0))
-        if number == 2:
-            with training.Checkpointer(tmp_path) as checkpointer:
-                checkpointer.save(state, 2, {})
+    step, state, again = run_and_restore(optimizer, model, batch, tmp_path, steps=4, saved=2)
     assert {x.dtype for x in jax.tree.leaves(state.optimizer_state.fast)} == {jnp.dtype("float32")}
-    again, _ = training.Checkpointer(tmp_path).restore(training.init_state(copy(model), optimizer))
     lost = eqx.tree_at(lambda s: s.optimizer_state.weight_sum, copy(again), jnp.zeros(()))
     for _ in range(2):
         again, _ = step(again, batch, jax.random.key(0))

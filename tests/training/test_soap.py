@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from resumed_runs import run_and_restore
 from same_bits import assert_same_bits
 
 from eqformer import nn, training
@@ -107,16 +108,16 @@ def test_preconditioners_are_split_like_the_sides_of_their_matrices(make_model):
     optimizer = training.optimizer("soap", shapes, rate=RATE, trained=training.trainable)
     plan = Plan(abstract_mesh({"fsdp": 2, "tensor": 2}), zero=1, smallest=1)
     state = eqx.filter_eval_shape(training.init_state, shapes, optimizer)
-    found = training.state_shardings(plan, optimizer, state).optimizer_state
+    shardings = training.state_shardings(plan, optimizer, state).optimizer_state
     specs = {
         nn.path_name(path): (*x.spec, *(None for _ in range(4 - len(x.spec))))
-        for path, x in jax.tree_util.tree_leaves_with_path(found)
+        for path, x in jax.tree_util.tree_leaves_with_path(shardings)
         if "preconditioners" in nn.path_name(path)
     }
     pick = lambda end: next(spec for path, spec in specs.items() if path.endswith(end))
     up = next(
         x.spec
-        for path, x in jax.tree_util.tree_leaves_with_path(found)
+        for path, x in jax.tree_util.tree_leaves_with_path(shardings)
         if nn.path_name(path).endswith("mean.stacks[0].blocks.sublayers[1].layer.up.weight")
     )
     assert (up[1], up[2]) == ("tensor", "fsdp")
@@ -131,17 +132,9 @@ def test_a_run_resumes_bit_for_bit(moments, make_model, make_batch, tmp_path):
     """With its preconditioners in float32 in any case."""
     model, batch = make_model(layers=1), make_batch()
     optimizer = training.optimizer("soap", model, rate=1e-2, frequency=2, moments=moments)
-    step = training.make_step(training.next_token_loss, optimizer)
-    copy = lambda tree: jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, tree)
-    state = training.init_state(copy(model), optimizer)
-    for number in range(1, 6):
-        state, _ = step(state, batch, jax.random.key(0))
-        if number == 3:
-            with training.Checkpointer(tmp_path) as checkpointer:
-                checkpointer.save(state, 3, {})
+    step, state, again = run_and_restore(optimizer, model, batch, tmp_path, steps=5, saved=3)
     nodes = [x for x in jax.tree.leaves(state.optimizer_state, is_leaf=is_preconditioner) if is_preconditioner(x)]
     assert len(nodes) == 7 and {x.dtype for x in jax.tree.leaves(nodes)} == {jnp.dtype("float32")}
-    again, _ = training.Checkpointer(tmp_path).restore(training.init_state(copy(model), optimizer))
     for _ in range(2):
         again, _ = step(again, batch, jax.random.key(0))
     assert_same_bits(again, state)

@@ -1,0 +1,24 @@
+"""A run that a checkpoint interrupts, for tests that a resumed run equals one that never stopped."""
+
+import equinox as eqx
+import jax
+
+from eqformer import training
+
+
+def copy(tree):
+    """Copy the arrays of a tree: a step donates those of its state."""
+    return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, tree)
+
+
+def run_and_restore(optimizer, model, batch, folder, *, steps, saved):
+    """Return the step, the state after all steps, and the state that a checkpoint saved after `saved` steps."""
+    step = training.make_step(training.next_token_loss, optimizer)
+    state = training.init_state(copy(model), optimizer)
+    for number in range(1, steps + 1):
+        state, _ = step(state, batch, jax.random.key(0))
+        if number == saved:
+            with training.Checkpointer(folder) as checkpointer:
+                checkpointer.save(state, saved, {})
+    restored, _ = training.Checkpointer(folder).restore(training.init_state(copy(model), optimizer))
+    return step, state, restored
