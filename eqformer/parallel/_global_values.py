@@ -185,7 +185,7 @@ def sum_row_vectors(x: Float[Array, "batch seq embed"]) -> tuple[Float[Array, "b
     """
     sums, devices = jnp.sum(x, axis=1), 1
     if CONTEXT in varying_axes(x):
-        # As a varying value, the sum's gradient is added up over the devices that share the row.
+        # The sum is typed as varying, so that its gradient is added up over the devices that share the row.
         sums = vary(send.psum("row vectors", sums, CONTEXT), (CONTEXT,))
         devices = jax.lax.axis_size(CONTEXT)
     return replicate_rows(sums), devices

@@ -31,7 +31,7 @@ class RecipeStep:
     model: nn.LanguageModel
     """The shapes of the model."""
     forecast: planning.Forecast
-    """What formulas say that the step holds, sends and takes."""
+    """The memory, the communication and the time of the step, by formulas."""
     lower: Callable[[parallel.Plan], jax.stages.Lowered]
     """A function that lowers the step under a plan from shapes."""
     find_alternatives: Callable[[planning.Progress], str]

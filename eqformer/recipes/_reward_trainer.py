@@ -64,7 +64,7 @@ def train_on_rewards(
     devices: Sequence[Any] | None = None,
     screen: Screen | None = None,
 ) -> TrainedRun:
-    """Raise the rewards of a model's own completions, by GRPO or a variant; the same call goes on with a stopped run.
+    """Train a model to higher rewards of its completions, by GRPO or a variant; the same call resumes a stopped run.
 
         def is_short(prompts, completions, **columns):
             return [float(len(completion) < 40) for completion in completions]
@@ -81,7 +81,7 @@ def train_on_rewards(
 
     Args:
         recipe: The model, which is published or that of a run (`from_run`), its prompts, and how it is trained. Fields
-            of texts, of another loss and of evaluations have no effect, and are refused.
+            of texts, of another loss and of evaluations are refused, since they have no effect.
         folder: The folder of the run, which must be new, empty, or the folder of the same run.
         reward: The function `reward(prompts, completions, **columns)`, which returns a number for each completion, or
             `FILE.py:NAME` of it.
@@ -114,7 +114,7 @@ def train_on_rewards(
 
 
 class _RunFiles(training.Callback):
-    """The files of a run, which are written from its first batch on: until then a reward may be refused."""
+    """The files of a run, written from `begin` on: a reward that is refused at the first batch leaves no file."""
 
     def __init__(self, name: str, recipe: Recipe, directory: RunDirectory):
         """Keep the arguments; `begin` writes."""
@@ -267,7 +267,7 @@ class RewardTrainer:
             training.Log(recipe.log_every, self.files.write, clock.rate),
             *clock.excluding(
                 [
-                    every(self.options.updates, self.stop.after_step),  # Completions are sampled anew after a stop.
+                    every(self.options.updates, self.stop.after_step),  # Between batches: a resumed run samples anew.
                     *self._validation(),
                     every(1, show_last),
                     every(recipe.checkpoint_every, draw),

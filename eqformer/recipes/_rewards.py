@@ -90,7 +90,7 @@ class Subject(NamedTuple):
     held_out_name: str
     """The file of these rows, if there is one, as errors name it."""
     settings: Mapping[str, Any]
-    """What decides the numbers of the run beside its recipe, from `list_settings`."""
+    """The settings beside the recipe that the numbers of the run depend on, from `list_settings`."""
 
 
 def check_flags(recipe: Recipe, options: RewardOptions, *, has_rows: bool = False, has_held_out: bool = False) -> None:

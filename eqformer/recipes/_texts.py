@@ -132,9 +132,9 @@ def chat_paths(recipe: Recipe) -> list[Path]:
     """
     has_rows = recipe.has_preferences or recipe.loss == "contrastive"
     if has_rows and recipe.data is None and not recipe.text.mix:
-        kind = "groups of texts are" if recipe.loss == "contrastive" else "labelled completions are"
-        kind = "pairs are" if recipe.compares_pairs else kind
-        raise ValueError(f"--loss {recipe.loss}: {kind} read from a file or folder; give --data ROWS.jsonl.")
+        rows = "groups of texts" if recipe.loss == "contrastive" else "labelled completions"
+        rows = "pairs" if recipe.compares_pairs else rows
+        raise ValueError(f"--loss {recipe.loss}: {rows} are read from a file or folder; give --data ROWS.jsonl.")
     paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if not part.startswith("hub:")]
     paths += [] if recipe.data is None else [Path(recipe.data)]
     chats = [path for path in paths if has_rows or _detect_form(path) not in _TEXT_FORMS]

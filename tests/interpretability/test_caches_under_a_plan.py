@@ -74,18 +74,18 @@ def test_cached_values_under_a_plan_are_those_of_a_pass_without_a_cache():
     plan, model, paths = make_plan({"context": 2}, {}), make_model(layers=2), [STREAM, WEIGHTS]
     calls = (0, 4), (4, 8)  # of one shape, so that they share a program
     results = run_calls(plan.shard(model), paths, plan, calls)
-    whole = eqx.filter_jit(lambda captured: captured(IDS))(capture(model, paths))
-    check_without_cache(results, whole, paths, calls)
+    uncached = eqx.filter_jit(lambda captured: captured(IDS))(capture(model, paths))
+    check_without_cache(results, uncached, paths, calls)
     with pytest.raises(AssertionError):
-        check_without_cache(results, whole, paths, ((0, 4), (3, 7)))  # the values of other tokens differ
+        check_without_cache(results, uncached, paths, ((0, 4), (3, 7)))  # the values of other tokens differ
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("name", DENSE)
 def test_cached_values_under_each_plan_are_those_of_one_device(name):
     expected = check_calls(*DENSE[name], PATHS, make_model())
-    whole = eqx.filter_jit(lambda captured: captured(IDS))(capture(make_model(), PATHS))
-    check_without_cache(expected, whole, [STREAM, WEIGHTS, f"{CORE}.query"])
+    uncached = eqx.filter_jit(lambda captured: captured(IDS))(capture(make_model(), PATHS))
+    check_without_cache(expected, uncached, [STREAM, WEIGHTS, f"{CORE}.query"])
 
 
 @pytest.mark.grid

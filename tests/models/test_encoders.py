@@ -157,9 +157,9 @@ def test_the_publishers_own_names_of_gte(tmp_path):
     rotary = load_and_list(tmp_path)[0].stacks[0].blocks.members[0].mixer.layer.rotary
     pairs = np.arange(2)  # 24 channels in 6 heads
     expected = (theta * 8.0) ** (-pairs / 2) / 8.0 ** (2 / 4)
-    found = rotary.scaling.frequencies(4, rotary.theta, jnp.ones((1, 1, 1), jnp.int32))[0]
-    assert np.allclose(np.ravel(found), expected, rtol=1e-6)
-    assert not np.allclose(np.ravel(found), expected * 8.0 ** (2 / 4), rtol=1e-2)
+    frequencies = rotary.scaling.frequencies(4, rotary.theta, jnp.ones((1, 1, 1), jnp.int32))[0]
+    assert np.allclose(np.ravel(frequencies), expected, rtol=1e-6)
+    assert not np.allclose(np.ravel(frequencies), expected * 8.0 ** (2 / 4), rtol=1e-2)
     mixed = {"type": "ntk", "factor": 8.0, "mixed_b": 0.6}
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": mixed}))
     with pytest.raises(ValueError, match=r"mixed_b=0.6 is not supported for this family"):

@@ -81,10 +81,10 @@ def test_values_with_caches_under_a_plan_are_those_of_one_device_and_of_a_whole_
         run_calls(m, paths, calls, ids, source, p) for m, p in ((plan.shard(model), plan), (model, None))
     )
     tokens = nn.Tokens(nn.positions_like(ids.shape).positions, source=source)
-    whole = eqx.filter_jit(lambda captured: captured(ids, tokens))(capture(model, paths))
+    uncached = eqx.filter_jit(lambda captured: captured(ids, tokens))(capture(model, paths))
     for number, (first, last) in enumerate(calls):
         for path in paths:
-            trees = jax.device_get((values[number][path], expected[number][path], whole[path]))
+            trees = jax.device_get((values[number][path], expected[number][path], uncached[path]))
             for value, other, uncached in zip(*map(jax.tree.leaves, trees), strict=True):
                 bound = 1e-4 * max(1.0, float(np.max(np.abs(uncached))))
                 assert np.max(np.abs(value - other)) <= bound, (path, number)

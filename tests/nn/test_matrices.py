@@ -94,5 +94,6 @@ def test_a_table_states_the_dims_of_its_vectors():
     marked = nn.matrices(tables)
     assert marked["values"].weight == marked["pairs"].weight == Matrix(0, 1, 2, table=True)
     assert marked["layers"].weight == Matrix(1, 1, 2, table=True)
-    one = nn.matrices(nn.Embedding(vocab=9, embed=6, key=KEY)).weight  # the control: a vector has one dim by default
-    assert one == Matrix(0, 1, 1, table=True)
+    # The control: a vector has one dim by default.
+    table_mark = nn.matrices(nn.Embedding(vocab=9, embed=6, key=KEY)).weight
+    assert table_mark == Matrix(0, 1, 1, table=True)

@@ -112,12 +112,12 @@ def test_a_run_learns_groups_and_its_folder_embeds(rows, tmp_path):
 def test_a_run_goes_on_bit_by_bit_on_any_mesh(loss, mesh, rows, corpus, tmp_path):
     of_loss = {"contrastive": lambda **fields: contrastive(rows, batch=12, **fields), "mlm": masked(corpus)}[loss]
     recipe, devices = of_loss(mesh=mesh, optimizer=dataclasses.replace(SGD, rates="constant")), 4
-    whole = run_of(recipe, tmp_path / "whole", devices)
+    uninterrupted = run_of(recipe, tmp_path / "whole", devices)
     half = run_of(dataclasses.replace(recipe, steps=2), tmp_path / "half", devices)
     parts = run_of(recipe, half.folder, devices)
-    assert parts.start == 2 and all(map(np.array_equal, arrays(parts), arrays(whole)))
+    assert parts.start == 2 and all(map(np.array_equal, arrays(parts), arrays(uninterrupted)))
     alone = run_of(dataclasses.replace(recipe, mesh=Mesh()), tmp_path / "alone")
-    np.testing.assert_allclose(losses(whole), losses(alone), rtol=1e-5)
+    np.testing.assert_allclose(losses(uninterrupted), losses(alone), rtol=1e-5)
     other = run_of(dataclasses.replace(recipe, mesh=Mesh(), seed=1), tmp_path / "other")
     assert not np.allclose(losses(other), losses(alone), rtol=1e-4)  # the control
 

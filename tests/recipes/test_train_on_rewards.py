@@ -127,9 +127,9 @@ def test_the_call_refuses_before_it_writes(inputs, tmp_path):
 
 def test_flags_of_texts_are_those_that_a_run_on_rewards_does_not_read(inputs, tmp_path):
     recipe = recipe_of(inputs)
-    read = Text(tokenizer=inputs / "tokenizer.json"), training.Optimization(clip=2.0), Metrics(tensorboard=True)
+    choices = Text(tokenizer=inputs / "tokenizer.json"), training.Optimization(clip=2.0), Metrics(tensorboard=True)
     fields = {"sample_every": 3, "keep": 1, "plan": dataclasses.replace(recipe.plan, microbatches=2)}
-    fields |= dict(zip(("text", "optimizer", "metrics"), read))
+    fields |= dict(zip(("text", "optimizer", "metrics"), choices))
     check_flags_of_texts(dataclasses.replace(recipe, **fields))
     recipe_of_chats = with_answers(recipe, tmp_path)
     check_flags_of_texts(texts.for_chats(recipe_of_chats))
@@ -210,14 +210,14 @@ def test_prompts_that_exceed_a_row_are_refused_before_weights_are_read(inputs, t
 
 def test_held_out_prompts_have_the_fields_of_the_others(inputs, tmp_path):
     file, rows = tmp_path / "held.jsonl", [{"prompt": "b", "letter": "y"}]
-    read = lambda: read_subject(recipe_of(inputs), OPTIONS, high, rows, file)
+    read_rows = lambda: read_subject(recipe_of(inputs), OPTIONS, high, rows, file)
     file.write_text('{"prompt": "a", "letter": "x"}')
-    assert read().held_out == [{"prompt": "a", "letter": "x"}] and read().rows == rows
-    assert read().settings == read_subject(recipe_of(inputs), OPTIONS, high, rows, None).settings
+    assert read_rows().held_out == [{"prompt": "a", "letter": "x"}] and read_rows().rows == rows
+    assert read_rows().settings == read_subject(recipe_of(inputs), OPTIONS, high, rows, None).settings
     for line, message in (('{"prompt": "a"}', r"its rows have \['prompt'\]"), ('{"text": "a"}', "read_prompts")):
         file.write_text(line)
         with pytest.raises(ValueError, match=f"^--held-out {file}: {message}"):
-            read()
+            read_rows()
 
 
 @pytest.mark.parametrize(
@@ -242,14 +242,14 @@ def test_a_call_raises_rewards_and_goes_on(inputs, tmp_path):
         devices=jax.devices()[:1],
         screen=Screen(silent=True),
     )
-    whole = run_to(8, "whole")
+    uninterrupted = run_to(8, "whole")
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
-    assert (whole.start, whole.step, whole.metrics["reward"]) == (0, 8, rows[-1]["reward"])
+    assert (uninterrupted.start, uninterrupted.step, uninterrupted.metrics["reward"]) == (0, 8, rows[-1]["reward"])
     assert rows[-1]["reward"] > rows[0]["reward"] + 0.2
     assert run_to(4, "halves").step == 4
     with pytest.raises(ValueError, match=r"--reward: high with .* -> low with"):
         run_to(8, "halves", low)
     half = run_to(8, "halves")
-    assert (half.start, half.metrics["loss"]) == (4, whole.metrics["loss"])
+    assert (half.start, half.metrics["loss"]) == (4, uninterrupted.metrics["loss"])
     answer = lambda folder: eqformer.load(folder).generate("a", max_new_tokens=8, temperature=0)
-    assert answer(half.folder) == answer(whole.folder) != answer(inputs / "M")
+    assert answer(half.folder) == answer(uninterrupted.folder) != answer(inputs / "M")

@@ -318,7 +318,7 @@ GEMMA3 = Family(
         Activation("gelu_pytorch_tanh", "hidden_activation"),
         Attribute("bias", "attention_bias", False),
         Attribute("bidirectional", "use_bidirectional_attention", False),
-        # Nothing reads these; transformers derives the last one from `layer_types`.
+        # The model does not depend on these; transformers derives the last one from `layer_types`.
         Ignore("hidden_act", "cache_implementation", "attn_logit_softcapping", "_sliding_window_pattern"),
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(), *GATED, *FOUR_NORMS),
