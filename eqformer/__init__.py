@@ -12,19 +12,21 @@ import importlib
 import pkgutil
 import typing
 
-from ._dataclass_json import (
-    dataclass_differences as dataclass_differences,
-    dataclass_from_json as dataclass_from_json,
-    dataclass_to_json as dataclass_to_json,
-    UnknownKindError as UnknownKindError,
-)
 from ._failures import (
     explain_error as explain_error,
     explain_write_error as explain_write_error,
     is_lost_peer as is_lost_peer,
     requested_bytes as requested_bytes,
 )
-from ._files import read_json as read_json, read_utf8 as read_utf8, write_atomic as write_atomic
+from ._files import (
+    dataclass_differences as dataclass_differences,
+    dataclass_from_json as dataclass_from_json,
+    dataclass_to_json as dataclass_to_json,
+    read_json as read_json,
+    read_utf8 as read_utf8,
+    UnknownKindError as UnknownKindError,
+    write_atomic as write_atomic,
+)
 from ._prepare import (
     cache_programs as cache_programs,
     delete_oldest as delete_oldest,

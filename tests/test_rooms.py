@@ -285,7 +285,7 @@ def test_the_order_of_a_pipelines_layers_is_invisible_outside_parallel():
     outside = [path for path in code if path.parent.parts[-1] != "tests" and "parallel" not in path.parts]
     for path in [*outside, *pages]:
         assert not LAYER_ORDER.search(path.read_text()), path
-    assert LAYER_ORDER.search((PACKAGE / "parallel" / "pipeline" / "_stage_layers.py").read_text())  # it can fail
+    assert LAYER_ORDER.search((PACKAGE / "parallel" / "pipeline" / "_pipelined_stack.py").read_text())  # it can fail
 
 
 # Other rooms ask a module for its contract, an abstract class, so that anybody's own module serves as well. The few

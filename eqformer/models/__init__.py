@@ -14,9 +14,10 @@ from ._attributes import (
     SwitchedAttribute as SwitchedAttribute,
     Unpublished as Unpublished,
 )
-from ._classifiers import Classifier as Classifier, ClassifierTable as ClassifierTable
 from ._config_types import PublishedConfig as PublishedConfig
 from ._family import (
+    Classifier as Classifier,
+    ClassifierTable as ClassifierTable,
     DecoderConfig as DecoderConfig,
     Family as Family,
     ModelConfig as ModelConfig,

@@ -22,8 +22,8 @@ from ..nn import add_lora, DenseMap, float_dtype, LinearMap, LoRA, lossless_dtyp
 from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_config
 from ._family import Family, ModelConfig
 from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, new_folder, write_arrays, write_json
+from ._published_arrays import plain_shapes
 from ._published_model import check_shapes, format_of
-from ._quantized_weights import plain_shapes
 from ._weight_rules import ResolvedRule, split_dims
 
 

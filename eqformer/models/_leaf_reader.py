@@ -14,8 +14,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from .. import nn
-from ._published_arrays import MapFunction, PublishedArrays
-from ._quantized_weights import code_leaves, read_map_codes
+from ._published_arrays import code_leaves, MapFunction, PublishedArrays, read_map_codes
 from ._weight_rules import ResolvedRule
 
 

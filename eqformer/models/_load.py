@@ -28,9 +28,8 @@ from ._folder import Folder
 from ._gguf_file import GGUF
 from ._hub import local_path
 from ._leaf_reader import group_leaves, LeafGroup, read_leaves
-from ._published_arrays import PublishedArrays
+from ._published_arrays import find_quantized_maps, PublishedArrays, with_quantized_maps
 from ._published_model import describe_model, PublishedModel
-from ._quantized_weights import find_quantized_maps, with_quantized_maps
 from ._registry import build, FAMILIES, predictor_of, shapes as model_shapes
 from ._weight_rules import flatten_model, ResolvedRule, unflatten_model
 

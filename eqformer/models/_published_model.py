@@ -8,9 +8,8 @@ import numpy as np
 
 from .._files import JsonObject, read_json
 from ..nn import Transformer, without_head
-from ._classifiers import Classifier, classifier_of, names_classifier
 from ._config_types import private_names, PublishedConfig
-from ._family import Family, ModelConfig, MultimodalModel, TEXT
+from ._family import Classifier, classifier_of, Family, ModelConfig, MultimodalModel, names_classifier, TEXT
 from ._folder import CONFIG, FLOATS, Folder, INDEX, MODELOPT, SINGLE
 from ._gguf_file import GGUF
 from ._gguf_models import configuration_of, table_names_of

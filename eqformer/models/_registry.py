@@ -14,8 +14,7 @@ from jaxtyping import Array, Key
 from .._array_checks import checked
 from ..nn import Transformer
 from . import families
-from ._classifiers import Classifier
-from ._family import check_config, Family, ModelConfig
+from ._family import check_config, Classifier, Family, ModelConfig
 from ._weight_rules import PredictorTable
 
 

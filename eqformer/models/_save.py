@@ -18,8 +18,7 @@ from . import _published_model as published_model
 from ._family import Family, ModelConfig, TEXT
 from ._folder import CONFIG, Folder, new_folder, write_folder
 from ._hub import COMPANION_FILES
-from ._published_arrays import PublishedArrays
-from ._quantized_weights import names_as_stored, plain_shapes
+from ._published_arrays import names_as_stored, plain_shapes, PublishedArrays
 from ._weight_rules import flatten_model, NOTHING_STORED, ResolvedRule, StoredShapes
 
 

@@ -23,13 +23,6 @@ from ._global_values import (
     replicate_rows as replicate_rows,
     sum_row_vectors as sum_row_vectors,
 )
-from ._layout import (
-    init_sharded as init_sharded,
-    Layout as Layout,
-    lower_sharded as lower_sharded,
-    partition_specs as partition_specs,
-    shardings as shardings,
-)
 from ._mesh import (
     AXES as AXES,
     axis_sizes as axis_sizes,
@@ -38,9 +31,14 @@ from ._mesh import (
     CONTEXT as CONTEXT,
     EXPERT as EXPERT,
     FSDP as FSDP,
+    init_sharded as init_sharded,
+    Layout as Layout,
+    lower_sharded as lower_sharded,
     make_mesh as make_mesh,
+    partition_specs as partition_specs,
     PIPE as PIPE,
     REPLICA as REPLICA,
+    shardings as shardings,
     TENSOR as TENSOR,
 )
 from ._placement import option_values as option_values, ParallelConfig as ParallelConfig, Placement as Placement
@@ -70,7 +68,11 @@ from ._show_plan import (
 )
 from ._vocab_chunks import chunked_tables as chunked_tables
 from .pipeline._pipeline import pipeline_gradients as pipeline_gradients
-from .pipeline._pipelined_stack import PipelinedStack as PipelinedStack
+from .pipeline._pipelined_stack import (
+    check_depth as check_depth,
+    layer_order as layer_order,
+    PipelinedStack as PipelinedStack,
+)
 from .pipeline._residuals import select_differentiable as select_differentiable
 from .pipeline._schedule import (
     check_schedule as check_schedule,
@@ -100,7 +102,6 @@ from .pipeline._simulate import (
     Simulation as Simulation,
     Timing as Timing,
 )
-from .pipeline._stage_layers import check_depth as check_depth, layer_order as layer_order
 from .tensor._collective_matmul import (
     all_gather_matmul as all_gather_matmul,
     matmul_reduce_scatter as matmul_reduce_scatter,

@@ -10,10 +10,9 @@ from jaxtyping import PyTree
 
 from .. import nn
 from ._context_attention import check_context, refuse_pieces
-from ._layout import axes_of, is_spec
-from ._mesh import AXES, AXIS_TYPES, BATCH_AXES, CONTEXT, Device, EXPERT, PIPE, TENSOR
+from ._mesh import AXES, axes_of, AXIS_TYPES, BATCH_AXES, CONTEXT, Device, EXPERT, is_spec, PIPE, TENSOR
 from ._placement import check_values, Placement
-from .pipeline._stage_layers import check_depth
+from .pipeline._pipelined_stack import check_depth
 from .tensor._tensor import dim_size, is_plain, is_split, plain_layers
 from .tensor._vocabulary import logits_parts
 

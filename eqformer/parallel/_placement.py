@@ -23,9 +23,23 @@ from jaxtyping import Array, PyTree
 from .. import nn
 from ._context_attention import context_order, ContextMethod
 from ._expert_exchange import choose_expert_method, Exchange, exchange_on, ExpertMethod
-from ._layout import axes_of, dim_over, Layout, partition_specs, shardings
-from ._mesh import axis_sizes, BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR, torus_steps, TorusSteps
-from .pipeline import _stage_layers as stage_layers
+from ._mesh import (
+    axes_of,
+    axis_sizes,
+    BATCH_AXES,
+    CONTEXT,
+    dim_over,
+    EXPERT,
+    FSDP,
+    Layout,
+    partition_specs,
+    PIPE,
+    shardings,
+    TENSOR,
+    torus_steps,
+    TorusSteps,
+)
+from .pipeline import _pipelined_stack as stage_layers
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import make_schedule, Maker, ScheduleName
 from .tensor._collective_matmul import Overlap
@@ -217,7 +231,7 @@ class Placement(ParallelConfig):
         """Return a model, or a tree like it, as programs of this plan take it; `unshard` undoes it.
 
         Its arrays are placed by `parameter_specs` and, in a pipeline, the layers are where the stages hold them (see
-        `pipeline._stage_layers`). Shapes, and arrays inside of a trace, are not placed. A caller that moves large
+        `pipeline._pipelined_stack`). Shapes, and arrays inside of a trace, are not placed. A caller that moves large
         arrays itself passes `take(x, order)`, which returns an array's rows in an order, and nothing is placed.
         """
         moved = (

@@ -14,23 +14,21 @@ from . import _collectives as send
 from ._check_plan import check_model, check_parallel_config, check_rows
 from ._fully_sharded import gather, Gathered, grad_proxy, has_wider_grad, route_gradient, scatter, Scattered
 from ._global_values import DeviceParts, join_parts, ON_EACH_DEVICE, Split, split_of, stack_devices
-from ._layout import axes_of
-from ._mesh import AXES, AXIS_TYPES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
+from ._mesh import AXES, axes_of, AXIS_TYPES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._placement import Leaf, Placement
 from ._shard_map import filter_shard_map, vary, vary_like, varying_axes
 from ._sharded_cache import (
     CacheLayout,
     check_replicated_mixers,
     pad_tokens,
+    repeat_key_heads,
     round_to_multiple,
     run_on_cache_pieces,
     ShardedCache,
 )
-from ._shared_heads import repeat_key_heads
 from ._vocab_chunks import with_chunked_tables
 from ._wrap import Mode, split_mixtures, split_over_context, split_over_tensor
-from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
-from .pipeline._stage_layers import skip_padding
+from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack, skip_padding
 from .tensor._vocabulary import SplitVocabulary
 
 

@@ -12,8 +12,7 @@ from jaxtyping import Array, PyTree
 
 from .. import nn
 from .._shapes import Array as AnyArray, ArrayOrShape
-from ._layout import axes_by_dim, axes_of, is_spec
-from ._mesh import axis_sizes
+from ._mesh import axes_by_dim, axes_of, axis_sizes, is_spec
 
 
 def filter_shard_map(

@@ -13,12 +13,10 @@ from jaxtyping import Array, Float, Int, PyTree
 from .. import nn
 from .._array_checks import checked
 from .._shapes import is_shape
-from ._layout import is_spec
-from ._mesh import BATCH_AXES, PIPE, TENSOR
+from ._mesh import BATCH_AXES, is_spec, PIPE, TENSOR
 from ._plan import Plan
 from ._shard_map import filter_shard_map, vary
-from ._sharded_cache import CacheLayout, pad_batch, pad_tokens, run_on_cache_pieces
-from ._shared_heads import count_sharers, repeat_key_heads
+from ._sharded_cache import CacheLayout, count_sharers, pad_batch, pad_tokens, repeat_key_heads, run_on_cache_pieces
 
 
 class DistributedModel(eqx.Module):

@@ -13,8 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .. import nn
 from .._failures import Axes, load_extra
-from ._layout import axes_by_dim, axes_of, is_spec
-from ._mesh import axis_sizes, BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
+from ._mesh import axes_by_dim, axes_of, axis_sizes, BATCH_AXES, CONTEXT, EXPERT, FSDP, is_spec, PIPE, REPLICA, TENSOR
 from ._placement import Placement
 from .pipeline._simulate import simulate
 

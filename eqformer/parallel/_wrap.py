@@ -14,8 +14,7 @@ from ._context_attention import ContextAttention, refuse_pieces, SplitCacheAtten
 from ._expert_exchange import Exchange
 from ._expert_parallel import SplitMixture
 from ._fully_sharded import gather_parameter
-from ._layout import dim_over
-from ._mesh import CONTEXT, TENSOR
+from ._mesh import CONTEXT, dim_over, TENSOR
 from .tensor import _tensor as tensor
 from .tensor._residual_stream import ResidualStream
 from .tensor._vocabulary import features_to_rows, HeadInput, logits_parts, SourceOutput, take_local_rows

@@ -27,17 +27,12 @@ from ._compile import (
     lowered_step as lowered_step,
     missing_compiler as missing_compiler,
 )
-from ._costs import (
-    flops_per_token as flops_per_token,
-    fp8_flops_per_token as fp8_flops_per_token,
-    parameter_count as parameter_count,
-    visible_keys as visible_keys,
-)
 from ._forecast import (
     decode_forecast as decode_forecast,
     DeviceMemory as DeviceMemory,
     Forecast as Forecast,
     forecast as forecast,
+    scatter_padding as scatter_padding,
     Target as Target,
 )
 from ._held_bytes import (
@@ -72,8 +67,14 @@ from ._report import (
     ranking_table as ranking_table,
     sent_table as sent_table,
 )
-from ._roofline import Roofline as Roofline, roofline as roofline
-from ._scatter_padding import scatter_padding as scatter_padding
+from ._roofline import (
+    flops_per_token as flops_per_token,
+    fp8_flops_per_token as fp8_flops_per_token,
+    parameter_count as parameter_count,
+    Roofline as Roofline,
+    roofline as roofline,
+    visible_keys as visible_keys,
+)
 from ._search import (
     abstract_mesh as abstract_mesh,
     Candidate as Candidate,

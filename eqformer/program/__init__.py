@@ -9,6 +9,9 @@ from ._costs import (
     count_moved_bytes as count_moved_bytes,
     list_transfers as list_transfers,
     read_compiled as read_compiled,
+    Span as Span,
+    time_account as time_account,
+    Work as Work,
 )
 from ._first_non_finite import find_non_finite as find_non_finite, NonFiniteOrigin as NonFiniteOrigin
 from ._hlo import read_hlo as read_hlo
@@ -16,4 +19,3 @@ from ._hlo_text import module_of as module_of
 from ._ir import FURTHER_ROUNDS as FURTHER_ROUNDS, Operation as Operation, Program as Program, Transfer as Transfer
 from ._jaxpr import inner_jaxprs as inner_jaxprs, read_jaxpr as read_jaxpr, read_traced as read_traced
 from ._peak import count_host_bytes as count_host_bytes, estimate_peak as estimate_peak, PeakMemory as PeakMemory
-from ._time_account import Span as Span, time_account as time_account, Work as Work

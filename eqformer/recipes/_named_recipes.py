@@ -10,8 +10,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from .._dataclass_json import dataclass_from_json, dataclass_to_json, UnknownKindError
-from .._files import read_json, read_utf8
+from .._files import dataclass_from_json, dataclass_to_json, read_json, read_utf8, UnknownKindError
 from ..models import FAMILIES, preset, presets
 from ..nn import Execution, Precision, RotaryScaling
 from ..parallel import ParallelConfig

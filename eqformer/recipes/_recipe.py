@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from .._dataclass_json import violated_annotation
+from .._files import violated_annotation
 from .._shapes import Batch
 from ..data import Packing
 from ..models import ModelConfig

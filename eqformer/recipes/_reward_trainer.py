@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .. import models, nn, parallel, training
-from .._dataclass_json import dataclass_to_json
+from .._files import dataclass_to_json
 from ..parallel import check_alike, is_first_process, on_all_processes, on_first_process
 from ..text import make_llm, Reward, Rollouts
 from ._recipe import check_types, flags_of, name_flags_in_errors, Recipe

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 
 from .. import training
-from .._dataclass_json import dataclass_differences
-from .._files import read_utf8
+from .._files import dataclass_differences, read_utf8
 from ..training import SchedulePhase
 from ._named_recipes import from_json, read_recipe, user_classes, user_file
 from ._recipe import CHANGEABLE, Recipe

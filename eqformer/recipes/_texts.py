@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import data, models
-from .._dataclass_json import dataclass_differences
-from .._files import write_atomic
+from .._files import dataclass_differences, write_atomic
 from .._prepare import token_cache
 from ..text import load_conversation_encoder, load_tokenizer, read_pooling
 from ..training import Optimization

@@ -16,7 +16,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from .. import data, generation, nn, parallel, planning, training
-from .._dataclass_json import dataclass_to_json
+from .._files import dataclass_to_json
 from .._shapes import Batch
 from ..parallel import check_alike, is_first_process, on_all_processes, on_first_process
 from ._evaluation import evaluation_line, make_scores, open_evaluator

@@ -9,8 +9,7 @@ import equinox as eqx
 import jax
 
 from .. import data, models, nn, parallel, training
-from .._dataclass_json import dataclass_from_json, UnknownKindError
-from .._files import read_json, read_utf8
+from .._files import dataclass_from_json, read_json, read_utf8, UnknownKindError
 from ._companions import load_tokenizer
 from ._encoder_files import EmbeddingHead, encoder_files
 from ._text_encoder import TextEncoder

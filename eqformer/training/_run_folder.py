@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import nn
-from .._dataclass_json import dataclass_to_json
 from .._failures import explain_write_error
-from .._files import read_json, read_utf8, write_atomic
+from .._files import dataclass_to_json, read_json, read_utf8, write_atomic
 from ._metrics import JsonLines, MetricWriter, MetricWriters, TensorBoard, WeightsAndBiases
 from ._pictures import plot_evaluations, plot_expert_loads, plot_experts, plot_losses, plot_rewards, read_rows
 from .checkpoint._checkpointer import Checkpointer

@@ -12,9 +12,8 @@ import numpy as np
 
 from eqformer import models, nn, planning
 from eqformer.models._folder import Folder
-from eqformer.models._published_arrays import PublishedArrays
+from eqformer.models._published_arrays import find_quantized_maps, PublishedArrays, with_quantized_maps
 from eqformer.models._published_model import describe_model
-from eqformer.models._quantized_weights import find_quantized_maps, with_quantized_maps
 
 
 LAYERS, EMBED, VOCAB, EXPERTS, HEADS, KV_HEADS, HEAD = 24, 2880, 201_088, 32, 64, 8, 64

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from eqformer import kernels, nn
 from eqformer.parallel import BATCH_AXES, filter_shard_map, layer_order, PIPE, pipeline_gradients
-from eqformer.parallel.pipeline._stage_layers import PaddedBlock, skip_padding, take_layer_rows
+from eqformer.parallel.pipeline._pipelined_stack import PaddedBlock, skip_padding, take_layer_rows
 
 
 EMBED, VOCAB, SEQ, LAYERS = 16, 32, 12, 8

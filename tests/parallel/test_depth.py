@@ -11,7 +11,7 @@ from plan_parts import EMBED, norm
 
 from eqformer import nn, training
 from eqformer.parallel import init_sharded, ring_placement, v_placement
-from eqformer.parallel.pipeline._stage_layers import count_layers, place_layers
+from eqformer.parallel.pipeline._pipelined_stack import count_layers, place_layers
 
 
 @pytest.mark.parametrize("depths", [(126,), (8,), (3, 58), (10, 2), (1, 1, 6)])

@@ -34,7 +34,7 @@ from eqformer.parallel import (
     zero_bubble,
     zero_bubble_v,
 )
-from eqformer.parallel.pipeline import _pipeline as executor, _stage_layers as padding
+from eqformer.parallel.pipeline import _pipeline as executor, _pipelined_stack as padding
 from eqformer.parallel.pipeline._residuals import ResidualPacker
 from eqformer.parallel.pipeline._schedule import route_messages
 

@@ -6,7 +6,7 @@ import pytest
 
 from eqformer.models import build, LlamaConfig
 from eqformer.parallel import Plan
-from eqformer.planning import _scatter_padding, abstract_mesh, for_platform, scatter_padding, topology
+from eqformer.planning import _forecast, abstract_mesh, for_platform, scatter_padding, topology
 
 
 # Devices of a ring, float32 numbers of a row and, of rows of a device's slice, by how many they were padded.
@@ -26,7 +26,7 @@ COMPILED = {
 @pytest.mark.quick
 def test_slices_are_padded_as_compiled_ones_are():
     for (name, devices, columns), slices in COMPILED.items():
-        padded = {rows: _scatter_padding._padded_rows(rows, 4 * columns, devices, topology(name)) for rows in slices}
+        padded = {rows: _forecast._padded_rows(rows, 4 * columns, devices, topology(name)) for rows in slices}
         assert {rows: size - rows for rows, size in padded.items()} == slices, (name, columns)
 
 

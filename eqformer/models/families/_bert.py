@@ -12,9 +12,8 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore
-from .._classifiers import ClassifierTable, linear_rules
 from .._config_types import Attributes, Index, LayerCount, Length, NotNegative, PublishedConfig, Rate, Size
-from .._family import Family, ModelConfig
+from .._family import ClassifierTable, Family, linear_rules, ModelConfig
 from .._weight_rules import Rule
 from ._common import INTO_HEADS, OF_HEADS, OUT_OF_HEADS, SIZES, weight_and_bias, WIDTH
 from ._decoder import activation_of

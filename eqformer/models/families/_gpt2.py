@@ -8,9 +8,8 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._attributes import Activation, Attribute, Entry, Expect, Ignore
-from .._classifiers import OLDER_DECODER_CLASSIFIER
 from .._config_types import LayerCount, Length, NotNegative, Rate, Size
-from .._family import Family, ModelConfig
+from .._family import Family, ModelConfig, OLDER_DECODER_CLASSIFIER
 from .._weight_rules import Rule
 from ._common import leaf_paths
 from ._decoder import activation_of, stacks_of

@@ -11,9 +11,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, LayerNorm, MLP, ParallelResidual, Residual, Transformer
 from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore
-from .._classifiers import OLDER_DECODER_CLASSIFIER
 from .._config_types import Attributes, Fraction, Length, NotNegative, Positive, PublishedConfig, Size
-from .._family import DecoderConfig, Family
+from .._family import DecoderConfig, Family, OLDER_DECODER_CLASSIFIER
 from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, leaf_paths, PRE_NORMS, SIZES, WIDTH

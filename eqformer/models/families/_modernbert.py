@@ -9,9 +9,8 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._attributes import Activation, Attribute, Entry, Ignore
-from .._classifiers import ClassifierTable, linear_rules
 from .._config_types import Index, LayerCount, Length, NotNegative, Positive, PublishedConfig, Size
-from .._family import Family, ModelConfig
+from .._family import ClassifierTable, Family, linear_rules, ModelConfig
 from .._layer_attributes import LayerTypes
 from .._rotary_attributes import RotaryByType
 from .._rotary_scaling import FULL, SLIDING

@@ -14,9 +14,8 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore
-from .._classifiers import ClassifierTable, linear_rules
 from .._config_types import Index, Length, Positive, PublishedConfig, Size
-from .._family import Family
+from .._family import ClassifierTable, Family, linear_rules
 from .._rotary_attributes import RotaryPositions
 from .._rotary_scaling import either_rotary_parameters
 from .._weight_rules import Rule

@@ -12,7 +12,6 @@ from ._format import (
     Parts as Parts,
     QuantizedArray as QuantizedArray,
 )
-from ._fp4 import modelopt, mxfp4
 from ._ggml import (
     BLOCKS as BLOCKS,
     Blocks as Blocks,
@@ -22,7 +21,7 @@ from ._ggml import (
     ROWS as ROWS,
 )
 from ._packed_integers import awq, gptq
-from ._scaled import fp8
+from ._scaled_floats import fp8, modelopt, mxfp4
 
 
 # The functions that read a `quantization_config`, by its `quant_method`.

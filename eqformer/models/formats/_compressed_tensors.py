@@ -8,9 +8,8 @@ from jaxtyping import UInt8
 
 from .._config_types import PublishedConfig
 from ._format import check_codes, check_part, Format, number_of_groups, Parts, SCALES
-from ._fp4 import compressed_float4, mxfp8
 from ._packed_integers import bytes_of_words, PackedIntegers, unpack
-from ._scaled import block_of, Scaled
+from ._scaled_floats import block_of, compressed_float4, mxfp8, Scaled
 
 
 _CODES, _SCALE, _SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"

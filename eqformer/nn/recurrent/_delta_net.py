@@ -15,9 +15,8 @@ from .._mlp import silu
 from .._module import float32_at_least
 from .._norm import RMSNorm
 from .._tokens import Tokens, tokens_or_default
-from ._convolution import CausalConv
+from ._convolution import CausalConv, check_sizes, draw_step_bias, init_recurrent_cache, normalize, RecurrentInputs
 from ._delta_rule import delta_rule
-from ._recurrent_inputs import check_sizes, draw_step_bias, init_recurrent_cache, normalize, RecurrentInputs
 
 
 class GatedDeltaNet(Mixer):

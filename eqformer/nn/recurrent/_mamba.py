@@ -17,9 +17,8 @@ from .._linear import Linear, LinearMap
 from .._mlp import silu
 from .._norm import RMSNorm
 from .._tokens import Tokens, tokens_or_default
-from ._convolution import CausalConv
+from ._convolution import CausalConv, check_sizes, draw_step_bias, init_recurrent_cache, RecurrentInputs
 from ._recurrence import decay_factors, einsum, read_before_write, split_chunks, States
-from ._recurrent_inputs import check_sizes, draw_step_bias, init_recurrent_cache, RecurrentInputs
 
 
 @dataclasses.dataclass(frozen=True)

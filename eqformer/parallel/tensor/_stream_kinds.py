@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 from ... import nn
 from .. import _collectives as send
 from .._fully_sharded import gather_module
-from .._layout import dim_over
-from .._mesh import TENSOR
+from .._mesh import dim_over, TENSOR
 from ._collective_matmul import matmul_reduce_scatter, Overlap
 from ._residual_stream import FeatureDropout, ResidualStream, SplitLayer, StreamKind, TokensDropout, TokensPositions
 from ._tensor import HEAD_DIMS, shares_kv_heads, TensorParallelLayer, TensorParallelMixer
