@@ -36,7 +36,7 @@ UNCHECKED = (
         "_platform",
     ),
     *("_optimizer", "_learning_rates", "_loss_aux", "_loop", "_contents", "_pictures"),
-    "kernels._dtypes",
+    "kernels._platform",
     "kernels._quantized_matmul",
 )
 UNCHECKED_CALLS = {

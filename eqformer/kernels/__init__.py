@@ -27,7 +27,6 @@ from ._cache_write import (
 from ._decode_attention import DECODE_ATTENTION as DECODE_ATTENTION, FilledSlotsDecoding as FilledSlotsDecoding
 from ._decode_attention_gpu import FlashDecodingGpu as FlashDecodingGpu
 from ._decode_attention_tpu import FlashDecodingTpu as FlashDecodingTpu
-from ._dtypes import at_least_float32 as at_least_float32, E4M3 as E4M3, E5M2 as E5M2, round_to_fp8 as round_to_fp8
 from ._op import (
     Choice as Choice,
     explain as explain,
@@ -38,10 +37,14 @@ from ._op import (
     record_choice as record_choice,
 )
 from ._platform import (
+    at_least_float32 as at_least_float32,
     capability_of as capability_of,
     compilers as compilers,
     cpu_or as cpu_or,
+    E4M3 as E4M3,
+    E5M2 as E5M2,
     gpu_capability as gpu_capability,
+    round_to_fp8 as round_to_fp8,
     traced_for as traced_for,
     varying_of as varying_of,
 )

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from ._dtypes import E4M3
 from ._op import Implementation
-from ._platform import gpu_capability, Ref, varying_of
+from ._platform import E4M3, gpu_capability, Ref, varying_of
 from ._triton import (
     FP8_CAPABILITY,
     full_span,

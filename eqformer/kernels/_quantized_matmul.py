@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, UInt8
 
-from ._dtypes import at_least_float32
 from ._op import Call, Implementation
+from ._platform import at_least_float32
 
 
 BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}

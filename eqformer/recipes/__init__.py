@@ -5,12 +5,15 @@ A recipe decides everything about a run. Recipes have names; another one is a Py
 
 from . import _report, _setup, _texts
 from ._named_recipes import (
+    DEPTHS as DEPTHS,
+    describe_speedrun as describe_speedrun,
     find_recipe as find_recipe,
     LARGE as LARGE,
     load_user_function as load_user_function,
     needs_code as needs_code,
     RECIPES as RECIPES,
     short_name as short_name,
+    speedrun_recipe as speedrun_recipe,
     trust_recipe as trust_recipe,
     user_file as user_file,
 )
@@ -53,7 +56,6 @@ from ._scaling import (
     write_scaling as write_scaling,
 )
 from ._setup import check as check
-from ._speedrun import DEPTHS as DEPTHS, describe_speedrun as describe_speedrun, speedrun_recipe as speedrun_recipe
 from ._texts import published_recipe as published_recipe
 from ._trainer import train as train, TrainedRun as TrainedRun
 

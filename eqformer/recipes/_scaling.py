@@ -14,9 +14,9 @@ import numpy as np
 from .. import models, planning
 from .._failures import load_extra
 from .._files import write_atomic
+from ._named_recipes import DEPTHS, speedrun_recipe
 from ._recipe import Recipe
 from ._report import Screen
-from ._speedrun import DEPTHS, speedrun_recipe
 from ._texts import complete_recipe, open_sources
 from ._trainer import train
 

@@ -1,6 +1,7 @@
 """Systems that published documents describe, rebuilt as exercises: nothing else in the package imports this room."""
 
 from ._collectives import (
+    PerRank as PerRank,
     reference_all_gather as reference_all_gather,
     reference_all_to_all as reference_all_to_all,
     reference_ppermute as reference_ppermute,
@@ -21,5 +22,4 @@ from ._cost_formulas import (
     weight_gathered_bytes as weight_gathered_bytes,
     weight_stationary_bytes as weight_stationary_bytes,
 )
-from ._per_rank import PerRank as PerRank
 from ._weight_stationary import WeightStationary as WeightStationary

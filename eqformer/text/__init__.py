@@ -1,17 +1,22 @@
 """Text in, text out: a model together with its tokenizer, its chat template and the ids that end a text."""
 
 from ._companions import (
+    EmbeddingHead as EmbeddingHead,
     load_conversation_encoder as load_conversation_encoder,
     load_tokenizer as load_tokenizer,
     read_chat_template as read_chat_template,
+    read_pooling as read_pooling,
 )
-from ._encoder_files import EmbeddingHead as EmbeddingHead, read_pooling as read_pooling
+from ._generate_texts import (
+    ChatOptions as ChatOptions,
+    Completion as Completion,
+    GenerateOptions as GenerateOptions,
+    StreamedText as StreamedText,
+)
 from ._grammars import Grammar as Grammar
 from ._llm import LLM as LLM
 from ._load import load as load, load_llm as load_llm, make_llm as make_llm, prepare_to_decode as prepare_to_decode
-from ._options import ChatOptions as ChatOptions, GenerateOptions as GenerateOptions
 from ._prompt_file import complete_file as complete_file, FileSummary as FileSummary
-from ._results import Completion as Completion, StreamedText as StreamedText
 from ._rollouts import read_prompts as read_prompts, Reward as Reward, Rollouts as Rollouts, Sample as Sample
 from ._run_folder import (
     export_run as export_run,

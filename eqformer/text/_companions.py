@@ -1,10 +1,24 @@
-"""Tokenizer and chat template beside a model's weights, in a published folder or in a GGUF file."""
+"""Files beside a model's weights: its tokenizer, its chat template, and the settings of a text encoder.
 
+The settings of a text encoder (pooling, dense layers, prompts and lengths) are in sentence-transformers' files.
+"""
+
+import dataclasses
 import datetime
+import json
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .. import data, models
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .. import data, models, nn
+from .._files import JsonObject, parse_json, read_json, read_utf8
+from ..models import PublishedConfig
 
 
 TOKENIZER = "tokenizer.json"
@@ -72,3 +86,254 @@ def read_chat_template(folder: Path) -> data.ChatTemplate | None:
     except (ImportError, ValueError) as error:
         warnings.warn(f"{error} The model is loaded without chats.", stacklevel=3)
         return None
+
+
+MODULES = "modules.json"
+_SETTINGS, _LENGTH = "config_sentence_transformers.json", "sentence_bert_config.json"
+_OLDER_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_ACTIVATIONS = {"Tanh": "tanh", "Identity": "identity", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
+_ACTIVATIONS |= {"Sigmoid": "sigmoid", "Mish": "mish"}
+_INPUT, _OUTPUT = "module_input_name", "module_output_name"
+# Attributes without an effect on the vectors, by file.
+_IGNORED_SETTINGS = ("__version__", "requirements")
+_IGNORED_LENGTHS = ("unpad_inputs", "transformer_task", "modality_config", "module_output_name")
+_IGNORED_POOLING = ("word_embedding_dimension", "embedding_dimension", *_OLDER_MODES)
+
+
+class EmbeddingHead(nn.Module):
+    """The layers that make the vector of a text from the hidden vectors of its tokens."""
+
+    pooling: nn.Pooling
+    layers: tuple[Callable[[Array], Array], ...] = ()
+    """Layers after the pooling, in order: `nn.DenseLayer` and `nn.UnitLength`."""
+
+    def __call__(
+        self, hidden: Float[Array, "batch seq embed"], tokens: nn.Tokens, skipped: int | Int[Array, ""] = 0
+    ) -> Float[Array, "batch features"]:
+        """Return the vector of each row, from its tokens other than the first `skipped` ones."""
+        x = self.pooling(hidden, tokens, skipped)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderFiles:
+    """The statements of a folder about its text encoder, beside the model itself."""
+
+    folder: Path
+    """The folder with the model and its tokenizer."""
+    head: EmbeddingHead
+    includes_prompt: bool = True
+    """Whether the tokens of a prompt are pooled too."""
+    prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Texts that are put before a text, by name."""
+    default_prompt: str | None = None
+    """The name of the prompt of texts that are embedded without one; None: no prompt."""
+    similarity: str = "cosine"
+    """The function by which vectors are compared."""
+    max_length: int | None = None
+    """Tokens to which texts are cut; None: the folder states none."""
+    lower_case: bool = False
+    """Whether texts are read in lower case."""
+
+
+def read_encoder_files(path: Path) -> EncoderFiles:
+    """Read the files of a text encoder; raises a `ValueError` that names a file with what is not supported.
+
+    A folder without `modules.json` has the mean of all tokens, as in sentence-transformers.
+    """
+    if not (path / MODULES).exists():
+        return EncoderFiles(path, EmbeddingHead(nn.Pooling(("mean",))))
+    modules = [(kind, _module_folder(path, name)) for kind, name in _list_modules(path)]
+    kinds = [kind for kind, _ in modules]
+    if kinds[:2] != ["Transformer", "Pooling"]:
+        raise ValueError(
+            f"{path / MODULES}: the modules are {', '.join(kinds)}; a text encoder begins with Transformer and Pooling."
+        )
+    (_, model_folder), (_, pooling_folder) = modules[:2]
+    pooling, includes_prompt = _read_pooling(pooling_folder)
+    head = EmbeddingHead(pooling, tuple(_read_layer(path, kind, folder) for kind, folder in modules[2:]))
+    settings = _read_optional(path / _SETTINGS)
+    prompts = settings.nested("prompts")
+    if not all(isinstance(prompt, str | None) for prompt in prompts.values()):
+        settings.refuse(f"prompts={prompts!r}: each must be a text.")
+    default = settings.read("default_prompt_name", str, None)
+    if default is not None and default not in prompts:
+        settings.refuse(f"default_prompt_name={default!r}: the prompts are {', '.join(prompts) or 'none'}.")
+    similarity = settings.read("similarity_fn_name", str, "cosine")
+    settings.expect("model_type", "SentenceTransformer")
+    _finish(settings, _IGNORED_SETTINGS)
+    _check_transformer(model_folder)
+    length, lower_case = read_lengths(model_folder)
+    texts = {name: prompt or "" for name, prompt in prompts.items()}
+    return EncoderFiles(
+        model_folder, head, includes_prompt, texts, default, similarity, max_length=length, lower_case=lower_case
+    )
+
+
+def read_pooling(folder: str | Path) -> str:
+    """Return how a published model makes the vector of a text, a name in `nn.POOLINGS`, for training it further.
+
+    It is the pooling of the folder's `modules.json`; without this file the mean for encoders, and the last token for
+    decoders. Raises a `ValueError` for a folder with several poolings, or with dense layers, which training leaves out.
+    """
+    path = Path(folder)
+    if not (path / MODULES).exists():
+        return "mean" if models.is_encoder(path) else "lasttoken"
+    modes = read_encoder_files(path).head.pooling.modes
+    if len(modes) > 1 or "Dense" in [kind for kind, _ in _list_modules(path)]:
+        raise ValueError(f"{path / MODULES}: only a model of one pooling without dense layers is trained further.")
+    return next(iter(modes))
+
+
+def encoder_files(pooling: str, *, channels: int, max_length: int, similarity: str) -> dict[str, str]:
+    """Return the files in which sentence-transformers publishes a text encoder, by name, beside those of its model."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(kinds.items())
+    ]
+    flags = {flag: mode == pooling for flag, mode in _OLDER_MODES.items()}
+    return {
+        MODULES: json.dumps(modules, indent=2),
+        "1_Pooling/config.json": json.dumps({"word_embedding_dimension": channels, **flags}, indent=2),
+        _SETTINGS: json.dumps({"similarity_fn_name": similarity}, indent=2),
+        _LENGTH: json.dumps({"max_seq_length": max_length, "do_lower_case": False}, indent=2),
+    }
+
+
+def read_lengths(folder: Path) -> tuple[int | None, bool]:
+    """Return the length to which a model's texts are cut, None if the folder states none, and whether they are read in
+    lower case."""
+    settings = _read_optional(folder / _LENGTH)
+    length = settings.read("max_seq_length", int, None)
+    if length is not None and length < 1:
+        settings.refuse(f"max_seq_length={length}: it must be at least 1.")
+    lower_case = settings.flag("do_lower_case", False)
+    _finish(settings, _IGNORED_LENGTHS)
+    return length, lower_case
+
+
+def check_truncation_side(folder: Path) -> None:
+    """Raise a `ValueError` for a tokenizer that cuts texts at their beginning."""
+    _read_optional(folder / "tokenizer_config.json").expect("truncation_side", "right")
+
+
+def _check_transformer(folder: Path) -> None:
+    """Raise a `ValueError` for a text encoder that does not pool the last hidden vectors of plain texts."""
+    settings = _read_optional(folder / _LENGTH)
+    settings.expect("transformer_task", "feature-extraction")
+    settings.expect(_OUTPUT, "token_embeddings")
+    modalities = settings.nested("modality_config")
+    wanted = {"method": "forward", "method_output_name": "last_hidden_state"}
+    if modalities and modalities.get("text") != wanted:
+        settings.refuse(f"modality_config={modalities!r}: that of 'text' must be {wanted!r}.")
+
+
+def stated_max_length(folder: Path) -> int | None:
+    """Return the length to which transformers' tokenizer cuts texts, and at most the model's positions."""
+    tokenizer, config = _read_optional(folder / "tokenizer_config.json"), _read_optional(folder / "config.json")
+    stated = [tokenizer.take("model_max_length", None), config.take("max_position_embeddings", None)]
+    lengths = [int(length) for length in stated if isinstance(length, int | float) and length >= 1]
+    return min(lengths, default=None)
+
+
+def _list_modules(path: Path) -> list[tuple[str, str]]:
+    """Return the class and the folder of each module; a class is named without its package."""
+    modules = _read_list(path / MODULES)
+    listed = []
+    for module in modules:
+        kind, name = module.get("type"), module.get("path")
+        if not isinstance(kind, str) or not isinstance(name, str):
+            raise ValueError(f"{path / MODULES}: a module is {module!r}; each has a type and a path, which are texts.")
+        listed.append((kind.rpartition(".")[2], name))
+    return listed
+
+
+def _read_list(file: Path) -> list[JsonObject]:
+    """Return a JSON list of objects; raises a `ValueError` that begins with the path for anything else."""
+    try:
+        value = parse_json(read_utf8(file))
+    except ValueError as error:
+        raise ValueError(f"{file}: it is no JSON that can be read ({error}).") from None
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ValueError(f"{file}: it must hold a JSON list of objects.")
+    return value
+
+
+def _module_folder(path: Path, name: str) -> Path:
+    """Return the folder of a module; raises a `ValueError` for one outside of `path`."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{path / MODULES}: path={name!r}: the folder of a module lies within this folder.")
+    return path / name
+
+
+def _read_optional(file: Path) -> PublishedConfig:
+    """Return the attributes of a file; none if there is no such file."""
+    return PublishedConfig(read_json(file) if file.exists() else {}, str(file), "this version")
+
+
+def _finish(attributes: PublishedConfig, ignored: tuple[str, ...] = ()) -> None:
+    """Raise a `ValueError` for attributes that were not read, which may change the vectors."""
+    attributes.finish_strictly(lambda name, value: name in ignored)
+
+
+def _read_pooling(folder: Path) -> tuple[nn.Pooling, bool]:
+    """Return the pooling of a folder, and whether the tokens of a prompt are pooled too."""
+    file = folder / "config.json"
+    attributes = PublishedConfig(read_json(file), str(file), "this version")
+    modes = attributes.take("pooling_mode", None)
+    if modes is None:  # Each mode was a flag before.
+        modes = [mode for flag, mode in _OLDER_MODES.items() if attributes.flag(flag, False)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else modes
+    if not isinstance(modes, list) or not modes or not all(mode in nn.POOLINGS for mode in modes):
+        attributes.refuse(f"pooling_mode={modes!r}: it must be one of {', '.join(nn.POOLINGS)}, or a list of these.")
+    includes_prompt = attributes.flag("include_prompt", True)
+    _finish(attributes, _IGNORED_POOLING)
+    return nn.Pooling(tuple(modes)), includes_prompt
+
+
+def _read_layer(path: Path, kind: str, folder: Path) -> Callable[[Array], Array]:
+    """Return a layer after the pooling."""
+    if kind not in ("Dense", "Normalize"):
+        raise ValueError(
+            f"{path / MODULES}: a module {kind!r} is not supported; after Pooling there may be Dense and Normalize."
+        )
+    file = folder / "config.json"
+    has_config = folder != path and file.exists()  # The file in the outermost folder is the model's.
+    attributes = PublishedConfig(read_json(file) if has_config else {}, str(file), "this version")
+    attributes.expect(_INPUT, "sentence_embedding", None)
+    attributes.expect(_OUTPUT, None, "sentence_embedding")
+    layer = nn.UnitLength() if kind == "Normalize" else _read_dense(folder, attributes)
+    _finish(attributes)
+    return layer
+
+
+def _read_dense(folder: Path, attributes: PublishedConfig) -> nn.DenseLayer:
+    """Return a dense layer of sentence-transformers."""
+    inputs, outputs = attributes.count("in_features"), attributes.count("out_features")
+    name = attributes.text("activation_function", "torch.nn.modules.activation.Tanh")
+    activation = _ACTIVATIONS.get(name.rpartition(".")[2])
+    if activation is None:
+        attributes.refuse(f"activation_function={name!r}: it must be one of {', '.join(_ACTIVATIONS)} of torch.nn.")
+    is_residual = attributes.flag("use_residual", False)
+    if is_residual and inputs != outputs:
+        attributes.refuse(f"use_residual=true: in_features={inputs} and out_features={outputs} must be equal then.")
+    arrays, bias = models.read_arrays(folder), attributes.flag("bias", True)
+    expected = {"linear.weight": (outputs, inputs)} | ({"linear.bias": (outputs,)} if bias else {})
+    if (shapes := {name: array.shape for name, array in arrays.items()}) != expected:
+        attributes.refuse(f"the layer's arrays must be {expected}, but the folder has {shapes}.")
+    key = jax.random.key(0)
+    linear = eqx.filter_eval_shape(nn.Linear, "source -> hidden", bias=bias, source=inputs, hidden=outputs, key=key)
+    weights = {name: jnp.asarray(np.asarray(array, np.float32)) for name, array in arrays.items()}
+    linear = eqx.tree_at(lambda m: m.weight, linear, weights["linear.weight"])
+    linear = eqx.tree_at(lambda m: m.bias, linear, weights["linear.bias"]) if bias else linear
+    return nn.DenseLayer(linear, nn.ACTIVATIONS[activation], is_residual=is_residual)

@@ -8,9 +8,7 @@ from typing import Any, Literal, overload, Unpack
 import numpy as np
 
 from .. import data, generation
-from ._generate_texts import generate_texts, Prompts
-from ._options import ChatOptions, GenerateOptions, Settings
-from ._results import Completion, StreamedText
+from ._generate_texts import ChatOptions, Completion, generate_texts, GenerateOptions, Prompts, Settings, StreamedText
 from ._text_engine import TextEngine
 
 

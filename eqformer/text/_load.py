@@ -8,8 +8,7 @@ import jax
 
 from .. import data, generation, models, nn, parallel, training
 from .._prepare import last_level_cache
-from ._companions import load_tokenizer, read_begin_id, read_chat_template
-from ._encoder_files import MODULES
+from ._companions import load_tokenizer, MODULES, read_begin_id, read_chat_template
 from ._llm import LLM
 from ._run_folder import is_run, load_run_encoder, open_run_tokenizer, read_run_recipe, restore_run_model
 from ._text_classifier import load_classifier

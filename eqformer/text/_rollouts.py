@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Key, PyTree
 from .. import data, generation, nn, parallel, training
 from .._files import parse_json
 from .._shapes import PolicyBatch
+from ._generate_texts import complete, Completion, StopStrings, TextAssembler
 from ._llm import LLM
 from ._load import prepare_to_decode
-from ._results import complete, Completion, StopStrings, TextAssembler
 
 
 Reward = Callable[..., Sequence[float]]

@@ -10,8 +10,7 @@ import jax
 
 from .. import data, models, nn, parallel, training
 from .._files import dataclass_from_json, read_json, read_utf8, UnknownKindError
-from ._companions import load_tokenizer
-from ._encoder_files import EmbeddingHead, encoder_files
+from ._companions import EmbeddingHead, encoder_files, load_tokenizer
 from ._text_encoder import TextEncoder
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from .. import data, models, nn, parallel
 from ..data import EncodedText
-from ._encoder_files import check_truncation_side, EmbeddingHead, MODULES, read_encoder_files, stated_max_length
+from ._companions import check_truncation_side, EmbeddingHead, MODULES, read_encoder_files, stated_max_length
 
 
 Texts = list[str] | tuple[str, ...]

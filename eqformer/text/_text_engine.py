@@ -9,9 +9,8 @@ import numpy as np
 from jaxtyping import Bool
 
 from .. import data, generation
-from ._generate_texts import check_draft_ids
+from ._generate_texts import check_draft_ids, StopStrings, TextAssembler
 from ._grammars import Grammar, GrammarCompiler
-from ._results import StopStrings, TextAssembler
 
 
 if TYPE_CHECKING:

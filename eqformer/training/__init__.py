@@ -5,6 +5,7 @@ from ._evaluation import (
     add_reference_nats as add_reference_nats,
     add_teacher as add_teacher,
     Evaluations as Evaluations,
+    fingerprint as fingerprint,
     KtoStep as KtoStep,
     make_contrastive_evaluation as make_contrastive_evaluation,
     make_evaluation as make_evaluation,
@@ -13,6 +14,9 @@ from ._evaluation import (
     make_row_nats as make_row_nats,
     make_teacher_top_nats as make_teacher_top_nats,
     make_token_log_probs as make_token_log_probs,
+    reference_arrays as reference_arrays,
+    RowArrays as RowArrays,
+    teacher_arrays as teacher_arrays,
     Validation as Validation,
 )
 from ._gradients import make_gradient_function as make_gradient_function
@@ -23,16 +27,19 @@ from ._loop import (
     DivergedError as DivergedError,
     Every as Every,
     Log as Log,
+    LossSpikeError as LossSpikeError,
+    LossSpikes as LossSpikes,
     Progress as Progress,
     StopSignals as StopSignals,
     train as train,
 )
-from ._loss_spikes import LossSpikeError as LossSpikeError, LossSpikes as LossSpikes
 from ._metrics import (
     bits_per_byte as bits_per_byte,
+    Clock as Clock,
     JsonLines as JsonLines,
     MetricWriter as MetricWriter,
     MetricWriters as MetricWriters,
+    Profile as Profile,
     TensorBoard as TensorBoard,
     throughput as throughput,
     WeightsAndBiases as WeightsAndBiases,
@@ -46,12 +53,6 @@ from ._pictures import (
     plot_rewards as plot_rewards,
 )
 from ._planned_state import PlannedState as PlannedState, ProcessRows as ProcessRows, restore_model as restore_model
-from ._row_arrays import (
-    fingerprint as fingerprint,
-    reference_arrays as reference_arrays,
-    RowArrays as RowArrays,
-    teacher_arrays as teacher_arrays,
-)
 from ._run_folder import RunFolder as RunFolder
 from ._step import (
     make_step as make_step,
@@ -59,7 +60,6 @@ from ._step import (
     rebalance_routers as rebalance_routers,
     Step as Step,
 )
-from ._timing import Clock as Clock, Profile as Profile
 from ._train_state import (
     init_state as init_state,
     is_on_host as is_on_host,

@@ -16,7 +16,7 @@ from text_cases import scripted, small_model, USER
 from eqformer import data, generation
 from eqformer.generation._prompts import explain_full_memory, pad_prompts
 from eqformer.text import Completion, LLM
-from eqformer.text._options import Settings
+from eqformer.text._generate_texts import Settings
 
 
 GREEDY = generation.sampling(temperature=0)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from eqformer.text._results import StopStrings
+from eqformer.text._generate_texts import StopStrings
 
 
 def pushed(pieces, stops):

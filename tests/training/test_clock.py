@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import pytest
 
 from eqformer import training
-from eqformer.training import _timing
+from eqformer.training import _metrics
 
 
 class Steps:
@@ -10,7 +10,7 @@ class Steps:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(_timing.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(_metrics.time, "perf_counter", lambda: self.now)
 
     def take(self, seconds):
         self.now += seconds

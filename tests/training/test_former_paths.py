@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from eqformer import Batch, models, nn, training
-from eqformer.training.checkpoint._files import match_saved_names
+from eqformer.training.checkpoint._contents import match_saved_names
 
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "checkpoints"

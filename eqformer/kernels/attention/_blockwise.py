@@ -16,9 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..._mask import ChosenKeys, Mask
 from .._decode_attention import DECODE_ATTENTION
-from .._dtypes import at_least_float32
 from .._op import Implementation, Op
-from .._platform import compilers, Result
+from .._platform import at_least_float32, compilers, Result
 from ._call import apply_softcap, AttentionCall, DecodeCall, lowest, possible_pairs, spans, TokenPositions
 from ._flash import Gradients, LogSum, Output, scale_output
 

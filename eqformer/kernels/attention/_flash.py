@@ -16,9 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from .._decode_attention import DECODE_ATTENTION
-from .._dtypes import at_least_float32
 from .._op import Implementation, Op
-from .._platform import fail_lowering
+from .._platform import at_least_float32, fail_lowering
 from ._call import AttentionCall, with_one_batch_dim
 
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from ..._mask import Mask
-from .._dtypes import at_least_float32
-from .._platform import type_kernel_results
+from .._platform import at_least_float32, type_kernel_results
 from ._call import AttentionCall
 from ._flash import FlashAttention, Gradients, LogSum, Output
 

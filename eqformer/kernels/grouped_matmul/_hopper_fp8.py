@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._dtypes import E4M3, E5M2, fp8_scale, round_to_fp8
-from .._platform import capability_of, Ref, varying_as
+from .._platform import capability_of, E4M3, E5M2, fp8_scale, Ref, round_to_fp8, varying_as
 from . import _hopper as hopper
 from ._call import GroupedMatmul, GroupedMatmulCall
 

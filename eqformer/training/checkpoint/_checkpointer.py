@@ -20,15 +20,20 @@ from jaxtyping import PyTree
 from ... import nn
 from ..._failures import explain_error, load_extra
 from ..._files import JsonObject, parse_json, sync_path
-from ._contents import from_stored, leaf_faults, metadata_to_json, named_arrays, stored_shape, to_stored
-from ._files import (
+from ._contents import (
     check_files,
     describe_files,
+    from_stored,
+    leaf_faults,
     make_folder,
     match_saved_names,
+    metadata_to_json,
+    named_arrays,
     read_manifest,
     remove,
+    stored_shape,
     sync_tree,
+    to_stored,
     write_manifest,
 )
 
