@@ -1,4 +1,4 @@
-"""Rows of prompts with completions: pairs and labelled ones of a token store, and batches of one's own."""
+"""Rows of a prompt and a completion: pairs or labelled rows from a token store, and batches of examples in memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,10 +16,9 @@ from ._token_store import TokenStore
 class PairPacking:
     """Pairs of rows: the chosen and the rejected completion of a prompt, from a store of `preferences`.
 
-    A row is one document, which is cut after `seq + 1` tokens; `cut` counts these, and `cut_note` tells
-    their number. Padding is as in `DocumentPacking`.
-    Raises a `ValueError` for a store of other documents, and for a prompt that leaves its completion no token of the
-    row.
+    A row is one document, which is cut after `seq + 1` tokens; `cut` is the number of documents that are cut, and
+    `cut_note` describes this number in words. Padding is as in `DocumentPacking`. Raises a `ValueError` for a store of
+    other documents, and for a prompt so long that no token of its completion fits into the row.
     """
 
     documents = 1
@@ -57,11 +56,11 @@ class PairPacking:
 class LabelledPacking:
     """Rows of labelled completions, from a store of `labelled` rows, for KTO.
 
-    A row is one document, which is cut after `seq + 1` tokens; `cut` counts these, and `cut_note` tells
-    their number. Padding is as in `DocumentPacking`.
-    Beside each row, `mismatched` has the row's prompt with the completion of the row before it in the file (before the
-    first row, the last), of which KTO's reference point is the mean log-ratio. Raises a `ValueError` for a store of
-    other documents, and for a prompt that leaves one of the two completions no token of the row.
+    A row is one document, which is cut after `seq + 1` tokens; `cut` is the number of documents that are cut, and
+    `cut_note` describes this number in words. Padding is as in `DocumentPacking`. The `mismatched` rows of a batch
+    combine each row's prompt with the completion of the previous row in the file (the first row takes the last row's
+    completion). KTO's reference point is the mean log-ratio of the mismatched rows. Raises a `ValueError` for a store
+    of other documents, and for a prompt so long that no token of one of the two completions fits into the row.
     """
 
     documents = 1
@@ -80,7 +79,7 @@ class LabelledPacking:
         self.cut = int(np.sum(np.diff(store.offsets) > seq + 1))
         self.cut_note = _note_cut_completions(self.cut)
         spans = zip(store.offsets[:-1], store.offsets[1:], strict=True)
-        # The first token of a row without a prompt is its prompt, since no token predicts it.
+        # In a row without a prompt the first token counts as the prompt, since no token predicts it.
         self._prompts = np.array([max(int(np.argmax(self._weights[a:b] > 0)), 1) for a, b in spans])
         longest = int(np.argmax(self._prompts))
         if self._prompts[longest] > seq:
@@ -114,7 +113,7 @@ class LabelledPacking:
 
 
 def _note_cut_completions(cut: int) -> str:
-    """Return a text that says how many completions do not fit into a row; empty if all do."""
+    """Return a text that says how many completions do not fit into a row; empty if all fit."""
     return f"{cut} completions are cut at the end of a row" if cut else ""
 
 
@@ -129,7 +128,8 @@ def batch_preferences(
 ) -> PreferenceBatch:
     """Return a batch of pairs, each as its chosen and then its rejected row, for a `training.preference_loss`.
 
-    Raises a `ValueError` for a prompt that leaves its completion no token of the row, and for equal completions.
+    Raises a `ValueError` for a prompt so long that no token of its completion fits into the row, and for equal
+    completions.
 
     Args:
         pairs: The chosen and the rejected example of each prompt, from a `ConversationEncoder`.
@@ -150,7 +150,8 @@ def batch_labelled(
 ) -> PreferenceBatch:
     """Return a batch of completions that are labelled desirable or not, for KTO.
 
-    Raises a `ValueError` for a prompt that leaves its completion no token of the row, and for another number of labels.
+    Raises a `ValueError` for a prompt so long that no token of its completion fits into the row, and if the numbers of
+    examples and labels differ.
 
     Args:
         examples: The examples, from a `ConversationEncoder`.
@@ -220,7 +221,7 @@ def batch_completions(
 
 
 def _fill_rows(examples: Sequence[tuple[np.ndarray, np.ndarray]], seq: int) -> dict[str, Any]:
-    """Return the arrays of a batch whose rows are one document each, of ids and weights, with padding after it."""
+    """Return the arrays of a batch in which each row is one document (its ids and its weights) and padding."""
     ids, targets = np.zeros((2, len(examples), seq), np.int32)
     weights, positions = np.zeros(ids.shape, np.float32), np.full(ids.shape, -1, np.int32)
     for row, (tokens, token_weights) in enumerate(examples):

@@ -24,7 +24,7 @@ LossOn = Literal["assistant", "completion", "all"]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, with what the chat template needs to render them.
+    """Messages, and the variables with which the chat template renders them.
 
     Each message has a `role` and a `content`, and may have a `weight`, a number from 0 on that multiplies the loss of
     the message's tokens.
@@ -37,7 +37,7 @@ class Conversation:
     options: Mapping[str, Any]
     """Variables of the template, such as `tools`."""
     has_prompt: bool = False
-    """Whether the row gives the prompt by itself, so that only the completion is learned."""
+    """Whether the row has a separate field for the prompt, so that only the completion is trained on."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class EncodedExample(NamedTuple):
 
 
 class MarkedSpan(NamedTuple):
-    """Consecutive tokens of an example that are all trained on, or all not."""
+    """Consecutive tokens of an example, which are either all trained on or all left out of the loss."""
 
     text: str
     tokens: int
@@ -164,7 +164,7 @@ class MarkedSpan(NamedTuple):
 class RowEncoder(abc.ABC):
     """Base class of encoders of rows to token ids and loss weights, which `open_store` takes in place of a tokenizer.
 
-    They have a tokenizer's `vocab`, `end_of_text` and `fingerprint`, which differs between encoders that differ.
+    Like a tokenizer, an encoder has the attributes `vocab`, `end_of_text` and `fingerprint`.
     """
 
     vocab: int
@@ -186,17 +186,17 @@ class ConversationEncoder(RowEncoder):
     conversation is rendered once by the chat template and tokenized once, so that the ids are those that the model
     reads when it chats. The weight of a token is 0 if it is not trained on; otherwise it is the `weight` of its message
     (1 by default). The trained part of a reply begins with the character that the model writes after the generation
-    prompt, and ends with the token that ends the turn; spaces after that token are not trained on. If the turn has no
-    such token of its own, it is the next message's first token where that is one of `end_ids` (as in GLM-4), or one of
-    `end_ids` is appended to the conversation.
+    prompt, and ends with the token that ends the turn; spaces after that token are not trained on. If the turn contains
+    no such token, the next message's first token ends the turn where it is one of `end_ids` (as in GLM-4); at the end
+    of the conversation, the first of `end_ids` is appended.
 
     Args:
         tokenizer: The model's tokenizer.
         template: The model's chat template; None for data without messages.
         loss_on: "assistant": all replies, or the completion. "completion": only the messages after the last one of
             the user, or the completion. "all": every token.
-        end_ids: Ids that end the model's turn, as `LLM.end_ids`; the first is appended where none ends a text. An
-            empty tuple: the tokenizer's end of text.
+        end_ids: Ids that end the model's turn, as `LLM.end_ids`; the first is appended to a text that none of these ids
+            ends. An empty tuple: the tokenizer's end of text.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class ConversationEncoder(RowEncoder):
         if isinstance(example, Conversation) and self.loss_on != "all" and encoded.weights.all():
             raise ValueError(
                 f"{location}: every token is trained on, the user's too; see whether the chat template marks who "
-                "speaks, or ask for it by loss_on='all'."
+                "speaks, or pass loss_on='all' if this is intended."
             )
         return encoded
 
@@ -330,8 +330,8 @@ def conversations(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
     """Return the rows of .jsonl and .parquet files or folders as a source of chat data, for a `ConversationEncoder`.
 
     A path may be the name of a dataset of the hub, as in `files`. Raises a `ValueError` as `files` does. The source's
-    `check`, which `open_store` calls, raises one for a row in no form of `read_example`, and for a row in another form
-    than the first.
+    `check`, which `open_store` calls, raises one for a row that `read_example` refuses, and for a row whose form
+    differs from the first row's.
     """
     source = files(path, field=None)
 
@@ -351,12 +351,12 @@ def conversations(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
 
 
 def detect_form(path: str | os.PathLike[str]) -> Form:
-    """Return the form of the first row of a path of `conversations`, `preferences` or `labelled`; "text" for all other.
+    """Return the form of a path's first row of `conversations`, `preferences` or `labelled`; "text" for other data.
 
-    Raises a `ValueError` as `read_example` does if the row has the fields of a chat, but not as a chat has them.
+    Raises a `ValueError` as `read_example` does if the row has the field names of chat data, but values of other types.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # Those of skipped files come when the files are read.
+        warnings.simplefilter("ignore", UserWarning)  # Reading the files later gives the same warnings.
         try:
             name, text, _ = next(iter(files(path, field=None)))
             row = parse_json(text)

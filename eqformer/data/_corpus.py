@@ -19,7 +19,7 @@ from ._tokenizer import Tokenizer
 
 
 class ValidationMeans(NamedTuple):
-    """Means over the tokens of a text: the loss in nats, the share of correct tokens, and the bytes of a token.
+    """Means over the tokens of a text: the loss in nats, the share of correct tokens, and the bytes per token.
 
     `rewards` has means over pairs of completions, by name.
     """
@@ -105,9 +105,9 @@ class Corpus:
     ) -> tuple[ValidationMeans, dict[str, ValidationMeans]]:
         """Return the means over the held-out text: of all sources, weighted by their shares, and of each source.
 
-        `sums` returns a batch's `nats`, `correct` and `count`, as `training.evaluation_sums` does, and for preferences
-        those of `training.make_reward_evaluation` too. At most `batches`
-        evenly spaced batches of each source are read, and of each batch the rows `rows[0]` to `rows[1] - 1`.
+        `sums` returns a batch's `nats`, `correct` and `count`, as `training.evaluation_sums` does; for preferences it
+        also returns the sums of `training.make_reward_evaluation`. At most `batches` evenly spaced batches of each
+        source are read. `rows` selects the rows `rows[0]` to `rows[1] - 1` of each batch.
         """
         means = {name: _average(loader, sums, batches, rows) for name, loader in self.held_out.items()}
         shares = [(self.weights[name], mean) for name, mean in means.items()]
@@ -132,15 +132,15 @@ def open_corpus(
     vocab: int | None = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> Corpus:
-    """Open one text or a mixture of several as batches; tokens come from the cache or are tokenized into the cache now.
+    """Open one text, or a mixture of several, as batches; text that is not in the cache is tokenized into it first.
 
     Args:
         sources: The sources, by a name for messages and metrics.
         tokenizer: The tokenizer of all sources, or the encoder of chat data, which needs `packing="documents"`, or
             `"pairs"` for `preferences` and `"labelled"` for `labelled`; or a `TextGroupEncoder`, which needs
             `packing="groups"`.
-        cache_dir: One or several cache folders, as in `open_store`; after a failed write to a folder, only those that
-            follow it are tried.
+        cache_dir: One or several cache folders, as in `open_store`; after a failed write to a folder, only the folders
+            after it are tried.
         seq: The tokens of a row.
         batch: The rows of a batch.
         seed: The seed of the shuffled order, and of the choice of texts in a mixture.
@@ -155,7 +155,9 @@ def open_corpus(
     **Raises:** `ValueError` as `open_store`, `check_vocab`, `Loader` and `Mixture` do.
     """
     if weights is None and len(sources) != 1:
-        raise ValueError(f"open_corpus({list(sources)}, weights=None): several sources need weights; pass one of each.")
+        raise ValueError(
+            f"open_corpus({list(sources)}, weights=None): several sources need weights; pass one for each."
+        )
     folders = list_paths(cache_dir)
     loaders: dict[Split, dict[str, Loader]] = {"train": {}, "validation": {}}
     for name, source in sources.items():
@@ -171,7 +173,7 @@ def open_corpus(
     return Corpus(mixed, loaders["validation"])
 
 
-# The smaller split comes first: if it is empty, the larger one has not been tokenized in vain.
+# The smaller split comes first: if it is empty, the larger split is not tokenized in vain.
 _SPLITS: tuple[Split, Split] = ("validation", "train")
 
 

@@ -23,7 +23,7 @@ class Document(NamedTuple):
 
 
 def _accept() -> None:
-    """Raise no error for a source that needs no check."""
+    """Do nothing; this is the default `check` of a `TextSource`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def texts(documents: Mapping[str, str], *, name: str = "texts") -> TextSource:
     )
 
 
-# Modules that distributions package separately, trim or generate; and tests.
+# Distributions of Python package, trim or generate these modules differently. Tests are excluded too.
 _EXCLUDED_MODULES = {
     *("__hello__", "__phello__", "distutils", "ensurepip", "idlelib", "lib2to3", "test", "tkinter", "venv"),
     *("turtle", "turtledemo"),
@@ -91,7 +91,7 @@ _EXCLUDED_FOLDERS = frozenset(("test", "tests", "macholib", "__pycache__"))
 
 
 def standard_library() -> TextSource:
-    """Return the Python files of the running Python's standard library as a source: about 10 MB of text everywhere.
+    """Return the Python files of the running Python's standard library as a source of about 10 MB.
 
     Modules that distributions package separately are excluded, so that the list depends on Python's version and hardly
     on its distribution. A document's name is its path (`asyncio/tasks.py`), so documents keep their split in other

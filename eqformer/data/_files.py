@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 _PLAIN_KINDS = (".txt", ".md", ".py")
 _ROW_KINDS = (".jsonl", ".parquet")
 _KINDS = _PLAIN_KINDS + _ROW_KINDS
-_CARD = "README.md"  # describes a dataset of the hub, and is none of its texts
+_CARD = "README.md"  # the description of a dataset of the hub, which is not read as text
 _MAX_CHARACTERS = 1 << 20  # characters of one document of a plain file in a folder
 _MAX_NAMES = 3  # names in a warning of skipped files
 _BLOCK_BYTES = 1 << 16  # bytes of a plain file that are read at once
@@ -46,12 +46,12 @@ def files(
 
     Links to folders are followed, and each folder is read once. Hidden files and folders, files of other kinds, empty
     files and rows, broken links, and links to folders that are already read are skipped. A warning gives their number
-    and the first names: for rows when the source is checked, as `open_store` does before it tokenizes, and for all
-    others at once.
+    and the first names. The warning of skipped files and folders comes at once; the warning of skipped rows comes when
+    the source is checked, which `open_store` does before it tokenizes.
 
     A path of the form `OWNER/NAME`, `OWNER/NAME@REVISION` (a branch, a tag or a commit) or `OWNER/NAME/FILE` names a
-    dataset of the hub if nothing exists there. The dataset's files of these kinds, except for its card `README.md`, are
-    downloaded into the hub's own cache; without a network, only the cache is read.
+    dataset of the hub if no local file or folder has that path. The dataset's files of these kinds, except for its card
+    `README.md`, are downloaded into the hub's own cache; without a network, only the cache is read.
 
     **Raises:** `ValueError` at once if a path does not exist, cannot be listed, or has no file of these kinds or no
     text, and if the hub has no such dataset, asks for a login or cannot be reached; when the source is read,
@@ -147,15 +147,15 @@ def _warn_skipped(call: str, skipped: Mapping[str, Sequence[str]]) -> None:
 
 
 def _find_dataset(path: Path, call: str) -> Repository | None:
-    """Return the dataset of the hub that a path names; None for a path that exists, or that must be a path."""
+    """Return the dataset of the hub that a path names; None if it exists or cannot be a dataset's name."""
     repository = find_repository(path, "dataset", _KINDS, call)
-    # `notes/a.txt` is a missing file, and no dataset of the owner `notes`.
+    # `notes/a.txt` names a missing file rather than a dataset of the owner `notes`.
     is_file_name = repository is not None and repository.file is None and repository.name.endswith(_KINDS)
     return None if is_file_name else repository
 
 
 def _list_dataset(repository: Repository, call: str, skipped: dict[str, list[str]]) -> list[_FileEntry]:
-    """Download the files of a dataset that are read and list them; add the paths of its other files to `skipped`."""
+    """Download and list a dataset's files of known kinds; add the paths of all other files to `skipped`."""
     if repository.file is not None:
         return _list_entries(repository.download_file(), call, skipped)
     folder = repository.download([f"*{kind}" for kind in _KINDS], exclude=[_CARD])
@@ -276,7 +276,7 @@ def _read_plain(entry: _FileEntry, piece: int | None, call: str) -> Iterator[Doc
     done = number = 0
 
     def split_documents(text: str, is_complete: bool) -> Iterator[Document]:
-        """Yield the documents of `text`; if the file goes on, without those whose ends more text may change."""
+        """Yield the documents of `text`; unless `is_complete`, stop where an end may depend on text not read yet."""
         nonlocal done, number
         start = 0
         while start < len(text):
@@ -367,7 +367,8 @@ def _read_parquet(entry: _FileEntry, field: str | None, call: str) -> Iterator[D
 def _drop_nulls(value: Any) -> Any:
     """Return a row without the fields that are null, except for `content`.
 
-    In a table, the objects of a column have the fields of all of them, such as the parameters of every tool.
+    In a Parquet column, each object has the fields of all objects, for example the parameters of every tool. Fields
+    that an object did not set are null.
     """
     match value:
         case dict():

@@ -89,8 +89,8 @@ class Loader:
     A run is an endless sequence of examples: row `row` of the batch at `step` is example `step * batch + row`. An epoch
     is `rows_per_epoch` examples, which contain every row of the data once; each epoch has another order. A batch may
     span two epochs, so no row is dropped. `packing` is `"windows"` (`WindowPacking`), `"documents"`
-    (`DocumentPacking`), `"pairs"` (`PairPacking`), of which two rows are shuffled as one, `"labelled"`
-    (`LabelledPacking`), or `"groups"` (`TextGroupPacking`), of which the rows of a group are shuffled as one.
+    (`DocumentPacking`), `"pairs"` (`PairPacking`), `"labelled"` (`LabelledPacking`), or `"groups"`
+    (`TextGroupPacking`). The two rows of a pair, and the rows of a group, stay together when the order is shuffled.
 
     **Raises:** `ValueError` if `batch` is not positive or splits a pair or group, the packing is unknown, or the
     packing refuses `seq`.
@@ -153,13 +153,13 @@ class Loader:
         return replace(self.read(rows), examples=as_examples(examples))
 
     def read(self, rows: Int[np.ndarray, "rows"]) -> Batch:
-        """Return rows, or pairs, of the packing by their numbers, with their stored arrays."""
+        """Return the rows (or whole pairs or groups) with these numbers, with the stored arrays of each row."""
         batch = self.packing(rows)
         return batch if self.stored is None else self.stored.add_to(batch, rows)
 
     @property
     def settings(self) -> JsonObject:
-        """The tokens and how they are packed into rows, as JSON: what arrays of rows must have been computed for."""
+        """The token folder, the packing and the row length, as JSON, which stored arrays of rows must match."""
         return {"tokens": self.store.path.name, "packing": type(self.packing).__name__, "seq": self.seq}
 
     def with_row_arrays(
@@ -167,9 +167,10 @@ class Loader:
     ) -> "Loader":
         """Return a loader of the same batches with arrays that are computed once for all rows.
 
-        They are kept in a folder beside the tokens, whose name depends on the tokens, the rows and `arrays.settings`.
-        If the folder exists, nothing is computed; if a process ended before all rows were done, the missing rows are.
-        `progress` is called with the number of rows (or pairs) done and of all.
+        The arrays are stored in a folder beside the tokens. The folder's name depends on the tokens, the rows and
+        `arrays.settings`. If the folder exists, nothing is computed; if an earlier process ended before all rows were
+        done, only the missing rows are computed. `progress` is called with the number of finished rows (or pairs) and
+        the total number.
         """
         group, (start, stop) = self.packing.group, arrays.rows
 
@@ -308,11 +309,13 @@ class Mixture:
         self._shares = [weight / sum(exact[number:]) for number, weight in enumerate(exact)]
         documents = [loader.packing.documents for loader in loaders.values()]
         self._documents = None if None in documents else max(count for count in documents if count is not None)
-        self._order = int.from_bytes(hashlib.blake2b(f"mixture {int(seed)}".encode(), digest_size=8).digest(), "big")
+        self._order_seed = int.from_bytes(
+            hashlib.blake2b(f"mixture {int(seed)}".encode(), digest_size=8).digest(), "big"
+        )
         self._cached_block = functools.lru_cache(maxsize=4)(self._assign_block)
 
     def with_loaders(self, loaders: Mapping[str, Loader]) -> "Mixture":
-        """Return the same mixture of loaders of the same rows, such as those of `Loader.with_stored`."""
+        """Return the mixture with other loaders of the same rows, for example the results of `Loader.with_stored`."""
         mixture = copy.copy(self)
         mixture.loaders = dict(loaders)
         return mixture
@@ -336,7 +339,7 @@ class Mixture:
     def origin(self, examples: Int[np.ndarray, "batch"]) -> tuple[Int[np.ndarray, "batch"], Int[np.ndarray, "batch"]]:
         """Return the index of each example's loader, and the example's number in that loader's run.
 
-        A loader of pairs has a number for each pair.
+        For loaders of pairs or groups, each pair or group counts as one example.
         """
         owner, number = np.empty((2, len(examples)), np.int64)
         blocks, offsets = np.divmod(examples, _BLOCK)
@@ -352,9 +355,10 @@ class Mixture:
         return {name: count / loader.packing.rows for count, (name, loader) in zip(counts, self.loaders.items())}
 
     def _count_examples(self, examples: int) -> list[int]:
-        """Count the examples of each loader among the first `examples`, which are whole blocks; integers of any size.
+        """Count the examples of each loader among the first `examples` of the mixture; exact at the ends of blocks.
 
-        Rounding one loader after another makes the counts add up to `examples`.
+        Python's integers and fractions cannot overflow. Rounding one loader after another makes the counts add up to
+        `examples`.
         """
         counts = []
         for share in self._shares:
@@ -366,7 +370,7 @@ class Mixture:
         starts, stops = self._count_examples(block * _BLOCK), self._count_examples((block + 1) * _BLOCK)
         sizes = [stop - start for start, stop in zip(starts, stops)]
         indices = block * _BLOCK + np.arange(_BLOCK, dtype=np.int64)
-        owner = np.repeat(np.arange(len(sizes)), sizes)[shuffle_indices(indices, rows=_BLOCK, seed=self._order)]
+        owner = np.repeat(np.arange(len(sizes)), sizes)[shuffle_indices(indices, rows=_BLOCK, seed=self._order_seed)]
         number = np.empty(_BLOCK, np.int64)
         for index, (start, size) in enumerate(zip(starts, sizes)):
             number[owner == index] = start + np.arange(size)

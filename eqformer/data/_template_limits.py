@@ -19,7 +19,7 @@ MAX_SOURCE = 1 << 16  # characters of a template; the longest published ones hav
 MAX_STEPS = 1 << 20  # loop iterations, calls, operations, and each 1,024 characters or elements that they create
 MAX_SIZE = 1 << 22  # characters and elements of a value, and of the output
 MAX_SECONDS = 1.0  # processor time of this thread, so that a busy machine refuses no more templates than an idle one
-_TOTAL_FACTOR = 64  # total size of all values, in values of the maximum size; bounds the memory
+_TOTAL_FACTOR = 64  # limit of the total size of all values, in values of the maximum size; it bounds the memory
 _CONVERSATION_FACTOR = 4  # The maximum size of a value grows by this multiple of the conversation's size.
 _MAX_BITS = 1 << 14  # bits of an integer
 _MAX_COMPARISONS = 10**8  # comparisons of one operation whose time is the product of two sizes
@@ -155,7 +155,7 @@ def _count_characters(width: object) -> int:
 
 @dataclasses.dataclass
 class TemplateCall:
-    """Call of a method or a filter in a template; its check may replace the value and the arguments by lists."""
+    """Call of a method or a filter in a template. A check may replace the value and the arguments by lists."""
 
     budget: Budget
     environment: Environment
@@ -166,7 +166,7 @@ class TemplateCall:
 
     @property
     def arguments(self) -> list[Any]:
-        """All arguments, those by keyword last."""
+        """The positional arguments, then the values of the keyword arguments."""
         return [*self.args, *self.kwargs.values()]
 
 
@@ -284,6 +284,7 @@ FILTERS: _Checks = types.MappingProxyType(
         "sum": _check_sum,
     }
 )
+# Filters whose time grows faster than the size of their input.
 NOT_LINEAR = frozenset(("pprint", "striptags", "urlize", "wordwrap", "xmlattr"))
 
 

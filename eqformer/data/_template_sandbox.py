@@ -69,7 +69,7 @@ class CountedIterator(Iterator[object]):
 
 
 class BoundedNamespace(Namespace):
-    """Variables that outlive a loop; their values are not written as text, since a namespace may contain itself."""
+    """Jinja's `namespace`, printed as `<Namespace>` without its values, since a namespace may contain itself."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
@@ -97,7 +97,7 @@ class CountingCodeGenerator(CodeGenerator):
     """Code generator that counts every loop iteration and the size of every value that an expression creates."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        # `environment.count()` is true. In the loop's test it counts the items that do not reach the body.
+        # `environment.count()` returns true, so it can be part of the loop's test, where it counts rejected items too.
         count = nodes.EnvironmentAttribute("count()")
         if node.test is not None:
             node.test = nodes.And(count, node.test)
@@ -218,7 +218,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._thread_state.loops.begin()
 
     def begin_iteration(self, item: object) -> None:
-        """Note the item of a loop's iteration that begins."""
+        """Note that an iteration of a loop begins with this item."""
         self._thread_state.loops.visit(item)
 
     def end_loop(self) -> None:
@@ -226,7 +226,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._thread_state.loops.end()
 
     def count(self) -> bool:
-        """Count a loop's iteration; always true, so that it may stand in a condition."""
+        """Count an iteration of a loop; return True, so that the call can be part of a condition."""
         self.budget.step()
         return True
 
@@ -269,7 +269,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: object, **kwargs: object) -> object:
         """Return the result of a call in a template.
 
-        The parameters have jinja2's names, since other names may be keywords of the call.
+        The parameters have jinja2's names with underscores, since a plain name may be a keyword of the template's call.
         """
         budget = __self.budget
         budget.step()
