@@ -55,11 +55,11 @@ def load_conversation_encoder(
     *,
     loss_on: data.LossOn = "assistant",
 ) -> data.ConversationEncoder:
-    """Load the encoder of conversations that a published chat model is trained on.
+    """Load the encoder of conversations for training a published chat model.
 
     Args:
         source: The published folder or the GGUF file, whose chat template and end ids the encoder has.
-        tokenizer: The tokenizer; None: that of the source, see `load_tokenizer`.
+        tokenizer: The tokenizer; None: the source's tokenizer, see `load_tokenizer`.
         loss_on: The tokens that are trained on, as in `data.ConversationEncoder`.
     """
     folder = models.companion_folder(source)
@@ -78,7 +78,7 @@ def read_begin_id(folder: Path, tokenizer: data.ByteTokenizer | data.FileTokeniz
 
 
 def read_chat_template(folder: Path) -> data.ChatTemplate | None:
-    """Read the chat template of a published folder; None without one, and after a warning if it cannot be read."""
+    """Read a published folder's chat template, if any; warn and return None if the template cannot be read."""
     if not data.has_chat_template(folder):
         return None
     try:
@@ -126,7 +126,7 @@ class EmbeddingHead(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class EncoderFiles:
-    """The statements of a folder about its text encoder, beside the model itself."""
+    """Settings of a text encoder, from the files of its folder."""
 
     folder: Path
     """The folder with the model and its tokenizer."""
@@ -136,7 +136,7 @@ class EncoderFiles:
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Texts that are put before a text, by name."""
     default_prompt: str | None = None
-    """The name of the prompt of texts that are embedded without one; None: no prompt."""
+    """The name of the prompt for texts that are embedded without an explicit prompt; None: no prompt."""
     similarity: str = "cosine"
     """The function by which vectors are compared."""
     max_length: int | None = None
@@ -146,7 +146,7 @@ class EncoderFiles:
 
 
 def read_encoder_files(path: Path) -> EncoderFiles:
-    """Read the files of a text encoder; raises a `ValueError` that names a file with what is not supported.
+    """Read the files of a text encoder; raise a `ValueError` that names the file of an unsupported setting.
 
     A folder without `modules.json` has the mean of all tokens, as in sentence-transformers.
     """
@@ -195,7 +195,7 @@ def read_pooling(folder: str | Path) -> str:
 
 
 def encoder_files(pooling: str, *, channels: int, max_length: int, similarity: str) -> dict[str, str]:
-    """Return the files in which sentence-transformers publishes a text encoder, by name, beside those of its model."""
+    """Return the files of a text encoder for sentence-transformers, by name, without the files of its model."""
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -211,8 +211,7 @@ def encoder_files(pooling: str, *, channels: int, max_length: int, similarity: s
 
 
 def read_lengths(folder: Path) -> tuple[int | None, bool]:
-    """Return the length to which a model's texts are cut, None if the folder states none, and whether they are read in
-    lower case."""
+    """Return the length to which texts are cut (None if it is not stated), and whether texts are lower-cased."""
     settings = _read_optional(folder / _LENGTH)
     length = settings.read("max_seq_length", int, None)
     if length is not None and length < 1:
@@ -239,7 +238,7 @@ def _check_transformer(folder: Path) -> None:
 
 
 def stated_max_length(folder: Path) -> int | None:
-    """Return the length to which transformers' tokenizer cuts texts, and at most the model's positions."""
+    """Return the length to which transformers' tokenizer cuts texts, limited to the model's positions."""
     tokenizer, config = _read_optional(folder / "tokenizer_config.json"), _read_optional(folder / "config.json")
     stated = [tokenizer.take("model_max_length", None), config.take("max_position_embeddings", None)]
     lengths = [int(length) for length in stated if isinstance(length, int | float) and length >= 1]
@@ -291,7 +290,7 @@ def _read_pooling(folder: Path) -> tuple[nn.Pooling, bool]:
     file = folder / "config.json"
     attributes = PublishedConfig(read_json(file), str(file), "this version")
     modes = attributes.take("pooling_mode", None)
-    if modes is None:  # Each mode was a flag before.
+    if modes is None:  # Older files have a flag for each mode.
         modes = [mode for flag, mode in _OLDER_MODES.items() if attributes.flag(flag, False)] or ["mean"]
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or not modes or not all(mode in nn.POOLINGS for mode in modes):

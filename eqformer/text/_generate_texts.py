@@ -81,7 +81,7 @@ class Settings:
 
     @staticmethod
     def from_options(call: str, options: Mapping[str, Any]) -> "Settings":
-        """Return the settings of a call; raise a `TypeError` for an option that does not exist, with the nearest."""
+        """Return the settings of a call; raise a `TypeError` for an unknown option, with the most similar name."""
         names = [field.name for field in dataclasses.fields(Settings)]
         if unknown := [name for name in options if name not in names]:
             near = difflib.get_close_matches(unknown[0], names, n=1)
@@ -144,14 +144,14 @@ class StopStrings:
         return text[: len(text) - pending]
 
     def finish(self) -> str:
-        """Return the text that was held back, which began no stop string in the end."""
+        """Return the text that was held back, which turned out not to begin a stop string."""
         pending, self._pending = self._pending, ""
         return pending
 
     def _find(self, text: str) -> int | None:
         """Return where the first stop string begins in the text; None without one."""
-        # A match is (its end, minus its length), whose sum is its start: the least match ends first or, of several that
-        # end there, is the longest.
+        # A match is the pair (end, -length), whose sum is the start. The smallest pair ends first and, of several pairs
+        # with the same end, is the longest match.
         matches = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
         return sum(min(matches)) if matches else None
 
@@ -303,7 +303,7 @@ def _complete_rows(
 
 
 def _stream(llm: "LLM", prompts: Prompts, settings: Settings) -> StreamedText:
-    """Return the text of the only prompt, which is drawn while it is read."""
+    """Return the text of the only prompt; tokens are drawn while the caller reads the text."""
     options = _generation_options(llm, prompts, settings)
     return StreamedText(generation.stream(llm.model, prompts.rows[0], **options), _assembler(llm, prompts, 0, settings))
 

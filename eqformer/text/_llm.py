@@ -33,14 +33,14 @@ class LLM:
     chat_template: data.ChatTemplate | None = None
     """The template of the model's chats; None for a model without chats."""
     end_ids: tuple[int, ...] = ()
-    """Ids that end a text, the main one first: it is appended to a text that is to end."""
+    """Ids that end a text. The first is the main id, which is appended where a text must end."""
     special_tokens: bool = True
     """Whether prompts get the special tokens that the tokenizer adds, such as a beginning of text, and may name special
     tokens. False for a model that was trained on plain text."""
     max_length: int | None = None
     """Tokens of the longest text that the model was published for or trained on; None: unknown."""
     begin_id: int | None = None
-    """The id that begins a text, whether or not prompts get it; None: none is named."""
+    """The id of the beginning of text, whether or not prompts get it; None: the model's files name none."""
 
     def __post_init__(self):
         if isinstance(self.chat_template, str):
@@ -54,7 +54,7 @@ class LLM:
     @overload
     def tokens(self, text: Texts) -> list[list[int]]: ...
     def tokens(self, text: str | Texts) -> list[int] | list[list[int]]:
-        """Return the ids of a prompt as the model reads it, or those of each prompt of a list."""
+        """Return the ids of a prompt as the model reads it, or a list of ids for each prompt of a list."""
         return self._encode(text) if isinstance(text, str) else [self._encode(prompt) for prompt in text]
 
     @overload
@@ -96,7 +96,7 @@ class LLM:
                 f"generate(prompts): prompt {rows.index([])} is empty, and the tokenizer adds no beginning of text, so "
                 "there is no token after which to draw; give at least one character."
             )
-        # The text that an encoder reads is not continued.
+        # A model with an encoder starts a new text; other models continue the prompt's text.
         encoded = Prompts(texts, rows, rows if self.model.start is None else None)
         results = generate_texts(self, encoded, "generate", settings, stream=stream, log_probs=log_probs)
         return results[0] if isinstance(prompts, str) else results
@@ -165,18 +165,18 @@ class LLM:
         """Return an engine that continues many texts and chats at once, each with settings of its own.
 
         Texts may come and go at any time, and each is the text that `generate` or `chat` alone would draw. The engine
-        decodes by `model`, so it runs under the plan of `load`. Raises a `ValueError` for numbers below 1 and for a
-        draft that does not fit the model.
+        decodes with `model`, so the engine runs under the plan that `load` was given. Raises a `ValueError` for numbers
+        below 1 and for a draft that does not fit the model.
 
         Args:
             slots: Texts that are drawn at once.
             capacity: Tokens of the longest text, with its prompt.
             prefill_chunk: Tokens of a prompt that are read at once; between two decoding steps, such a chunk is read
                 for each free slot.
-            stride: Most tokens of each text that are drawn before the host looks at them: with a small stride, texts
-                stream more evenly, with a large one, all are faster.
-            prefixes: Beginnings of prompts whose caches are kept for other prompts that begin alike.
-            cache_dtype: Dtype of keys and values in the caches; None: that in which they are computed.
+            stride: Maximum number of tokens of each text that the device draws before the host reads them. With a small
+                stride, texts stream more evenly; with a large stride, all texts are faster.
+            prefixes: Number of prompt prefixes whose caches are stored for later prompts with the same beginning.
+            cache_dtype: Dtype of keys and values in the caches; None: the dtype in which they are computed.
             draft: A smaller model that proposes tokens; `"mtp"` is the model's own predictor.
             draft_tokens: Tokens that the draft proposes at a time.
         """

@@ -54,10 +54,10 @@ def complete_file(
 ) -> FileSummary:
     """Write a text for each row of a file of JSON lines, and go on where an earlier call stopped.
 
-    A row is an object with a `prompt` (a text or ids) or `messages`, and settings of its own by the names of
-    `TextRequest`. A line of the result has the number of the row's line, the row and its text. Lines are written when
-    their texts end. When all are written, they are put into the order of the rows. So a process that is killed loses
-    only texts that had not ended, and the same call then makes the same file as one without an interruption.
+    A row is an object with a `prompt` (a text or ids) or `messages`, and may set fields of `TextRequest` for itself. A
+    line of the result has the number of the row's line, the row and its text. Lines are written when their texts end.
+    When all are written, they are put into the order of the rows. A killed process therefore loses only unfinished
+    texts, and the same call, repeated, then writes the same file as an uninterrupted call.
 
     All rows are read before anything is drawn. Raises a `ValueError` that names the line for a row that is no JSON
     object, has unknown fields, or is refused by `TextEngine.encode`; and for a target that another call has begun: with
@@ -71,8 +71,9 @@ def complete_file(
         ask: A function that turns a row's text into the prompt of a request, such as a list of messages.
         best_of: Texts that are drawn for each row. All are written, the likeliest first.
         log_probs: Whether to write the ids of each text and their log-probabilities.
-        fingerprint: A text on which the texts depend, too, such as the name of the model.
-        progress: A function that is called with the number of rows that this call has written, and is to write.
+        fingerprint: A string for everything else that the texts depend on, such as the name of the model.
+        progress: A function that is called with the number of rows that this call has written and the number that it
+            must write.
     """
     source, target = Path(source), Path(target)
     if best_of < 1:
@@ -85,7 +86,7 @@ def complete_file(
     lines = _check_rows(job)
     written = _read_written(job, lines)
     errors = tokens = 0
-    # JSON names a lone surrogate of a row, which UTF-8 cannot write.
+    # UTF-8 cannot encode a lone surrogate of a row; `backslashreplace` writes the JSON escape of the surrogate.
     with target.open("a", encoding="utf-8", errors="backslashreplace") as file:
         remaining = [line for line in lines if line not in written]
         progress(0, len(remaining))
@@ -134,7 +135,7 @@ def _check_rows(job: _PromptFileJob) -> dict[int, str]:
 
 
 def _read_written(job: _PromptFileJob, lines: dict[int, str]) -> set[int]:
-    """Return the lines whose texts the target has; cut off a last line that was half written.
+    """Return the rows' line numbers whose texts the target has; cut off an incomplete last line of the target.
 
     Raises a `ValueError` for a target with other rows or settings, or with lines that this function does not write.
     """
@@ -224,7 +225,7 @@ def _describe(job: _PromptFileJob, results: list[TextResult]) -> dict[str, Any]:
 
 
 def _round(log_prob: float) -> float:
-    """Round a log-probability, of which float32 and another batch size leave fewer digits alike."""
+    """Round a log-probability to 4 decimals, since further digits may change with the batch size in float32."""
     return round(log_prob, 4)
 
 

@@ -86,16 +86,16 @@ class Rollouts:
         step = training.make_step(training.policy_loss("grpo"), optimizer)
         training.train(step, training.init_state(llm.model, optimizer), rollouts, steps=100)
 
-    In a run of several processes all of them sample together under the plan, and the first alone calls the reward.
+    The processes of a run sample together under the plan, and only the first process calls the reward function.
 
-    A step's batch depends on the key, on the number of the step and on the weights alone, so a run that goes on from a
-    checkpoint (`start=`) gives the numbers of one that was not interrupted. Prompts are shuffled anew in each pass over
+    A step's batch depends on the key, on the number of the step and on the weights alone, so a run resumed from a
+    checkpoint (`start=`) gives the same numbers as an uninterrupted run. Prompts are shuffled anew in each pass over
     the rows. Completions end with an id of `llm.end_ids`. Call `train` without a key: dropout would make the trainer's
     log-probabilities differ from the sampler's.
 
-    Metrics of the step, of all completions that were first sampled for it: `reward`, `reward_std` (the mean of the
-    groups' standard deviations), `groups_without_signal` (the share of groups whose rewards are all equal),
-    `completion_tokens`, and `truncated` (the share of completions that `max_new_tokens` ended).
+    The metrics of a step are over the completions that were sampled first, before groups were replaced: `reward`,
+    `reward_std` (the mean of the groups' standard deviations), `groups_without_signal` (the share of groups whose
+    rewards are all equal), `completion_tokens`, and `truncated` (the share of completions that `max_new_tokens` ended).
     """
 
     samples: Sequence[Sample] = ()
@@ -125,16 +125,16 @@ class Rollouts:
         """Check the rows, and encode their prompts.
 
         Raises a `ValueError` for rows without a prompt or with other fields than the first row, and for prompts that
-        have no tokens or are too long. A call raises one if the reward fails, or returns other than one finite number
-        for each completion, before the step is taken.
+        have no tokens or are too long. A call raises a `ValueError`, before the step is taken, if the reward function
+        fails or does not return one finite number for each completion.
 
         Args:
             llm: The tokenizer, chat template and end ids; its model gives the vocabulary and the longest row only.
             rows: Rows of data, each with a `prompt`: a text, or a list of messages.
             reward: `reward(prompts, completions, **columns)` returns a number for each completion. Prompts are as in
                 the rows, completions are texts, and columns are lists of the rows' other fields.
-            prompts: Prompts of a step.
-            group: Completions of each prompt, whose rewards are compared.
+            prompts: Number of prompts of a step.
+            group: Number of completions of each prompt, whose rewards are compared.
             max_new_tokens: Most tokens of a completion.
             temperature: The temperature of sampling, which the batches pass on to the loss.
             scale_rewards: Whether advantages are divided by the standard deviation of the group's rewards; False for
@@ -182,7 +182,7 @@ class Rollouts:
     def greedy_reward(self, model: PyTree) -> float:
         """Return the mean reward of greedy completions of all rows, which may be rows that no step trains on.
 
-        As many completions as a step has are generated at once. Nothing is drawn, so the key has no effect.
+        Each batch that is generated has as many completions as a step. Nothing is drawn, so the key has no effect.
         """
         decoding_model, size, rewards = self._decoding_model(model), self._prompts * self._group, list[float]()
         for start in range(0, len(self._rows), size):
@@ -194,7 +194,7 @@ class Rollouts:
         return float(np.mean(rewards))
 
     def _make_batch(self, model: PyTree, step: int) -> PolicyBatch:
-        """Sample completions, have them scored, and join both to a batch, on the devices of the plan."""
+        """Sample completions, score them, and join completions and scores to a batch on the devices of the plan."""
         first, samples = self._sample_groups(model, step)
         self.samples = samples.samples
         batch = dataclasses.replace(self._join(samples, step), row_metrics=_row_metrics(first))
@@ -209,7 +209,7 @@ class Rollouts:
         return dataclasses.replace(batch, **log_probs)
 
     def _sample_groups(self, model: PyTree, step: int) -> tuple[_Samples, _Samples]:
-        """Return the samples of a step's prompts, and those in which groups of equal rewards have been replaced."""
+        """Return the samples of a step's prompts, before and after groups of equal rewards are replaced."""
         decoding_model = self._decoding_model(model)
         first = samples = self._sample(decoding_model, step, 0)
         for attempt in range(1, self._resample + 1):
@@ -247,7 +247,7 @@ class Rollouts:
         )
 
     def _sample(self, model: generation.Model, step: int, attempt: int) -> _Samples:
-        """Sample a group of completions for each prompt of a step by a model that decodes, and have them scored."""
+        """Sample a group of completions for each prompt of a step with a model that decodes, and score them."""
         order_key, draw_key = jax.random.split(jax.random.fold_in(self.key, attempt))
         numbers = np.repeat(self._choose_rows(order_key, step), self._group).tolist()
         result, completions = self._complete(
@@ -266,7 +266,7 @@ class Rollouts:
     def _complete(
         self, model: generation.Model, numbers: Sequence[int], temperature: float, key: Key[Array, ""], **options: Any
     ) -> tuple[generation.Generation, list[Completion]]:
-        """Generate completions of the rows of these numbers; `options` are those of `generation.generate`."""
+        """Generate completions for the rows with these numbers; `options` are passed to `generation.generate`."""
         result = generation.generate(
             model,
             [self._ids[number] for number in numbers],
@@ -297,7 +297,7 @@ class Rollouts:
         return numbers
 
     def _assembler(self, number: int) -> TextAssembler:
-        """Return the assembler of a completion's text; that of messages does not continue the prompt's text."""
+        """Return the assembler of a completion's text; an answer to messages does not continue the prompt's text."""
         continued = self._ids[number] if isinstance(self._rows[number]["prompt"], str) else ()
         return TextAssembler(data.TextStream(self.llm.tokenizer, continued), self.llm.end_ids, StopStrings(()))
 
@@ -370,7 +370,7 @@ def _encode_prompt(llm: LLM, prompt: Any, number: int) -> list[int]:
 
 
 def _fit_rows(model: generation.Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-    """Return the tokens of a training row in which every prompt and completion fits; raise a `ValueError` for none."""
+    """Return the tokens of a training row in which all completions fit; raise a `ValueError` if none exists."""
     longest = max(map(len, prompts)) + max_new_tokens - 1
     if model.start is not None:
         raise ValueError(

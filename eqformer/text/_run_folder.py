@@ -74,7 +74,7 @@ def restore_run_model(path: str | Path, recipe: RunRecipe, plan: parallel.Plan |
 
 
 def load_run_tokenizer(path: str | Path) -> data.ByteTokenizer | data.FileTokenizer:
-    """Load the tokenizer of a run: from the run's tokenizer file, from its published model, or bytes without both."""
+    """Load the tokenizer of a run: the run's own file, its published model's, or else the byte tokenizer."""
     return open_run_tokenizer(path, read_run_recipe(path))
 
 
@@ -90,9 +90,9 @@ def open_run_tokenizer(path: str | Path, recipe: RunRecipe) -> data.ByteTokenize
 
 
 def load_run_encoder(path: str | Path, plan: parallel.Plan | None = None) -> TextEncoder:
-    """Load the text encoder of a run's latest checkpoint, of a loss of encoders.
+    """Load the text encoder of a run's latest checkpoint, for a run with the loss `contrastive` or `mlm`.
 
-    It reads texts as the run has: of at most `seq` tokens. Raises a `ValueError` for a run of another loss.
+    The encoder reads at most `seq` tokens of a text, as the run did. Raises a `ValueError` for a run with another loss.
     """
     recipe = read_run_recipe(path)
     if not recipe.is_of_encoder:
@@ -118,7 +118,7 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
     options: dict[str, Any] = {"config": recipe.model}
     if (published / "config.json").exists():
         options = {"like": published}
-    elif published.exists():  # The files of a GGUF file, which has no config.json.
+    elif published.exists():  # The run began from a GGUF file, so the copied files include no config.json.
         options["attributes"] = {"eos_token_id": models.read_eos_token_ids(published) or None}
         options["files"] = {file.name: read_utf8(file) for file in published.iterdir()}
     else:

@@ -58,11 +58,11 @@ class TextClassifier:
     is_multi_label: bool = False
     """Whether a text may have several labels, each with a probability of its own."""
     activation: str = "sigmoid"
-    """The function of a score, for `score`: `"sigmoid"`, or `"identity"` for the logit itself."""
+    """The function that `score` applies to logits: `"sigmoid"`, or `"identity"` for the logits themselves."""
     reads_types: bool = True
-    """Whether a model with token types reads those of the tokenizer, which tell the texts of a pair apart."""
+    """Whether the model reads the tokenizer's token types, which tell the two texts of a pair apart."""
     pad_id: int | None = None
-    """The id of tokens that a pooling leaves out, also at the end of a text; None: all tokens of a text are pooled."""
+    """The id that pooling leaves out, even at the end of a text; None: all tokens of a text are pooled."""
     plan: parallel.Plan | None = None
     """The plan that shards the model over a mesh; None: one device."""
 
@@ -76,7 +76,7 @@ class TextClassifier:
     @overload
     def classify(self, texts: Texts, *, batch_size: int = 32) -> list[Classification] | list[list[TokenLabel]]: ...
     def classify(self, texts: Any, *, batch_size: int = 32) -> Any:
-        """Return the `Classification` of a text, or of each text of a list; of a classifier of tokens, their labels.
+        """Classify a text, or each text of a list; a classifier of tokens returns the labels of a text's tokens.
 
         Probabilities are a softmax over the labels or, for a model with one label or with several labels of a text, a
         sigmoid of each. Special tokens have no label. Raises a `ValueError` for an empty list and for anything but
@@ -98,8 +98,8 @@ class TextClassifier:
     def score(self, texts: Any, *, activation: str | None = None, batch_size: int = 32) -> Any:
         """Return the score of each pair of texts, such as a question and an answer, or of each text of a list.
 
-        A text or a tuple of two texts has one score. A model with several labels returns a score for each. The function
-        of a score is the model's `activation`, as in sentence-transformers' `CrossEncoder.predict`; `"identity"`
+        A text or a tuple of two texts has one score. A model with several labels returns a score for each. Scores are
+        the model's `activation` of the logits, as in sentence-transformers' `CrossEncoder.predict`; `"identity"`
         returns the logits, such as the reward of a reward model. Pairs of more tokens than `max_length` are cut at the
         end of the longer text. Raises a `ValueError` for an empty list, and for anything but texts or pairs of texts.
         """
@@ -156,7 +156,7 @@ class TextClassifier:
 
 
 def _is_pair(value: object) -> bool:
-    """Return whether a value is a pair of texts, which a list of two texts within a list is, too."""
+    """Return whether a value is a list or a tuple of two texts."""
     return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
@@ -193,9 +193,9 @@ def load_classifier(
     Args:
         source: A folder of transformers' `ForSequenceClassification` or `ForTokenClassification` model, or the name of
             such a model of the hub.
-        answers: Two tokens of a language model, such as `("yes", "no")` of Qwen3-Reranker. The score of a text, which
-            ends where the model would answer, is the logit of the first one minus that of the second; its sigmoid is
-            the probability of the first one of the two.
+        answers: Two tokens of a language model, such as `("yes", "no")` of Qwen3-Reranker. A text must end where the
+            model would answer. The score of a text is the logit of the first token minus the logit of the second; the
+            sigmoid of the score is the probability of the first token among the two.
         plan: The plan that shards the model over a mesh; None: one device. The scores are the same.
         dtype: The dtype of all weights; None: each has its published dtype.
         weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them.
@@ -283,7 +283,7 @@ def _read_activation(path: Path, attributes: JsonObject, labels: int) -> str:
 
 
 def _read_pad_id(model: nn.Transformer, attributes: JsonObject) -> int | None:
-    """Return the padding id of a classifier that reads the last token; transformers reads the last one of another id.
+    """Return the id of padding, which a classifier that pools the last token skips, as in transformers.
 
     A text ends with this id if the end of text is also the padding, as in many reward models.
     """

@@ -20,7 +20,7 @@ from ._companions import check_truncation_side, EmbeddingHead, MODULES, read_enc
 Texts = list[str] | tuple[str, ...]
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 """The functions of `TextEncoder.similarity`, by the names of sentence-transformers."""
-_NARROWEST = 16  # tokens
+_MIN_WIDTH = 16  # tokens of a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TextEncoder:
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Texts that are put before a text, by name, such as `{"query": "query: "}`."""
     default_prompt: str | None = None
-    """The name of the prompt of texts that are embedded without one; None: no prompt."""
+    """The name of the prompt for texts that are embedded without an explicit prompt; None: no prompt."""
     includes_prompt: bool = True
     """Whether the tokens of a prompt are pooled too."""
     max_length: int | None = None
@@ -92,7 +92,7 @@ class TextEncoder:
             texts: A text, or a list of texts.
             prompt_name: The name of a prompt of `prompts` that is put before each text; None: the default prompt.
             prompt: A prompt in place of a named one.
-            truncate_dim: The number of first channels that are kept, for models that are trained so (Matryoshka).
+            truncate_dim: The number of leading channels to keep, for models that are trained for this (Matryoshka).
             normalize: Whether vectors are divided by their length, after they are truncated.
             batch_size: Texts that are read together.
 
@@ -202,7 +202,7 @@ def map_batches(
     devices = 1 if plan is None else math.prod(map(plan.size, plan.batch_axes)) * plan.microbatches
     results = (run(*_pad_batch([rows[number] for number in batch], batch_size, devices)) for batch in batches)
     arrays: list[np.ndarray] = [np.empty(0)] * len(rows)
-    # A result is copied after the next batch is started, so that the device never waits and holds two batches.
+    # A result is copied after the next batch is started, so that the device never waits and holds only two batches.
     current = next(results, None)
     for batch in batches:
         following = next(results, None)
@@ -214,13 +214,15 @@ def map_batches(
 
 def padded_width(length: int) -> int:
     """Return the width of rows for texts of up to `length` tokens: a power of two, or three quarters of one."""
-    width = max(_NARROWEST, 1 << (length - 1).bit_length())
-    return width * 3 // 4 if length <= width * 3 // 4 and width > _NARROWEST else width
+    width = max(_MIN_WIDTH, 1 << (length - 1).bit_length())
+    return width * 3 // 4 if length <= width * 3 // 4 and width > _MIN_WIDTH else width
 
 
 def _pad_batch(rows: Sequence[EncodedText], batch_size: int, devices: int) -> tuple[Int[Array, "batch seq"], nn.Tokens]:
-    """Return texts as rows of one width; rows of one token fill the batch up to a power of two, or `batch_size`, and to
-    a multiple of the devices."""
+    """Return texts as rows of one width.
+
+    Rows of one token fill the batch up to a power of two (at most `batch_size`), and then to a multiple of the devices.
+    """
     count = -(-min(batch_size, 1 << (len(rows) - 1).bit_length()) // devices) * devices
     width = padded_width(max(len(row.ids) for row in rows))
     ids, types = np.zeros((2, count, width), np.int32)
@@ -270,17 +272,16 @@ def load_encoder(
     Args:
         source: A published folder, as sentence-transformers or transformers write it, or the name of a model of the
             hub.
-        pooling: How the vector of a text is made from those of its tokens, a name in `nn.POOLINGS`; None: as the
-            folder's `modules.json` states, or, for an encoder without this file, the mean, as in
-            sentence-transformers.
+        pooling: How the vector of a text is made from the vectors of its tokens: a name in `nn.POOLINGS`; None: as the
+            folder's `modules.json` states, or, for an encoder without this file, the mean, as in sentence-transformers.
         plan: The plan that shards the model over a mesh; None: one device. The vectors are the same.
         dtype: The dtype of the model's weights; None: each has its published dtype.
         weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them.
         progress: A function that is called with the number of bytes read so far, and of all bytes.
 
     Raises:
-        ValueError: For a decoder without `modules.json` and `pooling`, and for what the folder's files state that is
-            not supported.
+        ValueError: For a decoder without `modules.json` and `pooling`, and for unsupported settings in the folder's
+            files.
     """
     path = models.local_path(source)
     call = f"load_encoder({str(source)!r})"
@@ -319,7 +320,7 @@ def load_encoder(
 
 
 def limit_length(model: nn.Transformer, max_length: int | None, folder: Path) -> int | None:
-    """Return the number of tokens to which texts are cut: that of the folder, and at most the learned positions."""
+    """Return the number of tokens to which texts are cut: the folder's length, limited to the learned positions."""
     lengths = [stated_max_length(folder) if max_length is None else max_length, model.max_seq]
     return min((length for length in lengths if length is not None), default=None)
 

@@ -48,15 +48,15 @@ class TextRequest:
     seed: int = 0
     """Seed of the draws: the same seed and example give the same text."""
     example: int | None = None
-    """The number of the text, on which its draws depend, too; None: its position in the list of `run`, or 0. Samples of
+    """The number of the text, which the draws depend on, too; None: its position in the list of `run`, or 0. Samples of
     one prompt get the numbers 0, 1, ..."""
     alternatives: int = 0
-    """Likely ids that a stream tells beside each drawn id."""
+    """Number of the likeliest ids that a stream reports beside each drawn id."""
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further variables of the chat template, such as `{"enable_thinking": False}`."""
 
     def with_fields(self, fields: Mapping[str, Any]) -> "TextRequest":
-        """Return the request with the fields of a JSON object in place of its own.
+        """Return the request with the values of a JSON object's fields.
 
         An object may have every field of a request, except `allowed`; `messages` in place of `prompt`; and
         `json_schema`, `regex` or `lark`, the source of a `Grammar`. Raises a `ValueError` for unknown fields and for
@@ -147,9 +147,9 @@ class TextResult:
     error: str = ""
     """The error that ended or refused the request."""
     prompt_length: int = 0
-    """Ids of the prompt."""
+    """Number of ids of the prompt."""
     shared_length: int = 0
-    """Ids of the prompt that were not read, because an earlier prompt began with them."""
+    """Number of ids of the prompt whose cache came from an earlier prompt with the same beginning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ class TextPiece:
     """A further piece of a text while it is drawn."""
 
     text: str
-    """The text that the new ids complete; empty, for example, while a character or a stop string may go on."""
+    """The text that the new ids complete; empty while a character or a possible stop string is incomplete."""
     ids: tuple[int, ...]
     """The new ids."""
     log_probs: tuple[float, ...]
@@ -169,7 +169,7 @@ class TextPiece:
 
 
 class TextEngine:
-    """Continues texts and answers chats that come and go, each as `LLM.generate` or `LLM.chat` would alone.
+    """Engine that continues texts and answers chats together, each as `LLM.generate` or `LLM.chat` would alone.
 
     `LLM.engine` makes one. `run` takes a list or an iterator of requests; `stream` takes one request at any time, in
     asynchronous code. A text does not depend on the requests beside it. See `generation.Engine` for slots, caches and
@@ -229,8 +229,8 @@ class TextEngine:
     def run(self, requests: Iterable[TextRequest | str]) -> Iterator[TextResult]:
         """Yield the text of each request when it ends; its `number` is the request's position in `requests`.
 
-        Requests are taken from the iterable when they can soon begin. A string is continued with the default request.
-        A request that is refused has a result whose `finish_reason` is `"error"`.
+        A request is taken from the iterable only shortly before it can begin. A string is continued with the default
+        request. A request that is refused has a result whose `finish_reason` is `"error"`.
         """
         remaining = enumerate(requests)
         rows: dict[int, tuple[int, _TextRow]] = {}
@@ -291,10 +291,10 @@ class TextEngine:
         prompt_ids: Sequence[int] | None = None,
         decoder: data.Tokenizer | None = None,
     ) -> "_TextRow":
-        """Check and encode a request, and join it with the text that it will have."""
+        """Check and encode a request; return it with the assembler of its text."""
         encoded = self.encode(request, position, prompt_ids)
         is_text = isinstance(request.prompt, str) or not isinstance(request.prompt[0], Mapping)
-        # The text of an answer stands alone, and so does that of a model whose encoder reads the prompt.
+        # Answers to messages, and the texts of a model with an encoder, do not continue the text of the prompt.
         continued = encoded.prompt if is_text and self.llm.model.start is None else ()
         stream = data.TextStream(decoder or self.llm.tokenizer, continued)
         return _TextRow(encoded, TextAssembler(stream, self.llm.end_ids, StopStrings(request.stop)))
@@ -326,7 +326,7 @@ class TextEngine:
         return ids
 
     def _count_new_tokens(self, request: TextRequest, prompt_length: int) -> int:
-        """Return the most tokens to draw."""
+        """Return the maximum number of tokens to draw."""
         if request.max_new_tokens is not None:
             return request.max_new_tokens
         used = prompt_length if self.llm.model.start is None else 1
@@ -346,7 +346,7 @@ class _TextRow:
         self.pieces: list[str] = []
         """The text that each id completes."""
         self.ending = ""
-        """The text that was held back at the end, which began no stop string."""
+        """The text at the end that was held back as a possible stop string, and is not one."""
         self._assembler = assembler
 
     def _push(self, ids: list[int]) -> bool:
@@ -380,4 +380,4 @@ _REASONS: Mapping[str, FinishReason] = {
     "cancelled": "cancelled",
     "error": "error",
 }
-"""Reasons for the end of a text, by those of `generation.Result`."""
+"""The `finish_reason` of a `TextResult`, by the `finish` of a `generation.Result`."""
