@@ -29,7 +29,7 @@ SIZES = {"embed": 8, "seq": 5, "kv_seq": 7, "batch": 2, "tokens": 10, "vocab": 1
 UNCHECKED = (
     *(
         "_dtype",
-        "_matmul_precision",
+        "_precision",
         "_lora",
         "_balance",
         "_indexer",

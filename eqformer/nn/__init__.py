@@ -39,10 +39,12 @@ from ._contracts import (
     aux_of as aux_of,
     ChunkedUnembedding as ChunkedUnembedding,
     ComposedMap as ComposedMap,
+    ComputeDtypeMatmul as ComputeDtypeMatmul,
     DenseMap as DenseMap,
     FeedForward as FeedForward,
     Layer as Layer,
     LinearMap as LinearMap,
+    MatmulPrecision as MatmulPrecision,
     Mixer as Mixer,
     MixerFacts as MixerFacts,
     Routed as Routed,
@@ -85,11 +87,6 @@ from ._lora import (
     merge_lora as merge_lora,
     with_lora as with_lora,
     without_lora as without_lora,
-)
-from ._matmul_precision import (
-    ComputeDtypeMatmul as ComputeDtypeMatmul,
-    Fp8Matmul as Fp8Matmul,
-    MatmulPrecision as MatmulPrecision,
 )
 from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import (
@@ -160,6 +157,7 @@ from ._pooling import (
 from ._precision import (
     cast as cast,
     Fp8Linear as Fp8Linear,
+    Fp8Matmul as Fp8Matmul,
     Precision as Precision,
     with_fp8 as with_fp8,
     without_fp8 as without_fp8,

@@ -1,4 +1,4 @@
-"""Contracts of linear maps and of the modules that a block or a stack holds, and the `Aux` of routed layers.
+"""Contracts of linear maps, of their products, and of modules of blocks and stacks; and the `Aux` of routed layers.
 
 A contract is an abstract module. Modules of other packages may subclass it.
 """
@@ -7,16 +7,17 @@ import abc
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TYPE_CHECKING
+from functools import partial
+from typing import ClassVar, NamedTuple, TYPE_CHECKING
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..kernels import Mask
-from ._dtype import add_float32
-from ._matmul_precision import ComputeDtypeMatmul, MatmulPrecision
+from ._dtype import add_float32, multiply_vectors
 from ._module import Module, modules
 from ._tokens import Tokens
 
@@ -66,7 +67,7 @@ class LinearMap(Module):
         return self
 
     @property
-    def products(self) -> MatmulPrecision:
+    def products(self) -> "MatmulPrecision":
         """The precision in which `matrix` is multiplied: by default the compute dtype."""
         return ComputeDtypeMatmul()
 
@@ -123,6 +124,97 @@ class ComposedMap(LinearMap):
 
 
 Channels = tuple[tuple[int, ...], ...]  # Pairs (heads, channels of a head) of one token; costs sum over pairs.
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulPrecision(abc.ABC):
+    """The three products of a map `y = W x`: the output, and the gradients of the input and of the weight.
+
+    Each product gets whole vectors and a matrix of outputs by inputs; on a mesh they may be the slices of one device.
+    It may round both in any way, sums in float32 at least, and returns `dtype`. A call computes `forward`, and its
+    gradients by the other two products (in reverse mode).
+    """
+
+    operand_bits: ClassVar[int | None]
+    """Bits of the operands after rounding; None if they are not rounded."""
+
+    def __call__(
+        self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch outputs"]:
+        """Return `W x`. Under `shard_map`, gradients are summed over mesh axes over which only the other factor
+        varies."""
+        x_zero, weight_zero = (jnp.zeros_like(array, shape=()) for array in (x, weight))
+        # With the zeros both factors vary over the same axes, and the transposes of these additions sum the gradients.
+        factors = x + weight_zero.astype(x.dtype), weight + x_zero.astype(weight.dtype)
+        return _multiply(self, jnp.dtype(dtype), *factors)
+
+    @abc.abstractmethod
+    def forward(
+        self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch outputs"]:
+        """Return `W x`."""
+
+    @abc.abstractmethod
+    def input_grad(
+        self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch inputs"]:
+        """Return the input's gradient, `W^T g`."""
+
+    @abc.abstractmethod
+    def weight_grad(
+        self, gradient: Float[Array, "*batch outputs"], x: Float[Array, "*batch inputs"], dtype: DTypeLike
+    ) -> Float[Array, "outputs inputs"]:
+        """Return the weight's gradient, `sum g x^T` over all vectors."""
+
+
+class ComputeDtypeMatmul(MatmulPrecision):
+    """Products of arrays without rounding, in their own dtype."""
+
+    operand_bits: ClassVar[int | None] = None
+
+    def __call__(
+        self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch outputs"]:
+        """Return `W x`, with JAX's gradients."""
+        return self.forward(x, weight, dtype)
+
+    def forward(
+        self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch outputs"]:
+        """Return `W x`."""
+        return multiply_vectors(x, weight, dtype)
+
+    def input_grad(
+        self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch inputs"]:
+        """Return the input's gradient."""
+        return jnp.einsum("...o,oi->...i", gradient, weight, preferred_element_type=dtype)
+
+    def weight_grad(
+        self, gradient: Float[Array, "*batch outputs"], x: Float[Array, "*batch inputs"], dtype: DTypeLike
+    ) -> Float[Array, "outputs inputs"]:
+        """Return the weight's gradient."""
+        vectors = tuple(range(x.ndim - 1))
+        return jnp.tensordot(gradient, x, (vectors, vectors), preferred_element_type=dtype)
+
+
+def _forward(products: MatmulPrecision, dtype: DTypeLike, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return products.forward(x, weight, dtype), (x, weight)
+
+
+def _backward(
+    products: MatmulPrecision, dtype: DTypeLike, residuals: tuple[Array, Array], gradient: Array
+) -> tuple[Array, Array]:
+    x, weight = residuals
+    return products.input_grad(gradient, weight, x.dtype), products.weight_grad(gradient, x, weight.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(products: MatmulPrecision, dtype: DTypeLike, x: Array, weight: Array) -> Array:
+    return products.forward(x, weight, dtype)
+
+
+_multiply.defvjp(_forward, _backward)
 
 
 class Attends(NamedTuple):

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
-from ._contracts import ComposedMap, DenseMap, LinearMap
+from ._contracts import ComposedMap, ComputeDtypeMatmul, DenseMap, LinearMap, MatmulPrecision
 from ._dtype import at_least_float32, matmul_float32
-from ._matmul_precision import ComputeDtypeMatmul, MatmulPrecision
 from ._module import named_by
 
 

@@ -1,16 +1,19 @@
 """The precision of a model: dtypes of parameters and computation, and linear maps that multiply in 8 bits."""
 
 import dataclasses
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
+from ..kernels import E4M3, E5M2, round_to_fp8
+from ._contracts import MatmulPrecision
 from ._dtype import at_least_float32, float_dtype
 from ._linear import apply_weight, DenseMap, Linear, LinearMap, plain
 from ._lora import choose_maps, replace_maps, Where
-from ._matmul_precision import Fp8Matmul, MatmulPrecision
 from ._module import float32_flags, map_modules, named_by, named_modules
 from ._transformer import Transformer
 from .experts._routing import Router
@@ -61,6 +64,53 @@ def cast(tree: PyTree, dtype: str) -> PyTree:
     return jax.tree.map(cast_array, tree, float32_flags(tree))
 
 
+class Fp8Matmul(MatmulPrecision):
+    """Products of 8-bit numbers: weights and inputs are rounded to E4M3, gradients to E5M2; float32 sums at least.
+
+    Before it is rounded, an array is scaled by a power of two that brings its largest magnitude to at least 128 and
+    below 256 (E4M3), or to at least 2^14 and below 2^15 (E5M2): each vector of an input or a gradient, and the whole
+    matrix of a weight. The scale is computed where it is used, so nothing is remembered from step to step. Powers of
+    two change no digit, so a number is rounded in the same way whatever the other numbers are, except for numbers below
+    2^-13 (E4M3) or 2^-28 (E5M2) of the largest, which lose up to 2^-18, or 2^-31, of it. So slices of rows, tokens and
+    features, on different devices or in different microbatches, give the results of whole arrays, and no maximum is
+    sent.
+    """
+
+    operand_bits: ClassVar[int | None] = 8
+    E4M3: ClassVar[DTypeLike] = E4M3
+    E5M2: ClassVar[DTypeLike] = E5M2
+
+    def forward(
+        self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch outputs"]:
+        """Return `W x`."""
+        codes, vector_scale = round_to_fp8(x, self.E4M3, -1)
+        matrix, matrix_scale = round_to_fp8(weight, self.E4M3, None)
+        y = _dot(codes, matrix, (codes.ndim - 1,), (1,), dtype)
+        return _apply_scales(y, dtype, vector_scale, matrix_scale)
+
+    def input_grad(
+        self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch inputs"]:
+        """Return the input's gradient."""
+        codes, vector_scale = round_to_fp8(gradient, self.E5M2, -1)
+        matrix, matrix_scale = round_to_fp8(weight, self.E4M3, None)
+        # Some accelerators sum 8-bit products with fewer digits than float32 unless a higher precision is requested.
+        y = _dot(codes, matrix, (codes.ndim - 1,), (0,), dtype, "highest")
+        return _apply_scales(y, dtype, vector_scale, matrix_scale)
+
+    def weight_grad(
+        self, gradient: Float[Array, "*batch outputs"], x: Float[Array, "*batch inputs"], dtype: DTypeLike
+    ) -> Float[Array, "outputs inputs"]:
+        """Return the weight's gradient; the scales of input vectors multiply the output's gradient before rounding."""
+        codes, vector_scale = round_to_fp8(x, self.E4M3, -1)
+        wide = at_least_float32(gradient.dtype)
+        grad_codes, grad_scale = round_to_fp8(gradient.astype(wide) * vector_scale.astype(wide), self.E5M2, None)
+        vectors = tuple(range(x.ndim - 1))
+        y = _dot(grad_codes, codes, vectors, vectors, dtype, "highest")
+        return _apply_scales(y, dtype, grad_scale)
+
+
 class Fp8Linear(DenseMap):
     """A `Linear` whose products, forward and backward, are in 8 bits (`Fp8Matmul`); `with_fp8` puts it into a model.
 
@@ -77,7 +127,7 @@ class Fp8Linear(DenseMap):
         """Return the precision of 8 bits."""
         return Fp8Matmul()
 
-    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `W x` over the trailing dims of `x`."""
         return apply_weight(self, self.weight, x, dtype)
 
@@ -124,3 +174,21 @@ def without_fp8(model: PyTree) -> PyTree:
         return plain(linear, linear.weight)
 
     return map_modules(to_plain, model, Fp8Linear)
+
+
+def _dot(
+    left: Array, right: Array, left_dims: tuple, right_dims: tuple, dtype: DTypeLike, precision: str | None = None
+) -> Array:
+    result_dtype = jnp.dtype(dtype)
+    # The sums before scaling may exceed the range of float16.
+    sum_dtype = jnp.dtype("float32") if result_dtype == jnp.float16 else result_dtype
+    dims = ((left_dims, right_dims), ((), ()))
+    return jax.lax.dot_general(left, right, dims, preferred_element_type=sum_dtype, precision=precision)
+
+
+def _apply_scales(y: Array, dtype: DTypeLike, *scales: Array) -> Array:
+    wide = at_least_float32(jnp.dtype(dtype))
+    product = y.astype(wide)
+    for scale in scales:  # One by one, because the product of two small scales may underflow.
+        product = product * scale.astype(wide)
+    return product.astype(dtype)

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Float32, PyTree, UInt8
 
 from .. import kernels
 from ..kernels import BITS, codes_in_a_byte, decode_matrix, repeat_groups
+from ._contracts import ComputeDtypeMatmul
 from ._dtype import float_dtype
 from ._linear import apply_weight, dense, DenseMap, LinearMap
 from ._lora import choose_maps, replace_maps, Where
-from ._matmul_precision import ComputeDtypeMatmul
 from ._module import map_modules, named_by, named_modules
 from .experts._routing import Router
 

@@ -65,7 +65,7 @@ def test_sums_in_float32_of_narrow_inputs():
 def test_another_rounding_is_seen(wrong, monkeypatch):
     """Gradients in E4M3, a scale that is no power of two, and one scale for all vectors give other numbers."""
     linear, x, gradient = drawn(3.0)
-    own = nn._matmul_precision.round_to_fp8  # type: ignore[attr-defined]
+    own = nn._precision.round_to_fp8  # type: ignore[attr-defined]
 
     def other(x: Any, form: Any, dim: int | None) -> Any:
         if wrong == "scale":
@@ -76,7 +76,7 @@ def test_another_rounding_is_seen(wrong, monkeypatch):
             return codes, jnp.broadcast_to(scale, (*x.shape[:-1], 1)) if dim is not None else scale
         return own(x, nn.Fp8Matmul.E4M3, dim)
 
-    monkeypatch.setattr(nn._matmul_precision, "round_to_fp8", other)  # type: ignore[attr-defined]
+    monkeypatch.setattr(nn._precision, "round_to_fp8", other)  # type: ignore[attr-defined]
     want = reference(wide(x), wide(linear.weight).reshape(6, 12), wide(gradient).reshape(20, 6))
     run = eqx.filter_jit(lambda linear, x, gradient: by_map(linear, x, gradient))  # traced anew
     found = run(nn.with_fp8(linear, [nn.Linear]), x, gradient)

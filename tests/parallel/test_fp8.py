@@ -10,7 +10,7 @@ from plan_models import model_of
 from plan_parity import Case, differences, of_one_device, of_plan
 
 from eqformer import nn, parallel, systems
-from eqformer.nn import _matmul_precision
+from eqformer.nn import _precision
 
 
 SPLIT = Case("eight layers fp8", {"fsdp": 2, "tensor": 2}, ZERO)
@@ -61,7 +61,7 @@ def test_scales_that_are_no_powers_of_two_differ_from_slice_to_slice(monkeypatch
         scale = jnp.where(scale > 0, scale, 1)
         return (x / scale).astype(form), scale
 
-    monkeypatch.setattr(_matmul_precision, "round_to_fp8", usual)
+    monkeypatch.setattr(_precision, "round_to_fp8", usual)
     of_one_device.__globals__["_of_one_device"].cache_clear()
     try:
         assert is_seen(case)

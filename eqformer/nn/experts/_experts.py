@@ -16,10 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from ...kernels import Choice, compilers, GROUPED_MATMUL, GroupedMatmul, GroupedMatmulCall, record_choice
+from .._contracts import MatmulPrecision
 from .._dtype import add_float32, at_least_float32
 from .._linear import dense, DenseMap, LinearMap, map_linears
-from .._matmul_precision import Fp8Matmul, MatmulPrecision
 from .._module import ensemble, map_modules, Module, path_name, take_members
+from .._precision import Fp8Matmul
 from . import _grouped_blocks as grouped_blocks
 
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
+from .._contracts import ComputeDtypeMatmul, MatmulPrecision
 from .._dtype import add_float32, at_least_float32
 from .._linear import dense, DenseMap, linear_maps, LinearMap, map_linears, PrecomputedLinear
-from .._matmul_precision import ComputeDtypeMatmul, MatmulPrecision
 
 
 Parameters = tuple[Array, Array | None]
