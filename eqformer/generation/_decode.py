@@ -53,14 +53,14 @@ class ProgramSizes(NamedTuple):
 
 
 MOST_ALTERNATIVES = 20
-"""The most likely ids that a request may ask for beside each drawn id."""
+"""Maximum number of likely ids that a request may ask for beside each drawn id."""
 
 
 class Alternatives(eqx.Module):
     """The likeliest ids in the place of each drawn id, by the model's logits, for rows that ask for them."""
 
     wanted: Bool[Array, "batch"]
-    """Rows that ask for them; if none does, they are not computed."""
+    """Whether each row asks for alternatives; if no row does, none are computed."""
     ids: Int[Array, "batch seq top"]
     log_probabilities: Float[Array, "batch seq top"]
 
@@ -70,7 +70,7 @@ class Alternatives(eqx.Module):
         index: tuple[Int[Array, "batch _"], Int[Array, "batch new"]],
         done: Bool[Array, "batch"],
     ) -> "Alternatives":
-        """Return the alternatives with those of new tokens, which are at `index` of the rows that are not done."""
+        """Return the alternatives with those of new tokens, written at `index`; `done` rows ask for none."""
         count = self.ids.shape[2]
         shape = (*logits.shape[:2], count)
         # Log-probabilities of all ids are computed inside the branch: an operand of `cond` is written to memory also in
@@ -130,7 +130,7 @@ def new_rows(
 def after_source(
     model: Model, ids: Int[Array, "batch kv_seq"], lengths: Int[Array, "batch"]
 ) -> tuple[Int[Array, "batch seq"], Tokens]:
-    """Return the start ids of rows whose right-padded prompts an encoder reads, and their tokens with the prompts."""
+    """Return each row's start id, and `Tokens` that carry the right-padded prompts as the encoder's source."""
     assert model.start is not None, "only a model with an encoder reads a source"
     source = Source(ids, right_padded(lengths, ids.shape[1]))
     tokens = with_source(right_padded(jnp.ones_like(lengths), 1), source)
@@ -178,7 +178,7 @@ def decode_until(
 ) -> Rows:
     """Repeat `step` until each row has at least `length` tokens or is done; rows that are done do not change.
 
-    With `done_limit`, the loop also ends when more rows than that are done.
+    With `done_limit`, the loop also ends when more than `done_limit` rows are done.
     """
 
     def unfinished(rows: Rows) -> Array:
@@ -231,10 +231,10 @@ def append_tokens(
 ) -> Rows:
     """Append the first `count` new tokens to each row, stopping at an end of text and at the row's limit.
 
-    `logits` are those by which the new tokens get their log-probabilities.
+    The log-probabilities of the new tokens are computed from `logits`.
     """
     order = jnp.arange(new_ids.shape[1], dtype=jnp.int32)
-    # A row of which no token could be drawn (-1) has ended, too.
+    # A row for which no token could be drawn (-1) has ended, too.
     is_end = jnp.any(new_ids[..., None] == sampling.end_of_text[:, None], axis=-1) | (new_ids < 0)
     ends_before = jnp.cumsum(is_end, axis=1, dtype=jnp.int32) - is_end.astype(jnp.int32)
     appended = (order < jnp.minimum(count, rows.limits - rows.lengths)[:, None]) & (ends_before == 0)

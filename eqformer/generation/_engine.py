@@ -1,4 +1,4 @@
-"""`Engine`: requests that come and go, continued together in one batch with a fixed number of rows."""
+"""Continuous batching: an `Engine` continues requests that come and go in one batch with a fixed number of rows."""
 
 import asyncio
 import collections
@@ -46,17 +46,17 @@ class _Row:
     cache: PyTree
     """The cache of the prompt that is being read; None after that."""
     read: int
-    """Ids of the prompt that have been read, in chunks."""
+    """Number of ids of the prompt that have been read."""
     keep_at: int = 0
-    """Ids after which a copy of the cache is kept, because another prompt began with the same ids; 0: none is kept."""
+    """Number of ids after which the cache is copied, since an earlier prompt began with the same ids; 0: no copy."""
 
 
 class Engine:
-    """Continues requests that come and go, each with the ids that `generate` alone would draw for it.
+    """Engine that continues requests that come and go, each with the ids that `generate` alone would draw.
 
     One compiled decoding step continues a fixed number of slots. A request waits until a slot is free, and its prompt
-    is read in chunks between decoding steps. A request's ids do not depend on the others, on its slot or on when it
-    comes. The beginning that a prompt shares with earlier ones is not read again.
+    is read in chunks between decoding steps. A request's ids do not depend on other requests, on the slot or on the
+    time of arrival. A prefix that a prompt shares with earlier prompts is not read again.
 
     `submit` and `cancel` may be called from any thread, `step` and `run` from one at a time.
     """
@@ -84,9 +84,9 @@ class Engine:
             capacity: Ids of the longest row, with its prompt; at most the model's learned positions.
             prefill_chunk: Ids of a prompt that are read at once, rounded up to a multiple of 64. Between two decoding
                 steps, such a chunk is read for each free slot.
-            stride: Most tokens of each row that are drawn before the host looks at them: with a small stride, requests
-                stream more evenly, with a large one, all are faster. If a request waits, a step ends when a row ends.
-            prefixes: Caches of beginnings of prompts that are kept for other prompts that begin alike.
+            stride: Maximum number of tokens of each row that are drawn before the host reads them. A small stride
+                streams more evenly; a large stride is faster. If a request waits, a step ends when a row ends.
+            prefixes: Number of prompt prefixes whose caches are stored for later prompts with the same beginning.
             cache_dtype: The dtype of keys and values in the caches; None: the compute dtype.
             draft: A smaller model that proposes tokens for `model` to check; `"mtp"` is the model's own predictor.
             draft_tokens: Tokens that the draft proposes at a time.
@@ -108,7 +108,7 @@ class Engine:
         self.model = add_draft(model, draft, draft_tokens, self.capacity)
         self._most_new = stride * (1 if draft is None else draft_tokens + 1) + 1
         self._cache_dtype = cache_dtype
-        # The cache of a beginning is not that of a whole row if rotary frequencies depend on the length of the row.
+        # Rows cannot share the cache of a prefix if rotary frequencies depend on the length of the whole row.
         shares = model.start is None and not depends_on_length(model, self.capacity)
         self._prefixes = _PrefixCaches(prefixes if shares else 0, self.prefill_chunk)
         self._numbers = itertools.count()
@@ -123,7 +123,7 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all caches: those of the slots, the one of the prompt that is being read, and the kept ones."""
+        """Bytes of all caches: of the slots, of the prompt that is being read, and of the stored prefixes."""
         row = count_cache_bytes(self.model, 1, self._slots_per_row, self._cache_dtype)
         slots = count_cache_bytes(self.model, self.slots, self._slots_per_row, self._cache_dtype)
         return slots + row * (1 + self._prefixes.most)
@@ -142,8 +142,8 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise a `ValueError` for a request that `submit` refuses.
 
-        Refused are a prompt that is empty or has unknown ids, numbers that are out of range, and a request
-        that is longer than the capacity.
+        `submit` refuses a prompt that is empty or has unknown ids, numbers that are out of range, and a request that is
+        longer than the capacity.
         """
         call, ids = "Engine.submit(request)", np.asarray(request.prompt)
         if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
@@ -175,7 +175,7 @@ class Engine:
             )
 
     def submit(self, request: Request) -> int:
-        """Let a request wait for a slot, and return its number; raise the `ValueError` of `check`."""
+        """Queue a request for the next free slot, and return its number; raise the `ValueError` of `check`."""
         self.check(request)
         number = next(self._numbers)
         self._waiting.append((request, Result(number, len(request.prompt))))
@@ -188,9 +188,9 @@ class Engine:
     def step(self) -> list[Result]:
         """Read parts of prompts, draw up to `stride` tokens for each slot, and return the results of all slots.
 
-        With them are the results of requests that were cancelled before they had a slot. A result grows from step to
-        step, and has a `finish` when it has ended. After an error of a step, such as a full memory, the engine cannot
-        go on.
+        The results of requests that were cancelled before they had a slot are returned, too. A result grows from step
+        to step, and has a `finish` when the request has ended. After an error of a step, such as a full memory, the
+        engine cannot go on.
         """
         ended = self._end_cancelled()
         self._read_prompts()
@@ -199,8 +199,8 @@ class Engine:
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
         """Yield the result of each request when it ends; its `number` is the request's position in `requests`.
 
-        Requests are taken from the iterable when they can soon begin. One that `submit` refuses has a result whose
-        `finish` is `"error"`.
+        A request is taken from the iterable only shortly before it can begin. A request that `submit` refuses has a
+        result whose `finish` is `"error"`.
         """
         remaining = enumerate(requests)
         positions: dict[int, int] = {}
@@ -280,9 +280,9 @@ class Engine:
         return (result for _, result in list(self._waiting) if not result.finish)  # A copy: other threads may submit.
 
     def _read_prompts(self) -> None:
-        """Read a chunk of a prompt for each free slot: a decoding step takes as long with free slots as without.
+        """Read a chunk of a prompt for each free slot, since a decoding step takes as long with free slots as without.
 
-        Of a prompt that needs more, at most `_MOST_CHUNKS` are read while other rows wait for their next step.
+        While other rows wait for their next step, at most `_MOST_CHUNKS` chunks of unfinished prompts are read.
         """
         unfinished_chunks = 0
         for _ in range(self.slots - len(self._rows)):
@@ -309,7 +309,7 @@ class Engine:
             self._rows[row.slot], self._reading = row, None
 
     def _begin_row(self, request: Request, result: Result) -> _Row:
-        """Give a request a slot and the cache of the longest kept beginning of its prompt, or an empty cache."""
+        """Give a request a slot and the cache of the longest stored prefix of its prompt, or an empty cache."""
         slot = min(set(range(self.slots)) - set(self._rows))
         cache, result.shared_length, keep_at = self._prefixes.find(tuple(request.prompt))
         if cache is None:
@@ -320,7 +320,7 @@ class Engine:
     def _read_chunk(self, row: _Row) -> Float[jax.Array, "batch embed"]:
         """Read the next chunk of a prompt; return the hidden vector of its last id."""
         part = row.prompt[row.read : row.read + self.prefill_chunk]
-        # The width of a chunk depends on the prompt alone, so that its numbers are always computed alike.
+        # The width of a chunk depends on the prompt alone, so that the same prompt always runs the same programs.
         ids, count = self._pad(part, min(width for width in self.chunk_widths if width >= len(part)))
         start, length = (jnp.asarray([number], jnp.int32) for number in (row.read, len(row.prompt)))
         hidden, row.cache = read_chunk(Chunk(self.model, ids, start, count, length), row.cache)
@@ -357,8 +357,8 @@ class Engine:
         masked = [row for row in self._rows.values() if row.request.allowed is not None and not row.result.finish]
         count, bias = self.stride, None
         if masked:
-            # The mask of a second token depends on the first, which the host does not have at first. No token is drawn
-            # then, and the biases are passed unused, so that the step runs the same program as the later ones.
+            # The mask of a row's second token depends on the first, which the host does not have right after the row
+            # starts. Such a step draws no token, and passes unused biases so that it runs the program of later steps.
             has_ids = all(row.result.ids for row in masked)
             count, bias = int(has_ids), self._mask_next_tokens(masked if has_ids else ())
         ended = np.ones(self.slots, bool)
@@ -410,13 +410,13 @@ class Engine:
         return result
 
     def _mask_next_tokens(self, rows: Iterable[_Row]) -> Float[jax.Array, "batch vocab"]:
-        """Return what is added to the logits of each slot's next token, with the present masks of these rows."""
+        """Return the bias of each slot's next token, after updating the masks of these rows."""
         for row in rows:
             self._biases[row.slot] = self._bias(row)
         return jnp.array(self._biases)  # A copy, since later steps write into the biases.
 
     def _bias(self, row: _Row) -> Float[np.ndarray, "vocab"]:
-        """Return what is added to the logits of a row's next token; zeros if the request's function fails."""
+        """Return the bias of a row's next token; zeros if the request's function fails."""
         vocab = self.model.vocab
         bias = self._call(row, row.request.bias, row.result.ids, vocab)
         return np.zeros(vocab, np.float32) if bias is None else bias
@@ -439,9 +439,9 @@ class Engine:
 
 
 class _PrefixCaches:
-    """The caches of up to `most` beginnings of prompts, in full chunks; the least recently used one is dropped.
+    """Caches of up to `most` prompt prefixes of whole chunks; the least recently used prefix is dropped.
 
-    The cache of a beginning is kept when a second prompt has it, and is copied for the third and later ones.
+    A prefix is stored when a second prompt has it; the third and later prompts get a copy of the stored cache.
     """
 
     def __init__(self, most: int, chunk: int):
@@ -450,10 +450,10 @@ class _PrefixCaches:
         self._earlier: collections.deque[tuple[int, ...]] = collections.deque(maxlen=_COMPARED)
 
     def find(self, prompt: tuple[int, ...]) -> tuple[PyTree, int, int]:
-        """Return a copy of the cache of the longest kept beginning of a prompt, its length, and where to keep one.
+        """Return a copy of the cache of the prompt's longest stored prefix, the prefix's length, and `keep_at`.
 
-        The cache is None if no beginning is kept. The last number is the length of a longer beginning that an earlier
-        prompt has, too, or 0; the caller calls `keep` after reading as many ids.
+        The cache is None if no prefix of the prompt is stored. `keep_at` is the length of a longer prefix that an
+        earlier prompt has, too, or 0; the caller calls `keep` after reading that many ids.
         """
         if not self.most:
             return None, 0, 0
@@ -468,11 +468,11 @@ class _PrefixCaches:
         return _copy(self._caches[beginning]), len(beginning), keep_at
 
     def caches(self) -> list[PyTree]:
-        """Return the kept caches."""
+        """Return the stored caches."""
         return list(self._caches.values())
 
     def keep(self, beginning: tuple[int, ...], cache: PyTree) -> None:
-        """Keep a copy of the cache that has read these ids."""
+        """Store a copy of the cache of a prefix."""
         self._caches.pop(beginning, None)
         while len(self._caches) >= self.most:
             self._caches.popitem(last=False)
@@ -493,8 +493,8 @@ def _copy(cache: PyTree) -> PyTree:
 _GROWING = ("ids", "log_probabilities", "alternatives")
 """Lists of a result that grow from step to step."""
 _SMALLEST_CHUNK = 32
-"""A prompt of up to 32 ids takes 0.6 of the time of one of 64 (8 M parameters on a CPU)."""
+"""Smallest width of a chunk: a prompt of up to 32 ids takes 0.6 of the time of 64 ids (8 M parameters on a CPU)."""
 _MOST_CHUNKS = 4
-"""Chunks of one long prompt between two decoding steps of other rows."""
+"""Maximum number of chunks that leave a prompt unfinished, between two decoding steps of other rows."""
 _COMPARED = 64
 """Earlier prompts that a new prompt is compared with."""

@@ -26,7 +26,7 @@ from ._transforms import chain, Temperature
 
 
 class EngineRows(eqx.Module):
-    """The rows of an engine, each with its sampling; a row of a free slot is done."""
+    """Rows of an engine and the sampling state of each row; the row of a free slot is done."""
 
     rows: Rows
     sampling: SamplingState
@@ -36,7 +36,7 @@ class NewTokens(NamedTuple):
     """Arrays that the host reads after a decoding step: for each row its new ids and its state."""
 
     ids: Int[Array, "batch new"]
-    """Ids from the first one that the host does not know; those after the row's length are unused."""
+    """Ids, from the first that the host does not have; entries after the row's length are unused."""
     log_probabilities: Float[Array, "batch new"]
     alternative_ids: Int[Array, "batch new top"]
     alternative_log_probabilities: Float[Array, "batch new top"]
@@ -78,7 +78,7 @@ def free_rows(model: Model, batch: int, width: int, capacity: int, dtype: str | 
 
 
 def _no_alternatives(wanted: Bool[Array, "batch"], width: int, vocab: int) -> Alternatives:
-    """Return the alternatives of rows without new tokens."""
+    """Return empty alternatives, for rows without new tokens."""
     shape = (len(wanted), width, min(MOST_ALTERNATIVES, vocab))
     return Alternatives(wanted, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
 
@@ -92,9 +92,9 @@ class Chunk(NamedTuple):
     start: Int[Array, "batch"]
     """The position of the first id in the prompt."""
     count: Int[Array, "batch"]
-    """Ids that are no padding."""
+    """Number of ids before the padding."""
     length: Int[Array, "batch"]
-    """Ids of the whole prompt."""
+    """Number of ids of the whole prompt."""
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -126,13 +126,13 @@ class NewRow(NamedTuple):
     ids: Int[Array, "batch seq"]
     """Ids of the row, with padding after them."""
     length: Int[Array, "batch"]
-    """Ids that are no padding."""
+    """Number of ids before the padding."""
     limit: Int[Array, "batch"]
     """The length at which the row ends."""
     hidden: Float[Array, "batch embed"]
     """The hidden vector of the last id."""
     cache: PyTree
-    """The cache that has read the ids."""
+    """The cache after the model has read the ids."""
     slot: Int[Array, ""]
     wants_alternatives: Bool[Array, "batch"]
     """Whether the row asks for alternatives."""
@@ -144,7 +144,7 @@ def start_row(new: NewRow, slots: EngineRows) -> EngineRows:
     alternatives = _no_alternatives(new.wants_alternatives, new.ids.shape[1], new.model.vocab)
     row = new_rows(new.ids, new.length, new.limit, new.cache, alternatives=alternatives)
     row = draw_and_append(row, new.model.unembed(new.hidden), new.cache, new.sampling)
-    # A cache may be sharded, so that its rows are written by the model.
+    # The cache may be sharded, so the model writes the row.
     cache = put_cache_row(new.model, slots.rows.cache, len(slots.rows.ids), new.slot, row.cache)
     without_caches = [dataclasses.replace(rows, cache=None) for rows in (slots.rows, row)]
     rows = dataclasses.replace(put_row(without_caches[0], new.slot, without_caches[1]), cache=cache)
@@ -158,13 +158,13 @@ class DecodeInputs(NamedTuple):
     ended: Bool[Array, "batch"]
     """Rows that the host has ended."""
     known: Int[Array, "batch"]
-    """Ids of each row that the host has."""
+    """Number of ids of each row that the host has."""
     count: Int[Array, ""]
-    """Most tokens to draw for each row."""
+    """Maximum number of tokens to draw for each row."""
     has_waiting: Bool[Array, ""]
     """Whether a request waits for a slot, so that the step ends as soon as a row has ended."""
     bias: Float[Array, "batch vocab"] | None
-    """Biases in place of those of the slots, for rows whose next ids depend on the host; None without such rows."""
+    """Biases that replace the slots' biases if the host restricts the next ids of a row; None: no row is restricted."""
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -173,8 +173,8 @@ def decode_slots(
 ) -> tuple[EngineRows, NewTokens]:
     """Draw tokens for all rows that have not ended; the slots are donated.
 
-    `most_new` is the most ids of a row that the host does not have after this step. With `is_greedy`, all rows take the
-    likeliest tokens of unchanged logits.
+    `most_new` is the maximum number of ids of a row that the host does not have after this step. With `is_greedy`, all
+    rows take the likeliest tokens of the model's own logits.
     """
     sampling = slots.sampling
     if is_greedy:

@@ -34,8 +34,8 @@ class Generation(eqx.Module):
     lengths: Int[np.ndarray, "batch"]
     """Ids in each row, with those that were drawn."""
     log_probabilities: Float[np.ndarray, "batch seq"] | None
-    """Log-probabilities of the drawn ids in nats, by the model's logits before any transform if the call asked for no
-    others; 0 at prompt and padding, so that the sum of a row is the log-probability of its continuation."""
+    """Log-probabilities of the drawn ids in nats, before the transforms (after them if the call asked for that); 0 at
+    prompt and padding, so that the sum of a row is the log-probability of its continuation."""
     draft: DraftStatistics | None = None
     """Counts of the draft's proposals; None without a draft."""
 
@@ -79,15 +79,15 @@ def generate(
     Args:
         model: The model, which must have a cache.
         prompts: A list of lists of ids, or an integer array whose rows have `lengths` ids each.
-        max_new_tokens: Most tokens to draw for a row.
+        max_new_tokens: Maximum number of tokens to draw for a row.
         lengths: Ids in each row of an array; None: all.
         transforms: Changes of the logits before an id is drawn; `sampling(temperature=0)` is greedy. Without any, ids
             are drawn from the model's distribution.
         end_of_text: The id, or ids, that end a row; it stays in the row.
-        log_probabilities: Whether to return the model's log-probabilities of the drawn ids; `"transformed"` returns
-            those by the distribution from which the ids were drawn, after the transforms.
+        log_probabilities: Whether to return the model's log-probabilities of the drawn ids; `"transformed"` returns the
+            log-probabilities after the transforms, in the distribution that the ids were drawn from.
         examples: For each row the number that its draws depend on, with `key`; None: 0, 1, ... A row with the same
-            number and the same key is drawn alike in any batch.
+            number and the same key gets the same draws in any batch.
         prefill_chunk: Tokens of a prompt that are read at once, in equal chunks, so that activations do not grow with
             the prompt; None: at most 1,024. Results do not depend on it. An encoder reads the prompt in one piece.
         cache_dtype: The dtype of keys and values in the cache; None: the compute dtype. `"int8"` and `"fp8"` round
@@ -98,7 +98,7 @@ def generate(
         draft_tokens: Tokens that the draft proposes at a time.
         ends_row: A function of a row's number and its new ids so far that says whether the row has ended, for example
             at a string. It is called after every 16 tokens, so a row may have up to 15 ids after its end, and more
-            with a draft; None: rows end at `end_of_text` only, and the host is asked nothing before all have ended.
+            with a draft; None: rows end at `end_of_text` only, and the host waits until all rows have ended.
         key: The key of all random draws.
     """
     if log_probabilities not in (False, True, "transformed"):
@@ -271,13 +271,13 @@ def stream(
 ) -> "TokenStream":
     """Yield the ids that `generate` draws for one prompt, while they are drawn.
 
-    Raises the errors of `generate` at this call; only those for NaN logits and for transforms that leave no token come
-    later, while the text is drawn.
+    Raises the errors of `generate` at this call; only the errors for NaN logits and for transforms that leave no token
+    come later, while the text is drawn.
 
     Args:
         model: The model, which must have a cache.
         prompt: The ids.
-        max_new_tokens: Most tokens to draw.
+        max_new_tokens: Maximum number of tokens to draw.
         transforms: Changes of the logits before an id is drawn; `sampling(temperature=0)` is greedy.
         end_of_text: The id, or ids, that end the text; it is yielded.
         example: The row's number, as in `generate`'s `examples`.
@@ -285,7 +285,8 @@ def stream(
         cache_dtype: The dtype of keys and values in the cache; None: the compute dtype.
         draft: A smaller model that proposes tokens for `model` to check; `"mtp"` is the model's own predictor.
         draft_tokens: Tokens that the draft proposes at a time.
-        stride: Ids that the host reads from the device at a time: a small stride yields evenly, a large one is faster.
+        stride: Ids that the host reads from the device at a time: with a small stride, ids come more evenly; a large
+            stride is faster.
         key: The key of all random draws.
     """
     padded = pad_prompts(model, [prompt], None, max_new_tokens, prefill_chunk, cache_dtype)
@@ -361,7 +362,7 @@ def _continue(fixed: tuple[Model, SamplingState, Int[jax.Array, ""], int], rows:
 
 
 def _with_progress(rows: Rows, start: Int[jax.Array, ""], stride: int, model: Model) -> tuple[Rows, tuple]:
-    """Return the rows, and for the host row 0's length, flags, new ids from `start` on, and counts of the draft."""
+    """Return the rows, and what the host reads: row 0's length, flags, new ids from `start` on, and draft counts."""
     most = stride + (model.draft.tokens if isinstance(model, SpeculativeModel) else 0)
     padded = jnp.pad(rows.ids[0], (0, most))
     new_ids = jax.lax.dynamic_slice_in_dim(padded, start, most)

@@ -54,7 +54,7 @@ class PredictingModel(Model, Protocol):
 def depends_on_length(model: Model, longest: int) -> bool:
     """Return whether rotary frequencies depend on a row's whole length, for rows of up to `longest` tokens.
 
-    The cache of the beginning that two rows share is then not the same in both.
+    If they do, rows of different lengths cannot share the cache of a common prefix.
     """
     return any(encoding.changes_within(longest) for encoding in modules(model, PositionEncoding))
 
@@ -83,12 +83,12 @@ def unstack_for_platform(
 ) -> LanguageModel:
     """Unstack the layers of a model if decoding on a platform is then known to be faster.
 
-    Layers are unstacked on GPUs and on TPU7x, and mixtures of experts everywhere: a scan copies all experts, on CPUs
-    although a token reads few of them, and on TPUs for their kernels. Other TPUs read slices of stacked arrays in
-    place, except for projections to or from heads that do not fit into vector memory. On CPUs dense layers are
-    unstacked if their weights do not fit into the last-level cache, because copies then go through main memory;
-    compilation takes several times as long. Models whose layers are split over the axis `pipe` stay stacked: do not
-    call this for them.
+    Layers are unstacked on GPUs and on TPU7x. Mixtures of experts are unstacked everywhere, because a scan copies the
+    weights of all experts: on CPUs although a token reads few experts, and on TPUs for the experts' kernels. Other TPUs
+    read slices of stacked arrays in place, except for projections to or from heads that do not fit into vector memory.
+    On CPUs dense layers are unstacked if their weights do not fit into the last-level cache, because copies then go
+    through main memory; compilation takes several times as long. Models whose layers are split over the axis `pipe`
+    stay stacked: do not call this for them.
 
     Args:
         model: The model, or its shapes.
@@ -105,9 +105,9 @@ def unstack_for_platform(
 
 
 _COPYING_PLATFORMS = ("gpu", "cuda", "rocm")
-"""Platforms whose compilers copy slices of everything a loop reads; TPU7x changes the tiling of stacked weights."""
+"""Platforms whose compilers copy slices of all arrays that a loop reads; TPU7x copies to change the tiling, too."""
 _VECTOR_MEMORY = 2**26
-"""Bytes: TPUs bring slices of more than two dims (those with heads) into vector memory, and copy larger ones."""
+"""Bytes of vector memory, which TPUs load slices of more than two dims (with heads) into; larger slices are copied."""
 
 
 def _largest_head_projection(model: LanguageModel) -> int:

@@ -19,7 +19,7 @@ from ._model import count_bytes, Model
 BUCKET = 64
 """Sizes are rounded up to multiples of this, so that one program serves many prompts."""
 PREFILL_CHUNK = 1024
-"""Most tokens of a prefill chunk by default: larger chunks are no faster per token and need more memory."""
+"""Default maximum of tokens in a prefill chunk: larger chunks are no faster per token and need more memory."""
 
 
 class PaddedPrompts(NamedTuple):
@@ -34,7 +34,7 @@ class PaddedPrompts(NamedTuple):
 
 @contextmanager
 def explain_full_memory(call: str, model: Model, padded: PaddedPrompts) -> Iterator[None]:
-    """Turn the failure of an allocation in the block into a `MemoryError` that tells the size of the cache."""
+    """Turn the failure of an allocation in the block into a `MemoryError` that states the size of the cache."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -68,7 +68,7 @@ def pad_prompts(
     initial = 1 if has_encoder else longest
     total = initial + max_new_tokens
     width = round_up(total, BUCKET)
-    # With an encoder, a cache of as many slots also holds the prompt's keys, for the cross-attention.
+    # With an encoder, the cross-attention's cache of the prompt has the same capacity, so the prompt must fit, too.
     capacity = max(width, round_up(longest, BUCKET)) if has_encoder else width
     if (limit := model.max_seq) is not None:
         # The model never reads the last token that is drawn, so that token needs no position.

@@ -15,7 +15,7 @@ from ._transforms import History, keep_top, MinP, RepetitionPenalty, sampling, T
 
 
 MOST_ENDS = 16
-"""Ids that may end one text."""
+"""Maximum number of ids that may end one text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Request:
     prompt: Sequence[int]
     """Ids that the new ids follow, or that the model's encoder reads."""
     max_new_tokens: int = 256
-    """Most tokens to draw."""
+    """Maximum number of tokens to draw."""
     temperature: float | int = 0.0
     """0 takes the likeliest token each time; 1 draws from the model's own distribution."""
     top_k: int | None = None
@@ -47,12 +47,12 @@ class Request:
     """A function of the new ids so far that says whether the text has ended, for example at a string. The result holds
     the ids up to the first for which it is true."""
     seed: int = 0
-    """The draws depend on the seed, on `example` and on positions: they are those of `generate(...,
+    """The draws depend on the seed, on `example` and on positions, like the draws of `generate(...,
     key=jax.random.key(seed), examples=[example])`."""
     example: int = 0
     """The row's number, as in `generate`'s `examples`."""
     alternatives: int = 0
-    """Likely ids that the result tells beside each drawn id."""
+    """Number of the likeliest ids that the result reports beside each drawn id."""
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
@@ -66,7 +66,7 @@ class Request:
                 f"Request(end_of_text): {len(self.end_ids)} ids end the text, but at most {MOST_ENDS} can; give fewer, "
                 "and find the others by `ends`."
             )
-        # The errors of its settings are raised here, and not when the request begins.
+        # Building the transforms raises the errors of wrong settings here, rather than when the request begins.
         sampling(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -81,7 +81,7 @@ class Request:
         return (self.end_of_text,) if isinstance(self.end_of_text, int) else tuple(self.end_of_text)
 
     def bias(self, new_ids: list[int], vocab: int) -> Float[np.ndarray, "vocab"]:
-        """Return what is added to the logits of the token after the new ids: the bias, and the mask of `allowed`."""
+        """Return the `logit_bias` of the token after the new ids, with minus infinity where `allowed` forbids an id."""
         bias = np.zeros(vocab, np.float32)
         bias[list(self.logit_bias)] = list(self.logit_bias.values())
         if self.allowed is not None:
@@ -90,7 +90,7 @@ class Request:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is the likeliest one, by logits that nothing changes."""
+        """Whether each token is the likeliest by the model's logits, which no setting changes."""
         return (
             self.temperature == 0
             and self.repetition_penalty in (None, 1)
@@ -106,9 +106,9 @@ class Result:
     number: int
     """The number of the request."""
     prompt_length: int
-    """Ids of the prompt."""
+    """Number of ids of the prompt."""
     shared_length: int = 0
-    """Ids of the prompt whose cache was copied from an earlier request's."""
+    """Number of ids of the prompt whose cache was copied from an earlier request."""
     ids: list[int] = dataclasses.field(default_factory=list)
     """The ids that were drawn."""
     log_probabilities: list[float] = dataclasses.field(default_factory=list)
@@ -123,9 +123,9 @@ class Result:
 
 
 class RowSampling(eqx.Module):
-    """Transforms by which each row's logits are changed with settings of its own, in the order of `sampling`.
+    """Transforms of logits with separate settings for each row, in the order of `sampling`.
 
-    A setting that a request leaves out has a value that changes nothing.
+    A setting that a request leaves out gets a value that leaves the logits unchanged.
     """
 
     bias: Float[Array, "batch vocab"]

@@ -24,7 +24,7 @@ from ._transforms import History
 class Draft(eqx.Module):
     """A proposer of `tokens` tokens at a time.
 
-    A draft reads the tokens of a row and, with each token, the model's hidden vector of the token before.
+    A draft reads the tokens of a row and, with each token, the model's hidden vector of the previous token.
     """
 
     model: eqx.AbstractVar[Model]
@@ -36,7 +36,7 @@ class Draft(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
         """Return the draft's hidden vectors of these tokens, and the cache.
 
-        `hidden` holds the model's hidden vectors, each of the token before.
+        `hidden[:, i]` is the model's hidden vector of the token before `ids[:, i]`.
         """
 
     @abc.abstractmethod
@@ -102,7 +102,7 @@ class DraftStatistics(eqx.Module):
     accepted: Int[np.ndarray, "batch"]
     """Proposed tokens that are in the text."""
     added: Int[np.ndarray, "batch"]
-    """Tokens that these steps added to the text, those of the model included."""
+    """Tokens that these steps added to the text: accepted proposals and the model's own tokens."""
 
     @property
     def acceptance(self) -> float:
@@ -248,7 +248,7 @@ class SpeculativeModel(eqx.Module):
     def put_cache_row(
         self, cache: SpeculativeCache, rows: int, number: Int[Array, ""], single: SpeculativeCache
     ) -> SpeculativeCache:
-        """Return the caches of `rows` rows whose row `number` is the row of `single`, the caches of one row."""
+        """Return the caches of `rows` rows with row `number` replaced by the only row of the caches `single`."""
         model_cache = put_cache_row(self.model, cache.model, rows, number, single.model)
         draft_cache = put_cache_row(self.draft.model, cache.draft, rows, number, single.draft)
         shallow, single = (dataclasses.replace(part, model=None, draft=None) for part in (cache, single))
@@ -270,7 +270,7 @@ def add_draft(model: Model, draft: Model | str | None, draft_tokens: int, total:
 
 
 def put_row(batch: PyTree, number: Int[Array, ""], single: PyTree) -> PyTree:
-    """Return modules whose row `number` is the row of `single`, of the same modules with one row."""
+    """Return a batch with row `number` replaced by the only row of `single`, a tree of the same modules."""
 
     def put(names: str, x: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, new, number, names.split().index("batch"))
@@ -279,7 +279,7 @@ def put_row(batch: PyTree, number: Int[Array, ""], single: PyTree) -> PyTree:
 
 
 def put_cache_row(model: Model, cache: PyTree, rows: int, number: Int[Array, ""], single: PyTree) -> PyTree:
-    """Return a cache of `rows` rows whose row `number` is the row of `single`, a cache of one row."""
+    """Return a cache of `rows` rows with row `number` replaced by the only row of the cache `single`."""
     # A sharded model writes the row where its devices have it, and a model with a draft has two caches.
     put = getattr(model, "put_cache_row", None)
     return put_row(cache, number, single) if put is None else put(cache, rows, number, single)
@@ -350,9 +350,9 @@ def accept_proposals(
 ) -> tuple[Int[Array, "batch"], Float[Array, "batch vocab"]]:
     """Return how many proposals of each row are accepted, and the unnormalized distribution of the next token.
 
-    A proposal with probability `q` by the draft and `p` by the model is accepted with probability `min(1, p / q)`, by
-    its uniform number, if all proposals before it are accepted. The token that replaces the first rejected proposal is
-    drawn in proportion to `max(p - q, 0)`. `probabilities` has one position more than there are proposals.
+    A proposal with probability `q` by the draft and `p` by the model is accepted with probability `min(1, p / q)`,
+    decided by its uniform number, if all earlier proposals are accepted. The token that replaces the first rejected
+    proposal is drawn in proportion to `max(p - q, 0)`. `probabilities` has one position more than there are proposals.
     """
     index = proposals[..., None]
     target, draft = (
@@ -365,8 +365,8 @@ def accept_proposals(
         jnp.take_along_axis(x, count[:, None, None], axis=1)[:, 0] for x in (probabilities, padded_draft_probabilities)
     )
     residual = jnp.maximum(next_target - next_draft, 0)
-    # The residual is zero if both distributions are equal up to rounding, or if the draft's is NaN, which is never
-    # accepted. The next token is then drawn from the model's distribution.
+    # The residual is zero if both distributions are equal up to rounding, or if the draft's distribution is NaN, whose
+    # proposals are never accepted. The next token is then drawn from the model's distribution.
     return count, jnp.where(jnp.sum(residual, axis=1, keepdims=True) > 0, residual, next_target)
 
 

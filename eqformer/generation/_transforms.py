@@ -34,7 +34,7 @@ Transform = Callable[[Array, History], Array]
 
 
 class Temperature(eqx.Module):
-    """Division of the logits by `temperature`; at 0 only the likeliest token stays (of equal ones the lowest id).
+    """Division of the logits by `temperature`; at 0 only the likeliest token stays (of equal logits the lowest id).
 
     The temperature is an array, so that another value reuses the compiled program; whether it is 0 is static.
     """
@@ -60,7 +60,7 @@ class Temperature(eqx.Module):
 
 
 class TopK(eqx.Module):
-    """Truncation to exactly `top_k` likeliest tokens (Fan et al. 2018); of equal ones the lowest ids stay."""
+    """Truncation to exactly `top_k` likeliest tokens (Fan et al. 2018); of equal logits the lowest ids stay."""
 
     top_k: int = eqx.field(static=True)
 
@@ -97,7 +97,7 @@ class TopP(eqx.Module):
         # Shift the sums: subtracting each token's own probability would round, and at a tie keep one token too many.
         sums_before = jnp.pad(sums[:, :-1], [(0, 0), (1, 0)])
         threshold = self.top_p.astype(logits.dtype) * (1 - _ROUNDING)
-        # The sums may round to 1 before the last token; with `top_p` 1 all tokens must be kept all the same.
+        # The sums may round to 1 before the last token; but with `top_p` 1 all tokens must be kept.
         inside = (sums_before < threshold) | (self.top_p >= 1)
         count = jnp.maximum(jnp.sum(inside, axis=-1, keepdims=True), 1)
         least = jnp.take_along_axis(falling, count - 1, axis=-1)
@@ -212,7 +212,7 @@ def sampling(
 
 
 def keep_top(logits: Float[Array, "batch vocab"], top_k: Int[Array, ""]) -> Float[Array, "batch vocab"]:
-    """Do what `TopK` does with a number of tokens that is not known when the program is compiled."""
+    """Keep the `top_k` largest logits, as `TopK` does, for a number of tokens that is traced."""
     falling = -jnp.sort(-logits, axis=-1)
     least = jax.lax.dynamic_slice_in_dim(falling, top_k - 1, 1, axis=1)
     return _mask_logits(_select_top(logits, least, top_k), logits)

@@ -18,7 +18,7 @@ class GenerateOptions(TypedDict, total=False):
     """Keyword arguments that `LLM.generate` and `LLM.chat` share; each may be left out."""
 
     max_new_tokens: int
-    """Most tokens to draw for a text; 256 by default. A text that ends by itself is shorter."""
+    """Maximum number of tokens to draw for a text; 256 by default. A text that ends by itself is shorter."""
     stop: str | Sequence[str]
     """Strings that end a text, which does not contain them; none by default."""
     temperature: float | int

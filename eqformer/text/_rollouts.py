@@ -135,7 +135,7 @@ class Rollouts:
                 the rows, completions are texts, and columns are lists of the rows' other fields.
             prompts: Number of prompts of a step.
             group: Number of completions of each prompt, whose rewards are compared.
-            max_new_tokens: Most tokens of a completion.
+            max_new_tokens: Maximum number of tokens of a completion.
             temperature: The temperature of sampling, which the batches pass on to the loss.
             scale_rewards: Whether advantages are divided by the standard deviation of the group's rewards; False for
                 Dr. GRPO.

@@ -28,7 +28,7 @@ class TextRequest:
     """A text to continue, a list of messages to answer in the model's chat template, or ids to continue."""
     _: dataclasses.KW_ONLY
     max_new_tokens: int | None = 256
-    """Most tokens to draw; None: as many as fit into the engine's rows after the prompt."""
+    """Maximum number of tokens to draw; None: as many as fit into the engine's rows after the prompt."""
     stop: str | Sequence[str] = ()
     """Strings that end the text, which does not contain them."""
     temperature: float | int = 0.0
