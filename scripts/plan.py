@@ -30,7 +30,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import tyro
@@ -77,8 +77,6 @@ class Command:
     """Plan decoding, not training; one token of each of --batch rows, whose caches have --seq tokens."""
     cache_dtype: str | None = None
     """Dtype of the caches of --decode; such as bfloat16, int8 or fp8; the compute dtype by default."""
-    weights: Literal["decoded", "quantized"] = "decoded"
-    """Whether --decode decodes quantized weights; those of --model FOLDER are decoded, or stay quantized."""
     search: bool = False
     """Rank all meshes by the time of a step; at once by formulas, then by traced and compiled plans."""
     formulas: bool = False
@@ -112,8 +110,7 @@ def print_report(command: Command) -> None:
         return
     if command.decode:
         assert isinstance(target, Topology)
-        options = {"weights": command.weights, "cache_dtype": command.cache_dtype}
-        step = plan_decode_step(recipe, model, target, **options)
+        step = plan_decode_step(recipe, model, target, cache_dtype=command.cache_dtype)
     else:
         step = plan_training_step(recipe, model, target)
     if not command.json:
@@ -145,11 +142,6 @@ def _check_flags(command: Command) -> None:
     if command.cache_dtype is not None and not command.decode:
         raise ValueError(
             f"--cache-dtype {command.cache_dtype}: training has no caches; leave it out, or give --decode."
-        )
-    if command.weights == "quantized" and not (command.decode and command.run.published):
-        raise ValueError(
-            "--weights quantized: it is a published folder's weights that are decoded or stay quantized for writing; "
-            "give --model FOLDER --decode, or leave it out."
         )
     for flag, value in (("--picture", command.picture), ("--decode", command.decode or None)):
         if command.search and value is not None:

@@ -25,7 +25,7 @@ def decode_matrix(
     codes: UInt8[Array, "*dims columns"],
     form: str,
     scales: Float[Array, "*scale_dims"] | UInt8[Array, "*scale_dims"],
-    zeros: UInt8[Array, "*dims groups"] | None,
+    zeros: UInt8[Array, "*dims groups"] | Float[Array, "*dims groups"] | None,
 ) -> Float32[Array, "*dims all_columns"]:
     """Decode a weight; two codes of 4 bits share a byte, and the low bits come first."""
     if codes_in_a_byte(form) == 2:
@@ -53,7 +53,7 @@ def decode_numbers(
 
 
 def repeat_zeros(
-    zeros: UInt8[Array, "*dims groups"] | None, shape: tuple[int, ...]
+    zeros: UInt8[Array, "*dims groups"] | Float[Array, "*dims groups"] | None, shape: tuple[int, ...]
 ) -> Float32[Array, "*dims columns"] | None:
     """Return the zero point of each code, as a number, or None if there are none."""
     return None if zeros is None else repeat_groups(zeros.astype(jnp.float32), shape)
@@ -102,8 +102,8 @@ class QuantizedMatmulCall(Call):
     """Codes of the matrix; two codes of 4 bits share a byte, the low bits first."""
     scales: Float[Array, "outputs groups"] | UInt8[Array, "outputs groups"]
     """A scale, or an exponent of 8 bits, for each group of a row."""
-    zeros: UInt8[Array, "outputs groups"] | None
-    """A zero point for each group; None: half of the range."""
+    zeros: UInt8[Array, "outputs groups"] | Float[Array, "outputs groups"] | None
+    """A zero point for each group, a byte or a float; None: half of the range."""
     form: str = eqx.field(static=True)
     """The number format: int8, int4, fp8 or fp4."""
 

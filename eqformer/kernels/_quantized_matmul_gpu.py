@@ -74,7 +74,7 @@ class _ProgramArrays(NamedTuple):
     """The vectors' inputs; if two codes share a byte, those of the low bits, and those of the high bits."""
     codes: UInt8[Array, "outputs bytes"]
     scales: Float[Array, "outputs groups"] | UInt8[Array, "outputs groups"]
-    zeros: UInt8[Array, "outputs groups"] | None
+    zeros: UInt8[Array, "outputs groups"] | Float[Array, "outputs groups"] | None
 
 
 class _BlockSizes(NamedTuple):

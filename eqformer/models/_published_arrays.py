@@ -19,7 +19,7 @@ from ._gguf_file import GGUF
 from ._gguf_models import coded_of, plain_of, shape_of
 from ._published_model import PublishedModel
 from ._weight_rules import ResolvedRule, Shape, StoredShapes
-from .formats import Coded, Format, Grouped, QuantizedArray
+from .formats import Blocks, Coded, Format, Grouped, QuantizedArray
 
 
 _NO_CODES = ("BOOL", "I64")  # the dtypes of masks and positions
@@ -98,6 +98,11 @@ class PublishedArrays:
         """Return the indices of the first dim that are decoded one by one; none for an array that is read at once."""
         shape = self.shape(name)
         return range(shape[0]) if name in self._coded and len(shape) > 2 else ()
+
+    def holds_floats(self, name: str) -> bool:
+        """Return whether an array that is decoded holds floats, each by itself, as some arrays of a GGUF file do."""
+        form = self.form(name)
+        return isinstance(form, Blocks) and form.numbers == 1
 
     def is_coded(self, name: str) -> bool:
         """Return whether an array is quantized, so that reading it takes time and memory."""
@@ -244,17 +249,23 @@ def find_quantized_maps(
     quantized: dict[str, nn.QuantizedLinear] = {}
     for rule in rules:
         names = rule.published_names()
-        coded = [name for name in names if arrays.is_coded(name)]
+        coded = [name for name in names if arrays.is_coded(name) and not arrays.holds_floats(name)]
         if not coded or not all(path in plain for path in rule.paths):
             continue
         if len(coded) < len(names):
-            decoded = next(name for name in names if not arrays.is_coded(name))
+            decoded = next(name for name in names if name not in coded)
             _refuse(
                 arrays,
                 coded[0],
                 f"is stored in fewer bits and {decoded} is not, but all layers of a stack must have one format",
             )
         form = arrays.form(coded[0])
+        if differing := next((name for name in coded if arrays.form(name) != form), None):
+            _refuse(
+                arrays,
+                coded[0],
+                f"and {arrays.stored_name(differing)} are stored in two formats, but a stack must have one",
+            )
         if not isinstance(form, Grouped):
             _refuse(arrays, coded[0], "is stored in a block format that no linear map supports")
         scales = {arrays.scale_dtype(name) for name in names}
@@ -389,7 +400,7 @@ def _quantized_shapes(
             form=groups.form,
             codes=jnp.zeros((*shape[:-1], last // per_byte), jnp.uint8),
             scales=jnp.zeros(scale_shape, dtype),
-            zeros=jnp.zeros(scale_shape, jnp.uint8) if groups.has_zeros else None,
+            zeros=jnp.zeros(scale_shape, groups.zero_dtype or "uint8") if groups.has_zeros else None,
             bias=bias,
         )
 
@@ -402,6 +413,5 @@ def _with_bias(linear: nn.LinearMap, bias: object) -> nn.LinearMap:
 
 def _refuse(arrays: PublishedArrays, name: str, why: str) -> NoReturn:
     raise ValueError(
-        f"{arrays.call}: weights='quantized': {arrays.stored_name(name)} {why}; load with weights='decoded', and "
-        "nn.quantize the model."
+        f"{arrays.call}: weights='quantized': {arrays.stored_name(name)} {why}; load with weights='decoded'."
     )

@@ -162,7 +162,13 @@ from ._precision import (
     with_fp8 as with_fp8,
     without_fp8 as without_fp8,
 )
-from ._quantization import dequantize as dequantize, quantize as quantize, QuantizedLinear as QuantizedLinear
+from ._quantization import (
+    dequantize as dequantize,
+    quantize as quantize,
+    quantized_formats as quantized_formats,
+    QuantizedLinear as QuantizedLinear,
+    with_quantized_formats as with_quantized_formats,
+)
 from ._stack import (
     REMAT as REMAT,
     run_layers as run_layers,

@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -42,9 +44,9 @@ class QuantizedLinear(LinearMap):
     """`y = W x + b` with `W = (code - zero) * scale`, decoded in float32 and rounded once, to the dtype of `x`.
 
     The weight is decoded in the forward pass and again in the backward pass, so only one layer's decoded weight is in
-    memory at a time. Codes are bytes: no optimizer trains them and no cast changes them. Scales are ordinary float
-    parameters. Each output has its own scales: one, or one for each group along the last input dim and each index of
-    the other input dims. `nn.quantize` builds it.
+    memory at a time. Codes are bytes: no optimizer trains them and no cast changes them. Scales, and zero points that
+    are floats, are ordinary float parameters. Each output has its own scales: one, or one for each group along the last
+    input dim and each index of the other input dims. `nn.quantize` builds it.
     """
 
     inputs: tuple[str, ...] = eqx.field(static=True)
@@ -53,7 +55,7 @@ class QuantizedLinear(LinearMap):
     scale_dims: tuple[str, ...] = eqx.field(static=True)
     codes: UInt8[Array, "..."] = named_by("weight_dims")
     scales: Float[Array, "..."] | UInt8[Array, "..."] = named_by("scale_dims", float32_at_least=True)
-    zeros: UInt8[Array, "..."] | None = named_by("scale_dims")
+    zeros: UInt8[Array, "..."] | Float[Array, "..."] | None = named_by("scale_dims", float32_at_least=True)
     bias: Float[Array, "..."] | None = named_by("outputs")
 
     def __init__(
@@ -64,7 +66,7 @@ class QuantizedLinear(LinearMap):
         form: str,
         codes: UInt8[Array, "..."],
         scales: Float[Array, "..."] | UInt8[Array, "..."],
-        zeros: UInt8[Array, "..."] | None = None,
+        zeros: UInt8[Array, "..."] | Float[Array, "..."] | None = None,
         bias: Float[Array, "..."] | None = None,
     ):
         """Store the arrays; every array may have ensemble dims in front (`layers`, `experts`).
@@ -76,7 +78,7 @@ class QuantizedLinear(LinearMap):
             codes: Codes with the weight's dims, outputs first; two codes of 4 bits share a byte of the last dim.
             scales: Floats, or 8-bit exponents, with the weight's dims. An input dim has size 1 if one scale serves the
                 whole dim. The last dim has one entry per group.
-            zeros: Zero points, one for each scale; None: half of the range.
+            zeros: Zero points, one for each scale: bytes, or floats; None: half of the range.
             bias: Added to the product, with the output dims.
         """
         self.inputs, self.outputs, self.form = inputs, outputs, form
@@ -174,6 +176,48 @@ def dequantize(model: PyTree, dtype: jax.typing.DTypeLike = "float32") -> PyTree
         return eqx.tree_at(lambda m: m.weight, dense(linear), replace_fn=lambda weight: weight.astype(weight_dtype))
 
     return map_modules(dequantize_map, model, QuantizedLinear)
+
+
+def quantized_formats(model: PyTree) -> dict[str, dict[str, Any]]:
+    """Return the form of each `QuantizedLinear`, and shapes and dtypes of its scales and zeros, by path, for JSON."""
+
+    def describe(array: Array | jax.ShapeDtypeStruct | None) -> dict[str, Any] | None:
+        return None if array is None else {"shape": list(array.shape), "dtype": str(array.dtype)}
+
+    return {
+        name: {"form": linear.form, "scales": describe(linear.scales), "zeros": describe(linear.zeros)}
+        for name, linear in named_modules(model, QuantizedLinear)
+    }
+
+
+def with_quantized_formats(model: PyTree, formats: Mapping[str, Any]) -> PyTree:
+    """Return the model with maps that hold codes in these formats, all 0, in the place of plain maps of the same paths.
+
+    The formats are those of `quantized_formats`. With `equinox.filter_eval_shape`, the call gives the shapes of a model
+    with quantized weights. Raises a `ValueError` for a path that is not that of a plain map, and for other formats.
+    """
+    maps = dict(named_modules(model, LinearMap))
+
+    def zeros(array: Mapping[str, Any] | None) -> Array | None:
+        return None if array is None else jnp.zeros(array["shape"], array["dtype"])
+
+    def replace(name: str, linear: LinearMap) -> QuantizedLinear:
+        assert isinstance(linear, DenseMap)
+        entry = formats[name]
+        *outer, columns = linear.weight.shape
+        codes = jnp.zeros((*outer, columns // codes_in_a_byte(entry["form"])), jnp.uint8)
+        scales, zero_points = jnp.zeros(entry["scales"]["shape"], entry["scales"]["dtype"]), zeros(entry["zeros"])
+        options: dict[str, Any] = {"form": entry["form"], "codes": codes, "scales": scales, "zeros": zero_points}
+        return QuantizedLinear(linear.inputs, linear.outputs, bias=linear.bias, **options)
+
+    if unknown := [name for name in formats if not isinstance(maps.get(name), DenseMap)]:
+        raise ValueError(f"with_quantized_formats(model, formats): {unknown[0]} is no plain linear map of the model.")
+    try:
+        return replace_maps(model, formats, replace)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"with_quantized_formats(model, formats): an entry is not as quantized_formats wrote it: {error!r:.200}."
+        ) from error
 
 
 _FORMS = ("int8", "int4", "fp8")

@@ -147,6 +147,8 @@ class Recipe:
     """The model's family and its hyperparameters."""
     published: Path | str | None = None
     """A published model to train on: a folder with its tokenizer, a file of GGUF, or a name of the hub."""
+    weights: Literal["decoded", "quantized"] = "decoded"
+    """Whether quantized weights of --model are decoded, or stay as they are, in less memory, beside --lora.rank."""
     from_run: Path | str | None = None
     """A run whose weights this run starts from; its recipe holds too, unless --recipe names another."""
     from_step: int | None = None

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -110,7 +110,6 @@ def plan_decode_step(
     model: nn.LanguageModel,
     topology: planning.Topology,
     *,
-    weights: Literal["decoded", "quantized"] = "decoded",
     cache_dtype: str | None = None,
 ) -> RecipeStep:
     """Return a step that writes a token of each row, with parameters in the dtype that they are computed in.
@@ -121,15 +120,14 @@ def plan_decode_step(
         recipe: A recipe, of whose rows the caches have `seq` tokens.
         model: The shapes of its model, as `check(recipe, trains=False)` returns them.
         topology: The accelerators.
-        weights: Whether the quantized weights of a published folder are decoded, or stay quantized.
         cache_dtype: The dtype of the caches, such as int8; None: the compute dtype.
     """
     compute = recipe.precision.compute
     plan = setup.make_abstract_plan(recipe)
     setup.with_plan_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
-    if weights == "quantized":
+    if recipe.weights == "quantized":
         assert recipe.published is not None
-        stacked = models.load_shapes(recipe.published, dtype=compute, weights=weights)
+        stacked = models.load_shapes(recipe.published, dtype=compute, weights="quantized")
     else:
         stacked = eqx.filter_eval_shape(nn.Precision(compute, compute).apply, model)
     decoder = stacked

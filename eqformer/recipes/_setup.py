@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -28,7 +29,7 @@ from ._recipe import (
 )
 from ._report import Screen
 from ._run_directory import RunDirectory
-from ._texts import check_published, mask_id, recipe_tokenizer
+from ._texts import check_published, mask_id, quantized_formats, recipe_tokenizer
 
 
 Result = TypeVar("Result")
@@ -54,7 +55,8 @@ def load_published_model(recipe: Recipe, plan: parallel.Plan | None, screen: Scr
     with screen.bar() as progress:
         show = functools.partial(progress, f"reading {recipe.published}")
         dtype, has_head = recipe.precision.parameters, recipe.loss != "contrastive"
-        model = models.load(recipe.published, plan=plan, dtype=dtype, head=has_head, progress=show)
+        options: dict[str, Any] = {"dtype": dtype, "head": has_head, "weights": recipe.weights}
+        model = models.load(recipe.published, plan=plan, progress=show, **options)
     return configure_model(recipe, model)
 
 
@@ -67,14 +69,33 @@ def load_teacher(recipe: Recipe, plan: parallel.Plan, screen: Screen) -> nn.Tran
     return plan.shard(recipe.precision.apply(recipe.execution.apply(model)))
 
 
-def build_model(recipe: Recipe) -> nn.Transformer:
-    """Build the recipe's model with its initial weights."""
-    return configure_model(recipe, models.build(recipe.model, key=make_keys(recipe).init))
+def build_model(recipe: Recipe, formats: Mapping[str, Any] = MappingProxyType({})) -> nn.Transformer:
+    """Build the recipe's model with its initial weights; maps with `formats` hold codes (`nn.quantized_formats`)."""
+    model = nn.with_quantized_formats(models.build(recipe.model, key=make_keys(recipe).init), formats)
+    return configure_model(recipe, model)
 
 
-def model_shapes(recipe: Recipe) -> nn.Transformer:
-    """Return the shapes of the recipe's model."""
-    return eqx.filter_eval_shape(build_model, recipe)
+def model_shapes(recipe: Recipe, directory: RunDirectory | None = None) -> nn.Transformer:
+    """Return the shapes of the recipe's model; a run's folder has those of its quantized weights."""
+    formats = {} if recipe.weights == "decoded" else quantized_formats(recipe, directory)
+    return eqx.filter_eval_shape(build_model, recipe, formats)
+
+
+def _check_quantized(recipe: Recipe, trains: bool, directory: RunDirectory | None) -> None:
+    """Raise a `ValueError` for quantized weights of no published model, or that would be trained."""
+    if recipe.weights == "decoded":
+        return
+    flag = f"--weights {recipe.weights}"
+    if recipe.published is None:
+        raise ValueError(f"{flag}: it is a published model's weights that are kept; give --model, or leave it out.")
+    if trains and not recipe.lora.rank:
+        raise ValueError(
+            f"{flag} --lora.rank 0: codes are not trained, but low-rank changes beside them; give --lora.rank 8."
+        )
+    if directory is not None and directory.checkpointer().latest_step == 0:
+        raise ValueError(
+            f"{flag} --run-dir {directory.path}: convert.py has written decoded weights there; leave --weights out."
+        )
 
 
 def configure_model(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
@@ -100,7 +121,8 @@ def make_optimizer(
 def count_parameters(optimizer: training.Optimizer, shapes: Any) -> tuple[int, int]:
     """Return the number of parameters that the optimizer trains, and of all parameters of a model, given its shapes."""
     trained = optimizer.trained(shapes)
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)), planning.parameter_count(shapes)
+    count = planning.parameter_count(eqx.filter_eval_shape(nn.dequantize, shapes))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)), count
 
 
 def make_plan(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:
@@ -238,12 +260,13 @@ def check(recipe: Recipe, *, trains: bool = True, directory: RunDirectory | None
         )
     if recipe.loss == "kto" and recipe.debug_nans:
         raise ValueError("--loss kto --debug-nans: the reference point is no part of the batch; leave one of them out.")
+    _check_quantized(recipe, trains, directory)
     _check_encoder_loss(recipe, directory)
     _check_vocab(recipe, directory)
     _check_distillation(recipe, directory)
     with name_flags_in_errors(recipe):  # The library makes its own checks.
         training.LossSpikes(**dataclasses.asdict(recipe.spikes))
-        shapes = model_shapes(recipe)
+        shapes = model_shapes(recipe, directory)
         if trains and recipe.is_of_encoder:
             _check_encoder(recipe, shapes)
         elif trains:
@@ -407,11 +430,17 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
     if not checkpointer.steps or recipe.from_step not in (None, *checkpointer.steps):
         steps = ", ".join(map(str, checkpointer.steps)) or "none"
         raise ValueError(f"{flag} --from-step {recipe.from_step}: the run has checkpoints of these steps: {steps}.")
+    if recipe.weights == "quantized" and (old.weights, old.lora) != (recipe.weights, recipe.lora):
+        raise ValueError(
+            f"{flag} --weights quantized: only the low-rank changes of that run go on beside its quantized weights; "
+            "give its --lora and --weights, or --weights decoded to merge them."
+        )
     if recipe.from_optimizer:
         fields = {
             "--optimizer.name": (old.optimizer.name, recipe.optimizer.name),
             "--optimizer.paths": (old.optimizer.paths, recipe.optimizer.paths),
             "--lora.rank": (old.lora.rank, recipe.lora.rank),
+            "--weights": (old.weights, recipe.weights),
             "--precision.parameters": (old.precision.parameters, recipe.precision.parameters),
         }
         if changed := [f"{name} {new} (there {saved})" for name, (saved, new) in fields.items() if saved != new]:
@@ -420,7 +449,8 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
                 f"{', '.join(changed)}."
             )
     try:
-        checkpointer.check({"model": model_shapes(_with_saved_dtypes(recipe, old))}, recipe.from_step, partial=True)
+        shapes = model_shapes(_with_saved_dtypes(recipe, old), source)
+        checkpointer.check({"model": shapes}, recipe.from_step, partial=True)
     except training.CheckpointError as error:
         raise ValueError(f"{flag}: the recipe's model has other arrays than the run's: {error}") from error
 
@@ -453,17 +483,17 @@ def load_run_weights(recipe: Recipe, plan: parallel.Plan) -> nn.Transformer:
     assert recipe.from_run is not None
     source = RunDirectory(recipe.from_run)
     _, old = source.read()
-    shapes = model_shapes(_with_saved_dtypes(recipe, old))
+    shapes = model_shapes(_with_saved_dtypes(recipe, old), source)
     checkpointer = training.Checkpointer(source.checkpoints)
     model = training.restore_model(checkpointer, shapes, plan, step=recipe.from_step)
     # With --from-optimizer the run's factors stay, since the optimizer's state is theirs.
-    if old.lora != recipe.lora and not recipe.from_optimizer:
-        model = apply_lora(recipe, nn.merge_lora(model))
+    if (old.lora, old.weights) != (recipe.lora, recipe.weights) and not recipe.from_optimizer:
+        model = apply_lora(recipe, nn.dequantize(nn.merge_lora(model)))
     model = nn.without_head(model) if recipe.loss == "contrastive" else model
     return recipe.precision.apply(model)
 
 
 def _with_saved_dtypes(recipe: Recipe, old: Recipe) -> Recipe:
-    """Return the recipe with the LoRA, the dtypes and the head of the old one's model."""
+    """Return the recipe with the LoRA, the dtypes, the quantized weights and the head of the old one's model."""
     loss = old.loss if recipe.loss == "contrastive" else recipe.loss
-    return dataclasses.replace(recipe, lora=old.lora, precision=old.precision, loss=loss)
+    return dataclasses.replace(recipe, lora=old.lora, precision=old.precision, weights=old.weights, loss=loss)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 import shutil
 from collections.abc import Mapping
@@ -9,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .. import data, models
-from .._files import dataclass_differences, write_atomic
+from .. import data, models, nn
+from .._files import dataclass_differences, read_json, write_atomic
 from .._prepare import token_cache
 from ..text import load_conversation_encoder, load_tokenizer, read_pooling
 from ..training import Optimization
@@ -95,8 +96,19 @@ def complete_recipe(recipe: Recipe) -> Recipe:
     return for_chats(recipe) if reads_chats(recipe) else recipe
 
 
+def quantized_formats(recipe: Recipe, directory: RunDirectory | None = None) -> Mapping[str, Any]:
+    """Return the formats of the recipe's quantized weights (`nn.quantized_formats`): the run's copy, or the published
+    model's."""
+    if directory is not None and directory.quantized.exists():
+        return read_json(directory.quantized)
+    assert recipe.published is not None
+    return nn.quantized_formats(models.load_shapes(recipe.published, weights="quantized"))
+
+
 def copy_published_files(recipe: Recipe, directory: RunDirectory) -> None:
-    """Copy the tokenizer's file, and the files that the model was published with except weights, into the run."""
+    """Copy the tokenizer's file, the published model's files except weights, and their formats, into the run."""
+    if recipe.weights == "quantized" and not directory.quantized.exists():
+        write_atomic(directory.quantized, json.dumps(quantized_formats(recipe), indent=1) + "\n")
     if (file := recipe.text.tokenizer) is not None and not directory.checkpointer().steps:
         write_atomic(directory.tokenizer, lambda part: shutil.copyfile(file, part))
     if recipe.published is not None and not directory.published.exists():

@@ -400,7 +400,7 @@ class Trainer:
 
     def _converted_model(self, checkpointer: training.Checkpointer) -> nn.LanguageModel:
         """Return the recipe's model, not yet sharded, from the checkpoint of a model that convert.py has written."""
-        shapes = model_shapes(dataclasses.replace(self.recipe, lora=training.Lora()))
+        shapes = model_shapes(dataclasses.replace(self.recipe, lora=training.Lora()), self.directory)
         return apply_lora(self.recipe, training.restore_model(checkpointer, shapes, self.plan))
 
     def _state(self, checkpointer: training.Checkpointer) -> training.TrainState:

@@ -21,6 +21,8 @@ class RunRecipe(NamedTuple):
     precision: nn.Precision
     execution: nn.Execution
     lora: training.Lora
+    quantized: Mapping[str, Any]
+    """The formats of the weights that stay quantized, by path."""
     tokenizer: Path | None
     """The file that the run was given as its tokenizer."""
     end_of_text: str | None
@@ -45,7 +47,7 @@ class RunRecipe(NamedTuple):
         return nn.without_fp8(eqx.filter_eval_shape(self._build))
 
     def _build(self) -> nn.Transformer:
-        model = models.build(self.model, key=jax.random.key(0))
+        model = nn.with_quantized_formats(models.build(self.model, key=jax.random.key(0)), self.quantized)
         model = nn.without_head(model) if self.loss == "contrastive" else model
         return self.lora.apply(self.precision.apply(self.execution.apply(model)), key=jax.random.key(0))
 
@@ -107,7 +109,7 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
     """Write the model of a run's latest checkpoint as a published folder, with its tokenizer.
 
     With `adapter`, the low-rank changes of a run with LoRA are written alone, as peft does; otherwise they are merged
-    into the weights. Raises a `ValueError` as `load_run_model` and `models.save` do.
+    into the weights, and quantized weights are decoded. Raises a `ValueError` as `load_run_model` and `models.save` do.
     """
     recipe, published = read_run_recipe(path), training.RunFolder(path).published
     model = restore_run_model(path, recipe)
@@ -129,7 +131,10 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
         embed, similarity = recipe.model.embed, recipe.similarity
         files = encoder_files(recipe.pooling, channels=embed, max_length=recipe.seq, similarity=similarity)
         options["files"] = {**options.get("files", {}), **files}
-    models.save(nn.merge_lora(model), target, **options)
+    model = nn.merge_lora(model)
+    if recipe.quantized:
+        model = nn.cast(nn.dequantize(model), recipe.precision.parameters)
+    models.save(model, target, **options)
 
 
 def read_run_recipe(path: str | Path) -> RunRecipe:
@@ -153,6 +158,7 @@ def _parse_recipe(file: Path, recipe: Mapping[str, Any]) -> RunRecipe:
         precision=read("precision") or nn.Precision(),
         execution=read("execution") or nn.Execution(),
         lora=read("lora") or training.Lora(),
+        quantized=read_json(training.RunFolder(file.parent).quantized) if recipe.get("weights") == "quantized" else {},
         tokenizer=Path(text["tokenizer"]) if text.get("tokenizer") else None,
         end_of_text=text.get("end_of_text"),
         published=Path(recipe["published"]) if recipe.get("published") else None,

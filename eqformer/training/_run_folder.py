@@ -40,7 +40,7 @@ class RunFolder:
 
     The fields are paths in the folder: `recipe`, `source`, `metrics`, `checkpoints`, `samples`, the pictures `loss`,
     `rewards`, `evaluations`, `loads`, `experts` and `experts_page`, `data` (tokens), `published` and `tokenizer`
-    (copies of what the run began from), `profile` and `lock`.
+    (copies of what the run began from), `quantized` (the formats of its quantized weights), `profile` and `lock`.
     """
 
     def __init__(self, path: str | Path, *, call: str | None = None):
@@ -61,6 +61,7 @@ class RunFolder:
         self.data = path / "data"  # Tokens, if the folder that runs share cannot be written.
         self.published = path / "published"  # Copies of the published model's files, except weights.
         self.tokenizer = path / "tokenizer.json"
+        self.quantized = path / "quantized.json"  # The formats of weights that stay quantized.
         self.profile = path / "profile"
         self.lock = path / ".lock"
         self._wandb = path / "wandb-run"

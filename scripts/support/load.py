@@ -66,14 +66,9 @@ def load_model(flags: ModelFlags, load: Callable[..., T], *, predictor: bool = F
                 "model out (scripts/convert.py) and give --model."
             )
         if flags.weights != "decoded":
-            raise ValueError(f"--weights {flags.weights}: a run's weights are in no fewer bits; leave it out.")
+            raise ValueError(f"--weights {flags.weights}: a run's weights are as its recipe says; leave it out.")
         RunDirectory(source).read()  # Its errors name flags.
         return load(source, plan=plan, throughput=throughput)
-    if flags.weights == "quantized" and source.is_file():
-        raise ValueError(
-            f"--weights quantized --model {source}: the blocks of a GGUF file are decoded; leave out --weights, and "
-            "give --dtype bfloat16 for half the memory of float32."
-        )
     with Screen(errors=True).bar() as progress:
         return load(
             source,

@@ -15,7 +15,7 @@ from format_folders import same_bits
 from safetensors.numpy import load_file
 from test_published import FIXTURES
 
-from eqformer import models
+from eqformer import models, nn
 from eqformer.data import FileTokenizer, has_chat_template
 from eqformer.models._gguf_file import GGUF
 from eqformer.models.formats import BLOCKS, PACKAGED
@@ -369,6 +369,47 @@ def test_a_scale_of_each_type_of_block_that_is_no_number_is_refused():
                 spoilt[1, form.octets + place :][:2] = np.frombuffer(struct.pack("<e", wrong), np.uint8)
                 with pytest.raises(ValueError, match="one of its scales is not finite"):
                     form.decode({"": spoilt}, slice(0, 2), out)
+
+
+# Types of blocks whose codes a map holds, by their numbers in files, and whether their zero points are integers.
+HELD = {2: True, 3: False, 8: True, 12: False}
+
+
+def held_and_decoded(form: Any, octets: np.ndarray, parts: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of a map that holds the codes of blocks, in scales of 16 numbers, and the decoder's."""
+    rows, columns = len(octets), octets.shape[1] // form.octets * form.numbers
+    codes, scales, zeros = form.read_codes({"": octets} | parts, (1, 16))
+    linear = nn.QuantizedLinear(
+        ("inputs",), ("outputs",), form=form.groups.form, **jax.tree.map(jax.numpy.asarray, named(codes, scales, zeros))
+    )
+    out = np.empty((rows, columns), np.float32)
+    form.decode({"": octets} | parts, slice(0, rows), out)
+    assert scales.shape == (rows, columns // 16) and str(scales.dtype) == form.groups.scale_dtype
+    return np.asarray(linear.matrix()), out
+
+
+def named(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> dict[str, np.ndarray | None]:
+    return {"codes": codes, "scales": scales, "zeros": zeros}
+
+
+@pytest.mark.parametrize("kind", HELD, ids=lambda kind: BLOCKS[kind].name)
+def test_codes_of_a_map_are_the_decoded_numbers(kind):
+    """Bit for bit where zero points are integers, else to rounding; also of a group whose scale is 0."""
+    form: Any = BLOCKS[kind]
+    octets = np.random.default_rng(kind).integers(0, 256, (6, 2 * form.octets)).astype(np.uint8)
+    halves = np.random.default_rng(0).random((6, 2, len(SCALES[form.name]))).astype(np.float16)
+    halves[0, 0, 0] = 0  # the factor of the first block
+    for number, place in enumerate(SCALES[form.name]):
+        for block in range(2):
+            octets[:, block * form.octets + place :][:, :2] = halves[:, block, number, None].view(np.uint8)
+    for parts in ({}, {"order": np.array([5, 0, 3, 1, 2, 4])}):
+        held, want = held_and_decoded(form, octets, parts)
+        assert np.array_equal(held, want) if HELD[kind] else np.allclose(held, want, rtol=1e-6, atol=2e-6)
+        spoilt = octets.copy()
+        spoilt[2, -1] ^= 1
+        assert not np.allclose(held_and_decoded(form, spoilt, parts)[0], want, rtol=1e-6, atol=2e-6)
+    with pytest.raises(ValueError, match="its columns are stored in another order, so its codes cannot be kept"):
+        form.read_codes({"": octets, "columns": np.arange(2)}, (1, 16))
 
 
 def test_only_paths_that_are_files_are_of_gguf(tmp_path):

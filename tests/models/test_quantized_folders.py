@@ -11,7 +11,7 @@ import pytest
 from format_cases import CASES, EXPERT_CASES, F8
 from format_folders import as_stored, change, EXPERTS, GATE, same_bits, store, write
 from safetensors.numpy import load_file
-from test_published import ENCODERS
+from test_published import ENCODERS, FIXTURES
 
 from eqformer import models, nn
 from eqformer.parallel import make_mesh, Plan
@@ -57,6 +57,39 @@ def test_quantized_weights_are_the_decoded_ones(name, tmp_path):
         tmp_path, plan=Plan(make_mesh(**split), zero=3, smallest=1), dtype="float32", weights="quantized"
     )
     assert same(placed, quantized) and not same(nn.dequantize(spoiled(quantized)), decoded)
+
+
+@pytest.mark.by_default("qwen2")
+@pytest.mark.parametrize("name", ["qwen2", "mistral3", "qwen3", "glm4moe", "lfm2"])
+def test_blocks_of_a_file_stay_quantized(name):
+    """To rounding of float zero points; arrays of floats and experts are decoded, and each device reads its part."""
+    path = FIXTURES / f"{name}.gguf"
+    decoded, quantized = models.load(path), models.load(path, weights="quantized")
+    assert any(isinstance(linear, nn.QuantizedLinear) for linear in nn.linear_maps(quantized))
+
+    def is_equal(model: Any) -> bool:
+        pairs = zip(*map(jax.tree.leaves, (eqx.filter_jit(nn.dequantize)(model), decoded)), strict=True)
+        return all(np.allclose(*pair, rtol=1e-6, atol=1e-6) for pair in pairs)
+
+    assert is_equal(quantized) and not is_equal(spoiled(quantized))
+    assert eqx.tree_equal(models.load_shapes(path, weights="quantized"), eqx.filter_eval_shape(lambda: quantized))
+    placed = models.load(path, plan=Plan(make_mesh(fsdp=2, replica=4), zero=3, smallest=1), weights="quantized")
+    assert same(placed, quantized)
+
+
+def test_formats_of_a_model_are_plain_data(tmp_path):
+    """From which the shapes of the maps are made again."""
+    write(tmp_path, "awq")
+    shapes = models.load_shapes(tmp_path, weights="quantized")
+    formats = json.loads(json.dumps(nn.quantized_formats(shapes)))
+    plain = models.load_shapes(tmp_path)
+    assert eqx.tree_equal(eqx.filter_eval_shape(nn.with_quantized_formats, plain, formats), shapes)
+    assert nn.quantized_formats(plain) == {} and not eqx.tree_equal(plain, shapes)
+    with pytest.raises(ValueError, match=r"formats\): stacks\[0\].nothing is no plain linear map of the model"):
+        nn.with_quantized_formats(plain, {"stacks[0].nothing": {}})
+    name, entry = next(iter(formats.items()))
+    with pytest.raises(ValueError, match="an entry is not as quantized_formats wrote it: KeyError"):
+        eqx.filter_eval_shape(nn.with_quantized_formats, plain, {name: {"form": entry["form"]}})
 
 
 @pytest.mark.grid
@@ -129,6 +162,15 @@ def test_folders_that_cannot_stay_quantized_are_refused_by_name(tmp_path):
         ValueError, match=rf"quantized': .*layers.1.mlp.gate_proj.weight is .* {GATE}.weight is not.*{fix}"
     ):
         models.load(tmp_path / "some", weights="quantized")
+    for name, words in {
+        "gemma": r"blk.0.attn_q.weight and blk.1.attn_q.weight are stored in two formats",
+        "gemma3": r"blk.0.attn_q.weight is stored in fewer bits and .*layers.3.self_attn.q_proj.weight is not",
+        "llama": r"blk.0.attn_k.weight is stored in a block format that no linear map supports",
+    }.items():
+        with pytest.raises(ValueError, match=rf"quantized': {words}.*; {fix}"):
+            models.load(FIXTURES / f"{name}.gguf", weights="quantized")
+    with pytest.raises(ValueError, match=rf"blk.0.ssm_out.weight: its columns are stored in another order.*; {fix}"):
+        models.load(FIXTURES / "qwen35.gguf", weights="quantized")
     plan = Plan(make_mesh(tensor=2, replica=4))
     write(tmp_path / "groups", "int4")  # three in 48 inputs
     with pytest.raises(ValueError, match=r"splits dim 'mlp' over axis 'tensor', but .*down.scales has 3 of it"):

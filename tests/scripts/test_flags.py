@@ -33,7 +33,7 @@ def of_recipe(kind, name="default"):
 
 
 HIDDEN = ("the run",)  # groups that plan.py's --help leaves out
-PLAN_FLAGS = "--topology --memory --decode --cache-dtype --weights --search --formulas --compile --json --picture"
+PLAN_FLAGS = "--topology --memory --decode --cache-dtype --search --formulas --compile --json --picture"
 
 
 @pytest.mark.parametrize("kind", [pretrain.Command, plan.Command])

@@ -102,7 +102,10 @@ def test_what_does_not_fit_has_other_plans_that_do():
         ),
         ("--topology h100:16", "a machine has at most 8 h100s"),
         ("--topology v5e:1x1 --cache-dtype int8", "--cache-dtype int8: training has no caches"),
-        ("--topology v5e:1x1 --decode --weights quantized", "--weights quantized: it is a published folder's weights"),
+        (
+            "--topology v5e:1x1 --decode --weights quantized",
+            "--weights quantized: it is a published model's weights",
+        ),
         ("--topology v5e:1x1 --search --picture costs.png", "--search --picture costs.png: a search ranks meshes"),
         ("--topology v5e:1x1 --memory 80GB", "--topology v5e:1x1 --memory 80GB: the topology says what memory"),
         ("--topology v5e:1x1 --compile", "--topology v5e:1x1 --compile: a step is compiled for the topology"),

@@ -152,7 +152,7 @@ def test_a_broken_configuration_is_named(text, folder):
     [
         ("--model {folder} --run-dir runs/a", "--model {folder} --run-dir runs/a: one model is read"),
         ("--run-dir runs/a --dtype bfloat16", "--dtype bfloat16: a run's model"),
-        ("--run-dir runs/a --weights quantized", "--weights quantized: a run's weights are in no fewer bits"),
+        ("--run-dir runs/a --weights quantized", "--weights quantized: a run's weights are as its recipe says"),
         ("--model {folder} --dtype int8", "error: --dtype int8: 'int8' is no floating-point dtype"),
         ("--model {folder} --simulate 0", "--simulate 0: it counts devices"),
     ],
@@ -187,7 +187,7 @@ def test_a_gguf_file_brings_its_tokenizer_to_a_run_and_into_its_exports(tmp_path
     )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
     message = refusal(sample.main, capsys, "--model", file, "--weights", "quantized")
-    assert "--weights quantized" in message and "leave out --weights" in message and "nn." not in message
+    assert "weights='quantized'" in message and "is not, but all layers of a stack must have one format" in message
 
 
 def tokenizer_from(files: dict[str, str], folder: Path) -> data.FileTokenizer:

@@ -71,6 +71,8 @@ class GroupLayout(NamedTuple):
     """Whether zero points are stored."""
     scale_dtype: str | None = None
     """The dtype of scales that are computed from several arrays; None: scales are as they are stored."""
+    zero_dtype: str | None = None
+    """The dtype of zero points that are no integers; None: they are bytes."""
 
 
 class QuantizedArray(NamedTuple):
@@ -80,7 +82,7 @@ class QuantizedArray(NamedTuple):
     """Bytes; a byte has two codes of 4 bits, which are neighbors along the dim that has groups."""
     scales: Shaped[np.ndarray, "scale_rows scale_columns"]
     """Scales as they are stored: numbers, or exponents of 8 bits."""
-    zeros: UInt8[np.ndarray, "scale_rows scale_columns"] | None
+    zeros: Shaped[np.ndarray, "scale_rows scale_columns"] | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float32, Shaped, UInt8
 
 from ..._failures import load_extra
-from ._format import check_finite_scales, Format, Parts
+from ._format import check_finite_scales, Format, Grouped, GroupLayout, Parts, QuantizedArray
 
 
 ROWS, ORDER, COLUMNS = "", "order", "columns"
@@ -44,6 +44,49 @@ class Blocks(Format):
         out[...] = values[:, parts[COLUMNS]] if COLUMNS in parts else values
 
 
+_Codes = Callable[
+    [UInt8[np.ndarray, "blocks octets"]],
+    tuple[UInt8[np.ndarray, "blocks numbers"], Float32[np.ndarray, "blocks groups"], np.ndarray | None],
+]
+_GROUP = 32  # numbers that share a scale
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedBlocks(Blocks, Grouped):
+    """A type of quantized block whose values are `(code - zero) * scale` for groups of 32 numbers."""
+
+    bits: int = 4
+    """The bits of a code."""
+    codes_of: _Codes | None = None
+    """A function from the bytes of blocks to their codes, one in a byte, their scales and, if stored, zero points."""
+    has_zeros: bool = False
+    """Whether blocks have zero points, which are no integers."""
+    scale_dtype: str = "float16"
+    """The dtype that holds the scales."""
+
+    @property
+    def groups(self) -> GroupLayout:
+        """Return the layout of all arrays."""
+        zero_dtype = "float32" if self.has_zeros else None
+        return GroupLayout(f"int{self.bits}", (1, _GROUP), ROWS, self.has_zeros, self.scale_dtype, zero_dtype)
+
+    def read_codes(self, parts: Parts, unit: tuple[int, int]) -> QuantizedArray:
+        """Return all codes, scales and zero points."""
+        assert self.codes_of is not None
+        if COLUMNS in parts:
+            raise ValueError(
+                "its columns are stored in another order, so its codes cannot be kept; load with weights='decoded'"
+            )
+        rows = parts[ROWS][parts[ORDER]] if ORDER in parts else parts[ROWS]
+        codes, scales, zeros = self.codes_of(np.ascontiguousarray(rows).reshape(-1, self.octets))
+        codes = codes.reshape(len(rows), -1)
+        codes = codes if self.bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+        in_units = lambda numbers: np.repeat(numbers.reshape(len(rows), -1), _GROUP // unit[1], axis=1)
+        return QuantizedArray(
+            codes, in_units(scales).astype(self.scale_dtype), None if zeros is None else in_units(zeros)
+        )
+
+
 def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks 1"]:
     return check_finite_scales(np.ascontiguousarray(octets).view(np.float16)).astype(np.float32)
 
@@ -56,7 +99,7 @@ def _low_bits(bits: int, lowest: bool) -> _Values:
     """
 
     def values(octets: UInt8[np.ndarray, "blocks octets"]) -> Float32[np.ndarray, "blocks 32"]:
-        codes = np.concatenate([octets[:, -16:] & 15, octets[:, -16:] >> 4], axis=1)
+        codes = _halves(octets[:, -16:])
         if bits == 5:
             codes = codes | np.unpackbits(octets[:, -20:-16], axis=1, bitorder="little") << 4
         scaled, factor = codes.astype(np.float32), _scale(octets[:, :2])
@@ -65,14 +108,53 @@ def _low_bits(bits: int, lowest: bool) -> _Values:
     return values
 
 
+def _halves(octets: UInt8[np.ndarray, "blocks 16"]) -> UInt8[np.ndarray, "blocks 32"]:
+    """Return the low four bits of all bytes, then their high four bits."""
+    return np.concatenate([octets & 15, octets >> 4], axis=1)
+
+
+def _q4_0_codes(octets: UInt8[np.ndarray, "blocks 18"]) -> tuple[np.ndarray, np.ndarray, None]:
+    """Return the codes and scales of Q4_0, whose zero point is half of the range."""
+    return _halves(octets[:, 2:]), _scale(octets[:, :2]), None
+
+
+def _q8_0_codes(octets: UInt8[np.ndarray, "blocks 34"]) -> tuple[np.ndarray, np.ndarray, None]:
+    """Return the codes and scales of Q8_0; signed bytes plus 128 are codes."""
+    return octets[:, 2:] ^ 128, _scale(octets[:, :2]), None
+
+
+def _q4_1_codes(octets: UInt8[np.ndarray, "blocks 20"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the codes, scales and zero points of Q4_1."""
+    return _with_zeros(_halves(octets[:, 4:]), _scale(octets[:, :2]), _scale(octets[:, 2:4]))
+
+
+def _q4_k_codes(octets: UInt8[np.ndarray, "blocks 144"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the codes of Q4_K, and a scale and a zero point for each 32 numbers."""
+    factor, least = _k_factors(octets)
+    return _with_zeros(_nibbles(octets[:, 16:]).reshape(-1, _GROUP), factor.reshape(-1, 1), -least.reshape(-1, 1))
+
+
+def _with_zeros(
+    codes: UInt8[np.ndarray, "groups 32"],
+    scales: Float32[np.ndarray, "groups 1"],
+    least: Float32[np.ndarray, "groups 1"],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return codes, scales and zero points of the numbers `scale * code + least`.
+
+    A group with the scale 0 holds one number, `least`: it gets the codes 0 and the scale 1.
+    """
+    is_constant = scales == 0
+    scales = np.where(is_constant, np.float32(1), scales)
+    return np.where(is_constant, np.uint8(0), codes), scales, -least / scales
+
+
 def _q8_0(octets: UInt8[np.ndarray, "blocks 34"]) -> Float32[np.ndarray, "blocks 32"]:
     """Decode blocks of a scale and 32 signed bytes."""
     return octets[:, 2:].view(np.int8).astype(np.float32) * _scale(octets[:, :2])
 
 
-def _k_pairs(octets: UInt8[np.ndarray, "blocks octets"], codes: UInt8[np.ndarray, "blocks 8 32"]) -> np.ndarray:
-    """Decode 8 groups of 32 codes; each group has a factor and a minimum of 6 bits, and the block a scale for each of
-    them.
+def _k_factors(octets: UInt8[np.ndarray, "blocks octets"]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the factors and the minimums of 8 groups; each has 6 bits, and the block has a scale for each of them.
 
     After the two scales, 12 bytes hold the factors and minimums. The low six bits of bytes 0 to 3 are the factors of
     groups 0 to 3, those of bytes 4 to 7 their minimums. Groups 4 to 7 have their low four bits in bytes 8 to 11
@@ -82,9 +164,13 @@ def _k_pairs(octets: UInt8[np.ndarray, "blocks octets"], codes: UInt8[np.ndarray
     low, least, shared = (octets[:, start : start + 4] for start in (4, 8, 12))
     factors = np.concatenate([low & 63, shared & 15 | low >> 2 & 48], axis=1)
     lowest = np.concatenate([least & 63, shared >> 4 | least >> 2 & 48], axis=1)
-    factor = (_scale(octets[:, :2]) * factors.astype(np.float32))[..., None]
-    least = (_scale(octets[:, 2:4]) * lowest.astype(np.float32))[..., None]
-    return (factor * codes.astype(np.float32) - least).reshape(-1, 256)
+    return _scale(octets[:, :2]) * factors.astype(np.float32), _scale(octets[:, 2:4]) * lowest.astype(np.float32)
+
+
+def _k_pairs(octets: UInt8[np.ndarray, "blocks octets"], codes: UInt8[np.ndarray, "blocks 8 32"]) -> np.ndarray:
+    """Decode 8 groups of 32 codes by their factors and minimums (`_k_factors`)."""
+    factor, least = _k_factors(octets)
+    return (factor[..., None] * codes.astype(np.float32) - least[..., None]).reshape(-1, 256)
 
 
 def _nibbles(octets: UInt8[np.ndarray, "blocks 128"]) -> UInt8[np.ndarray, "blocks 8 32"]:
@@ -121,6 +207,31 @@ def _q6_k(octets: UInt8[np.ndarray, "blocks 210"]) -> Float32[np.ndarray, "block
 
 def _blocks(name: str, numbers: int, octets: int, values: _Values) -> Blocks:
     return Blocks(name, ROWS, (), numbers=numbers, octets=octets, values=values)
+
+
+def _grouped(
+    name: str,
+    octets: int,
+    values: _Values,
+    codes_of: _Codes,
+    *,
+    numbers: int = _GROUP,
+    bits: int = 4,
+    has_zeros: bool = False,
+    scale_dtype: str = "float16",
+) -> GroupedBlocks:
+    return GroupedBlocks(
+        name,
+        ROWS,
+        (),
+        numbers=numbers,
+        octets=octets,
+        values=values,
+        bits=bits,
+        codes_of=codes_of,
+        has_zeros=has_zeros,
+        scale_dtype=scale_dtype,
+    )
 
 
 def _floats(dtype: DTypeLike) -> _Values:
@@ -173,12 +284,12 @@ BLOCKS: Mapping[int, Blocks] = MappingProxyType(
     {
         0: _blocks("F32", 1, 4, _floats(np.float32)),
         1: _blocks("F16", 1, 2, _floats(np.float16)),
-        2: _blocks("Q4_0", 32, 18, _low_bits(4, lowest=False)),
-        3: _blocks("Q4_1", 32, 20, _low_bits(4, lowest=True)),
+        2: _grouped("Q4_0", 18, _low_bits(4, lowest=False), _q4_0_codes),
+        3: _grouped("Q4_1", 20, _low_bits(4, lowest=True), _q4_1_codes, has_zeros=True),
         6: _blocks("Q5_0", 32, 22, _low_bits(5, lowest=False)),
         7: _blocks("Q5_1", 32, 24, _low_bits(5, lowest=True)),
-        8: _blocks("Q8_0", 32, 34, _q8_0),
-        12: _blocks("Q4_K", 256, 144, _q4_k),
+        8: _grouped("Q8_0", 34, _q8_0, _q8_0_codes, bits=8),
+        12: _grouped("Q4_K", 144, _q4_k, _q4_k_codes, numbers=256, has_zeros=True, scale_dtype="float32"),
         13: _blocks("Q5_K", 256, 176, _q5_k),
         14: _blocks("Q6_K", 256, 210, _q6_k),
         30: _blocks("BF16", 1, 2, _floats(ml_dtypes.bfloat16)),
