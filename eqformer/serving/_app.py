@@ -56,7 +56,7 @@ _HANGUP = 499  # The status by which servers log a client that did not wait for 
 
 
 class ServerRoutes(Generic[ServiceT]):
-    """Handlers of the requests that every model answers, and the checks of all requests."""
+    """Handlers of the routes that every model has, and the checks of all requests."""
 
     def __init__(self, service: ServiceT, *, name: str, api_key: str | None):
         self._service, self._name, self._api_key = service, name, api_key
@@ -175,7 +175,7 @@ class ServerRoutes(Generic[ServiceT]):
                 return task.result()
             if hangup in done:
                 raise ClientDisconnect
-            raise _late(seconds)
+            raise _timeout_error(seconds)
         finally:
             for unfinished in (task, hangup):
                 unfinished.cancel()
@@ -265,14 +265,14 @@ class TextRoutes(ServerRoutes[TextService]):
             await self._draw([prompt], body.options, draws)
         choices = []
         for number, choice in enumerate(draws):
-            content, calls, finish_reason = _divide(_tool_parser(body), choice.text, choice.finish_reason)
+            content, calls, finish_reason = _split_tool_calls(_tool_parser(body), choice.text, choice.finish_reason)
             tokens = None if body.options.alternatives is None else choice.tokens
             message = chat_message(content, calls)
             choices.append(writer.chat_choice(number, message, finish_reason, tokens, delta=False))
         return writer.response(choices, self._usage([prompt], draws))
 
     async def _draw(self, prompts: Sequence[Prompt], options: TextOptions, draws: Sequence[ResponseText]) -> None:
-        """Draw texts, as many for each prompt."""
+        """Draw texts, the same number for each prompt."""
         async with contextlib.aclosing(merge(await self._start(prompts, options, len(draws)))) as pieces:
             async for number, piece in pieces:
                 draws[number].add(piece)
@@ -303,12 +303,12 @@ class TextRoutes(ServerRoutes[TextService]):
         async def write() -> AsyncGenerator[bytes, None]:
             try:
                 async with contextlib.aclosing(merge(streams)) as pieces:
-                    async for number, piece in _before(pieces, deadline, service.limits.seconds):
+                    async for number, piece in _pass_until(pieces, deadline, service.limits.seconds):
                         draws[number].add(piece)
                         for value in events.write(number, draws[number], piece):
                             yield event(value)
             except RequestError as error:
-                # The status has been sent already.
+                # The HTTP status has been sent already, so the error becomes an event.
                 yield event(error.body)
                 return
             counts = self._usage(prompts, draws)
@@ -343,7 +343,7 @@ class EmbeddingRoutes(ServerRoutes[EmbeddingService]):
         with self._service.admit(len(body.texts)):
             tokens = await self._service.count_tokens(body)
             vectors = await self._service.embed(body)
-            # Writing millions of numbers would keep the other requests waiting.
+            # Writing millions of numbers takes time, so a thread does it while the event loop serves other requests.
             return await asyncio.to_thread(write_embeddings, self._name, vectors, tokens, as_base64=body.as_base64)
 
     async def _refuse_text(self, request: Request) -> Response:
@@ -352,7 +352,7 @@ class EmbeddingRoutes(ServerRoutes[EmbeddingService]):
 
 
 class _EventStream(StreamingResponse):
-    """Response of events; when it ends, for whatever reason, its texts end too."""
+    """Response of server-sent events; when the response ends, for whatever reason, its texts end, too."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], admitted: contextlib.ExitStack, deadline: float):
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -398,7 +398,7 @@ class _ChatEvents:
 
     def write(self, number: int, choice: ResponseText, piece: TextPiece) -> list[JsonObject]:
         """Return the events of a piece; the first one of a message names its role."""
-        content, calls, finish_reason = _divide(self._parsers[number], piece.text, choice.finish_reason)
+        content, calls, finish_reason = _split_tool_calls(self._parsers[number], piece.text, choice.finish_reason)
         message = chat_message(content, calls, delta=True)
         if not self._has_begun[number]:
             self._has_begun[number] = True
@@ -420,7 +420,7 @@ _Events = _CompletionEvents | _ChatEvents
 
 
 def _best(draws: Sequence[ResponseText], count: int) -> Sequence[ResponseText]:
-    """Return the likeliest texts by the mean of their tokens; all in their order if all are asked for."""
+    """Return the texts with the highest mean log-probability; if all are asked for, keep their order."""
     return draws if count == len(draws) else sorted(draws, key=lambda choice: -choice.mean_log_prob)[:count]
 
 
@@ -429,7 +429,7 @@ def _tool_parser(body: ChatRequest) -> ToolCallParser | None:
     return ToolCallParser([tool["function"]["name"] for tool in body.tools]) if body.tools else None
 
 
-def _divide(
+def _split_tool_calls(
     parser: ToolCallParser | None, text: str, finish_reason: str | None
 ) -> tuple[str, list[ToolCall], str | None]:
     """Divide the next piece of an answer into plain text and calls of tools; return both and the reason for the end.
@@ -445,7 +445,7 @@ def _divide(
     return content + ending, calls, "tool_calls" if calls else finish_reason
 
 
-async def _before(items: AsyncIterator[T], deadline: float, seconds: float | int) -> AsyncIterator[T]:
+async def _pass_until(items: AsyncIterator[T], deadline: float, seconds: float | int) -> AsyncIterator[T]:
     """Pass items on until the deadline; then raise a `RequestError`."""
     while True:
         try:
@@ -454,7 +454,7 @@ async def _before(items: AsyncIterator[T], deadline: float, seconds: float | int
         except StopAsyncIteration:
             return
         except TimeoutError:
-            raise _late(seconds) from None
+            raise _timeout_error(seconds) from None
         yield item
 
 
@@ -464,7 +464,7 @@ async def _wait_for_hangup(request: Request) -> None:
         pass
 
 
-def _late(seconds: float | int) -> RequestError:
+def _timeout_error(seconds: float | int) -> RequestError:
     return RequestError(408, f"the response took more than {seconds:g} s; ask for less, or try again later.")
 
 
@@ -473,7 +473,7 @@ def _error_response(error: RequestError) -> Response:
     if error.status in (429, 503):
         response.headers["retry-after"] = "1"
     if error.status in (408, 413):
-        # The rest of the body would be read as the next request.
+        # An open connection would read the rest of the body as the next request.
         response.headers["connection"] = "close"
     return response
 

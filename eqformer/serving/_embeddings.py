@@ -17,13 +17,13 @@ from ._service import Limits, ServerMetrics, Service
 
 EMBEDDING_LIMITS = Limits(texts=2048, waiting=4096)
 """The default limits of an `EmbeddingService`."""
-_BATCHES = 4  # Batches of one step, whose texts the encoder sorts by length before it divides them.
-_WIDEST = 512  # Tokens of the longest text that is compiled for before the first request.
+_BATCHES = 4  # batches of one step; the encoder sorts the texts of a step by length and divides them into batches
+_MAX_COMPILED = 512  # tokens of the longest texts whose programs are compiled before the first request
 
 
 @dataclasses.dataclass(eq=False)
 class _EmbeddingJob:
-    """The texts of one request that wait, and the vectors of the others."""
+    """The texts of one request that still wait, and the vectors of its embedded texts."""
 
     request: EmbeddingRequest
     result: asyncio.Future[list[Float[np.ndarray, "features"]]]
@@ -36,7 +36,7 @@ class _EmbeddingJob:
         self.waiting = sorted(range(len(texts)), key=lambda number: len(texts[number]))
 
     def add(self, number: int, vector: Float[np.ndarray, "features"]) -> None:
-        """Keep the vector of a text; the last one ends the job."""
+        """Store the vector of a text; the last vector ends the job."""
         self.vectors[number] = vector
         if len(self.vectors) == len(self.request.texts) and not self.result.done():
             self.result.set_result([self.vectors[index] for index in range(len(self.vectors))])
@@ -48,10 +48,10 @@ class _EmbeddingJob:
 
 
 class EmbeddingService(Service):
-    """Embeds the texts of many requests by one text encoder.
+    """Service that embeds the texts of many requests with one text encoder.
 
-    One thread runs the encoder. The requests that wait when it is free give it texts in turn, so that short requests do
-    not wait for long ones.
+    One thread runs the encoder. Each step takes texts from all waiting requests in turn, so that short requests do not
+    wait for long ones.
     """
 
     def __init__(self, encoder: TextEncoder, *, limits: Limits | None = None, batch_size: int = 32):
@@ -59,7 +59,7 @@ class EmbeddingService(Service):
 
         Args:
             encoder: The text encoder, as `eqformer.load` returns it.
-            limits: The limits on requests; None: `EMBEDDING_LIMITS`, of 2,048 texts a request, and 4,096 that wait.
+            limits: The limits on requests; None: `EMBEDDING_LIMITS`, 2,048 texts in a request and 4,096 that wait.
             batch_size: Texts that the encoder reads together.
         """
         counters = ("prompt_tokens", "embedded_texts", "cancelled_requests", "encoder_failures")
@@ -86,7 +86,7 @@ class EmbeddingService(Service):
         Programs of longer texts and of several rows are compiled when they are first needed.
         """
         start = time.monotonic()
-        longest = min(self.encoder.max_length or _WIDEST, _WIDEST)
+        longest = min(self.encoder.max_length or _MAX_COMPILED, _MAX_COMPILED)
         (shortest,) = self._lengths(["a"], self.encoder.default_prompt)
         width = 16
         while width <= longest:
@@ -116,7 +116,7 @@ class EmbeddingService(Service):
         return tokens
 
     async def embed(self, request: EmbeddingRequest) -> Float[np.ndarray, "texts features"]:
-        """Return the vectors of a request's texts; no more of its texts are embedded when the call is cancelled."""
+        """Return the vectors of a request's texts; if the call is cancelled, its waiting texts are dropped."""
         job = _EmbeddingJob(request, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         if self._worker is None or self._worker.done():
@@ -160,7 +160,7 @@ class EmbeddingService(Service):
         return batch
 
     def _embed(self, batch: Sequence[tuple[_EmbeddingJob, int]]) -> list[Float[np.ndarray, "features"]]:
-        """Return the vectors of texts; those of one prompt and one number of channels are embedded together."""
+        """Return the vectors of texts; texts with the same prompt and number of channels are embedded together."""
         groups = collections.defaultdict[tuple[str | None, int | None], list[int]](list)
         for row, (job, _) in enumerate(batch):
             groups[job.request.prompt_name, job.request.dimensions].append(row)
@@ -178,7 +178,7 @@ class EmbeddingService(Service):
         return [vectors[row] for row in range(len(batch))]
 
     def _lengths(self, texts: Sequence[str], prompt_name: str | None) -> list[int]:
-        """Return the tokens of texts behind a prompt, with special tokens, before they are cut."""
+        """Return the number of tokens of each text, with its prompt and special tokens, before the text is cut."""
         prompt = "" if prompt_name is None else self.encoder.prompts[prompt_name]
         texts = [prompt + text for text in texts]
         texts = [text.lower() for text in texts] if self.encoder.lower_case else texts

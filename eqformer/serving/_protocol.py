@@ -11,11 +11,11 @@ from ..generation import MOST_ALTERNATIVES
 
 Number: TypeAlias = float | int
 MOST_STOPS = 16
-"""Strings that may end one text."""
+"""Maximum number of strings that may end one text."""
 MOST_BIASES = 1024
-"""Ids that may have a bias of their logits."""
-_MOST_SEED = 2**63 - 1
-_MOST_NUMBER = 1e9  # The comparison is false for NaN.
+"""Maximum number of ids with a bias of their logits."""
+_MAX_SEED = 2**63 - 1
+_MAX_NUMBER = 1e9  # the largest number in a field; NaN fails the comparison with it, too
 
 
 class RequestError(Exception):
@@ -49,7 +49,7 @@ class TextOptions:
     """Settings that completions and chats share."""
 
     max_new_tokens: int | None
-    """Most tokens to draw; None: as many as fit."""
+    """Maximum number of tokens to draw; None: as many as fit."""
     temperature: Number
     top_p: Number | None
     top_k: int | None
@@ -57,12 +57,12 @@ class TextOptions:
     repetition_penalty: Number | None
     stop: tuple[str, ...]
     seed: int
-    """The request's, or a random one for a request that names none."""
+    """The request's seed, or a random seed if the request has none."""
     logit_bias: Mapping[int, Number]
     count: int
-    """Texts for each prompt (`n`)."""
+    """Number of texts for each prompt (`n`)."""
     alternatives: int | None
-    """Likely tokens beside each token of the text; None: no probabilities at all."""
+    """Number of likely tokens to report beside each token; None: no log-probabilities are reported."""
     stream: bool
     include_usage: bool
     """Whether a stream ends with the numbers of tokens."""
@@ -102,7 +102,7 @@ class EmbeddingRequest:
     model: str
     texts: list[str]
     dimensions: int | None
-    """The number of first channels that are kept, of vectors that are then scaled to length 1; None: whole vectors."""
+    """The number of leading channels to keep; shortened vectors are scaled to length 1. None: whole vectors."""
     as_base64: bool
     """Whether vectors are written as the base64 of little-endian float32 numbers, instead of lists of numbers."""
     prompt_name: str | None
@@ -170,7 +170,7 @@ class Fields:
         return value
 
     def ignore(self, *names: str) -> None:
-        """Leave out fields that change no text."""
+        """Drop fields that have no effect on the text."""
         for name in names:
             self._values.pop(name, None)
 
@@ -201,7 +201,7 @@ def parse_body(content: bytes) -> Fields:
 def parse_completion(fields: Fields, *, most_texts: int) -> CompletionRequest:
     """Return the request of a body of `/v1/completions`; raise a `RequestError` for a body that breaks a rule.
 
-    `most_texts` is the most texts that one request may draw.
+    `most_texts` is the maximum number of texts that one request may draw.
     """
     model, prompts = _model(fields), _prompts(fields)
     fields.refuse("suffix", ("",), "the models continue a text and fill no gaps")
@@ -227,7 +227,7 @@ def parse_completion(fields: Fields, *, most_texts: int) -> CompletionRequest:
 def parse_chat(fields: Fields, *, most_texts: int) -> ChatRequest:
     """Return the request of a body of `/v1/chat/completions`; raise a `RequestError` for a body that breaks a rule.
 
-    `most_texts` is the most texts that one request may draw.
+    `most_texts` is the maximum number of texts that one request may draw.
     """
     model = _model(fields)
     messages = [_message(value, number) for number, value in enumerate(_list(fields, "messages", required=True))]
@@ -253,7 +253,7 @@ def parse_chat(fields: Fields, *, most_texts: int) -> ChatRequest:
 def parse_embedding(fields: Fields, *, most_texts: int) -> EmbeddingRequest:
     """Return the request of a body of `/v1/embeddings`; raise a `RequestError` for a body that breaks a rule.
 
-    `most_texts` is the most texts of one request.
+    `most_texts` is the maximum number of texts of one request.
     """
     model, texts = _model(fields), _prompts(fields, "input")
     if isinstance(texts[0], list):
@@ -341,7 +341,7 @@ def _logit_bias(fields: Fields) -> dict[int, float]:
 
 
 def _seed(fields: Fields) -> int:
-    seed = fields.integer("seed", -_MOST_SEED - 1, _MOST_SEED)
+    seed = fields.integer("seed", -_MAX_SEED - 1, _MAX_SEED)
     return secrets.randbits(31) if seed is None else seed % 2**31
 
 
@@ -380,7 +380,7 @@ def _message(value: JsonValue, number: int) -> JsonObject:
     role = fields.text("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise fields.error("role", "system, developer, user, assistant or tool", role)
-    # Templates of other providers know no developer, whose message is the system's of older protocols.
+    # Most templates do not know the role `developer`, which replaces `system` in newer versions of the protocol.
     message: JsonObject = {"role": "system" if role == "developer" else role}
     content = fields.take("content")
     if isinstance(content, list):
@@ -390,7 +390,7 @@ def _message(value: JsonValue, number: int) -> JsonObject:
         raise fields.error("content", "a text, or a list of parts of text", content)
     message["content"] = content or ""
     if calls:
-        message["tool_calls"] = [_called(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
+        message["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (text := fields.text(name)) is not None:
             message[name] = text
@@ -409,7 +409,7 @@ def _content_part(value: JsonValue, where: str) -> str:
     return text
 
 
-def _called(value: JsonValue, where: str) -> JsonObject:
+def _tool_call(value: JsonValue, where: str) -> JsonObject:
     """Return a call of a tool in a message of the assistant, with its arguments as an object."""
     fields = Fields(value, where)
     function = Fields(fields.require("function"), f"{where}.function")
@@ -461,11 +461,11 @@ def _is_id(value: JsonValue) -> bool:
 
 
 def _is_number(value: JsonValue) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST_NUMBER
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text has no lone surrogates, which JSON can name and UTF-8 cannot write."""
+    """Return whether a text has no lone surrogates, which JSON can express but UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

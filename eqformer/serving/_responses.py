@@ -35,7 +35,7 @@ class ResponseText:
     text: str = ""
     tokens: list[Token] = dataclasses.field(default_factory=list)
     result: TextResult | None = None
-    """The end of the text; None before."""
+    """The result of the text; None until the text ends."""
 
     def add(self, piece: TextPiece) -> None:
         """Append a piece."""
@@ -65,7 +65,7 @@ def token_texts(tokenizer: data.PromptTokenizer) -> Callable[[int], str]:
 
     The text is empty for a part of a character and for an id without a token.
     """
-    # Some tokenizers drop the space at the beginning of a text, so each token is decoded after another one.
+    # Some tokenizers drop the space at the beginning of a text, so each token is decoded after another token.
     context = tokenizer.encode_prompt("a", add_special_tokens=False).tolist()
     context_length = len(tokenizer.decode_prompt(context))
 
@@ -113,7 +113,7 @@ class ResponseWriter:
             index: The number of the choice.
             text: The text.
             finish_reason: The reason for the end of the text; None before it.
-            tokens: The tokens with their log-probabilities; None: they are not told.
+            tokens: The tokens with their log-probabilities; None: they are not reported.
             offset: Characters of the text before these tokens.
         """
         log_probs = None if tokens is None else self._completion_log_probs(tokens, offset)
@@ -128,7 +128,7 @@ class ResponseWriter:
             index: The number of the choice.
             message: The message, or what a part of a stream adds to it.
             finish_reason: The reason for the end of the message; None before it.
-            tokens: The tokens with their log-probabilities; None: they are not told.
+            tokens: The tokens with their log-probabilities; None: they are not reported.
             delta: Whether the message is a part of a stream.
         """
         log_probs = None if tokens is None else {"content": [self._chat_token(token) for token in tokens]}
@@ -156,10 +156,10 @@ class ResponseWriter:
 
     def _chat_token(self, token: Token) -> JsonObject:
         """Return log-probabilities in the form of `/v1/chat/completions`."""
-        top = [self._named(likely, log_prob) for likely, log_prob in token.alternatives]
-        return self._named(token.id, token.log_prob) | {"top_logprobs": top}
+        top = [self._token_object(likely, log_prob) for likely, log_prob in token.alternatives]
+        return self._token_object(token.id, token.log_prob) | {"top_logprobs": top}
 
-    def _named(self, token: int, log_prob: float | None) -> JsonObject:
+    def _token_object(self, token: int, log_prob: float | None) -> JsonObject:
         text = self._token_text(token)
         return {"token": self._show(token), "logprob": log_prob, "bytes": list(text.encode()) if text else None}
 
@@ -169,7 +169,7 @@ class ResponseWriter:
 
 
 def chat_message(content: str, calls: "Sequence[ToolCall]", *, delta: bool = False) -> JsonObject:
-    """Return a message of the assistant, or the last part of a streamed one."""
+    """Return a message of the assistant; with `delta`, the part of a message that an event of a stream adds."""
     message: JsonObject = {} if delta else {"role": "assistant"}
     if content or not (calls or delta):
         message["content"] = content
@@ -204,9 +204,9 @@ def event(value: JsonValue) -> bytes:
 
 
 def dump(value: JsonValue) -> bytes:
-    """Return a value as JSON; log-probabilities of minus infinity are written as the least number."""
+    """Return a value as JSON; log-probabilities of minus infinity are written as -9999."""
     text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode(errors="backslashreplace")  # JSON names a lone surrogate, which UTF-8 cannot write.
+    return text.encode(errors="backslashreplace")  # The JSON escapes of lone surrogates.
 
 
 def write_embeddings(
@@ -257,8 +257,8 @@ class ToolCall:
 class ToolCallParser:
     """Parser of an answer in pieces, which divides it into plain text and calls of tools.
 
-    Text that may begin a call is held back. Text that looks like a call and is none, because its JSON is broken or its
-    name is no tool's, is plain text.
+    Text that may begin a call is held back. Text that looks like a call, but has broken JSON or the name of no tool, is
+    plain text.
     """
 
     def __init__(self, names: Collection[str]):
@@ -317,7 +317,7 @@ def _parse_calls(text: str) -> Iterator[ToolCall]:
 
 
 def _parse(text: str) -> JsonValue:
-    """Return the value of a JSON text; None for a text that is none."""
+    """Return the value of a JSON text; None for a text that is not JSON."""
     try:
         return parse_json(text.strip(), unique=False)
     except ValueError:

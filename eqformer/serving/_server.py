@@ -20,8 +20,8 @@ def make_app(service: TextService | EmbeddingService, *, name: str = "eqformer",
     """Return an ASGI app that serves a model by the OpenAI protocol, and that other apps can mount.
 
     The app has the routes `/v1/models`, `/health` and `/metrics`. The app of a language model also has
-    `/v1/completions`, `/v1/chat/completions` and a page for chats at `/`, that of a text encoder `/v1/embeddings`.
-    Raises an `ImportError` without the package `starlette`, which the extra `serve` installs.
+    `/v1/completions`, `/v1/chat/completions` and a page for chats at `/`; the app of a text encoder has
+    `/v1/embeddings`. Raises an `ImportError` without the package `starlette`, which the extra `serve` installs.
 
     Args:
         service: The service that draws the texts, or embeds them.
@@ -73,7 +73,7 @@ def serve(
             timeout_graceful_shutdown=10,
             server_header=False,
         )
-        listener.listen(config.backlog)  # Clients may connect as soon as they read where.
+        listener.listen(config.backlog)  # Clients may connect as soon as the address is reported.
         address, used_port = listener.getsockname()[:2]
         progress(f"serving {name} at http://{f'[{address}]' if ':' in address else address}:{used_port}")
         asyncio.run(_server_class()(config, service).serve(sockets=[listener]))
@@ -99,7 +99,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _server_class() -> Any:
-    """Return uvicorn's server with an end that finishes the admitted texts."""
+    """Return a class of uvicorn's server that finishes the admitted texts before it stops."""
     import uvicorn  # pyright: ignore[reportMissingImports]
 
     class DrainingServer(uvicorn.Server):
@@ -110,7 +110,7 @@ def _server_class() -> Any:
             self._service = service
 
         def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
-            """Begin the end at the first signal, and end at once at the second."""
+            """Start to drain at the first signal, and stop at once at the second."""
             if self._service.is_draining:
                 self.force_exit = True
                 super().handle_exit(sig, frame)
@@ -128,12 +128,12 @@ def _server_class() -> Any:
 def _connection_class(limits: Limits) -> Any:
     """Return uvicorn's HTTP connection with limits on idle connections.
 
-    A connection must send the head of a request in time. When there are too many connections, the one that has been
-    idle longest is closed for a new one.
+    A connection must send the head of a request in time. When there are too many connections, the connection that has
+    been idle longest is closed.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol  # pyright: ignore[reportMissingImports]
 
-    most, idle = _most_connections(limits.connections), dict[Any, asyncio.TimerHandle]()
+    most, idle = _max_connections(limits.connections), dict[Any, asyncio.TimerHandle]()
 
     class LimitedConnection(H11Protocol):
         """Connection that is closed when it is idle for too long."""
@@ -174,8 +174,8 @@ def _connection_class(limits: Limits) -> Any:
     return LimitedConnection
 
 
-def _most_connections(wanted: int) -> int:
-    """Return the most connections that are open at once; the limit on open files is raised as far as needed."""
+def _max_connections(wanted: int) -> int:
+    """Return the maximum number of open connections; raise the limit on open files as far as needed."""
     try:
         import resource
     except ImportError:  # Other systems than POSIX have no such limit.

@@ -28,20 +28,20 @@ T = TypeVar("T")
 class Limits:
     """Limits on the requests and the connections of a server.
 
-    A request that exceeds a limit with an HTTP status is refused with this status.
+    The number in parentheses is the HTTP status of the response to a request that exceeds the limit.
     """
 
     prompt_tokens: int | None = None
-    """Most tokens of a prompt, or of a text to embed (400).
+    """Maximum number of tokens of a prompt, or of a text to embed (400).
 
     None: a prompt must fit into the engine's rows, and a text to embed is cut to the encoder's `max_length`.
     """
     new_tokens: int = 1024
-    """Most tokens of a text (400); also the number for a chat that names none."""
+    """Maximum number of new tokens of a text (400), and the default number for a chat."""
     texts: int = 16
-    """Most texts that one request may draw, over all of its prompts, or embed (400)."""
+    """Maximum number of texts that one request may draw, over all of its prompts, or embed (400)."""
     waiting: int = 64
-    """Most texts that wait until others have ended (429)."""
+    """Maximum number of texts that wait until others have ended (429)."""
     seconds: float | int = 300.0
     """Longest time from a request to its response (408)."""
     body_bytes: int = 1 << 22
@@ -51,7 +51,7 @@ class Limits:
     idle_seconds: float | int = 15.0
     """Longest time that a connection may take to send the head of a request, before it is closed."""
     connections: int = 4096
-    """Most open connections; for a further one, the connection that is idle longest is closed."""
+    """Maximum number of open connections; at one more, the connection that has been idle longest is closed."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -68,11 +68,11 @@ class Prompt:
     ids: list[int]
     """The prompt as token ids."""
     messages: Sequence[Mapping[str, object]] | None = None
-    """The messages of a chat, which the ids render; None: the ids are continued."""
+    """The chat messages from which the ids were rendered; None: a plain prompt, which the text continues."""
     grammar: Grammar | None = None
     """The grammar of the text; None: any text."""
     keeps_special_tokens: bool = False
-    """Whether special tokens are kept in the text, by which some models mark calls of tools."""
+    """Whether the text keeps special tokens, with which some models mark tool calls."""
 
     @property
     def length(self) -> int:
@@ -86,7 +86,7 @@ class Service(abc.ABC):
     def __init__(self, limits: Limits, metrics: "ServerMetrics"):
         self.limits, self.metrics = limits, metrics
         self.active = 0
-        """Texts that wait or are computed."""
+        """Number of texts that wait or are computed."""
         self.is_draining = False
         """Whether new requests are refused, because the server ends."""
         self._failure = ""
@@ -106,7 +106,7 @@ class Service(abc.ABC):
         """Compile the programs before the first request; `progress` is called with a line after each."""
 
     def drain(self) -> None:
-        """Refuse new requests from now on; admitted texts are finished. A server then ends when none is left."""
+        """Refuse new requests from now on; admitted texts are finished. The server then ends when no text is left."""
         self.is_draining = True
 
     @property
@@ -142,7 +142,7 @@ class Service(abc.ABC):
 
 
 class TextService(Service):
-    """Draws the texts of many requests by one engine."""
+    """Service that draws the texts of many requests with one engine."""
 
     def __init__(self, llm: LLM, *, limits: Limits | None = None, **engine_options: Any):
         """Prepare an engine.
@@ -235,7 +235,7 @@ class TextService(Service):
             return engine.stream(request, prompt_ids=prompt.ids, decoder=decoder)
 
         with _as_bad_request():
-            # Reading a grammar would keep the other requests waiting.
+            # Compiling a grammar takes time, so a thread does it while the event loop serves other requests.
             pieces = await asyncio.to_thread(make_stream)
         return self._observe(engine, pieces)
 
@@ -252,7 +252,7 @@ class TextService(Service):
         engine = self.engine.engine
         # A prompt of one token more than a width is padded to the next width.
         lengths = [1, *(width + 1 for width in engine.chunk_widths[:-1] if width < engine.capacity - 2)]
-        # The ids differ, because a beginning that prompts share would not be read again.
+        # The ids differ, because a prefix that is shared with an earlier prompt would not be read again.
         requests = [generation.Request([number] * length, 2) for number, length in enumerate(lengths)]
         requests.append(generation.Request([1], 2, temperature=1.0))
         if not self._has_draft:
@@ -295,7 +295,7 @@ class TextService(Service):
             await pieces.aclose()
 
     def _replace_engine(self, failed: TextEngine, error: Exception) -> None:
-        """Make another engine in place of one that cannot go on."""
+        """Replace an engine that has failed."""
         if self.engine is not failed:
             return
         self.metrics.add("engine_failures")
@@ -388,7 +388,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 
 
 class Histogram:
-    """Times in buckets."""
+    """Histogram of durations, in buckets bounded by `_SECONDS`."""
 
     def __init__(self):
         self._counts, self._sum = [0] * (len(_SECONDS) + 1), 0.0
