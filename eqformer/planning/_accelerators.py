@@ -55,7 +55,7 @@ class Accelerator:
     ring_multiple: int = 4
     """A torus dim whose size is a multiple of this is a ring; any other dim is a line."""
     whole: int = 0
-    """Total bytes of a GPU's memory, of which `memory` is a share; 0 for a TPU, whose total has no use here."""
+    """Total bytes of a GPU's memory, of which `memory` is a share; 0 for a TPU, whose total is not needed."""
 
     def peak(self, dtype: str) -> float:
         """Return the operations a second in a dtype, by its name; wider dtypes than 16 bits are taken as bfloat16."""
@@ -273,7 +273,7 @@ def topology(text: str) -> Topology:
 
 
 def for_platform(plan: parallel.Plan, platform: str) -> parallel.Plan:
-    """Return the plan over devices of a platform, `cuda` or `tpu`: abstract ones, unless its mesh has such devices."""
+    """Return the plan over devices of a platform, `cuda` or `tpu`; abstract, unless its mesh has such devices."""
     name, mesh = {"cuda": "gpu"}.get(platform, platform), plan.mesh
     if plan.platform == name:
         return plan
@@ -308,7 +308,7 @@ def mesh_peak(mesh: Mesh, dtype: str = "float32", *, seconds: float = 0.5) -> fl
 
 
 def copy_bandwidth(*, size: int = 2**27, seconds: float = 0.5, device: Device = None) -> float:
-    """Measure the most bytes/s that copies of `size` bytes read and write, over `seconds` of repeats on one device.
+    """Measure the best bytes/s that copies of `size` bytes read and write, over `seconds` of repeats on one device.
 
     A copy counts twice its bytes. `device=None` is JAX's first.
     """
@@ -322,7 +322,7 @@ def copy_bandwidth(*, size: int = 2**27, seconds: float = 0.5, device: Device = 
 
 
 def _best(run: Callable[[Array], Array], x: Array, seconds: float) -> float:
-    """Return the seconds of the best repeat, after one that compiles."""
+    """Return the seconds of the fastest repeat, after a first run that compiles."""
     run(x).block_until_ready()
     best, start = float("inf"), perf_counter()
     while perf_counter() - start < seconds:

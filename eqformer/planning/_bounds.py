@@ -95,7 +95,7 @@ def context_bytes(
 
     `"ring"` and `"gather"` send keys and values in the forward pass, and again in the backward pass with their
     gradients: `6 (c-1)/c T h_kv a`. The factor is 4 if gathered keys and values are `saved` for the backward pass.
-    `"heads"` (Ulysses, arXiv:2309.14509): queries, keys, values and outputs change hands in both passes:
+    `"heads"` (Ulysses, arXiv:2309.14509): queries, keys, values and outputs are exchanged in both passes:
     `2 (c-1)/c T/c (2 h + 2 h_kv) a`, with `embed` heads times head dim.
 
     Args:

@@ -45,7 +45,7 @@ def lowered_step(states: training.PlannedState, step: training.Step, batch: Batc
 
 
 def _lists_memories(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether the devices of a mesh list the memories that they have; True for every abstract mesh."""
+    """Return whether the devices of a mesh list their memories; True for every abstract mesh."""
     return not isinstance(mesh, Mesh) or bool(mesh.devices.flat[0].addressable_memories())
 
 
@@ -268,7 +268,7 @@ def _version(name: str) -> str:
 def _target(gpu: Accelerator) -> str:
     """Return the description of an absent GPU that XLA needs, as a text of protocol buffers.
 
-    The versions are those of CUDA: without them XLA takes no call of cuBLAS for products of 8 bits.
+    The description names versions of CUDA, because without them XLA does not call cuBLAS for 8-bit products.
     """
     major = 10 if gpu.name.startswith("b") else 9
     cores, cache, clock = _CORES[major]

@@ -1,4 +1,4 @@
-"""Forecast by formulas of what a step holds, sends and takes on devices that are not here.
+"""Forecasts by formulas: the bytes that a step holds and sends, and its seconds, on devices that may be absent.
 
 The bytes that compilers for TPUs add to reduce-scatters of gradients, because they pad slices to whole chunks, are
 computed here too.
@@ -55,7 +55,7 @@ def scatter_padding(
 def _scattered_gradients(
     plan: parallel.Plan, model: nn.LanguageModel, trained: training.Trained
 ) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Yield the shape of each gradient that `fsdp` scatters, its dim that is split, and how many layers have one.
+    """Yield each gradient that `fsdp` scatters: its shape, the dim that is split, and its number of layers.
 
     Tables of the vocabulary that are scattered in parts are left out.
     """
@@ -70,7 +70,7 @@ def _scattered_gradients(
 def _padded_rows(rows: int, row_bytes: int, devices: int, topology: Topology) -> int:
     """Return the rows of a device's slice once it is cut into equal chunks."""
     sides = [side for side in topology.shape if side > 1]
-    tile = 2 * _TILE if sides == [2, 2] and devices == 4 else _TILE  # both ways round at once
+    tile = 2 * _TILE if sides == [2, 2] and devices == 4 else _TILE  # sent both ways round the ring at once
     most = int(_CHUNKS[topology.accelerator.name] / (devices + 4) / row_bytes) // tile * tile
     if rows <= 1 or most == 0:
         return rows
@@ -79,7 +79,7 @@ def _padded_rows(rows: int, row_bytes: int, devices: int, topology: Topology) ->
 
 
 def _scatter_steps(plan: parallel.Plan, topology: Topology) -> tuple[int, ...]:
-    """Return the devices of each reduce-scatter over `fsdp`: two over a whole square or box, as in `torus_steps`."""
+    """Return the devices of each reduce-scatter over `fsdp`: two steps over a whole square or box (`torus_steps`)."""
     sides, devices = [side for side in topology.shape if side > 1], plan.size(FSDP)
     is_square, is_box = len(sides) == 2 and sides[0] == sides[1] >= 4, len(sides) > 2
     if devices == topology.devices and (is_square or is_box):
@@ -129,7 +129,7 @@ class Forecast:
     devices: int
     """How many devices the step runs on."""
     on_host: int = 0
-    """Bytes in the memory of the host for a device."""
+    """Bytes that a device stores in the memory of its host."""
     state: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """Bytes of the training state by cause, on one device and on all (`state_bytes`); empty for decoding."""
 
@@ -137,7 +137,7 @@ class Forecast:
     def time(self) -> Roofline:
         """Seconds of a step, by cause; raises a `ValueError` without a topology."""
         if self.roofline is None:
-            raise ValueError(f"Forecast.time: {self.target} says no speeds; forecast for a topology.")
+            raise ValueError(f"Forecast.time: {self.target} has no speeds; forecast for a topology.")
         return self.roofline
 
     @property
@@ -198,7 +198,7 @@ def roofline_dict(time: Roofline | None) -> JsonObject:
 
 
 def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batch, target: Target) -> Forecast:
-    """Return what a training step under the plan of `states` holds, sends and takes, for the shapes of a batch.
+    """Forecast the bytes and the seconds of a training step under the plan of `states`, for a batch's shapes.
 
     Raises a `ValueError` where the plan's mesh has another number of devices than a topology.
     """
@@ -229,7 +229,7 @@ def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batc
 def add_padding(
     sent: tuple[Sent, ...], states: training.PlannedState, model: nn.LanguageModel, topology: Topology
 ) -> tuple[Sent, ...]:
-    """Return what a step sends with what a topology's compiler adds to the reduce-scatters of gradients."""
+    """Return the bytes sent, with those that a topology's compiler adds to the reduce-scatters of gradients."""
     padding = scatter_padding(states.plan, model, topology, states.optimizer.trained)
     return (*sent, Sent(STATE, f"{GRADIENTS}, padded by the compiler", padding)) if padding else sent
 
@@ -274,10 +274,10 @@ def decode_forecast(
     capacity: int,
     cache_dtype: str | None = None,
 ) -> Forecast:
-    """Return what a step that decodes one token of each row holds, sends and takes; its caches are full.
+    """Forecast the bytes and the seconds of a step that decodes one token of each row, with full caches.
 
-    Each device reads its weights and its caches once. Bytes sent are counted in the traced step, and nothing else runs
-    while they are sent. An encoder stays in memory and is not read, since it has read its text before.
+    Each device reads its weights and its caches once. Bytes sent are counted in the traced step, and no communication
+    overlaps with other work. An encoder stays in memory and is not read, since its text has been encoded before.
 
     Args:
         plan: The plan that serves the model.
@@ -304,17 +304,17 @@ def decode_forecast(
 
 
 def decode_held(served: parallel.ShardedModel, caches: PyTree) -> dict[str, int]:
-    """Return the bytes on a device by cause, of the shapes that `decode_shapes` gives; nothing is traced."""
+    """Return a device's bytes by cause, for the shapes that `decode_shapes` returns, without a trace."""
     weights, encoder = (placed_bytes(tree)[0] for tree in (served, served.model.parts.encoder))
     encoder_bytes = {_ENCODER: encoder} if encoder else {}
     return {"weights": weights - encoder, **encoder_bytes, "caches": placed_bytes(caches)[0]}
 
 
 def read_by_decoding(held: Mapping[str, int]) -> int:
-    """Return how many of the bytes that `decode_held` gives a decode step reads: all but the encoder's."""
+    """Return the bytes that a decode step reads, of the causes in `decode_held`: all but the encoder."""
     return sum(size for cause, size in held.items() if cause != _ENCODER)
 
 
 def certain_bytes(held: Mapping[str, int]) -> int:
-    """Return the bytes of what is held, by cause, that formulas know exactly."""
+    """Return the bytes of the causes that formulas know exactly."""
     return sum(size for cause, size in held.items() if cause in _EXACT_CAUSES)

@@ -15,10 +15,10 @@ from ..program import count_host_bytes, estimate_peak, Program, read_traced
 from ._accelerators import for_platform
 
 
-# Beside steps that were compiled, estimates were from 15 % too low to 15 % too high; other families may be further off.
-MOST_TOO_LITTLE, MOST_TOO_MUCH = 0.15, 0.25
+# Compared with compiled steps, estimates were from 15 % too low to 15 % too high. Other families may be further off.
+MAX_UNDERESTIMATE, MAX_OVERESTIMATE = 0.15, 0.25
 ON_HOST = "optimizer state on its host"
-MARGIN = f"margin of the estimate, {MOST_TOO_LITTLE:.0%}"
+MARGIN = f"margin of the estimate, {MAX_UNDERESTIMATE:.0%}"
 """Cause of the bytes by which a compiled step may need more than its estimate."""
 Verdict = Literal["fits", "does not fit", "too close to tell without the compiler"]
 """Whether a step fits into a device's memory."""
@@ -71,8 +71,8 @@ def _gradient_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def updated_bytes(states: training.PlannedState, on_host: int) -> int:
     """Return the bytes on a device that an update needs for moments beside the state.
 
-    These are copies of the bytes `on_host` or, of moments in 8 bits, float32 of all moments, which compilers make
-    before they look for the largest of a row.
+    The bytes are copies of the `on_host` bytes or, for 8-bit moments, all moments in float32, which compilers compute
+    before they search for the largest moment of each row.
     """
     leaves = jax.tree.leaves(states.sharded_shapes().optimizer_state)
     codes = [leaf for leaf in leaves if is_shape(leaf) and leaf.dtype == jnp.uint8]
@@ -84,8 +84,8 @@ def step_bytes(
 ) -> StepBytes:
     """Return an upper bound of the bytes of a step at its peak, on a device by cause.
 
-    The state is exact. Beside it are `temporary_bytes` or, where they are more, gradients and `updated_bytes`. Compiled
-    steps need up to 15 % more than this estimate, so the margin for that has a cause of its own.
+    The state is exact. Added to the state is the larger of two numbers: `temporary_bytes`, and gradients with
+    `updated_bytes`. Compiled steps need up to 15 % more than this estimate, so a margin is added as a separate cause.
 
     Args:
         states: The state under the plan in question.
@@ -99,14 +99,14 @@ def step_bytes(
     temporary = temporary_bytes(states, model, batch, platform)
     most = max(temporary.held, update if updated else {}, key=lambda sizes: sum(sizes.values()))
     estimate = state | most
-    margin = math.ceil(sum(estimate.values()) * MOST_TOO_LITTLE / (1 - MOST_TOO_LITTLE))
+    margin = math.ceil(sum(estimate.values()) * MAX_UNDERESTIMATE / (1 - MAX_UNDERESTIMATE))
     return temporary._replace(held=estimate | {MARGIN: margin})
 
 
 def temporary_bytes(states: training.PlannedState, model: nn.LanguageModel, batch: Batch, platform: str) -> StepBytes:
     """Estimate the bytes that a device needs beside parameters and optimizer state at the peak of a step, by cause.
 
-    The loss and its gradients are traced for one device of the `platform`, as `estimate_peak` walks through them.
+    The loss and its gradients are traced for one device of the `platform`, and `estimate_peak` walks through the trace.
     """
     programs = trace_gradients(states, model, batch, platform)
     peaks = [estimate_peak(program) for program in programs]
@@ -131,10 +131,10 @@ def trace_gradients(
 
 
 def activation_bytes(plan: parallel.Plan, model: nn.LanguageModel, *, rows: int, seq: int) -> int:
-    """Return the bytes of activations that a device keeps for a backward pass at least, from shapes alone.
+    """Return a lower bound of the bytes of activations that a device keeps for a backward pass, from shapes alone.
 
-    A layer keeps its input and, unless all is computed again, the outputs of its maps that do not write the stream.
-    Experts, tables, losses and further microbatches of a pipeline are left out.
+    A layer keeps its input and, without full rematerialisation, the outputs of all linear maps that do not write to the
+    residual stream. Experts, tables, losses and further microbatches of a pipeline are left out.
     """
     if plan.reruns_stages:
         return 0
@@ -147,7 +147,7 @@ def activation_bytes(plan: parallel.Plan, model: nn.LanguageModel, *, rows: int,
             continue
         is_whole = plan.stream is None or plan.stream.is_whole
         numbers += len(stack) * model.embedding.weight.shape[-1] / (1 if is_whole else split)
-        if stack.remat == "full" or nn.modules(stack, nn.LoRA):  # of a sum of two maps one result may do
+        if stack.remat == "full" or nn.modules(stack, nn.LoRA):  # for a sum of two maps, one stored result may do
             continue
         for linear in nn.linear_maps(stack):
             if id(linear) not in experts and linear.outputs != ("embed",):
@@ -181,7 +181,7 @@ def text_group_shapes(rows: int, seq: int, *, group: int) -> Batch:
 def preference_shapes(rows: int, seq: int, *, has_reference: bool, has_labels: bool = False) -> PreferenceBatch:
     """Return the shapes of a batch of pairs or, with `has_labels`, of labelled completions for KTO.
 
-    They have the nats of a reference if the loss compares the model with a reference.
+    With `has_reference`, the batch has the nats of a reference model, with which the loss compares the model.
     """
 
     def make() -> PreferenceBatch:
@@ -218,12 +218,12 @@ def judge_formula(bound: int, certain: int, memory: int) -> Verdict:
     """Judge whether a step fits into `memory`.
 
     Args:
-        bound: The estimate of `step_bytes` with its margin, or of a decode step its weights and caches.
-        certain: The bytes that are there whatever the compiler does. The compiler needs more than these, so they have
-            the margin too.
+        bound: The estimate of `step_bytes` with its margin, or a decode step's weights and caches.
+        certain: The bytes that are needed whatever the compiler does. Compiled steps need more, so the margin is added
+            to these bytes, too.
         memory: The bytes that programs may fill.
     """
-    if max(certain, bound * (1 - MOST_TOO_LITTLE) / (1 + MOST_TOO_MUCH)) > memory:
+    if max(certain, bound * (1 - MAX_UNDERESTIMATE) / (1 + MAX_OVERESTIMATE)) > memory:
         return "does not fit"
-    is_sure = max(bound, certain / (1 - MOST_TOO_LITTLE)) <= memory
+    is_sure = max(bound, certain / (1 - MAX_UNDERESTIMATE)) <= memory
     return "fits" if is_sure else "too close to tell without the compiler"

@@ -19,7 +19,7 @@ from ._report import FormatPlan, gigabytes
 from ._search import Candidate, search_plans
 
 
-_MAX_TRACED = 6  # Other meshes that are traced, a second or two each.
+_MAX_TRACED = 6  # plans over other meshes that are traced; each trace takes a second or two
 _PHASES = [training.SchedulePhase(0, 2, 1)]  # Any learning rates: they do not change how much a step holds.
 
 
@@ -43,7 +43,7 @@ class TrainingSetup:
     """Which parameters are trained, as in `training.optimizer`."""
 
     def states(self) -> training.PlannedState:
-        """Describe the training state under the plan; its optimizer's learning rates are of no run."""
+        """Describe the training state under the plan; the optimizer's learning rates are placeholders."""
         optimizer = self.optimization.optimizer(self.model, _PHASES, trained=self.trained)
         return training.PlannedState(lambda: self.model, optimizer, self.plan, model_shapes=self.model)
 
@@ -79,16 +79,16 @@ FormatSettings = Callable[[Mapping[str, object]], str]
 
 
 def find_smaller_setups(setup: TrainingSetup, memory: int, platform: str, *, limit: int = 3) -> list[SmallerSetup]:
-    """Return up to `limit` ways to train on the same mesh in so much memory, of each kind the one that changes least.
+    """Return up to `limit` setups on the same mesh that fit into the memory: for each kind, the smallest change.
 
     The kinds are: sharding all weights, computing activations again or storing them on hosts, dividing the batch into
-    more microbatches, and a state in fewer bits, which alone changes the numbers.
+    more microbatches, and storing the state in fewer bits, the only kind that changes results.
 
     Args:
         setup: The setup that does not fit.
         memory: The bytes of a device.
         platform: The compiler's platform, `cuda`, `tpu` or `cpu`.
-        limit: The most setups.
+        limit: Maximum number of setups.
     """
     smaller_setups: list[SmallerSetup] = []
     for variants in _variants_by_kind(setup, platform):
@@ -100,7 +100,7 @@ def find_smaller_setups(setup: TrainingSetup, memory: int, platform: str, *, lim
 
 
 def _variants_by_kind(setup: TrainingSetup, platform: str) -> Iterator[list[dict[str, object]]]:
-    """Yield settings with which less and less is held, by kind."""
+    """Yield, for each kind of change, settings that hold fewer and fewer bytes."""
     plan, remat = setup.plan, setup.execution.remat
     pieces = (setup.batch.ids.shape[0] // plan.microbatches).bit_length()
     doublings = [{"plan.microbatches": plan.microbatches << doubling} for doubling in range(1, pieces)]
@@ -136,7 +136,7 @@ def _fit(setup: TrainingSetup, settings: dict[str, object], memory: int, platfor
         return None
     states = variant.states()
     if sum(local for local, _ in state_bytes(states).values()) > memory:
-        return None  # Nothing needs to be traced.
+        return None  # The state alone is too large, so no trace is needed.
     size = step_bytes(states, variant.model, variant.batch, platform).total
     changed = {path: value for path, value in settings.items() if attrgetter(path)(setup) != value}
     return SmallerSetup(changed, variant, size) if size <= memory else None
@@ -173,7 +173,7 @@ def out_of_memory_report(
         return None
     device, states = jax.local_devices()[0], setup.states()
     available = (device.memory_stats() or {}).get("bytes_limit")
-    platform = "tpu" if device.platform == "tpu" else "cuda"  # The one for CPUs too, which have no formulas.
+    platform = "tpu" if device.platform == "tpu" else "cuda"  # CPUs have no formulas of their own, so CUDA's are used.
     step = step_bytes(states, setup.model, setup.batch, platform)
     causes = ", ".join(f"{name} {gigabytes(size)}" for name, size in step.held.items() if size)
     heading = f"a device ({device.device_kind}) is out of memory"

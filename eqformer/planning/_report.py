@@ -47,7 +47,7 @@ def parse_bytes(text: str) -> int:
 
 
 def forecast_table(forecast: Forecast) -> str:
-    """Format what formulas say of a step: what a device holds and whether it fits, what it sends, and its seconds."""
+    """Format a forecast: the bytes that a device holds and sends, whether they fit, and the seconds of a step."""
     lines = [held_table(forecast)]
     on_host = ""
     if forecast.on_host:
@@ -68,7 +68,7 @@ def forecast_table(forecast: Forecast) -> str:
 
 
 def held_table(forecast: Forecast) -> str:
-    """Format what a device holds, by cause: the training state and its share of all devices', then a step at its peak.
+    """Format a device's bytes by cause: the training state, with the device's share, then a step at its peak.
 
     The sum counts parameters, optimizer state, and everything else that is held at the peak of a step; gradients count
     only if they exist at the peak.
@@ -120,7 +120,7 @@ def _verdict_line(verdict: Verdict, held: int, memory: int, accelerator: Acceler
 
 
 def compilation_table(compilation: Compilation, forecast: Forecast) -> str:
-    """Format what a compiler made of a step, beside formulas: what it holds, computes, moves and sends."""
+    """Format the costs of a compiled step (bytes, operations, communication) beside the figures of formulas."""
     topology = topology_of(forecast.target)
     assert topology is not None
     seconds = f"{compilation.seconds:.0f} s" + " (an earlier run's)" * compilation.from_cache
@@ -140,7 +140,7 @@ def compilation_table(compilation: Compilation, forecast: Forecast) -> str:
 
 
 def _program_lines(program: CompiledCosts, forecast: Forecast, accelerator: Accelerator) -> list[str]:
-    """Return the lines on what is read from a program's text."""
+    """Return the lines with figures from the text of a compiled program."""
     rows = [("largest temporaries", "", "of")]
     rows += [
         (buffer.type, gigabytes(buffer.size), module_of(buffer.scopes) or "(unnamed)") for buffer in program.buffers
@@ -187,7 +187,7 @@ def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
 def _proposal_line(proposal: Proposal, format_plan: FormatPlan) -> str:
     costs = [gigabytes(proposal.held), f"sends {gigabytes(proposal.candidate.sent)} a step"]
     costs += [] if proposal.time is None else [f"at least {proposal.time.seconds:.3f} s a step"]
-    # The estimate of a proposed plan fits; with its margin, only the compiler may be able to tell.
+    # The estimate of every proposed plan fits. With the margin, the verdict may be left to the compiler.
     costs += [] if proposal.verdict in (None, "fits") else [proposal.verdict]
     return f"  {format_plan(proposal.candidate)}: {', '.join(costs)}"
 
@@ -209,13 +209,13 @@ def ranking_table(
     format_plan: FormatPlan,
     memory: int,
 ) -> str:
-    """Format the plans of `search_plans` over a topology as they rank, beside what compilers made of them.
+    """Format the plans of `search_plans` over a topology by rank, with the costs of those that were compiled.
 
-    The seconds are a lower bound, and the MFU is an upper bound, as a roofline is.
+    As in every roofline, the seconds are a lower bound, and the MFU is an upper bound.
 
     Args:
         proposals: The plans.
-        compilations: For each plan what its compiler made of it; None where it was not compiled.
+        compilations: The compilation of each plan; None: the plan was not compiled.
         format_plan: Returns a plan's flags.
         memory: Bytes of a device.
     """
@@ -235,7 +235,7 @@ def ranking_table(
 
 
 def communication_table(transfers: Iterable[Transfer], *, names: Container[str] = ()) -> str:
-    """Format what a program sends by kind, axes, and which of some names, largest first, and the sum.
+    """Format the bytes that a program sends by kind, axes and name (of `names`), largest first, and the sum.
 
     `+?` marks figures that loops of unknown length increase.
     """
@@ -254,7 +254,7 @@ def communication_table(transfers: Iterable[Transfer], *, names: Container[str] 
 
 
 def _sum_known(transfers: Iterable[Transfer]) -> tuple[int, float]:
-    """Return how often transfers of known number run, and the bytes that they send."""
+    """Return the runs and the bytes of the transfers whose number of runs is known."""
     known = [transfer for transfer in transfers if transfer.times is not None]
     return sum(transfer.times or 0 for transfer in known), bytes_sent(known)
 
@@ -262,7 +262,7 @@ def _sum_known(transfers: Iterable[Transfer]) -> tuple[int, float]:
 def plot_costs(held: Mapping[str, int], memory: int, seconds: Mapping[str, float], path: str | Path) -> None:
     """Write a PNG of the bytes of a device by cause beside the `memory` that it has, and of a step's seconds by cause.
 
-    They are a `Forecast`'s `held` and `time.by_cause`. Needs matplotlib.
+    A `Forecast` has both, as `held` and `time.by_cause`. Needs matplotlib.
     """
     figures = load_extra("matplotlib.figure", extra="train", call="plot_costs(held, memory, seconds, path)")
     figure = figures.Figure(figsize=(8, 4.5), dpi=110, layout="constrained")

@@ -23,18 +23,18 @@ from ._sent_bytes import Sent, sent_bytes
 
 
 MAX_TENSOR = 8  # The largest tensor axis that is tried where devices are unknown: larger ones cross machines of GPUs.
-MAX_TENSOR_OF_TORUS = 64  # The largest tensor axis that is tried on TPUs: a torus has no bound such as a switch's.
+MAX_TENSOR_OF_TORUS = 64  # The largest tensor axis that is tried on TPUs, where no switch bounds the axis.
 MAX_CONTEXT = 8  # The largest context axis that is tried.
-MAX_TRACED = 16  # The most plans that are traced (a second or more each), if some of them fit.
-MAX_TRACED_WITHOUT_FIT = 64  # The same, if none fits.
-FIRST_SECONDS = 4.0  # A search shows what it has after this time, though meshes remain to be compared.
+MAX_TRACED = 16  # The maximum number of traced plans (a second or more each), once a plan fits.
+MAX_TRACED_WITHOUT_FIT = 64  # The maximum number of traced plans, until a plan fits.
+FIRST_SECONDS = 4.0  # A search shows the best plans so far after this time, if meshes remain to be compared.
 
 Progress = Callable[[str, int, int], None]
 """Function called with the name of what a search counts, the number done, and the largest possible number."""
 
 
 def _ignore(*_: object) -> None:
-    """Show nothing of a search's progress."""
+    """Do nothing; this is the default callback of a search."""
 
 
 class Candidate(NamedTuple):
@@ -71,7 +71,7 @@ class Proposal(NamedTuple):
     held: int
     time: Roofline | None = None
     verdict: Verdict | None = None
-    """Whether it fits by formulas; None where nothing was traced, so that `held` is the least that it may be."""
+    """Whether it fits by formulas; None for a plan that was not traced, for which `held` is a lower bound."""
 
     def as_dict(self) -> JsonObject:
         """Return what it holds, sends and takes as plain data."""
@@ -79,7 +79,7 @@ class Proposal(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Seconds to three digits, below which a roofline says nothing (bytes sent without a topology), then bytes."""
+        """Seconds to three digits, as exact as a roofline is (without a topology, bytes sent); then bytes held."""
         return (self.candidate.sent if self.time is None else float(f"{self.time.seconds:.3g}"), self.held)
 
 
@@ -105,7 +105,7 @@ class PlanSearch(NamedTuple):
     meshes: int
     """Meshes that suit the model."""
     candidates: int
-    """Plans that might fit by their shapes alone; if none might, 1: the plan that comes nearest."""
+    """Number of plans that may fit by their shapes; 1 if none may, for the plan that comes nearest."""
     traced: int
     """Plans of which all bytes were computed."""
 
@@ -135,8 +135,8 @@ def search_plans(
         model: The model, or its shapes.
         batch: The shapes of a step's batch.
         target: Devices to plan for, whose memory is known.
-        limit: The most plans to propose.
-        max_traced: The most plans to trace; None: 64 until one fits, 16 from then on.
+        limit: Maximum number of plans to propose.
+        max_traced: Maximum number of plans to trace; None: 64 until one fits, 16 from then on.
         progress: Called before each mesh that is compared and each plan that is traced.
         show_ranking: Called once, within seconds and before any plan is traced, with the best plans by shapes alone.
     """
@@ -256,7 +256,7 @@ def _meshes_over(
     switched = topology.accelerator.switched
     if switched == 1:
         return enumerate_meshes(topology.devices, plan, model, tensor=MAX_TENSOR_OF_TORUS)
-    # Between machines copies of the state may take less time than pieces.
+    # Between machines, replicating the state may be faster than sharding it.
     machines = math.prod(topology.shape[1:])
     return enumerate_meshes(topology.devices, plan, model, tensor=switched, replicas=(1, machines))
 
@@ -292,10 +292,10 @@ def enumerate_meshes(
 
     Args:
         devices: Devices of each mesh.
-        plan: Plan whose microbatches and stage of zero are meant.
+        plan: Plan with the number of microbatches and the stage of zero.
         model: The model, or its shapes.
-        tensor: The most devices of that axis.
-        context: The most devices of that axis.
+        tensor: Maximum number of devices of the axis `tensor`.
+        context: Maximum number of devices of the axis `context`.
         replicas: Sizes that `replica` may have.
     """
     experts = min((moe.router.facts().experts for moe in nn.modules(model, nn.ExpertMixture)), default=1)
@@ -331,9 +331,9 @@ def _trace_until_fits(
     limit: int,
     progress: Progress,
 ) -> tuple[list[tuple[Candidate, StepBytes]], list[tuple[Candidate, StepBytes]]]:
-    """Return the candidates that may fit, and all that were traced, each with its bytes: in order, until a limit.
+    """Trace candidates in order up to a limit; return those that may fit, and all traced, each with its bytes.
 
-    The estimate without its margin decides, so that plans which only the compiler can judge are among them.
+    The estimate without its margin decides, so plans that only the compiler can judge count as fitting.
     """
     fitting: list[tuple[Candidate, StepBytes]] = []
     traced: list[tuple[Candidate, StepBytes]] = []
@@ -384,7 +384,7 @@ def search_decode_plans(
         rows: Rows that are decoded together.
         capacity: Slots of a row's caches.
         cache_dtype: Dtype of cached keys and values; None: the compute dtype.
-        limit: The most plans to return.
+        limit: Maximum number of plans to return.
         progress: Called with the number of plans that were tried, and the largest possible number.
     """
     without_stages = dataclasses.replace(plan, microbatches=1)

@@ -112,12 +112,12 @@ class _PlacedArray(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Numbers of a device's part, before `fsdp` splits it."""
+        """Number of elements of a device's part, before `fsdp` splits it."""
         return math.prod(self.shard)
 
     @property
     def gradient_itemsize(self) -> int:
-        """Bytes of a number of the gradient, which is summed in float32 at least; 0 for a frozen array."""
+        """Bytes of an element of the gradient, which is summed in float32 at least; 0 for a frozen array."""
         return max(self.whole.dtype.itemsize, 4) if self.is_trained else 0
 
     def fsdp_pieces(self, plan: parallel.Plan) -> int:
@@ -191,8 +191,7 @@ def _sharded_state(plan: parallel.Plan, array: _PlacedArray, gathers: int) -> It
 
 
 def _tied_logits(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedArray) -> Iterator[Sent]:
-    """Yield the bytes of a tied table's second use: beside the lookup, logits have gathers and a gradient of their
-    own."""
+    """Yield the bytes that a tied table sends for the logits, beside the lookup: gathers and another gradient."""
     for name, itemsize in ((_PARAMETERS, 2 * _activation_bytes(model)), (GRADIENTS, array.gradient_itemsize)):
         size = plan.microbatches * gather_bytes(array.size * itemsize, array.fsdp_pieces(plan))
         yield Sent(STATE, f"{name}, zero {plan.zero}", size)
@@ -218,7 +217,7 @@ def _edge_gradients(plan: parallel.Plan, model: nn.LanguageModel, trained_model:
     arrays = place_arrays(plan, model, trained_model)
     size = sum(array.size * array.gradient_itemsize for array in arrays if not array.layers)
     splits_features = plan.stream is not None and plan.stream.splits_features
-    if splits_features and trained_model.embedding.weight is not None:  # by ids too
+    if splits_features and trained_model.embedding.weight is not None:  # the table is also split by ids
         table = model.embedding.weight
         size += table.size / plan.size(TENSOR) * max(table.dtype.itemsize, 4)
     return 2 * gather_bytes(size, plan.size(PIPE))
@@ -267,7 +266,7 @@ def _is_gathered(layer: PyTree, stream: parallel.ResidualStream, slices: Mapping
 
 
 def _count_outputs(layer: PyTree) -> int:
-    """Return the number of output projections of a layer, which are summed one by one; a LoRA is two of these."""
+    """Return the number of output projections of a layer, which are summed one by one; a LoRA counts as two."""
     return len(parallel.stream_maps(layer, "outputs")) if isinstance(layer, nn.Mixer | nn.FeedForward) else 1
 
 
@@ -324,7 +323,7 @@ def _vocabulary(
 
 
 def _context(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float) -> float:
-    """Return the bytes of attention, whose rows are split."""
+    """Return the bytes that attention over split rows sends."""
     method, total = plan.context_method, 0.0
     for module in nn.modules(stack, nn.Mixer):
         query, key, value, output = _channels(plan, module)
@@ -350,7 +349,7 @@ def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
     for moe in nn.modules(stack, (nn.ExpertMixture,)):
         facts = moe.router.facts()
         vector = moe.expert_width(model.embedding.weight.shape[-1]) * _activation_bytes(model)  # bytes
-        top_k = 0 if facts.gives_slots else int(facts.choices)  # choices by experts are known where the experts are
+        top_k = 0 if facts.gives_slots else int(facts.choices)  # choices made by experts need no sending to experts
         method = plan.expert_method_of(model, moe, int(tokens))
         if method == "exchange":
             sent = plan.exchange.sent(int(tokens) * top_k, devices)
@@ -380,7 +379,7 @@ def _pipeline(plan: parallel.Plan, model: nn.LanguageModel, tokens: float) -> fl
 
 
 def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float, float]:
-    """Return the numbers a token of queries, keys, values and outputs on a device, with one head of each at least."""
+    """Return the channels per token of queries, keys, values and outputs on a device, of one head each at least."""
     least = plan.size(CONTEXT) if plan.context_method == "heads" else 1
     attends = mixer.facts().attends
     if attends is None:
@@ -393,7 +392,7 @@ def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float
 
 
 def _scattered_outputs(plan: parallel.Plan, linear: nn.LinearMap) -> int:
-    """Return how many numbers per token a map scatters in a feature stream; outputs that it all-reduces count twice."""
+    """Return how many values per token a map scatters in a feature stream; values that it all-reduces count twice."""
     dims = plan.layout(splits_fsdp=False).dims
     if not set(linear.inputs) & set(dims):  # no sum over devices: each holds all that it contracts
         return 0
@@ -402,7 +401,7 @@ def _scattered_outputs(plan: parallel.Plan, linear: nn.LinearMap) -> int:
 
 
 def _evaluations(plan: parallel.Plan, stack: nn.LayerStack) -> float:
-    """Return how many layers a device evaluates in a step, microbatches multiplied out."""
+    """Return how many layers a device evaluates in a step, counted once for each microbatch."""
     return len(stack) / plan.size(PIPE) * plan.microbatches
 
 
