@@ -50,9 +50,9 @@ def open_evaluator(recipe: Recipe) -> Evaluator | None:
 
 
 def _read_texts(recipe: Recipe) -> dict[str, list[str]]:
-    """Return the texts of each path of the recipe's evaluation, by the path's last part, or by the path if two agree.
+    """Return the texts of each evaluated path, by the path's last part, or by the path if two last parts agree.
 
-    Texts are read once, so that all evaluations of a process have the same.
+    Texts are read once, so that all evaluations of a process score the same texts.
     """
     texts: dict[str, list[str]] = {}
     last_parts = [Path(path).name for path in recipe.evaluate_text]
@@ -83,7 +83,7 @@ def make_scores(
 
     In a run of several processes the first one scores a copy of the model on one device, and the others return nothing.
     Raises a `ValueError` for a plan under which the model, of these shapes, cannot be decoded, and for a model without
-    a chat template where tasks are to ask by it.
+    a chat template if the tasks use the template.
     """
     plan, is_alone = states.plan, jax.process_count() == 1
     if is_alone and plan.mesh.size > 1:

@@ -23,13 +23,15 @@ from ._recipe import add_flags, Mesh, Recipe
 
 
 DEPTHS = (*range(1, 8), *range(8, 33, 2))
-"""The depths of the recipe speedrun, whose width of 64 channels a layer divides into heads."""
-TOKENS_PER_PARAMETER = 20  # Bytes; of the matrices alone. Hoffmann et al. 2022 (arXiv 2203.15556) has 20 tokens.
+"""Depths of the recipe speedrun at which the width, 64 channels for each layer, divides into heads."""
+TOKENS_PER_PARAMETER = (
+    20  # Bytes for each parameter of matrices. Hoffmann et al. 2022 (arXiv 2203.15556) have 20 tokens.
+)
 TOKENS_AT_ONCE = 2**15  # Tokens of a microbatch; their activations fit in 80 GB at depth 12.
 
 
 def speedrun_recipe(depth: int = 2, *, tokens_per_parameter: float = TOKENS_PER_PARAMETER) -> Recipe:
-    """The speedruns' layers by NorMuon, on bytes: --depth N decides all sizes and rates (2 by default).
+    """A byte-level model with layers of the nanoGPT speedruns, by NorMuon: --depth N decides all sizes (default 2).
 
     Raises a `ValueError` for a depth that does not fit.
     """
@@ -178,7 +180,7 @@ _TOKENS: dict[str, Any] = {"residual": "sequence"}
 
 # Published models at the scale at which they are trained, by the names of model and accelerators: the topology to plan
 # for, and the recipe. None has been run: each is planned and compiled (docs/accelerators-planning.md). All train by
-# AdamW, in float32 with products in bfloat16; moments have 8 bits and lie on the host where wide ones do not fit.
+# AdamW, in float32 with products in bfloat16; moments have 8 bits and lie on the host where wider moments do not fit.
 LARGE: dict[str, tuple[str, Recipe]] = {
     "llama-3-8b-v5e-256": ("v5e:16x16", _large_recipe("llama-3-8b", Mesh(fsdp=256), 256, 4096)),
     "llama-3-8b-h100-8": ("h100:8", _large_recipe("llama-3-8b", Mesh(fsdp=8), 16, 4096)),

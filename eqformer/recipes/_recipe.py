@@ -84,7 +84,7 @@ class Contrastive:
     temperature: float = 0.05
     """Divisor of the similarities."""
     pooling: Literal["mean", "cls", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"] | None = None
-    """How a text's vector is made of its tokens'; by default as the published model states, or the mean."""
+    """How a text's vector is made of its tokens' vectors; by default as the published model states, or the mean."""
     similarity: VectorSimilarity = "cosine"
     """The similarity of two vectors."""
     symmetric: bool = False
@@ -150,9 +150,9 @@ class Recipe:
     weights: Literal["decoded", "quantized"] = "decoded"
     """Whether quantized weights of --model are decoded, or stay as they are, in less memory, beside --lora.rank."""
     from_run: Path | str | None = None
-    """A run whose weights this run starts from; its recipe holds too, unless --recipe names another."""
+    """A run whose weights this run starts from; its recipe applies, too, unless --recipe names another."""
     from_step: int | None = None
-    """Which of that run's checkpoints; the latest by default."""
+    """The checkpoint of that run; the latest by default."""
     from_optimizer: bool = False
     """Start from the optimizer's state too, not only from the weights."""
     steps: int = 800
@@ -164,7 +164,7 @@ class Recipe:
     data: Path | str | None = None
     """Text or chats (docs/data.md): a file, a folder or a dataset of the hub. Python's standard library by default."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
-    """The learned tokens of chats: the assistant's replies, those after the user's last message, or all."""
+    """The learned tokens of chats: the assistant's replies, replies after the user's last message, or all."""
     loss: Literal["next-token", "dpo", "ipo", "orpo", "kto", "contrastive", "mlm"] = "next-token"
     """Learn the next token; preferences (DPO, IPO, ORPO, KTO); an encoder's vectors (contrastive) or masked tokens."""
     beta: float = 0.1
@@ -269,8 +269,8 @@ class Recipe:
         return batch_shapes(self.batch, self.seq, packed=self.text.packing != "windows")
 
 
-# Fields that may change when a run goes on: how long it trains, what it reports and how often, and where and how its
-# numbers are computed. They do not decide what the steps before were trained on, or by which loss and optimizer.
+# Fields that may change when a run is resumed: how long it trains, what it reports and how often, and where and how its
+# numbers are computed. They do not decide which data, loss and optimizer the earlier steps used.
 CHANGEABLE = frozenset(
     ("steps", "prolong", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
     + ("evaluate_every", "evaluate_text", "evaluate_tasks", "evaluate_limit", "evaluate_chat", "evaluate_include_path")
@@ -292,7 +292,7 @@ def fields_of(command: Any, prefix: str = "--") -> Iterator[tuple[str, Any, type
 
 
 def _fields_and_parts(command: Any, prefix: str) -> Iterator[tuple[str, Any, type, str]]:
-    """Yield what `fields_of` yields, and each field that holds a dataclass before the fields of that dataclass."""
+    """Yield the fields of `fields_of`, and each field that holds a dataclass before the fields of that dataclass."""
     for field in dataclasses.fields(command):
         value = getattr(command, field.name, None)
         name = _FLAG_NAMES.get(field.name, field.name.replace("_", "-"))
@@ -324,7 +324,7 @@ def format_flag(flag: str, value: Any) -> str:
 
 @contextmanager
 def name_flags_in_errors(command: Any) -> Iterator[None]:
-    """Begin a `ValueError` that the library raises inside with the flags of its call, as `add_flags` does."""
+    """Prefix a `ValueError` that the block raises with the flags of the library's call, as `add_flags` does."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A step of a run that is examined before anything runs: what it holds, sends and takes, and other plans that fit."""
+"""A run's step, examined before anything runs: its bytes, communication and seconds, and other plans that fit."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ class RecipeStep:
     """
 
     recipe: Recipe
-    """The recipe whose step it is."""
+    """The recipe of the step."""
     model: nn.LanguageModel
     """The shapes of the model."""
     forecast: planning.Forecast
@@ -42,7 +42,7 @@ class RecipeStep:
     """The dtype of the caches of a step that decodes; None: the compute dtype."""
 
     def report(self) -> str:
-        """Return what runs where, and what formulas say of the step."""
+        """Return a report on the step: its plan, its kernels, and the forecast by formulas."""
         recipe, model, target = self.recipe, self.model, self.forecast.target
         plan = planning.for_platform(setup.make_abstract_plan(recipe), self.forecast.platform)
         summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if self.decodes else recipe.seq)
@@ -101,7 +101,7 @@ def lower_training_step(recipe: Recipe, states: training.PlannedState, plan: par
     """Lower the recipe's training step under a plan from shapes; `states` may be under any plan."""
     step = setup.make_train_step(recipe, plan, states.optimizer)
     if isinstance(step, training.KtoStep):
-        step = step.step  # The pass that computes the baseline holds less.
+        step = step.step  # The pass that computes KTO's baseline holds fewer bytes than the step.
     return planning.lowered_step(states.with_plan(plan), step, recipe.batch_shapes())
 
 
@@ -112,12 +112,12 @@ def plan_decode_step(
     *,
     cache_dtype: str | None = None,
 ) -> RecipeStep:
-    """Return a step that writes a token of each row, with parameters in the dtype that they are computed in.
+    """Return the step that decodes one token of each row, with parameters in the compute dtype.
 
     Raises a `ValueError` for a mesh that does not fit the topology.
 
     Args:
-        recipe: A recipe, of whose rows the caches have `seq` tokens.
+        recipe: A recipe with the number of rows, `batch`, and the capacity of the caches in tokens, `seq`.
         model: The shapes of its model, as `check(recipe, trains=False)` returns them.
         topology: The accelerators.
         cache_dtype: The dtype of the caches, such as int8; None: the compute dtype.

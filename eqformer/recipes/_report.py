@@ -30,8 +30,11 @@ class Screen:
     """Notes and progress on standard output; errors on standard error."""
 
     def __init__(self, *, silent: bool = False, errors: bool = False):
-        """`silent` shows errors only, for processes other than the first; `errors` writes to standard error, so that
-        it does not mix with what a script prints.
+        """Open the terminal, if there is one.
+
+        Args:
+            silent: Whether only errors are shown, for processes other than the first.
+            errors: Whether notes go to standard error, so that they do not mix with what a script prints.
         """
         self.silent, self._errors = silent, errors
         self.console = None if silent else _open_terminal(errors)
@@ -71,7 +74,7 @@ class Screen:
     def bar(self) -> Iterator[Callable[[str, int, int], None]]:
         """Show a progress bar in a terminal, from the first call of the function that it yields.
 
-        Call that with a title, the amount that is done (bytes, or plans), and the whole amount (0: unknown).
+        Call the function with a title, the amount that is done (bytes, or plans), and the whole amount (0: unknown).
         """
         if self.console is None:
             yield lambda title, done, total: None
@@ -138,7 +141,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _lines(total: int) -> Show:
-    """Return a function that prints new metrics at most every five seconds, and those of the last step."""
+    """Return a function that prints new metrics at most every five seconds, and after the last step."""
     first_step: list[tuple[float, int]] = []  # Time and step after the first step, which included compilation.
     last = [-math.inf]
 
@@ -174,7 +177,7 @@ def _write_line(text: str, *, errors: bool = False) -> None:
 
 @contextmanager
 def print_warnings() -> Iterator[None]:
-    """Show each warning of a library inside on a line of its own, once for all processes of a run."""
+    """Print each warning that a library raises in the block on a separate line, once for all processes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
@@ -283,7 +286,7 @@ def has_kernels(platform: str) -> bool:
 def training_lines(recipe: Recipe, model: nn.LanguageModel, platform: str, chip: str) -> list[str]:
     """Return a line per operation of training on `cuda` or `tpu`, and one on products in 8 bits if there are any.
 
-    `chip` is the accelerator's name, here or as JAX has it.
+    `chip` is the accelerator's name, in `planning` or in JAX.
     """
     lines = _fp8_lines(recipe, model, chip)
     if not has_kernels(platform):
@@ -340,7 +343,7 @@ def _fp8_lines(recipe: Recipe, model: nn.LanguageModel, chip: str) -> list[str]:
 
 
 def replicated_lines(plan: Plan, model: nn.LanguageModel) -> list[str]:
-    """Return a line on the layers that every device of the tensor axis computes whole; none where there are none."""
+    """Return a line on the layers that every device of the tensor axis computes whole; empty without such layers."""
     layers = replicated_layers(model) if plan.size(TENSOR) > 1 else []
     if not layers:
         return []

@@ -74,14 +74,14 @@ def train_on_rewards(
         print(run.metrics["reward"], eqformer.load(run.folder).generate("Hello"))
 
     A step has `recipe.batch` completions, `options.group` of each prompt, which the model of the step samples. Each row
-    of `recipe.data` has a prompt (a text or messages) and columns that the reward may read. In a run of several
-    processes all of them sample together, and the first alone calls the reward. Everything but the first rewards is
-    checked before anything is written; a reward that fails at first leaves no folder. Raises a `ValueError` that names
-    fields of the recipe and the options by their flags, as `train` does.
+    of `recipe.data` has a prompt (a text or messages) and columns that the reward may read. Several processes sample
+    together, and only the first process calls the reward function. Everything is checked before anything is written; if
+    the first call of the reward function fails, no folder is left. Raises a `ValueError` that names fields of the
+    recipe and the options by their flags, as `train` does.
 
     Args:
-        recipe: The model, which is published or that of a run (`from_run`), its prompts, and how it is trained. Fields
-            of texts, of another loss and of evaluations are refused, since they have no effect.
+        recipe: The model (a published one, or the model of a run by `from_run`), its prompts, and the settings of
+            training. Fields of texts, of another loss and of evaluations are refused, since they have no effect.
         folder: The folder of the run, which must be new, empty, or the folder of the same run.
         reward: The function `reward(prompts, completions, **columns)`, which returns a number for each completion, or
             `FILE.py:NAME` of it.
@@ -216,7 +216,7 @@ class RewardTrainer:
         return TrainedRun(directory.path, start, run.step, dict(self.files.last))
 
     def _make_all_rollouts(self, shapes: nn.Transformer) -> tuple[Rollouts, Rollouts | None]:
-        """Return the sampler of the batches, and that of the held-out prompts if there are any."""
+        """Return the sampler of the batches, and the sampler of the held-out prompts if there are any."""
         rollouts, held_out = self._make_rollouts(shapes, self.subject.rows), None
         if self.subject.held_out is not None:
             with name_held_out(self.subject.held_out_name):
@@ -257,7 +257,7 @@ class RewardTrainer:
         return opening_line(self.name, recipe, self.directory, start, self.parameters, prompts)
 
     def _callbacks(self, checkpointer: training.Checkpointer, show: Show) -> list[training.Callback]:
-        """Return what is done after each step, in this order."""
+        """Return the callbacks of each step, in the order of their calls."""
         recipe, last, every = self.recipe, self.files.last, training.Every
         clock = training.Clock(tokens_per_step=recipe.batch * self.rollouts.seq)
         show_last = lambda run: show(run.step, describe_metrics(last), run.is_due(recipe.log_every))
@@ -267,7 +267,9 @@ class RewardTrainer:
             training.Log(recipe.log_every, self.files.write, clock.rate),
             *clock.excluding(
                 [
-                    every(self.options.updates, self.stop.after_step),  # Between batches: a resumed run samples anew.
+                    every(
+                        self.options.updates, self.stop.after_step
+                    ),  # Only between batches: a resumed run samples anew.
                     *self._validation(),
                     every(1, show_last),
                     every(recipe.checkpoint_every, draw),
@@ -285,7 +287,7 @@ class RewardTrainer:
         return [training.Evaluations(self.recipe.validate_every, measure, self.files.write)]
 
     def _metadata(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside the state."""
+        """Return the metadata that a checkpoint stores beside the state."""
         recipe, settings = {"name": self.name, "recipe": dataclass_to_json(self.recipe)}, self.subject.settings
         rates, key = list(map(dataclasses.asdict, self.phases)), make_keys(self.recipe).steps
         data_position = {"text": settings["--data"]}

@@ -22,15 +22,15 @@ from ._texts import for_chats, reads_chats
 Rows = Sequence[Mapping[str, Any]]
 
 
-# Beginnings of the recipe's flags that a run on rewards reads, beside those of its plan; the other flags are of texts.
+# Prefixes of the recipe's flags that apply to rewards, beside the plan's flags; all others apply to texts only.
 _READ_FLAGS = (
     *("--model", "--from-", "--data", "--text.tokenizer", "--text.round-vocab", "--text.end-of-text", "--seq"),
     *("--batch", "--steps", "--prolong", "--seed", "--optimizer.", "--lora.", "--precision.", "--execution."),
     *("--metrics.", "--log-every", "--checkpoint-every", "--keep", "--sample-every", "--mesh."),
 )
-# How errors on some of these other flags are mended; the others are left out.
+# Advice on some of the flags that apply to texts only; the advice on the rest is to leave the flag out.
 _FLAGS_INSTEAD = {"--beta": "give --kl-weight", "--validate-every": "leave it out, or give --held-out FILE too"}
-# Flags that change the step of a run on text, and that no run on rewards may take over from the run of --from-run.
+# Flags that change the step of a run on text; a run on rewards may not inherit their values from --from-run.
 _FLAGS_OF_STEPS = ("--loss", "--teacher", "--optimizer.z-loss", "--precision.products")
 
 
@@ -43,9 +43,9 @@ class RewardOptions:
     group: int = 8
     """Completions of each prompt, whose rewards are compared."""
     tokens: int = 64
-    """Most new tokens of a completion."""
+    """Maximum number of new tokens of a completion."""
     temperature: float = 1.0
-    """Divisor of the logits of which completions are drawn."""
+    """Divisor of the logits from which completions are drawn."""
     kl_weight: float = 0.0
     """The weight of the KL divergence from the first model, or from the model without its low-rank changes."""
     clip_low: float | None = None
@@ -86,15 +86,15 @@ class Subject(NamedTuple):
     rows: Rows
     """The rows of prompts that the steps learn from."""
     held_out: Rows | None
-    """The rows of prompts of which the mean reward is a metric."""
+    """The held-out rows of prompts, whose mean reward is a metric."""
     held_out_name: str
-    """The file of these rows, if there is one, as errors name it."""
+    """The file of the held-out rows, as errors name it; empty without a file."""
     settings: Mapping[str, Any]
-    """The settings beside the recipe that the numbers of the run depend on, from `list_settings`."""
+    """The settings beside the recipe on which the run's results depend, from `list_settings`."""
 
 
 def check_flags(recipe: Recipe, options: RewardOptions, *, has_rows: bool = False, has_held_out: bool = False) -> None:
-    """Raise a `ValueError` for flags that are missing, do not go together, or are those of texts.
+    """Raise a `ValueError` for flags that are missing, contradict each other, or apply to texts only.
 
     `has_rows` and `has_held_out` say whether the call has such rows.
     """
@@ -151,7 +151,7 @@ def check_flags_of_texts(recipe: Recipe, *, has_held_out: bool = False) -> None:
 def read_subject(
     recipe: Recipe, options: RewardOptions, reward: Reward | str, rows: Rows | None, held_out: Rows | str | Path | None
 ) -> Subject:
-    """Load the function of rewards, and read the rows of prompts, of which one list may be given already."""
+    """Load the function of rewards, and read the rows of prompts, except those that are given as a list."""
     function = load_user_function("--reward", reward, "reward") if isinstance(reward, str) else reward
     if rows is None:
         with print_warnings():
@@ -167,7 +167,7 @@ def read_subject(
 
 @contextlib.contextmanager
 def name_held_out(name: str) -> Iterator[None]:
-    """Begin a `ValueError` raised inside with --held-out and the name of its file."""
+    """Prefix a `ValueError` that the block raises with --held-out and the name of the file."""
     try:
         yield
     except ValueError as error:
@@ -175,13 +175,13 @@ def name_held_out(name: str) -> Iterator[None]:
 
 
 def list_settings(options: RewardOptions, reward: Reward | str, rows: Rows) -> dict[str, Any]:
-    """Return what decides the numbers of the run beside its recipe, by flag, as its checkpoints keep it."""
+    """Return the settings beside the recipe on which the run's results depend, by flag, as checkpoints store them."""
     settings = flags_of(options) | {"--scale-rewards": options.scales_rewards, "--reward": _describe_reward(reward)}
     return settings | {"--data": describe_rows(rows)}
 
 
 def describe_rows(rows: Rows) -> str:
-    """Return the number of rows, and a hash of their content; of values that JSON lacks, their types are hashed."""
+    """Return the number of rows, and a hash of their content (of the type alone for a value that JSON lacks)."""
     content = json.dumps(rows, default=lambda value: type(value).__name__)
     return f"{len(rows)} rows with the SHA-256 {_digest(content)}"
 
@@ -200,7 +200,7 @@ def _describe_reward(reward: Reward | str) -> str:
         return f"{name} of a file with the SHA-256 {_digest(read_utf8(file))}"
     try:
         return f"{name_function(reward)} with the SHA-256 {_digest(inspect.getsource(reward))}"
-    except (OSError, TypeError):  # It was typed, or is no function.
+    except (OSError, TypeError):  # The function was typed interactively, or the object is no function.
         return name_function(reward)
 
 
@@ -209,7 +209,7 @@ def _digest(content: str) -> str:
 
 
 def check_same_settings(directory: RunDirectory, settings: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if the folder has checkpoints of a run that has not learned from these rewards."""
+    """Raise a `ValueError` if the folder has checkpoints of a run with other settings of rewards."""
     checkpointer = directory.checkpointer()
     if not directory.recipe.exists() or checkpointer.latest_step is None:
         return

@@ -136,13 +136,13 @@ def scaling_recipes(
 
 
 def count_run_flops(recipe: Recipe) -> float:
-    """Return the FLOPs of a recipe's run: those of the model for each token, forward and backward."""
+    """Return the FLOPs of a recipe's run: the model's FLOPs for each token, forward and backward."""
     shapes = eqx.filter_eval_shape(lambda: models.build(recipe.model, key=jax.random.key(0)))
     return planning.flops_per_token(shapes, recipe.seq) * recipe.steps * recipe.batch * recipe.seq
 
 
 def measure_text(recipe: Recipe) -> float:
-    """Return the bytes of text that a recipe trains on, without those for validation; infinity if they are unknown."""
+    """Return the bytes of text that a recipe trains on, without the validation bytes; infinity if they are unknown."""
     sources = open_sources(complete_recipe(recipe))
     size = sum(source.size for source, _ in sources.values())
     return size * (1 - recipe.text.validation) if size else math.inf
@@ -153,7 +153,7 @@ def run_scaling(
 ) -> list[ScalingPoint]:
     """Train the recipes of `scaling_recipes`, each in a folder of its own; return the runs.
 
-    Runs that are there already go on where they stopped, or are read. The screen shows each run's loss, and about how
+    A run whose folder exists is resumed or, if it has ended, only read. The screen shows each run's loss, and about how
     long the other runs will take.
     """
     screen = Screen() if screen is None else screen
@@ -192,7 +192,7 @@ def write_scaling(
 ) -> None:
     """Write `scaling.json` and `scaling.png` to a folder, and `rates.png` for runs of more than one rate a depth.
 
-    `budget` and `depth` are FLOPs, and the depth that was chosen for them.
+    `budget` is a number of FLOPs, and `depth` is the depth that was chosen for the budget.
     """
     content = {
         "points": list(map(dataclasses.asdict, points)),
@@ -208,7 +208,7 @@ def write_scaling(
 
 
 def plot_scaling(fit: ScalingFit, path: Path) -> None:
-    """Draw the loss over compute to a PNG, with the law of all depths but those held out. Needs matplotlib."""
+    """Draw the loss over compute to a PNG, with the law of the depths that are not held out. Needs matplotlib."""
     figure = load_extra("matplotlib.figure", extra="train", call="plot_scaling(fit, path)").Figure(
         (6.4, 4), layout="constrained"
     )

@@ -111,7 +111,7 @@ def train(
 
 @contextmanager
 def explain_out_of_memory(recipe: Recipe, shapes: nn.Transformer) -> Iterator[None]:
-    """Raise a `ValueError` for a device without memory: what the recipe's step holds, and flags that need less."""
+    """Raise a `ValueError` if a device is out of memory: the bytes of the recipe's step, and flags that need fewer."""
     try:
         yield
     except JaxRuntimeError as error:
@@ -186,7 +186,7 @@ class Trainer:
         with checkpointer, self.stop, ThreadPoolExecutor(1) as executor:
             if start < recipe.steps:
                 self._store_arrays(checkpointer)
-            # The step is compiled while the state is made or read, since XLA holds no lock of Python's.
+            # A thread compiles the step while the state is initialized or loaded; XLA releases Python's lock meanwhile.
             step = executor.submit(lambda: self.step) if start < recipe.steps else None
             state = self._state(checkpointer)
             tokens = "{:,} training tokens, {:,} for validation".format(*self.texts.tokens)
@@ -231,7 +231,7 @@ class Trainer:
         return TrainedRun(self.directory.path, start, run.step, dict(self.last))
 
     def _begin(self) -> None:
-        """Write the recipe and its tokenizer: the first files of the run, once nothing can be refused any more."""
+        """Write the recipe and its tokenizer, the first files of the run, after all checks have passed."""
         recipe, directory = self.recipe, self.directory
         on_first_process(lambda: (directory.begin(self.name, recipe), copy_published_files(recipe, directory)))
 
@@ -249,7 +249,7 @@ class Trainer:
     def _callbacks(
         self, writers: training.MetricWriters, show: Show, checkpointer: training.Checkpointer
     ) -> list[training.Callback]:
-        """Return what is done after each step, in this order."""
+        """Return the callbacks of each step, in the order of their calls."""
         recipe, every = self.recipe, training.Every
         clock = training.Clock(
             tokens_per_step=recipe.batch * recipe.seq,
@@ -311,8 +311,8 @@ class Trainer:
     def mask(self) -> Callable[[Batch], Batch]:
         """The function that masks a batch's tokens for `--loss mlm`.
 
-        Random numbers depend on the seed and on a row's number in the run alone, so that a run which goes on, on any
-        mesh, reads the same batches.
+        Random numbers depend on the seed and on a row's number in the run alone, so that a resumed run, on any mesh,
+        reads the same batches.
         """
         recipe, tokenizer = self.recipe, self.tokenizer
         mask = mask_id(recipe, tokenizer)
@@ -348,15 +348,15 @@ class Trainer:
         return training.DebugNans(loss, key, microbatches=pieces, trained=trained, states=self.states)
 
     def _extra_metrics(self, clock: training.Clock) -> Callable[[training.Progress], dict[str, int | float]]:
-        """Return a function that computes the metrics that rows have beside those of the step."""
+        """Return a function that computes further metrics of a row, beside the metrics of the step."""
         skipped = sum(last - first + 1 for first, last in self.spikes.skipped_batches)
         return lambda run: clock.rate(run) | ({"batches_left_out": skipped} if skipped else {})
 
     def _store_arrays(self, checkpointer: training.Checkpointer) -> None:
-        """Compute what the recipe keeps of all rows beside their tokens, while no other model is in memory."""
+        """Compute and store the teacher's or the reference's arrays of all rows, while no other model is in memory."""
         recipe, top = self.recipe, self.recipe.distillation.top
         if any(loader.stored is not None for loader in self.texts.loaders.values()):
-            return  # The run goes on after a spike of its loss.
+            return  # They are stored already: the run goes on after a spike of its loss.
         if recipe.teacher is not None and top is not None:
             title, temperature = "computing the teacher's probabilities", recipe.distillation.temperature
             teacher = load_teacher(recipe, self.plan, self.screen)
@@ -379,7 +379,7 @@ class Trainer:
             self.texts = self.texts.map_loaders(add_arrays, held_out=recipe.compares_pairs)
 
     def _add_other_model(self, batches: Iterable[Any], state: training.TrainState, *, is_first: bool) -> Iterable[Any]:
-        """Return batches with masked tokens, or with what rows need of a second model, the teacher or the reference.
+        """Return batches with masked tokens, or with outputs of a second model: the teacher or the reference.
 
         The reference is the model before its first step, or before its adapter.
         """
@@ -404,7 +404,7 @@ class Trainer:
         return apply_lora(self.recipe, training.restore_model(checkpointer, shapes, self.plan))
 
     def _state(self, checkpointer: training.Checkpointer) -> training.TrainState:
-        """Return the state to go on from: the latest checkpoint's or the first."""
+        """Return the state of the latest checkpoint, or else the initial state."""
         if checkpointer.latest_step is None:
             return init_run_state(self.recipe, self.states, self.screen)
         if checkpointer.latest_step == 0:  # A converted model's checkpoint has step 0 and contains only the model.
@@ -443,7 +443,7 @@ class Trainer:
         )
 
     def _metadata(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside the state; raises a `ValueError` if the run's folder is gone."""
+        """Return the metadata of a checkpoint; raise a `ValueError` if the run's folder is gone."""
         on_first_process(self.directory.check_exists)
         data_position = {"text": self.texts.identity, "example": self.spikes.batch_number(step) * self.recipe.batch}
         recipe = {"name": self.name, "recipe": dataclass_to_json(self.recipe)}
