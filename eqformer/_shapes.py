@@ -5,7 +5,8 @@ mesh has an `axis`.
 """
 
 import dataclasses
-from typing import Any, TypeGuard
+from collections.abc import Iterable
+from typing import Any, cast, TypeGuard, TypeVar
 
 import equinox as eqx
 import jax
@@ -53,6 +54,7 @@ LEGEND = {
 
 ENSEMBLE_DIMS = ("layers", "experts")  # A vmapped ensemble puts these dims before a leaf's dims.
 
+T = TypeVar("T")
 Array = jax.Array | np.ndarray
 ArrayOrShape = Array | jax.ShapeDtypeStruct
 
@@ -60,6 +62,11 @@ ArrayOrShape = Array | jax.ShapeDtypeStruct
 def is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
     """Return whether a leaf is the shape of an array, as in the trees of `eqx.filter_eval_shape`."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def as_tuple(values: T | Iterable[T]) -> tuple[T, ...]:
+    """Return a single value (a string counts as one), or the values of an iterable, as a tuple."""
+    return tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else cast(tuple[T], (values,))
 
 
 @checked_fields

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .._failures import load_extra
+from .._shapes import as_tuple
 from ..text import LLM
 from ._texts import evaluate_texts
 
@@ -131,7 +132,7 @@ def load_tasks(tasks: str | Sequence[Any], *, include_path: str | Path | None = 
     **Raises:** `ImportError` if `lm_eval` is not installed; `ValueError` for a task that the harness does not know, and
     for a task that it cannot load, for example because its data cannot be downloaded.
     """
-    tasks = [tasks] if isinstance(tasks, str) else list(tasks)
+    tasks = list(as_tuple(tasks))
     names = [task for task in tasks if isinstance(task, str)]
     configurations = [task for task in tasks if isinstance(task, Mapping)]
     if not names and not configurations:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from .._shapes import as_tuple
 from ..nn import at_least_float32
 from ._decode import MOST_ALTERNATIVES
 from ._transforms import History, keep_top, MinP, RepetitionPenalty, sampling, Temperature, TopP
@@ -78,7 +79,7 @@ class Request:
     @property
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end the text."""
-        return (self.end_of_text,) if isinstance(self.end_of_text, int) else tuple(self.end_of_text)
+        return as_tuple(self.end_of_text)
 
     def bias(self, new_ids: list[int], vocab: int) -> Float[np.ndarray, "vocab"]:
         """Return the `logit_bias` of the token after the new ids, with minus infinity where `allowed` forbids an id."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Set
 from typing import Any, Generic, NoReturn, TypeVar
 
 from .._files import JsonObject
+from .._shapes import as_tuple
 from ._config_types import as_list, FieldType, fits, Index, Length, Number
 
 
@@ -166,7 +167,7 @@ def read_adapter_config(values: Mapping[str, object], source: str) -> AdapterCon
         ranks=options.by_pattern("rank_pattern", Length),
         alphas=options.by_pattern("alpha_pattern", Number),
         layers=tuple(as_list(layers)),
-        layers_pattern=(patterns,) if isinstance(patterns, str) else patterns,
+        layers_pattern=as_tuple(patterns),
     )
     if not config.targets or config.targets == "all-linear":
         raise ValueError(f"{source}: target_modules={targets!r}; list the modules that have factors.")

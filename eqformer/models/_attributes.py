@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from .._shapes import as_tuple
 from ._config_types import Attributes, convert, describe_type, FieldType, fits, format_value, PublishedConfig, REQUIRED
 
 
@@ -98,7 +99,7 @@ class Attribute(Entry):
     @property
     def published_names(self) -> tuple[str, ...]:
         """The alternatives, one or more."""
-        return (self.published,) if isinstance(self.published, str) else self.published
+        return as_tuple(self.published)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree, Shaped
 
+from .._shapes import as_tuple
 from ..nn import has_shape, Layer, LayerStack, Linear, path_name, Predictor, Transformer
 
 
@@ -226,8 +227,7 @@ class Rule:
         """Return the leaves of a model or a layer that the rule names; an empty tuple if the rule does not apply."""
         if (self.needs and _get(holder, self.needs) is None) or (self.lacks and _get(holder, self.lacks) is not None):
             return ()
-        paths = (self.path,) if isinstance(self.path, str) else self.path
-        leaves = tuple(_get(holder, path) for path in paths)
+        leaves = tuple(_get(holder, path) for path in as_tuple(self.path))
         return () if any(leaf is None for leaf in leaves) else leaves
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from .._array_checks import checked
+from .._shapes import as_tuple
 from ..kernels import apply_softcap
 from ._cache import check_cached
 from ._contracts import Routed, ScoreBias
@@ -298,7 +299,7 @@ class Transformer(LanguageModel):
         In `"int8"` or `"float8_e4m3fn"` (`"fp8"`), keys, values and latents have a scale for each token and head, and a
         recurrence's state stays in the compute dtype.
         """
-        shape = _batch_shape(batch)
+        shape = as_tuple(batch)
         if self.max_seq is not None and capacity > self.max_seq:
             raise ValueError(
                 f"init_cache(capacity={capacity}): the model has {self.max_seq} learned positions; pass at most this "
@@ -314,13 +315,8 @@ class Transformer(LanguageModel):
             raise ValueError(
                 "Transformer.init_predictor_cache: the model has no predictor; load or build it with predictor=True."
             )
-        shape = _batch_shape(batch)
+        shape = as_tuple(batch)
         return self.predictor.init_cache(shape, capacity, dtype, compute_dtype=self.compute_dtype, rollback=rollback)
-
-
-def _batch_shape(batch: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes of the batch dims; a number is the size of a single dim."""
-    return (batch,) if isinstance(batch, int) else tuple(batch)
 
 
 # Numbers that are folded into random keys for the source and for the embedding's dropout; layers fold in theirs.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
+from .._shapes import as_tuple
 from ._mesh import CONTEXT, EXPERT, PIPE, TENSOR
 from ._shard_map import vary as vary_over, vary_like
 
@@ -92,7 +93,7 @@ COLLECTIVES: dict[str, str] = {
 def vary(name: str, tree: PyTree, axes: str | Iterable[str]) -> PyTree:
     """Mark arrays as varying over `axes` too; the backward pass sums their gradients, the forward sends nothing."""
     with jax.named_scope(name):
-        return vary_over(tree, (axes,) if isinstance(axes, str) else axes)
+        return vary_over(tree, as_tuple(axes))
 
 
 def psum(name: str, x: PyTree, axes: str | tuple[str, ...]) -> PyTree:

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 
 from .. import nn
 from .._prepare import single_run_options
-from .._shapes import ENSEMBLE_DIMS, is_shape
+from .._shapes import as_tuple, ENSEMBLE_DIMS, is_shape
 
 
 # Names of the axes, spelled here and nowhere else.
@@ -304,7 +304,7 @@ def is_spec(node: object) -> TypeGuard[PartitionSpec]:
 
 def axes_by_dim(spec: PartitionSpec | None) -> list[tuple[str, ...]]:
     """Return the axes that a spec splits each of its dims over; `()` for None."""
-    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec or ()]
+    return [as_tuple(entry or ()) for entry in spec or ()]
 
 
 def axes_of(spec: PartitionSpec | None) -> frozenset[str]:

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyrigh
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import partial_eval
 
+from .._shapes import as_tuple
 from . import _ir as ir
 
 
@@ -127,8 +128,7 @@ class _JaxprReader:
         kind, params = _COLLECTIVES[eqn.primitive.name], eqn.params
         operands = [_byte_size(atom.aval) for atom in eqn.invars if not isinstance(atom, Literal)]
         size = ir.count_ragged_bytes(*operands) if kind == "ragged-all-to-all" else sum(operands)
-        names = params.get("axes", params.get("axis_name", ()))
-        axes = (names,) if isinstance(names, str) else tuple(names)
+        axes = as_tuple(params.get("axes", params.get("axis_name", ())))
         devices, groups = math.prod(self._axis_sizes.get(axis, 1) for axis in axes), params.get("axis_index_groups")
         if kind == "collective-permute":
             members = len(params["perm"])

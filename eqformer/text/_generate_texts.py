@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TYPE_CHECKING, TypedDict
 import jax
 
 from .. import data, generation
+from .._shapes import as_tuple
 
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: str | Sequence[str]):
-        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        self._stops = as_tuple(stops)
         if not all(self._stops):
             raise ValueError(f"generate(stop={stops!r}): a stop string must have at least 1 character; leave out ''.")
         self._pending = ""

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload, Unpack
 import numpy as np
 
 from .. import data, generation
+from .._shapes import as_tuple
 from ._generate_texts import ChatOptions, Completion, generate_texts, GenerateOptions, Prompts, Settings, StreamedText
 from ._text_engine import TextEngine
 
@@ -210,7 +211,7 @@ class LLM:
         reads `batch_size` pairs of a list at a time, by default all. Raises a `ValueError` if a context or a
         continuation has no token.
         """
-        continuations = [continuation] if isinstance(continuation, str) else list(continuation)
+        continuations = as_tuple(continuation)
         contexts = [context] * len(continuations) if isinstance(context, str) else list(context)
         if len(contexts) != len(continuations):
             raise ValueError(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from .._shapes import ArrayOrShape
+from .._shapes import ArrayOrShape, as_tuple
 from ..parallel import Plan, shardings
 from .losses._loss_aux import init_loss_scale, LossScale
 from .optimizer._moments import is_preconditioner, MomentCodes, Preconditioner
@@ -113,7 +113,7 @@ def _preconditioner_specs(plan: Plan, moment: Preconditioner, spec: jax.sharding
         if array is None:
             return None
         padded = (*side, *(None for _ in array.shape[len(side) :]))[: len(array.shape) - 1]
-        axes = tuple(axis for axes in other_side if axes for axis in ((axes,) if isinstance(axes, str) else axes))
+        axes = tuple(axis for axes in other_side if axes for axis in as_tuple(axes))
         is_divisible = axes and array.shape[-1] % math.prod(map(plan.size, axes)) == 0
         return jax.sharding.PartitionSpec(*padded, axes if is_divisible else None)
 
