@@ -25,7 +25,7 @@ class Buffer(NamedTuple):
 
 
 class _Peak(NamedTuple):
-    """Most bytes that the buffers of a computation take at once, and the numbers of the buffers that exist then."""
+    """Bytes of a computation's buffers at its peak, and the numbers of the buffers that exist then."""
 
     size: int
     buffers: list[int]
@@ -42,8 +42,8 @@ def largest_buffers(text: str) -> tuple[int, list[Buffer]]:
     """
     computations, entry = hlo_text.parse_hlo(text)
     first, (result, _) = _walk(computations, entry, set())
-    # Both walks give a buffer the same number. The second leaves out the program's result, which is in the place of a
-    # donated argument, and all buffers in the place of that result.
+    # Both walks give a buffer the same number. The second does not count the program's result, which is written over a
+    # donated argument, nor the buffers that share the place of the result.
     uncounted, size = set(jax.tree.leaves(result)), 0
     while len(uncounted) > size:
         size = len(uncounted)
@@ -79,7 +79,7 @@ class _Walk:
         return sorted(lines, key=lambda line: int(line.literal))
 
     def new_value(self, result: str, line: hlo_text.Instruction, is_uncounted: bool = False) -> Value:
-        """Return new buffers for a type, nested as its tuples are; buffers that are `is_uncounted` count 0 bytes."""
+        """Return new buffers for a type, nested as its tuples are; with `is_uncounted` they count 0 bytes."""
         return jax.tree.map(lambda type: self._new_buffer(type, line, is_uncounted), _nest_types(result))
 
     def _new_buffer(self, type: str, line: hlo_text.Instruction, is_uncounted: bool) -> int:

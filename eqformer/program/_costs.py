@@ -21,7 +21,7 @@ from ._hlo_text import called_computations, Computations, Instruction, is_backwa
 from ._ir import CONDITIONALS, Program, Transfer
 
 
-MOST_BUFFERS = 10
+MOST_BUFFERS = 10  # buffers that `CompiledCosts` lists
 _CONTROL_FLOW = {"scan", "while", "call", "async-start", *CONDITIONALS}
 
 
@@ -126,7 +126,7 @@ class CompiledCosts:
     temporary: int
     """Bytes of temporary buffers on a device."""
     peak: int
-    """Most bytes at once; the sum of `argument` and `temporary` if the compiler reports no peak."""
+    """Bytes at the peak; the sum of `argument` and `temporary` if the compiler reports no peak."""
     buffers: tuple[Buffer, ...] = ()
     """The largest temporary buffers that exist at the peak, by `largest_buffers`."""
     operations: float = 0.0
@@ -138,7 +138,7 @@ class CompiledCosts:
     transfers: tuple[Transfer, ...] = ()
     """The program's collectives, by `list_transfers`."""
     unread: str = ""
-    """Reason why the program's text, and with it the figures read from it, is not available; empty if it is."""
+    """Reason why the program's text, and the figures read from it, are not available; empty if they are."""
     on_host: int = 0
     """Bytes of arguments and temporaries in the memory of the device's host, beside those on the device."""
     platform: str = ""

@@ -42,8 +42,8 @@ def find_non_finite(
 ) -> list[NonFiniteOrigin | None]:
     """Run a closed jaxpr, and return the origin of the NaN or infinity in each result; None for a finite result.
 
-    A loop or a call with a result that is not finite is run again, equation by equation. An infinity that is meant,
-    such as one of a mask, is not reported as long as the results that are computed from it are finite.
+    A loop or a call with a result that is not finite is run again, equation by equation. An intended infinity, such as
+    in a mask, is not reported as long as the results that are computed from it are finite.
     """
     interpreter = _Interpreter()
     values = [interpreter.check_input(index, x) for index, x in enumerate(inputs)]
@@ -152,7 +152,7 @@ class _Interpreter:
         return [value.origin for value in self.run_program(program, consts, inputs, scopes)]
 
     def _scan_origins(self, eqn: core.JaxprEqn, inputs: list[_Value], scopes: _Scopes) -> list[NonFiniteOrigin | None]:
-        """Return the origins of a scan's results; only iterations whose results are not finite are run in parts."""
+        """Return the origins of a scan's results; only iterations with results that are not finite are searched."""
         program, length = eqn.params["jaxpr"], eqn.params["length"]
         compute = jax.jit(core.jaxpr_as_fun(program))
         consts, carried = count_consts_and_carry(eqn.params)

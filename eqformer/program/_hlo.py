@@ -102,7 +102,7 @@ class _HloReader:
         )
 
     def _body(self, name: str, line: hlo_text.Instruction, is_hidden: bool) -> Program:
-        """Read a computation that an instruction runs, with its transfers as they are when this instruction runs it."""
+        """Read a computation that an instruction runs, with the transfers adjusted to the kind of the instruction."""
         if hlo_text.async_role(name, self._computations.get(name, [])) in (
             hlo_text.AsyncRole.OVERLAPS,
             hlo_text.AsyncRole.ENDS,
@@ -134,7 +134,7 @@ class _HloReader:
 
 
 def _map_transfers(program: Program, change: Callable[[Transfer], Transfer | None]) -> Program:
-    """Return a program with each transfer replaced by `change` of it, also in the bodies of operations."""
+    """Return a program with `change` applied to each transfer, also in the bodies of operations."""
     operations = tuple(
         dataclasses.replace(
             operation,
@@ -171,7 +171,7 @@ def _collective_scopes(line: hlo_text.Instruction, neighbors: Neighbors) -> tupl
 def _axes_of(
     groups: Int[np.ndarray, "groups devices"], mesh: AnyMesh | None, is_permute: bool = False
 ) -> tuple[str, ...] | None:
-    """Return the mesh axes along which the devices of a group differ; None if a group is not all devices along them."""
+    """Return the mesh axes along which a group's devices differ; None if a group lacks a device along these axes."""
     if mesh is None:
         return None
     positions = np.stack(np.unravel_index(groups, mesh.axis_sizes), axis=-1)
@@ -213,7 +213,7 @@ def _count_dot_flops(line: hlo_text.Instruction, neighbors: Neighbors) -> float:
 
 
 def _count_convolution_flops(line: hlo_text.Instruction, inputs: list[int], kernel: list[int]) -> float:
-    """Return the floating-point operations of a convolution; programs for TPUs write every matrix product as one.
+    """Return the flops of a convolution; programs for TPUs write every matrix product as a convolution.
 
     The batch dims of the matrices are spatial dims of the convolution, and most taps of the kernel fall into the
     padding. Only taps that fall inside the input count.

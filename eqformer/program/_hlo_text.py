@@ -1,4 +1,4 @@
-"""Parser of the text of a compiled program (HLO), and questions about its instructions."""
+"""Parser of the text of a compiled program (HLO), and queries about its instructions."""
 
 import enum
 import math
@@ -172,7 +172,7 @@ _FORWARDING = {"get-tuple-element", "bitcast", "tuple", "copy", "copy-start", "c
 
 
 def find_hidden_starts(lines: Sequence[Instruction], computations: Computations) -> set[str]:
-    """Return the names of instructions that start a collective, before whose end a product or a kernel runs.
+    """Return the names of instructions that start a collective which overlaps with a product or a kernel.
 
     Elementwise work does not count, since it takes too little time to hide a collective: during the first gather of a
     layer often only the parameters of the next gathers are cast.

@@ -195,7 +195,7 @@ def open_jaxpr(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the jaxprs that are parameters of an equation, such as a loop's body; no branches of a conditional."""
+    """Return the jaxprs among an equation's parameters, such as a loop's body, but not a conditional's branches."""
     values = (getattr(value, "jaxpr", value) for value in eqn.params.values())
     return [value for value in values if hasattr(value, "eqns")]
 
@@ -234,7 +234,7 @@ def _byte_size(aval: Aval) -> int:
 
 
 def _is_exact_cast(source: Aval, target: Aval) -> bool:
-    """Whether the target has another floating-point dtype, which holds every number of the source's dtype."""
+    """Return whether the target has another floating-point dtype that holds every number of the source's dtype."""
     if source.dtype == target.dtype or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (source, target)):
         return False
     narrow, wide = jnp.finfo(source.dtype), jnp.finfo(target.dtype)

@@ -1,4 +1,4 @@
-"""Estimate of the most bytes that a traced program holds at once, from the lifetimes of its values.
+"""Estimate of the peak memory of a traced program, from the lifetimes of its values.
 
 The rules are those that all compilers share. A compiler may order, fuse and place operations differently:
 docs/accelerators-planning.md compares the estimate with compiled steps.
@@ -17,7 +17,7 @@ IN_FLIGHT = "sent beside a layer's work"
 
 
 class PeakMemory(NamedTuple):
-    """Most bytes that a program holds at once, without its inputs."""
+    """Bytes that a program holds at its peak, without its inputs."""
 
     size: int
     """Total bytes."""
@@ -26,7 +26,7 @@ class PeakMemory(NamedTuple):
 
 
 def estimate_peak(program: Program) -> PeakMemory:
-    """Estimate the most bytes that a traced program holds at once, without its inputs.
+    """Estimate the bytes that a traced program holds at its peak, without its inputs.
 
     A value lives from the operation that writes it to the last operation that reads it. All compilers share these
     rules:
@@ -57,7 +57,7 @@ Parts = list[tuple[str, int]]  # bytes by purpose
 
 
 def _walk(program: Program, loop: Operation | None = None, placed: Collection[int] = ()) -> tuple[int, Parts]:
-    """Return the most bytes that a program allocates at once, and their purposes.
+    """Return the bytes that a program allocates at its peak, and their purposes.
 
     `loop` is the loop whose body the program is. `placed` are the indices of a branch's results that are allocated
     before the branch runs.
@@ -95,7 +95,7 @@ def _walk(program: Program, loop: Operation | None = None, placed: Collection[in
 
 
 def _walk_bodies(operation: Operation, placed: Collection[int]) -> tuple[int, Parts]:
-    """Return the most bytes that the bodies of an operation allocate at once, and their purposes."""
+    """Return the bytes that the bodies of an operation allocate at their peak, and the purposes of these bytes."""
     if operation.kind == "scan":
         size, parts = _walk(operation.bodies[0], operation)
         in_flight = _count_in_flight(operation)
@@ -110,8 +110,8 @@ def _walk_bodies(operation: Operation, placed: Collection[int]) -> tuple[int, Pa
 def _count_in_flight(loop: Operation) -> int:
     """Return the bytes of arrays that a loop sends and receives while an iteration runs.
 
-    They are the parameters of the next iteration, which are being gathered, and a gradient of the previous iteration,
-    which is still being scattered: the largest one counts.
+    These are the parameters of the next iteration, which are being gathered, and the largest gradient of the previous
+    iteration, which is still being scattered.
     """
     body, from_slices = loop.bodies[0], set(loop.bodies[0].inputs[loop.consts + loop.carry :])
     gathered = scattered = 0
@@ -273,8 +273,8 @@ def _carried_in_place(lifetimes: _Lifetimes, loop: Operation) -> set[int]:
 def _added_in_place(lifetimes: _Lifetimes) -> set[int]:
     """Return the values that are never allocated because an addition accumulates them in its other term.
 
-    They are products that only the addition reads, if nothing else reads the other term. They are also scatters into
-    zeros that only the addition reads, and these zeros.
+    Two kinds of values are meant: products that only the addition reads, if nothing else reads the other term, and
+    scatters into zeros that only the addition reads, with these zeros.
     """
     values = set()
     for value, index in lifetimes.writers.items():
