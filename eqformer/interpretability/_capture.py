@@ -1,4 +1,4 @@
-"""`capture`: a model that returns named values of its pass; `patch`: one that passes its values through functions."""
+"""`capture`: a model that returns named values of its pass; `patch`: a model that replaces some of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -97,7 +97,7 @@ class PatchedModel(nn.LanguageModel):
         return result
 
     def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Return the logits of what `encode` returned."""
+        """Return the logits of hidden vectors from `encode`."""
         observer = Observer((), self.patches.pairs)
         with nn.observe_calls(observer):
             logits = self.inner.unembed(hidden)
@@ -112,7 +112,7 @@ class PatchedModel(nn.LanguageModel):
 
 
 def _is_of_head(point: Point) -> bool:
-    """Return whether `unembed` computes a value, and not `encode`."""
+    """Return whether `unembed`, rather than `encode`, computes a value."""
     return f"{point.key}.".startswith("head.")
 
 
@@ -356,15 +356,15 @@ def capture(model: nn.Module, paths: Sequence[str], *, plan: DevicePlan | None =
     stream = captured["stacks[0].blocks"]  # layers batch seq embed
     ```
 
-    Values are those after the patches of a patched model. Gradients flow through them, and the call may be jitted,
-    vmapped and differentiated, with a cache or without. The model is not changed. A module that runs several times in a
-    call gives its last value.
+    The values of a patched model are recorded after its patches. Gradients flow through them, and the call may be
+    jitted, vmapped and differentiated, with a cache or without. The model is not changed. A module that runs several
+    times in a call gives its last value.
 
     Args:
-        model: A language model, one of `patch`, or a module alone, such as a block.
+        model: A language model, a patched model, or a single module, such as a block.
         paths: Paths as `value_paths(model)` lists them.
         plan: The plan that sharded the model, a language model. The call takes ids and tokens of all rows. Each device
-            computes its part of the values, as in training or, with a cache of `init_cache` of the result, as in
+            computes its part of the values, as in training or, with a cache from the result's `init_cache`, as in
             generation, and the values are global arrays. None: the call runs where the model's arrays are.
 
     Raises:

@@ -23,7 +23,7 @@ from ._points import CORE_HEADS, find_nodes, get_at, join_path, Node, Point
 
 Model = TypeVar("Model", bound=nn.Module)
 Patch = tuple[Point, Callable[..., Any]]
-"""A value, and the function that returns what replaces it."""
+"""A value, and the function that returns its replacement."""
 
 
 class LayerValues(eqx.Module):
@@ -37,10 +37,10 @@ class Frame:
     """Values that are computed at one level of a traced program, such as the body of the loop over layers."""
 
     layer: Int[Array, ""] | None = None
-    """The number of the layer that the frame is of; None outside of the loop over layers."""
+    """The number of the frame's layer; None outside of the loop over layers."""
     values: dict[str, PyTree] = dataclasses.field(default_factory=dict)
     """Recorded values by their keys."""
-    # JAX ignores `convention`; "nnx" is what Flax, for which the function was made, passes.
+    # JAX ignores `convention`; Flax, for which JAX made the function, passes "nnx".
     trace: Any = dataclasses.field(default_factory=lambda: get_opaque_trace_state(convention="nnx"))
     """The level of tracing at which the frame began; values of other levels cannot be brought out."""
 
@@ -57,7 +57,7 @@ class PartConverter(Protocol):
         ...
 
     def take_local(self, value: Array, part: Array, dims: str) -> Array:
-        """Return this device's part of a global value; `part` is an array like it."""
+        """Return this device's part of a global value; `part` is an array of the same shape."""
         ...
 
 
@@ -77,7 +77,7 @@ class DeviceValues:
     values: dict[str, NamedShapes]
 
     def gather(self, key: str, value: PyTree) -> PyTree:
-        """Return the global value of which a device has a part."""
+        """Return the global value, from this device's part."""
         named = self.values[key]
         gather = lambda x, shape, dims: self.parts.gather(x, shape.shape, dims)
         return jax.tree.map(gather, value, named.shapes, named.dims)
@@ -88,7 +88,7 @@ class DeviceValues:
 
 
 class Observer:
-    """Records the values of some keys, and applies patches, while one call of a model is traced.
+    """Observer that records values and applies patches while one call of a model is traced.
 
     With `devices`, the call runs on each device's part of the values; patches then edit the global values. With
     `names_dims`, the names of the dims of recorded values are recorded too.
@@ -274,7 +274,7 @@ def _expand_dims(names: list[str], ndim: int) -> str:
 
 
 def _check_like(point: Point, new: PyTree, old: PyTree) -> PyTree:
-    """Return a patch's value as arrays; raise a `ValueError` unless its shapes and dtypes are those of the old one."""
+    """Return a patch's value as arrays; raise a `ValueError` unless its shapes and dtypes equal the old ones."""
     kinds = [[(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)] for tree in (new, old)]
     if jax.tree.structure(new) != jax.tree.structure(old) or kinds[0] != kinds[1]:
         raise ValueError(
@@ -332,8 +332,9 @@ _HEADS = "*batch seq heads v_dim"
 class ObservedAttention(Operation):
     """An attention's core whose heads, weights and output are observed.
 
-    Kernels do not return weights. Recorded weights are therefore computed apart, by the definition of attention, and
-    the output comes from the inner core. If weights are patched, the output is the sum of values by the new weights.
+    Kernels do not return weights. Recorded weights are therefore computed separately, by the definition of attention,
+    and the output comes from the inner core. If weights are patched, the output is the sum of values by the new
+    weights.
     """
 
     inner: Operation
@@ -343,7 +344,7 @@ class ObservedAttention(Operation):
         return self.inner.supports(call)
 
     def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
-        """Compute the call."""
+        """Compute attention, and observe the heads, the weights and the output."""
         if (observer := _find_observer()) is None:
             return self.inner(call)
         path = join_path(observer.path or "", "core")
