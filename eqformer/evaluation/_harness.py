@@ -48,7 +48,7 @@ class HarnessModel(TemplateLM):
         return f"{self.llm.tokenizer.fingerprint} {'' if template is None else template.fingerprint}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the ids of a text; by default with special tokens, unless the text begins with one already."""
+        """Return the ids of a text; by default with special tokens, unless it already starts with `begin_id`."""
         encode = self.llm.tokenizer.encode_prompt
         if not self.llm.special_tokens:
             return self.llm.tokenizer.encode(string).tolist()
@@ -58,7 +58,7 @@ class HarnessModel(TemplateLM):
         return bare if bare[:1] == [self.llm.begin_id] else encode(string).tolist()
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a conversation by the model's template; without the prompt, its last message is left open."""
+        """Render a conversation by the model's template; without the generation prompt, its last message stays open."""
         template = self.llm.chat_template
         if template is None:
             raise ValueError("evaluate_tasks(apply_chat_template=True): the model has no chat template; leave it out.")

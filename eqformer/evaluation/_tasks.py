@@ -44,7 +44,8 @@ class TaskResults(NamedTuple):
     def average(self) -> TaskAverage | None:
         """The means over the named tasks and groups that have an accuracy; None if no task has one.
 
-        The centered mean is that of the CORE metric of DataComp-LM (arXiv:2406.11794), over the tasks that were named.
+        The centered mean is computed as the CORE metric of DataComp-LM (arXiv:2406.11794), over the tasks that were
+        named.
         """
         inner_names = {name for names in self._subtasks.values() for name in names}
         outer_names = [name for name in self.metrics if name not in inner_names]
@@ -63,7 +64,7 @@ class TaskResults(NamedTuple):
         return self.report.get("group_subtasks", {})
 
     def _accuracies(self, name: str) -> dict[str, float]:
-        """Return the accuracy of a task or a group by its name, or those in a group that has none of its own."""
+        """Return the accuracy of a task or a group by name; for a group without an accuracy, those of its members."""
         metrics = self.metrics.get(name, {})
         for accuracy in ACCURACIES:
             for metric, value in metrics.items():
@@ -80,7 +81,7 @@ class TaskResults(NamedTuple):
         return sum(chances) / len(chances) if chances else 0.0
 
     def _list_tasks(self, name: str) -> list[str]:
-        """Return the tasks of a group; of a task, itself."""
+        """Return the tasks of a group; for a task, the task itself."""
         if name not in self._subtasks:
             return [name]
         return [task for subtask in self._subtasks[name] for task in self._list_tasks(subtask)]
@@ -110,7 +111,8 @@ def harness_model(
         batch_size: Rows that are read or continued together.
         max_length: Tokens that the model reads at most; longer contexts lose their beginning. None: the length that the
             model was published for, or 2,048.
-        progress: A function that is called with what is done, the number of requests that are done, and of all.
+        progress: A function that is called with the name of the work, the number of finished requests, and the number
+            of all.
 
     **Raises:** `ImportError` if `lm_eval` is not installed.
     """
@@ -227,7 +229,7 @@ _NO_TEXTS: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 class Evaluator:
-    """Texts and tasks, loaded once, on which calls score a model, as one row of numbers.
+    """Evaluator on texts and tasks that are loaded once; each call scores a model and returns a row of numbers.
 
         evaluator = evaluation.Evaluator(texts={"book": [text]}, tasks=["arc_easy"], limit=100)
         row = evaluator(llm)  # {"evaluation/book/bits_per_byte": 1.2, "evaluation/arc_easy/acc": 0.6, ...}
