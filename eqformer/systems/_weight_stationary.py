@@ -33,8 +33,8 @@ class WeightStationary(DistributedModel):
     `embed` is sharded over `fsdp`, heads, hidden features and vocabulary over `tensor` (X and YZ in the paper; `fsdp=1`
     is the 1-D layout), and the residual stream over both. Inputs and outputs are global arrays. `attention="rows"`
     splits attention and its caches over rows, which are padded to a multiple of the number of devices; `"heads"`, for
-    fewer rows, splits attention over heads and replicates the single key head. `overlap` has the values of
-    `all_gather_matmul`'s. Raises a `ValueError` for a model that does not fit the mesh.
+    fewer rows, splits attention over heads and replicates the single key head. `overlap` takes the same values as in
+    `all_gather_matmul`. Raises a `ValueError` for a model that does not fit the mesh.
     """
 
     model: nn.Transformer
@@ -63,7 +63,7 @@ class WeightStationary(DistributedModel):
         rows = self._padded_rows(ids.shape[0])
 
         def per_device(model: nn.Transformer, ids: Array, tokens: nn.Tokens, cache: PyTree) -> tuple[Array, PyTree]:
-            x, cache, _ = self._wrapped(model).encode(ids, tokens, cache)
+            x, cache, _ = self._wrap_model(model).encode(ids, tokens, cache)
             return x, cache
 
         replicated, cache_specs = PartitionSpec(), self._cache_specs(cache)
@@ -78,7 +78,7 @@ class WeightStationary(DistributedModel):
         in_specs = self._specs, PartitionSpec(None, STREAM)
 
         def per_device(model: nn.Transformer, x: Array) -> Array:
-            return self._wrapped(model).unembed(x)
+            return self._wrap_model(model).unembed(x)
 
         return filter_shard_map(per_device, self.mesh, in_specs, PartitionSpec(None, HEADS))(self.model, hidden)
 
@@ -112,7 +112,7 @@ class WeightStationary(DistributedModel):
         by_rows = self.attention == "rows"
         return jax.tree.map(lambda x: replicated if nn.is_position_array(x) and not by_rows else split, cache)
 
-    def _wrapped(self, model: nn.Transformer) -> nn.Transformer:
+    def _wrap_model(self, model: nn.Transformer) -> nn.Transformer:
         """Return the model as one device runs it, with each module replaced by its wrapper for the layout."""
         # Gathers and slices mark arrays as varying over an axis, but an axis of one device has neither.
         model = vary(model, STREAM)
@@ -214,8 +214,7 @@ def _check_attention(call: str, attention: nn.Attention) -> None:
 
 
 def _check_outputs(call: str, parts: BlockParts) -> None:
-    """Raise a `ValueError` for norms of outputs, and for scales of sublayers, whose outputs the
-    layout adds before it scales them."""
+    """Raise a `ValueError` for norms of outputs, scales of inputs, and sublayers of different output scales."""
     mixer, feed_forward = parts.sublayers
     sublayers = {"mixer": mixer, "feed_forward": feed_forward}
     output_norms = [
