@@ -3,9 +3,8 @@
 Its rooms are `eqformer.nn`, `eqformer.kernels`, `eqformer.models`, `eqformer.data`, `eqformer.parallel`,
 `eqformer.training`, `eqformer.generation`, `eqformer.text`, `eqformer.evaluation`, `eqformer.interpretability`,
 `eqformer.serving`, `eqformer.program`, `eqformer.planning`, `eqformer.recipes` and `eqformer.systems`; each is imported
-at its first use. `eqformer.load` and `eqformer.LLM` are those of `eqformer.text`, `eqformer.capture` and
-`eqformer.patch` those of
-`eqformer.interpretability`.
+at its first use. `eqformer.load` and `eqformer.LLM` come from `eqformer.text`; `eqformer.capture` and `eqformer.patch`
+come from `eqformer.interpretability`.
 """
 
 import importlib

@@ -1,7 +1,8 @@
 """Checks of array arguments against their shape annotations, with one rule and one error text for all public calls.
 
 A check reads shapes and dtypes in Python, so under `jax.jit` it runs while a program is traced and leaves nothing in
-the program. It runs before jaxtyping's, so its short text is seen with the import hook too.
+the program. The check runs before jaxtyping's check, so that its short error text is also seen with jaxtyping's import
+hook.
 """
 
 import dataclasses
@@ -65,7 +66,7 @@ class ArrayRule:
         return not self.dims and dtype == jnp.uint32 and any(kind[2] == "keys" for kind in self.kinds)
 
     def has_kind(self, dtype: Any) -> bool:
-        """Return whether a dtype is of one of the kinds; any dtype is if the annotation names no kind."""
+        """Return whether a dtype is of one of the kinds; every dtype is, if the annotation names no kind."""
         return not self.kinds or self.is_old_key(dtype) or any(jnp.issubdtype(dtype, kind[1]) for kind in self.kinds)
 
     def has_rank(self, rank: int) -> bool:

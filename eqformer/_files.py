@@ -1,4 +1,4 @@
-"""Small files: reading with limits, as nobody vouches for their contents, atomic writing, and dataclasses as JSON.
+"""Small files: reading untrusted files with limits, atomic writing, and dataclasses as JSON.
 
 Each dataclass is written with the name of its class; reading runs no code.
 """
@@ -95,7 +95,7 @@ def read_utf8(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) 
 
 
 def map_bytes(path: str | os.PathLike[str]) -> UInt8[np.ndarray, "bytes"]:
-    """Map a regular file into memory; raises a `ValueError` for an empty one."""
+    """Map a regular file into memory; raises a `ValueError` for an empty file."""
     with open_regular(path) as file:
         try:
             return np.memmap(file, np.uint8, "r")
@@ -175,7 +175,7 @@ def list_paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Return whether the path exists, be it a broken link, so that a wrong kind of file is refused and not ignored."""
+    """Return whether a path exists, even as a broken link, so that a wrong kind of file is refused and not ignored."""
     return os.path.lexists(path)
 
 
@@ -250,7 +250,7 @@ def dataclass_to_json(value: Any) -> Any:
 def dataclass_from_json(value: Any, classes: Mapping[str, type], source: str) -> Any:
     """Return the value that `dataclass_to_json` wrote.
 
-    `classes` are those that may come, by name, and `source` is the name of the file, for errors. Raises an
+    `classes` are the allowed classes by name, and `source` is the name of the file, for errors. Raises an
     `UnknownKindError` for another class, and a `ValueError` for a field that its class does not have, or that has a
     value of another type.
     """
@@ -285,7 +285,7 @@ def _make_dataclass(value: Mapping[str, Any], classes: Mapping[str, type], sourc
 
 
 def dataclass_differences(old: Any, new: Any, *, ignored: Container[str] = ()) -> list[str]:
-    """Return the values that differ between two dataclasses, as `field.part: old -> new`, except of ignored fields."""
+    """Return the values that differ between two dataclasses, as `field.part: old -> new`, without ignored fields."""
     pairs = [(field.name, getattr(old, field.name), getattr(new, field.name)) for field in dataclasses.fields(old)]
     return [
         line
@@ -315,13 +315,13 @@ _type_hints = functools.cache(typing.get_type_hints)
 
 
 def violated_annotation(kind: Any, name: str, value: Any) -> Any:
-    """Return the annotation of a dataclass's field if the value is of another type; None if the value may be there."""
+    """Return the annotation of a dataclass's field if the value is of another type; None if it fits."""
     from beartype import BeartypeConf  # Imported here, since the package imports this file at once.
     from beartype.door import is_bearable
 
     try:
         hint = _type_hints(kind)[name]
-    except NameError:  # A class of the user's file, whose annotations type checkers alone can read.
+    except NameError:  # The annotations of a class in a user's file may name types that only type checkers know.
         return None
     numbers = BeartypeConf(is_pep484_tower=True)  # An integer is a float too, as in annotations.
     return None if is_bearable(value, hint, conf=numbers) else hint

@@ -54,7 +54,7 @@ class Mask(eqx.Module):
             )
 
     def reach(self, seq: int) -> int:
-        """Return how many of the last `seq` tokens a query can see at most; a cache must keep so many."""
+        """Return how many of the last `seq` tokens a query can see at most; a cache must store that many."""
         return min(n for n in (seq, self.window, self.chunk) if n is not None)
 
     def check_cached(self, mixer: str) -> None:
@@ -111,8 +111,7 @@ def sliding_window(window: int) -> Mask:
 
 
 def window_both_ways(window: int) -> Mask:
-    """Return the mask by which a token sees `(window - 1) // 2` tokens before it and `window // 2` after it (T5Gemma
-    2)."""
+    """Return the mask of a window on both sides: `(window - 1) // 2` tokens before, `window // 2` after (T5Gemma 2)."""
     back, ahead = (window + 1) // 2, window // 2 + 1
     return Mask(is_causal=False, window=back, ahead=None if back == ahead else ahead)
 

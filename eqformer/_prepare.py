@@ -103,7 +103,7 @@ def token_cache() -> Path | None:
 
 
 def delete_oldest(folder: Path, max_bytes: int) -> None:
-    """Delete the files of a folder that were written first, until the others have no more than `max_bytes`."""
+    """Delete the oldest files of a folder, until the remaining files have at most `max_bytes`."""
     with suppress(OSError):  # Other processes' files may come and go.
         for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True):
             max_bytes -= file.stat().st_size
@@ -121,7 +121,7 @@ def _processor_name() -> str:
 
 
 def last_level_cache() -> int | None:
-    """Return the bytes of the processor's largest cache; None if the system does not tell, as on others than Linux."""
+    """Return the bytes of the processor's largest cache; None if it is unknown, as on other systems than Linux."""
     sizes: list[int] = []
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):
@@ -155,7 +155,7 @@ def _tpu_flags() -> dict[str, str]:
 
 
 def compiler_flags() -> str:
-    """Return all compiler flags in the environment; programs of other flags differ."""
+    """Return all compiler flags in the environment; programs that are compiled with other flags differ."""
     return " ".join(filter(None, (os.environ.get(name) for name in ("XLA_FLAGS", _TPU_VARIABLE))))
 
 
@@ -235,7 +235,7 @@ def _contains(path: Path, text: bytes) -> bool:
 
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # JAX's variable for the folder; a user's value stays, and "" means no cache.
 _LEAST_COMPILE_TIME = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-_MAX_PROGRAM_BYTES = 2**30  # The most bytes of compiled programs that are stored.
+_MAX_PROGRAM_BYTES = 2**30  # The maximum bytes of compiled programs that are stored.
 
 # XLA's YNN library computes matrix products and reductions, fused with neighboring operations, and elementwise
 # programs. With jaxlib 0.10 it is not used for elementwise programs, since XLA's kernels are faster

@@ -118,7 +118,7 @@ class Batch(eqx.Module):
 
 
 def batch_fields(batch: Batch) -> dict[str, Any]:
-    """Return the fields of `Batch` by name, from which a batch of another class is made of the same rows."""
+    """Return the fields of `Batch` by name, with which a batch of another class with the same rows is made."""
     return {field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)}
 
 
@@ -126,8 +126,8 @@ def batch_fields(batch: Batch) -> dict[str, Any]:
 class PreferenceBatch(Batch):
     """Rows whose completions a `training.preference_loss` compares; made by `eqformer.data`.
 
-    The weights are those of the targets of the completions, and 0 for the prompts. In a batch of pairs (`group` 2) each
-    chosen row stands before its rejected row. In a batch for KTO each row has a label.
+    Weights are those of the completions' targets, and 0 for the prompts. In a batch of pairs (`group` 2) each chosen
+    row stands before its rejected row. In a batch for KTO each row has a label.
     """
 
     reference_nats: Float[Array, "batch"] | None = None
@@ -152,8 +152,9 @@ class LabelBatch(Batch):
 class PolicyBatch(Batch):
     """Rows of prompts with sampled completions, from which a `training.policy_loss` learns; made by `text.Rollouts`.
 
-    The weights are 1 for the targets of a completion, and 0 for the prompt and for completions that are left out. Log-
-    probabilities are those of each target, after the temperature; those of targets of weight 0 are not read.
+    The weights are 1 for the targets of a completion, and 0 for the prompt and for completions that are left out.
+    Log-probabilities are given for each target, after division by the temperature; they are not read where the weight
+    is 0.
     """
 
     advantages: Float[Array, "batch"] | None = None
@@ -161,7 +162,7 @@ class PolicyBatch(Batch):
     old_log_probs: Float[Array, "batch seq"] | None = None
     """Log-probabilities by the model that sampled the completions; None: by the model before this step."""
     reference_log_probs: Float[Array, "batch seq"] | None = None
-    """Log-probabilities by a frozen model, to which a loss with `beta` holds the trained one."""
+    """Log-probabilities by a frozen model, near which a loss with `beta` keeps the trained model."""
     sampler_log_probs: Float[Array, "batch seq"] | None = None
     """Log-probabilities as sampling computed them, only for the metric `sampler_difference`."""
     row_metrics: dict[str, Float[Array, "batch"]] = eqx.field(default_factory=dict)
@@ -181,17 +182,17 @@ class PolicyBatch(Batch):
 class DistillationBatch(Batch):
     """Rows with a teacher's probabilities of their next tokens, for `training.distillation_loss`.
 
-    The teacher is a frozen model, with its hidden states of the rows, or stored
-    probabilities of its most probable ids (`training.teacher_arrays`).
+    The batch has either a frozen teacher with its hidden states of the rows, or stored probabilities of the teacher's
+    most probable ids (`training.teacher_arrays`).
     """
 
     teacher: PyTree = None
-    """The teacher, a model of the same token ids; under a plan sharded by it. None for stored probabilities."""
+    """The teacher, a model of the same token ids, sharded by the plan if any; None for stored probabilities."""
     teacher_hidden: Float[Array, "batch seq teacher_embed"] | None = None
     """The teacher's output before its logits."""
     top_ids: Int[Array, "batch seq top"] | None = None
     """The most probable ids of each token by the teacher; None for a teacher that is a model."""
     top_nats: Float[Array, "batch seq buckets"] | None = None
-    """The `-log p` of these ids, and last that of all other ids together."""
+    """The `-log p` of each of these ids and, in the last place, of all other ids together."""
     temperature: float = eqx.field(static=True, default=1.0)
     """The temperature of the probabilities in `top_nats`."""
