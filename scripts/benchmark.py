@@ -1,8 +1,8 @@
 """Measure eqformer beside PyTorch and transformers, where they are installed: `python scripts/benchmark.py`.
 
-What meshes cost is measured on 8 simulated devices: `python scripts/benchmark.py --simulate 8`; one GPU, in less than
-ten minutes, by `python scripts/benchmark.py --only gpu`. XLA's flags are those for training, or, where
-only `decode`, `zoo`, `quantized`, `engine`, `embeddings` or `tasks` are asked for, those for forward passes.
+The costs of meshes are measured on 8 simulated devices by `python scripts/benchmark.py --simulate 8`, and one GPU, in
+less than ten minutes, by `python scripts/benchmark.py --only gpu`. XLA's flags are those for training, or, where only
+`decode`, `zoo`, `quantized`, `engine`, `embeddings` or `tasks` are asked for, those for forward passes.
 """
 
 import sys
@@ -51,7 +51,7 @@ class Command:
     simulate: int | None = None
     """Have the CPU act as so many devices."""
     rounds: int = 9
-    """Turns that each contender gets; medians over them are printed."""
+    """How often each contender is measured, in turn; medians are printed."""
     output: Path = Path("runs/benchmark.json")
     """Where the JSON goes."""
 
@@ -75,7 +75,7 @@ def check(command: Command, names: Sequence[str]) -> None:
 
 
 def find_card() -> Card:
-    """Return the GPU, which a process of its own looks for: this one must hold none of its memory."""
+    """Find the GPU in a separate process, since this process must hold none of the GPU's memory."""
     jax.config.update("jax_platforms", "cpu")
     gpu = run_apart(read_card, 180)
     if gpu.platform != "gpu":

@@ -25,21 +25,21 @@ class Command:
     """Write the model of one folder as another: a run as a published folder, or a published folder as a run.
 
     A published folder holds safetensors, config.json and tokenizer files, as transformers reads and writes them. A run
-    is what scripts/pretrain.py writes, and goes on from.
+    is a folder that scripts/pretrain.py writes and resumes.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """A run's folder, of which the latest checkpoint is read, a published folder, a GGUF file, or a name of the hub."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """The folder to make; there must be nothing yet."""
+    """The folder to make, which must not exist yet."""
     adapter: bool = False
-    """Of a run with --lora.rank, write the low-rank changes alone, as peft does; else they are merged into the rest."""
+    """Write only the low-rank changes of a run with --lora.rank, as peft does; by default they are merged."""
     push: Annotated[str | None, tyro.conf.arg(metavar="OWNER/NAME")] = None
     """Upload TARGET to the hub with a model card of base model, data, recipe and license (extra `hub`)."""
     license: str = "other"
     """The license that the model card states, by its name on the hub, such as apache-2.0."""
     trust_recipe: bool = False
-    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
+    """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
 
 
 def convert(command: Command) -> None:

@@ -36,15 +36,15 @@ class Command:
     file: Path | None = None
     """A file with the text, of which the first --tokens are read."""
     tokens: int = 2048
-    """The most tokens that are read."""
+    """Maximum number of tokens that are read."""
     trust_recipe: bool = False
-    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
+    """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
 
 
 def write(command: Command) -> None:
     """Write both files."""
     directory = RunDirectory(command.run_dir)
-    directory.read()  # Its errors name flags.
+    directory.read()  # Reading the recipe first raises errors that name flags.
     if command.text is not None and command.file is not None:
         raise ValueError(f"--text ... --file {command.file}: one text is colored; leave one out.")
     if command.tokens < 1:

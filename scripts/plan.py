@@ -1,4 +1,4 @@
-"""Report what a run holds, sends and takes, before anything runs: `python scripts/plan.py --topology v5e:16x16`."""
+"""Report a run's memory, communication and time before it runs: `python scripts/plan.py --topology v5e:16x16`."""
 
 import math
 import sys
@@ -9,9 +9,9 @@ from support.flags import parse_words
 
 
 def prepare(arguments: Sequence[str]) -> None:
-    """Prepare JAX for a command line: nothing runs, so one device will do, but for `--compile` and `--picture`.
+    """Prepare JAX for a command line, with one device, since nothing runs.
 
-    Without a topology these need as many simulated devices as the mesh has.
+    Without a topology, `--compile` and `--picture` need as many simulated devices as the mesh has.
     """
     flags = parse_words(arguments)
     words = [words[0] for flag, words in flags.items() if flag.startswith("--mesh.") and words]
@@ -55,12 +55,12 @@ from eqformer.recipes import (
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """Report what a run holds, sends and takes, before anything runs: give the flags of pretrain.py.
+    """Report memory, communication and time of a run, before anything runs: give the flags of pretrain.py.
 
     Prints the sharding of each parameter, the bytes that a device holds and sends by formulas, and a pipeline's
-    timeline. With --topology also the time of a step and which kernels run and, where the accelerators' compiler is
-    installed, the same of the recipe's real step as it compiles for them. Nothing runs, so a mesh of any size can be
-    examined on any machine.
+    timeline. With --topology it also prints the time of a step and the kernels that run and, where the accelerators'
+    compiler is installed, the same figures of the recipe's step as compiled for them. Nothing runs, so a mesh of any
+    size can be examined on any machine.
     """
 
     recipe: str
@@ -82,20 +82,20 @@ class Command:
     formulas: bool = False
     """Compile nothing."""
     compile: bool = False
-    """Compile for simulated devices; without --topology, whose own compiler is used where it is installed."""
+    """Compile for simulated devices; only without --topology, which uses the accelerators' compiler if installed."""
     json: bool = False
     """Print JSON."""
     picture: Path | None = None
     """Draw to this PNG; memory and time by cause or, without --topology, the layout (and NAME-timeline.png)."""
     run_dir: Path | None = None
-    """Accepted, since pretrain.py has it, and ignored."""
+    """Ignored; accepted, since pretrain.py has this flag."""
     trust_recipe: bool = False
-    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
+    """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
 
 
-SEARCH_LIMIT = 5  # The most meshes that a search lists.
-COMPILED_AT_ONCE = 2  # Meshes that a search compiles, and further ones only while none of these fits.
-KEPT_BYTES = 2**26  # The most bytes of figures of compiled programs that are kept.
+SEARCH_LIMIT = 5  # The maximum number of meshes that a search lists.
+COMPILED_AT_ONCE = 2  # Meshes that a search compiles; it compiles further meshes only while none fits.
+KEPT_BYTES = 2**26  # The maximum bytes of stored figures of compiled programs.
 
 
 def print_report(command: Command) -> None:
@@ -176,7 +176,7 @@ def target_of(command: Command) -> planning.Target:
 def compile_for(
     lower: Callable[[parallel.Plan], jax.stages.Lowered], recipe: Recipe, topology: Topology, number: str = ""
 ) -> Compilation:
-    """Compile a step for a topology's devices; its figures are kept for the user's next look."""
+    """Compile a step for a topology's devices, and store its figures for later calls."""
     plan, folder = setup.make_plan(recipe, planning.devices_of(topology)), user_cache("plans")
     assert isinstance(plan.mesh, Mesh)
     with Screen(errors=True).working(f"compiling{number} for {topology}; a compiler takes 5 s to some minutes"):
@@ -192,7 +192,7 @@ def _print_compiled(
     compilation: Compilation | None,
     program: CompiledCosts | None,
 ) -> None:
-    """Print what compilers made of a step, or why there is none."""
+    """Print the costs of the compiled step, or why nothing is compiled."""
     if compilation is not None:
         print(planning.compilation_table(compilation, forecast), flush=True)
     elif isinstance(target, Topology):
@@ -279,7 +279,7 @@ def search(command: Command, model: nn.LanguageModel, topology: Topology) -> Non
         print(_why_not_compiled(topology))
 
 
-main = entry(Command, print_report, hidden=("the run",))  # whose flags change nothing in the report
+main = entry(Command, print_report, hidden=("the run",))  # the run's flags change nothing in the report
 
 if __name__ == "__main__":
     main(sys.argv[1:])

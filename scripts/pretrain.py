@@ -50,7 +50,7 @@ class Command:
     show_example: bool = False
     """Print the first conversation of chat data with the learned tokens marked, and end."""
     trust_recipe: bool = False
-    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
+    """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
 
 
 def run_command(command: Command) -> None:

@@ -40,7 +40,7 @@ class Command:
     held_out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Prompts as in --data; the mean reward of their greedy completions is written every --validate-every steps."""
     trust_recipe: bool = False
-    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
+    """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
 
 
 def reinforce(command: Command) -> None:

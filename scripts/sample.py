@@ -31,12 +31,12 @@ COMPILED = 16  # Tokens after which nothing is compiled any more: `generation.st
 
 @dataclasses.dataclass(frozen=True)
 class Command(ModelFlags):
-    """Write on from a prompt, or answer it, with the latest checkpoint of a run or with a published model."""
+    """Continue a prompt, or answer it, with the latest checkpoint of a run or with a published model."""
 
     prompt: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: one that fits the model)")] = None
     """What the text begins with; a question, where the model has a chat template."""
     chat: Literal["auto", "yes", "no"] = "auto"
-    """Whether to ask in the model's chat template; auto asks so where it has one."""
+    """Whether to ask in the model's chat template; auto asks so if the model has one."""
     system: str | None = None
     """The system message of a chat, before the prompt."""
     tokens: int = 300
@@ -62,7 +62,7 @@ class Command(ModelFlags):
     draft_tokens: int = 4
     """How many tokens the draft proposes at a time."""
     prompts: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
-    """Rows {"prompt": "..."} or {"messages": [...]}, each with settings of its own, such as {"temperature": 0}."""
+    """Rows {"prompt": "..."} or {"messages": [...]}, with optional settings of the row, such as {"temperature": 0}."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
     """The file of the texts of --prompts; the same command goes on where it stopped."""
     best_of: int = 1
@@ -76,7 +76,7 @@ class Command(ModelFlags):
 
 
 def load_model(command: Command) -> text.LLM:
-    """Load the model that writes; its programs are stored, so that they may take longer to compile."""
+    """Load the model that writes; compiled programs are stored on disk, so a longer compilation is worth its time."""
     return load_llm(command, predictor=command.draft == PREDICTOR, throughput=True)
 
 
@@ -192,7 +192,9 @@ def write(command: Command) -> None:
     if report.has_kernels(report.local_platform()):
         screen.note(report.DECODING)
     pieces = start_text(command, llm, prompt)
-    if not is_chat(command, llm) and llm.model.start is None:  # An encoder's text is not written on.
+    if (
+        not is_chat(command, llm) and llm.model.start is None
+    ):  # The text of a model with an encoder does not continue the prompt.
         sys.stdout.write(prompt)
     start, times = time.monotonic(), list[float]()
     for piece in pieces:

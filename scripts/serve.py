@@ -35,7 +35,7 @@ class Command(ModelFlags):
     port: int = 8000
     """The port to listen on; 0 takes a free one."""
     name: str | None = None
-    """The model's name in requests; by default that of its folder."""
+    """The model's name in requests; by default the name of its folder."""
     api_key: str | None = None
     """The key that requests must send as Authorization: Bearer KEY; without it, everybody is served."""
     slots: int = 8
@@ -45,19 +45,19 @@ class Command(ModelFlags):
     prefill_chunk: int = 256
     """Tokens of a prompt that are read at once; between two decoding steps, such a chunk is read for each free slot."""
     stride: int = 8
-    """Most tokens of each text that are drawn before clients see them: 1 streams evenly, more is faster."""
+    """Maximum tokens of each text that are drawn before clients see them: 1 streams evenly, more is faster."""
     cache_dtype: str | None = None
     """Dtype of cached keys and values: bfloat16, int8 or fp8; as computed by default."""
     batch_size: int = 32
     """Texts that a text encoder reads together."""
     most_prompt_tokens: int | None = None
-    """Most tokens of a prompt or a text to embed; by default a prompt fits the capacity, a text to embed is cut."""
+    """Maximum tokens of a prompt or a text to embed; by default a prompt fits the capacity, a text to embed is cut."""
     most_new_tokens: int = 1024
-    """Most tokens of a text, and those of a chat whose client names no number."""
+    """Maximum new tokens of a text, and the default number for a chat."""
     most_texts: int | None = None
-    """Most texts that one request may ask for; by default 16, of a text encoder 2,048."""
+    """Maximum texts that one request may ask for; by default 16, for a text encoder 2,048."""
     most_waiting: int | None = None
-    """Most texts that wait, further ones are refused; by default 64, of a text encoder 4,096."""
+    """Maximum texts that wait, further texts are refused; by default 64, for a text encoder 4,096."""
     most_seconds: float = 300.0
     """Longest time from a request to its response."""
     most_body_bytes: int = 1 << 22
@@ -102,7 +102,7 @@ def _limits(command: Command, defaults: serving.Limits) -> serving.Limits:
 
 
 def _refuse_flags(command: Command, names: Sequence[str], model: str) -> None:
-    """Raise a `ValueError` for a flag that says nothing about this kind of model, and is not at its default."""
+    """Raise a `ValueError` for a flag that does not apply to this kind of model, and is not at its default."""
     for name in names:
         if (value := getattr(command, name)) != getattr(Command, name):
             flag = name.replace("_", "-")

@@ -34,7 +34,7 @@ class ModelFlags:
     simulate: int | None = None
     """Have the CPU act as so many devices."""
     trust_recipe: bool = False
-    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
+    """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
 
     @property
     def source(self) -> Path:
