@@ -45,6 +45,8 @@ class Command:
     """Learning rates to train each depth with, for a picture of the loss over the rate; the recipe's by default."""
     tokens_per_parameter: float = 20.0
     """Tokens that a depth is trained on, for each parameter in its matrices."""
+    tokens: float | None = None
+    """Tokens that each depth is trained on, in place of --tokens-per-parameter, such as 1e6."""
     epochs: float = 4.0
     """How often a text may be repeated at most; more repetitions are worth less than new text (arXiv 2305.16264)."""
     budget: float | None = None
@@ -68,21 +70,23 @@ def check_command(command: Command) -> dict[tuple[int, float], Recipe]:
     if command.budget is not None and command.hours is not None:
         raise ValueError(f"--budget {command.budget} --hours {command.hours}: give one of them.")
     numbers = {"--tokens-per-parameter": command.tokens_per_parameter, "--epochs": command.epochs}
-    numbers |= {"--budget": command.budget, "--hours": command.hours}
+    numbers |= {"--budget": command.budget, "--hours": command.hours, "--tokens": command.tokens}
     numbers |= {f"--rates {rate}": rate for rate in command.rates}
     for flag, value in numbers.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{flag if ' ' in flag else f'{flag} {value}'}: it must be a positive number.")
-    options = {"tokens_per_parameter": command.tokens_per_parameter, "data": command.data, "seed": command.seed}
-    recipes = scaling_recipes(command.depths, command.rates, **options)
+    horizon = {"tokens_per_parameter": command.tokens_per_parameter, "tokens": command.tokens}
+    recipes = scaling_recipes(command.depths, command.rates, **horizon, data=command.data, seed=command.seed)
     largest = recipes[max(recipes)]
     tokens, size = largest.steps * largest.batch * largest.seq, measure_text(largest)
     if (epochs := tokens / size) > command.epochs:
+        shorter = f"--tokens-per-parameter {command.tokens_per_parameter * command.epochs / epochs:.2g}"
+        if command.tokens is not None:
+            shorter = f"--tokens {command.tokens * command.epochs / epochs:.2g}"
         raise ValueError(
             f"--depths {max(command.depths)}: its {tokens:,} tokens are {epochs:.3g} epochs of the {size:,.0f} bytes "
-            f"that are trained on, more than --epochs {command.epochs:g}; give more text, a smaller depth, "
-            f"--tokens-per-parameter {command.tokens_per_parameter * command.epochs / epochs:.2g}, or --epochs "
-            f"{math.ceil(epochs)}."
+            f"that are trained on, more than --epochs {command.epochs:g}; give more text, a smaller depth, {shorter}, "
+            f"or --epochs {math.ceil(epochs)}."
         )
     return recipes
 
@@ -100,9 +104,10 @@ def report(command: Command, points: list[ScalingPoint], screen: Screen) -> None
     budget = command.budget
     if command.hours is not None:
         budget = command.hours * 3600 * fit.held_out[-1].flops_per_second
-    chosen = None if budget is None else choose_depth(budget, command.tokens_per_parameter)
+    chosen = None if budget is None else choose_depth(budget, command.tokens_per_parameter, command.tokens)
     if budget is not None:
-        advice = "no depth has so short a run; lower --tokens-per-parameter"
+        flag = "--tokens-per-parameter" if command.tokens is None else "--tokens"
+        advice = f"no depth has so short a run; lower {flag}"
         if chosen is not None:
             depth, flops = chosen
             advice = f"depth {depth} of {flops:.3g} FLOPs, predicted {law.loss(flops):.4f} bits a byte"

@@ -30,6 +30,11 @@ TOKENS_PER_PARAMETER = (
 TOKENS_AT_ONCE = 2**15  # Tokens of a microbatch; their activations fit in 80 GB at depth 12.
 
 
+def count_matrix_parameters(depth: int) -> int:
+    """Return the parameters in the matrices of a depth: 12 times its squared width in a layer."""
+    return 12 * depth * (64 * depth) ** 2
+
+
 def speedrun_recipe(depth: int = 2, *, tokens_per_parameter: float = TOKENS_PER_PARAMETER) -> Recipe:
     """A byte-level model with layers of the nanoGPT speedruns, by NorMuon: --depth N decides all sizes (default 2).
 
@@ -45,9 +50,8 @@ def speedrun_recipe(depth: int = 2, *, tokens_per_parameter: float = TOKENS_PER_
             f"speedrun_recipe(depth={depth}): the depths are 1 to 7, and the even ones from 8 to {DEPTHS[-1]}, whose "
             f"width of 64 channels a layer divides into heads; take {' or '.join(map(str, nearest))}."
         )
-    # Horizon: a constant number of tokens for each parameter of the matrices, 12 embed^2 in a layer.
-    parameters = 12 * depth * embed**2
-    tokens = tokens_per_parameter * parameters
+    # Horizon: a constant number of tokens for each parameter of the matrices.
+    tokens = tokens_per_parameter * count_matrix_parameters(depth)
     # Batch: the critical batch grows with the horizon as a power law (arXiv 2505.13738; nanochat's exponent is 0.38
     # from depth 12 on). Here 1,024 bytes at a million, where a larger batch was worse, and a quarter of a million at
     # depth 12 make an exponent of 3/4.

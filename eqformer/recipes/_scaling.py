@@ -14,7 +14,7 @@ import numpy as np
 from .. import models, planning
 from .._failures import load_extra
 from .._files import write_atomic
-from ._named_recipes import DEPTHS, speedrun_recipe
+from ._named_recipes import count_matrix_parameters, DEPTHS, speedrun_recipe, TOKENS_PER_PARAMETER
 from ._recipe import Recipe
 from ._report import Screen
 from ._texts import complete_recipe, open_sources
@@ -102,7 +102,8 @@ def scaling_recipes(
     depths: Sequence[int],
     rates: Sequence[float] = (),
     *,
-    tokens_per_parameter: float = 20.0,
+    tokens_per_parameter: float = TOKENS_PER_PARAMETER,
+    tokens: float | None = None,
     data: Path | None = None,
     seed: int = 0,
 ) -> dict[tuple[int, float], Recipe]:
@@ -114,6 +115,7 @@ def scaling_recipes(
         depths: The depths, in any order; the recipes are in rising order.
         rates: Learning rates to train each depth with; none: the recipe's.
         tokens_per_parameter: Tokens that a depth is trained on, for each parameter in its matrices.
+        tokens: Tokens that each depth is trained on, in place of `tokens_per_parameter`.
         data: A file or a folder of text; None: Python's standard library.
         seed: Decides weights and order.
     """
@@ -125,7 +127,7 @@ def scaling_recipes(
     recipes = {}
     for depth in sorted(depths):
         try:
-            recipe = speedrun_recipe(depth, tokens_per_parameter=tokens_per_parameter)
+            recipe = _recipe_of_horizon(depth, tokens_per_parameter, tokens)
         except ValueError as error:
             raise ValueError(f"--depths {depth}: {error}") from error
         recipe = dataclasses.replace(recipe, data=data, seed=seed, sample_every=0)
@@ -133,6 +135,13 @@ def scaling_recipes(
             optimizer = dataclasses.replace(recipe.optimizer, learning_rate=rate)
             recipes[depth, rate] = dataclasses.replace(recipe, optimizer=optimizer)
     return recipes
+
+
+def _recipe_of_horizon(depth: int, tokens_per_parameter: float, tokens: float | None) -> Recipe:
+    """Return the recipe of a depth for a number of tokens; None: for tokens in proportion to its parameters."""
+    if tokens is not None:
+        tokens_per_parameter = tokens / max(1, count_matrix_parameters(depth))
+    return speedrun_recipe(depth, tokens_per_parameter=tokens_per_parameter)
 
 
 def count_run_flops(recipe: Recipe) -> float:
@@ -176,11 +185,16 @@ def run_scaling(
     return points
 
 
-def choose_depth(flops: float, tokens_per_parameter: float = 20.0) -> tuple[int, float] | None:
-    """Return the largest depth whose run fits in a number of FLOPs, and the run's FLOPs; None if no depth fits."""
+def choose_depth(
+    flops: float, tokens_per_parameter: float = TOKENS_PER_PARAMETER, tokens: float | None = None
+) -> tuple[int, float] | None:
+    """Return the largest depth whose run fits in a number of FLOPs, and the run's FLOPs; None if no depth fits.
+
+    Its tokens are those of `scaling_recipes`.
+    """
     fitting = None
     for depth in DEPTHS:
-        run_flops = count_run_flops(speedrun_recipe(depth, tokens_per_parameter=tokens_per_parameter))
+        run_flops = count_run_flops(_recipe_of_horizon(depth, tokens_per_parameter, tokens))
         if run_flops > flops:
             return fitting
         fitting = depth, run_flops

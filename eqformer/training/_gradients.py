@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import nn, parallel
 from .._shapes import Batch
+from ._logit_clip import number_rows
 from ._train_state import fetch_from_host, return_to_host, state_shardings, TrainState
 from .losses import _loss_aux
 from .losses._distillation import detach_teacher, give_teacher
@@ -192,7 +193,7 @@ class PipelinedExecution(ShardedExecution):
         def run_stage(stacks: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, PyTree]:
             stage_aux = []
             batch, tokens = microbatch
-            tokens = nn.with_ids(tokens, batch.ids, stacks)
+            stacks, tokens = number_rows(stacks, batch), nn.with_ids(tokens, batch.ids, stacks)
             for number, stack in enumerate(stacks):
                 with jax.named_scope(f"stacks[{number}]"):  # `nn.Transformer`, which sets this scope, is not called.
                     hidden, _, aux = stack(hidden, tokens.fold_in(number))

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from .. import nn
 from ..parallel import Plan
+from ._logit_clip import check_clipping
 from ._step import make_step, Step
 from .losses._loss_aux import LossFn
 from .losses._token_losses import next_token_loss
@@ -46,6 +47,8 @@ class Optimization:
     """The learning rate of norms, biases and other vectors and scalars, as a multiple."""
     clip: float | None = 1.0
     """The largest global gradient norm; larger gradients are scaled down to it. None switches clipping off."""
+    clip_logits: float | None = None
+    """The largest attention logit, by smaller queries and keys (MuonClip, arXiv 2507.20534); 100 there; None: any."""
     z_loss: float = 0.0
     """Weight of the squared log-normalizer in the loss."""
     balance_rate: float = 0.001
@@ -64,8 +67,8 @@ class Optimization:
     def optimizer(self, model: PyTree, phases: Sequence[SchedulePhase], *, trained: Trained = trainable) -> Optimizer:
         """Return the optimizer for a model's structure and a run in phases; `trained` picks the trained parameters.
 
-        Raises a `ValueError` for a decay or a multiple below zero, for impossible learning rates, and for a size of
-        updates that the optimizer does not have.
+        Raises a `ValueError` for a decay or a multiple below zero, for impossible learning rates, for a size of updates
+        that the optimizer does not have, and for a model whose logits cannot be clipped.
         """
         self._check_positive("weight_decay", "embedding_rate", "head_rate", "vector_rate")
         names = {self.name, *(choice.rpartition("=")[2] for choice in self.paths)}
@@ -74,6 +77,8 @@ class Optimization:
                 f"Optimization(update_size={self.update_size!r}, name={self.name!r}): only the updates of muon and "
                 "normuon have a spectral norm; take one of these, or update_size='rms'."
             )
+        if self.clip_logits is not None:
+            check_clipping(model, trained)
         options: dict[str, object] = {
             "moments": self.moments,
             "weight_decay": self.weight_decay,
@@ -106,8 +111,15 @@ class Optimization:
         Raises a `ValueError` for a `clip` that is not positive, and a `z_loss` or `balance_rate` below zero.
         """
         self._check_positive("z_loss", "balance_rate")
-        options = {"clip": self.clip, "balance_rate": self.balance_rate, "gradient_norms": gradient_norms}
-        return make_step(self.loss if loss is None else loss, optimizer, plan, **options)
+        return make_step(
+            self.loss if loss is None else loss,
+            optimizer,
+            plan,
+            clip=self.clip,
+            balance_rate=self.balance_rate,
+            gradient_norms=gradient_norms,
+            clip_logits=self.clip_logits,
+        )
 
     def _check_positive(self, *names: str) -> None:
         for name in names:

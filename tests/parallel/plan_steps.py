@@ -18,15 +18,20 @@ def begun(model: nn.Transformer, plan: Plan, optimizer: training.Optimizer) -> t
 
 
 def stepped(
-    model: nn.Transformer, plan: Plan | None, optimizer: training.Optimizer, steps: int, state: Any = None
+    model: nn.Transformer,
+    plan: Plan | None,
+    optimizer: training.Optimizer,
+    steps: int,
+    state: Any = None,
+    **options: Any,
 ) -> tuple[training.TrainState, float]:
-    """The state after some steps more, and the last loss."""
+    """The state after some steps more, and the last loss; `options` are those of `make_step`."""
     batch, key = batch_of(model), jax.random.key(7)
     if plan is None:
-        step = training.make_step(training.next_token_loss, optimizer)
+        step = training.make_step(training.next_token_loss, optimizer, **options)
         state = training.init_state(jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model), optimizer)
     else:
-        step = training.make_step(training.next_token_loss, optimizer, plan)
+        step = training.make_step(training.next_token_loss, optimizer, plan, **options)
         state = begun(model, plan, optimizer) if state is None else state
     step, metrics = hastily(step, state, batch, key), {}
     for _ in range(steps):

@@ -11,9 +11,12 @@ def copy(tree):
     return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, tree)
 
 
-def run_and_restore(optimizer, model, batch, folder, *, steps, saved):
-    """Return the step, the state after all steps, and the state that a checkpoint saved after `saved` steps."""
-    step = training.make_step(training.next_token_loss, optimizer)
+def run_and_restore(optimizer, model, batch, folder, *, steps, saved, **options):
+    """Return the step, the state after all steps, and the state that a checkpoint saved after `saved` steps.
+
+    `options` are those of `make_step`.
+    """
+    step = training.make_step(training.next_token_loss, optimizer, **options)
     state = training.init_state(copy(model), optimizer)
     for number in range(1, steps + 1):
         state, _ = step(state, batch, jax.random.key(0))

@@ -1,0 +1,282 @@
+"""MuonClip (Kimi K2, arXiv 2507.20534): heads whose attention logits grow too large get smaller queries and keys.
+
+While a step computes gradients, `LogitWatch` stands around the core of each attention, and brings the largest logit of
+each head and row out of the model as the gradient of an array of zeros. This way needs no place in the models, and
+works through loops, rematerialisation, microbatches and meshes: each row of the batch has a number of its own, so that
+the sums of gradients over microbatches and devices add only zeros to it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from .. import kernels, nn, parallel
+from .._shapes import Batch
+from .losses._loss_aux import LossFn
+from .optimizer._optimizer import is_none, Trained
+
+
+QUERY_SHARE = 0.5
+"""The share of a head's factor, as an exponent, that its queries take; the keys take the rest (Kimi K2)."""
+_CHUNK = 512  # Queries, and keys, whose logits are in memory at once.
+
+
+class LogitWatch(kernels.Operation):
+    """A core of attention that also brings the largest logit of each head and row out, as the gradient of `largest`."""
+
+    inner: kernels.Operation
+    """The core that computes the attention."""
+    largest: Float[Array, "heads _"]
+    """Zeros, for each head and each row of the whole batch."""
+    numbers: Int[Array, "_"]
+    """The number of each row of the call in the whole batch, which `number_rows` sets."""
+
+    def supports(self, call: kernels.AttentionCall) -> str | None:
+        """Return the reason why the inner core cannot compute the call, or None."""
+        return self.inner.supports(call)
+
+    def __call__(self, call: kernels.AttentionCall) -> Float[Array, "batch seq heads v_dim"]:
+        """Compute the call by the inner core."""
+        rows, heads = call.query.shape[0], call.query.shape[-2]
+        if (heads, rows) != (self.largest.shape[-2], *self.numbers.shape):
+            raise ValueError(
+                f"make_step(clip_logits=...): a device attends for {heads} heads of {rows} rows at a time, but holds "
+                f"the weights of {self.largest.shape[-2]} heads and {self.numbers.shape[-1]} rows, so that it cannot "
+                "tell whose logits these are; take a smaller axis tensor."
+            )
+        largest = largest_logits(call).astype(self.largest.dtype)
+        return _record(self.inner(call), self.largest, largest, self.numbers)
+
+
+@jax.custom_vjp
+def _record(attended: Array, zeros: Array, largest: Array, numbers: Array) -> Array:
+    """Return `attended`; the gradient of `zeros` has the largest logits of each row in the column of its number."""
+    return attended
+
+
+def _record_forward(attended: Array, zeros: Array, largest: Array, numbers: Array) -> tuple[Array, tuple]:
+    return attended, (zeros, largest, numbers)
+
+
+def _record_backward(residuals: tuple, cotangent: Array) -> tuple:
+    zeros, largest, numbers = residuals
+    columns = parallel.vary_like(jnp.zeros_like(zeros), largest).at[:, numbers].set(largest.T)
+    return cotangent, parallel.vary_like(columns, zeros), jnp.zeros_like(largest), None
+
+
+_record.defvjp(_record_forward, _record_backward)
+
+
+def largest_logits(call: kernels.AttentionCall, chunk: int = _CHUNK) -> Float[Array, "batch heads"]:
+    """Return the largest scaled logit of each row and head among the keys that the queries see; 0 if all are negative.
+
+    Logits are computed in float32 at least, `chunk` queries and keys at a time. There is no gradient.
+    """
+    query, key = (nn.in_float32(jax.lax.stop_gradient(x)) for x in (call.query, call.key))
+    query, group = query * call.scale, query.shape[-2] // key.shape[-2]
+    rows, _, heads, _ = query.shape
+    query = query.reshape(*query.shape[:2], -1, group, query.shape[-1])
+    queries = _cut((query, call.tokens.positions, call.tokens.segments), chunk)
+    keys = _cut((key, call.key_tokens.positions, call.key_tokens.segments), chunk)
+
+    def over_queries(largest: Array, piece: tuple) -> tuple[Array, None]:
+        def over_keys(largest: Array, key_piece: tuple) -> tuple[Array, None]:
+            (q, *q_tokens), (k, *k_tokens) = piece, key_piece
+            visible = call.mask(kernels.TokenPositions(*q_tokens), kernels.TokenPositions(*k_tokens))
+            logits = jnp.einsum("bqhgd,bkhd->bhgqk", q, k)
+            visible_logits = jnp.where(visible[:, None, None], logits, 0)
+            return jnp.maximum(largest, jnp.max(visible_logits, axis=(-2, -1))), None
+
+        return jax.lax.scan(over_keys, largest, keys)
+
+    start = parallel.vary_like(jnp.zeros((rows, heads // group, group), query.dtype), query)
+    return jax.lax.scan(over_queries, start, queries)[0].reshape(rows, heads)
+
+
+def _cut(arrays: tuple[Array | None, ...], chunk: int) -> PyTree:
+    """Cut the second dim of arrays into chunks, in a new first dim; the last chunk is padded by tokens of padding."""
+    first = arrays[0]
+    assert first is not None
+    seq = first.shape[1]
+    chunk = min(chunk, seq)
+
+    def cut(x: Array) -> Array:
+        is_position = jnp.issubdtype(x.dtype, jnp.integer)
+        widths = [(0, -seq % chunk if axis == 1 else 0) for axis in range(x.ndim)]
+        padded = jnp.pad(x, widths, constant_values=-1 if is_position else 0)
+        return jnp.moveaxis(padded.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+
+    rows = first.shape[0]
+    return tuple(None if x is None else cut(jnp.broadcast_to(x, (rows, *x.shape[1:]))) for x in arrays)
+
+
+def check_clipping_plan(plan: parallel.Plan | None) -> None:
+    """Raise a `ValueError` for a plan under which no device sees the largest logits of its rows."""
+    if plan is not None and (size := plan.size(parallel.CONTEXT)) > 1:
+        raise ValueError(
+            f"clip_logits under Plan over context={size}: no device sees all keys of a row, and so its largest "
+            "logits; split rows or heads instead."
+        )
+    if plan is not None and plan.spreads_edges:
+        raise ValueError(
+            "clip_logits under Plan(edges='spread'): a stage cannot tell whose rows it attends for; take edges='ends'."
+        )
+
+
+def check_clipping(model: PyTree, trained: Trained, *, has_loss_scale: bool = False) -> None:
+    """Raise a `ValueError` for a model whose attention logits cannot be clipped through its weights."""
+    call, parameters = "clip_logits", trained(model)
+    if has_loss_scale:
+        raise ValueError(f"{call}: a loss scale would multiply the logits; take bfloat16 or float32 for float16.")
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_attention)
+    mixers = [(nn.path_name(path), node) for path, node in nodes if _is_attention(node)]
+    if not mixers:
+        raise ValueError(f"{call}: the model has no attention, and so no logits to clip; leave it out.")
+    for (path, mixer), trained_mixer in zip(mixers, _attentions(parameters), strict=True):
+        if (reason := _refusal(mixer, trained_mixer)) is not None:
+            raise ValueError(f"{call}: {path}, {reason}; leave it out for this model.")
+
+
+def _is_attention(node: object) -> bool:
+    """Return whether a node is a mixer whose core computes attention."""
+    return isinstance(node, nn.Mixer) and hasattr(node, "core")
+
+
+def _attentions(tree: PyTree) -> list[Any]:
+    """Return the attentions of a model, or of a tree like it, in order."""
+    return [node for node in jax.tree.leaves(tree, is_leaf=_is_attention) if _is_attention(node)]
+
+
+def _map_attentions(change: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """Return a model, or a tree like it, with changed attentions."""
+    return jax.tree.map(lambda node: change(node) if _is_attention(node) else node, tree, is_leaf=_is_attention)
+
+
+def _refusal(mixer: Any, parameters: Any) -> str | None:
+    """Return the reason why the logits of an attention cannot be clipped, or None."""
+    if not hasattr(mixer, "key") and not hasattr(mixer, "key_up"):
+        return f"a {type(mixer).__name__}, has the keys of another layer, for which MuonClip has no rule"
+    if any(getattr(mixer, name, None) is not None for name in ("query_norm", "key_norm")):
+        return "norms of queries and keys already bound its logits, and undo any factor of the weights"
+    if mixer.scores.softcap is not None:
+        return f"a softcap already bounds its logits by {mixer.scores.softcap:g}"
+    if getattr(mixer, "value", mixer.query) is None:
+        return "its values are its keys, which a factor of the keys would change"
+    if getattr(mixer, "indexer", None) is not None:
+        return "an indexer selects its keys, and its core does not see all logits"
+    weights = [getattr(part, "weight", None) for part in _scaled_maps(parameters)]
+    if not all(isinstance(part, nn.DenseMap) for part in _scaled_maps(mixer)) or any(w is None for w in weights):
+        return "the weights of its queries and keys are not trained themselves, as with low-rank changes"
+    return None
+
+
+def _scaled_maps(mixer: Any) -> tuple[Any, ...]:
+    """Return the maps whose outputs are scaled: of queries, of keys, and of rotary queries."""
+    if not hasattr(mixer, "key_up"):
+        return mixer.query, mixer.key
+    return (mixer.query, mixer.key_up, *(() if mixer.query_rope is None else (mixer.query_rope,)))
+
+
+def watch_logits(model: PyTree, rows: int) -> PyTree:
+    """Return the model with a `LogitWatch` around the core of each attention, for batches of so many rows."""
+
+    def watch(mixer: Any) -> Any:
+        weight = mixer.query.weight
+        ensemble = weight.shape[: weight.ndim - len(mixer.query.outputs) - len(mixer.query.inputs)]
+        heads, dtype = mixer.query.output_shape[0], nn.at_least_float32(weight.dtype)
+
+        def make() -> LogitWatch:
+            return LogitWatch(mixer.core, jnp.zeros((heads, rows), dtype), jnp.zeros(1, jnp.int32))
+
+        for size in reversed(ensemble):
+            make = eqx.filter_vmap(make, axis_size=size)
+        return eqx.tree_at(lambda m: m.core, mixer, make())
+
+    return _map_attentions(watch, model)
+
+
+def number_rows(model: PyTree, batch: PyTree) -> PyTree:
+    """Return a watched model that takes the numbers of its rows from a batch; other models stay."""
+
+    def number(watch: LogitWatch) -> LogitWatch:
+        shape = (*watch.numbers.shape[:-1], *batch.row_numbers.shape)
+        return eqx.tree_at(lambda w: w.numbers, watch, jnp.broadcast_to(batch.row_numbers, shape))
+
+    return nn.map_modules(number, model, LogitWatch)
+
+
+def with_row_numbers(batch: PyTree) -> PyTree:
+    """Return the batch with the number of each row; raise a `ValueError` for anything but a `Batch`."""
+    if not isinstance(batch, Batch):
+        raise ValueError(
+            f"make_step(clip_logits=...): the rows of the batch get numbers, and a {type(batch).__name__} has no place "
+            "for them; give an eqformer.Batch."
+        )
+    return dataclasses.replace(batch, row_numbers=jnp.arange(batch.ids.shape[0], dtype=jnp.int32))
+
+
+def watched_loss(loss_fn: LossFn) -> LossFn:
+    """Return the loss for watched models: it tells them the numbers of its rows."""
+
+    def loss(model: PyTree, batch: PyTree, key: PyTree = None, **views: PyTree) -> PyTree:
+        return loss_fn(number_rows(model, batch), batch, key, **views)
+
+    return loss
+
+
+def watched_trained(trained: Trained) -> Trained:
+    """Return a function that picks what `trained` picks, and the zeros of a watched model."""
+
+    def pick(model: PyTree) -> PyTree:
+        zeros = [watch.largest for watch in nn.modules(model, LogitWatch)]
+        return eqx.tree_at(_zeros_of_watches, trained(model), zeros, is_leaf=is_none)
+
+    return pick
+
+
+def _zeros_of_watches(tree: PyTree) -> list[PyTree]:
+    return [watch.largest for watch in nn.modules(tree, LogitWatch)]
+
+
+def split_gradients(gradients: PyTree) -> tuple[PyTree, list[Float[Array, "*layers heads"]]]:
+    """Return the gradients of a watched model without its watches, and the largest logits of each attention's heads."""
+    largest = [jnp.max(watch.largest, axis=-1) for watch in nn.modules(gradients, LogitWatch)]
+    return nn.map_modules(lambda watch: watch.inner, gradients, LogitWatch), largest
+
+
+def clip_heads(parameters: PyTree, largest: Sequence[Float[Array, "*layers heads"]], limit: float) -> PyTree:
+    """Return the parameters with smaller queries and keys in the heads whose largest logit is above the limit.
+
+    A head's logits are multiplied by `limit / largest`. Heads that share a key head are clipped together, by the
+    largest logit of them all. In latent attention all heads share the rotary keys, which stay: the rotary queries take
+    the whole factor.
+    """
+    largest_by_mixer = dict(zip(map(id, _attentions(parameters)), largest, strict=True))
+
+    def clip(mixer: Any) -> Any:
+        logits = largest_by_mixer[id(mixer)]
+        maps = _scaled_maps(mixer)
+        key_heads = maps[1].output_shape[0]
+        shared = logits.reshape(*logits.shape[:-1], key_heads, -1)
+        factor = limit / jnp.maximum(jnp.max(shared, axis=-1), limit)
+        of_queries = jnp.repeat(factor, shared.shape[-1], axis=-1)
+        factors = of_queries**QUERY_SHARE, factor ** (1 - QUERY_SHARE), of_queries
+        scaled = tuple(_scale_heads(part, by) for part, by in zip(maps, factors))
+        return eqx.tree_at(_scaled_maps, mixer, scaled)
+
+    return _map_attentions(clip, parameters)
+
+
+def _scale_heads(part: Any, factors: Float[Array, "*layers heads"]) -> Any:
+    """Return a map whose outputs are multiplied by a factor for each head: the first dim of outputs of each array."""
+
+    def scale(x: Array) -> Array:
+        by = factors.reshape(*factors.shape, *(1 for _ in x.shape[factors.ndim :]))
+        return (nn.in_float32(x) * by).astype(x.dtype)
+
+    return jax.tree.map(scale, part)
