@@ -23,7 +23,7 @@ _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model"
 
 
 class ChatTemplate:
-    """Chat template of a published tokenizer, run in Jinja's sandbox, with access to its arguments only.
+    """Chat template of a published tokenizer, run in Jinja's sandbox: a template reads only its arguments.
 
     `folder` contains the template as `chat_template.jinja` or in `tokenizer_config.json`, with the special tokens that
     the template may use by name. As in transformers 5, null tokens and null fields of a message are undefined in the
@@ -61,10 +61,10 @@ class ChatTemplate:
         self.fingerprint = digest([source, repr(sorted(self._tokens.items()))])
 
     def check_roles(self, messages: Sequence[Message], location: str) -> None:
-        """Raise a `ValueError` for a role that is not usual and that the template does not name.
+        """Raise a `ValueError` for an unusual role that the template does not name.
 
-        Many templates write any role into the text, or leave the message out, so that nothing else would tell a typing
-        error. `location` begins the error.
+        Many templates write any role into the text, or leave the message out, so that a typing error would go
+        unnoticed. `location` begins the error.
         """
         for number, message in enumerate(messages):
             role = str(message.get("role"))
@@ -124,15 +124,15 @@ class ChatTemplate:
 
 # The places of replies in a rendered conversation.
 
-# A text is compared with a generation prompt token by token, where a token is a name such as <think>, a word, or one
-# other character: so a reply that begins with "<" does not share the first character of "<think>".
+# A text is compared with a generation prompt unit by unit. A unit is a name such as <think>, a word, or one other
+# character, so that a reply which begins with "<" does not share the first character of "<think>".
 _UNIT = re.compile(r"<[^<>\s]*>|\w+|.", re.DOTALL)
 
 
 def find_replies(
     template: ChatTemplate, messages: Sequence[Message], **options: Any
 ) -> tuple[str, list[tuple[Span, Span] | None]]:
-    """Return a rendered conversation, and for each message of the assistant its span in the text and that of its reply.
+    """Return a rendered conversation, and two spans for each message of the assistant: the message and the reply.
 
     The first span is that of the whole message, with its header. The second begins after the generation prompt, at the
     character that the model writes first when it replies. A span is a start and a stop. Other messages have None, and
@@ -177,7 +177,7 @@ def _cut_results(
     number: int,
     options: Mapping[str, Any],
 ) -> Span | None:
-    """Return the span of a call without the tools' results: what it shares with a rendering without the results.
+    """Return the span of a call without the tools' results: the part that it shares with a rendering without them.
 
     The rendering without the results alone keeps the later messages, because templates drop reasoning before the
     user's last message. The rendering that ends at the call is for templates that refuse two replies in a row.
@@ -209,8 +209,8 @@ def _find_header(
     """Return the text after the previous messages that asks the model for its reply.
 
     The message begins with this text, unless the template drops earlier reasoning: then the conversation does not begin
-    with the model's prompt, and the message may begin with a part of the text, without a name such as <think>. The
-    text is that after a question for templates that refuse messages without one.
+    with the model's prompt, and the message may begin with a part of the text, without a name such as <think>. For
+    templates that refuse messages without a question, the text after a question is taken.
     """
     start, stop = span
     question = {"role": "user", "content": "?"}

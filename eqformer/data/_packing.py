@@ -102,7 +102,7 @@ class DocumentPacking:
 
     @property
     def cut_note(self) -> str:
-        """Text that says how many conversations do not fit into a row; empty if all do."""
+        """Text that says how many conversations do not fit into a row; empty if all fit."""
         if not self.cut + self.skipped:
             return ""
         return (
@@ -175,7 +175,7 @@ def _cut_conversations(
 def have_targets(
     weights: Float[np.ndarray, "tokens"], starts: Int[np.ndarray, "pieces"], stops: Int[np.ndarray, "pieces"]
 ) -> Bool[np.ndarray, "pieces"]:
-    """Return whether each piece, tokens `start` to `stop - 1`, has a trained target; its first token is no target."""
+    """Return whether each piece, tokens `start` to `stop - 1`, has a trained target after its first token."""
     # A token is appended, since a piece may stop after the last one.
     bounds = np.stack([np.minimum(starts + 1, len(weights)), stops], axis=1).ravel()
     has_weight = np.logical_or.reduceat(np.append(weights > 0, False), bounds)[::2]

@@ -31,7 +31,7 @@ class StoredRows:
     path: Path
     """The folder."""
     arrays: Arrays
-    """The arrays by name, memory-mapped, of dims: groups of the packing, rows of a group, others."""
+    """The arrays by name, memory-mapped; their dims are groups of the packing, rows of a group, and others."""
     settings: JsonObject
     """Settings that decide the arrays: the tokens, the packing, its `seq`, and the model."""
 
@@ -59,7 +59,7 @@ class ComputedRows(Protocol):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The rows of each batch that this process gives, from the first to the one after the last."""
+        """The start and the stop of the rows of each batch that this process passes to a call."""
         ...
 
     def on_writer(self, action: Callable[[], object]) -> object:
@@ -67,7 +67,7 @@ class ComputedRows(Protocol):
         ...
 
     def __call__(self, batch: Batch) -> Arrays:
-        """Return the arrays of all rows of a batch, of which this process gives its own."""
+        """Return the arrays of all rows of a batch, given the rows of this process."""
         ...
 
 
@@ -83,8 +83,8 @@ def store_rows(
 ) -> StoredRows:
     """Compute arrays for all rows of a packing into a folder beside its tokens, or open the folder if it exists.
 
-    The name of the folder depends on all settings. If the process ends before the last row, the next call goes on with
-    the first row that is missing.
+    The name of the folder depends on all settings. If the process ends before the last row, the next call continues
+    with the first missing row.
 
     Args:
         tokens: The folder of the tokens.
@@ -93,9 +93,9 @@ def store_rows(
         settings: Everything that decides the arrays, as JSON.
         batch: The number of rows that are computed at once; at the end, the last row is repeated.
         on_writer: As in `ComputedRows`: one process writes, and the others only take part in the computation.
-        progress: Called with the number of rows done and of all.
+        progress: Called with the number of finished rows and the number of all rows.
 
-    Raises a `ValueError` if another process computes them at this time, or they cannot be written.
+    Raises a `ValueError` if another process is computing the arrays, or if they cannot be written.
     """
     key = digest([tokens.name, json.dumps(settings, sort_keys=True)])
     target = tokens.parent / f"{tokens.name}-{settings['kind']}-{key[:16]}"
@@ -146,7 +146,7 @@ def _explain_errors(target: Path) -> Iterator[None]:
 class _RowWriter:
     """Writer of arrays of rows into an unfinished folder, which `finish` renames to `target`.
 
-    Every process has one, but only the process that writes calls `open`, `write` and `finish`.
+    Every process has a writer, but only the process that writes calls `open`, `write` and `finish`.
     """
 
     def __init__(self, target: Path):
@@ -178,7 +178,7 @@ class _RowWriter:
         write_atomic(self._folder / _STATE, json.dumps(self._state))
 
     def _open_file(self, name: str, array: Shaped[np.ndarray, "..."]) -> BinaryIO:
-        """Open the file of arrays like this one, and cut off what lies behind its complete rows."""
+        """Open the file for arrays like this one, and cut off everything after its complete rows."""
         self._state["arrays"][name] = {"dtype": array.dtype.newbyteorder("<").str, "shape": array.shape[1:]}
         row_bytes = array.itemsize * int(np.prod(array.shape[1:]))
         path = self._folder / f"{name}.bin"
@@ -187,7 +187,7 @@ class _RowWriter:
         return path.open("ab")
 
     def finish(self, settings: JsonObject) -> None:
-        """Describe the files, which have all rows, and give the folder its name."""
+        """Write the description of the complete files, and rename the folder to its final name."""
         self.close()
         names = [f"{name}.bin" for name in self._state["arrays"]]
         files = {name: atomic_folder.describe_file(self._folder / name) for name in names}

@@ -52,8 +52,8 @@ def batch_labelled_texts(
 ) -> LabelBatch:
     """Return a batch of texts, or of pairs of texts, with labels, for `training.classification_loss`.
 
-    A batch has no token types, so the texts of a pair have the same type. Raises a `ValueError` for another number of
-    labels than texts, and for a text without a token.
+    A batch has no token types, so the texts of a pair have the same type. Raises a `ValueError` if the numbers of
+    labels and texts differ, and for a text without a token.
 
     Args:
         texts: The texts, or pairs of texts.
@@ -73,7 +73,7 @@ def batch_labelled_texts(
 
 
 def fill_text_rows(call: str, rows: Sequence[np.ndarray], seq: int, first_example: int) -> dict[str, Any]:
-    """Return the arrays of a batch whose rows are one text each, with padding after it, whose targets do not count.
+    """Return the arrays of a batch in which each row is one text and padding; the targets are not used.
 
     `rows` are the ids of each text.
     """
@@ -95,7 +95,7 @@ def read_text_group(row: object, *, location: str) -> list[str]:
     """Return the texts of a row: its `anchor`, its `positive` and its hard negatives, if it has any.
 
     `negative` is a text or a list of texts. Raises a `ValueError` that names the location for any other row, for other
-    fields, and for a text without a character that is no space.
+    fields, and for a text of spaces alone.
     """
     fields = dict(row) if isinstance(row, dict) else {}
     negatives = fields.pop("negative", [])
@@ -121,8 +121,8 @@ def text_groups(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     """Return the rows of .jsonl and .parquet files as a source of groups of texts, for a `TextGroupEncoder`.
 
     Each row is `group` documents of the same name, and so in the same split. Raises a `ValueError` as `files` does; the
-    source's `check` raises one that names the row for a row that `read_text_group` refuses, and for one with another
-    number of texts than `group`.
+    source's `check` raises one that names the row for a row that `read_text_group` refuses, and for a row whose number
+    of texts is not `group`.
     """
     source = files(path, field=None)
 

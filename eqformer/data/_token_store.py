@@ -28,7 +28,7 @@ Progress = Callable[[int, int], object]
 
 _NAMES = "names.bin"  # The names of the documents of chat data, each with a line feed after it.
 _FORMAT = 1  # Version of the files; caches of another version are not used.
-_GROUP_CHARACTERS = 1 << 20  # Documents are tokenized in groups of about so many characters.
+_GROUP_CHARACTERS = 1 << 20  # Documents are tokenized in groups of about this many characters.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -100,12 +100,12 @@ def open_store(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> TokenStore:
-    """Open the tokens of one split of a source: from the cache, or tokenized into the cache now.
+    """Open the tokens of one split of a source; text that is not in the cache is tokenized into it first.
 
-    By default only the hash of a document's name decides its split, so the split is the same on any machine and however
-    the corpus grows. A source that cannot be read raises before anything is tokenized. Lone surrogates, which JSON can
-    spell although they are not characters, are replaced by U+FFFD, with a warning that counts the affected documents. A
-    damaged cache is not used: a warning names it, and the text is tokenized again.
+    By default only the hash of a document's name decides its split, so the split is the same on any machine and stays
+    when the corpus grows. A source that cannot be read raises its error before anything is tokenized. Lone surrogates,
+    which JSON can spell although they are not characters, are replaced by U+FFFD, with a warning that counts the
+    affected documents. A damaged cache is not used: a warning names it, and the text is tokenized again.
 
     Args:
         source: The documents.
@@ -392,7 +392,7 @@ def _map_store(target: Path, *, verify: bool) -> TokenStore:
             expected += (meta["tokens"], meta["cuts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise atomic_folder.DamagedFolder(f"meta.json does not describe the files ({error})") from error
-    # `_write_tokens` leaves out documents without ids, and puts the end of text after those of a tokenizer.
+    # `_write_tokens` leaves out documents without ids, and puts the end of text after the ids of a tokenizer.
     shortest = 2 if store.weights is None else 1
     if counts != expected or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < shortest):
         raise atomic_folder.DamagedFolder(

@@ -51,14 +51,14 @@ class TextStream:
     """Decoder of ids one by one, which returns complete characters only.
 
     The bytes of an incomplete character wait until the character is complete or `finish` is called. The texts together
-    equal `decode` of all ids; with the ids of a `prompt`, they equal what `decode` of prompt and ids has after the text
-    of the prompt. Ids without a token, which a model with a rounded-up vocabulary can sample, have no text.
+    equal `decode` of all ids; with the ids of a `prompt`, they equal `decode` of prompt and ids without the text of the
+    prompt. Ids without a token, which a model with a rounded-up vocabulary can sample, have no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Ids = ()):
         self._decode, self._vocab = tokenizer.decode, tokenizer.vocab
-        # Ids of the prompt, and then those whose text was returned last. They are decoded again before new ids, since
-        # some decoders treat the first token of a text specially.
+        # Ids of the prompt and, later, the ids whose text was returned last. These ids are decoded again before new
+        # ids, since some decoders treat the first token of a text specially.
         self._context = [int(token) for token in prompt if token < self._vocab]
         self._pending: list[int] = []
 
@@ -91,8 +91,8 @@ class TextStream:
 class ByteTokenizer:
     """Tokenizer of 256 ids, the bytes of UTF-8; the NUL byte, which texts do not contain, is the end of text.
 
-    `encode` refuses a text that contains NUL: most often it is a binary file or UTF-16. `decode` leaves out the end of
-    text and writes U+FFFD for bytes that are not UTF-8.
+    `encode` refuses a text that contains NUL: such a text is usually a binary file or UTF-16. `decode` leaves out the
+    end of text and writes U+FFFD for bytes that are not UTF-8.
     """
 
     vocab = 256
@@ -191,9 +191,9 @@ class EncodedText(NamedTuple):
     ids: UInt[np.ndarray, "seq"]
     """The ids, with the special tokens around each text."""
     types: UInt[np.ndarray, "seq"]
-    """The token types: 0, and 1 in the second text of a pair if the tokenizer says so."""
+    """The token types: 0, or 1 in the second text of a pair if the tokenizer distinguishes the texts."""
     spans: Int[np.ndarray, "seq 2"]
-    """The first character of each token in its text, and the one after its last."""
+    """The index of each token's first character in its text, and the index after its last character."""
     is_special: Bool[np.ndarray, "seq"]
     """Which tokens are special tokens around the texts."""
 
@@ -236,7 +236,7 @@ class FileTokenizer:
         self.fingerprint = f"tokenizer.json {digest((content,))}, end of text {self.end_of_text}"
 
     def _find_end_of_text(self, name: str | int | None, call: str) -> int:
-        """Return the id of the end of text: the named token, or the only one that can be meant."""
+        """Return the id of the end of text: the named token, or else the only candidate."""
         if isinstance(name, int) and 0 <= name < self.vocab:
             return name
         added = self._tokenizer.get_added_tokens_decoder()
@@ -325,7 +325,7 @@ class FileTokenizer:
 
     @functools.cached_property
     def _cutting(self) -> dict[int, Any]:
-        """The package's tokenizers that cut texts, by the number of tokens that are left."""
+        """The package's tokenizers that cut texts, by the maximum number of tokens."""
         return {}
 
     @functools.cached_property
