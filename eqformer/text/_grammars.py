@@ -16,7 +16,7 @@ from .._failures import foreign_call, load_extra
 class Grammar:
     """A grammar that a whole text must follow, by the package `llguidance` (the extra `grammar`).
 
-    A text that `max_new_tokens` cuts off is the beginning of a text of the grammar.
+    If `max_new_tokens` cuts off a text, the text is a prefix of a text of the grammar.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
@@ -48,7 +48,7 @@ class GrammarCompiler:
             self._tokenizer = self._package.LLTokenizer(tokenizer.to_json(), n_vocab=vocab, eos_token=list(end_ids))
 
     def compile(self, grammar: Grammar) -> Callable[[list[int]], Bool[np.ndarray, "vocab"]]:
-        """Return the `allowed` function of one text, which must be called with ids that grow.
+        """Return the `allowed` function of one text; each call must pass all ids so far.
 
         Raises a `ValueError` for a grammar that cannot be read.
         """

@@ -32,8 +32,8 @@ def load(
 
     A folder holds a classifier if its `config.json` names a model `ForSequenceClassification` or
     `ForTokenClassification`. It holds a text encoder if it has the `modules.json` of sentence-transformers, or if its
-    model is an encoder for masked tokens. `load_llm`, `load_encoder` and `load_classifier` load one of the three, and
-    raise a `ValueError` for what they refuse.
+    model is an encoder for masked tokens. `load_llm`, `load_encoder` and `load_classifier` load only one of the three
+    kinds, and raise a `ValueError` for the others.
 
     Args:
         source: A published folder, one file of GGUF, the folder of a run, or the name of a model of the hub.
@@ -166,8 +166,8 @@ def make_llm(
 ) -> LLM:
     """Join a model and its tokenizer with the chat template and the special ids of a published folder.
 
-    A folder that does not exist has neither. The tokenizer's end of text, by default the first end id that the model's
-    configs name, is the first end id.
+    A folder that does not exist has neither. The first end id is the tokenizer's end of text, which is by default the
+    first end id that the model's configs name.
     """
     ends = dict.fromkeys([tokenizer.end_of_text, *models.read_eos_token_ids(folder)])
     begin_id = read_begin_id(folder, tokenizer)
@@ -179,7 +179,7 @@ def prepare_to_decode(
 ) -> generation.Model:
     """Return the model in the form that decodes fastest on JAX's default devices; with a plan, sharded by it.
 
-    Without `throughput`, dense layers stay stacked on CPUs: each of their programs compiles several times as fast.
+    Without `throughput`, dense layers stay stacked on CPUs: their programs then compile several times as fast.
     """
     platform, chip = jax.default_backend(), jax.devices()[0].device_kind
     if plan is None:
