@@ -16,8 +16,8 @@ from ._prompts import BUCKET, check_ids, round_up
 
 CHUNK = 64
 """Tokens of each row whose logits are in memory at once."""
-SHARING = 1.5
-"""Prompts are read once for several continuations if this saves a third of the tokens that a batch reads."""
+MIN_SHARING_GAIN = 1.5
+"""Prompts are shared by their continuations if this divides the tokens to read by 1.5 or more."""
 Ids = Sequence[int]
 Item = TypeVar("Item")
 ScoreTables = tuple[
@@ -49,7 +49,7 @@ def score_tokens(
 ) -> list[TokenScores]:
     """Return the scores of each id of each continuation, after the prompt and the ids before it.
 
-    Rows of like lengths are read together. A prompt that several continuations share is read once, where that saves a
+    Rows of like lengths are read together. A prompt that several continuations share is read once, if this saves a
     third of the tokens, and copies of its cache are continued. Sizes are rounded up to multiples of 64, so that other
     rows mostly reuse the compiled programs. A model with an encoder reads the prompts with its encoder. Raises a
     `ValueError` for prompts and continuations that are empty or hold unknown ids, for more tokens than learned
@@ -59,9 +59,9 @@ def score_tokens(
         model: The model, which must have a cache.
         prompts: The ids before each continuation.
         continuations: The ids to score.
-        batch_size: Most rows that are read at once; None: all.
-        alternatives: Likely ids that are told beside each id.
-        progress: A function that is called with the number of rows that are scored, and of all rows.
+        batch_size: Maximum number of rows that are read at once; None: all.
+        alternatives: Number of likely ids that are reported beside each id.
+        progress: A function that is called with the number of scored rows and the number of all rows.
     """
     _check_rows(model, prompts, continuations)
     if batch_size is not None and batch_size < 1:
@@ -85,7 +85,7 @@ def score_tokens(
 
 
 def _group_by_prompt(model: Model, prompts: Sequence[Ids], continuations: Sequence[Ids]) -> list[list[int]]:
-    """Return the numbers of rows with the same prompt, in groups; each row by itself if sharing is no gain or inexact.
+    """Return groups of rows with the same prompt; each row is a group if sharing does not pay or is inexact.
 
     Sharing is inexact where rotary frequencies depend on a row's whole length.
     """
@@ -95,7 +95,7 @@ def _group_by_prompt(model: Model, prompts: Sequence[Ids], continuations: Sequen
         groups.setdefault(tuple(prompt), []).append(number)
     new_tokens = sum(map(len, continuations))
     total, shared_total = sum(map(len, prompts)) + new_tokens, sum(map(len, groups)) + new_tokens
-    if model.start is not None or total < SHARING * shared_total:
+    if model.start is not None or total < MIN_SHARING_GAIN * shared_total:
         return apart
     longest = max((_row_length(rows, prompts, continuations) for rows in groups.values()), default=0)
     if depends_on_length(model, longest):
@@ -141,7 +141,7 @@ def _score_rows(
 def _score_groups(
     model: Model, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], full_size: int | None, top: int
 ) -> list[TokenScores]:
-    """Score several continuations of each prompt: the prompts are read first, and then the rows after their caches.
+    """Score several continuations of each prompt: read the prompts first, then the rows with copies of their caches.
 
     With `full_size`, rows are padded to as many, and prompts to a power of two, so that few programs are compiled.
     """
@@ -163,7 +163,7 @@ def _score_groups(
 
 
 def _repeat_last(rows: Sequence[Item], size: int | None) -> list[Item]:
-    """Return the rows, and the last one again until there are `size`."""
+    """Return the rows, with the last row repeated until there are `size` rows."""
     return [*rows, *[rows[-1]] * ((size or 0) - len(rows))]
 
 
@@ -193,7 +193,7 @@ def _score_pass(
         tokens = with_source(tokens, Source(source_ids, right_padded(source_lengths, source_ids.shape[1])))
         capacity = max(seq, source_ids.shape[1])
     hidden, _, _ = model.encode(ids, tokens, model.init_cache(batch, capacity))
-    # Positions beyond a row's last token give numbers that the caller leaves out.
+    # Positions beyond a row's last token give scores that the caller drops.
     positions = jnp.minimum(first[:, None] + jnp.arange(targets.shape[1], dtype=jnp.int32), seq - 1)
     return _score_hidden(model, jnp.take_along_axis(hidden, positions[..., None], axis=1), targets, top)
 
