@@ -46,8 +46,8 @@ def flops_per_token(
 
     A multiplication and an addition are two operations. Counted are products of matrices: every linear map, scores and
     weighted sums of attention, a recurrence's products with its states, and the logits. `attention="half"` counts the
-    keys that a mask leaves visible, on average over a row (Megatron's custom for causal masks); `"full"` counts all
-    `seq` keys (the custom of PaLM's and most published MFU figures). The backward pass costs twice the forward pass;
+    keys that a mask leaves visible, on average over a row (Megatron's convention for causal masks); `"full"` counts all
+    `seq` keys (the convention of PaLM and most published MFU figures). The backward pass costs twice the forward pass;
     recomputation is not counted. Only as many experts of a layer are counted as a token chooses, on average. `trained`
     picks the parameters that are trained, such as `nn.lora_factors` (`None`: all); a frozen weight has no gradient, so
     that its backward pass costs as much as its forward pass.
@@ -88,7 +88,7 @@ def fp8_flops_per_token(
 def _count_map_flops(
     model: LanguageModel, maps: Iterable[_Map], trained: Callable[[PyTree], PyTree] | None
 ) -> tuple[float, float]:
-    """Return the operations of the maps' forward pass, which input gradients cost too, and of weight gradients."""
+    """Return the operations of the maps' forward pass (input gradients cost the same) and of weight gradients."""
     trained_ids = {id(x) for x in jax.tree.leaves(model if trained is None else trained(model)) if is_trainable(x)}
     idle, forward, weight_gradients = idle_shares(model), 0.0, 0.0
     for linear in maps:
@@ -117,14 +117,14 @@ def visible_keys(mask: Mask, seq: int) -> float:
 
 
 def idle_shares(model: PyTree) -> dict[int, float]:
-    """Return the share of the experts that a token does not take, on average, by the `id` of each of their maps."""
+    """Return the average share of experts that a token does not take, by the `id` of each map of the experts."""
     return {
         id(linear): _idle_share(moe) for moe in modules(model, ExpertMixture) for linear in linear_maps(moe.experts)
     }
 
 
 def _copies(mixer: Mixer) -> int:
-    """Return the number of layers that an ensemble of a mixer holds."""
+    """Return the number of layers whose mixers are stacked in this mixer."""
     first = linear_maps(mixer)[0]
     return math.prod(first.shape[: len(first.shape) - len(first.sizes)])
 
@@ -145,7 +145,7 @@ KEPT_ON_HOST = "kept on its host"
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds of a step by cause, none of them measured."""
+    """Seconds of a step by cause, computed from data sheets and not measured."""
 
     products: float
     """Seconds of matrix products at the peak, including those that are recomputed."""
@@ -178,7 +178,7 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: the slowest of all work that runs at once, then messages that run alone, and the bubble.
+        """Seconds of a step: the slowest work of all that overlaps, then messages that run alone, and the bubble.
 
         A pass takes at least as long as its copies to the host or from it.
         """
@@ -189,7 +189,7 @@ class Roofline:
 
     @property
     def utilization(self) -> float:
-        """The model's own operations as a share of those that the devices could do (MFU)."""
+        """The model's own operations as a share of the operations that the devices could do (MFU)."""
         return self.of_model / self.seconds
 
     @property
@@ -213,10 +213,10 @@ def roofline(
 ) -> Roofline:
     """Return the seconds of a training step whose devices send the bytes of `sent`.
 
-    Products run at the peak of the compute dtype, those of 8 bits at that of fp8, and each link at its data sheet's
-    speed. Memory traffic is that of linear maps and of the optimizer's update alone, so the result is close to a lower
-    bound. TPUs wait for gradients, as their programs do (docs/accelerators-memory.md), and for nothing else of state.
-    Raises a `ValueError` if the mesh has another number of devices than the topology.
+    Products run at the peak of the compute dtype, products of 8 bits at the peak of fp8, and each link at its data
+    sheet's speed. Memory traffic is that of linear maps and of the optimizer's update alone, so the result is close to
+    a lower bound. TPUs wait for the messages of gradients, as their programs do (docs/accelerators-memory.md), but for
+    no other messages of state. Raises a `ValueError` if the mesh has another number of devices than the topology.
 
     Args:
         plan: How the model is laid out.
