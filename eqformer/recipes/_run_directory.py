@@ -1,4 +1,4 @@
-"""The folder of a run that belongs to one recipe, and the learning rates with which the run goes on."""
+"""The folder of a run that belongs to one recipe, and the learning rates of a continued run."""
 
 import dataclasses
 from pathlib import Path
@@ -38,7 +38,7 @@ class RunDirectory(training.RunFolder):
         self.acquire()
 
     def begin(self, name: str, recipe: Recipe) -> None:
-        """Write the recipe: everything that could be refused has been checked, and the folder is a run from here on."""
+        """Write the recipe, after all checks; from here on, the folder is a run."""
         file = user_file(name)
         self.write_recipe(name, recipe, None if file is None else read_utf8(file))
 
@@ -80,8 +80,7 @@ class RunDirectory(training.RunFolder):
             )
 
     def _changeable_fields(self) -> frozenset[str]:
-        """Return the fields in which a command may differ from the folder's recipe: fewer once a checkpoint is
-        saved."""
+        """Return the fields that a command may change in the folder's recipe; fewer once a checkpoint is saved."""
         steps = self.checkpointer().steps
         if steps:
             return EVERYTHING_ELSE if steps == [0] else CHANGEABLE
@@ -101,8 +100,7 @@ class RunDirectory(training.RunFolder):
         return self.tokenizer if saved.text.tokenizer == recipe.text.tokenizer else None
 
     def read(self) -> tuple[str, Recipe]:
-        """Return the name and the recipe of an existing run, without claiming it; raises a `ValueError` if there is
-        none."""
+        """Return the name and the recipe of an existing run, without claiming it; raise a `ValueError` without one."""
         if not self.recipe.exists():
             near = sorted(str(path.parent) for path in self.path.parent.glob("*/recipe.json"))
             hint = f"; runs beside it: {', '.join(near)}" if near else "; train one with scripts/pretrain.py"
@@ -111,14 +109,14 @@ class RunDirectory(training.RunFolder):
 
 
 def _class_of_model(recipe: Recipe) -> dict[str, type]:
-    """Return the class of a recipe's model by its name: a class of one's own, where a program trains its recipe."""
+    """Return the class of a recipe's model by its name, which may be a class that the user has defined."""
     return {type(recipe.model).__name__: type(recipe.model)}
 
 
 def schedule_phases(recipe: Recipe, checkpointer: training.Checkpointer) -> tuple[list[SchedulePhase], str]:
     """Return the phases of a continued run, and a line on how its learning rates changed ("" if they did not).
 
-    Raises a `ValueError` where the rate would jump and the recipe does not say how to go on.
+    Raises a `ValueError` if the rate would jump and the recipe does not say how to continue.
     """
     start, steps, config = checkpointer.latest_step, recipe.steps, recipe.optimizer
     if not start:
@@ -147,7 +145,7 @@ def schedule_phases(recipe: Recipe, checkpointer: training.Checkpointer) -> tupl
 
 
 def _describe_rates(rates: training.Rates, start: int, steps: int) -> str:
-    """Return the rates to come as text: the next, the highest if it is neither the next nor the last, and the last."""
+    """Return the next, the highest and the last of the coming learning rates as text, each once."""
     highest = start + int(np.argmax(jax.jit(jax.vmap(rates))(np.arange(start, steps))))
     shown = sorted({start, highest, steps - 1})
     return ", ".join(f"{_format_rate(rates, step)} at step {step + 1}" for step in shown)

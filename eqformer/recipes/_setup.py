@@ -61,7 +61,7 @@ def load_published_model(recipe: Recipe, plan: parallel.Plan | None, screen: Scr
 
 
 def load_teacher(recipe: Recipe, plan: parallel.Plan, screen: Screen) -> nn.Transformer:
-    """Load the recipe's teacher, sharded by the plan, with the layers where the stages of a pipeline hold them."""
+    """Load the recipe's teacher, sharded by the plan, with layers in the order of the pipeline's stages."""
     assert recipe.teacher is not None
     with screen.bar() as progress:
         show = functools.partial(progress, f"reading {recipe.teacher}")
@@ -82,7 +82,7 @@ def model_shapes(recipe: Recipe, directory: RunDirectory | None = None) -> nn.Tr
 
 
 def _check_quantized(recipe: Recipe, trains: bool, directory: RunDirectory | None) -> None:
-    """Raise a `ValueError` for quantized weights of no published model, or that would be trained."""
+    """Raise a `ValueError` for quantized weights without a published model, or for training of quantized weights."""
     if recipe.weights == "decoded":
         return
     flag = f"--weights {recipe.weights}"
@@ -126,7 +126,7 @@ def count_parameters(optimizer: training.Optimizer, shapes: Any) -> tuple[int, i
 
 
 def make_plan(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:
-    """Return the recipe's plan over all the devices; a `ValueError` that it raises names the flags."""
+    """Return the recipe's plan over all devices; raise a `ValueError` that names the flags if there is none."""
     mesh = with_plan_flags(recipe, lambda: parallel.make_mesh(**vars(recipe.mesh), devices=devices))
     return _plan_over(recipe, mesh)
 
@@ -171,13 +171,13 @@ def with_candidate(recipe: Recipe, candidate: planning.Candidate) -> Recipe:
 
 
 def candidate_flags(recipe: Recipe, candidate: planning.Candidate) -> str:
-    """Return the flags that give the recipe a plan that a search found."""
+    """Return the flags with which the recipe has a plan that a search found."""
     remat = [f"--execution.remat {candidate.remat}"] * (candidate.remat != recipe.execution.remat)
     return " ".join(filter(None, [plan_flags(with_candidate(recipe, candidate)), *remat])) or "one device"
 
 
 def make_training_setup(recipe: Recipe, model: nn.LanguageModel) -> planning.TrainingSetup:
-    """Return what decides the bytes of the recipe's step, with the model or its shapes."""
+    """Return the settings that decide the bytes of the recipe's step, with the model or its shapes."""
     plan, trained = make_abstract_plan(recipe), recipe.lora.trained
     parts = recipe.optimizer, recipe.precision, recipe.execution
     return planning.TrainingSetup(model, plan, recipe.batch_shapes(), *parts, trained)
@@ -288,7 +288,7 @@ def check_run(recipe: Recipe, directory: RunDirectory) -> nn.Transformer:
 
 
 def _check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
-    """Raise a `ValueError` for choices that do not go with a loss of text encoders, or with any other loss."""
+    """Raise a `ValueError` for choices that do not suit the loss, for losses of text encoders and all others."""
     if recipe.loss != "contrastive" and recipe.contrastive != Contrastive():
         raise ValueError(f"--loss {recipe.loss}: --contrastive is for --loss contrastive; leave it out.")
     if recipe.loss != "mlm" and recipe.masking != Masking():
@@ -333,7 +333,7 @@ def _check_encoder(recipe: Recipe, shapes: nn.Transformer) -> None:
 
 
 def _check_distillation(recipe: Recipe, directory: RunDirectory | None) -> None:
-    """Raise a `ValueError` for a teacher beside choices that it does not go with, or whose tokens are other ones."""
+    """Raise a `ValueError` for choices that do not suit a teacher, and for a teacher with other tokens."""
     options = recipe.distillation
     if recipe.teacher is None:
         if options != Distillation():
@@ -389,7 +389,7 @@ def _check_vocab(recipe: Recipe, directory: RunDirectory | None) -> None:
 
 
 def _flags_without_bounds(config: Any) -> set[str]:
-    """Return the flags of a config whose default contains infinity, which stands for no bound."""
+    """Return the flags of a config whose default contains infinity, which means that there is no bound."""
     is_infinite = lambda part: isinstance(part, float) and math.isinf(part)
     defaults = fields_of(type(config), "--model.")
     return {flag for flag, value, *_ in defaults if any(map(is_infinite, jax.tree.leaves(value)))}
@@ -426,7 +426,9 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
         raise ValueError(f"{flag} --run-dir {directory.path}: a run begins from another; give it a folder of its own.")
     source = RunDirectory(recipe.from_run)
     _, old = source.read()
-    checkpointer = training.Checkpointer(source.checkpoints)  # Of any run, since only weights are taken.
+    checkpointer = training.Checkpointer(
+        source.checkpoints
+    )  # The checkpoint may be of any run, since only its weights are taken.
     if not checkpointer.steps or recipe.from_step not in (None, *checkpointer.steps):
         steps = ", ".join(map(str, checkpointer.steps)) or "none"
         raise ValueError(f"{flag} --from-step {recipe.from_step}: the run has checkpoints of these steps: {steps}.")
@@ -456,7 +458,7 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
 
 
 def init_run_state(recipe: Recipe, states: training.PlannedState, screen: Screen) -> training.TrainState:
-    """Return the state before the first step of a new run; with `--from-optimizer`, that run's state."""
+    """Return the state before the first step of a new run; with `--from-optimizer`, the state of the earlier run."""
     if recipe.from_optimizer:
         assert recipe.from_run is not None
         checkpointer = training.Checkpointer(RunDirectory(recipe.from_run).checkpoints)
@@ -486,7 +488,7 @@ def load_run_weights(recipe: Recipe, plan: parallel.Plan) -> nn.Transformer:
     shapes = model_shapes(_with_saved_dtypes(recipe, old), source)
     checkpointer = training.Checkpointer(source.checkpoints)
     model = training.restore_model(checkpointer, shapes, plan, step=recipe.from_step)
-    # With --from-optimizer the run's factors stay, since the optimizer's state is theirs.
+    # With --from-optimizer the run's low-rank factors stay, since the optimizer's state belongs to them.
     if (old.lora, old.weights) != (recipe.lora, recipe.weights) and not recipe.from_optimizer:
         model = apply_lora(recipe, nn.dequantize(nn.merge_lora(model)))
     model = nn.without_head(model) if recipe.loss == "contrastive" else model
@@ -494,6 +496,6 @@ def load_run_weights(recipe: Recipe, plan: parallel.Plan) -> nn.Transformer:
 
 
 def _with_saved_dtypes(recipe: Recipe, old: Recipe) -> Recipe:
-    """Return the recipe with the LoRA, the dtypes, the quantized weights and the head of the old one's model."""
+    """Return the recipe with the LoRA, the dtypes, the quantized weights and the head of the old recipe."""
     loss = old.loss if recipe.loss == "contrastive" else recipe.loss
     return dataclasses.replace(recipe, lora=old.lora, precision=old.precision, weights=old.weights, loss=loss)

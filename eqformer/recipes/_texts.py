@@ -30,7 +30,7 @@ def published_recipe(source: str | Path, run: RunDirectory | None = None, **fiel
 
     Args:
         source: A folder as published, a GGUF file, or a name of the hub.
-        run: A run that began from the folder; where the folder is gone, the run's copy of its configuration is read.
+        run: A run that began from the folder; if the folder is gone, the run's copy of its configuration is read.
         fields: Further fields of the `Recipe`.
     """
     folder = Path(source)
@@ -46,7 +46,7 @@ def published_recipe(source: str | Path, run: RunDirectory | None = None, **fiel
 
 
 def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
-    """Raise a `ValueError` if flags change the published model, or the one that the `run` began from."""
+    """Raise a `ValueError` if flags change the published model, or the model that the `run` began from."""
     if recipe.published is None:
         return
     changed = dataclass_differences(published_recipe(recipe.published, run), recipe, ignored=EVERYTHING_ELSE)
@@ -83,7 +83,7 @@ def published_files(recipe: Recipe, directory: RunDirectory | None = None) -> Pa
 
 
 def complete_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe as its run keeps it: absolute paths, rows that suit chats or pairs, and a model's pooling."""
+    """Return the recipe as its run stores it: absolute paths, the packing for chats or pairs, and a model's pooling."""
     if recipe.from_run is not None:
         recipe = dataclasses.replace(recipe, from_run=Path(recipe.from_run).absolute())
     if recipe.published is not None:  # Absolute, as in `published_recipe`, so that the run resumes from any directory.
@@ -116,7 +116,7 @@ def copy_published_files(recipe: Recipe, directory: RunDirectory) -> None:
 
 
 _PROMPT = "Why is the sky blue?"
-# A run reads each tokenizer.json once, and lists the files of a path once; `complete_recipe` forgets both.
+# A run reads each tokenizer.json once, and lists the files of a path once; `complete_recipe` clears both caches.
 _open_tokenizer = functools.cache(data.FileTokenizer)
 _detect_form = functools.cache(data.detect_form)
 _TEXT_FORMS = ("text", "preferences", "preferences of messages")  # --text.field may name a field of preferences.
@@ -127,8 +127,7 @@ _MESSAGE_FORMS = (
 
 
 def open_chats(recipe: Recipe, path: Path) -> data.TextSource:
-    """Return the rows of a path: conversations or, by the loss, pairs of completions, labelled ones or groups of
-    texts."""
+    """Return the rows of a path: conversations, pairs, labelled completions or groups of texts, by the loss."""
     if recipe.loss == "contrastive":
         return data.text_groups(path, group=recipe.contrastive.group)
     if recipe.compares_pairs:
@@ -224,7 +223,7 @@ _MASK_BYTE = 1  # a control character, which texts do not contain
 def sample_prompt(
     recipe: Recipe, tokenizer: Tokenizer, encoder: data.ConversationEncoder | None
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the ids that a sample continues, and those that end it: the recipe's prompt as its data has prompts."""
+    """Return the ids that a sample continues (the recipe's prompt in the form of its data) and the ids that end it."""
     if encoder is None:
         return tokenizer.encode(recipe.prompt).tolist() or [tokenizer.end_of_text], (tokenizer.end_of_text,)
     if encoder.template is None or _detect_form(chat_paths(recipe)[0]) not in _MESSAGE_FORMS:
@@ -290,7 +289,7 @@ def open_texts(
     directory: RunDirectory,
     screen: Screen,
 ) -> data.Corpus:
-    """Return the texts as batches of the recipe's shape; tokens that no run has made before are made now."""
+    """Return the texts as batches of the recipe's shape; text that no run has tokenized before is tokenized now."""
     folders, text = [*shared_token_folders(), directory.data], recipe.text
     old_size = _token_bytes(folders[0])
     with screen.bar() as progress, print_warnings():
