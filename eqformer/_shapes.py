@@ -114,8 +114,8 @@ class Batch(eqx.Module):
             )
         if self.documents is not None and (self.segments is None or self.documents < 1):
             raise ValueError(
-                f"Batch(documents={self.documents}): it is the most packed documents of a row, at least 1, and packed "
-                "rows have segments; give segments, or leave it out."
+                f"Batch(documents={self.documents}): the maximum number of packed documents in a row must be at least "
+                "1, and packed rows have segments; give segments, or leave it out."
             )
 
 

@@ -38,11 +38,11 @@ def files(
     is cut into documents of at most 1,024 characters at its beginning and up to 65,536 farther on, so that a single
     file can be split into train and validation; `piece` cuts all plain files into documents of at most that many
     characters. Cuts are at blank lines, line ends or spaces if possible, and do not depend on the text after them, so
-    text appended to a file moves no earlier text to another split, except that of the file's last document. Each line
-    of a .jsonl file and each row of a .parquet file is a document, with its text in `field`; with `field=None` its text
-    is the whole row as JSON, as `ConversationEncoder` reads rows, and plain files are refused. Texts are UTF-8; files
-    are sorted by name. About 2^20 characters of a plain file are in memory at a time (with `piece`: `piece` characters
-    and a block of 64 KiB).
+    text appended to a file moves no earlier text to another split, except the text of the file's last document. Each
+    line of a .jsonl file and each row of a .parquet file is a document, with its text in `field`; with `field=None` its
+    text is the whole row as JSON, as `ConversationEncoder` reads rows, and plain files are refused. Texts are UTF-8;
+    files are sorted by name. About 2^20 characters of a plain file are in memory at a time (with `piece`: `piece`
+    characters and a block of 64 KiB).
 
     Links to folders are followed, and each folder is read once. Hidden files and folders, files of other kinds, empty
     files and rows, broken links, and links to folders that are already read are skipped. A warning gives their number

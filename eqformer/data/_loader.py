@@ -239,7 +239,7 @@ def _number_groups(rows: Int[np.ndarray, "batch"], group: int) -> Int[np.ndarray
     if not np.array_equal(list_rows(groups, group), rows):
         raise ValueError(
             f"Loader(packing='pairs' or 'groups'): a pair or group of {group} rows is never split, but rows {rows[0]} "
-            f"to {rows[-1]} hold a part of one; ask for a first row and a number of rows that are multiples of {group}."
+            f"to {rows[-1]} split one; ask for a first row and a number of rows that are multiples of {group}."
         )
     return groups
 

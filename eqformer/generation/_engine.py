@@ -375,11 +375,11 @@ class Engine:
         return results
 
     def _known_length(self, row: _Row) -> int:
-        """Return how many ids of a row the host has: those before the first draw, and the result's."""
+        """Return how many ids of a row the host has: the ids before the first draw, and the ids of the result."""
         return (row.result.prompt_length if self.model.start is None else 1) + len(row.result.ids)
 
     def _append(self, row: _Row, progress: NewTokens) -> Result:
-        """Append the new ids of a row to its result, up to its end."""
+        """Append the new ids of a row to the row's result, up to the end of the text."""
         result, slot = row.result, row.slot
         if result.finish:
             return result
@@ -423,7 +423,7 @@ class Engine:
 
     @staticmethod
     def _call(row: _Row, function: Callable[..., Any], *arguments: object) -> Any:
-        """Call a function of a request; an error in it ends the request alone, and returns None."""
+        """Call a function of a request; if the function fails, end this request alone, and return None."""
         try:
             return function(*arguments)
         except Exception as error:

@@ -30,9 +30,9 @@ class Generation(eqx.Module):
 
     ids: Int[np.ndarray, "batch seq"]
     prompt_lengths: Int[np.ndarray, "batch"]
-    """Ids in each row before the first draw."""
+    """Number of ids in each row before the first draw."""
     lengths: Int[np.ndarray, "batch"]
-    """Ids in each row, with those that were drawn."""
+    """Number of ids in each row, including the drawn ids."""
     log_probabilities: Float[np.ndarray, "batch seq"] | None
     """Log-probabilities of the drawn ids in nats, before the transforms (after them if the call asked for that); 0 at
     prompt and padding, so that the sum of a row is the log-probability of its continuation."""

@@ -60,7 +60,7 @@ class Request:
             raise ValueError(f"Request(max_new_tokens={self.max_new_tokens}): at least 1 token must be drawn.")
         if not 0 <= self.alternatives <= MOST_ALTERNATIVES:
             raise ValueError(
-                f"Request(alternatives={self.alternatives}): from 0 to {MOST_ALTERNATIVES} likely ids can be told."
+                f"Request(alternatives={self.alternatives}): from 0 to {MOST_ALTERNATIVES} likely ids can be reported."
             )
         if len(self.end_ids) > MOST_ENDS:
             raise ValueError(
@@ -201,7 +201,7 @@ def _cut_min_p(logits: _Logits, min_p: _Setting) -> _Logits:
 
 
 def _no_history() -> History:
-    """Return a history for transforms of one row that read none."""
+    """Return an empty history, for transforms of one row that do not read the history."""
     return History(jnp.zeros((1, 0), jnp.int32), jnp.zeros(1, jnp.int32))
 
 

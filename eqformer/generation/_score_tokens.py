@@ -67,7 +67,7 @@ def score_tokens(
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"score_tokens(batch_size={batch_size}): a batch must have at least 1 row.")
     if alternatives < 0:
-        raise ValueError(f"score_tokens(alternatives={alternatives}): at least 0 likely ids can be told.")
+        raise ValueError(f"score_tokens(alternatives={alternatives}): at least 0 likely ids can be reported.")
     alternatives = min(alternatives, model.vocab)
     groups = _group_by_prompt(model, prompts, continuations)
     score_batch = _score_rows if len(groups) == len(prompts) else _score_groups
@@ -143,7 +143,8 @@ def _score_groups(
 ) -> list[TokenScores]:
     """Score several continuations of each prompt: read the prompts first, then the rows with copies of their caches.
 
-    With `full_size`, rows are padded to as many, and prompts to a power of two, so that few programs are compiled.
+    With `full_size`, the batch is padded to `full_size` rows, and the prompts to a power of two, so that few programs
+    are compiled.
     """
     new = [row for rows in continuations for row in rows]
     owner = np.repeat(np.arange(len(prompts)), [len(rows) for rows in continuations]).tolist()
@@ -227,7 +228,7 @@ def _score_after_caches(
 
 
 def take_rows_of_cache(cache: PyTree, rows: Int[Array, "rows"]) -> PyTree:
-    """Return a cache whose rows are copies of the given rows of this one."""
+    """Return a cache whose rows are copies of the given rows of `cache`."""
 
     def take(names: str, x: Array) -> Array:
         return jnp.take(x, rows, axis=names.split().index("batch"))

@@ -162,7 +162,7 @@ def _explain_unknown(key: str, nodes: dict[str, Node]) -> str:
     if eqx.is_array(value):
         return f"is a parameter, and not a value that a call computes; name its module, {parent!r}"
     if value is not None:
-        return f"is a {type(value).__name__}, whose calls are not seen: only those of an nn.Module are"
+        return f"is a {type(value).__name__}, whose calls are not observed; only calls of an nn.Module are"
     return "is no module of the model"
 
 

@@ -25,7 +25,7 @@ Verdict = Literal["fits", "does not fit", "too close to tell without the compile
 
 
 class StepBytes(NamedTuple):
-    """The most bytes that a step holds at once."""
+    """Bytes that a step holds at its peak."""
 
     held: dict[str, int]
     """On a device, by cause."""

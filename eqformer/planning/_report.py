@@ -51,7 +51,7 @@ def forecast_table(forecast: Forecast) -> str:
     lines = [held_table(forecast)]
     on_host = ""
     if forecast.on_host:
-        on_host = f"{gigabytes(forecast.on_host)} in the host's memory, there and back each step"
+        on_host = f"{gigabytes(forecast.on_host)} in the host's memory, copied there and back in each step"
     if forecast.verdict is not None and forecast.memory is not None:
         topology = topology_of(forecast.target)
         accelerator = None if topology is None else topology.accelerator
@@ -135,7 +135,7 @@ def compilation_table(compilation: Compilation, forecast: Forecast) -> str:
         f"{gigabytes(program.peak)} at once; by formulas {gigabytes(forecast.total)} in all",
     ]
     if program.unread:
-        return "\n".join([*lines, f"its text was not had: {program.unread}"])
+        return "\n".join([*lines, f"its text is not available: {program.unread}"])
     return "\n".join([*lines, *_program_lines(program, forecast, accelerator)])
 
 

@@ -44,7 +44,7 @@ def flops_per_token(
 ) -> float:
     """Return the operations per token of a training step over rows of `seq` tokens.
 
-    A multiplication and an addition are two operations. Counted are products of matrices: every linear map, scores and
+    A multiplication and an addition are two operations. Only products of matrices count: every linear map, scores and
     weighted sums of attention, a recurrence's products with its states, and the logits. `attention="half"` counts the
     keys that a mask leaves visible, on average over a row (Megatron's convention for causal masks); `"full"` counts all
     `seq` keys (the convention of PaLM and most published MFU figures). The backward pass costs twice the forward pass;
@@ -167,7 +167,7 @@ class Roofline:
     host_update: float = 0.0
     """Seconds to copy the optimizer's state from the host and back; the update waits for the copies."""
     exposed_state: float = 0.0
-    """Seconds of `state` messages during which nothing else runs: those of gradients on TPUs."""
+    """Seconds of `state` messages during which nothing else runs, which are the messages of gradients on TPUs."""
 
     @property
     def by_cause(self) -> dict[str, float]:

@@ -23,7 +23,7 @@ class Sent(NamedTuple):
 
     cause: str
     what: str
-    """What is sent, in words."""
+    """The arrays that are sent, in words."""
     size: float
 
 
@@ -203,7 +203,7 @@ def _summed_gradient(plan: parallel.Plan, array: _PlacedArray) -> Sent:
     shard_size, copies = array.size / array.fsdp_pieces(plan), math.prod(map(plan.size, axes))
     size = sharded_state_bytes(shard_size, copies, zero=0, gradient_bytes=array.gradient_itemsize)
     if axes == [TENSOR]:
-        return Sent(TENSOR, "gradients of what all hold", size)
+        return Sent(TENSOR, "gradients of replicated arrays", size)
     return Sent(STATE, f"{GRADIENTS}, zero {plan.zero}", size)
 
 

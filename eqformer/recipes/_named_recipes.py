@@ -121,7 +121,7 @@ def llama_recipe() -> Recipe:
 
 
 def moe_recipe() -> Recipe:
-    """A mixture of experts, two of eight a token: 0.8 million parameters at work, as in the recipe llama, of 2.6."""
+    """A mixture of eight experts, two for each token: 0.8 of its 2.6 million parameters are active."""
     return _small_batches("mixtral-byte-3m", 1280, Optimization(name="normuon", learning_rate=8e-3))
 
 
@@ -211,8 +211,8 @@ LARGE: dict[str, tuple[str, Recipe]] = {
 def find_recipe(name: str, depth: int | None = None) -> Recipe:
     """Return the recipe of a name: of `RECIPES`, of `LARGE`, of a user's file by `FILE.py:NAME`, or of a preset.
 
-    The recipe of a preset trains that model by AdamW in 800 steps. `depth` is that of `speedrun`. Raises a `ValueError`
-    for another name, and for a depth of another recipe.
+    The recipe of a preset trains that model by AdamW in 800 steps. `depth` is the depth of the recipe `speedrun`.
+    Raises a `ValueError` for another name, and for a depth of another recipe.
     """
     if depth is not None:
         if name != "speedrun":
@@ -284,7 +284,7 @@ def load_user_function(flag: str, name: str, result: str) -> Callable[..., Any]:
     Args:
         flag: The flag that named the function, with which a `ValueError` for a missing file or function begins.
         name: The file and the function, as `FILE.py:NAME`.
-        result: What the function gives, by which it is named if there is no `:NAME`.
+        result: The noun for the result of the function, which is also the function's name if there is no `:NAME`.
     """
     parts = _split_name(name, result)
     if parts is None:
@@ -351,7 +351,8 @@ def read_recipe(path: Path, classes: Mapping[str, type] = MappingProxyType({})) 
     """Return the name and the recipe in a `recipe.json`, which is data: no code of the folder is run.
 
     Raises a `ValueError` for a recipe whose classes are defined by the code beside it, unless this process has run that
-    code: by `--recipe FILE.py:NAME` with the same text, or by `trust_recipe`. `classes` are known too, by name.
+    code: by `--recipe FILE.py:NAME` with the same text, or by `trust_recipe`. `classes` are further known classes, by
+        name.
     """
     try:
         return _read_recipe(path, classes)

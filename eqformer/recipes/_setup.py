@@ -99,8 +99,7 @@ def _check_quantized(recipe: Recipe, trains: bool, directory: RunDirectory | Non
 
 
 def configure_model(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
-    """Return the model with the recipe's execution settings, precision and LoRA, and without a head that no loss
-    reads."""
+    """Return the model with the recipe's execution settings, precision and LoRA, without an unused head."""
     model = nn.without_head(model) if recipe.loss == "contrastive" else model
     return apply_lora(recipe, recipe.precision.apply(recipe.execution.apply(model)))
 
@@ -342,7 +341,7 @@ def _check_distillation(recipe: Recipe, directory: RunDirectory | None) -> None:
     flag = f"--teacher {recipe.teacher}"
     if recipe.loss != "next-token" or recipe.optimizer.z_loss:
         raise ValueError(
-            f"{flag}: a teacher is learned from beside the next tokens; leave --loss {recipe.loss} and "
+            f"{flag}: a teacher is combined only with --loss next-token; leave --loss {recipe.loss} and "
             f"--optimizer.z-loss {recipe.optimizer.z_loss} out."
         )
     if recipe.debug_nans and options.top is None:
@@ -405,7 +404,7 @@ def _check_value(flag: str, value: Any, may_be_infinite: bool) -> None:
             case int() if not -(2**63) <= part < 2**63:
                 fix = "give a number of at most 64 bits"
             case str() if part.encode(errors="ignore").decode() != part:
-                part, fix = ascii(part), "this is no text in UTF-8; type it anew"
+                part, fix = ascii(part), "this is not valid UTF-8; type it again"
             case _:
                 continue
         raise ValueError(f"{flag} {part}: {fix}.")
@@ -426,9 +425,7 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
         raise ValueError(f"{flag} --run-dir {directory.path}: a run begins from another; give it a folder of its own.")
     source = RunDirectory(recipe.from_run)
     _, old = source.read()
-    checkpointer = training.Checkpointer(
-        source.checkpoints
-    )  # The checkpoint may be of any run, since only its weights are taken.
+    checkpointer = training.Checkpointer(source.checkpoints)  # Of any run, since only its weights are taken.
     if not checkpointer.steps or recipe.from_step not in (None, *checkpointer.steps):
         steps = ", ".join(map(str, checkpointer.steps)) or "none"
         raise ValueError(f"{flag} --from-step {recipe.from_step}: the run has checkpoints of these steps: {steps}.")

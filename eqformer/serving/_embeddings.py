@@ -98,7 +98,7 @@ class EmbeddingService(Service):
             width *= 2
 
     async def count_tokens(self, request: EmbeddingRequest) -> int:
-        """Return the tokens that the encoder reads of a request; raise a `RequestError` if it breaks a rule."""
+        """Return the number of tokens that the encoder reads; raise a `RequestError` if the request breaks a rule."""
         prompts = self.encoder.prompts
         if request.prompt_name is not None and request.prompt_name not in prompts:
             known = ", ".join(map(repr, prompts)) or "none"

@@ -206,7 +206,7 @@ def event(value: JsonValue) -> bytes:
 def dump(value: JsonValue) -> bytes:
     """Return a value as JSON; log-probabilities of minus infinity are written as -9999."""
     text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode(errors="backslashreplace")  # The JSON escapes of lone surrogates.
+    return text.encode(errors="backslashreplace")  # Lone surrogates become JSON escapes.
 
 
 def write_embeddings(

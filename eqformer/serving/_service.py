@@ -427,7 +427,7 @@ class ServerMetrics:
             self._counters[counter] += amount
 
     def observe(self, name: str, seconds: float) -> None:
-        """Record a duration under one of the names of times."""
+        """Record a duration in the histogram of this name."""
         with self._lock:
             self._times[name].observe(seconds)
 

@@ -58,7 +58,7 @@ def load_conversation_encoder(
     """Load the encoder of conversations for training a published chat model.
 
     Args:
-        source: The published folder or the GGUF file, whose chat template and end ids the encoder has.
+        source: The published folder or the GGUF file, from which the chat template and the end ids are read.
         tokenizer: The tokenizer; None: the source's tokenizer, see `load_tokenizer`.
         loss_on: The tokens that are trained on, as in `data.ConversationEncoder`.
     """
@@ -182,8 +182,9 @@ def read_encoder_files(path: Path) -> EncoderFiles:
 def read_pooling(folder: str | Path) -> str:
     """Return how a published model makes the vector of a text, a name in `nn.POOLINGS`, for training it further.
 
-    It is the pooling of the folder's `modules.json`; without this file the mean for encoders, and the last token for
-    decoders. Raises a `ValueError` for a folder with several poolings, or with dense layers, which training leaves out.
+    The pooling is read from the folder's `modules.json`; without this file, encoders take the mean, and decoders the
+    last token. Raises a `ValueError` for a folder with several poolings, or with dense layers, which training leaves
+    out.
     """
     path = Path(folder)
     if not (path / MODULES).exists():

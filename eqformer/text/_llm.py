@@ -204,7 +204,7 @@ class LLM:
     def log_likelihood(
         self, context: str | Texts, continuation: str | Texts, *, batch_size: int | None = None
     ) -> float | list[float]:
-        """Return the log-probability of a continuation after a context, in nats; for lists, that of each pair.
+        """Return the log-probability of a continuation after a context, in nats, or a list with one for each pair.
 
         One context may have a list of continuations. Context and continuation are encoded as one text, and a token that
         has characters of both belongs to the continuation; a model with an encoder reads them as two texts. The model

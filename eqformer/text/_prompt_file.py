@@ -135,7 +135,7 @@ def _check_rows(job: _PromptFileJob) -> dict[int, str]:
 
 
 def _read_written(job: _PromptFileJob, lines: dict[int, str]) -> set[int]:
-    """Return the rows' line numbers whose texts the target has; cut off an incomplete last line of the target.
+    """Return the line numbers of rows whose texts the target has; cut off an incomplete last line of the target.
 
     Raises a `ValueError` for a target with other rows or settings, or with lines that this function does not write.
     """

@@ -157,7 +157,7 @@ class TextEncoder:
         return self.tokenizer.encode_texts(texts, max_length=self.max_length)
 
     def _prompt_length(self, prompt: str) -> int:
-        """Return the tokens of a prompt with the special tokens before it."""
+        """Return the number of tokens of a prompt, with the special tokens before the prompt."""
         (row,) = self._encode([prompt])
         return len(row.ids) - int(len(row.ids) > 0 and row.ids[-1] in self.tokenizer.special_ids)
 
@@ -326,7 +326,7 @@ def limit_length(model: nn.Transformer, max_length: int | None, folder: Path) ->
 
 
 def load_text_tokenizer(call: str, folder: Path) -> data.FileTokenizer:
-    """Load the tokenizer of a text encoder, whose separator ends a text if it names no end of text."""
+    """Load the tokenizer of a text encoder; the separator stands in for an end of text that is not named."""
     file = folder / "tokenizer.json"
     if not file.exists():
         raise ValueError(f"{call}: the folder has no tokenizer.json; put the model's own there.")
