@@ -69,6 +69,11 @@ def check_command(command: Command) -> dict[tuple[int, float], Recipe]:
     """Return the recipe of each depth and rate; raise a `ValueError`, before anything is written, for bad input."""
     if command.budget is not None and command.hours is not None:
         raise ValueError(f"--budget {command.budget} --hours {command.hours}: give one of them.")
+    if command.tokens is not None and not (command.budget is None and command.hours is None):
+        raise ValueError(
+            f"--tokens {command.tokens:g}: a budget names a depth whose tokens grow with its parameters; leave out "
+            "--tokens, or --budget and --hours."
+        )
     numbers = {"--tokens-per-parameter": command.tokens_per_parameter, "--epochs": command.epochs}
     numbers |= {"--budget": command.budget, "--hours": command.hours, "--tokens": command.tokens}
     numbers |= {f"--rates {rate}": rate for rate in command.rates}
@@ -104,10 +109,9 @@ def report(command: Command, points: list[ScalingPoint], screen: Screen) -> None
     budget = command.budget
     if command.hours is not None:
         budget = command.hours * 3600 * fit.held_out[-1].flops_per_second
-    chosen = None if budget is None else choose_depth(budget, command.tokens_per_parameter, command.tokens)
+    chosen = None if budget is None else choose_depth(budget, command.tokens_per_parameter)
     if budget is not None:
-        flag = "--tokens-per-parameter" if command.tokens is None else "--tokens"
-        advice = f"no depth has so short a run; lower {flag}"
+        advice = "no depth has so short a run; lower --tokens-per-parameter"
         if chosen is not None:
             depth, flops = chosen
             advice = f"depth {depth} of {flops:.3g} FLOPs, predicted {law.loss(flops):.4f} bits a byte"

@@ -24,9 +24,8 @@ from ._recipe import add_flags, Mesh, Recipe
 
 DEPTHS = (*range(1, 8), *range(8, 33, 2))
 """Depths of the recipe speedrun at which the width, 64 channels for each layer, divides into heads."""
-TOKENS_PER_PARAMETER = (
-    20  # Bytes for each parameter of matrices. Hoffmann et al. 2022 (arXiv 2203.15556) have 20 tokens.
-)
+TOKENS_PER_PARAMETER = 20.0
+"""Bytes for each parameter of matrices; Hoffmann et al. 2022 (arXiv 2203.15556) have 20 tokens."""
 TOKENS_AT_ONCE = 2**15  # Tokens of a microbatch; their activations fit in 80 GB at depth 12.
 
 

@@ -185,16 +185,11 @@ def run_scaling(
     return points
 
 
-def choose_depth(
-    flops: float, tokens_per_parameter: float = TOKENS_PER_PARAMETER, tokens: float | None = None
-) -> tuple[int, float] | None:
-    """Return the largest depth whose run fits in a number of FLOPs, and the run's FLOPs; None if no depth fits.
-
-    Its tokens are those of `scaling_recipes`.
-    """
+def choose_depth(flops: float, tokens_per_parameter: float = TOKENS_PER_PARAMETER) -> tuple[int, float] | None:
+    """Return the largest depth whose run fits in a number of FLOPs, and the run's FLOPs; None if no depth fits."""
     fitting = None
     for depth in DEPTHS:
-        run_flops = count_run_flops(_recipe_of_horizon(depth, tokens_per_parameter, tokens))
+        run_flops = count_run_flops(speedrun_recipe(depth, tokens_per_parameter=tokens_per_parameter))
         if run_flops > flops:
             return fitting
         fitting = depth, run_flops

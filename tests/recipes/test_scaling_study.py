@@ -62,9 +62,8 @@ def test_recipes_of_a_study_differ_in_depth_and_rate_only(tmp_path):
 def test_all_depths_may_have_the_same_tokens():
     study = recipes.scaling_recipes((1, 2, 4), tokens=2.0**16)
     assert [recipe.steps * recipe.batch * recipe.seq for recipe in study.values()] == [2**16] * 3
-    flops = recipes.count_run_flops(study[2, 0.02])
-    assert recipes.choose_depth(1.01 * flops, tokens=2.0**16) == (2, flops)
-    assert recipes.choose_depth(1.01 * flops) is None  # The control: tokens in proportion to the parameters.
+    other = recipes.scaling_recipes((1, 2, 4)).values()  # The control: tokens in proportion to the parameters.
+    assert len({recipe.steps * recipe.batch * recipe.seq for recipe in other}) == 3
 
 
 def test_a_study_trains_each_recipe_in_a_folder_and_writes_what_it_learned(tmp_path, monkeypatch):

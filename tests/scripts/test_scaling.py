@@ -32,6 +32,7 @@ def test_the_report_has_the_fit_the_held_out_depth_and_the_depth_for_a_budget(tm
             {"depths": (1, 2, 4), "data": "text.txt"},
             r"--depths 4: .* epochs of the 5,\d00 bytes that are trained on, more than --epochs 4",
         ),
+        ({"budget": 1e15, "tokens": 1e5}, r"--tokens 100000: a budget names a depth whose tokens grow"),
         (
             {"depths": (1, 2, 4), "data": "text.txt", "tokens": 1e5},
             r"--depths 4: .* epochs of the 5,\d00 bytes .* a smaller depth, --tokens 2\.3e\+04, or --epochs 18",
