@@ -82,8 +82,9 @@ class Batch(eqx.Module):
     `documents` is the maximum number of documents in any row of the run. It is given if documents are known to follow
     one another, each complete at positions 0, 1, 2, ..., with the padding behind them; attention kernels that need this
     order are then used. `source_ids` are the tokens that an encoder reads for each row, with `source_positions` (-1 at
-    padding) and `source_segments`: in packed rows a target sees the source of the same segment. A step that measures
-    rows one by one sets `row_numbers`, their numbers in its batch.
+    padding) and `source_segments`: in packed rows a target sees the source of the same segment. `types` are the types
+    of tokens, 0 and 1 for the two texts of a pair; without them, all have the first type. A step that measures rows one
+    by one sets `row_numbers`, their numbers in its batch.
     """
 
     ids: Int[Array, "batch seq"]
@@ -97,6 +98,7 @@ class Batch(eqx.Module):
     source_ids: Int[Array, "batch kv_seq"] | None = None
     source_positions: Int[Array, "batch kv_seq"] | None = None
     source_segments: Int[Array, "batch kv_seq"] | None = None
+    types: Int[Array, "batch seq"] | None = None
     row_numbers: Int[Array, "batch"] | None = None
 
     def __check_init__(self):

@@ -73,8 +73,8 @@ def run_command(command: Command) -> None:
 
 def show_example(recipe: Recipe, directory: RunDirectory) -> None:
     """Print the first conversation of the recipe's data with the tokens that are learned in colour, or in brackets."""
-    if recipe.loss == "contrastive":
-        raise ValueError("--show-example --loss contrastive: a text has no learned tokens; leave the flag out.")
+    if recipe.has_text_rows:
+        raise ValueError(f"--show-example --loss {recipe.loss}: a text has no learned tokens; leave the flag out.")
     tokenizer = texts.recipe_tokenizer(recipe, directory)
     encoder = texts.chat_encoder(recipe, tokenizer, directory)
     if encoder is None:

@@ -51,6 +51,12 @@ from ._stored_rows import open_stored_rows as open_stored_rows, StoredRows as St
 from ._text_rows import (
     batch_labelled_texts as batch_labelled_texts,
     batch_text_groups as batch_text_groups,
+    labelled_texts as labelled_texts,
+    LabelledText as LabelledText,
+    LabelledTextEncoder as LabelledTextEncoder,
+    LabelledTextPacking as LabelledTextPacking,
+    list_label_names as list_label_names,
+    read_labelled_text as read_labelled_text,
     read_text_group as read_text_group,
     text_groups as text_groups,
     TextGroupEncoder as TextGroupEncoder,

@@ -141,14 +141,18 @@ def _read_tools(tools: object, location: str) -> dict[str, object]:
 
 
 class EncodedExample(NamedTuple):
-    """Ids of an example, the loss weight of each, and the ends of the replies, at which a long example may be cut."""
+    """Ids of an example, the loss weight of each, and the ends of the replies, at which a long example may be cut.
+
+    Rows of whole texts have the ends of their parts in place of ends of replies: the borders between token types, and
+    the end of the row unless the text is cut there.
+    """
 
     ids: UInt[np.ndarray, "tokens"]
     weights: Float[np.ndarray, "tokens"]
     reply_ends: Int[np.ndarray, "replies"]
     text_bytes: int
-    label: bool | None = None
-    """Whether a labelled completion is desirable; None for other rows."""
+    label: int | None = None
+    """1 for a desirable completion, 0 for an undesirable one, or the number of a text's label; None for other rows."""
 
 
 class MarkedSpan(NamedTuple):
@@ -173,6 +177,8 @@ class RowEncoder(abc.ABC):
     """The id that ends a text."""
     fingerprint: str
     """A text that differs between encoders that encode differently."""
+    label_dtype: str = "i1"
+    """The dtype in which the labels of rows are stored."""
 
     @abc.abstractmethod
     def encode_documents(self, documents: Sequence[Document]) -> list[EncodedExample]:

@@ -138,7 +138,7 @@ def open_corpus(
         sources: The sources, by a name for messages and metrics.
         tokenizer: The tokenizer of all sources, or the encoder of chat data, which needs `packing="documents"`, or
             `"pairs"` for `preferences` and `"labelled"` for `labelled`; or a `TextGroupEncoder`, which needs
-            `packing="groups"`.
+            `packing="groups"`, or a `LabelledTextEncoder`, which needs `packing="classes"`.
         cache_dir: One or several cache folders, as in `open_store`; after a failed write to a folder, only the folders
             after it are tried.
         seq: The tokens of a row.

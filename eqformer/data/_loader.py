@@ -24,7 +24,7 @@ from .._shapes import Batch
 from ._completion_rows import LabelledPacking, PairPacking
 from ._packing import as_examples, DocumentPacking, list_rows, WindowPacking
 from ._stored_rows import ComputedRows, store_rows, StoredRows
-from ._text_rows import TextGroupPacking
+from ._text_rows import LabelledTextPacking, TextGroupPacking
 from ._token_store import TokenStore
 
 
@@ -80,7 +80,7 @@ def _mix_bits(values: UInt[np.ndarray, "*shape"]) -> UInt[np.ndarray, "*shape"]:
 
 # Batches of one text.
 
-Packing = Literal["windows", "documents", "pairs", "labelled", "groups"]
+Packing = Literal["windows", "documents", "pairs", "labelled", "groups", "classes"]
 
 
 class Loader:
@@ -89,8 +89,9 @@ class Loader:
     A run is an endless sequence of examples: row `row` of the batch at `step` is example `step * batch + row`. An epoch
     is `rows_per_epoch` examples, which contain every row of the data once; each epoch has another order. A batch may
     span two epochs, so no row is dropped. `packing` is `"windows"` (`WindowPacking`), `"documents"`
-    (`DocumentPacking`), `"pairs"` (`PairPacking`), `"labelled"` (`LabelledPacking`), or `"groups"`
-    (`TextGroupPacking`). The two rows of a pair, and the rows of a group, stay together when the order is shuffled.
+    (`DocumentPacking`), `"pairs"` (`PairPacking`), `"labelled"` (`LabelledPacking`), `"groups"` (`TextGroupPacking`),
+    or `"classes"` (`LabelledTextPacking`). The two rows of a pair, and the rows of a group, stay together when the
+    order is shuffled.
 
     **Raises:** `ValueError` if `batch` is not positive or splits a pair or group, the packing is unknown, or the
     packing refuses `seq`.
@@ -114,6 +115,7 @@ class Loader:
             "pairs": PairPacking,
             "labelled": LabelledPacking,
             "groups": TextGroupPacking,
+            "classes": LabelledTextPacking,
         }
         if packing not in packings:
             raise ValueError(f"{call}: packing must be one of {list(packings)}, but is {packing!r}; pass one of them.")

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -15,7 +15,7 @@ from ._documents import digest, Document, TextSource
 from ._files import files
 from ._packing import as_examples, list_rows
 from ._token_store import TokenStore
-from ._tokenizer import ByteTokenizer, FileTokenizer
+from ._tokenizer import ByteTokenizer, EncodedText, FileTokenizer
 
 
 def batch_text_groups(
@@ -48,12 +48,12 @@ def batch_labelled_texts(
     tokenizer: FileTokenizer,
     *,
     seq: int,
+    reads_types: bool = True,
     first_example: int = 0,
 ) -> LabelBatch:
     """Return a batch of texts, or of pairs of texts, with labels, for `training.classification_loss`.
 
-    A batch has no token types, so the texts of a pair have the same type. Raises a `ValueError` if the numbers of
-    labels and texts differ, and for a text without a token.
+    Raises a `ValueError` if the numbers of labels and texts differ, and for a text without a token.
 
     Args:
         texts: The texts, or pairs of texts.
@@ -61,15 +61,21 @@ def batch_labelled_texts(
             for the others; or a value of each text with a fraction, which a model with one output learns.
         tokenizer: The tokenizer, which adds special tokens.
         seq: The tokens of a row; longer texts are cut at their end, within their special tokens.
+        reads_types: Whether tokens have the tokenizer's types, which tell the texts of a pair apart in models such as
+            BERT; see `nn.Transformer.reads_types`.
         first_example: The first row's number in the run.
     """
     call, array = f"batch_labelled_texts(texts, labels, tokenizer, seq={seq})", np.asarray(labels)
     if len(array) != len(texts) or array.dtype.kind not in "iufb":
         raise ValueError(f"{call}: each of the {len(texts)} texts needs a label, but labels are {array.shape} numbers.")
-    rows = [row.ids for row in tokenizer.encode_texts(texts, max_length=seq)]
+    rows = tokenizer.encode_texts(texts, max_length=seq)
     is_number = array.ndim == 1 and array.dtype.kind in "iub"
     array = array.astype(np.int32 if is_number else np.float32)
-    return LabelBatch(**fill_text_rows(call, rows, seq, first_example), labels=array)
+    arrays = fill_text_rows(call, [row.ids for row in rows], seq, first_example)
+    types = np.zeros_like(arrays["ids"])
+    for number, row in enumerate(rows if reads_types else ()):
+        types[number, : len(row.types)] = row.types
+    return LabelBatch(**arrays, labels=array, types=types if reads_types else None)
 
 
 def fill_text_rows(call: str, rows: Sequence[np.ndarray], seq: int, first_example: int) -> dict[str, Any]:
@@ -160,30 +166,51 @@ class TextGroupEncoder(RowEncoder):
     def __init__(self, tokenizer: ByteTokenizer | FileTokenizer, *, seq: int):
         self.tokenizer, self.seq = tokenizer, seq
         self.vocab, self.end_of_text = tokenizer.vocab, tokenizer.end_of_text
-        self.fingerprint = digest(["text groups 1", tokenizer.fingerprint, str(seq)])
+        self.fingerprint = digest(["text groups 2", tokenizer.fingerprint, str(seq)])
 
     def encode_documents(self, documents: Sequence[Document]) -> list[EncodedExample]:
         """Encode documents, each a text. Raises a `ValueError` that names a document without a token."""
-        texts = [document.text for document in documents]
-        rows = [row.ids for row in self.tokenizer.encode_texts(texts, max_length=self.seq)]
-        examples = []
-        for document, ids in zip(documents, rows, strict=True):
-            if not len(ids):
-                raise ValueError(f"{document.name}: a text has no token, and the tokenizer adds none; leave it out.")
-            weights, ends = np.ones(len(ids), np.float32), np.array([len(ids)])
-            examples.append(EncodedExample(ids.astype(np.uint32), weights, ends, len(document.text.encode())))
-        return examples
+        rows = self.tokenizer.encode_texts([document.text for document in documents], max_length=self.seq)
+        return [_encode_row(document, row, len(document.text.encode())) for document, row in zip(documents, rows)]
+
+
+def _encode_row(
+    document: Document, row: EncodedText, text_bytes: int, *, label: int | None = None, reads_types: bool = False
+) -> EncodedExample:
+    """Return the example of a text or of a pair of texts; raise a `ValueError` for one without a token.
+
+    Its ends are the borders between tokens of different types, if types are read, and the end of a row that is not cut.
+    """
+    if not len(row.ids):
+        raise ValueError(f"{document.name}: a text has no token, and the tokenizer adds none; leave it out.")
+    types = row.types.astype(np.int64) if reads_types else np.zeros(len(row.ids), np.int64)
+    borders = np.flatnonzero(np.diff(types, prepend=0)) if types.any() else np.zeros(0, np.int64)
+    if types[0] or not np.array_equal(np.searchsorted(borders, np.arange(len(types)), side="right"), types):
+        raise ValueError(
+            f"{document.name}: its tokens have types in the order {types[np.append(0, borders)].tolist()}, but the "
+            "first text has type 0 and the second one type 1; take another tokenizer."
+        )
+    ends = borders if row.is_cut else np.append(borders, len(row.ids))
+    return EncodedExample(row.ids.astype(np.uint32), np.ones(len(row.ids), np.float32), ends, text_bytes, label)
+
+
+def _count_cut(store: TokenStore) -> tuple[int, str]:
+    """Return the number of rows of a store of whole texts that are cut, and a note; the note is empty if none are."""
+    assert store.cuts is not None
+    cut = int(np.sum(~np.isin(store.offsets[1:], store.cuts)))
+    noun = "text is" if cut == 1 else "texts are"
+    return cut, f"{cut:,} of {store.documents:,} {noun} cut at the end of a row" if cut else ""
 
 
 class TextGroupPacking:
     """Rows of one text each, from a store of `text_groups` made by a `TextGroupEncoder`, for `contrastive_loss`.
 
-    The rows of a group are never separated. Raises a `ValueError` for a store of other documents, and for texts that
+    The rows of a group are never separated. `cut` counts the texts that are cut, and `cut_note` tells their number.
+    Raises a `ValueError` for a store of other documents, and for texts that
     are longer than `seq`.
     """
 
     documents = 1
-    cut_note = ""
 
     def __init__(self, store: TokenStore, *, seq: int):
         names = store.document_names()
@@ -198,6 +225,7 @@ class TextGroupPacking:
         if (longest := int(np.diff(store.offsets).max())) > seq:
             raise ValueError(f"{call}: a text has {longest} tokens; make the store by a TextGroupEncoder of this seq.")
         self.seq, self.rows, self.table_bytes = seq, store.documents // self.group, 0
+        self.cut, self.cut_note = _count_cut(store)
         self._tokens, self._offsets = store.tokens, store.offsets
 
     def __call__(self, rows: Int[np.ndarray, "groups"]) -> Batch:
@@ -206,3 +234,172 @@ class TextGroupPacking:
         texts = [self._tokens[slice(*self._offsets[document : document + 2])] for document in documents]
         batch = Batch(**fill_text_rows("TextGroupPacking(store)", texts, self.seq, 0), group=self.group)
         return replace(batch, examples=as_examples(documents))
+
+
+# Labelled texts from files.
+
+
+class LabelledText(NamedTuple):
+    """A row of a file of labelled texts."""
+
+    texts: tuple[str] | tuple[str, str]
+    """The text, or the two texts of a pair."""
+    label: str | int
+    """The name of the label, or its number."""
+
+
+def read_labelled_text(row: object, *, location: str) -> LabelledText:
+    """Return the text, or the pair of texts, of a row and its label.
+
+    The fields are `text`, perhaps `text_pair`, and `label`, a name or a whole number. Raises a `ValueError` that names
+    the location for any other row, for other fields, and for a text without a character that is no space.
+    """
+    fields = dict(row) if isinstance(row, dict) else {}
+    text, pair, label = fields.pop("text", None), fields.pop("text_pair", None), fields.pop("label", None)
+    texts = (text,) if pair is None else (text, pair)
+    is_label = isinstance(label, str | int) and not isinstance(label, bool)
+    if fields or not is_label or not all(isinstance(part, str) for part in texts):
+        has = type(row).__name__
+        if isinstance(row, dict):
+            has = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "no field"
+        raise ValueError(
+            f"{location} must have `text`, a text, and `label`, a name or a whole number, and may have `text_pair`, "
+            f"the second text of a pair, but has {has}; rename the fields."
+        )
+    for name, part in zip(("text", "text_pair"), texts):
+        if not part.strip():
+            raise ValueError(f"{location}: `{name}` has no text; leave the row out.")
+    if isinstance(label, str) and not label.strip():
+        raise ValueError(f"{location}: `label` has no text; leave the row out.")
+    return LabelledText(texts, label)
+
+
+def list_label_names(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """Return the labels that the rows of files have, in the order of their numbers or of their names.
+
+    Raises a `ValueError` as `labelled_texts` does.
+    """
+    rows = (read_labelled_text(parse_json(text), location=name) for name, text, _ in files(path, field=None))
+    labels = {row.label for row in rows}
+    numbers = {label for label in labels if isinstance(label, int)}
+    if numbers and (numbers != labels or numbers != {*range(len(numbers))}):
+        raise ValueError(
+            f"labelled_texts({str(path)!r}): the labels are {_list_some(sorted(map(str, labels)))}; give names alone, "
+            "whole numbers from 0 on, or the names that the numbers stand for."
+        )
+    return tuple(map(str, sorted(numbers))) or tuple(sorted(map(str, labels)))
+
+
+def _list_some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _number_label(row: LabelledText, labels: Sequence[str], location: str) -> int:
+    """Return the number of a row's label; raise a `ValueError` that names the location for an unknown label."""
+    if str(row.label) in labels:
+        return labels.index(str(row.label))
+    if isinstance(row.label, int) and 0 <= row.label < len(labels):
+        return row.label
+    raise ValueError(f"{location}: the label {row.label!r} is not one of {_list_some(labels)}; correct it.")
+
+
+def labelled_texts(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], labels: Sequence[str]
+) -> TextSource:
+    """Return the rows of .jsonl and .parquet files as a source of labelled texts, for a `LabelledTextEncoder`.
+
+    Raises a `ValueError` as `files` does; the source's `check` raises one that names the row for a row that
+    `read_labelled_text` refuses and for a label that is not one of `labels`, and one for rows that all have one label.
+    """
+    source, names = files(path, field=None), tuple(labels)
+
+    def check() -> None:
+        numbers = set()
+        for name, text, _ in source:
+            numbers.add(_number_label(read_labelled_text(parse_json(text), location=name), names, name))
+        if len(numbers) == 1:
+            raise ValueError(
+                f"labelled_texts({source.name!r}): all rows have the label {names[numbers.pop()]!r}, from which "
+                "nothing is learned; add rows of other labels."
+            )
+
+    return replace(source, check=check)
+
+
+class LabelledTextEncoder(RowEncoder):
+    """Encoder of the rows of `labelled_texts`, with the special tokens around them, for a `LabelledTextPacking`.
+
+    Args:
+        tokenizer: The tokenizer; bytes have no special tokens, and no pairs of texts.
+        seq: The tokens of a row; a longer text is cut at its end, within its special tokens.
+        labels: The names of the labels.
+        reads_types: Whether tokens have the tokenizer's types, which tell the texts of a pair apart.
+    """
+
+    label_dtype = "<i4"
+
+    def __init__(
+        self, tokenizer: ByteTokenizer | FileTokenizer, *, seq: int, labels: Sequence[str], reads_types: bool = True
+    ):
+        self.tokenizer, self.seq, self.labels, self.reads_types = tokenizer, seq, tuple(labels), reads_types
+        self.vocab, self.end_of_text = tokenizer.vocab, tokenizer.end_of_text
+        parts = ["labelled texts 1", tokenizer.fingerprint, str(seq), str(reads_types), *self.labels]
+        self.fingerprint = digest(parts)
+
+    def encode_documents(self, documents: Sequence[Document]) -> list[EncodedExample]:
+        """Encode documents, each a row as JSON. Raises a `ValueError` that names a row that is refused."""
+        rows = [read_labelled_text(parse_json(text), location=name) for name, text, _ in documents]
+        pairs = [document.name for document, row in zip(documents, rows) if len(row.texts) == 2]
+        if pairs and not self.tokenizer.reads_pairs:
+            raise ValueError(f"{pairs[0]}: bytes have no token between the texts of a pair; give a tokenizer.")
+        texts: list[Any] = [row.texts if len(row.texts) == 2 else row.texts[0] for row in rows]
+        encoded = self.tokenizer.encode_texts(texts, max_length=self.seq)
+        return [
+            _encode_row(
+                document,
+                tokens,
+                sum(len(text.encode()) for text in row.texts),
+                label=_number_label(row, self.labels, document.name),
+                reads_types=self.reads_types,
+            )
+            for document, row, tokens in zip(documents, rows, encoded, strict=True)
+        ]
+
+
+class LabelledTextPacking:
+    """Rows of one text or pair of texts with its label, from a store of `labelled_texts`, for `classification_loss`.
+
+    `cut` counts the texts that are cut, and `cut_note` tells their number. Raises a `ValueError` for a store of other
+    documents, and for texts that are longer than `seq`.
+    """
+
+    documents = 1
+    group = 1
+
+    def __init__(self, store: TokenStore, *, seq: int):
+        call = f"LabelledTextPacking(store, seq={seq})"
+        if store.cuts is None or store.labels is None or np.any(store.labels < 0):
+            raise ValueError(
+                f"{call}: each row has a label, but {store.path.name} has other text; make the store of "
+                "data.labelled_texts(path, labels) by a LabelledTextEncoder."
+            )
+        if (longest := int(np.diff(store.offsets).max())) > seq:
+            raise ValueError(
+                f"{call}: a text has {longest} tokens; make the store by a LabelledTextEncoder of this seq."
+            )
+        self.seq, self.rows, self.table_bytes = seq, store.documents, 0
+        self.cut, self.cut_note = _count_cut(store)
+        self._tokens, self._offsets, self._labels = store.tokens, store.offsets, store.labels
+        self._borders = np.setdiff1d(store.cuts, store.offsets[1:])
+
+    def __call__(self, rows: Int[np.ndarray, "batch"]) -> LabelBatch:
+        """Return the rows with these numbers."""
+        spans = [slice(*self._offsets[row : row + 2]) for row in rows]
+        arrays = fill_text_rows("LabelledTextPacking(store)", [self._tokens[span] for span in spans], self.seq, 0)
+        types = np.zeros_like(arrays["ids"])
+        for number, span in enumerate(spans):
+            first, last = np.searchsorted(self._borders, [span.start, span.stop])
+            for border in self._borders[first:last]:
+                types[number, border - span.start : span.stop - span.start] += 1
+        arrays["examples"] = as_examples(rows)
+        return LabelBatch(**arrays, labels=self._labels[rows].astype(np.int32), types=types)

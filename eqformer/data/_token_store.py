@@ -5,11 +5,11 @@ import math
 import os.path
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int, UInt
@@ -55,9 +55,11 @@ class TokenStore:
     weights: Float[np.ndarray, "tokens"] | None = None
     """The loss weight of each token of chat data; None: all tokens are trained on."""
     cuts: Int[np.ndarray, "cuts"] | None = None
-    """The ends of the replies of chat data, as indices of tokens, at which a long conversation may be cut."""
+    """The ends of the replies of chat data, as indices of tokens, at which a long conversation may be cut; of rows of
+    whole texts the ends of `EncodedExample`."""
     labels: Int[np.ndarray, "documents"] | None = None
-    """1 for a desirable completion of chat data, 0 for an undesirable one, and -1 for a row without a label."""
+    """1 for a desirable completion of chat data and 0 for an undesirable one, or the number of a text's label; -1 for a
+    row without a label."""
 
     @property
     def documents(self) -> int:
@@ -257,7 +259,8 @@ def _write_tokens(
             if is_weighted:
                 writer.append("weights.bin", example.weights.astype("<f4"))
                 writer.append("cuts.bin", (tokens + example.reply_ends).astype("<i8"))
-                writer.append("labels.bin", np.array([-1 if example.label is None else example.label], np.int8))
+                label = -1 if example.label is None else example.label
+                writer.append("labels.bin", np.array([label], tokenizer.label_dtype))
                 writer.append(_NAMES, np.frombuffer(to_bytes(f"{document.name}\n"), np.uint8))
                 cuts += len(example.reply_ends)
             lengths.append(len(example.ids))
@@ -284,7 +287,7 @@ def _write_tokens(
             "documents": len(lengths),
             "text_bytes": text_bytes,
             "largest": max(largest_id, tokenizer.end_of_text),
-            **({"cuts": cuts} if is_weighted else {}),
+            **({"cuts": cuts, "label_dtype": tokenizer.label_dtype} if isinstance(tokenizer, RowEncoder) else {}),
         }
     )
     if progress is not None:
@@ -383,7 +386,7 @@ def _map_store(target: Path, *, verify: bool) -> TokenStore:
             fingerprint=meta["tokenizer"],
             weights=np.memmap(target / "weights.bin", "<f4", "r").view(np.ndarray) if "cuts" in meta else None,
             cuts=np.fromfile(target / "cuts.bin", "<i8") if "cuts" in meta else None,
-            labels=np.fromfile(target / "labels.bin", np.int8) if "labels.bin" in meta["files"] else None,
+            labels=_read_labels(target, meta),
         )
         counts = (len(tokens), len(offsets) - 1)
         expected = (meta["tokens"], meta["documents"])
@@ -399,6 +402,13 @@ def _map_store(target: Path, *, verify: bool) -> TokenStore:
             f"the files hold (tokens, documents, ...) {counts}, which do not fit meta.json's {expected} and the offsets"
         )
     return store
+
+
+def _read_labels(target: Path, meta: Mapping[str, Any]) -> Int[np.ndarray, "documents"] | None:
+    """Return the labels of a store's documents; None for plain text, and for chat data of an older version."""
+    if "labels.bin" not in meta["files"]:
+        return None
+    return np.fromfile(target / "labels.bin", meta.get("label_dtype", "i1"))
 
 
 def _describe_write_failure(

@@ -125,14 +125,21 @@ class ByteTokenizer:
         return self.encode(text), characters, characters + 1
 
     special_ids: tuple[int, ...] = ()
+    reads_pairs = False
 
-    def encode_texts(self, texts: Sequence[str], *, max_length: int | None = None) -> list["EncodedText"]:
+    def encode_texts(
+        self, texts: Sequence[str] | Sequence[tuple[str, str]], *, max_length: int | None = None
+    ) -> list["EncodedText"]:
         """Return the bytes of texts, cut to `max_length` bytes; pairs of texts need the tokens of a `FileTokenizer`."""
         rows = []
         for text in texts:
-            ids, starts, stops = (part[:max_length] for part in self.encode_with_offsets(text))
-            spans, flags = np.stack([starts, stops], axis=1), np.zeros(len(ids), bool)
-            rows.append(EncodedText(ids.astype(np.uint32), np.zeros(len(ids), np.uint32), spans, flags))
+            if not isinstance(text, str):
+                raise ValueError("encode_texts(texts): bytes have no token between the texts of a pair; give texts.")
+            all_ids, *offsets = self.encode_with_offsets(text)
+            ids, (starts, stops) = all_ids[:max_length], (part[:max_length] for part in offsets)
+            spans, flags, types = np.stack([starts, stops], axis=1), np.zeros(len(ids), bool), np.zeros_like(ids)
+            is_cut = len(ids) < len(all_ids)
+            rows.append(EncodedText(ids.astype(np.uint32), types.astype(np.uint32), spans, flags, is_cut))
         return rows
 
     def decode(self, ids: Ids) -> str:
@@ -196,6 +203,8 @@ class EncodedText(NamedTuple):
     """The index of each token's first character in its text, and the index after its last character."""
     is_special: Bool[np.ndarray, "seq"]
     """Which tokens are special tokens around the texts."""
+    is_cut: bool = False
+    """Whether tokens at the end are left out."""
 
 
 class FileTokenizer:
@@ -294,6 +303,8 @@ class FileTokenizer:
         """
         return type(self._tokenizer).from_str(self._tokenizer.to_str())
 
+    reads_pairs = True
+
     def encode_texts(
         self, texts: Sequence[str] | Sequence[tuple[str, str]], *, max_length: int | None = None
     ) -> list[EncodedText]:
@@ -310,6 +321,7 @@ class FileTokenizer:
                 np.asarray(encoding.type_ids, np.uint32),
                 np.asarray(encoding.offsets, np.int64).reshape(-1, 2),
                 np.asarray(encoding.special_tokens_mask, bool),
+                bool(encoding.overflowing),
             )
             for encoding in encodings
         ]

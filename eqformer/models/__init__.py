@@ -31,7 +31,11 @@ from ._gguf_tokenizer import (
 )
 from ._hub import COMPANION_FILES as COMPANION_FILES, local_path as local_path, ModelCard as ModelCard, push as push
 from ._load import load as load, load_shapes as load_shapes, read_config as read_config
-from ._published_model import is_classifier as is_classifier, is_encoder as is_encoder
+from ._published_model import (
+    is_classifier as is_classifier,
+    is_encoder as is_encoder,
+    read_classifier as read_classifier,
+)
 from ._registry import (
     build as build,
     FAMILIES as FAMILIES,
@@ -39,6 +43,7 @@ from ._registry import (
     presets as presets,
     register as register,
     shapes as shapes,
+    with_classifier as with_classifier,
 )
 from ._save import save as save
 from ._weight_rules import Rule as Rule

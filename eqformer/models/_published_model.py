@@ -195,6 +195,17 @@ def is_classifier(folder: str | Path) -> bool:
     return isinstance(architectures, list) and bool(architectures) and names_classifier(architectures[0])
 
 
+def read_classifier(folder: str | Path) -> Classifier:
+    """Return the sizes of the classifier of a published folder; raise a `ValueError` for a folder of another model."""
+    classifier = describe_model(Path(folder)).classifier
+    if classifier is None:
+        raise ValueError(
+            f"read_classifier({str(folder)!r}): the folder's config.json names no model ForSequenceClassification or "
+            "ForTokenClassification; give the folder of a classifier."
+        )
+    return classifier
+
+
 def has_weights(folder: Path) -> bool:
     """Return whether a folder has weights that are read; a run's copy of a published folder has none."""
     return any((folder / name).exists() for name in (SINGLE, INDEX))

@@ -99,14 +99,32 @@ def build(
         call = f"{call[:-1]}, predictor={predictor}, classifier={classifier})"
         if predictor:
             raise ValueError(f"{call}: a classifier takes the place of the head that a predictor needs; give one.")
-        if family.classifier is None:
-            raise ValueError(f"{call}: the family {family.name} has no classifiers.")
-        return family.classifier.add_to(transformer, config, classifier, key=jax.random.fold_in(key, 2))
+        return _add_classifier(call, transformer, config, classifier, key)
     if not predictor:
         return transformer
     table = predictor_of(f"{call[:-1]}, predictor=True)", family)
     module = table.build(family.build, config, key=jax.random.fold_in(key, 1))
     return dataclasses.replace(transformer, predictor=module)
+
+
+def with_classifier(
+    model: Transformer, config: ModelConfig, classifier: Classifier, *, key: Key[Array, ""]
+) -> Transformer:
+    """Return a model of a config with a classifier of random weights in the place of its head.
+
+    It is the classifier that `build(config, classifier=classifier, key=key)` has. Raises a `ValueError` if the family
+    has no classifiers.
+    """
+    return _add_classifier(f"with_classifier(model, {config!r}, {classifier})", model, config, classifier, key)
+
+
+def _add_classifier(
+    call: str, model: Transformer, config: ModelConfig, classifier: Classifier, key: Key[Array, ""]
+) -> Transformer:
+    family = family_of(call, config)
+    if family.classifier is None:
+        raise ValueError(f"{call}: the family {family.name} has no classifiers.")
+    return family.classifier.add_to(model, config, classifier, key=jax.random.fold_in(key, 2))
 
 
 def shapes(model: str | ModelConfig, *, predictor: bool = False, classifier: Classifier | None = None) -> Transformer:

@@ -75,15 +75,15 @@ def save(
     if like is None:
         if whole:
             raise ValueError(f"{call}: whole=True writes the folder that the model came from again; give it as like=.")
-        configuration = _configuration(family, config)
-        if model.classifier is not None and family.classifier is not None:
-            configuration |= family.classifier.write(call, family.architecture, model)
+        configuration = _configuration(family, config) | _classifier_attributes(call, family, model)
         if model.predictor is not None and family.predictor is not None:
             configuration |= family.predictor.attributes
     else:
         has_predictor = model.predictor is not None
         published = dataclasses.replace(published_model.describe_model(Path(like)), predictor=has_predictor)
         configuration = published.attributes if whole else _text_configuration(published)
+        if published.classifier is None:
+            configuration |= _classifier_attributes(call, family, model)
         files = _copied_files(Path(like), whole) | dict(files)
     plain = plain_shapes(model)
     if published_model.lacks_head(plain, config):
@@ -113,6 +113,13 @@ def save(
 def _configuration(family: Family, config: ModelConfig) -> JsonObject:
     """Return the configuration of a text model of its own."""
     return {"architectures": [family.architecture], "model_type": family.model_type} | family.write(config)
+
+
+def _classifier_attributes(call: str, family: Family, model: Transformer) -> JsonObject:
+    """Return the attributes of a model's classifier; none for a model without one."""
+    if model.classifier is None or family.classifier is None:
+        return {}
+    return family.classifier.write(call, family.architecture, model)
 
 
 def _base_architecture(architecture: str) -> str:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from ._dtype import at_least_float32
 from ._linear import ComposedMap, dense, Linear, LinearMap
 from ._module import is_trainable, map_modules, modules, named_modules, path_name
+from ._pooling import ClassificationHead
 
 
 class LoRA(ComposedMap):
@@ -132,17 +133,20 @@ def without_lora(model: PyTree) -> PyTree:
 
 
 def lora_factors(model: PyTree) -> PyTree:
-    """Return a tree like the model with the factors of its `LoRA`s, and None for all other arrays.
+    """Return a tree like the model with the factors of its `LoRA`s and its classifier, and None for all other arrays.
 
-    The other arrays stay fixed in training. Raises a `ValueError` for a model without a `LoRA`.
+    The other arrays stay fixed in training. A classifier is trained whole, as by peft, since it begins with random
+    weights. Raises a `ValueError` for a model without a `LoRA`.
     """
     if not modules(model, LoRA):
         raise ValueError("lora_factors(model): the model has no LoRA; give it some by with_lora.")
 
     def is_lora(node: PyTree) -> bool:
-        return isinstance(node, LoRA)
+        return isinstance(node, LoRA | ClassificationHead)
 
     def factors(node: PyTree) -> PyTree:
+        if isinstance(node, ClassificationHead):
+            return eqx.filter(node, is_trainable)
         empty = jax.tree.map(lambda _: None, node)
         if not is_lora(node):
             return empty

@@ -13,7 +13,7 @@ from ..kernels import apply_softcap
 from ._cache import check_cached
 from ._contracts import Routed, ScoreBias
 from ._dtype import add_float32, at_least_float32, float_dtype
-from ._embedding import PerLayerInputs
+from ._embedding import PerLayerInputs, TokenTypes
 from ._linear import Linear, LinearMap
 from ._mlp import gelu
 from ._model_contracts import LanguageModel, LayerStack, ModelParts, PositionEmbedding, RandomMask, TokenEmbedding
@@ -256,6 +256,11 @@ class Transformer(LanguageModel):
             x = add_float32(x, self.positions(tokens.positions))
         x = x if self.embedding_norm is None else self.embedding_norm(x)
         return x if self.dropout is None else self.dropout(x, tokens.fold_in(_EMBEDDING).keys)
+
+    @property
+    def reads_types(self) -> bool:
+        """Whether the types of tokens change the vectors: the model has a table of more than one type."""
+        return isinstance(self.token_types, TokenTypes) and self.token_types.weight.shape[0] > 1
 
     def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Return the logits, in float32 at least, of the output of `encode`."""

@@ -39,6 +39,7 @@ from ._held_bytes import (
     activation_bytes as activation_bytes,
     batch_shapes as batch_shapes,
     judge_formula as judge_formula,
+    labelled_text_shapes as labelled_text_shapes,
     MARGIN as MARGIN,
     preference_shapes as preference_shapes,
     state_bytes as state_bytes,

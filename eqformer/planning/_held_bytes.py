@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .. import kernels, nn, parallel, training
-from .._shapes import Batch, is_shape, PreferenceBatch
+from .._shapes import Batch, is_shape, LabelBatch, PreferenceBatch
 from ..program import count_host_bytes, estimate_peak, Program, read_traced
 from ._accelerators import for_platform
 
@@ -174,6 +174,16 @@ def text_group_shapes(rows: int, seq: int, *, group: int) -> Batch:
     def make() -> Batch:
         ids, weights, examples = _make_tokens(rows, seq)
         return Batch(ids, ids, weights, examples, ids, ids, group=group, documents=1)
+
+    return eqx.filter_eval_shape(make)
+
+
+def labelled_text_shapes(rows: int, seq: int) -> LabelBatch:
+    """Return the shapes of a batch of texts with one label each, for `training.classification_loss`."""
+
+    def make() -> LabelBatch:
+        ids, weights, examples = _make_tokens(rows, seq)
+        return LabelBatch(ids, ids, weights, examples, ids, ids, documents=1, labels=examples, types=ids)
 
     return eqx.filter_eval_shape(make)
 

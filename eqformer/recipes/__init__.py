@@ -22,6 +22,7 @@ from ._recipe import (
     Distillation as Distillation,
     fields_of as fields_of,
     flags_of as flags_of,
+    Labels as Labels,
     Masking as Masking,
     Mesh as Mesh,
     Metrics as Metrics,

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from .._files import violated_annotation
 from .._shapes import Batch
 from ..data import Packing
-from ..models import ModelConfig
+from ..models import Classifier, ModelConfig
 from ..nn import Execution, Precision
 from ..parallel import ParallelConfig
-from ..planning import batch_shapes, preference_shapes, text_group_shapes
+from ..planning import batch_shapes, labelled_text_shapes, preference_shapes, text_group_shapes
 from ..training import Divergence, Lora, Optimization, VectorSimilarity
 
 
@@ -106,6 +106,16 @@ class Masking:
 
 
 @dataclasses.dataclass(frozen=True)
+class Labels:
+    """The classifier of --loss classification, see `training.classification_loss`."""
+
+    labels: tuple[str, ...] = ()
+    """The names of the labels; by default those of the published classifier, or of the rows, in order."""
+    pooling: Literal["mean", "cls", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"] | None = None
+    """How a text's vector is made of its tokens'; by default as in the family's published classifiers."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Spikes:
     """Spikes of the loss: the run goes back to its last checkpoint and skips the batches since, as in PaLM."""
 
@@ -165,8 +175,8 @@ class Recipe:
     """Text or chats (docs/data.md): a file, a folder or a dataset of the hub. Python's standard library by default."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     """The learned tokens of chats: the assistant's replies, replies after the user's last message, or all."""
-    loss: Literal["next-token", "dpo", "ipo", "orpo", "kto", "contrastive", "mlm"] = "next-token"
-    """Learn the next token; preferences (DPO, IPO, ORPO, KTO); an encoder's vectors (contrastive) or masked tokens."""
+    loss: Literal["next-token", "dpo", "ipo", "orpo", "kto", "contrastive", "mlm", "classification"] = "next-token"
+    """Learn the next token; preferences (DPO, IPO, ORPO, KTO); vectors of texts, masked tokens, or labels of texts."""
     beta: float = 0.1
     """How strongly DPO, IPO and KTO hold the model to the reference; for ORPO the weight of the odds ratio."""
     desirable_weight: float = 1.0
@@ -183,6 +193,8 @@ class Recipe:
     """The loss of --loss contrastive."""
     masking: Masking = Masking()
     """The masked tokens of --loss mlm."""
+    classification: Labels = Labels()
+    """The classifier of --loss classification."""
     seq: int = 256
     """Tokens a row."""
     batch: int = 16
@@ -246,8 +258,19 @@ class Recipe:
 
     @property
     def is_of_encoder(self) -> bool:
-        """Whether the loss is one of text encoders, which write no text."""
-        return self.loss in ("contrastive", "mlm")
+        """Whether the loss is one of text encoders and classifiers, which write no text."""
+        return self.loss in ("contrastive", "mlm", "classification")
+
+    @property
+    def has_text_rows(self) -> bool:
+        """Whether the rows are whole texts of a form of their own: groups of texts, or texts with labels."""
+        return self.loss in ("contrastive", "classification")
+
+    @property
+    def classifier(self) -> Classifier | None:
+        """The sizes of the model's classifier; None for a model without one."""
+        options = self.classification
+        return Classifier(len(options.labels), pooling=options.pooling) if self.loss == "classification" else None
 
     @property
     def compares_pairs(self) -> bool:
@@ -266,6 +289,8 @@ class Recipe:
             return preference_shapes(self.batch, self.seq, has_reference=self.has_reference, has_labels=has_labels)
         if self.loss == "contrastive":
             return text_group_shapes(self.batch, self.seq, group=self.contrastive.group)
+        if self.loss == "classification":
+            return labelled_text_shapes(self.batch, self.seq)
         return batch_shapes(self.batch, self.seq, packed=self.text.packing != "windows")
 
 

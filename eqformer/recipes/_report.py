@@ -246,8 +246,12 @@ def closing_lines(
 
 def _closing_loss_line(recipe: Recipe, last: Mapping[str, Any]) -> str:
     """Return the line of the last losses, in training and validation."""
-    unit = {"contrastive": "a group", "mlm": "a masked token"}.get(recipe.loss, "a token")
-    right = {"contrastive": "of positives found", "mlm": "of masked tokens right"}.get(recipe.loss, "of tokens right")
+    words = {
+        "contrastive": ("a group", "of positives found"),
+        "mlm": ("a masked token", "of masked tokens right"),
+        "classification": ("a text", "of texts right"),
+    }
+    unit, right = words.get(recipe.loss, ("a token", "of tokens right"))
     bits = f"{last['validation_bits_per_byte']:.3f} bits a byte, " if "validation_bits_per_byte" in last else ""
     return (
         f"loss       {last['loss']:.3f} nats {unit} in training; validation {last['validation_loss']:.3f} nats, "

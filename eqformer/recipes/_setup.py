@@ -16,20 +16,10 @@ from jaxtyping import Array, Key
 
 from .. import data, models, nn, parallel, planning, training
 from ..text import load_tokenizer
-from ._recipe import (
-    Contrastive,
-    Distillation,
-    fields_of,
-    flags_of,
-    format_flag,
-    Masking,
-    Mesh,
-    name_flags_in_errors,
-    Recipe,
-)
+from ._recipe import Distillation, fields_of, flags_of, format_flag, Mesh, name_flags_in_errors, Recipe
 from ._report import Screen
 from ._run_directory import RunDirectory
-from ._texts import check_published, mask_id, quantized_formats, recipe_tokenizer
+from ._texts import check_encoder_loss, check_published, quantized_formats, recipe_tokenizer
 
 
 Result = TypeVar("Result")
@@ -54,8 +44,8 @@ def load_published_model(recipe: Recipe, plan: parallel.Plan | None, screen: Scr
     assert recipe.published is not None
     with screen.bar() as progress:
         show = functools.partial(progress, f"reading {recipe.published}")
-        dtype, has_head = recipe.precision.parameters, recipe.loss != "contrastive"
-        options: dict[str, Any] = {"dtype": dtype, "head": has_head, "weights": recipe.weights}
+        has_head = not recipe.has_text_rows or models.is_classifier(recipe.published)
+        options: dict[str, Any] = {"dtype": recipe.precision.parameters, "head": has_head, "weights": recipe.weights}
         model = models.load(recipe.published, plan=plan, progress=show, **options)
     return configure_model(recipe, model)
 
@@ -71,8 +61,8 @@ def load_teacher(recipe: Recipe, plan: parallel.Plan, screen: Screen) -> nn.Tran
 
 def build_model(recipe: Recipe, formats: Mapping[str, Any] = MappingProxyType({})) -> nn.Transformer:
     """Build the recipe's model with its initial weights; maps with `formats` hold codes (`nn.quantized_formats`)."""
-    model = nn.with_quantized_formats(models.build(recipe.model, key=make_keys(recipe).init), formats)
-    return configure_model(recipe, model)
+    model = models.build(recipe.model, classifier=recipe.classifier, key=make_keys(recipe).init)
+    return configure_model(recipe, nn.with_quantized_formats(model, formats))
 
 
 def model_shapes(recipe: Recipe, directory: RunDirectory | None = None) -> nn.Transformer:
@@ -99,9 +89,18 @@ def _check_quantized(recipe: Recipe, trains: bool, directory: RunDirectory | Non
 
 
 def configure_model(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
-    """Return the model with the recipe's execution settings, precision and LoRA, without an unused head."""
-    model = nn.without_head(model) if recipe.loss == "contrastive" else model
+    """Return the model with the recipe's execution settings, precision and LoRA, and the head that the loss reads."""
+    model = replace_head(recipe, model)
     return apply_lora(recipe, recipe.precision.apply(recipe.execution.apply(model)))
+
+
+def replace_head(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
+    """Return the model with the head that the recipe's loss reads: none, a classifier, or its own."""
+    if recipe.loss == "contrastive":
+        return nn.without_head(model)
+    if recipe.classifier is None or model.classifier is not None:
+        return model
+    return models.with_classifier(model, recipe.model, recipe.classifier, key=make_keys(recipe).init)
 
 
 def apply_lora(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
@@ -219,6 +218,8 @@ def make_loss(recipe: Recipe) -> Callable[..., Any]:
             symmetric=options.symmetric,
             dims=options.dims,
         )
+    if recipe.loss == "classification":
+        return training.classification_loss
     weights = {"desirable_weight": recipe.desirable_weight, "undesirable_weight": recipe.undesirable_weight}
     return training.preference_loss(recipe.loss, beta=recipe.beta, **weights)
 
@@ -260,7 +261,7 @@ def check(recipe: Recipe, *, trains: bool = True, directory: RunDirectory | None
     if recipe.loss == "kto" and recipe.debug_nans:
         raise ValueError("--loss kto --debug-nans: the reference point is no part of the batch; leave one of them out.")
     _check_quantized(recipe, trains, directory)
-    _check_encoder_loss(recipe, directory)
+    check_encoder_loss(recipe, directory)
     _check_vocab(recipe, directory)
     _check_distillation(recipe, directory)
     with name_flags_in_errors(recipe):  # The library makes its own checks.
@@ -284,34 +285,6 @@ def check_run(recipe: Recipe, directory: RunDirectory) -> nn.Transformer:
     check_published(recipe, directory)
     check_from_run(recipe, shapes, directory)
     return shapes
-
-
-def _check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
-    """Raise a `ValueError` for choices that do not suit the loss, for losses of text encoders and all others."""
-    if recipe.loss != "contrastive" and recipe.contrastive != Contrastive():
-        raise ValueError(f"--loss {recipe.loss}: --contrastive is for --loss contrastive; leave it out.")
-    if recipe.loss != "mlm" and recipe.masking != Masking():
-        raise ValueError(f"--loss {recipe.loss}: --masking is for --loss mlm; leave it out.")
-    if not recipe.is_of_encoder:
-        return
-    if recipe.evaluate_every:
-        raise ValueError(f"--loss {recipe.loss} --evaluate-every: a text encoder writes no text; leave it out.")
-    if recipe.loss == "mlm":
-        if not 0 < recipe.masking.share <= 1:
-            raise ValueError(f"--masking.share {recipe.masking.share}: it is above 0 and at most 1; 0.3 is usual.")
-        mask_id(recipe, recipe_tokenizer(recipe, directory))
-        return
-    group = recipe.contrastive.group
-    if group < 2 or recipe.batch % group or recipe.batch < 2 * group:
-        raise ValueError(
-            f"--contrastive.group {group} --batch {recipe.batch}: a group has at least an anchor and its positive, and "
-            "a batch holds at least two whole groups; a row is one text."
-        )
-    if recipe.text.hub or recipe.optimizer.z_loss:
-        raise ValueError(
-            "--loss contrastive: groups of texts are read from --data or --text.mix, and have no --optimizer.z-loss; "
-            "leave --text.hub and --optimizer.z-loss out."
-        )
 
 
 def _check_encoder(recipe: Recipe, shapes: nn.Transformer) -> None:
@@ -488,11 +461,12 @@ def load_run_weights(recipe: Recipe, plan: parallel.Plan) -> nn.Transformer:
     # With --from-optimizer the run's low-rank factors stay, since the optimizer's state belongs to them.
     if (old.lora, old.weights) != (recipe.lora, recipe.weights) and not recipe.from_optimizer:
         model = apply_lora(recipe, nn.dequantize(nn.merge_lora(model)))
-    model = nn.without_head(model) if recipe.loss == "contrastive" else model
-    return recipe.precision.apply(model)
+    return recipe.precision.apply(replace_head(recipe, model))
 
 
 def _with_saved_dtypes(recipe: Recipe, old: Recipe) -> Recipe:
     """Return the recipe with the LoRA, the dtypes, the quantized weights and the head of the old recipe."""
-    loss = old.loss if recipe.loss == "contrastive" else recipe.loss
-    return dataclasses.replace(recipe, lora=old.lora, precision=old.precision, weights=old.weights, loss=loss)
+    recipe = dataclasses.replace(recipe, lora=old.lora, precision=old.precision, weights=old.weights)
+    if not recipe.has_text_rows:
+        return recipe
+    return dataclasses.replace(recipe, loss=old.loss, classification=old.classification)

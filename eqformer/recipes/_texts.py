@@ -13,9 +13,9 @@ from typing import Any
 from .. import data, models, nn
 from .._files import dataclass_differences, read_json, write_atomic
 from .._prepare import token_cache
-from ..text import load_conversation_encoder, load_tokenizer, read_pooling
+from ..text import load_conversation_encoder, load_tokenizer, read_label_names, read_pooling, reads_token_types
 from ..training import Optimization
-from ._recipe import Recipe
+from ._recipe import Contrastive, Labels, Masking, Recipe
 from ._report import print_warnings, Screen
 from ._run_directory import EVERYTHING_ELSE, RunDirectory
 
@@ -93,6 +93,8 @@ def complete_recipe(recipe: Recipe) -> Recipe:
         recipe = dataclasses.replace(recipe, contrastive=dataclasses.replace(recipe.contrastive, pooling=pooling))
     for read_file in (_open_tokenizer, _detect_form):  # The files may have changed since an earlier run of the process.
         read_file.cache_clear()
+    if recipe.loss == "classification":
+        recipe = dataclasses.replace(recipe, classification=_complete_labels(recipe))
     return for_chats(recipe) if reads_chats(recipe) else recipe
 
 
@@ -103,6 +105,73 @@ def quantized_formats(recipe: Recipe, directory: RunDirectory | None = None) -> 
         return read_json(directory.quantized)
     assert recipe.published is not None
     return nn.quantized_formats(models.load_shapes(recipe.published, weights="quantized"))
+
+
+def _complete_labels(recipe: Recipe) -> Labels:
+    """Return the recipe's classifier with the names of its labels, and with the pooling of a published classifier."""
+    options, published = recipe.classification, recipe.published
+    if published is None or not models.is_classifier(published):
+        return dataclasses.replace(options, labels=options.labels or data.list_label_names(chat_paths(recipe)))
+    classifier = models.read_classifier(published)
+    if classifier.classifies_tokens or options.pooling not in (None, classifier.pooling):
+        raise ValueError(
+            f"--model {published} --classification.pooling {options.pooling}: the published classifier pools texts by "
+            f"{classifier.pooling}; take a classifier of texts, and leave the pooling out."
+        )
+    labels = options.labels or read_label_names(published)
+    return dataclasses.replace(options, labels=labels, pooling=classifier.pooling)
+
+
+def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
+    """Raise a `ValueError` for choices that do not suit the loss, for losses of text encoders and all others."""
+    if recipe.loss != "contrastive" and recipe.contrastive != Contrastive():
+        raise ValueError(f"--loss {recipe.loss}: --contrastive is for --loss contrastive; leave it out.")
+    if recipe.loss != "mlm" and recipe.masking != Masking():
+        raise ValueError(f"--loss {recipe.loss}: --masking is for --loss mlm; leave it out.")
+    if recipe.loss != "classification" and recipe.classification != Labels():
+        raise ValueError(f"--loss {recipe.loss}: --classification is for --loss classification; leave it out.")
+    if not recipe.is_of_encoder:
+        return
+    if recipe.evaluate_every:
+        raise ValueError(f"--loss {recipe.loss} --evaluate-every: a text encoder writes no text; leave it out.")
+    if recipe.loss == "mlm":
+        if not 0 < recipe.masking.share <= 1:
+            raise ValueError(f"--masking.share {recipe.masking.share}: it is above 0 and at most 1; 0.3 is usual.")
+        mask_id(recipe, recipe_tokenizer(recipe, directory))
+        return
+    if recipe.text.hub or recipe.optimizer.z_loss:
+        rows = "groups of texts" if recipe.loss == "contrastive" else "labelled texts"
+        raise ValueError(
+            f"--loss {recipe.loss}: {rows} are read from --data or --text.mix, and have no --optimizer.z-loss; leave "
+            "--text.hub and --optimizer.z-loss out."
+        )
+    if recipe.loss == "classification":
+        _check_labels(recipe)
+        return
+    group = recipe.contrastive.group
+    if group < 2 or recipe.batch % group or recipe.batch < 2 * group:
+        raise ValueError(
+            f"--contrastive.group {group} --batch {recipe.batch}: a group has at least an anchor and its positive, and "
+            "a batch holds at least two whole groups; a row is one text."
+        )
+
+
+def _check_labels(recipe: Recipe) -> None:
+    """Raise a `ValueError` for labels that are not names of at least two classes, or not those of the model."""
+    names = recipe.classification.labels
+    flag = f"--classification.labels {' '.join(names)}"
+    if len(names) < 2 or len({*names}) < len(names) or not all(name.strip() for name in names):
+        raise ValueError(
+            f"{flag}: a classifier tells at least two labels apart, each of another name; correct them, or give rows "
+            "of at least two labels."
+        )
+    if recipe.published is None or not models.is_classifier(recipe.published):
+        return
+    if len(published := read_label_names(recipe.published)) != len(names):
+        raise ValueError(
+            f"{flag}: the published classifier has {len(published)} labels, {', '.join(published[:8])}; give as many "
+            "names, or the folder of a model without a classifier."
+        )
 
 
 def copy_published_files(recipe: Recipe, directory: RunDirectory) -> None:
@@ -127,23 +196,25 @@ _MESSAGE_FORMS = (
 
 
 def open_chats(recipe: Recipe, path: Path) -> data.TextSource:
-    """Return the rows of a path: conversations, pairs, labelled completions or groups of texts, by the loss."""
+    """Return the rows of a path by the loss: conversations, pairs, labelled completions, groups or labelled texts."""
     if recipe.loss == "contrastive":
         return data.text_groups(path, group=recipe.contrastive.group)
+    if recipe.loss == "classification":
+        return data.labelled_texts(path, recipe.classification.labels)
     if recipe.compares_pairs:
         return data.preferences(path)
     return data.labelled(path) if recipe.has_preferences else data.conversations(path)
 
 
 def chat_paths(recipe: Recipe) -> list[Path]:
-    """Return the recipe's files and folders of conversations, of prompts and completions, or of groups of texts.
+    """Return the recipe's files and folders of conversations, of completions, or of groups of texts or labelled texts.
 
     Raises a `ValueError` if conversations and plain texts are mixed.
     """
-    has_rows = recipe.has_preferences or recipe.loss == "contrastive"
+    has_rows = recipe.has_preferences or recipe.has_text_rows
     if has_rows and recipe.data is None and not recipe.text.mix:
-        rows = "groups of texts" if recipe.loss == "contrastive" else "labelled completions"
-        rows = "pairs" if recipe.compares_pairs else rows
+        names = {"contrastive": "groups of texts", "classification": "labelled texts", "kto": "labelled completions"}
+        rows = names.get(recipe.loss, "pairs")
         raise ValueError(f"--loss {recipe.loss}: {rows} are read from a file or folder; give --data ROWS.jsonl.")
     paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if not part.startswith("hub:")]
     paths += [] if recipe.data is None else [Path(recipe.data)]
@@ -167,7 +238,7 @@ def for_chats(recipe: Recipe) -> Recipe:
     """Return the recipe with rows of whole conversations or pairs, and a question as the prompt of its samples."""
     prompt = _PROMPT if recipe.prompt == Recipe.prompt else recipe.prompt
     packing = "pairs" if recipe.compares_pairs else "labelled" if recipe.has_preferences else "documents"
-    packing = "groups" if recipe.loss == "contrastive" else packing
+    packing = {"contrastive": "groups", "classification": "classes"}.get(recipe.loss, packing)
     return dataclasses.replace(recipe, prompt=prompt, text=dataclasses.replace(recipe.text, packing=packing))
 
 
@@ -194,9 +265,13 @@ def chat_encoder(
 
 
 def row_encoder(recipe: Recipe, tokenizer: Tokenizer, directory: RunDirectory | None = None) -> data.RowEncoder | None:
-    """Return the encoder of the recipe's rows: conversations, completions or groups of texts; None for plain text."""
+    """Return the encoder of the recipe's rows, of conversations, completions or whole texts; None for plain text."""
     if recipe.loss == "contrastive":
         return data.TextGroupEncoder(tokenizer, seq=recipe.seq)
+    if recipe.loss == "classification":
+        folder, labels = published_files(recipe, directory), recipe.classification.labels
+        reads_types = models.shapes(recipe.model).reads_types and (folder is None or reads_token_types(folder))
+        return data.LabelledTextEncoder(tokenizer, seq=recipe.seq, labels=labels, reads_types=reads_types)
     return chat_encoder(recipe, tokenizer, directory)
 
 

@@ -165,8 +165,9 @@ class Trainer:
         self.parameters = count_parameters(self.optimizer, shapes)
         self.summary = parallel.summary(plan, shapes, rows=recipe.batch, seq=recipe.seq)
         self.evaluate = training.make_evaluation(plan)
-        if recipe.loss == "contrastive":
-            self.evaluate = training.make_contrastive_evaluation(plan, make_loss(recipe))
+        if recipe.has_text_rows:
+            accuracy = "retrieval_accuracy" if recipe.loss == "contrastive" else "accuracy"
+            self.evaluate = training.make_loss_evaluation(plan, make_loss(recipe), accuracy=accuracy)
         self.scores = None
         if self.evaluator is not None:
             self.scores = make_scores(recipe, self.evaluator, self.tokenizer, directory, self.states, shapes)

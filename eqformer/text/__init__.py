@@ -21,6 +21,7 @@ from ._rollouts import read_prompts as read_prompts, Reward as Reward, Rollouts 
 from ._run_folder import (
     export_run as export_run,
     is_run as is_run,
+    load_run_classifier as load_run_classifier,
     load_run_encoder as load_run_encoder,
     load_run_model as load_run_model,
     load_run_tokenizer as load_run_tokenizer,
@@ -28,6 +29,8 @@ from ._run_folder import (
 from ._text_classifier import (
     Classification as Classification,
     load_classifier as load_classifier,
+    read_label_names as read_label_names,
+    reads_token_types as reads_token_types,
     TextClassifier as TextClassifier,
     TokenLabel as TokenLabel,
 )

@@ -10,7 +10,14 @@ from .. import data, generation, models, nn, parallel, training
 from .._prepare import last_level_cache
 from ._companions import load_tokenizer, MODULES, read_begin_id, read_chat_template
 from ._llm import LLM
-from ._run_folder import is_run, load_run_encoder, open_run_tokenizer, read_run_recipe, restore_run_model
+from ._run_folder import (
+    is_run,
+    load_run_classifier,
+    load_run_encoder,
+    open_run_tokenizer,
+    read_run_recipe,
+    restore_run_model,
+)
 from ._text_classifier import load_classifier
 from ._text_encoder import load_encoder
 
@@ -49,10 +56,13 @@ def load(
     is_classifier = is_published and models.is_classifier(path)
     is_encoder = is_published and ((path / MODULES).exists() or models.is_encoder(path))
     call = f"load({str(source)!r})"
-    if path.is_dir() and is_run(path) and read_run_recipe(path).is_of_encoder:
+    run = read_run_recipe(path) if path.is_dir() and is_run(path) else None
+    if run is not None and (run.is_of_encoder or run.classifier is not None):
         if dtype is not None or weights != "decoded" or predictor or throughput:
-            raise ValueError(f"{call}: a run's text encoder has no dtype, weights, predictor or throughput to choose.")
-        return load_run_encoder(path, plan)
+            raise ValueError(
+                f"{call}: a run's text encoder or classifier has no dtype, weights, predictor or throughput to choose."
+            )
+        return load_run_encoder(path, plan) if run.is_of_encoder else load_run_classifier(path, plan)
     if not is_classifier and not is_encoder:
         return _load_llm(call, path, plan, dtype, weights, predictor, throughput, progress)
     if predictor or throughput:

@@ -11,6 +11,7 @@ import jax
 from .. import data, models, nn, parallel, training
 from .._files import dataclass_from_json, read_json, read_utf8, UnknownKindError
 from ._companions import EmbeddingHead, encoder_files, load_tokenizer
+from ._text_classifier import reads_token_types, TextClassifier
 from ._text_encoder import TextEncoder
 
 
@@ -36,18 +37,29 @@ class RunRecipe(NamedTuple):
     """How a text encoder makes the vector of a text."""
     similarity: str = "cosine"
     """The function by which the vectors of a text encoder are compared."""
+    labels: tuple[str, ...] = ()
+    """The names of a classifier's labels; empty for a run of another loss."""
+    label_pooling: str | None = None
+    """How a classifier makes the vector of a text; None: as in the family's published classifiers."""
 
     @property
     def is_of_encoder(self) -> bool:
         """Whether the run trains a text encoder."""
         return self.loss in ("contrastive", "mlm")
 
+    @property
+    def classifier(self) -> models.Classifier | None:
+        """The sizes of the run's classifier; None for a run of another loss."""
+        is_classifier = self.loss == "classification"
+        return models.Classifier(len(self.labels), pooling=self.label_pooling) if is_classifier else None
+
     def shapes(self) -> nn.Transformer:
         """Return the shapes of the trained model, without the fp8 products that only training uses."""
         return nn.without_fp8(eqx.filter_eval_shape(self._build))
 
     def _build(self) -> nn.Transformer:
-        model = nn.with_quantized_formats(models.build(self.model, key=jax.random.key(0)), self.quantized)
+        model = models.build(self.model, classifier=self.classifier, key=jax.random.key(0))
+        model = nn.with_quantized_formats(model, self.quantized)
         model = nn.without_head(model) if self.loss == "contrastive" else model
         return self.lora.apply(self.precision.apply(self.execution.apply(model)), key=jax.random.key(0))
 
@@ -105,6 +117,21 @@ def load_run_encoder(path: str | Path, plan: parallel.Plan | None = None) -> Tex
     return TextEncoder(model, head, tokenizer, max_length=recipe.seq, similarity_name=recipe.similarity, plan=plan)
 
 
+def load_run_classifier(path: str | Path, plan: parallel.Plan | None = None) -> TextClassifier:
+    """Load the classifier of a run's latest checkpoint, of the loss `classification`.
+
+    It reads texts as the run has: of at most `seq` tokens. Raises a `ValueError` for a run of another loss.
+    """
+    recipe, published = read_run_recipe(path), training.RunFolder(path).published
+    if recipe.classifier is None:
+        raise ValueError(f"load_run_classifier({str(path)!r}): the run's loss is {recipe.loss}, not classification.")
+    model, tokenizer = nn.merge_lora(restore_run_model(path, recipe, plan)), open_run_tokenizer(path, recipe)
+    model = model if plan is None else plan.shard(model)
+    activation = "sigmoid" if len(recipe.labels) == 1 else "identity"
+    options: dict[str, Any] = {"max_length": recipe.seq, "activation": activation, "plan": plan}
+    return TextClassifier(model, tokenizer, recipe.labels, reads_types=reads_token_types(published), **options)
+
+
 def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -> None:
     """Write the model of a run's latest checkpoint as a published folder, with its tokenizer.
 
@@ -112,6 +139,8 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
     into the weights, and quantized weights are decoded. Raises a `ValueError` as `load_run_model` and `models.save` do.
     """
     recipe, published = read_run_recipe(path), training.RunFolder(path).published
+    if recipe.classifier is not None and adapter:
+        raise ValueError(f"export_run({str(path)!r}, adapter=True): an adapter has no classifier; export the model.")
     model = restore_run_model(path, recipe)
     if adapter:
         base = None if recipe.published is None else str(recipe.published)
@@ -127,6 +156,9 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
         tokenizer = open_run_tokenizer(path, recipe)
         ids = {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None}
         options |= {"attributes": ids, "files": data.tokenizer_files(tokenizer, max_length=recipe.seq)}
+    if recipe.classifier is not None:
+        tokenizer = open_run_tokenizer(path, recipe)
+        options["attributes"] = {**options.get("attributes", {}), **_label_attributes(recipe, published, tokenizer)}
     if recipe.is_of_encoder:
         embed, similarity = recipe.model.embed, recipe.similarity
         files = encoder_files(recipe.pooling, channels=embed, max_length=recipe.seq, similarity=similarity)
@@ -135,6 +167,22 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
     if recipe.quantized:
         model = nn.cast(nn.dequantize(model), recipe.precision.parameters)
     models.save(model, target, **options)
+
+
+def _label_attributes(
+    recipe: RunRecipe, published: Path, tokenizer: data.ByteTokenizer | data.FileTokenizer
+) -> dict[str, Any]:
+    """Return the attributes of `config.json` that state the labels of a run's classifier, and its padding."""
+    names = dict(enumerate(recipe.labels))
+    attributes: dict[str, Any] = {"id2label": {str(number): name for number, name in names.items()}}
+    attributes["label2id"] = {name: number for number, name in names.items()}
+    attributes["problem_type"] = "single_label_classification"
+    # transformers reads several texts at once only if it knows the padding.
+    stated = read_json(published / "config.json") if (published / "config.json").exists() else {}
+    (row,) = tokenizer.encode_texts(["a"])
+    if stated.get("pad_token_id") is None and row.ids[-1] != tokenizer.end_of_text:
+        attributes["pad_token_id"] = tokenizer.end_of_text
+    return attributes
 
 
 def read_run_recipe(path: str | Path) -> RunRecipe:
@@ -148,7 +196,7 @@ def read_run_recipe(path: str | Path) -> RunRecipe:
 
 
 def _parse_recipe(file: Path, recipe: Mapping[str, Any]) -> RunRecipe:
-    contrastive = recipe.get("contrastive") or {}
+    contrastive, classification = recipe.get("contrastive") or {}, recipe.get("classification") or {}
     text, read = recipe.get("text") or {}, functools.partial(_read_part, file, recipe)
     config = read("model")
     if not isinstance(config, models.ModelConfig):
@@ -166,6 +214,8 @@ def _parse_recipe(file: Path, recipe: Mapping[str, Any]) -> RunRecipe:
         loss=recipe.get("loss") or "next-token",
         pooling=contrastive.get("pooling") or "mean",
         similarity=contrastive.get("similarity") or "cosine",
+        labels=tuple(classification.get("labels") or ()),
+        label_pooling=classification.get("pooling"),
     )
 
 

@@ -49,7 +49,7 @@ class TextClassifier:
 
     model: nn.Transformer
     """The model with its classifier."""
-    tokenizer: data.FileTokenizer
+    tokenizer: data.ByteTokenizer | data.FileTokenizer
     """The tokenizer of texts."""
     labels: tuple[str, ...]
     """The name of each label."""
@@ -224,7 +224,7 @@ def load_classifier(
         limit_length(model, max_length, path),
         attributes.get("problem_type") == "multi_label_classification",
         _read_activation(path, attributes, count),
-        _reads_types(path),
+        reads_token_types(path),
         _read_pad_id(model, attributes),
         plan,
     )
@@ -263,6 +263,11 @@ def _load_answers(
     return TextClassifier(model, tokenizer, (answers[0],), max_length, plan=plan)
 
 
+def read_label_names(folder: str | Path) -> tuple[str, ...]:
+    """Return the names of the labels of a published classifier; raise a `ValueError` for a folder of another model."""
+    return _label_names(read_json(Path(folder) / "config.json"), models.read_classifier(folder).labels)
+
+
 def _label_names(attributes: JsonObject, count: int) -> tuple[str, ...]:
     """Return the name of each label; transformers leaves out its own default names."""
     names = attributes.get("id2label")
@@ -294,8 +299,8 @@ def _read_pad_id(model: nn.Transformer, attributes: JsonObject) -> int | None:
     return pad_id if pools_last and isinstance(pad_id, int) else None
 
 
-def _reads_types(path: Path) -> bool:
-    """Return whether a model reads token types; false only if the tokenizer's settings list other inputs."""
-    file = path / "tokenizer_config.json"
+def reads_token_types(folder: str | Path) -> bool:
+    """Return whether a published model reads token types; false only if the tokenizer's settings list other inputs."""
+    file = Path(folder) / "tokenizer_config.json"
     names = read_json(file).get("model_input_names") if file.exists() else None
     return not isinstance(names, list) or "token_type_ids" in names

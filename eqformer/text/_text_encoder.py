@@ -252,9 +252,7 @@ def hidden_vectors(
 
     Token types that the model has no vectors for, such as those of RoBERTa, are left out.
     """
-    table = model.token_types
-    has_types = isinstance(table, nn.TokenTypes) and table.weight.shape[0] > 1
-    tokens = tokens if has_types else tokens.replace(types=None)
+    tokens = tokens if model.reads_types else tokens.replace(types=None)
     return model.encode(ids, tokens)[0] if plan is None else plan.encode(model, ids, tokens)
 
 

@@ -37,11 +37,13 @@ def make_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Arr
     return _make_forward(plan, evaluation_sums, PartitionSpec(), OnDevice.total)
 
 
-def make_contrastive_evaluation(plan: Plan, loss: LossFn) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
-    """Return a jitted function `(model, batch)` that sums a `contrastive_loss` over the batch's groups under a plan.
+def make_loss_evaluation(
+    plan: Plan, loss: LossFn, *, accuracy: str
+) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
+    """Return a jitted function `(model, batch)` that sums a loss of whole texts over a batch under a plan.
 
-    The sums are `nats`, the losses; `correct`, the anchors whose own positive is the most similar candidate; and
-    `count`, the number of groups.
+    The sums are `nats`, the losses; `correct`, those of the loss's metric `accuracy`, which is `"retrieval_accuracy"`
+    of a `contrastive_loss` and `"accuracy"` of `classification_loss`; and `count`, the number of groups or of texts.
     """
 
     def sums(
@@ -49,7 +51,7 @@ def make_contrastive_evaluation(plan: Plan, loss: LossFn) -> Callable[[PyTree, B
     ) -> dict[str, Float[Array, ""]]:
         total, aux = loss(model, batch, None, tokens=tokens, vocabulary=vocabulary)
         assert isinstance(aux, LossAux)
-        correct, _ = aux.metrics["retrieval_accuracy"]
+        correct, _ = aux.metrics[accuracy]
         return {"nats": total, "correct": correct, "count": aux.count}
 
     return _make_forward(plan, sums, PartitionSpec(), OnDevice.total)

@@ -8,7 +8,7 @@ from ... import nn
 from ..._array_checks import checked
 from ..._shapes import Batch, LabelBatch
 from ...nn import Tokens
-from ...parallel import replicate_rows
+from ...parallel import replicate_rows, sum_rows
 from ._contrastive import pool_rows, SUMMED_POOLINGS
 from ._loss_aux import add_aux_losses, CountOrAux, LossAux
 from ._token_losses import batch_tokens
@@ -30,7 +30,7 @@ def classification_loss(
     in transformers, the loss of a text with one label, a whole number, is the nats of the label; with a number for each
     of several labels it is the mean over the labels of the nats of a yes or no; and for a model with one output it is
     the squared difference from the number. The metric `accuracy` is the share of texts, or of decisions, that are
-    right; numbers have none.
+    right; numbers have none. Texts without any weight, with which an epoch fills its last batch up, do not count.
 
     Loss and gradients are the same in any number of microbatches and on any mesh, except that a residual stream split
     by features refuses classifiers.
@@ -48,10 +48,13 @@ def classification_loss(
     vectors, devices = pool_rows(head.pooling.modes[0], hidden, tokens)
     logits = replicate_rows(nn.in_float32(head.score(vectors)))
     losses, is_right = _label_losses(logits, jnp.asarray(batch.labels))
+    # A row's weights may be split over devices, which all count its text or none.
+    row_weights, _ = sum_rows(jnp.asarray(batch.weights).astype(losses.dtype))
+    counts = (row_weights > 0).astype(losses.dtype)
     # All devices that share a row have computed its loss.
-    count = jnp.full((), len(losses) / devices, losses.dtype)
-    metrics = {} if is_right is None else {"accuracy": (jnp.sum(is_right) / devices, count)}
-    return add_aux_losses(jnp.sum(losses) / devices, LossAux(count, None, metrics), aux)
+    count = jnp.sum(counts) / devices
+    metrics = {} if is_right is None else {"accuracy": (jnp.sum(is_right * counts) / devices, count)}
+    return add_aux_losses(jnp.sum(losses * counts) / devices, LossAux(count, None, metrics), aux)
 
 
 def _label_losses(

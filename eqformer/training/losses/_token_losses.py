@@ -100,6 +100,7 @@ def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
         return None if key is None else token_keys(key, jnp.asarray(batch.examples), row_indices)
 
     tokens = _make_tokens(batch.positions, batch.segments, make_keys(batch.ids.shape), batch.ids.shape, batch.documents)
+    tokens = tokens if batch.types is None else tokens.replace(types=jnp.asarray(batch.types))
     if batch.source_ids is None:
         return tokens
     shape = batch.source_ids.shape
