@@ -34,7 +34,7 @@ class Command(ModelFlags):
     """Continue a prompt, or answer it, with the latest checkpoint of a run or with a published model."""
 
     prompt: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: one that fits the model)")] = None
-    """What the text begins with; a question, where the model has a chat template."""
+    """The beginning of the text; a question, if the model has a chat template."""
     chat: Literal["auto", "yes", "no"] = "auto"
     """Whether to ask in the model's chat template; auto asks so if the model has one."""
     system: str | None = None
