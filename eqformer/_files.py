@@ -274,8 +274,8 @@ def _make_dataclass(value: Mapping[str, Any], classes: Mapping[str, type], sourc
     known = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(fields.keys() - known.keys()):
         raise ValueError(
-            f"{source}: {kind.__name__} has no fields {unknown}; it was written by another version of eqformer, with "
-            "which the run can go on."
+            f"{source}: {kind.__name__} has no fields {unknown}; it was written by another version of eqformer; "
+            "use that version to continue the run."
         )
     for name in fields:
         if "Path" in str(known[name].type) and isinstance(fields[name], str):

@@ -177,8 +177,8 @@ class PolicyBatch(Batch):
     def __check_init__(self):
         if not 0 < self.temperature < float("inf"):
             raise ValueError(
-                f"PolicyBatch(temperature={self.temperature}): it is that of sampling, finite and above 0, since a "
-                "greedy completion has no other to be compared with."
+                f"PolicyBatch(temperature={self.temperature}): it must be the temperature of sampling, finite and "
+                "above 0, since greedy completions of a prompt are all equal."
             )
 
 

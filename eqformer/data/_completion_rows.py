@@ -28,8 +28,8 @@ class PairPacking:
         call = f"PairPacking(store, seq={seq})"
         if store.weights is None or store.documents % 2:
             raise ValueError(
-                f"{call}: pairs are rows of preferences, but {store.path.name} has other text; make the store of "
-                "data.preferences(path) by a ConversationEncoder."
+                f"{call}: the store must hold pairs of preferences, but {store.path.name} has other text; make the "
+                "store from data.preferences(path) with a ConversationEncoder."
             )
         self.seq, self.rows, self.table_bytes = seq, store.documents // 2, 0
         self._tokens, self._weights, self._offsets = store.tokens, store.weights, store.offsets
@@ -70,8 +70,8 @@ class LabelledPacking:
         call = f"LabelledPacking(store, seq={seq})"
         if store.weights is None or store.labels is None or np.any(store.labels < 0) or store.documents < 2:
             raise ValueError(
-                f"{call}: each row has a label, and there are at least two, but {store.path.name} has other text; make "
-                "the store of data.labelled(path) by a ConversationEncoder."
+                f"{call}: the store must hold at least two labelled rows, but {store.path.name} has other text; make "
+                "the store from data.labelled(path) with a ConversationEncoder."
             )
         self.seq, self.rows, self.table_bytes = seq, store.documents, 0
         self._tokens, self._weights, self._labels = store.tokens, store.weights, store.labels
@@ -84,7 +84,7 @@ class LabelledPacking:
         longest = int(np.argmax(self._prompts))
         if self._prompts[longest] > seq:
             raise ValueError(
-                f"{call}: the prompt must leave room for its completion in a row, but that of "
+                f"{call}: the prompt must leave room for its completion in a row, but the prompt of "
                 f"{store.name_document(longest)} has {self._prompts[longest]} tokens; pass a longer seq, or leave the "
                 "row out."
             )
@@ -175,7 +175,7 @@ def _fill_examples(
     for number, example in enumerate(examples):
         if not np.any(example.weights[1 : seq + 1] > 0):
             raise ValueError(
-                f"{call}: the prompt must leave room for its completion in a row, but that of {kind} "
+                f"{call}: the prompt must leave room for its completion in a row, but the prompt of {kind} "
                 f"{number // group} has {int(np.argmax(example.weights > 0))} tokens; pass a longer seq, or leave the "
                 "row out."
             )

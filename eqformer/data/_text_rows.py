@@ -220,7 +220,7 @@ class TextGroupPacking:
         if not is_grouped or any(len({*names[n : n + self.group]}) > 1 for n in range(0, len(names), self.group)):
             raise ValueError(
                 f"{call}: rows are groups of texts of one size, but {store.path.name} has other text; make the store "
-                "of data.text_groups(path) by a TextGroupEncoder."
+                "from data.text_groups(path) with a TextGroupEncoder."
             )
         if (longest := int(np.diff(store.offsets).max())) > seq:
             raise ValueError(f"{call}: a text has {longest} tokens; make the store by a TextGroupEncoder of this seq.")

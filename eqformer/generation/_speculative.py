@@ -125,8 +125,8 @@ def make_draft(model: Model, draft: Model | str, tokens: int, total: int) -> Dra
         return DraftModel(model=draft, tokens=tokens)
     if draft != "mtp" or not isinstance(model, PredictingModel) or model.predictor is None:
         raise ValueError(
-            f"generate(draft={draft!r}): a draft is a smaller model or, of a model that was loaded or built with "
-            f'predictor=True, its own predictor, draft="mtp"; the model is a {type(model).__name__} without one.'
+            f'generate(draft={draft!r}): a draft is a smaller model, or "mtp" for the predictor of a model that was '
+            f"loaded or built with predictor=True; the model is a {type(model).__name__} without a predictor."
         )
     return PredictorDraft(model=model, tokens=tokens)
 

@@ -141,7 +141,7 @@ def search_plans(
         show_ranking: Called once, within seconds and before any plan is traced, with the best plans by shapes alone.
     """
     if target.memory is None:
-        raise ValueError(f"search_plans(target={target}): plans are searched that fit, so give a device's memory.")
+        raise ValueError(f"search_plans(target={target}): only plans that fit are searched, so give a device's memory.")
     step = _PlannedStep(states, model, batch, target, target.memory)
     ranked, state_sizes = _rank_by_shapes(step, limit, progress, show_ranking)
     # If no plan can fit, one is traced, to tell what is too large.

@@ -232,9 +232,9 @@ def find_recipe(name: str, depth: int | None = None) -> Recipe:
     if name in presets():
         return Recipe(model=preset(name))
     raise ValueError(
-        f"--recipe {name}: there is no such recipe; the recipes are {', '.join(RECIPES)}, a preset of "
-        "eqformer.models by its name is one: AdamW and 800 steps with that model; of one's own, give FILE.py:NAME. At "
-        f"the scale of many machines: {', '.join(LARGE)}."
+        f"--recipe {name}: there is no such recipe; the recipes are {', '.join(RECIPES)}; a preset of eqformer.models "
+        "is a recipe, too (AdamW, 800 steps); for a recipe of your own, give FILE.py:NAME. Recipes at the scale of "
+        f"many machines are {', '.join(LARGE)}."
     )
 
 

@@ -38,8 +38,8 @@ def published_recipe(source: str | Path, run: RunDirectory | None = None, **fiel
     folder = (models.local_path(folder) if begun is None else folder).absolute()
     if RunDirectory(folder).recipe.exists():
         raise ValueError(
-            f"--model {folder}: this is a run, and a model is taken from a folder as published; write one of it with "
-            f"scripts/convert.py {folder} FOLDER and give that, or let the run itself go on with --run-dir {folder}."
+            f"--model {folder}: this is a run, and --model needs a published folder; write one with scripts/convert.py "
+            f"{folder} FOLDER and give that folder, or resume the run itself with --run-dir {folder}."
         )
     config = models.read_config(folder if begun is None or folder.exists() else begun.published)
     return Recipe(**{"model": config, "published": folder, "optimizer": Optimization(learning_rate=1e-4), **fields})

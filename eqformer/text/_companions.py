@@ -191,7 +191,7 @@ def read_pooling(folder: str | Path) -> str:
         return "mean" if models.is_encoder(path) else "lasttoken"
     modes = read_encoder_files(path).head.pooling.modes
     if len(modes) > 1 or "Dense" in [kind for kind, _ in _list_modules(path)]:
-        raise ValueError(f"{path / MODULES}: only a model of one pooling without dense layers is trained further.")
+        raise ValueError(f"{path / MODULES}: only a model with one pooling and no dense layers can be trained further.")
     return next(iter(modes))
 
 

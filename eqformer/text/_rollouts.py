@@ -154,7 +154,9 @@ class Rollouts:
                 reason = ", since rewards are compared within a group" if name == "group" else ""
                 raise ValueError(f"Rollouts({name}={value}): it must be at least {least}{reason}.")
         if not 0 < temperature < float("inf"):
-            raise ValueError(f"Rollouts(temperature={temperature}): completions are drawn, at a temperature above 0.")
+            raise ValueError(
+                f"Rollouts(temperature={temperature}): completions are sampled, so the temperature must be above 0."
+            )
         if jax.process_count() > 1 and plan is None:
             raise ValueError(
                 f"Rollouts(plan=None): {jax.process_count()} processes sample together under the plan of the step; "
@@ -384,7 +386,7 @@ def _fit_rows(model: generation.Model, prompts: Sequence[Sequence[int]], max_new
     if any(encoding.changes_within(longest) for encoding in nn.modules(model, nn.PositionEncoding)):
         raise ValueError(
             f"Rollouts(llm): rotary frequencies of this model depend on the length of a row within {longest} tokens, "
-            "so that a completion has other log-probabilities than while it was drawn; ask for shorter rows."
+            "so a completion's log-probabilities would differ from those while it was drawn; ask for shorter rows."
         )
     unit = 16 if longest <= 64 else 64
     rounded = -(-longest // unit) * unit

@@ -147,7 +147,7 @@ def test_a_loader_shuffles_pairs_and_splits_none(encoder, tmp_path):
             seen.append(int(prompt))
     assert len({*seen}) == len(seen) and seen != sorted(seen)
     assert np.array_equal(train.rows(3, 2, 4).ids, train.batch(3).ids[2:])
-    with pytest.raises(ValueError, match="of 2 rows is never split, but rows 1 to 3 hold a part"):
+    with pytest.raises(ValueError, match="of 2 rows is never split, but rows 1 to 3 split one"):
         train.rows(0, 1, 4)
     epoch = [batch.ids for batch in held_out.epoch(1)]
     assert len(epoch) == 1 and len(epoch[0]) == 4
@@ -176,7 +176,7 @@ def test_a_mixture_splits_no_pair_and_takes_each_text_by_its_weight(encoder, tmp
         assert np.array_equal(np.concatenate(pairs), expected)
     assert mixture.epochs(256) == {"few": 256 / 5, "many": 768 / 40}
     assert np.array_equal(mixture.rows(3, 2, 4).ids, mixture.batch(3).ids[2:4])
-    with pytest.raises(ValueError, match="of 2 rows is never split, but rows 1 to 3 hold a part"):
+    with pytest.raises(ValueError, match="of 2 rows is never split, but rows 1 to 3 split one"):
         mixture.rows(0, 1, 4)
 
 
@@ -199,7 +199,7 @@ def test_stores_that_are_no_pairs(encoder, tmp_path):
         PairPacking(long, seq=8)
     (tmp_path / "one.jsonl").write_text(row)
     other = open_store(conversations(tmp_path / "one.jsonl"), encoder, tmp_path / "c", validation=0.0)
-    with pytest.raises(ValueError, match=r"has other text; make the store of data.preferences\(path\)"):
+    with pytest.raises(ValueError, match=r"has other text; make the store from data.preferences\(path\)"):
         PairPacking(other, seq=8)
     assert detect_form(tmp_path / "pairs.jsonl") == "preferences"
     (tmp_path / "bad.jsonl").write_text(json.dumps({"chosen": [USER, YES], "rejected": [USER, NO]}))
@@ -256,9 +256,9 @@ def test_labelled_rows_that_are_refused(encoder, tmp_path):
     long = {"prompt": "1" * 9, "completion": "2", "label": False}
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (row, long))))
     store = open_store(labelled(tmp_path / "rows.jsonl"), encoder, tmp_path / "c", validation=0.0)
-    with pytest.raises(ValueError, match=r"that of rows.jsonl#1 has 9 tokens; pass a longer seq"):
+    with pytest.raises(ValueError, match=r"the prompt of rows.jsonl#1 has 9 tokens; pass a longer seq"):
         LabelledPacking(store, seq=8)
     (tmp_path / "pairs.jsonl").write_text(json.dumps(TEXT))
     pairs = open_store(preferences(tmp_path / "pairs.jsonl"), encoder, tmp_path / "c", validation=0.0)
-    with pytest.raises(ValueError, match=r"make the store of data.labelled\(path\)"):
+    with pytest.raises(ValueError, match=r"make the store from data.labelled\(path\)"):
         LabelledPacking(pairs, seq=8)

@@ -258,7 +258,7 @@ def test_what_is_refused():
     assert "Rollouts(group=1): it must be at least 2" in refused(
         group=1
     ) and "Rollouts(rows=[]): there is no row" in refused(rows=[])
-    assert "Rollouts(temperature=0.0): completions are drawn" in refused(temperature=0.0)
+    assert "Rollouts(temperature=0.0): completions are sampled" in refused(temperature=0.0)
     assert "but row 1 has ['prompt']; give all rows the same fields" in refused(rows=[ROWS[0], {"prompt": "b"}])
     assert "Rollouts(rows=[...]): row 0 has messages, and the LLM no chat template" in refused(
         rows=[{"prompt": [USER]}]

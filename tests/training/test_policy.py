@@ -186,7 +186,9 @@ def test_what_is_refused():
 
     assert "for dr_grpo pass the most new tokens" in refused(name="dr_grpo")
     assert "clip_low is above 0" in refused(clip_low=1.0)
-    with pytest.raises(ValueError, match=r"temperature=0\.0\): it is that of sampling, finite and above 0"):
+    with pytest.raises(
+        ValueError, match=r"temperature=0\.0\): it must be the temperature of sampling, finite and above 0"
+    ):
         batch_of(temperature=0.0)
     single = jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch_of())
     with pytest.raises(ValueError, match="the batch has no advantages; give"):
