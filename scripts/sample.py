@@ -152,6 +152,7 @@ def write_file(command: Command, prompts: Path, out: Path) -> None:
         cache_dtype=command.cache_dtype,
         draft=load_draft(command),
         draft_tokens=command.draft_tokens,
+        throughput=True,
     )
     screen.note(f"{command.slots} texts at once, with caches of {engine.cache_bytes / 1e6:,.0f} MB; reading {prompts}")
     start = time.monotonic()

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,13 @@ from ._engine_programs import (
     start_row,
 )
 from ._model import depends_on_length, Model
-from ._prompts import BUCKET, check_ids, round_up
+from ._prompts import BUCKET, check_ids, PrefixCaches, round_up
 from ._requests import MOST_ENDS, Request, Result, RowSampling
 from ._speculative import add_draft
 from ._transforms import chain
+
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -110,7 +113,7 @@ class Engine:
         self._cache_dtype = cache_dtype
         # Rows cannot share the cache of a prefix if rotary frequencies depend on the length of the whole row.
         shares = model.start is None and not depends_on_length(model, self.capacity)
-        self._prefixes = _PrefixCaches(prefixes if shares else 0, self.prefill_chunk)
+        self._prefixes = PrefixCaches(prefixes if shares else 0, self.prefill_chunk)
         self._numbers = itertools.count()
         self._waiting: collections.deque[tuple[Request, Result]] = collections.deque()
         self._cancelled: collections.deque[int] = collections.deque()
@@ -199,14 +202,14 @@ class Engine:
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
         """Yield the result of each request when it ends; its `number` is the request's position in `requests`.
 
-        A request is taken from the iterable only shortly before it can begin. A request that `submit` refuses has a
-        result whose `finish` is `"error"`.
+        Requests are taken from the iterable shortly before they can begin, up to twice as many as the engine has slots.
+        Of those that are taken together, the requests with the most new tokens begin first, so that no long text is
+        drawn alone at the end. A request that `submit` refuses has a result whose `finish` is `"error"`.
         """
         remaining = enumerate(requests)
         positions: dict[int, int] = {}
         while True:
-            while len(self._waiting) < self.slots and (item := next(remaining, None)) is not None:
-                position, request = item
+            for position, request in self.take_requests(remaining, lambda item: item[1].max_new_tokens):
                 try:
                     positions[self.submit(request)] = position
                 except ValueError as error:
@@ -216,6 +219,15 @@ class Engine:
             for result in self.step():
                 if result.finish and result.number in positions:
                     yield dataclasses.replace(result, number=positions.pop(result.number))
+
+    def take_requests(self, remaining: Iterator[T], max_new_tokens: Callable[[T], int]) -> list[T]:
+        """Return the next items of an iterator of requests, those with the most new tokens first.
+
+        The list is empty while at least `slots` requests wait; with the returned ones, twice as many wait.
+        """
+        waiting = len(self._waiting)
+        taken = itertools.islice(remaining, 2 * self.slots - waiting if waiting < self.slots else 0)
+        return sorted(taken, key=max_new_tokens, reverse=True)
 
     async def stream(self, request: Request) -> AsyncGenerator[Result, None]:
         """Yield the result of a request whenever it has grown, until it has ended.
@@ -438,63 +450,9 @@ class Engine:
         return jnp.asarray(np.pad(ids, (0, width - len(ids)))[None]), jnp.asarray([len(ids)], jnp.int32)
 
 
-class _PrefixCaches:
-    """Caches of up to `most` prompt prefixes of whole chunks; the least recently used prefix is dropped.
-
-    A prefix is stored when a second prompt has it; the third and later prompts get a copy of the stored cache.
-    """
-
-    def __init__(self, most: int, chunk: int):
-        self.most, self._chunk = most, chunk
-        self._caches: collections.OrderedDict[tuple[int, ...], PyTree] = collections.OrderedDict()
-        self._earlier: collections.deque[tuple[int, ...]] = collections.deque(maxlen=_COMPARED)
-
-    def find(self, prompt: tuple[int, ...]) -> tuple[PyTree, int, int]:
-        """Return a copy of the cache of the prompt's longest stored prefix, the prefix's length, and `keep_at`.
-
-        The cache is None if no prefix of the prompt is stored. `keep_at` is the length of a longer prefix that an
-        earlier prompt has, too, or 0; the caller calls `keep` after reading that many ids.
-        """
-        if not self.most:
-            return None, 0, 0
-        known = [ids for ids in self._caches if prompt[: len(ids)] == ids and len(ids) < len(prompt)]
-        beginning = max(known, key=len, default=())
-        longest = max((self._shared_length(prompt, earlier) for earlier in self._earlier), default=0)
-        self._earlier.append(prompt)
-        keep_at = longest if longest > len(beginning) else 0
-        if not beginning:
-            return None, 0, keep_at
-        self._caches.move_to_end(beginning)
-        return _copy(self._caches[beginning]), len(beginning), keep_at
-
-    def caches(self) -> list[PyTree]:
-        """Return the stored caches."""
-        return list(self._caches.values())
-
-    def keep(self, beginning: tuple[int, ...], cache: PyTree) -> None:
-        """Store a copy of the cache of a prefix."""
-        self._caches.pop(beginning, None)
-        while len(self._caches) >= self.most:
-            self._caches.popitem(last=False)
-        self._caches[beginning] = _copy(cache)
-
-    def _shared_length(self, prompt: tuple[int, ...], earlier: tuple[int, ...]) -> int:
-        """Return how many ids in full chunks two prompts begin with; the last id of a prompt is always read."""
-        length, most = self._chunk, min(len(prompt) - 1, len(earlier))
-        while length <= most and prompt[length - self._chunk : length] == earlier[length - self._chunk : length]:
-            length += self._chunk
-        return length - self._chunk
-
-
-def _copy(cache: PyTree) -> PyTree:
-    return jax.tree.map(jnp.copy, cache)
-
-
 _GROWING = ("ids", "log_probabilities", "alternatives")
 """Lists of a result that grow from step to step."""
 _SMALLEST_CHUNK = 32
 """Smallest width of a chunk: a prompt of up to 32 ids takes 0.6 of the time of 64 ids (8 M parameters on a CPU)."""
 _MOST_CHUNKS = 4
 """Maximum number of chunks that leave a prompt unfinished, between two decoding steps of other rows."""
-_COMPARED = 64
-"""Earlier prompts that a new prompt is compared with."""

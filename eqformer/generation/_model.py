@@ -79,16 +79,23 @@ def unstack_layers(model: LanguageModel) -> LanguageModel:
 
 
 def unstack_for_platform(
-    model: LanguageModel, platform: str, chip: str = "", devices: int = 1, *, processor_cache: int | None = None
+    model: LanguageModel,
+    platform: str,
+    chip: str = "",
+    devices: int = 1,
+    *,
+    processor_cache: int | None = None,
+    rows: int = 0,
+    capacity: int = 0,
 ) -> LanguageModel:
     """Unstack the layers of a model if decoding on a platform is then known to be faster.
 
     Layers are unstacked on GPUs and on TPU7x. Mixtures of experts are unstacked everywhere, because a scan copies the
     weights of all experts: on CPUs although a token reads few experts, and on TPUs for the experts' kernels. Other TPUs
     read slices of stacked arrays in place, except for projections to or from heads that do not fit into vector memory.
-    On CPUs dense layers are unstacked if their weights do not fit into the last-level cache, because copies then go
-    through main memory; compilation takes several times as long. Models whose layers are split over the axis `pipe`
-    stay stacked: do not call this for them.
+    On CPUs dense layers are unstacked if their weights, with the KV caches, do not fit into the last-level cache,
+    because copies then go through main memory; compilation takes several times as long. Models whose layers are split
+    over the axis `pipe` stay stacked: do not call this for them.
 
     Args:
         model: The model, or its shapes.
@@ -96,10 +103,13 @@ def unstack_for_platform(
         chip: The device kind by JAX, `jax.devices()[0].device_kind`.
         devices: The number of devices over which a projection is split.
         processor_cache: The bytes of a CPU's last-level cache; None: unknown, so that dense layers stay stacked.
+        rows: Rows that are decoded together, if their KV caches count, too.
+        capacity: Tokens of each row's KV cache.
     """
     scan_copies = platform in _COPYING_PLATFORMS or "7x" in chip.lower()
     if platform == "cpu" and processor_cache is not None:
-        scan_copies |= count_bytes([stack.blocks for stack in model.stacks]) > processor_cache
+        caches = eqx.filter_eval_shape(model.init_cache, rows, capacity) if rows else None
+        scan_copies |= count_bytes([stack.blocks for stack in model.stacks]) + count_bytes(caches) > processor_cache
     scan_copies |= platform == "tpu" and _largest_head_projection(model) >= devices * _VECTOR_MEMORY
     return unstack_layers(model) if scan_copies or modules(model.stacks, Routed) else model
 

@@ -1,5 +1,9 @@
-"""Checks and padding of prompts. Padded sizes are multiples of `BUCKET`, so that compiled programs are reused."""
+"""Checks and padding of prompts, and the caches of their beginnings.
 
+Padded sizes are multiples of `BUCKET`, so that compiled programs are reused.
+"""
+
+import collections
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -8,7 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Int, PyTree, Shaped
 
 from .._failures import requested_bytes
 from .._shapes import Array
@@ -168,3 +172,59 @@ def _split_rows(
         if not np.issubdtype(row.dtype, np.integer):
             raise ValueError(f"generate(prompts): prompt {number} holds {row.dtype}; ids must be integers.")
     return rows
+
+
+class PrefixCaches:
+    """Caches of up to `most` prompt prefixes of whole chunks; the least recently used prefix is dropped.
+
+    A prefix is stored when a second prompt has it; the third and later prompts get a copy of the stored cache.
+    """
+
+    def __init__(self, most: int, chunk: int):
+        self.most, self._chunk = most, chunk
+        self._caches: collections.OrderedDict[tuple[int, ...], PyTree] = collections.OrderedDict()
+        self._earlier: collections.deque[tuple[int, ...]] = collections.deque(maxlen=_COMPARED)
+
+    def find(self, prompt: tuple[int, ...]) -> tuple[PyTree, int, int]:
+        """Return a copy of the cache of the prompt's longest stored prefix, the prefix's length, and `keep_at`.
+
+        The cache is None if no prefix of the prompt is stored. `keep_at` is the length of a longer prefix that an
+        earlier prompt has, too, or 0; the caller calls `keep` after reading that many ids.
+        """
+        if not self.most:
+            return None, 0, 0
+        known = [ids for ids in self._caches if prompt[: len(ids)] == ids and len(ids) < len(prompt)]
+        beginning = max(known, key=len, default=())
+        longest = max((self._shared_length(prompt, earlier) for earlier in self._earlier), default=0)
+        self._earlier.append(prompt)
+        keep_at = longest if longest > len(beginning) else 0
+        if not beginning:
+            return None, 0, keep_at
+        self._caches.move_to_end(beginning)
+        return _copy(self._caches[beginning]), len(beginning), keep_at
+
+    def caches(self) -> list[PyTree]:
+        """Return the stored caches."""
+        return list(self._caches.values())
+
+    def keep(self, beginning: tuple[int, ...], cache: PyTree) -> None:
+        """Store a copy of the cache of a prefix."""
+        self._caches.pop(beginning, None)
+        while len(self._caches) >= self.most:
+            self._caches.popitem(last=False)
+        self._caches[beginning] = _copy(cache)
+
+    def _shared_length(self, prompt: tuple[int, ...], earlier: tuple[int, ...]) -> int:
+        """Return how many ids in full chunks two prompts begin with; the last id of a prompt is always read."""
+        length, most = self._chunk, min(len(prompt) - 1, len(earlier))
+        while length <= most and prompt[length - self._chunk : length] == earlier[length - self._chunk : length]:
+            length += self._chunk
+        return length - self._chunk
+
+
+def _copy(cache: PyTree) -> PyTree:
+    return jax.tree.map(jnp.copy, cache)
+
+
+_COMPARED = 64
+"""Earlier prompts that a new prompt is compared with."""

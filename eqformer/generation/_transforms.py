@@ -218,10 +218,14 @@ def keep_top(logits: Float[Array, "batch vocab"], top_k: Int[Array, ""]) -> Floa
     return _mask_logits(_select_top(logits, least, top_k), logits)
 
 
-def _as_float32(setting: float | int) -> Float[Array, ""]:
+def clamp_setting(setting: float | int) -> float:
     """Clamp a setting to 2^-100 .. 2^100, so that neither the setting nor its reciprocal overflows; 0 stays 0."""
     # Beyond 1e30 and 1e-30 results no longer change. XLA may replace a division by a product with the reciprocal.
-    return jnp.asarray(min(max(setting, 2.0**-100), 2.0**100) if setting else 0.0, jnp.float32)
+    return float(min(max(setting, 2.0**-100), 2.0**100)) if setting else 0.0
+
+
+def _as_float32(setting: float | int) -> Float[Array, ""]:
+    return jnp.asarray(clamp_setting(setting), jnp.float32)
 
 
 def _to_float32(logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:

@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, overload, Unpack
 
+import jax
 import numpy as np
 
-from .. import data, generation
+from .. import data, generation, nn
+from .._prepare import last_level_cache
 from .._shapes import as_tuple
 from ._generate_texts import ChatOptions, Completion, generate_texts, GenerateOptions, Prompts, Settings, StreamedText
 from ._text_engine import TextEngine
@@ -162,6 +164,7 @@ class LLM:
         cache_dtype: str | None = None,
         draft: "LLM | generation.Model | str | None" = None,
         draft_tokens: int = 4,
+        throughput: bool = False,
     ) -> TextEngine:
         """Return an engine that continues many texts and chats at once, each with settings of its own.
 
@@ -180,10 +183,17 @@ class LLM:
             cache_dtype: Dtype of keys and values in the caches; None: the dtype in which they are computed.
             draft: A smaller model that proposes tokens; `"mtp"` is the model's own predictor.
             draft_tokens: Tokens that the draft proposes at a time.
+            throughput: Whether programs may take longer to compile if decoding is faster then, as in `load`, whose rule
+                does not know the caches of the engine.
         """
-        draft_llm = draft if isinstance(draft, LLM) else None
+        draft_llm, model = draft if isinstance(draft, LLM) else None, self.model
+        if throughput and isinstance(model, nn.LanguageModel):
+            platform, chip = jax.default_backend(), jax.devices()[0].device_kind
+            model = generation.unstack_for_platform(
+                model, platform, chip, processor_cache=last_level_cache(), rows=slots, capacity=capacity
+            )
         engine = generation.Engine(
-            self.model,
+            model,
             slots=slots,
             capacity=capacity,
             prefill_chunk=prefill_chunk,

@@ -229,16 +229,18 @@ class TextEngine:
     def run(self, requests: Iterable[TextRequest | str]) -> Iterator[TextResult]:
         """Yield the text of each request when it ends; its `number` is the request's position in `requests`.
 
-        A request is taken from the iterable only shortly before it can begin. A string is continued with the default
-        request. A request that is refused has a result whose `finish_reason` is `"error"`.
+        Requests are taken from the iterable when they can soon begin, and those with the most new tokens begin first,
+        as by `generation.Engine.run`. A string is continued with the default request. A request that is refused has a
+        result whose `finish_reason` is `"error"`.
         """
-        remaining = enumerate(requests)
+        text_requests = (TextRequest(request) if isinstance(request, str) else request for request in requests)
+        remaining = enumerate(text_requests)
         rows: dict[int, tuple[int, _TextRow]] = {}
+        longest = lambda item: item[1].max_new_tokens or self.engine.capacity
         while True:
-            while len(rows) < 2 * self.engine.slots and (item := next(remaining, None)) is not None:
-                position, request = item
+            for position, request in self.engine.take_requests(remaining, longest):
                 try:
-                    row = self._make_row(TextRequest(request) if isinstance(request, str) else request, position)
+                    row = self._make_row(request, position)
                 except ValueError as error:
                     yield TextResult(position, "", (), (), "error", str(error))
                 else:

@@ -302,6 +302,19 @@ def test_slots_are_filled_before_a_step_and_again_when_a_row_has_ended(model):
     assert step_lengths(requests[:2]) == [{0: 3, 1: 9}, {1: 12}]  # The control: no request waits.
 
 
+def test_a_run_begins_long_texts_first_and_tells_the_positions_of_requests(model):
+    """Otherwise a long text that begins last is drawn alone, while the other slots are free."""
+    requests = [Request([3 + number], new) for number, new in enumerate((2, 9, 4, 3, 12, 5, 2))]
+    engine, begun = Engine(model, **dict(SIZES, slots=2)), []
+    submit = engine.submit
+    engine.submit = lambda request: begun.append(request.max_new_tokens) or submit(request)
+    results = {result.number: result.ids for result in engine.run(iter(requests))}
+    assert begun[:4] == [9, 4, 3, 2] and sorted(begun[4:]) == [2, 5, 12] and begun[4] == 12
+    assert [len(results[number]) for number in range(7)] == [2, 9, 4, 3, 12, 5, 2]
+    (alone,) = Engine(model, **dict(SIZES, slots=2)).run(requests[4:5])
+    assert results[4] == alone.ids != results[1]
+
+
 def test_texts_do_not_wait_for_all_of_a_long_prompt(model):
     engine = Engine(model, **dict(SIZES, slots=8, capacity=576))
     long, other = (Request([*range(first, first + 8)] * 64, 2) for first in (1, 2))  # of eight chunks

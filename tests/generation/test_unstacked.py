@@ -55,3 +55,7 @@ def test_a_platform_that_copies_what_a_loop_reads_has_layers_apart():
     weights = sum(4 * leaf.size for leaf in jax.tree.leaves([stack.blocks for stack in stacks]))
     found = [lengths(dense, "cpu", processor_cache=cache) for cache in (weights, weights - 1, None)]
     assert found == [[2], [1, 1], [2]]
+    # The caches of two rows of 8 tokens, with keys and values of one head of 8 channels in each layer, count too.
+    caches = 2 * 8 * 2 * (2 * 8 * 4 + 4)  # with the position in each slot
+    for spare, expected in ((caches, [2]), (caches - 1, [1, 1])):
+        assert lengths(dense, "cpu", processor_cache=weights + spare, rows=2, capacity=8) == expected

@@ -1,0 +1,131 @@
+"""llama.cpp as a contender, where the packages `llama-cpp-python` and `gguf` are installed.
+
+Requests are continued together as llama.cpp's own server does it: each sequence of one context is a slot, and every
+call of `llama_decode` has the newest token of each slot and the prompts of the requests that begin.
+"""
+
+import dataclasses
+import importlib.util
+import os
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+
+from eqformer.models import LlamaConfig
+
+
+def is_installed() -> bool:
+    """Return whether llama.cpp, and the writer of its files, can be imported."""
+    return all(importlib.util.find_spec(package) for package in ("llama_cpp", "gguf"))
+
+
+def write_model(path: Path, numbers: LlamaConfig, max_length: int) -> None:
+    """Write a GGUF file of a model of these numbers, with random weights in float32 and no vocabulary of texts."""
+    gguf = import_module("gguf")
+    writer = gguf.GGUFWriter(str(path), "llama")
+    head_dim = numbers.head_dim or numbers.embed // numbers.heads
+    writer.add_context_length(max_length)
+    writer.add_embedding_length(numbers.embed)
+    writer.add_block_count(numbers.layers)
+    writer.add_feed_forward_length(numbers.mlp)
+    writer.add_head_count(numbers.heads)
+    writer.add_head_count_kv(numbers.kv_heads)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(numbers.theta)
+    writer.add_layer_norm_rms_eps(numbers.eps)
+    writer.add_vocab_size(numbers.vocab)
+    writer.add_tokenizer_model("no_vocab")
+    draw = np.random.default_rng(0)
+    queries, keys = numbers.heads * head_dim, numbers.kv_heads * head_dim
+    layer_shapes = {
+        "attn_q": (queries, numbers.embed),
+        "attn_k": (keys, numbers.embed),
+        "attn_v": (keys, numbers.embed),
+        "attn_output": (numbers.embed, queries),
+        "ffn_gate": (numbers.mlp, numbers.embed),
+        "ffn_up": (numbers.mlp, numbers.embed),
+        "ffn_down": (numbers.embed, numbers.mlp),
+    }
+    shapes = {f"blk.{layer}.{name}": shape for layer in range(numbers.layers) for name, shape in layer_shapes.items()}
+    shapes["token_embd"] = (numbers.vocab, numbers.embed)
+    if not numbers.tied:
+        shapes["output"] = (numbers.vocab, numbers.embed)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", (draw.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32))
+    norms = [f"blk.{layer}.{name}" for layer in range(numbers.layers) for name in ("attn_norm", "ffn_norm")]
+    for name in (*norms, "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(numbers.embed, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@dataclasses.dataclass
+class _Slot:
+    """A request that is continued."""
+
+    number: int
+    length: int
+    """Tokens that the slot's cache has read."""
+    new: list[int]
+
+
+class Context:
+    """A context of llama.cpp with some slots, in its default settings: the caches are in float16."""
+
+    def __init__(self, path: Path, vocab: int, *, slots: int, capacity: int):
+        llama = self._llama = import_module("llama_cpp")
+        # A callback that prints nothing; it must live as long as the library may call it.
+        self._silence = llama.llama_log_callback(lambda level, text, data: None)
+        llama.llama_log_set(self._silence, None)
+        llama.llama_backend_init()
+        options = llama.llama_model_default_params()
+        self._model = llama.llama_model_load_from_file(str(path).encode(), options)
+        settings = llama.llama_context_default_params()
+        settings.n_ctx, settings.n_seq_max = slots * capacity, slots
+        settings.n_batch = settings.n_ctx
+        settings.n_threads = settings.n_threads_batch = len(os.sched_getaffinity(0))
+        self._context = llama.llama_init_from_model(self._model, settings)
+        if not self._model or not self._context:
+            raise RuntimeError(f"llama.cpp cannot read {path}; leave the benchmark `engine` out, or llama-cpp-python.")
+        self._batch = llama.llama_batch_init(settings.n_batch, 0, 1)
+        self._vocab, self._slots = vocab, slots
+
+    def run(self, prompts: list[list[int]], new: list[int]) -> list[list[int]]:
+        """Return the greedy continuation of each prompt by as many tokens as `new` says."""
+        llama = self._llama
+        memory = llama.llama_get_memory(self._context)
+        waiting, texts = list(range(len(prompts)))[::-1], [[] for _ in prompts]
+        active: dict[int, _Slot] = {}
+        while waiting or active:
+            self._batch.n_tokens = 0
+            for slot in range(self._slots):
+                if slot not in active and waiting:
+                    number = waiting.pop()
+                    llama.llama_memory_seq_rm(memory, slot, -1, -1)
+                    active[slot] = _Slot(number, 0, prompts[number])
+            last = {slot: self._add(slot, row.length, row.new) for slot, row in active.items()}
+            if status := llama.llama_decode(self._context, self._batch):
+                raise RuntimeError(f"llama_decode failed with status {status}.")
+            for slot, index in last.items():
+                row = active[slot]
+                logits = llama.llama_get_logits_ith(self._context, index)
+                token = int(np.argmax(np.ctypeslib.as_array(logits, (self._vocab,))))
+                texts[row.number].append(token)
+                row.length, row.new = row.length + len(row.new), [token]
+                if len(texts[row.number]) == new[row.number]:
+                    del active[slot]
+        return texts
+
+    def _add(self, slot: int, start: int, ids: list[int]) -> int:
+        """Add tokens of a slot to the next call; return the index of the last one, whose logits are computed."""
+        batch, index = self._batch, self._batch.n_tokens
+        for offset, token in enumerate(ids):
+            index = batch.n_tokens
+            batch.token[index], batch.pos[index] = token, start + offset
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, slot
+            batch.logits[index] = offset == len(ids) - 1
+            batch.n_tokens += 1
+        return index
