@@ -85,6 +85,7 @@ from .families._granite import (
     GraniteMoEConfig as GraniteMoEConfig,
     GraniteMoESharedConfig as GraniteMoESharedConfig,
 )
+from .families._granite_swa import GraniteMoESWAConfig as GraniteMoESWAConfig, GraniteSWAConfig as GraniteSWAConfig
 from .families._hunyuan import HunyuanConfig as HunyuanConfig, HunyuanMoEConfig as HunyuanMoEConfig
 from .families._jaxformer import JAXformerConfig as JAXformerConfig
 from .families._kimi_linear import KimiLinearConfig as KimiLinearConfig

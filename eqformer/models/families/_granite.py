@@ -14,6 +14,7 @@ from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, I
 from .._config_types import Attributes, Index, Length, NotNegative, Number, OptionalSize, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import every, LayerTypes
+from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, leaf_paths, LLAMA_WEIGHTS, PRE_NORMS
 from ._decoder import activation_of, attention, decoder, gated_mlp, pre_norm_block, rotary_of
@@ -155,20 +156,26 @@ def build_granite_moe(config: GraniteMoEConfig | GraniteMoESharedConfig, *, key:
     shared_mlp = config.shared_mlp if isinstance(config, GraniteMoESharedConfig) else 0
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, router, experts, shared = jax.random.split(key, 4)
+        keys = jax.random.split(key, 4)
         scores = Scores(config.attention_scale)
-        attended = attention(config, bias=config.bias, scores=scores, output_std=None, key=mixer)
-        mixed = mixture(
-            config,
-            lambda key: gated_mlp(config, output_std=None, key=key),
-            shared=gated_mlp(config, mlp=shared_mlp, output_std=None, key=shared) if shared_mlp else None,
-            normalise=True,
-            router=router,
-            experts=experts,
-        )
+        attended = attention(config, bias=config.bias, scores=scores, output_std=None, key=keys[0])
+        mixed = granite_mixture(config, shared_mlp, keys[1:])
         return pre_norm_block(config, attended, mixed, residual_scale=config.residual_scale)
 
     return decoder(config, block, embedding_scale=config.embedding_scale, logit_scale=1 / config.logit_divisor, key=key)
+
+
+def granite_mixture(config: GraniteMoEConfig, shared_mlp: int, keys: Key[Array, "3"]) -> MoE:
+    """Return experts beside a shared expert of `shared_mlp` hidden features; 0: there is none."""
+    router, experts, shared = keys
+    return mixture(
+        config,
+        lambda key: gated_mlp(config, output_std=None, key=key),
+        shared=gated_mlp(config, mlp=shared_mlp, output_std=None, key=shared) if shared_mlp else None,
+        normalise=True,
+        router=router,
+        experts=experts,
+    )
 
 
 def _granite_moe(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, experts: int) -> GraniteMoEConfig:
@@ -193,7 +200,7 @@ _GRANITE_MOE_SHARED_PRESETS = {
 }
 
 
-def _joined_weights(name: str, path: str, axis: int = 0) -> tuple[Rule, ...]:
+def joined_weights(name: str, path: str, axis: int = 0) -> tuple[Rule, ...]:
     """Return the rules for a gated layer, or gated experts, published with `gate` and `up` as one array."""
     return (
         Rule(f"{name}input_linear.weight", leaf_paths(("gate", "up"), "weight", path), axis=axis),
@@ -202,19 +209,25 @@ def _joined_weights(name: str, path: str, axis: int = 0) -> tuple[Rule, ...]:
 
 
 _MIXED, _MOE, _DENSE = "feed_forward.layer.", f"{LAYER}block_sparse_moe.", f"{LAYER}shared_mlp."
-_MOE_ATTRIBUTES = (
-    *(*decoder_attributes(), *SCALES),
-    Count("experts", "num_local_experts", 8),
-    Count("top_k", "num_experts_per_tok", 2),
-    Attribute("balance", "router_aux_loss_coef", 0.001),
-    Activation(),
-    Attribute("bias", "attention_bias", False),
-    *(Unpublished("mlp_bias", False, "no layer has one"), Expect("mlp_bias", False, written=False)),
-)
+
+
+def moe_attributes(rotary: Entry = RotaryPositions()) -> tuple[Entry, ...]:
+    """Return the entries of a Granite 3 with experts, with this entry of rotary positions."""
+    return (
+        *(*decoder_attributes(rotary), *SCALES),
+        Count("experts", "num_local_experts", 8),
+        Count("top_k", "num_experts_per_tok", 2),
+        Attribute("balance", "router_aux_loss_coef", 0.001),
+        Activation(),
+        Attribute("bias", "attention_bias", False),
+        *(Unpublished("mlp_bias", False, "no layer has one"), Expect("mlp_bias", False, written=False)),
+    )
+
+
 _MOE_WEIGHTS = (
     Rule(f"{_MOE}router.layer.weight", f"{_MIXED}router.linear.weight"),
-    *_joined_weights(_MOE, f"{_MIXED}experts.mlps.", axis=1),
-    *_joined_weights(_DENSE, f"{_MIXED}shared."),
+    *joined_weights(_MOE, f"{_MIXED}experts.mlps.", axis=1),
+    *joined_weights(_DENSE, f"{_MIXED}shared."),
 )
 GRANITE_MOE = Family(
     "granitemoe",
@@ -223,7 +236,7 @@ GRANITE_MOE = Family(
     _GRANITE_MOE_PRESETS,
     "GraniteMoeForCausalLM",
     "granitemoe",
-    _MOE_ATTRIBUTES,
+    moe_attributes(),
     (*LLAMA_WEIGHTS, *_MOE_WEIGHTS[:3]),
 )
 GRANITE_MOE_SHARED = Family(
@@ -233,7 +246,7 @@ GRANITE_MOE_SHARED = Family(
     _GRANITE_MOE_SHARED_PRESETS,
     "GraniteMoeSharedForCausalLM",
     "granitemoeshared",
-    (*_MOE_ATTRIBUTES, Count("shared_mlp", "shared_intermediate_size", 0, least=0)),
+    (*moe_attributes(), Count("shared_mlp", "shared_intermediate_size", 0, least=0)),
     (*LLAMA_WEIGHTS, *_MOE_WEIGHTS),
 )
 
@@ -379,6 +392,6 @@ GRANITE_HYBRID = Family(
     ),
     (
         *(*EDGES, *beside_mamba(ATTENTION), *mamba_weights(f"{LAYER}mamba."), *PRE_NORMS),
-        *(*_MOE_WEIGHTS, *_joined_weights(_DENSE, _MIXED)),
+        *(*_MOE_WEIGHTS, *joined_weights(_DENSE, _MIXED)),
     ),
 )
