@@ -159,3 +159,37 @@ def test_what_is_chosen_is_told_in_a_line_for_each_optimizer(make_model):
 def test_choices_that_cannot_work_are_refused(paths, words, make_model):
     with pytest.raises(ValueError, match=words):
         training.optimizer("muon", make_model(layers=1), rate=RATE, paths=paths)
+
+
+def updates(model, name, **options):
+    """The updates of the second of two steps at random gradients, by the parameters' paths."""
+    optimizer = training.optimizer(name, model, rate=1.0, weight_decay=0.0, **options)
+    draw = np.random.default_rng(0)
+    step = eqx.filter_jit(lambda gradients, state: optimizer.transform.update(gradients, state, gradients))
+    result, state = None, optimizer.init(model)
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(2):
+            gradients = jax.tree.map(lambda x: jnp.float32(draw.normal(size=x.shape)), training.trainable(model))
+            result, state = step(gradients, state)
+    return leaves_by_path(result)
+
+
+def test_a_table_that_a_path_gives_to_adamw_has_its_numbers_and_not_those_of_soaps_adamw():
+    table = eqx.nn.Embedding(5, 3, key=jax.random.key(0))
+    plain, chosen = updates(table, "adamw"), updates(table, "soap", paths=["weight=adamw"])
+    np.testing.assert_array_equal(chosen["weight"], plain["weight"])
+    assert np.abs(updates(table, "soap")["weight"] - plain["weight"]).max() > 0.01  # The control: b1 is 0.95 there.
+
+
+def test_the_decay_of_rows_does_not_reach_muon():
+    """Muon with a decay of rows would be NorMuon."""
+    keys = jax.random.split(jax.random.key(0))
+    maps = {name: eqx.nn.Linear(3, 4, use_bias=False, key=key) for name, key in zip("ab", keys, strict=True)}
+    paths = ["['a']=muon", "['b']=normuon"]
+    get = lambda **options: updates(maps, "adamw", paths=paths, **options)
+    fast, slow = get(row_decay=0.5), get(row_decay=0.9)
+    (of_muon, of_normuon) = sorted(fast)
+    np.testing.assert_array_equal(fast[of_muon], slow[of_muon])
+    assert np.abs(fast[of_normuon] - slow[of_normuon]).max() > 0 and dict(
+        training.optimizer("adamw", maps, rate=1.0, paths=paths).assignment
+    ) == {of_muon: "muon", of_normuon: "normuon"}

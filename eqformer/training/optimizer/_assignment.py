@@ -30,8 +30,18 @@ def assign(
         paths: Choices `PATTERN=NAME` of other optimizers, see `optimizer`; a later choice comes before an earlier one.
         optimizers: The names that may be chosen.
     """
-    marks_by_path = {nn.path_name(path): mark for path, mark in jax.tree_util.tree_leaves_with_path(marks)}
-    default = {path: _default(name, mark) for path, mark in marks_by_path.items()}
+    default = {path: _default(name, mark) for path, mark in _by_path(marks).items()}
+    return tuple((default | choose_optimizers(marks, paths, optimizers, name)).items())
+
+
+def _by_path(marks: PyTree) -> dict[str, nn.Matrix | Literal[False]]:
+    """Return the marks of parameters by the parameters' paths."""
+    return {nn.path_name(path): mark for path, mark in jax.tree_util.tree_leaves_with_path(marks)}
+
+
+def choose_optimizers(marks: PyTree, paths: Sequence[str], optimizers: Sequence[str], name: str) -> dict[str, str]:
+    """Return the name of the optimizer of each parameter that a choice in `paths` matches, as `assign` takes them."""
+    marks_by_path = _by_path(marks)
     chosen_by: dict[str, str] = {}
     for choice in paths:
         pattern, _, chosen = choice.rpartition("=")
@@ -60,8 +70,7 @@ def assign(
                 f"optimizer(paths={choice!r}): later choices take all parameters that this one matches; leave it out, "
                 "or put it last."
             )
-    chosen_names = {path: choice.rpartition("=")[2] for path, choice in chosen_by.items()}
-    return tuple((default | chosen_names).items())
+    return {path: choice.rpartition("=")[2] for path, choice in chosen_by.items()}
 
 
 def _default(name: str, mark: nn.Matrix | Literal[False]) -> str:
