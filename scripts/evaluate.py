@@ -60,7 +60,9 @@ def evaluate(command: Command) -> None:
         raise ValueError(f"--batch {command.batch}: it counts rows, so give at least 1.")
     source = data.files(list(command.text), field=command.field, piece=sys.maxsize) if command.text else None
     tasks = load_tasks(command)
-    llm = load_llm(command)
+    # Programs that write texts run for so long that their compilation counts less than their speed.
+    writes = any(getattr(task, "OUTPUT_TYPE", None) == "generate_until" for task in tasks)
+    llm = load_llm(command, throughput=writes)
     figures: dict[str, dict[str, float]] = {}
     if source is not None:
         figures["text"] = score_texts(command, llm, source)

@@ -7,18 +7,18 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text  # pyright: ignore[reportMissingImports]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 
-from ..generation import generate, sampling, score_tokens
+from ..generation import Engine, Request, score_tokens
 from ..text import LLM
 
 
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 _IGNORED = {"do_sample", "until", "max_gen_toks"}
+_PREFILL_CHUNK = 192
 ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]
 Progress = Callable[[str, int, int], object]
 
@@ -136,7 +136,11 @@ class HarnessModel(TemplateLM):
         return [texts[number] for number in range(len(requests))]
 
     def _continue(self, contexts: list[str], options: dict[str, Any], done: int, total: int) -> list[str]:
-        """Continue contexts with the same options, the longest first."""
+        """Continue contexts with the same options, the longest first.
+
+        A text that has ended makes room for the next one, and a beginning that contexts share, such as examples of the
+        task, is read once.
+        """
         max_new_tokens = options["max_gen_toks"]
         if unknown := {*options} - _SAMPLING - _IGNORED:
             raise ValueError(f"generation options {sorted(unknown)} of a task are not known; known are {_SAMPLING}.")
@@ -148,29 +152,32 @@ class HarnessModel(TemplateLM):
             )
         # A task that names neither a temperature nor do_sample is greedy.
         greedy: dict[str, Any] = {} if options["do_sample"] else {"temperature": 0.0}
-        transforms = sampling(**{name: value for name, value in options.items() if name in _SAMPLING} | greedy)
+        settings = {name: value for name, value in options.items() if name in _SAMPLING} | greedy
         rows = [self.tok_encode(context)[-room:] for context in contexts]
         named_stops = [stop for stop in options["until"] if self._names_special_token(stop)]
         stops = [stop for stop in options["until"] if stop and stop not in named_stops]
         find_stop = lambda ids: self._text_before_stop(ids, stops, named_stops)
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-        texts = [""] * len(rows)
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            drawn = generate(
-                self.llm.model,
-                [rows[number] for number in batch],
-                max_new_tokens=max_new_tokens,
-                transforms=transforms,
+        requests = [
+            Request(
+                rows[row],
+                max_new_tokens,
                 end_of_text=self.llm.end_ids,
-                examples=batch,
-                ends_row=lambda row, ids: find_stop(ids)[1],
-                key=jax.random.key(0),
+                ends=lambda ids: find_stop(ids)[1],
+                example=row,
+                **settings,
             )
-            for number, ids in zip(batch, drawn.new_ids(), strict=True):
-                ended = bool(ids) and ids[-1] in self.llm.end_ids
-                texts[number], _ = find_stop(ids[:-1] if ended else ids)
-            self.progress("generating", done + min(start + self.batch_size, len(rows)), total)
+            for row in order
+        ]
+        capacity, slots = max(map(len, rows)) + max_new_tokens, min(self.batch_size, len(rows))
+        engine = Engine(self.llm.model, slots=slots, capacity=capacity, prefill_chunk=_PREFILL_CHUNK)
+        texts = [""] * len(rows)
+        for count, result in enumerate(engine.run(requests), 1):
+            if result.finish == "error":
+                raise ValueError(f"generate_until: a text cannot be written: {result.error}")
+            ids = result.ids[:-1] if result.ids[-1] in self.llm.end_ids else result.ids
+            texts[order[result.number]], _ = find_stop(ids)
+            self.progress("generating", done + count, total)
         return texts
 
     def _text_before_stop(self, ids: list[int], stops: Sequence[str], named_stops: Sequence[str]) -> tuple[str, bool]:

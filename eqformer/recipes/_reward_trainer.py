@@ -38,7 +38,7 @@ from ._setup import (
     make_plan,
     make_train_state,
 )
-from ._texts import complete_recipe, copy_published_files, published_files, recipe_tokenizer
+from ._texts import complete_recipe, copy_published_files, published_files, recipe_tokenizer, Tokenizer
 from ._trainer import explain_out_of_memory, TrainedRun
 
 
@@ -215,6 +215,11 @@ class RewardTrainer:
         self._note_end(run)
         return TrainedRun(directory.path, start, run.step, dict(self.files.last))
 
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the prompts and completions."""
+        return recipe_tokenizer(self.recipe, self.directory)
+
     def _make_all_rollouts(self, shapes: nn.Transformer) -> tuple[Rollouts, Rollouts | None]:
         """Return the sampler of the batches, and the sampler of the held-out prompts if there are any."""
         rollouts, held_out = self._make_rollouts(shapes, self.subject.rows), None
@@ -227,12 +232,11 @@ class RewardTrainer:
         """Return the sampler of completions of rows, which samples by the weights of each step."""
         recipe, options, plan = self.recipe, self.options, self.plan
         published = published_files(recipe, self.directory)
-        tokenizer = recipe_tokenizer(recipe, self.directory)
         folder = self.directory.published if published is None else models.companion_folder(published)
         first_model = functools.cache(lambda: init_run_model(recipe, self.states, self.screen))
         reference = nn.without_lora if recipe.lora.rank else lambda model: first_model()
         return Rollouts(
-            make_llm(shapes, tokenizer, folder, recipe.seq, special_tokens=published is not None),
+            make_llm(shapes, self.tokenizer, folder, recipe.seq, special_tokens=published is not None),
             rows,
             self.subject.reward,
             prompts=recipe.batch // options.group,

@@ -21,6 +21,7 @@ from eqformer import data, evaluation, models, text, write_atomic
 MODEL = dataclasses.replace(SMOLLM2, layers=6)
 DOCUMENTS, CHOICES, NEW = 8, 4, 24
 CONTEXT, ANSWER = (100, 200), (8, 24)  # bytes, the fewest and the most
+SHARED = 400  # bytes of examples with which all prompts of a task begin
 PEER, BATCH = "the harness' own backend of transformers", 8
 
 
@@ -35,12 +36,15 @@ def tasks(rounds: int) -> Iterator[Row]:
         write_atomic(folder / "tokenizer.json", data.ByteTokenizer().to_json())
         names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
         write_atomic(folder / "tokenizer_config.json", json.dumps(names))
-        backends = {"eqformer": evaluation.harness_model(text.load_llm(folder), batch_size=BATCH)}
+        backends = {"eqformer": evaluation.harness_model(text.load_llm(folder, throughput=True), batch_size=BATCH)}
         if _peers.are_installed():
             peer = import_module("lm_eval.models.huggingface").HFLM
             backends[PEER] = peer(pretrained=str(folder), device="cpu", batch_size=BATCH)
         yield from _time_backends("choices, log-likelihoods", "loglikelihood", _make_choices(), backends, rounds)
         yield from _time_backends("texts of 24 tokens", "generate_until", _make_prompts(), backends, rounds)
+        yield from _time_backends(
+            "... after shared examples", "generate_until", _make_prompts(SHARED), backends, rounds
+        )
 
 
 def _time_backends(
@@ -71,11 +75,12 @@ def _make_choices() -> list[tuple[str, str]]:
     return [(context, " " + _random_text(draw, ANSWER)) for context in contexts for _ in range(CHOICES)]
 
 
-def _make_prompts() -> list[tuple[str, dict[str, Any]]]:
-    """Return prompts with the options of their generation."""
+def _make_prompts(shared: int = 0) -> list[tuple[str, dict[str, Any]]]:
+    """Return prompts with the options of their generation; `shared` bytes of examples are before all of them."""
     draw = np.random.default_rng(1)
     options = {"until": ["\n\n"], "max_gen_toks": NEW, "do_sample": False}
-    return [(_random_text(draw, CONTEXT), dict(options)) for _ in range(DOCUMENTS)]
+    examples = _random_text(np.random.default_rng(2), (shared, shared + 1)) if shared else ""
+    return [(examples + _random_text(draw, CONTEXT), dict(options)) for _ in range(DOCUMENTS)]
 
 
 def _random_text(draw: np.random.Generator, lengths: tuple[int, int]) -> str:

@@ -6,15 +6,17 @@ import json
 import sys
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from text_cases import published_folder, Scripted, scripted, small_model
 
 import eqformer
-from eqformer import data, evaluation
+from eqformer import data, evaluation, generation
 
 
 HARNESS = importlib.util.find_spec("lm_eval") is not None
+GREEDY, KEY = generation.sampling(temperature=0), jax.random.key(0)
 WORDS = ["salt", "ocean", "lantern", "paper", "wing", "glass", "stone", "rope"]
 CHAT = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}"
@@ -193,6 +195,18 @@ def test_a_stop_string_may_name_a_special_token(tmp_path):
     assert written_until("d m") == ": né\nQ: an" and written_until(": ", "<|im_end|>") == ""
     # The control: strings that are not written, one of which is in the name of a special token.
     assert written_until("<|other|>") == written_until("im_") == ": né\nQ: and more, "
+
+
+@pytest.mark.skipif(not HARNESS, reason="the extra `eval` is not installed")
+def test_texts_of_many_contexts_are_those_of_each_alone(tmp_path):
+    """More contexts than rows, with and without examples that all share, of which rows begin with stored caches."""
+    llm = eqformer.load(published_folder(tmp_path / "model"))
+    contexts = [f"{shared}{word} and" for shared in ("", "glass and stone, " * 24) for word in WORDS[:4]]
+    requests = [request(context, {"until": ["zz"], "max_gen_toks": 8}) for context in contexts]
+    texts = evaluation.harness_model(llm, batch_size=2, max_length=640).generate_until(requests)
+    ids = [data.ByteTokenizer().encode(context).tolist() for context in contexts]
+    alone = [generation.generate(llm.model, [row], max_new_tokens=8, transforms=GREEDY, key=KEY) for row in ids]
+    assert texts == [llm.tokenizer.decode(drawn.new_ids()[0]) for drawn in alone] and len({*texts}) > 1
 
 
 @pytest.mark.skipif(not HARNESS, reason="the extra `eval` is not installed")
