@@ -21,7 +21,7 @@ from .._files import JsonObject
 from ._config_types import fits, PublishedConfig
 from ._folder import CONFIG
 from ._gguf_file import GGUF
-from ._hub import COMPANION_FILES, local_path
+from ._hub import COMPANION_FILES, ENCODER_FILES, local_path
 
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -276,6 +276,11 @@ def copy_companions(source: str | Path, target: str | Path) -> None:
     for name in (CONFIG, *COMPANION_FILES):
         if (companions / name).exists():
             shutil.copyfile(companions / name, part / name)
+    for pattern in ENCODER_FILES:
+        for file in companions.glob(pattern):
+            copy = part / file.relative_to(companions)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
     part.rename(target)
 
 

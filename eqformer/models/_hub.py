@@ -15,10 +15,10 @@ COMPANION_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-# Where sentence-transformers states how a text encoder pools its vectors.
-_ENCODER_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json")
-_ENCODER_FILES += tuple(f"*_{module}/config.json" for module in ("Pooling", "Dense", "Normalize"))
-_ENCODER_FILES += ("*_Dense/model.safetensors",)
+# Patterns of the files in which sentence-transformers states how a text encoder pools its vectors, and its prompts.
+ENCODER_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json")
+ENCODER_FILES += tuple(f"*_{module}/config.json" for module in ("Pooling", "Dense", "Normalize"))
+_ENCODER_WEIGHTS = ("*_Dense/model.safetensors",)
 
 
 def local_path(source: str | Path) -> Path:
@@ -45,7 +45,7 @@ def local_path(source: str | Path) -> Path:
     if repository.file is not None:
         return repository.download_file()
     files = (CONFIG, SINGLE, INDEX, MODELOPT, ADAPTER_CONFIG, ADAPTER)
-    folder = repository.download([*files, *COMPANION_FILES, *_ENCODER_FILES])
+    folder = repository.download([*files, *COMPANION_FILES, *ENCODER_FILES, *_ENCODER_WEIGHTS])
     if any((folder / weights).exists() for weights in (SINGLE, ADAPTER)):
         return folder
     if not (folder / INDEX).exists():

@@ -195,18 +195,34 @@ def read_pooling(folder: str | Path) -> str:
     return next(iter(modes))
 
 
-def encoder_files(pooling: str, *, channels: int, max_length: int, similarity: str) -> dict[str, str]:
-    """Return the files of a text encoder for sentence-transformers, by name, without the files of its model."""
+def encoder_files(
+    pooling: str, *, channels: int, max_length: int, similarity: str, published: EncoderFiles | None = None
+) -> dict[str, str]:
+    """Return the files of a text encoder for sentence-transformers, by name, without the files of its model.
+
+    Args:
+        pooling: How the vector of a text is made from those of its tokens, a name in `nn.POOLINGS`.
+        channels: The channels of a vector.
+        max_length: The tokens to which texts are cut.
+        similarity: The function by which vectors are compared.
+        published: The statements of the folder whose prompts and layers after the pooling the encoder has.
+    """
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    layers = () if published is None else published.head.layers
+    kinds |= {f"{number}_Normalize": "Normalize" for number, _ in enumerate(layers, 2)}
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for number, (path, kind) in enumerate(kinds.items())
     ]
     flags = {flag: mode == pooling for flag, mode in _OLDER_MODES.items()}
+    prompts, includes = {}, {}
+    if published is not None:
+        prompts = {"prompts": dict(published.prompts), "default_prompt_name": published.default_prompt}
+        includes = {"include_prompt": published.includes_prompt}
     return {
         MODULES: json.dumps(modules, indent=2),
-        "1_Pooling/config.json": json.dumps({"word_embedding_dimension": channels, **flags}, indent=2),
-        _SETTINGS: json.dumps({"similarity_fn_name": similarity}, indent=2),
+        "1_Pooling/config.json": json.dumps({"word_embedding_dimension": channels, **flags, **includes}, indent=2),
+        _SETTINGS: json.dumps({**prompts, "similarity_fn_name": similarity}, indent=2),
         _LENGTH: json.dumps({"max_seq_length": max_length, "do_lower_case": False}, indent=2),
     }
 

@@ -10,7 +10,7 @@ import jax
 
 from .. import data, models, nn, parallel, training
 from .._files import dataclass_from_json, read_json, read_utf8, UnknownKindError
-from ._companions import EmbeddingHead, encoder_files, load_tokenizer
+from ._companions import EmbeddingHead, encoder_files, EncoderFiles, load_tokenizer, MODULES, read_encoder_files
 from ._text_classifier import reads_token_types, TextClassifier
 from ._text_encoder import TextEncoder
 
@@ -106,15 +106,28 @@ def open_run_tokenizer(path: str | Path, recipe: RunRecipe) -> data.ByteTokenize
 def load_run_encoder(path: str | Path, plan: parallel.Plan | None = None) -> TextEncoder:
     """Load the text encoder of a run's latest checkpoint, for a run with the loss `contrastive` or `mlm`.
 
-    The encoder reads at most `seq` tokens of a text, as the run did. Raises a `ValueError` for a run with another loss.
+    The encoder reads at most `seq` tokens of a text, as the run did. After the loss `contrastive` it has the prompts,
+    and the layer that divides vectors by their length, of the folder that the run began from. Raises a `ValueError` for
+    a run with another loss.
     """
     recipe = read_run_recipe(path)
     if not recipe.is_of_encoder:
         raise ValueError(f"load_run_encoder({str(path)!r}): the run's loss is {recipe.loss}, not one of text encoders.")
     model = nn.without_head(nn.merge_lora(restore_run_model(path, recipe, plan)))
-    tokenizer, head = open_run_tokenizer(path, recipe), EmbeddingHead(nn.Pooling((recipe.pooling,)))
+    tokenizer, published = open_run_tokenizer(path, recipe), _published_encoder(path, recipe)
+    head, options = EmbeddingHead(nn.Pooling((recipe.pooling,))), {}
+    if published is not None:
+        head = EmbeddingHead(head.pooling, published.head.layers)
+        options = {name: getattr(published, name) for name in ("prompts", "default_prompt", "includes_prompt")}
     model = model if plan is None else plan.shard(model)
-    return TextEncoder(model, head, tokenizer, max_length=recipe.seq, similarity_name=recipe.similarity, plan=plan)
+    options |= {"max_length": recipe.seq, "similarity_name": recipe.similarity, "plan": plan}
+    return TextEncoder(model, head, tokenizer, **options)
+
+
+def _published_encoder(path: str | Path, recipe: RunRecipe) -> EncoderFiles | None:
+    """Return what the folder of a run on groups states about its text encoder; None without such a statement."""
+    folder = training.RunFolder(path).published
+    return read_encoder_files(folder) if recipe.loss == "contrastive" and (folder / MODULES).exists() else None
 
 
 def load_run_classifier(path: str | Path, plan: parallel.Plan | None = None) -> TextClassifier:
@@ -161,7 +174,8 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
         options["attributes"] = {**options.get("attributes", {}), **_label_attributes(recipe, published, tokenizer)}
     if recipe.is_of_encoder:
         embed, similarity = recipe.model.embed, recipe.similarity
-        files = encoder_files(recipe.pooling, channels=embed, max_length=recipe.seq, similarity=similarity)
+        statements = {"similarity": similarity, "published": _published_encoder(path, recipe)}
+        files = encoder_files(recipe.pooling, channels=embed, max_length=recipe.seq, **statements)
         options["files"] = {**options.get("files", {}), **files}
     model = nn.merge_lora(model)
     if recipe.quantized:

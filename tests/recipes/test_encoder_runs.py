@@ -170,8 +170,13 @@ def test_a_run_on_groups_starts_from_one_on_masked_tokens(corpus, tmp_path):
 def test_a_published_encoder_is_tuned_with_lora(rows, tmp_path):
     model = eqx.filter_jit(models.build)(CONFIG, key=jax.random.key(3))
     files = data.tokenizer_files(data.ByteTokenizer(), max_length=64)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    files["modules.json"] = json.dumps([{"path": name, "type": kind} for name, kind in kinds.items()])
+    files["1_Pooling/config.json"] = json.dumps({"pooling_mode": "mean", "include_prompt": False})
+    prompts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    files["config_sentence_transformers.json"] = json.dumps(prompts)
     models.save(model, tmp_path / "model", config=CONFIG, files=files)
-    published = load(tmp_path / "model")
+    published = dataclasses.replace(load(tmp_path / "model"), default_prompt=None)
     file, groups, _ = rows
     text = dataclasses.replace(Recipe(CONFIG).text, validation=0.3)
     options: dict[str, Any] = {
@@ -189,13 +194,17 @@ def test_a_published_encoder_is_tuned_with_lora(rows, tmp_path):
     assert losses(run)[0] == pytest.approx(formula(dataclasses.replace(published, max_length=24), groups), rel=1e-5)
     tuned = load(run.folder)
     assert not nn.modules(tuned.model, nn.LoRA)
+    vectors = tuned.embed(groups[0])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=-1), 1, rtol=1e-5)
+    assert tuned.prompts == {"query": "query: "} and not np.allclose(vectors, tuned.embed(groups[0], prompt=""))
     changed = [
         not np.array_equal(a, b)
         for a, b in zip(*(jax.tree.leaves(eqx.filter(x.model, eqx.is_array)) for x in (tuned, published)))
     ]
     assert 0 < sum(changed) <= 8  # weights of queries, keys, values and outputs alone
     export_run(run.folder, tmp_path / "published")
-    assert np.array_equal(load(tmp_path / "published").embed(groups[0]), tuned.embed(groups[0]))
+    exported = load(tmp_path / "published")
+    assert np.array_equal(exported.embed(groups[0]), vectors) and not exported.includes_prompt
 
 
 GOOD = {"anchor": "a", "positive": "b"}

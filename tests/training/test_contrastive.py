@@ -11,8 +11,9 @@ import pytest
 from encoder_folders import write_encoder
 from token_table import make_table, Table, VOCAB
 
-from eqformer import Batch, data, models, text, training
+from eqformer import Batch, data, models, nn, text, training
 from eqformer.training import loss_count
+from eqformer.training.losses._contrastive import pool_rows, SUMMED_POOLINGS
 from eqformer.training.losses._loss_aux import loss_metrics
 
 
@@ -36,6 +37,19 @@ def batch_of(group: int) -> Batch:
     weights = (positions >= 0).astype(np.float64)
     batch = Batch(ids, ids, weights, np.arange(ROWS, dtype=np.int32), positions, group=group)
     return jax.tree.map(jnp.asarray, batch)
+
+
+@pytest.mark.parametrize("mode", SUMMED_POOLINGS)
+def test_rows_are_pooled_as_by_the_module(mode):
+    """Only the first row differs, which is padding alone: it has the vector 0, and the module pools its padding."""
+    hidden = jax.random.normal(jax.random.key(0), (ROWS, SEQ, 4))
+    positions = batch_of(2).positions.at[0].set(-1)
+    vectors, devices = pool_rows(mode, hidden, nn.Tokens(positions))
+    pooled = nn.Pooling((mode,))(hidden, nn.Tokens(positions))
+    np.testing.assert_allclose(vectors[1:], pooled[1:], rtol=1e-5, atol=1e-6)
+    assert devices == 1 and not np.any(vectors[0])
+    assert np.any(pooled[0]) == (mode in ("cls", "lasttoken"))
+    assert not np.allclose(vectors[1:], pooled[:-1], rtol=1e-2)  # the control
 
 
 def pool(hidden, pooling: str):

@@ -116,7 +116,12 @@ def _check_batch(batch: Batch, channels: int, dims: Sequence[int]) -> None:
 def pool_rows(
     mode: str, hidden: Float[Array, "batch seq embed"], tokens: Tokens
 ) -> tuple[Float[Array, "batch embed"], int]:
-    """Return the vector of each row, as `nn.Pooling` does, and the number of devices that a row is split over."""
+    """Return the vector of each row, as `nn.Pooling` does, and the number of devices that a row is split over.
+
+    `nn.Pooling` selects tokens by their index in a row, which a device with a part of the row does not know, and this
+    function selects them by their positions. Both agree on rows of one text with the padding behind it. They differ on
+    rows that no batch of texts has: packed rows, and rows of padding alone, whose vector is 0 here.
+    """
     hidden, positions = nn.in_float32(hidden), tokens.positions
     is_read, order = positions >= 0, (positions + 1).astype(hidden.dtype)
     length = sum_rows(is_read.astype(hidden.dtype))[0][:, None]
