@@ -19,7 +19,7 @@ from ..text import load_tokenizer
 from ._recipe import Distillation, fields_of, flags_of, format_flag, Mesh, name_flags_in_errors, Recipe
 from ._report import Screen
 from ._run_directory import RunDirectory
-from ._texts import check_encoder_loss, check_published, quantized_formats, recipe_tokenizer
+from ._texts import check_encoder_loss, check_published, recipe_tokenizer, stored_formats
 
 
 Result = TypeVar("Result")
@@ -67,7 +67,7 @@ def build_model(recipe: Recipe, formats: Mapping[str, Any] = MappingProxyType({}
 
 def model_shapes(recipe: Recipe, directory: RunDirectory | None = None) -> nn.Transformer:
     """Return the shapes of the recipe's model; a run's folder has those of its quantized weights."""
-    formats = {} if recipe.weights == "decoded" else quantized_formats(recipe, directory)
+    formats = {} if recipe.weights == "decoded" else stored_formats(recipe, directory)
     return eqx.filter_eval_shape(build_model, recipe, formats)
 
 

@@ -98,7 +98,7 @@ def complete_recipe(recipe: Recipe) -> Recipe:
     return for_chats(recipe) if reads_chats(recipe) else recipe
 
 
-def quantized_formats(recipe: Recipe, directory: RunDirectory | None = None) -> Mapping[str, Any]:
+def stored_formats(recipe: Recipe, directory: RunDirectory | None = None) -> Mapping[str, Any]:
     """Return the formats of the recipe's quantized weights (`nn.quantized_formats`): the run's copy, or the published
     model's."""
     if directory is not None and directory.quantized.exists():
@@ -177,7 +177,7 @@ def _check_labels(recipe: Recipe) -> None:
 def copy_published_files(recipe: Recipe, directory: RunDirectory) -> None:
     """Copy the tokenizer's file, the published model's files except weights, and their formats, into the run."""
     if recipe.weights == "quantized" and not directory.quantized.exists():
-        write_atomic(directory.quantized, json.dumps(quantized_formats(recipe), indent=1) + "\n")
+        write_atomic(directory.quantized, json.dumps(stored_formats(recipe), indent=1) + "\n")
     if (file := recipe.text.tokenizer) is not None and not directory.checkpointer().steps:
         write_atomic(directory.tokenizer, lambda part: shutil.copyfile(file, part))
     if recipe.published is not None and not directory.published.exists():

@@ -8,6 +8,7 @@ the sums of gradients over microbatches and devices add only zeros to it.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -18,12 +19,79 @@ from jaxtyping import Array, Float, Int, PyTree
 from .. import kernels, nn, parallel
 from .._shapes import Batch
 from .losses._loss_aux import LossFn
-from .optimizer._optimizer import is_none, Trained
+from .optimizer._optimizer import is_none, Optimizer, Trained
 
 
 QUERY_SHARE = 0.5
 """The share of a head's factor, as an exponent, that its queries take; the keys take the rest (Kimi K2)."""
 _CHUNK = 512  # Queries, and keys, whose logits are in memory at once.
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitClip:
+    """The part of a training step that clips attention logits; without a limit, each method leaves all as it is."""
+
+    limit: float | None
+    """The largest logit; None: no clipping."""
+
+    def check(self, plan: parallel.Plan | None) -> None:
+        """Raise a `ValueError` for a limit that is not positive, and for a plan that hides the largest logits."""
+        if self.limit is None:
+            return
+        if not self.limit > 0:
+            raise ValueError(f"make_step(clip_logits={self.limit}): the limit is positive; Kimi K2 takes 100.")
+        check_clipping_plan(plan)
+
+    def watch_loss(self, loss_fn: LossFn) -> LossFn:
+        """Return the loss for watched models: it tells them the numbers of its rows."""
+        if self.limit is None:
+            return loss_fn
+
+        def loss(model: PyTree, batch: PyTree, key: PyTree = None, **views: PyTree) -> PyTree:
+            return loss_fn(number_rows(model, batch), batch, key, **views)
+
+        return loss
+
+    def watch_trained(self, trained: Trained) -> Trained:
+        """Return a function that picks what `trained` picks, and the zeros of a watched model."""
+        if self.limit is None:
+            return trained
+
+        def pick(model: PyTree) -> PyTree:
+            return eqx.tree_at(_zeros_of_watches, trained(model), _zeros_of_watches(model), is_leaf=is_none)
+
+        return pick
+
+    def watch(self, model: PyTree, batch: PyTree, trained: Trained, *, has_loss_scale: bool) -> tuple[PyTree, PyTree]:
+        """Return the model with watched attentions, and the batch with the numbers of its rows."""
+        if self.limit is None:
+            return model, batch
+        check_clipping(model, trained, has_loss_scale=has_loss_scale)
+        return _watch_model(model, batch.ids.shape[0]), _with_row_numbers(batch)
+
+    def split(self, gradients: PyTree) -> tuple[PyTree, list[Float[Array, "*layers heads"]]]:
+        """Return the gradients of a model without its watches, and the largest logits of each attention's heads."""
+        largest = [jnp.max(zeros, axis=-1) for zeros in _zeros_of_watches(gradients)]
+        return nn.map_modules(lambda watch: watch.inner, gradients, LogitWatch), largest
+
+    def clip(
+        self,
+        parameters: PyTree,
+        optimizer_state: PyTree,
+        largest: Sequence[Float[Array, "*layers heads"]],
+        optimizer: Optimizer,
+    ) -> tuple[PyTree, PyTree]:
+        """Return the parameters and the optimizer's copies of them with clipped heads (`clip_heads`)."""
+        if self.limit is None:
+            return parameters, optimizer_state
+        clip = partial(clip_heads, largest=largest, limit=self.limit)
+        return clip(parameters), optimizer.map_fast_weights(clip, optimizer_state)
+
+    def metrics(self, largest: Sequence[Float[Array, "*layers heads"]]) -> dict[str, Float[Array, ""]]:
+        """Return the largest logit of the step as a metric."""
+        if self.limit is None:
+            return {}
+        return {"largest_logit": jnp.max(jnp.stack([jnp.max(logits) for logits in largest]))}
 
 
 class LogitWatch(kernels.Operation):
@@ -182,7 +250,7 @@ def _scaled_maps(mixer: Any) -> tuple[Any, ...]:
     return (mixer.query, mixer.key_up, *(() if mixer.query_rope is None else (mixer.query_rope,)))
 
 
-def watch_logits(model: PyTree, rows: int) -> PyTree:
+def _watch_model(model: PyTree, rows: int) -> PyTree:
     """Return the model with a `LogitWatch` around the core of each attention, for batches of so many rows."""
 
     def watch(mixer: Any) -> Any:
@@ -210,7 +278,7 @@ def number_rows(model: PyTree, batch: PyTree) -> PyTree:
     return nn.map_modules(number, model, LogitWatch)
 
 
-def with_row_numbers(batch: PyTree) -> PyTree:
+def _with_row_numbers(batch: PyTree) -> PyTree:
     """Return the batch with the number of each row; raise a `ValueError` for anything but a `Batch`."""
     if not isinstance(batch, Batch):
         raise ValueError(
@@ -220,33 +288,8 @@ def with_row_numbers(batch: PyTree) -> PyTree:
     return dataclasses.replace(batch, row_numbers=jnp.arange(batch.ids.shape[0], dtype=jnp.int32))
 
 
-def watched_loss(loss_fn: LossFn) -> LossFn:
-    """Return the loss for watched models: it tells them the numbers of its rows."""
-
-    def loss(model: PyTree, batch: PyTree, key: PyTree = None, **views: PyTree) -> PyTree:
-        return loss_fn(number_rows(model, batch), batch, key, **views)
-
-    return loss
-
-
-def watched_trained(trained: Trained) -> Trained:
-    """Return a function that picks what `trained` picks, and the zeros of a watched model."""
-
-    def pick(model: PyTree) -> PyTree:
-        zeros = [watch.largest for watch in nn.modules(model, LogitWatch)]
-        return eqx.tree_at(_zeros_of_watches, trained(model), zeros, is_leaf=is_none)
-
-    return pick
-
-
 def _zeros_of_watches(tree: PyTree) -> list[PyTree]:
     return [watch.largest for watch in nn.modules(tree, LogitWatch)]
-
-
-def split_gradients(gradients: PyTree) -> tuple[PyTree, list[Float[Array, "*layers heads"]]]:
-    """Return the gradients of a watched model without its watches, and the largest logits of each attention's heads."""
-    largest = [jnp.max(watch.largest, axis=-1) for watch in nn.modules(gradients, LogitWatch)]
-    return nn.map_modules(lambda watch: watch.inner, gradients, LogitWatch), largest
 
 
 def clip_heads(parameters: PyTree, largest: Sequence[Float[Array, "*layers heads"]], limit: float) -> PyTree:

@@ -15,16 +15,7 @@ from .._array_checks import checked
 from ..kernels import cpu_or
 from ..parallel import Plan
 from ._gradients import make_execution
-from ._logit_clip import (
-    check_clipping,
-    check_clipping_plan,
-    clip_heads,
-    split_gradients,
-    watch_logits,
-    watched_loss,
-    watched_trained,
-    with_row_numbers,
-)
+from ._logit_clip import LogitClip
 from ._train_state import TrainState
 from .losses._loss_aux import loss_count, loss_metrics, LossFn, routing_aux, routing_metrics, with_routing_aux
 from .optimizer._learning_rates import Rates
@@ -117,30 +108,26 @@ def make_step(
         balance_rate: The step size of the routers' selection biases, see `rebalance_routers`.
         gradient_norms: Whether the metrics include the norm of each module's gradient, see `module_gradient_norms`.
         clip_logits: The largest attention logit: heads with a larger one in the step's batch get smaller queries and
-            keys after the update, see `clip_heads` (MuonClip, arXiv 2507.20534); None: no clipping.
+            keys after the update, see `LogitClip` (MuonClip, arXiv 2507.20534); None: no clipping.
     """
     check_optimizer(optimizer, "make_step(loss_fn, optimizer)")
     if clip is not None and not clip > 0:
         raise ValueError(f"make_step(clip={clip}): the largest norm is positive; pass None for no clipping.")
-    if clip_logits is not None:
-        if not clip_logits > 0:
-            raise ValueError(f"make_step(clip_logits={clip_logits}): the limit is positive; Kimi K2 takes 100.")
-        check_clipping_plan(plan)
-    watched = optimizer.trained if clip_logits is None else watched_trained(optimizer.trained)
-    execution = make_execution(loss_fn if clip_logits is None else watched_loss(loss_fn), watched, plan, microbatches)
+    logit_clip = LogitClip(clip_logits)
+    logit_clip.check(plan)
+    loss_fn, watched = logit_clip.watch_loss(loss_fn), logit_clip.watch_trained(optimizer.trained)
+    execution = make_execution(loss_fn, watched, plan, microbatches)
 
     @eqx.filter_jit(donate="all-except-first")
     def run(data: tuple[PyTree, PyTree, Rates], state: TrainState) -> tuple[TrainState, dict[str, Array]]:
         batch, key, rate = data
         key = None if key is None else jax.random.fold_in(key, state.step)
         loss_scale, point = state.loss_scale, optimizer.gradient_point(state.model, state.optimizer_state)
-        if clip_logits is not None:
-            check_clipping(state.model, optimizer.trained, has_loss_scale=loss_scale is not None)
-            point, batch = watch_logits(point, batch.ids.shape[0]), with_row_numbers(batch)
+        point, batch = logit_clip.watch(point, batch, optimizer.trained, has_loss_scale=loss_scale is not None)
         total, loss_aux, gradients = execution.gradients(
             point, batch, key, None if loss_scale is None else loss_scale.value
         )
-        gradients, largest_logits = split_gradients(gradients)
+        gradients, largest_logits = logit_clip.split(gradients)
         count = loss_count(loss_aux)
         loss, norm = total / count.astype(total.dtype), global_norm(gradients)
         norm = norm / count.astype(norm.dtype)
@@ -154,10 +141,7 @@ def make_step(
         def update(parameters: PyTree, optimizer_state: PyTree) -> tuple[PyTree, PyTree]:
             scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
             parameters, optimizer_state = optimizer.update(scaled, optimizer_state, parameters, learning_rate)
-            if clip_logits is not None:
-                clip_large = functools.partial(clip_heads, largest=largest_logits, limit=clip_logits)
-                parameters = clip_large(parameters)
-                optimizer_state = optimizer.map_fast_weights(clip_large, optimizer_state)
+            parameters, optimizer_state = logit_clip.clip(parameters, optimizer_state, largest_logits, optimizer)
             aux = routing_aux(loss_aux) if balance_rate else None
             if not aux:
                 return parameters, optimizer_state
@@ -176,8 +160,7 @@ def make_step(
         for name, (total, weight) in loss_metrics(loss_aux).items():
             metrics[name] = total / jnp.where(weight == 0, 1, weight)
         metrics |= routing_metrics(loss_aux) | ({} if loss_scale is None else {"loss_scale": loss_scale.value + 0})
-        if clip_logits is not None:
-            metrics["largest_logit"] = jnp.max(jnp.stack([jnp.max(logits) for logits in largest_logits]))
+        metrics |= logit_clip.metrics(largest_logits)
         if gradient_norms:
             norms = module_gradient_norms(gradients)
             metrics |= {f"grad_norm/{name}": x / count.astype(x.dtype) for name, x in norms.items()}
