@@ -51,7 +51,7 @@ class Command(ModelFlags):
     batch_size: int = 32
     """Texts that a text encoder reads together."""
     most_prompt_tokens: int | None = None
-    """Maximum tokens of a prompt or a text to embed; by default a prompt fits the capacity, a text to embed is cut."""
+    """Maximum tokens of a prompt or a text to embed; by default as many as the model reads."""
     most_new_tokens: int = 1024
     """Maximum new tokens of a text, and the default number for a chat."""
     most_texts: int | None = None

@@ -341,8 +341,9 @@ class EmbeddingRoutes(ServerRoutes[EmbeddingService]):
     async def _write_embeddings(self, body: EmbeddingRequest) -> bytes:
         """Embed the texts of a request, and return the response."""
         with self._service.admit(len(body.texts)):
-            tokens = await self._service.count_tokens(body)
-            vectors = await self._service.embed(body)
+            rows = await self._service.tokenize(body)
+            vectors = await self._service.embed(body, rows)
+            tokens = sum(len(row.ids) for row in rows)
             # Writing millions of numbers takes time, so a thread does it while the event loop serves other requests.
             return await asyncio.to_thread(write_embeddings, self._name, vectors, tokens, as_base64=body.as_base64)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float
 
+from ..data import EncodedText
 from ..text import TextEncoder
 from ._protocol import EmbeddingRequest, RequestError
 from ._service import Limits, ServerMetrics, Service
@@ -26,19 +27,20 @@ class _EmbeddingJob:
     """The texts of one request that still wait, and the vectors of its embedded texts."""
 
     request: EmbeddingRequest
+    rows: Sequence[EncodedText]
+    """The tokens of each text."""
     result: asyncio.Future[list[Float[np.ndarray, "features"]]]
     """The vectors of all texts, in their order."""
 
     def __post_init__(self):
-        texts = self.request.texts
         self.vectors: dict[int, Float[np.ndarray, "features"]] = {}
         # Texts are taken from the end, the longest first.
-        self.waiting = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+        self.waiting = sorted(range(len(self.rows)), key=lambda number: len(self.rows[number].ids))
 
     def add(self, number: int, vector: Float[np.ndarray, "features"]) -> None:
         """Store the vector of a text; the last vector ends the job."""
         self.vectors[number] = vector
-        if len(self.vectors) == len(self.request.texts) and not self.result.done():
+        if len(self.vectors) == len(self.rows) and not self.result.done():
             self.result.set_result([self.vectors[index] for index in range(len(self.vectors))])
 
     def fail(self, error: RequestError) -> None:
@@ -77,7 +79,7 @@ class EmbeddingService(Service):
 
     @property
     def capacity(self) -> int | None:
-        """Tokens to which longer texts are cut; None: texts of any length are read whole."""
+        """Tokens of the longest text that is read; None: texts of any length are read."""
         return self.encoder.max_length
 
     def compile(self, progress: Callable[[str], object] = lambda line: None) -> None:
@@ -87,7 +89,7 @@ class EmbeddingService(Service):
         """
         start = time.monotonic()
         longest = min(self.encoder.max_length or _MAX_COMPILED, _MAX_COMPILED)
-        (shortest,) = self._lengths(["a"], self.encoder.default_prompt)
+        (shortest,) = (len(row.ids) for row in self.encoder.tokenize(["a"]))
         width = 16
         while width <= longest:
             for tokens in (width, width * 3 // 2):
@@ -97,8 +99,8 @@ class EmbeddingService(Service):
                     progress(f"compiled for texts of {tokens} tokens, {time.monotonic() - start:,.1f} s")
             width *= 2
 
-    async def count_tokens(self, request: EmbeddingRequest) -> int:
-        """Return the number of tokens that the encoder reads; raise a `RequestError` if the request breaks a rule."""
+    async def tokenize(self, request: EmbeddingRequest) -> list[EncodedText]:
+        """Return the tokens of a request's texts; raise a `RequestError` if the request breaks a rule."""
         prompts = self.encoder.prompts
         if request.prompt_name is not None and request.prompt_name not in prompts:
             known = ", ".join(map(repr, prompts)) or "none"
@@ -107,17 +109,17 @@ class EmbeddingService(Service):
         if request.dimensions is not None and request.dimensions > self._channels:
             message = f"dimensions is {request.dimensions:,}, but a vector has {self._channels:,}; ask for fewer."
             raise RequestError(400, message, parameter="dimensions")
-        name = self.encoder.default_prompt if request.prompt_name is None else request.prompt_name
-        lengths = await asyncio.to_thread(self._lengths, request.texts, name)
-        for number, length in enumerate(lengths):
-            self._check_length(number, length)
-        tokens = sum(lengths if self.capacity is None else (min(length, self.capacity) for length in lengths))
-        self.metrics.add("prompt_tokens", tokens)
-        return tokens
+        rows = await asyncio.to_thread(self.encoder.tokenize, request.texts, prompt_name=request.prompt_name)
+        for number, row in enumerate(rows):
+            self._check_length(number, len(row.ids))
+        self.metrics.add("prompt_tokens", sum(len(row.ids) for row in rows))
+        return rows
 
-    async def embed(self, request: EmbeddingRequest) -> Float[np.ndarray, "texts features"]:
+    async def embed(
+        self, request: EmbeddingRequest, rows: Sequence[EncodedText]
+    ) -> Float[np.ndarray, "texts features"]:
         """Return the vectors of a request's texts; if the call is cancelled, its waiting texts are dropped."""
-        job = _EmbeddingJob(request, asyncio.get_running_loop().create_future())
+        job = _EmbeddingJob(request, rows, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._run())
@@ -166,9 +168,9 @@ class EmbeddingService(Service):
             groups[job.request.prompt_name, job.request.dimensions].append(row)
         vectors: dict[int, Float[np.ndarray, "features"]] = {}
         for (prompt_name, dimensions), rows in groups.items():
-            texts = [batch[row][0].request.texts[batch[row][1]] for row in rows]
-            results = self.encoder.embed(
-                texts,
+            tokens = [batch[row][0].rows[batch[row][1]] for row in rows]
+            results = self.encoder.embed_tokens(
+                tokens,
                 prompt_name=prompt_name,
                 truncate_dim=dimensions,
                 normalize=dimensions is not None,
@@ -177,16 +179,9 @@ class EmbeddingService(Service):
             vectors.update(zip(rows, results, strict=True))
         return [vectors[row] for row in range(len(batch))]
 
-    def _lengths(self, texts: Sequence[str], prompt_name: str | None) -> list[int]:
-        """Return the number of tokens of each text, with its prompt and special tokens, before the text is cut."""
-        prompt = "" if prompt_name is None else self.encoder.prompts[prompt_name]
-        texts = [prompt + text for text in texts]
-        texts = [text.lower() for text in texts] if self.encoder.lower_case else texts
-        return [len(row.ids) for row in self.encoder.tokenizer.encode_texts(texts)]
-
     def _check_length(self, number: int, length: int) -> None:
         """Raise a `RequestError` for a text without a token, or with too many."""
-        most = self.limits.prompt_tokens
+        most = min((limit for limit in (self.limits.prompt_tokens, self.capacity) if limit is not None), default=None)
         if not length:
             message = f"input[{number}] has no token, and the tokenizer adds none; give at least a character."
             raise RequestError(400, message, parameter="input")

@@ -34,7 +34,7 @@ class Limits:
     prompt_tokens: int | None = None
     """Maximum number of tokens of a prompt, or of a text to embed (400).
 
-    None: a prompt must fit into the engine's rows, and a text to embed is cut to the encoder's `max_length`.
+    None: a prompt must fit into the engine's rows, and a text to embed into the encoder's `max_length`.
     """
     new_tokens: int = 1024
     """Maximum number of new tokens of a text (400), and the default number for a chat."""

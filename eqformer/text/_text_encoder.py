@@ -100,22 +100,56 @@ class TextEncoder:
             ValueError: For an empty list, for anything but texts, for an unknown prompt, and for a `truncate_dim` that
                 is not between 1 and the channels of a vector.
         """
-        call = "embed(texts)"
-        rows = check_texts(call, texts)
+        prompt = self._find_prompt(prompt_name, prompt)
+        rows = self._encode([prompt + text for text in check_texts("embed(texts)", texts)], self.max_length)
+        vectors = self.embed_tokens(
+            rows, prompt=prompt, truncate_dim=truncate_dim, normalize=normalize, batch_size=batch_size
+        )
+        return vectors[0] if isinstance(texts, str) else vectors
+
+    def tokenize(self, texts: Texts, *, prompt_name: str | None = None) -> list[EncodedText]:
+        """Return the tokens of whole texts of any length, behind a prompt of `prompts` (None: the default prompt).
+
+        Raises a `ValueError` for an unknown prompt, and for anything but texts.
+        """
+        prompt = self._find_prompt(prompt_name, None)
+        return self._encode([prompt + text for text in check_texts("tokenize(texts)", texts)], None)
+
+    def embed_tokens(
+        self,
+        rows: Sequence[EncodedText],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        truncate_dim: int | None = None,
+        normalize: bool = False,
+        batch_size: int = 32,
+    ) -> Float[np.ndarray, "texts features"]:
+        """Return the vectors of texts from their tokens.
+
+        Raises a `ValueError` as `embed` does, and for a text without a token.
+
+        Args:
+            rows: The tokens of each text, as `tokenize` returns them with the same prompt.
+            prompt_name: The name of the prompt that the tokens begin with; None: the default prompt.
+            prompt: A prompt in place of a named one.
+            truncate_dim: The number of first channels that are kept.
+            normalize: Whether vectors are divided by their length, after they are truncated.
+            batch_size: Texts that are read together.
+        """
         if batch_size < 1:
             raise ValueError(f"embed(batch_size={batch_size}): at least 1 text is read at a time.")
         prompt = self._find_prompt(prompt_name, prompt)
-        encoded = self._encode([prompt + text for text in rows])
         skipped = 0 if self.includes_prompt or not prompt else self._prompt_length(prompt)
 
         def run(ids: Array, tokens: nn.Tokens) -> Array:
             return _embed_rows(self.model, self.head, self.plan, ids, tokens, jnp.asarray(skipped, jnp.int32))
 
-        vectors = np.stack(map_batches(run, encoded, batch_size, self.plan))
+        vectors = np.stack(map_batches(run, rows, batch_size, self.plan))
         vectors = self._truncate(vectors, truncate_dim)
         if normalize:
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
-        return vectors[0] if isinstance(texts, str) else vectors
+        return vectors
 
     def similarity(
         self, vectors: Float[np.ndarray, "*rows _"], others: Float[np.ndarray, "*columns _"]
@@ -152,13 +186,13 @@ class TextEncoder:
             raise ValueError(f"embed(prompt_name={name!r}): the model's prompts are {known}; give one, or prompt=.")
         return self.prompts[name]
 
-    def _encode(self, texts: Sequence[str]) -> list[EncodedText]:
+    def _encode(self, texts: Sequence[str], max_length: int | None) -> list[EncodedText]:
         texts = [text.lower() for text in texts] if self.lower_case else texts
-        return self.tokenizer.encode_texts(texts, max_length=self.max_length)
+        return self.tokenizer.encode_texts(texts, max_length=max_length)
 
     def _prompt_length(self, prompt: str) -> int:
         """Return the number of tokens of a prompt, with the special tokens before the prompt."""
-        (row,) = self._encode([prompt])
+        (row,) = self._encode([prompt], self.max_length)
         return len(row.ids) - int(len(row.ids) > 0 and row.ids[-1] in self.tokenizer.special_ids)
 
     def _truncate(self, vectors: Float[np.ndarray, "texts features"], channels: int | None) -> np.ndarray:

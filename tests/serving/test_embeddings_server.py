@@ -16,7 +16,7 @@ from eqformer import data, models, serving
 from eqformer.serving._protocol import EmbeddingRequest
 
 
-TEXTS = ["a cat", "the quick brown fox jumps over the lazy dog", "Hi", "x" * 90, "é"]
+TEXTS = ["a cat", "the quick brown fox jumps over the lazy dog", "Hi", "x" * 50, "é"]
 PATH = "/v1/embeddings"
 
 
@@ -70,15 +70,15 @@ def close(first, second):
 
 
 def record_batches(encoder, monkeypatch, *, seconds=0.0):
-    """Return a list that gets the texts of each later call of `embed`, which first waits `seconds`."""
-    embed, batches = encoder.embed, []
+    """Return a list that gets the texts of each later call of `embed_tokens`, which first waits `seconds`."""
+    embed, batches = encoder.embed_tokens, []
 
-    def recorded(texts, **options):
-        batches.append(list(texts))
+    def recorded(rows, **options):
+        batches.append([bytes(row.ids.tolist()).decode() for row in rows])
         time.sleep(seconds)
-        return embed(texts, **options)
+        return embed(rows, **options)
 
-    monkeypatch.setattr(type(encoder), "embed", lambda self, texts, **options: recorded(texts, **options))
+    monkeypatch.setattr(type(encoder), "embed_tokens", lambda self, rows, **options: recorded(rows, **options))
     return batches
 
 
@@ -95,9 +95,9 @@ def test_vectors_are_those_of_the_encoder(encoder, app):
     assert close(vectors(query), asked) and not close(asked, expected)
     decoded = [np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in coded.json()["data"]]
     assert close(np.stack(decoded), expected)
-    tokens = sum(min(64, len(text.encode())) for text in TEXTS)
+    tokens = sum(len(text.encode()) for text in TEXTS)
     assert whole.json()["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
-    assert query.json()["usage"]["total_tokens"] == sum(min(64, 7 + len(text.encode())) for text in TEXTS)
+    assert query.json()["usage"]["total_tokens"] == tokens + 7 * len(TEXTS)
     assert whole.json()["object"] == "list" and whole.json()["model"] == "tiny"
 
 
@@ -107,8 +107,8 @@ def test_requests_that_wait_share_batches_in_turn(encoder, service, monkeypatch)
     requests = [many, *([f"alone {number}"] for number in range(6))]
 
     async def embed_all():
-        jobs = [service.embed(EmbeddingRequest("tiny", texts, None, False, None)) for texts in requests]
-        return await asyncio.gather(*jobs)
+        bodies = [EmbeddingRequest("tiny", texts, None, False, None) for texts in requests]
+        return await asyncio.gather(*(service.embed(body, encoder.tokenize(body.texts)) for body in bodies))
 
     results = asyncio.run(embed_all())
     monkeypatch.undo()
@@ -121,13 +121,13 @@ def test_requests_that_wait_share_batches_in_turn(encoder, service, monkeypatch)
 
 
 def test_the_event_loop_runs_while_texts_are_embedded(encoder, app, monkeypatch):
-    embed, answered = encoder.embed, threading.Event()
+    embed, answered = encoder.embed_tokens, threading.Event()
 
-    def embed_after_health(self, texts, **options):
+    def embed_after_health(self, rows, **options):
         assert answered.wait(30)
-        return embed(texts, **options)
+        return embed(rows, **options)
 
-    monkeypatch.setattr(type(encoder), "embed", embed_after_health)
+    monkeypatch.setattr(type(encoder), "embed_tokens", embed_after_health)
 
     async def ask():
         async with client_of(app) as client:
@@ -204,14 +204,27 @@ def test_limits_are_those_of_the_server(encoder):
     assert refusal(ended, 503)["code"] == "unavailable"
 
 
+def test_texts_that_the_encoder_would_cut_are_refused(encoder, app, monkeypatch):
+    """The error names both lengths; a text of the longest length is tokenized once."""
+    calls, encode_texts = [], encoder.tokenizer.encode_texts
+    record = lambda self, texts, **options: (calls.append(len(texts)), encode_texts(texts, **options))[1]
+    monkeypatch.setattr(type(encoder.tokenizer), "encode_texts", record)
+    long, prompted, fits = send(
+        app, {"input": ["a", "x" * 65]}, {"input": "x" * 60, "prompt_name": "query"}, {"input": "x" * 64}, path=PATH
+    )
+    assert "input[1] has 65 tokens, but at most 64 are read" in refusal(long, 400)["message"]
+    assert refusal(long, 400)["code"] == "context_length_exceeded" and "67 tokens" in refusal(prompted, 400)["message"]
+    assert vectors(fits).shape == (1, 64) and calls == [2, 1, 1]
+
+
 def test_an_encoder_that_fails_answers_the_next_request(encoder, app, service, monkeypatch):
-    def fail(self, texts, **options):
+    def fail(self, rows, **options):
         raise MemoryError("no memory is left")
 
-    monkeypatch.setattr(type(encoder), "embed", fail)
+    monkeypatch.setattr(type(encoder), "embed_tokens", fail)
     (failed,) = send(app, {"input": ["a", "b"]}, path=PATH)
     assert "MemoryError" in refusal(failed, 500)["message"]
-    monkeypatch.setattr(type(encoder), "embed", lambda self, texts, **options: np.full((len(texts), 64), np.nan))
+    monkeypatch.setattr(type(encoder), "embed_tokens", lambda self, rows, **options: np.full((len(rows), 64), np.nan))
     assert "NaN" in refusal(send(app, {"input": "a"}, path=PATH)[0], 500)["message"]
     monkeypatch.undo()
     assert send(app, {"input": "a"}, path=PATH)[0].status_code == 200 and service.active == 0
