@@ -349,7 +349,7 @@ class Engine:
         end_ids = [*request.end_ids, *[-1] * (MOST_ENDS - len(request.end_ids))]
         self._biases[row.slot] = bias = self._bias(row)
         sampling = SamplingState(
-            chain(RowSampling.for_request(request, bias)),
+            chain(RowSampling.for_request(request, bias, len(initial))),
             jax.random.key(request.seed)[None],
             jnp.asarray([request.example], jnp.int32),
             jnp.asarray([end_ids], jnp.int32),

@@ -67,8 +67,10 @@ def free_rows(model: Model, batch: int, width: int, capacity: int, dtype: str | 
     settings = RowSampling(
         bias=jnp.zeros((batch, model.vocab), jnp.float32),
         repetition_penalty=jnp.ones(batch, jnp.float32),
+        drawn_penalties=jnp.zeros((batch, 2), jnp.float32),
         temperature=jnp.zeros(batch, jnp.float32),
         top_k=jnp.full(batch, model.vocab, jnp.int32),
+        start=jnp.zeros(batch, jnp.int32),
         top_p=jnp.ones(batch, jnp.float32),
         min_p=jnp.zeros(batch, jnp.float32),
     )

@@ -15,6 +15,8 @@ from ._decode import MOST_ALTERNATIVES
 from ._transforms import clamp_setting, History, keep_top, MinP, RepetitionPenalty, sampling, Temperature, TopP
 
 
+MAX_PENALTY = 100.0
+"""Largest presence and frequency penalty, which is far above the difference of most logits."""
 MOST_ENDS = 16
 """Maximum number of ids that may end one text."""
 
@@ -37,6 +39,10 @@ class Request:
     """Draw from the tokens that are at least this share as likely as the likeliest."""
     repetition_penalty: float | int | None = None
     """Above 1: make tokens that are already in the row less likely."""
+    presence_penalty: float | int = 0
+    """Number that is subtracted from the logits of each id that has been drawn already; the prompt does not count."""
+    frequency_penalty: float | int = 0
+    """Number that is subtracted from the logits of an id for each time that the id has been drawn."""
     logit_bias: Mapping[int, float | int] = dataclasses.field(default_factory=dict)
     """Numbers that are added to the logits of ids before anything else; minus infinity forbids an id."""
     allowed: Callable[[list[int]], Bool[np.ndarray, "vocab"]] | None = None
@@ -67,6 +73,12 @@ class Request:
                 f"Request(end_of_text): {len(self.end_ids)} ids end the text, but at most {MOST_ENDS} can; give fewer, "
                 "and find the others by `ends`."
             )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(penalty := getattr(self, name)) <= MAX_PENALTY:
+                raise ValueError(
+                    f"Request({name}={penalty}): a penalty is from -{MAX_PENALTY:g} to {MAX_PENALTY:g}; 0 changes "
+                    "nothing."
+                )
         # Building the transforms raises the errors of wrong settings here, rather than when the request begins.
         sampling(
             temperature=self.temperature,
@@ -95,6 +107,7 @@ class Request:
         return (
             self.temperature == 0
             and self.repetition_penalty in (None, 1)
+            and self.presence_penalty == self.frequency_penalty == 0
             and not self.logit_bias
             and self.allowed is None
         )
@@ -131,14 +144,18 @@ class RowSampling(eqx.Module):
 
     bias: Float[Array, "batch vocab"]
     repetition_penalty: Float[Array, "batch"]
+    drawn_penalties: Float[Array, "batch presence_and_frequency"]
+    """Penalties of ids that have been drawn: for being among them, and for each time."""
     temperature: Float[Array, "batch"]
     """0 takes the likeliest token."""
     top_k: Int[Array, "batch"]
+    start: Int[Array, "batch"]
+    """Ids of each row before the first draw."""
     top_p: Float[Array, "batch"]
     min_p: Float[Array, "batch"]
 
     @staticmethod
-    def for_request(request: Request, bias: Float[np.ndarray, "vocab"]) -> "RowSampling":
+    def for_request(request: Request, bias: Float[np.ndarray, "vocab"], start: int) -> "RowSampling":
         """Return the settings of one row, whose numbers `Request` has checked."""
         vocab = len(bias)
         top_k = vocab if request.top_k is None else min(request.top_k, vocab)
@@ -150,9 +167,10 @@ class RowSampling(eqx.Module):
         )
         penalty, temperature, top_p, min_p = (np.asarray([clamp_setting(number)], np.float32) for number in numbers)
         # One transfer of all arrays takes a third of the time of one for each.
-        return RowSampling(
-            *jax.device_put((bias[None], penalty, temperature, np.asarray([top_k], np.int32), top_p, min_p))
-        )
+        drawn_penalties = np.asarray([[request.presence_penalty, request.frequency_penalty]], np.float32)
+        integers = (np.asarray([number], np.int32) for number in (top_k, start))
+        settings = (bias[None], penalty, drawn_penalties, temperature, *integers, top_p, min_p)
+        return RowSampling(*jax.device_put(settings))
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Return the changed logits; ids that must not be drawn have minus infinity.
@@ -165,10 +183,13 @@ class RowSampling(eqx.Module):
         logits = logits.astype(at_least_float32(logits.dtype)) + self.bias
         # A penalty scatters ids, and a truncation sorts the vocabulary, so each runs only if a row asks for it.
         penalties, unchanged = self.repetition_penalty, lambda logits: logits
+        rows = (history.ids, history.lengths, self.start, self.drawn_penalties)
+        penalize_drawn = lambda logits: jax.vmap(_penalize_drawn)(logits, *rows)
         penalize = lambda logits: jax.vmap(_penalize_row)(logits, history.ids, history.lengths, penalties)
         cut_top_k = lambda logits: jax.vmap(_cut_top_k)(logits, self.top_k)
         cut_top_p = lambda logits: jax.vmap(_cut_top_p)(logits, self.top_p)
         logits = jax.lax.cond(jnp.any(penalties != 1), penalize, unchanged, logits)
+        logits = jax.lax.cond(jnp.any(self.drawn_penalties != 0), penalize_drawn, unchanged, logits)
         logits = jax.vmap(_scale_row)(logits, self.temperature)
         logits = jax.lax.cond(jnp.any(self.top_k < logits.shape[1]), cut_top_k, unchanged, logits)
         logits = jax.lax.cond(jnp.any(self.top_p < 1), cut_top_p, unchanged, logits)
@@ -182,6 +203,21 @@ _Setting = Float[Array, ""]
 def _penalize_row(logits: _Logits, ids: Int[Array, "seq"], length: Int[Array, ""], penalty: _Setting) -> _Logits:
     history = History(ids[None], length[None])
     return eqx.tree_at(lambda t: t.penalty, RepetitionPenalty(1), penalty)(logits[None], history)[0]
+
+
+def _penalize_drawn(
+    logits: _Logits,
+    ids: Int[Array, "seq"],
+    length: Int[Array, ""],
+    start: Int[Array, ""],
+    penalties: Float[Array, "presence_and_frequency"],
+) -> _Logits:
+    """Subtract a row's presence and frequency penalties from the logits of the ids from `start` to `length`."""
+    order, vocab = jnp.arange(len(ids)), len(logits)
+    drawn = jnp.where((order >= start) & (order < length), ids, vocab)  # Other ids are dropped.
+    counts = jnp.zeros(vocab, logits.dtype).at[drawn].add(1, mode="drop")
+    presence, frequency = penalties.astype(logits.dtype)
+    return logits - presence * jnp.minimum(counts, 1) - frequency * counts
 
 
 def _scale_row(logits: _Logits, temperature: _Setting) -> _Logits:

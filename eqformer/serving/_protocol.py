@@ -55,6 +55,8 @@ class TextOptions:
     top_k: int | None
     min_p: Number | None
     repetition_penalty: Number | None
+    presence_penalty: Number
+    frequency_penalty: Number
     stop: tuple[str, ...]
     seed: int
     """The request's seed, or a random seed if the request has none."""
@@ -273,8 +275,6 @@ def parse_embedding(fields: Fields, *, most_texts: int) -> EmbeddingRequest:
 
 def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | None, most_texts: int) -> TextOptions:
     """Return the settings that completions and chats share."""
-    for name in ("frequency_penalty", "presence_penalty"):
-        fields.refuse(name, (0, 0.0), "use repetition_penalty")
     stream = fields.flag("stream")
     stream_options = Fields(fields.take("stream_options", {}), "stream_options")
     include_usage = stream_options.flag("include_usage")
@@ -290,6 +290,8 @@ def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | Non
         top_k=_top_k(fields),
         min_p=fields.number("min_p", 0, 1),
         repetition_penalty=_above_zero(fields, "repetition_penalty", 100),
+        presence_penalty=fields.number("presence_penalty", -2, 2) or 0,
+        frequency_penalty=fields.number("frequency_penalty", -2, 2) or 0,
         stop=_stops(fields),
         seed=_seed(fields),
         logit_bias=_logit_bias(fields),

@@ -226,6 +226,8 @@ class TextService(Service):
                 top_k=options.top_k,
                 min_p=options.min_p,
                 repetition_penalty=options.repetition_penalty,
+                presence_penalty=options.presence_penalty,
+                frequency_penalty=options.frequency_penalty,
                 logit_bias=options.logit_bias,
                 seed=options.seed,
                 example=example,

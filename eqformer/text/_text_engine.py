@@ -41,6 +41,11 @@ class TextRequest:
     """Draw from the tokens that are at least this share as likely as the likeliest."""
     repetition_penalty: float | int | None = None
     """Above 1: make tokens that are already in the row less likely."""
+    presence_penalty: float | int = 0
+    """Number that is subtracted from the logits of each token that is in the text already; the prompt does not
+    count."""
+    frequency_penalty: float | int = 0
+    """Number that is subtracted from the logits of a token for each time that the token is in the text already."""
     logit_bias: Mapping[int, float | int] = dataclasses.field(default_factory=dict)
     """Numbers that are added to the logits of ids before anything else; minus infinity forbids an id."""
     allowed: Callable[[list[int]], Bool[np.ndarray, "vocab"]] | Grammar | None = None
@@ -106,6 +111,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "top_p": (*_NUMBER, _NULL),
     "min_p": (*_NUMBER, _NULL),
     "repetition_penalty": (*_NUMBER, _NULL),
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
     "logit_bias": (dict,),
     "seed": (int,),
     "example": (int, _NULL),
@@ -216,6 +223,8 @@ class TextEngine:
             top_p=request.top_p,
             min_p=request.min_p,
             repetition_penalty=request.repetition_penalty,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
             logit_bias=request.logit_bias,
             allowed=self._grammars.compile(allowed) if isinstance(allowed, Grammar) else allowed,
             end_of_text=self.llm.end_ids,

@@ -224,6 +224,34 @@ def test_logits_are_biased_and_masked_for_each_request(model):
     assert len(set(masked.ids)) > 2
 
 
+def test_drawn_ids_are_penalized_for_each_request(model):
+    """By a literal loop over the new ids of the row; the prompt does not count, and neighbours change nothing."""
+    prompt, new, presence, frequency = [3, 5, 9], 12, 0.7, 0.4
+    tune: dict[str, Any] = dict(presence_penalty=presence, frequency_penalty=frequency)
+    engine = Engine(model, **SIZES)
+    requests = [
+        Request(prompt, new),
+        Request(prompt, new, **tune),
+        Request(prompt, new, **tune, temperature=0.8, seed=2),
+        Request([7] * 70, 5, presence_penalty=-2.0, temperature=1.0),
+    ]
+    plain, penalized, drawn, _ = sorted(engine.run(requests), key=lambda result: result.number)
+    (alone,) = engine.run(requests[1:2])
+    assert alone.ids == penalized.ids and alone.log_probabilities == penalized.log_probabilities
+
+    def penalize(logits, history):
+        for token in range(3, 3 + new):
+            same = jnp.arange(VOCAB) == jnp.where(token < history.lengths[0], history.ids[0, token], -1)
+            is_first = ~jnp.any(history.ids[0, 3:token] == history.ids[0, token])
+            logits = logits - jnp.where(same, frequency + jnp.where(is_first, presence, 0.0), 0.0)
+        return logits
+
+    for result, temperature, seed in ((penalized, 0.0, 0), (drawn, 0.8, 2)):
+        transforms, key = (penalize, generation.Temperature(temperature)), jax.random.key(seed)
+        expected = generation.generate(model, [prompt], max_new_tokens=new, transforms=transforms, key=key)
+        assert result.ids == expected.new_ids()[0] != plain.ids
+
+
 def test_masked_requests_alone_take_one_program(model, monkeypatch):
     """Also for the first step, before whose mask the host has to see the token that was drawn after the prompt."""
     programs = set()
@@ -376,6 +404,8 @@ def test_streams_yield_growing_results_and_a_closed_one_is_cancelled(model):
     [
         (lambda: Request([1], 0), r"max_new_tokens=0\): at least 1"),
         (lambda: Request([1], temperature=-1), "temperatures are finite"),
+        (lambda: Request([1], presence_penalty=101), r"presence_penalty=101\): a penalty is from -100 to 100"),
+        (lambda: Request([1], frequency_penalty=np.nan), "frequency_penalty=nan"),
         (lambda: Request([1], end_of_text=[*range(17)]), "17 ids end the text, but at most 16"),
         (lambda: Request([]), "a list of at least one id"),
         (lambda: Request([1, VOCAB]), "prompt holds the id 61, but the model's 61 ids are 0 to 60"),

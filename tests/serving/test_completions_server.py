@@ -83,7 +83,11 @@ def test_completions_are_the_texts_of_an_engine(llm, app):
     greedy, drawn, echo = send(app, *bodies)
     assert texts(greedy) == [draw(llm, PROMPT, max_new_tokens=12)[0].text]
     assert texts(echo) == ["é" + draw(llm, "é", max_new_tokens=9)[0].text]
+    penalties = {"presence_penalty": -2.0, "frequency_penalty": 1.5}
+    (penalized,) = send(app, bodies[1] | penalties | {"prompt": "x", "n": 1})
     options = dict(max_new_tokens=7, temperature=9.0, top_p=0.9, seed=3)
+    assert texts(penalized) == [draw(llm, "x", 1, **options, **penalties)[0].text]
+    assert texts(penalized) != [draw(llm, "x", 1, **options)[0].text]
     alone = [result.text for prompt in ("import ", "x") for result in draw(llm, prompt, 2, **options)]
     assert texts(drawn) == alone and len(set(alone)) > 2
     assert greedy.json()["usage"] == {
@@ -213,7 +217,8 @@ BAD_COMPLETIONS = {
     "echo": ("no",),
     "stream_options": ([], {"unknown": 1}),
     "suffix": ("x",),
-    "presence_penalty": (1.0,),
+    "presence_penalty": (2.1, "1", True),
+    "frequency_penalty": (-3, []),
     "unknown": (1,),
     "model": (None, 3, "", [], "a" * 100_000),
 }
