@@ -83,11 +83,14 @@ def test_completions_are_the_texts_of_an_engine(llm, app):
     greedy, drawn, echo = send(app, *bodies)
     assert texts(greedy) == [draw(llm, PROMPT, max_new_tokens=12)[0].text]
     assert texts(echo) == ["é" + draw(llm, "é", max_new_tokens=9)[0].text]
-    penalties = {"presence_penalty": -2.0, "frequency_penalty": 1.5}
-    (penalized,) = send(app, bodies[1] | penalties | {"prompt": "x", "n": 1})
+    penalties, long = {"presence_penalty": -2.0, "frequency_penalty": -1.5}, {"prompt": "x", "n": 1, "max_tokens": 90}
+    (penalized,) = send(app, bodies[1] | penalties | long)
     options = dict(max_new_tokens=7, temperature=9.0, top_p=0.9, seed=3)
-    assert texts(penalized) == [draw(llm, "x", 1, **options, **penalties)[0].text]
-    assert texts(penalized) != [draw(llm, "x", 1, **options)[0].text]
+    without_frequency = {"presence_penalty": -2.0}
+    cases = (penalties, without_frequency, {})
+    others = [draw(llm, "x", 1, **options | tune | {"max_new_tokens": 90})[0].text for tune in cases]
+    assert texts(penalized) == others[:1]
+    assert [others[0] == other for other in others] == [True, False, False]
     alone = [result.text for prompt in ("import ", "x") for result in draw(llm, prompt, 2, **options)]
     assert texts(drawn) == alone and len(set(alone)) > 2
     assert greedy.json()["usage"] == {
