@@ -45,7 +45,7 @@ class Command:
     """Print a table of benchmarks and write it as JSON."""
 
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="{" + ",".join(NAMES) + "} ...")] = ()
-    """The benchmarks; by default all of one device but checks, learning and gpu; of meshes with --simulate 8."""
+    """The benchmarks; by default all of one device but checks, learning* and gpu; of meshes with --simulate 8."""
     profile: bool = False
     """Print where the time of a train step goes on a CPU, by kind of work and by module, in place of all benchmarks."""
     simulate: int | None = None

@@ -18,6 +18,7 @@ from benchmarks import (
     _harness,
     _layers,
     _learning,
+    _learning_peers,
     _meshes,
     _ours,
     _peers,
@@ -147,4 +148,5 @@ ASKED_FOR: dict[str, Callable[[int], Iterator[Row]]] = {
     "profile": _profile.profile,
     "checks": _checks.checks,
     "learning": _learning.learning,
+    "learning-peers": _learning_peers.learning_peers,
 }

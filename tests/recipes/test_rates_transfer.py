@@ -41,14 +41,17 @@ def changes(width: int, **options: Any) -> np.ndarray:
 
 
 @pytest.mark.grid
-def test_a_step_changes_activations_alike_at_all_widths():
-    hidden, logits = np.stack([changes(width) for width in WIDTHS], axis=1)
+@pytest.mark.parametrize("name", ["normuon", "muon"])
+def test_a_step_changes_activations_alike_at_all_widths(name):
+    """Optimizers whose updates have a spectral norm of their own share one rate."""
+    hidden, logits = np.stack([changes(width, name=name) for width in WIDTHS], axis=1)
     assert hidden.max() / hidden.min() < 1.5 and logits.max() / logits.min() < 1.5, (hidden, logits)
 
 
 @pytest.mark.grid
-def test_under_the_standard_parametrization_changes_drift():
-    """The control: AdamW at one rate for all widths."""
-    options = {"name": "adamw", "update_size": "rms", "learning_rate": 0.003, "embedding_rate": 1.0, "head_rate": 1.0}
+@pytest.mark.parametrize("name", ["adamw", "soap"])
+def test_under_the_standard_parametrization_changes_drift(name):
+    """The controls: optimizers whose updates have the same root mean square at all widths, at one rate."""
+    options = {"name": name, "update_size": "rms", "learning_rate": 0.003, "embedding_rate": 1.0, "head_rate": 1.0}
     hidden, logits = np.stack([changes(width, **options) for width in WIDTHS], axis=1)
     assert logits[-1] / logits[0] > 2.5, (hidden, logits)

@@ -1,9 +1,12 @@
 """The benchmark of what recipes learn: rows of losses and seconds of commands, which it runs."""
 
+import dataclasses
 import math
 
 import pytest
-from benchmarks import _learning
+from benchmarks import _learning, _learning_peers, _peers
+
+from eqformer.recipes import find_recipe
 
 
 TINY = ("--model.embed", "32", "--model.layers", "2", "--model.heads", "2", "--model.kv-heads", "1")
@@ -24,3 +27,21 @@ def test_each_recipe_has_a_row_of_losses_and_a_row_of_seconds(monkeypatch, tmp_p
     assert longer is not None and shorter is not None
     assert longer < shorter < math.log2(256) + 1  # Ids that are equally likely have 8 bits.
     assert rows["... longer"].ratio == 1 and all(rows[name].unit == "s" for name in ("... longer", "... shorter"))
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(not _peers.are_installed(), reason="needs PyTorch and transformers")
+@pytest.mark.parametrize("name", ["llama", "moe"])
+def test_a_peer_learns_the_same(name, tmp_path):
+    """Ten steps from the same weights on the same batches; one step fewer gives another loss."""
+    for index in range(8):
+        (tmp_path / f"{index}.txt").write_text(f"{index} and one and two and three\n" * 100)
+    recipe = find_recipe(name)
+    model = dataclasses.replace(recipe.model, embed=32, layers=1, heads=2, kv_heads=1, mlp=32)
+    text = dataclasses.replace(recipe.text, validation=0.5)
+    small = {"model": model, "text": text, "data": tmp_path, "seq": 32, "batch": 4, "validation_batches": 1}
+    recipe = dataclasses.replace(recipe, steps=10, validate_every=10, sample_every=0, **small)
+    ours, theirs = _learning_peers.train_both(recipe)
+    assert ours == pytest.approx(theirs, rel=0.02)
+    shorter, _ = _learning_peers.train_both(dataclasses.replace(recipe, steps=5, validate_every=5))
+    assert shorter > 1.05 * ours
