@@ -68,8 +68,6 @@ from ._train_state import (
 )
 from .checkpoint._checkpointer import Checkpointer as Checkpointer, CheckpointError as CheckpointError
 from .checkpoint._contents import run_metadata as run_metadata, saved_key as saved_key, versions as versions
-from .losses._classification import classification_loss as classification_loss
-from .losses._contrastive import contrastive_loss as contrastive_loss, VectorSimilarity as VectorSimilarity
 from .losses._cross_entropy import chunk_size as chunk_size, cross_entropy as cross_entropy
 from .losses._distillation import (
     check_teacher as check_teacher,
@@ -89,6 +87,11 @@ from .losses._policy import (
     policy_loss as policy_loss,
     PolicyLoss as PolicyLoss,
     token_log_probs as token_log_probs,
+)
+from .losses._row_losses import (
+    classification_loss as classification_loss,
+    contrastive_loss as contrastive_loss,
+    VectorSimilarity as VectorSimilarity,
 )
 from .losses._token_losses import (
     batch_tokens as batch_tokens,

@@ -13,8 +13,8 @@ from token_table import make_table, Table, VOCAB
 
 from eqformer import Batch, data, models, nn, text, training
 from eqformer.training import loss_count
-from eqformer.training.losses._contrastive import pool_rows, SUMMED_POOLINGS
 from eqformer.training.losses._loss_aux import loss_metrics
+from eqformer.training.losses._row_losses import pool_rows, SUMMED_POOLINGS
 
 
 ROWS, SEQ, TEMPERATURE = 12, 7, 0.2

@@ -13,11 +13,9 @@ import optax
 from jaxtyping import Array, PyTree
 
 from ... import nn
-from ._assignment import assign, choose_optimizers, is_hidden
 from ._learning_rates import constant, Rates
-from ._optimizer import GroupRates, is_none, Optimizer, trainable, Trained
-from ._orthogonalize import coefficients, equalize_rows, map_marked
-from ._soap import scale_by_soap
+from ._matrix_updates import coefficients, equalize_rows, map_marked, scale_by_soap
+from ._optimizer import assign, choose_optimizers, GroupRates, is_hidden, is_none, Optimizer, trainable, Trained
 
 
 def adamw(
