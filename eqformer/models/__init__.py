@@ -86,7 +86,11 @@ from .families._granite import (
     GraniteMoESharedConfig as GraniteMoESharedConfig,
 )
 from .families._granite_swa import GraniteMoESWAConfig as GraniteMoESWAConfig, GraniteSWAConfig as GraniteSWAConfig
-from .families._hunyuan import HunyuanConfig as HunyuanConfig, HunyuanMoEConfig as HunyuanMoEConfig
+from .families._hunyuan import (
+    HunyuanConfig as HunyuanConfig,
+    HunyuanMoEConfig as HunyuanMoEConfig,
+    Hy3Config as Hy3Config,
+)
 from .families._jaxformer import JAXformerConfig as JAXformerConfig
 from .families._kimi_linear import KimiLinearConfig as KimiLinearConfig
 from .families._lfm2 import LFM2Config as LFM2Config, LFM2MoEConfig as LFM2MoEConfig

@@ -205,4 +205,5 @@ def _published(name: str, shapes: dict[str, Any]) -> str:
     """The name in a folder of what transformers gives another while it runs."""
     found = re.sub(r"^model(?=\..*\.mixer\.)", "backbone", name.replace("gate.moe", "moe")).replace("forget_gate.", "")
     older = (found.replace(".mlp.", ".block_sparse_moe."), found.replace(".gate.e_score", ".e_score"))
+    older += (found.replace("e_score_correction_bias", "expert_bias"),)
     return next((name for name in older if name in shapes), found)

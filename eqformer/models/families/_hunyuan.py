@@ -1,4 +1,7 @@
-"""Hunyuan (Tencent 2025): a Llama whose queries and keys are normed after their rotation, also with experts."""
+"""Hunyuan (Tencent 2025): a Llama whose queries and keys are normed after their rotation, also with experts.
+
+Hy3 (Tencent 2026) norms queries and keys before their rotation, and has DeepSeek-V3's mixtures.
+"""
 
 import dataclasses
 
@@ -6,16 +9,26 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, RotaryThenNorm, Transformer
-from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore
-from .._config_types import as_list, Attributes, NotNegative, Positive, PublishedConfig, Size
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Unpublished
+from .._config_types import as_list, Attributes, Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import layers_of
 from .._rotary_attributes import RotaryPositions
 from .._rotary_scaling import either_rotary_parameters, unknown_parameters, WithRotary
 from .._weight_rules import Rule
-from ._common import ATTENTION, decoder_attributes, EDGES, GATED, gated_weights, LAYER, PRE_NORMS, StatedHeadSize
+from ._common import (
+    ATTENTION,
+    decoder_attributes,
+    EDGES,
+    GATED,
+    gated_weights,
+    LAYER,
+    LLAMA_WEIGHTS,
+    PRE_NORMS,
+    StatedHeadSize,
+)
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block, rotary_of
-from ._mixtures import mixture
+from ._mixtures import LayerMixtures, mixture, SigmoidMoEConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,5 +212,73 @@ HUNYUAN_MOE = Family(
         Rule(f"{LAYER}mlp.gate.wg.weight", "feed_forward.layer.router.linear.weight"),
         *gated_weights("feed_forward.layer.experts.mlps", prefix=f"{LAYER}mlp.experts.{{expert}}."),
         *gated_weights("feed_forward.layer.shared", prefix=f"{LAYER}mlp.shared_mlp."),
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hy3Config(SigmoidMoEConfig):
+    """The config of a Hy3; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+
+    dense_layers: tuple[Index, ...] = ()
+    """The numbers of later layers without experts."""
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    experts: Size = 192
+    scale: Number = 2.826
+    theta: Positive = 11_158_840.0
+    eps: NotNegative = 1e-5
+    max_seq: Length = 131_072
+
+    @property
+    def mixtures(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
+
+
+def build_hy3(config: Hy3Config, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Hy3 with random weights."""
+
+    def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(config, bias=config.bias, **head_norms(config), key=mixer)
+        return pre_norm_block(config, attended, config.feed_forward(is_mixture, feed_forward))
+
+    return decoder(config, block, config.mixtures, key=key)
+
+
+_HY3_PRESETS = {
+    "hy3-byte-500k": Hy3Config(256, 64, 4, 4, 2, 128, expert_mlp=32, experts=12, top_k=4, theta=1e4, tied=True),
+}
+_MIXED = "feed_forward.layer."
+HY3 = Family(
+    "hy_v3",
+    Hy3Config,
+    build_hy3,
+    _HY3_PRESETS,
+    "HYV3ForCausalLM",
+    "hy_v3",
+    (
+        *decoder_attributes(RotaryPositions(11_158_840.0), head_dim=128, kv_heads=8, max_seq=131_072),
+        Count("expert_mlp", "moe_intermediate_size", 1536),
+        Count("experts", ("num_experts", "num_local_experts"), 192),
+        Count("top_k", "num_experts_per_tok", 8),
+        Count("shared", "num_shared_experts", 1),
+        Attribute("scale", "router_scaling_factor", 2.826),
+        LayerMixtures(),
+        Attribute("bias", "attention_bias", False),
+        Activation(),
+        *(Unpublished(name, 1, "there are no groups of experts") for name in ("groups", "kept_groups")),
+        Unpublished("normalise", True, "weights always add up to the scale"),
+        Unpublished("balance", 0.0001, "no attribute states the weight of a balance loss"),
+        Expect("mlp_bias", False, written=False),
+        Ignore("enable_moe_fp32_combine"),  # The dtype in which outputs of experts are added.
+    ),
+    (
+        *LLAMA_WEIGHTS,
+        Rule(f"{LAYER}mlp.router.gate.weight", f"{_MIXED}router.linear.weight"),
+        Rule(f"{LAYER}mlp.expert_bias", f"{_MIXED}router.selection_bias"),
+        *gated_weights(f"{_MIXED}experts.mlps", prefix=f"{LAYER}mlp.experts.{{expert}}."),
+        *gated_weights(f"{_MIXED}shared", prefix=f"{LAYER}mlp.shared_mlp."),
     ),
 )
