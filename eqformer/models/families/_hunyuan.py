@@ -248,7 +248,9 @@ def build_hy3(config: Hy3Config, *, key: Key[Array, ""]) -> Transformer:
 
 
 _HY3_PRESETS = {
-    "hy3-byte-500k": Hy3Config(256, 64, 4, 4, 2, 128, expert_mlp=32, experts=12, top_k=4, theta=1e4, tied=True),
+    "hy3-byte-500k": Hy3Config(
+        256, 64, 4, 4, 2, 128, expert_mlp=32, experts=12, top_k=4, head_dim=16, theta=1e4, tied=True
+    ),
 }
 _MIXED = "feed_forward.layer."
 HY3 = Family(
