@@ -45,7 +45,7 @@ def batch_text_groups(
 def batch_labelled_texts(
     texts: Sequence[str] | Sequence[tuple[str, str]],
     labels: Sequence[int] | Sequence[float] | Sequence[Sequence[float]] | np.ndarray,
-    tokenizer: FileTokenizer,
+    tokenizer: ByteTokenizer | FileTokenizer,
     *,
     seq: int,
     reads_types: bool = True,

@@ -1,7 +1,6 @@
 """Runs of low-rank changes beside quantized weights: the same as beside decoded weights, and loaded again."""
 
 import json
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -159,13 +158,11 @@ def test_what_cannot_stay_quantized_is_one_error(folder, tmp_path, flags, words)
 
 @pytest.mark.hf
 def test_transformers_chats_with_the_folder_that_is_written(folder, kept, tmp_path):
-    if not (find_spec("transformers") and find_spec("torch")):
-        pytest.skip("the extra `hf` is not installed")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    torch = pytest.importorskip("torch")
+    kinds = transformers.AutoTokenizer, transformers.AutoModelForCausalLM
     assert run_here("convert.py", kept, tmp_path / "out").returncode == 0
-    tokenizer, model = (kind.from_pretrained(tmp_path / "out") for kind in (AutoTokenizer, AutoModelForCausalLM))
+    tokenizer, model = (kind.from_pretrained(tmp_path / "out") for kind in kinds)
     prompt = tokenizer.apply_chat_template(TALK[:1], add_generation_prompt=True, return_dict=True, return_tensors="pt")
     with torch.no_grad():
         ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]

@@ -43,7 +43,7 @@ def batch_of(group: int) -> Batch:
 def test_rows_are_pooled_as_by_the_module(mode):
     """Only the first row differs, which is padding alone: it has the vector 0, and the module pools its padding."""
     hidden = jax.random.normal(jax.random.key(0), (ROWS, SEQ, 4))
-    positions = batch_of(2).positions.at[0].set(-1)
+    positions = jnp.asarray(batch_of(2).positions).at[0].set(-1)
     vectors, devices = pool_rows(mode, hidden, nn.Tokens(positions))
     pooled = nn.Pooling((mode,))(hidden, nn.Tokens(positions))
     np.testing.assert_allclose(vectors[1:], pooled[1:], rtol=1e-5, atol=1e-6)
