@@ -90,6 +90,8 @@ class ChatRequest:
     model: str
     messages: list[JsonObject]
     tools: list[JsonObject]
+    forced_tools: list[JsonObject]
+    """The tools of which the answer must call one (`tool_choice`); empty: the model decides whether it calls a tool."""
     schema: JsonObject | None
     """The JSON schema of the answer; None: any text."""
     template_options: JsonObject
@@ -233,8 +235,11 @@ def parse_chat(fields: Fields, *, most_texts: int) -> ChatRequest:
     """
     model = _model(fields)
     messages = [_message(value, number) for number, value in enumerate(_list(fields, "messages", required=True))]
-    tools = _tools(fields)
+    tools, forced_tools = _tools(fields)
     schema = _schema(Fields(fields.take("response_format", {"type": "text"}), "response_format"))
+    if forced_tools and schema is not None:
+        reason = "tool_choice asks for a call of a tool, but response_format for another JSON; leave one of them out."
+        raise RequestError(400, reason, parameter="tool_choice")
     template_options = fields.take("chat_template_kwargs", {})
     if not isinstance(template_options, dict) or {"messages", "tools", "add_generation_prompt"} & {*template_options}:
         raise fields.error("chat_template_kwargs", "an object of further variables of the template", template_options)
@@ -249,7 +254,7 @@ def parse_chat(fields: Fields, *, most_texts: int) -> ChatRequest:
     fields.refuse("modalities", (["text"],), "the models write text")
     fields.finish()
     _check_count(options.count, most_texts)
-    return ChatRequest(model, messages, tools, schema, template_options, options)
+    return ChatRequest(model, messages, tools, forced_tools, schema, template_options, options)
 
 
 def parse_embedding(fields: Fields, *, most_texts: int) -> EmbeddingRequest:
@@ -426,9 +431,9 @@ def _tool_call(value: JsonValue, where: str) -> JsonObject:
     return {"id": fields.text("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _tools(fields: Fields) -> list[JsonObject]:
-    """Return the tools that the model may call."""
-    tools = _list(fields, "tools")
+def _tools(fields: Fields) -> tuple[list[JsonObject], list[JsonObject]]:
+    """Return the tools that the model may call, and those of which it must call one."""
+    tools: list[Any] = _list(fields, "tools")
     for number, tool in enumerate(tools):
         match tool:
             case {"type": "function", "function": {"name": str() as name}} if name and _is_unicode(name):
@@ -438,11 +443,19 @@ def _tools(fields: Fields) -> list[JsonObject]:
                 raise fields.error(f"tools[{number}]", rule, tool)
     match choice := fields.take("tool_choice"):
         case None | "auto":
-            return tools
+            return tools, []
         case "none":
-            return []
-    reason = "a model decides by itself whether it calls a tool; leave tool_choice out, or give auto or none"
-    raise RequestError(400, f"tool_choice {str(choice)[:80]} is not supported: {reason}.", parameter="tool_choice")
+            return [], []
+        case "required":
+            forced_tools = tools
+        case {"type": "function", "function": {"name": str() as name}}:
+            forced_tools = [tool for tool in tools if tool["function"]["name"] == name]
+        case _:
+            rule = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
+            raise fields.error("tool_choice", rule, choice)
+    if not forced_tools:
+        raise fields.error("tool_choice", "none or auto, unless tools have the function to call", choice)
+    return tools, forced_tools
 
 
 def _schema(fields: Fields) -> JsonObject | None:

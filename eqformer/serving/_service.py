@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import data, generation
+from .._files import JsonObject
 from ..text import Grammar, LLM, TextEngine, TextPiece, TextRequest
 from ._protocol import ChatRequest, CompletionRequest, RequestError, TextOptions
+from ._responses import find_call_format
 
 
 T = TypeVar("T")
@@ -187,15 +189,16 @@ class TextService(Service):
         """Return the prompt of a chat; raise a `RequestError` for a conversation that cannot be answered."""
         options = request.template_options | ({"tools": request.tools} if request.tools else {})
 
-        def encode() -> list[int]:
+        def encode() -> tuple[list[int], Grammar | None]:
             ids = self.llm.chat_tokens(request.messages, options)
             if request.tools and ids == self.llm.chat_tokens(request.messages, request.template_options):
                 raise ValueError("the model's chat template leaves out tools; send the request without tools")
-            return ids
+            if request.forced_tools:
+                return self._force_call(request, options, ids)
+            return ids, None if request.schema is None else Grammar("json_schema", request.schema)
 
         with _as_bad_request():
-            ids = await asyncio.to_thread(encode)
-        grammar = None if request.schema is None else Grammar("json_schema", request.schema)
+            ids, grammar = await asyncio.to_thread(encode)
         prompt = Prompt(ids, request.messages, grammar, keeps_special_tokens=bool(request.tools))
         self._check_length(prompt, request.options)
         return prompt
@@ -307,6 +310,29 @@ class TextService(Service):
             self.engine = self._make_engine()
         except Exception as second:
             self._failure = f"the engine failed and could not be made again ({type(second).__name__})"
+
+    def _force_call(self, request: ChatRequest, options: JsonObject, ids: list[int]) -> tuple[list[int], Grammar]:
+        """Return the prompt of a chat whose answer must call a tool, and the grammar of the answer.
+
+        Args:
+            request: The request.
+            options: The variables of the template.
+            ids: The prompt of an answer that need not call a tool.
+        """
+        tokenizer, template = self.llm.tokenizer, self.llm.chat_template
+        ends = [tokenizer.decode_prompt([number]) for number in self.llm.end_ids]
+        call_format = template and find_call_format(template, request.messages, options, ends)
+        if not template or call_format is None:
+            raise ValueError(
+                "tool_choice: the model's chat template writes calls of tools in a format that is not known here, so "
+                "no call can be forced; leave tool_choice out, or give auto or none"
+            )
+        if call_format.lead:
+            text = template.render(request.messages, **options) + call_format.lead
+            ids = tokenizer.encode_prompt(text, add_special_tokens=False).tolist()
+        special_ids: Sequence[int] = getattr(tokenizer, "special_ids", ())
+        special_tokens = {tokenizer.decode_prompt([number]): number for number in special_ids}
+        return ids, call_format.grammar(request.forced_tools, special_tokens)
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         ids = self.llm.tokens(prompt) if isinstance(prompt, str) else prompt

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from test_embeddings_server import write_encoder_folder
 from test_evaluate_tasks import answers, CHAT, make_tasks, numbers
+from test_forced_calls import call_of, follows_schema, TEMPLATES, TOOLS
 from text_cases import published_folder, USER
 
 import eqformer
@@ -88,6 +89,31 @@ def test_the_client_of_openai(folder, server):
         with pytest.raises(status) as failure:
             call()
         assert failure.value.body["message"]
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(not find_spec("openai") or not find_spec("llguidance"), reason="a package is not installed")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("form", ["tags after reasoning", "a list"])
+def test_the_client_of_openai_forces_calls(tmp_path, form):
+    import openai  # pyright: ignore[reportMissingImports]
+
+    folder = published_folder(tmp_path / "tiny", chat_template__jinja=TEMPLATES[form])
+    ask = {"model": "tiny", "messages": [USER], "tools": TOOLS, "temperature": 1.5, "max_tokens": 130}
+    with serve(folder, *SIZES) as (_, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            answer = client.chat.completions.create(tool_choice=choice, n=3, seed=2, **ask)
+            assert all(follows_schema(call_of(item.message.model_dump(exclude_none=True))) for item in answer.choices)
+            assert answer.choices[0].finish_reason == "tool_calls"
+            parts = [*client.chat.completions.create(tool_choice=choice, stream=True, seed=2, **ask)]
+            (call,) = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
+            expected = answer.choices[0].message.tool_calls[0].function
+            assert (call.function.name, call.function.arguments) == (expected.name, expected.arguments)
+        free = client.chat.completions.create(n=3, seed=2, **ask)
+        assert not any(item.message.tool_calls for item in free.choices)
+        with pytest.raises(openai.BadRequestError, match="tool_choice"):
+            client.chat.completions.create(tool_choice={"type": "function", "function": {"name": "clock"}}, **ask)
 
 
 @pytest.mark.grid
