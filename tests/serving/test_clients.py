@@ -175,6 +175,25 @@ def test_the_harness_has_the_same_numbers_through_the_server(folder, server, tmp
 
 
 @pytest.mark.grid
+def test_a_server_over_two_devices_answers_as_over_one(folder, server):
+    bodies = [
+        {"model": "tiny", "prompt": ["ab", "def main("], "max_tokens": 20, "temperature": 0, "logprobs": 1},
+        {"model": "tiny", "prompt": "ab", "n": 2, "max_tokens": 20, "seed": 3, "frequency_penalty": 1.5},
+        {"model": "tiny", "prompt": "ab", "n": 2, "max_tokens": 20, "seed": 4, "frequency_penalty": 1.5},
+    ]
+    headers = {"authorization": "Bearer secret"}
+
+    def ask(url):
+        responses = [httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60) for body in bodies]
+        return [[choice["text"] for choice in response.raise_for_status().json()["choices"]] for response in responses]
+
+    alone = ask(server[1])
+    with serve(folder, *SIZES, "--mesh.tensor", "2", "--simulate", "2") as (_, url):
+        over_two = ask(url)
+    assert over_two == alone and alone[1] != alone[2]
+
+
+@pytest.mark.grid
 def test_a_signal_ends_the_process_when_its_texts_have_ended(folder, server):
     process, url = server
     body = {"model": "tiny", "prompt": "ab", "max_tokens": 150, "temperature": 0, "stream": True}
