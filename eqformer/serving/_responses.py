@@ -354,6 +354,8 @@ _PROBE_MESSAGE: JsonObject = {
 }
 # Templates write arguments by `tojson`. A small model might never end a text with free space.
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# By default llguidance tokenizes text that has no alternative, and then refuses a special token that the text names.
+_NO_FORCING = '%llguidance {"no_forcing": true}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,16 +368,16 @@ class ToolCallFormat:
     before_arguments: str
     after_arguments: str
 
-    def grammar(self, tools: Iterable[JsonObject], special_tokens: Mapping[str, int]) -> Grammar:
+    def grammar(self, tools: Iterable[JsonObject], tokenizer: data.PromptTokenizer) -> Grammar:
         """Return the grammar of an answer without its lead, which is a call of one of the tools.
 
         Raises a `ValueError` for a tool whose name or whose parameters no call can have.
 
         Args:
             tools: The tools that may be called.
-            special_tokens: The ids of the special tokens by their names.
+            tokenizer: The tokenizer, which may have tokens for the texts that mark calls.
         """
-        write = functools.partial(_write_literal, special_tokens=special_tokens)
+        write = functools.partial(_write_literal, marker_ids=_find_marker_ids(tokenizer))
         functions = [tool["function"] for tool in tools]
         calls = [
             f"call_{number}: {write(function['name'] + self.before_arguments)} %json {_arguments_schema(function)}"
@@ -383,7 +385,7 @@ class ToolCallFormat:
         ]
         names = " | ".join(f"call_{number}" for number in range(len(calls)))
         start = f"start: {write(self.before_name)} ({names}) {write(self.after_arguments)}"
-        return Grammar("lark", "\n".join([start, *calls]))
+        return Grammar("lark", "\n".join([_NO_FORCING, start, *calls]))
 
 
 def find_call_format(
@@ -421,11 +423,22 @@ def find_call_format(
     return ToolCallFormat(answer[:start], answer[start:name], before_arguments, answer[arguments.end() :])
 
 
-def _write_literal(text: str, special_tokens: Mapping[str, int]) -> str:
-    """Return a text in the language of Lark: special tokens by their ids, and an id of a call as any id."""
-    names = sorted(filter(None, [*special_tokens, _PROBE_ID]), key=len, reverse=True)
+def _find_marker_ids(tokenizer: data.PromptTokenizer) -> dict[str, int]:
+    """Return the ids of special tokens, and of markers of calls that are one token, by their names."""
+    special_ids: Sequence[int] = getattr(tokenizer, "special_ids", ())
+    marker_ids = {tokenizer.decode_prompt([number]): number for number in special_ids}
+    for marker in (*_MARKERS, _CLOSE, "[CALL_ID]", "[ARGS]"):
+        ids = tokenizer.encode_prompt(marker, add_special_tokens=False).tolist()
+        if len(ids) == 1:
+            marker_ids[marker] = ids[0]
+    return marker_ids
+
+
+def _write_literal(text: str, marker_ids: Mapping[str, int]) -> str:
+    """Return a text in the language of Lark: markers by their ids, and an id of a call as any id."""
+    names = sorted(filter(None, [*marker_ids, _PROBE_ID]), key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, names))})", text)
-    ids = {name: f"<[{number}]>" for name, number in special_tokens.items()} | {_PROBE_ID: "/[a-zA-Z0-9]{9}/"}
+    ids = {name: f"<[{number}]>" for name, number in marker_ids.items()} | {_PROBE_ID: "/[a-zA-Z0-9]{9}/"}
     return " ".join(ids.get(piece) or json.dumps(piece, ensure_ascii=False) for piece in pieces if piece)
 
 

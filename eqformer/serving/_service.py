@@ -330,9 +330,7 @@ class TextService(Service):
         if call_format.lead:
             text = template.render(request.messages, **options) + call_format.lead
             ids = tokenizer.encode_prompt(text, add_special_tokens=False).tolist()
-        special_ids: Sequence[int] = getattr(tokenizer, "special_ids", ())
-        special_tokens = {tokenizer.decode_prompt([number]): number for number in special_ids}
-        return ids, call_format.grammar(request.forced_tools, special_tokens)
+        return ids, call_format.grammar(request.forced_tools, tokenizer)
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         ids = self.llm.tokens(prompt) if isinstance(prompt, str) else prompt

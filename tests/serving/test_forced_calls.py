@@ -1,15 +1,18 @@
 """Answers that must be calls of tools (`tool_choice`): forced by a grammar in the format of the chat template."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from test_completions_server import events, make_app, send
-from text_cases import small_model
+from text_cases import CONFIG, small_model
 
-from eqformer import data
+import eqformer
+from eqformer import data, models
 from eqformer.serving._responses import find_call_format, ToolCallParser
 from eqformer.text import LLM
 
@@ -194,15 +197,35 @@ def test_bad_choices_are_refused(tmp_path, name):
     assert any(word in response.json()["error"]["message"] for word in ("tool_choice", "tools", "grammar"))
 
 
-def test_special_tokens_are_written_as_ids(tmp_path):
-    call_format = find_call_format(template(tmp_path, TEMPLATES["a list"]), ASK, {"tools": TOOLS}, [])
-    assert call_format is not None and call_format.lead == ""
-    assert str(call_format.grammar([CLOCK], {"[TOOL_CALLS]": 5}).source).splitlines() == [
-        'start: <[5]> " [{\\"name\\": \\"" (call_0) ", \\"id\\": \\"" /[a-zA-Z0-9]{9}/ "\\"}]"',
-        'call_0: "weather_clock\\", \\"arguments\\": " '
-        '%json {"type": "object", "properties": {}, "additionalProperties": false, "x-guidance": '
-        '{"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "}}',
-    ]
+ADDED = ["[TOOL_CALLS]", "<|end|>", "<tool_call>", "</tool_call>"]
+WITH_END = {name: TEMPLATES[name].replace("{% endfor %}\n", "{% endfor %}<|end|>\n") for name in ("tags", "a list")}
+
+
+@needs_grammar
+@pytest.mark.grid
+@pytest.mark.parametrize("form", WITH_END)
+def test_calls_have_the_tokens_of_a_published_tokenizer(tmp_path, form):
+    """Published tokenizers have tokens for markers, some of them special, and a token that ends a turn."""
+    tokenizer = json.loads(data.ByteTokenizer().to_json())
+    for number, name in enumerate(ADDED, 256):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer["added_tokens"].append({"id": number, "content": name, "special": number < 258, **flags})
+    config = dataclasses.replace(CONFIG, vocab=260)
+    model = models.build(config, key=jax.random.key(0))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": WITH_END[form]}
+    files = {"tokenizer.json": json.dumps(tokenizer), "tokenizer_config.json": json.dumps(settings)}
+    models.save(model, tmp_path / "tiny", config=config, attributes={"eos_token_id": 257}, files=files)
+    body = {"messages": ASK, "tools": TOOLS, "seed": 5, "n": 4, "max_tokens": 130, "logprobs": True}
+    app = make_app(eqformer.load(tmp_path / "tiny"))
+    forced, free = send(app, body | {"tool_choice": "required"}, body, path=CHAT)
+    assert forced.status_code == 200, forced.text
+    for choice in forced.json()["choices"]:
+        assert follows_schema(call_of(choice["message"])) and choice["message"]["content"] is None
+        written = [token["token"] for token in choice["logprobs"]["content"]]
+        assert written[-1] == "<|end|>"
+        assert written[0] == ("[TOOL_CALLS]" if form == "a list" else "<tool_call>")
+        assert form == "a list" or written[-2] == "</tool_call>"
+    assert not any(follows_schema(call_of(choice["message"])) for choice in free.json()["choices"])
 
 
 KNOWN = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "llama3_1", "llama3_2")
