@@ -73,7 +73,7 @@ def test_a_model_is_saved_under_one_mesh_and_loaded_under_another(make, tmp_path
     ],
 )
 def test_a_layout_has_a_line_for_each_array(make, paths, monkeypatch, capsys):
-    monkeypatch.setattr(_setup, "build_model", lambda _: make())
+    monkeypatch.setattr(_setup, "build_model", lambda *_: make())
     plan.main([*"--batch 8 --seq 16 --mesh.fsdp 2 --mesh.tensor 4".split()])
     lines = capsys.readouterr().out.splitlines()
     for path in paths:

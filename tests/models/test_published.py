@@ -71,6 +71,9 @@ def float32s(name):
 
 # A case of each family, that which says the most of its layers; the others are of the grid.
 BY_DEFAULT = {
+    "granite_swa bases",
+    "granitemoe_swa shared",
+    "hy_v3 chosen dense layers",
     "olmo_hybrid chosen layers",
     "cwm windows",
     "glm plain",
@@ -153,6 +156,8 @@ BY_DEFAULT = {
 # The default run reads and writes these cases and leaves their logits to the grid: most of their layers are layers of
 # the other cases too.
 LOGITS_IN_GRID = {
+    "granitemoe_swa shared",
+    "hy_v3 chosen dense layers",
     "olmo_hybrid chosen layers",
     "cwm windows",
     "glm plain",
