@@ -224,6 +224,7 @@ def test_logits_are_biased_and_masked_for_each_request(model):
     assert len(set(masked.ids)) > 2
 
 
+@pytest.mark.grid
 def test_drawn_ids_are_penalized_for_each_request(model):
     """By a literal loop over the new ids of the row; the prompt does not count, and neighbours change nothing."""
     prompt, new, presence, frequency = [3, 5, 9], 12, 0.7, 0.4

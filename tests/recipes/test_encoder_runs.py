@@ -135,6 +135,7 @@ def masked(corpus):
     return lambda **fields: Recipe(**{**options, **fields})
 
 
+@pytest.mark.grid
 def test_a_run_learns_masked_tokens(corpus, tmp_path):
     """The first loss is that of the run's own rows, masked by the same key, by the model in one plain pass."""
     recipe = masked(corpus)(masking=Masking(share=0.4))

@@ -61,6 +61,7 @@ def kept(folder):
     return train(folder, folder / "kept", *LORA, *KEPT)
 
 
+@pytest.mark.grid
 def test_a_run_beside_kept_weights_is_that_beside_decoded_weights(folder, kept):
     """Losses, the model that it is loaded as, its text, and the folder that is written of it."""
     decoded = train(folder, folder / "decoded", *LORA)
