@@ -403,11 +403,11 @@ def test_codes_of_a_map_are_the_decoded_numbers(kind):
         for block in range(2):
             octets[:, block * form.octets + place :][:, :2] = halves[:, block, number, None].view(np.uint8)
     for parts in ({}, {"order": np.array([5, 0, 3, 1, 2, 4])}):
-        held, want = held_and_decoded(form, octets, parts)
-        assert np.array_equal(held, want) if HELD[kind] else np.allclose(held, want, rtol=1e-6, atol=2e-6)
+        kept, decoded = held_and_decoded(form, octets, parts)
+        assert np.array_equal(kept, decoded) if HELD[kind] else np.allclose(kept, decoded, rtol=1e-6, atol=2e-6)
         spoilt = octets.copy()
         spoilt[2, -1] ^= 1
-        assert not np.allclose(held_and_decoded(form, spoilt, parts)[0], want, rtol=1e-6, atol=2e-6)
+        assert not np.allclose(held_and_decoded(form, spoilt, parts)[0], decoded, rtol=1e-6, atol=2e-6)
     with pytest.raises(ValueError, match="its columns are stored in another order, so its codes cannot be kept"):
         form.read_codes({"": octets, "columns": np.arange(2)}, (1, 16))
 

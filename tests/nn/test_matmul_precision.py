@@ -65,16 +65,16 @@ def test_sums_in_float32_of_narrow_inputs():
 def test_another_rounding_is_seen(wrong, monkeypatch):
     """Gradients in E4M3, a scale that is no power of two, and one scale for all vectors give other numbers."""
     linear, x, gradient = drawn(3.0)
-    own = nn._precision.round_to_fp8  # type: ignore[attr-defined]
+    round_exactly = nn._precision.round_to_fp8  # type: ignore[attr-defined]
 
     def other(x: Any, form: Any, dim: int | None) -> Any:
         if wrong == "scale":
-            codes, scale = own(x / 3, form, dim)
+            codes, scale = round_exactly(x / 3, form, dim)
             return codes, 3 * scale
         if wrong == "scale of vectors":
-            codes, scale = own(x, form, None)
+            codes, scale = round_exactly(x, form, None)
             return codes, jnp.broadcast_to(scale, (*x.shape[:-1], 1)) if dim is not None else scale
-        return own(x, nn.Fp8Matmul.E4M3, dim)
+        return round_exactly(x, nn.Fp8Matmul.E4M3, dim)
 
     monkeypatch.setattr(nn._precision, "round_to_fp8", other)  # type: ignore[attr-defined]
     want = reference(wide(x), wide(linear.weight).reshape(6, 12), wide(gradient).reshape(20, 6))

@@ -9,39 +9,19 @@ import jax
 import numpy as np
 import pytest
 from encoder_folders import write_encoder
+from encoder_runs import check_it_goes_on, CONFIG, load, losses, MESHES, run_of, SGD, SIZES, TEXT, write_rows
 
-import eqformer
-from eqformer import data, models, nn, training
-from eqformer.data._token_store import is_validation
-from eqformer.recipes import Labels, Mesh, published_recipe, Recipe, Screen, train
+from eqformer import models, nn, training
+from eqformer.recipes import Labels, published_recipe, Recipe
 from eqformer.text import export_run
 
 
-CONFIG = models.BERTConfig(256, 32, 2, 4, 48, max_seq=64)
-SGD = training.Optimization("sgd", learning_rate=1e-2, warmup=1)
-load: Any = eqformer.load  # of what each folder holds
 LABELS = ("even", "odd", "zero")
-SIZES: dict[str, Any] = {
-    "seq": 24,
-    "steps": 4,
-    "log_every": 1,
-    "validate_every": 4,
-    "checkpoint_every": 2,
-    "sample_every": 0,
-}
-TEXT = dataclasses.replace(Recipe(CONFIG).text, validation=0.3)
 
 
 def row(number: int) -> dict[str, Any]:
     """A text and its label, and its second text where the row is a pair."""
     return {"text": f"a text number {number}", "label": "zero" if number % 5 == 0 else LABELS[number % 2]}
-
-
-def write_rows(file, rows):
-    """Write rows to a file, and return the training and held-out rows."""
-    file.write_text("\n".join(map(json.dumps, rows)))
-    held_out = [is_validation(name, 0.3) for name, _, _ in data.files(file, field=None)]
-    return [[rows[n] for n in range(len(rows)) if held_out[n] == is_held_out] for is_held_out in (False, True)]
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +36,6 @@ def recipe_of(rows, **fields) -> Recipe:
     file, train_rows, _ = rows
     options: dict[str, Any] = {"batch": len(train_rows), "optimizer": SGD, "model": CONFIG, "text": TEXT}
     return Recipe(**{"loss": "classification", "data": file, **options, **SIZES, **fields})
-
-
-def run_of(recipe, folder, devices=1):
-    return train(recipe, folder, devices=jax.devices()[:devices], screen=Screen(silent=True))
-
-
-def losses(run) -> list[float]:
-    lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def arrays(run) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(load(run.folder).model, eqx.is_array))]
 
 
 def formula(classifier, rows, names=LABELS) -> tuple[float, float]:
@@ -108,17 +75,10 @@ def test_a_run_learns_labels_and_its_folder_classifies(rows, tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2, tensor=2), Mesh(context=2, fsdp=2), Mesh(replica=2, pipe=2)])
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_run_goes_on_bit_by_bit_on_any_mesh(mesh, rows, tmp_path):
-    recipe, devices = recipe_of(rows, mesh=mesh, batch=8, optimizer=dataclasses.replace(SGD, rates="constant")), 4
-    uninterrupted = run_of(recipe, tmp_path / "whole", devices)
-    half = run_of(dataclasses.replace(recipe, steps=2), tmp_path / "half", devices)
-    parts = run_of(recipe, half.folder, devices)
-    assert parts.start == 2 and all(map(np.array_equal, arrays(parts), arrays(uninterrupted)))
-    alone = run_of(dataclasses.replace(recipe, mesh=Mesh()), tmp_path / "alone")
-    np.testing.assert_allclose(losses(uninterrupted), losses(alone), rtol=1e-5)
-    other = run_of(dataclasses.replace(recipe, mesh=Mesh(), seed=1), tmp_path / "other")
-    assert not np.allclose(losses(other), losses(alone), rtol=1e-4)  # the control
+    recipe = recipe_of(rows, mesh=mesh, batch=8, optimizer=dataclasses.replace(SGD, rates="constant"))
+    check_it_goes_on(recipe, tmp_path)
 
 
 def pair_rows() -> list[dict[str, Any]]:

@@ -9,26 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from encoder_runs import check_it_goes_on, CONFIG, load, losses, MESHES, run_of, SGD, SIZES, TEXT, write_rows
 
-import eqformer
 from eqformer import data, models, nn, training
-from eqformer.data._token_store import is_validation
-from eqformer.recipes import Contrastive, Masking, Mesh, published_recipe, Recipe, Screen, train
+from eqformer.recipes import Contrastive, Masking, published_recipe, Recipe
 from eqformer.text import export_run, read_pooling
-
-
-CONFIG = models.BERTConfig(256, 32, 2, 4, 48, max_seq=64)
-SGD = training.Optimization("sgd", learning_rate=1e-2, warmup=1)
-load: Any = eqformer.load  # of what each folder holds
-QUIET = Screen(silent=True)
-SIZES: dict[str, Any] = {
-    "seq": 24,
-    "steps": 4,
-    "log_every": 1,
-    "validate_every": 4,
-    "checkpoint_every": 2,
-    "sample_every": 0,
-}
 
 
 def group(number: int) -> list[str]:
@@ -41,41 +26,24 @@ def rows(tmp_path_factory):
     """A file of 20 rows of groups, and the training and held-out groups."""
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     names = ("anchor", "positive", "negative")
-    file.write_text("\n".join(json.dumps(dict(zip(names, group(number)))) for number in range(20)))
-    held_out = [is_validation(name, 0.3) for name, _, _ in data.files(file, field=None)]
-    parts = [[group(n) for n in range(20) if held_out[n] == is_held_out] for is_held_out in (False, True)]
-    return file, *parts
+    parts = write_rows(file, [dict(zip(names, group(number))) for number in range(20)])
+    return file, *([list(row.values()) for row in part] for part in parts)
 
 
 def contrastive(rows, **fields) -> Recipe:
     """A recipe whose batch is all training groups."""
     file, groups, _ = rows
-    text = dataclasses.replace(Recipe(CONFIG).text, validation=0.3)
     options: dict[str, Any] = {
         "batch": 3 * len(groups),
         "contrastive": Contrastive(temperature=0.1, group=3),
         "optimizer": SGD,
     }
-    return Recipe(**{"model": CONFIG, "loss": "contrastive", "data": file, "text": text, **options, **SIZES, **fields})
-
-
-def run_of(recipe, folder, devices=1):
-    return train(recipe, folder, devices=jax.devices()[:devices], screen=QUIET)
+    return Recipe(**{"model": CONFIG, "loss": "contrastive", "data": file, "text": TEXT, **options, **SIZES, **fields})
 
 
 def first_model():
     """The model of a new run of seed 0."""
     return eqx.filter_jit(models.build)(CONFIG, key=jax.random.split(jax.random.key(0), 3)[0])
-
-
-def losses(run) -> list[float]:
-    lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def arrays(run) -> list[np.ndarray]:
-    model = load(run.folder).model
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array))]
 
 
 def formula(encoder, groups, temperature=0.1) -> float:
@@ -107,19 +75,11 @@ def test_a_run_learns_groups_and_its_folder_embeds(rows, tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2, tensor=2), Mesh(context=2, fsdp=2), Mesh(replica=2, pipe=2)])
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("loss", ["contrastive", "mlm"])
 def test_a_run_goes_on_bit_by_bit_on_any_mesh(loss, mesh, rows, corpus, tmp_path):
     of_loss = {"contrastive": lambda **fields: contrastive(rows, batch=12, **fields), "mlm": masked(corpus)}[loss]
-    recipe, devices = of_loss(mesh=mesh, optimizer=dataclasses.replace(SGD, rates="constant")), 4
-    uninterrupted = run_of(recipe, tmp_path / "whole", devices)
-    half = run_of(dataclasses.replace(recipe, steps=2), tmp_path / "half", devices)
-    parts = run_of(recipe, half.folder, devices)
-    assert parts.start == 2 and all(map(np.array_equal, arrays(parts), arrays(uninterrupted)))
-    alone = run_of(dataclasses.replace(recipe, mesh=Mesh()), tmp_path / "alone")
-    np.testing.assert_allclose(losses(uninterrupted), losses(alone), rtol=1e-5)
-    other = run_of(dataclasses.replace(recipe, mesh=Mesh(), seed=1), tmp_path / "other")
-    assert not np.allclose(losses(other), losses(alone), rtol=1e-4)  # the control
+    check_it_goes_on(of_loss(mesh=mesh, optimizer=dataclasses.replace(SGD, rates="constant")), tmp_path)
 
 
 @pytest.fixture(scope="module")

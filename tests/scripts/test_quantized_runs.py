@@ -42,10 +42,10 @@ def write_quantized(folder: Any) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A chat model in 4 bits, and a file of conversations."""
-    place = tmp_path_factory.mktemp("quantized")
-    write_quantized(published_folder(place / "model", chat_template__jinja=TEMPLATE))
-    (place / "chats.jsonl").write_text("\n".join([json.dumps({"messages": TALK})] * 40))
-    return place
+    folder = tmp_path_factory.mktemp("quantized")
+    write_quantized(published_folder(folder / "model", chat_template__jinja=TEMPLATE))
+    (folder / "chats.jsonl").write_text("\n".join([json.dumps({"messages": TALK})] * 40))
+    return folder
 
 
 def train(folder: Any, run: Any, *flags: object) -> Any:
@@ -107,9 +107,9 @@ def test_it_is_the_same_over_a_mesh_and_goes_on_there(folder, kept, mesh, tmp_pa
         train(folder, run, *LORA, *KEPT, *longer)
     finally:
         (folder / "away").rename(folder / "model" / "model.safetensors")
-    whole = train(folder, tmp_path / "whole", *LORA, *KEPT)
-    train(folder, whole, *LORA, *KEPT, *longer)
-    assert len(losses(run)) == 5 and losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    uninterrupted = train(folder, tmp_path / "whole", *LORA, *KEPT)
+    train(folder, uninterrupted, *LORA, *KEPT, *longer)
+    assert len(losses(run)) == 5 and losses(run) == pytest.approx(losses(uninterrupted), rel=1e-5)
 
 
 @pytest.mark.grid
@@ -119,12 +119,10 @@ def test_preferences_beside_kept_weights(folder, tmp_path, loss):
     pair = {"prompt": "1 + 1", "chosen": " = 2", "rejected": " = 3"}
     labels = [{"prompt": "1 + 1", "completion": f" = {number}", "label": number == 2} for number in (2, 3)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ([pair] if loss == "dpo" else labels) * 20)))
-    found = []
-    for flags in (KEPT, []):
-        run = tmp_path / f"run{len(flags)}"
-        train(folder, run, *LORA, *flags, "--data", folder / "rows.jsonl", "--loss", loss)
-        found.append(losses(run))
-    assert found[0] == pytest.approx(found[1], rel=1e-4) and found[0][-1] != found[0][0]
+    flags = [*LORA, "--data", folder / "rows.jsonl", "--loss", loss]
+    kept_losses = losses(train(folder, tmp_path / "kept", *flags, *KEPT))
+    decoded_losses = losses(train(folder, tmp_path / "decoded", *flags))
+    assert kept_losses == pytest.approx(decoded_losses, rel=1e-4) and kept_losses[-1] != kept_losses[0]
 
 
 @pytest.mark.grid

@@ -9,6 +9,7 @@ from typing import get_args, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ... import nn
@@ -54,9 +55,7 @@ def classification_loss(
     vectors, devices = pool_rows(head.pooling.modes[0], hidden, tokens)
     logits = replicate_rows(nn.in_float32(head.score(vectors)))
     losses, is_right = _label_losses(logits, jnp.asarray(batch.labels))
-    # A row's weights may be split over devices, which all count its text or none.
-    row_weights, _ = sum_rows(jnp.asarray(batch.weights).astype(losses.dtype))
-    counts = (row_weights > 0).astype(losses.dtype)
+    counts = _count_rows(batch, losses.dtype)
     # All devices that share a row have computed its loss.
     count = jnp.sum(counts) / devices
     metrics = {} if is_right is None else {"accuracy": (jnp.sum(is_right * counts) / devices, count)}
@@ -139,9 +138,7 @@ def contrastive_loss(
         _check_batch(batch, hidden.shape[-1], dims)
         vectors, devices = pool_rows(pooling, hidden, tokens)
         groups = vectors.reshape(-1, batch.group, vectors.shape[-1])
-        # A row's weights may be split over devices, which all count its group or none.
-        weights = sum_rows(jnp.asarray(batch.weights).astype(vectors.dtype))[0][:: batch.group]
-        counts = (weights > 0).astype(vectors.dtype)
+        counts = _count_rows(batch, vectors.dtype)[:: batch.group]
         sum_losses = functools.partial(_sum_losses, counts, temperature, similarity, symmetric)
         results = [sum_losses(groups[..., :width]) for width in dims or (None,)]
         total = sum((loss for loss, _ in results[1:]), results[0][0])
@@ -178,6 +175,12 @@ def _check_batch(batch: Batch, channels: int, dims: Sequence[int]) -> None:
         )
     if dims and max(dims) > channels:
         raise ValueError(f"contrastive_loss(dims={tuple(dims)}): a vector has {channels} channels; keep at most these.")
+
+
+def _count_rows(batch: Batch, dtype: DTypeLike) -> Float[Array, "batch"]:
+    """Return 1 for each row that has a weight, and 0 for the others; devices that share a row return the same."""
+    weights, _ = sum_rows(jnp.asarray(batch.weights).astype(dtype))
+    return (weights > 0).astype(dtype)
 
 
 def pool_rows(
