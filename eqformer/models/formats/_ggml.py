@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -44,21 +45,20 @@ class Blocks(Format):
         out[...] = values[:, parts[COLUMNS]] if COLUMNS in parts else values
 
 
-_Codes = Callable[
-    [UInt8[np.ndarray, "blocks octets"]],
-    tuple[UInt8[np.ndarray, "blocks numbers"], Float32[np.ndarray, "blocks groups"], np.ndarray | None],
-]
+_Groups = tuple[UInt8[np.ndarray, "groups 32"], Float32[np.ndarray, "groups 1"], Float32[np.ndarray, "groups 1"] | None]
+"""Codes, one in a byte, their scales and, if stored, the least numbers, whose codes are 0, of groups of 32 numbers."""
+_Read = Callable[[UInt8[np.ndarray, "blocks octets"]], _Groups]
 _GROUP = 32  # numbers that share a scale
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedBlocks(Blocks, Grouped):
     """A type of quantized block whose values are `(code - zero) * scale` for groups of 32 numbers."""
 
     bits: int = 4
     """The bits of a code."""
-    codes_of: _Codes | None = None
-    """A function from the bytes of blocks to their codes, one in a byte, their scales and, if stored, zero points."""
+    read: _Read
+    """A function that reads the bytes of blocks."""
     has_zeros: bool = False
     """Whether blocks have zero points, which are no integers."""
     scale_dtype: str = "float16"
@@ -72,13 +72,17 @@ class GroupedBlocks(Blocks, Grouped):
 
     def read_codes(self, parts: Parts, unit: tuple[int, int]) -> QuantizedArray:
         """Return all codes, scales and zero points."""
-        assert self.codes_of is not None
         if COLUMNS in parts:
             raise ValueError(
                 "its columns are stored in another order, so its codes cannot be kept; load with weights='decoded'"
             )
         rows = parts[ROWS][parts[ORDER]] if ORDER in parts else parts[ROWS]
-        codes, scales, zeros = self.codes_of(np.ascontiguousarray(rows).reshape(-1, self.octets))
+        codes, scales, least = self.read(np.ascontiguousarray(rows).reshape(-1, self.octets))
+        zeros = None
+        if least is not None:  # A group with the scale 0 holds one number: it gets the codes 0 and the scale 1.
+            is_constant = scales == 0
+            codes, scales = np.where(is_constant, np.uint8(0), codes), np.where(is_constant, np.float32(1), scales)
+            zeros = -least / scales
         codes = codes.reshape(len(rows), -1)
         codes = codes if self.bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
         in_units = lambda numbers: np.repeat(numbers.reshape(len(rows), -1), _GROUP // unit[1], axis=1)
@@ -91,66 +95,44 @@ def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks
     return check_finite_scales(np.ascontiguousarray(octets).view(np.float16)).astype(np.float32)
 
 
-def _low_bits(bits: int, lowest: bool) -> _Values:
-    """Return the decoder of blocks of 32 codes of 4 or 5 bits, with a scale and, if `lowest`, a minimum.
+def _decoder(read: _Read, bits: int) -> _Values:
+    """Return the decoder of blocks whose groups are read as codes of so many bits.
+
+    A number is `scale * code + least`, or `(code - zero) * scale` with half of the range as the zero point.
+    """
+
+    def values(octets: UInt8[np.ndarray, "blocks octets"]) -> Float32[np.ndarray, "groups 32"]:
+        codes, scales, least = read(octets)
+        numbers = codes.astype(np.float32)
+        if least is None:
+            numbers -= 2 ** (bits - 1)
+        numbers *= scales
+        if least is not None:
+            numbers += least
+        return numbers
+
+    return values
+
+
+def _low_bits(bits: int, has_least: bool) -> _Read:
+    """Return the reader of blocks of 32 codes of 4 or 5 bits, with a scale and perhaps the least number.
 
     The last 16 bytes hold the low four bits of each code: codes 0 to 15 are in the low halves of the bytes, codes 16 to
     31 in the high halves. Codes of 5 bits have their highest bits in the four bytes before.
     """
 
-    def values(octets: UInt8[np.ndarray, "blocks octets"]) -> Float32[np.ndarray, "blocks 32"]:
-        codes = _halves(octets[:, -16:])
+    def read(octets: UInt8[np.ndarray, "blocks octets"]) -> _Groups:
+        codes = np.concatenate([octets[:, -16:] & 15, octets[:, -16:] >> 4], axis=1)
         if bits == 5:
             codes = codes | np.unpackbits(octets[:, -20:-16], axis=1, bitorder="little") << 4
-        scaled, factor = codes.astype(np.float32), _scale(octets[:, :2])
-        return factor * scaled + _scale(octets[:, 2:4]) if lowest else (scaled - 2 ** (bits - 1)) * factor
+        return codes, _scale(octets[:, :2]), _scale(octets[:, 2:4]) if has_least else None
 
-    return values
-
-
-def _halves(octets: UInt8[np.ndarray, "blocks 16"]) -> UInt8[np.ndarray, "blocks 32"]:
-    """Return the low four bits of all bytes, then their high four bits."""
-    return np.concatenate([octets & 15, octets >> 4], axis=1)
+    return read
 
 
-def _q4_0_codes(octets: UInt8[np.ndarray, "blocks 18"]) -> tuple[np.ndarray, np.ndarray, None]:
-    """Return the codes and scales of Q4_0, whose zero point is half of the range."""
-    return _halves(octets[:, 2:]), _scale(octets[:, :2]), None
-
-
-def _q8_0_codes(octets: UInt8[np.ndarray, "blocks 34"]) -> tuple[np.ndarray, np.ndarray, None]:
-    """Return the codes and scales of Q8_0; signed bytes plus 128 are codes."""
+def _signed_bytes(octets: UInt8[np.ndarray, "blocks 34"]) -> _Groups:
+    """Read blocks of a scale and 32 signed bytes, which plus 128 are codes."""
     return octets[:, 2:] ^ 128, _scale(octets[:, :2]), None
-
-
-def _q4_1_codes(octets: UInt8[np.ndarray, "blocks 20"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the codes, scales and zero points of Q4_1."""
-    return _with_zeros(_halves(octets[:, 4:]), _scale(octets[:, :2]), _scale(octets[:, 2:4]))
-
-
-def _q4_k_codes(octets: UInt8[np.ndarray, "blocks 144"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the codes of Q4_K, and a scale and a zero point for each 32 numbers."""
-    factor, least = _k_factors(octets)
-    return _with_zeros(_nibbles(octets[:, 16:]).reshape(-1, _GROUP), factor.reshape(-1, 1), -least.reshape(-1, 1))
-
-
-def _with_zeros(
-    codes: UInt8[np.ndarray, "groups 32"],
-    scales: Float32[np.ndarray, "groups 1"],
-    least: Float32[np.ndarray, "groups 1"],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return codes, scales and zero points of the numbers `scale * code + least`.
-
-    A group with the scale 0 holds one number, `least`: it gets the codes 0 and the scale 1.
-    """
-    is_constant = scales == 0
-    scales = np.where(is_constant, np.float32(1), scales)
-    return np.where(is_constant, np.uint8(0), codes), scales, -least / scales
-
-
-def _q8_0(octets: UInt8[np.ndarray, "blocks 34"]) -> Float32[np.ndarray, "blocks 32"]:
-    """Decode blocks of a scale and 32 signed bytes."""
-    return octets[:, 2:].view(np.int8).astype(np.float32) * _scale(octets[:, :2])
 
 
 def _k_factors(octets: UInt8[np.ndarray, "blocks octets"]) -> tuple[np.ndarray, np.ndarray]:
@@ -167,27 +149,26 @@ def _k_factors(octets: UInt8[np.ndarray, "blocks octets"]) -> tuple[np.ndarray, 
     return _scale(octets[:, :2]) * factors.astype(np.float32), _scale(octets[:, 2:4]) * lowest.astype(np.float32)
 
 
-def _k_pairs(octets: UInt8[np.ndarray, "blocks octets"], codes: UInt8[np.ndarray, "blocks 8 32"]) -> np.ndarray:
-    """Decode 8 groups of 32 codes by their factors and minimums (`_k_factors`)."""
-    factor, least = _k_factors(octets)
-    return (factor[..., None] * codes.astype(np.float32) - least[..., None]).reshape(-1, 256)
-
-
 def _nibbles(octets: UInt8[np.ndarray, "blocks 128"]) -> UInt8[np.ndarray, "blocks 8 32"]:
     """Return the low four bits of each 32 bytes, then their high four bits."""
     halves = octets.reshape(-1, 4, 1, 32)
     return np.concatenate([halves & 15, halves >> 4], axis=2).reshape(-1, 8, 32)
 
 
-def _q4_k(octets: UInt8[np.ndarray, "blocks 144"]) -> Float32[np.ndarray, "blocks 256"]:
-    """Decode blocks of 256 codes of four bits, in groups with a factor and a minimum (`_k_pairs`)."""
-    return _k_pairs(octets, _nibbles(octets[:, 16:]))
+def _k_codes(bits: int) -> _Read:
+    """Return the reader of blocks of 256 codes of 4 or 5 bits, in groups with a factor and a minimum (`_k_factors`).
 
+    The last 128 bytes hold the low four bits. Bit `g` of the 32 bytes before them is the fifth bit of group `g`.
+    """
 
-def _q5_k(octets: UInt8[np.ndarray, "blocks 176"]) -> Float32[np.ndarray, "blocks 256"]:
-    """Decode blocks like those of Q4_K, whose codes have a fifth bit: bit `g` of 32 bytes is that of group `g`."""
-    high = np.stack([octets[:, 16:48] >> group & 1 for group in range(8)], axis=1)
-    return _k_pairs(octets, _nibbles(octets[:, 48:]) | high << 4)
+    def read(octets: UInt8[np.ndarray, "blocks octets"]) -> _Groups:
+        codes = _nibbles(octets[:, -128:])
+        if bits == 5:
+            codes = codes | np.stack([octets[:, 16:48] >> group & 1 for group in range(8)], axis=1) << 4
+        factors, lowest = _k_factors(octets)
+        return codes.reshape(-1, _GROUP), factors.reshape(-1, 1), -lowest.reshape(-1, 1)
+
+    return read
 
 
 def _q6_k(octets: UInt8[np.ndarray, "blocks 210"]) -> Float32[np.ndarray, "blocks 256"]:
@@ -212,26 +193,16 @@ def _blocks(name: str, numbers: int, octets: int, values: _Values) -> Blocks:
 def _grouped(
     name: str,
     octets: int,
-    values: _Values,
-    codes_of: _Codes,
+    read: _Read,
     *,
     numbers: int = _GROUP,
     bits: int = 4,
     has_zeros: bool = False,
     scale_dtype: str = "float16",
 ) -> GroupedBlocks:
-    return GroupedBlocks(
-        name,
-        ROWS,
-        (),
-        numbers=numbers,
-        octets=octets,
-        values=values,
-        bits=bits,
-        codes_of=codes_of,
-        has_zeros=has_zeros,
-        scale_dtype=scale_dtype,
-    )
+    values = _decoder(read, bits)
+    layout: dict[str, Any] = {"bits": bits, "has_zeros": has_zeros, "scale_dtype": scale_dtype}
+    return GroupedBlocks(name, ROWS, (), numbers=numbers, octets=octets, values=values, read=read, **layout)
 
 
 def _floats(dtype: DTypeLike) -> _Values:
@@ -284,13 +255,13 @@ BLOCKS: Mapping[int, Blocks] = MappingProxyType(
     {
         0: _blocks("F32", 1, 4, _floats(np.float32)),
         1: _blocks("F16", 1, 2, _floats(np.float16)),
-        2: _grouped("Q4_0", 18, _low_bits(4, lowest=False), _q4_0_codes),
-        3: _grouped("Q4_1", 20, _low_bits(4, lowest=True), _q4_1_codes, has_zeros=True),
-        6: _blocks("Q5_0", 32, 22, _low_bits(5, lowest=False)),
-        7: _blocks("Q5_1", 32, 24, _low_bits(5, lowest=True)),
-        8: _grouped("Q8_0", 34, _q8_0, _q8_0_codes, bits=8),
-        12: _grouped("Q4_K", 144, _q4_k, _q4_k_codes, numbers=256, has_zeros=True, scale_dtype="float32"),
-        13: _blocks("Q5_K", 256, 176, _q5_k),
+        2: _grouped("Q4_0", 18, _low_bits(4, has_least=False)),
+        3: _grouped("Q4_1", 20, _low_bits(4, has_least=True), has_zeros=True),
+        6: _blocks("Q5_0", 32, 22, _decoder(_low_bits(5, has_least=False), 5)),
+        7: _blocks("Q5_1", 32, 24, _decoder(_low_bits(5, has_least=True), 5)),
+        8: _grouped("Q8_0", 34, _signed_bytes, bits=8),
+        12: _grouped("Q4_K", 144, _k_codes(4), numbers=256, has_zeros=True, scale_dtype="float32"),
+        13: _blocks("Q5_K", 256, 176, _decoder(_k_codes(5), 5)),
         14: _blocks("Q6_K", 256, 210, _q6_k),
         30: _blocks("BF16", 1, 2, _floats(ml_dtypes.bfloat16)),
         **{
