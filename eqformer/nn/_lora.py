@@ -84,7 +84,8 @@ def with_lora(
 ) -> PyTree:
     """Return the model with a `LoRA` in the place of each chosen map; outputs are unchanged, because B is zero.
 
-    Each layer and expert has factors of its own, in float32. A is drawn with standard deviation `1 / sqrt(inputs)`.
+    Each layer and expert has factors of its own, in float32. A is drawn with standard deviation `1 / sqrt(inputs)`. The
+    maps of a classifier are never chosen, since it is trained whole (`lora_factors`).
     Raises a `ValueError` if `where` chooses no map, or a map that is a `LoRA` already.
 
     Args:
@@ -99,7 +100,13 @@ def with_lora(
     """
     if rank < 1:
         raise ValueError(f"with_lora(rank={rank}): the rank counts channels; give at least 1.")
-    chosen = choose_maps(model, where, f"with_lora(where={where!r})")
+    is_chosen = _choice_function(model, where, f"with_lora(where={where!r})")
+    heads = tuple(f"{name}." for name, _ in named_modules(model, ClassificationHead))
+
+    def is_chosen_outside_heads(name: str, linear: LinearMap) -> bool:
+        return is_chosen(name, linear) and not name.startswith(heads)
+
+    chosen = choose_maps(model, is_chosen_outside_heads, f"with_lora(where={where!r})")
     if adapted := [name for name, linear in chosen.items() if isinstance(linear, LoRA)]:
         raise ValueError(
             f"with_lora(where={where!r}): {', '.join(adapted)} {'has' if len(adapted) == 1 else 'have'} a LoRA "

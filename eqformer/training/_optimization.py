@@ -141,16 +141,8 @@ class Lora:
     """The linear maps that get a low-rank change, by the ends of their names, as in eqformer.nn.with_lora."""
 
     def apply(self, model: PyTree, *, key: Key[Array, ""]) -> PyTree:
-        """Replace each of the maps by an `nn.LoRA`, which changes nothing before the first step.
-
-        A classifier has no `nn.LoRA`, since it is trained whole.
-        """
-        if not self.rank:
-            return model
-        head = getattr(model, "classifier", None)
-        model = model if head is None else dataclasses.replace(model, classifier=None)
-        model = nn.with_lora(model, self.maps, rank=self.rank, alpha=self.alpha, key=key)
-        return model if head is None else dataclasses.replace(model, classifier=head)
+        """Replace each of the maps by an `nn.LoRA`, which changes nothing before the first step."""
+        return nn.with_lora(model, self.maps, rank=self.rank, alpha=self.alpha, key=key) if self.rank else model
 
     @property
     def trained(self) -> Trained:

@@ -166,6 +166,16 @@ def test_factors_are_marked_alone():
     assert list(map(id, jax.tree.leaves(nn.lora_factors(model)))) == list(map(id, factors_of(query)))
 
 
+def test_a_classifier_has_no_lora_and_is_trained_whole():
+    head = nn.ClassificationHead(nn.Pooling(("cls",)), None, nn.Linear("embed -> labels", embed=8, labels=3, key=KEY))
+    model = nn.with_lora((transformer(PLAIN), head), ["query", "output"], rank=2, key=KEY)
+    names = [name for name, _ in nn.named_modules(model, nn.LoRA)]
+    assert len(names) == 2 and all(name.startswith("[0]") for name in names)  # `output` is also a map of the head
+    assert nn.lora_factors(model)[1].output.weight is head.output.weight
+    with pytest.raises(ValueError, match="no linear map is chosen"):
+        nn.with_lora((head,), ["output"], rank=2, key=KEY)
+
+
 def test_refusals():
     model = transformer(PLAIN)
     query = r"stacks\[0\].blocks.sublayers\[0\].layer.query"
