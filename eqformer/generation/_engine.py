@@ -16,7 +16,6 @@ from jaxtyping import Float, Int, PyTree
 from ._decode import SamplingState
 from ._engine_programs import (
     Chunk,
-    count_cache_bytes,
     decode_slots,
     DecodeInputs,
     EngineRows,
@@ -28,7 +27,7 @@ from ._engine_programs import (
     read_encoder_prompt,
     start_row,
 )
-from ._model import depends_on_length, Model
+from ._model import count_cache_bytes, depends_on_length, Model
 from ._prompts import BUCKET, check_ids, PrefixCaches, round_up
 from ._requests import MOST_ENDS, Request, Result, RowSampling
 from ._speculative import add_draft

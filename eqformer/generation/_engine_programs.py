@@ -19,7 +19,7 @@ from ._decode import (
     Rows,
     SamplingState,
 )
-from ._model import count_bytes, Model
+from ._model import Model
 from ._requests import MOST_ENDS, RowSampling
 from ._speculative import make_decode_step, put_cache_row, put_row
 from ._transforms import chain, Temperature
@@ -50,11 +50,6 @@ class NewTokens(NamedTuple):
 def init_cache(model: Model, batch: int, capacity: int, dtype: str | None) -> PyTree:
     """Return empty caches."""
     return model.init_cache(batch, capacity, dtype)
-
-
-def count_cache_bytes(model: Model, batch: int, capacity: int, dtype: str | None) -> int:
-    """Return the bytes of the caches of `batch` rows."""
-    return count_bytes(eqx.filter_eval_shape(model.init_cache, batch, capacity, dtype))
 
 
 @eqx.filter_jit

@@ -67,6 +67,11 @@ def count_bytes(tree: PyTree) -> int:
 # Models without a scan over layers, which decode faster on platforms where a scan copies the weights it reads.
 
 
+def count_cache_bytes(model: Model, batch: int, capacity: int, dtype: str | None) -> int:
+    """Return the bytes of the caches of `batch` rows."""
+    return count_bytes(eqx.filter_eval_shape(model.init_cache, batch, capacity, dtype))
+
+
 def unstack_layers(model: LanguageModel) -> LanguageModel:
     """Return an equal model whose stacks hold one layer each, so that the compiled program has no loop over layers.
 
@@ -87,6 +92,7 @@ def unstack_for_platform(
     processor_cache: int | None = None,
     rows: int = 0,
     capacity: int = 0,
+    cache_dtype: str | None = None,
 ) -> LanguageModel:
     """Unstack the layers of a model if decoding on a platform is then known to be faster.
 
@@ -105,11 +111,12 @@ def unstack_for_platform(
         processor_cache: The bytes of a CPU's last-level cache; None: unknown, so that dense layers stay stacked.
         rows: Rows that are decoded together, if their KV caches count, too.
         capacity: Tokens of each row's KV cache.
+        cache_dtype: The dtype of keys and values in the caches; None: the compute dtype.
     """
     scan_copies = platform in _COPYING_PLATFORMS or "7x" in chip.lower()
     if platform == "cpu" and processor_cache is not None:
-        caches = eqx.filter_eval_shape(model.init_cache, rows, capacity) if rows else None
-        scan_copies |= count_bytes([stack.blocks for stack in model.stacks]) + count_bytes(caches) > processor_cache
+        caches = count_cache_bytes(model, rows, capacity, cache_dtype) if rows else 0
+        scan_copies |= count_bytes([stack.blocks for stack in model.stacks]) + caches > processor_cache
     scan_copies |= platform == "tpu" and _largest_head_projection(model) >= devices * _VECTOR_MEMORY
     return unstack_layers(model) if scan_copies or modules(model.stacks, Routed) else model
 

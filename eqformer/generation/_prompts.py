@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +16,7 @@ from jaxtyping import Int, PyTree, Shaped
 from .._failures import requested_bytes
 from .._shapes import Array
 from ._decode import ProgramSizes
-from ._model import count_bytes, Model
+from ._model import count_cache_bytes, Model
 
 
 BUCKET = 64
@@ -45,7 +44,7 @@ def explain_full_memory(call: str, model: Model, padded: PaddedPrompts) -> Itera
         if requested_bytes(error) is None:
             raise
         rows, sizes = len(padded.ids), padded.sizes
-        cache = count_bytes(eqx.filter_eval_shape(model.init_cache, rows, sizes.capacity, sizes.cache_dtype))
+        cache = count_cache_bytes(model, rows, sizes.capacity, sizes.cache_dtype)
         raise MemoryError(
             f"{call}: the memory is full. The cache of {rows} rows of {sizes.capacity:,} tokens takes "
             f"{cache / 2**30:,.1f} GiB; lower max_new_tokens, give fewer prompts at a time, or store the cache as int8."

@@ -368,16 +368,16 @@ class ToolCallFormat:
     before_arguments: str
     after_arguments: str
 
-    def grammar(self, tools: Iterable[JsonObject], tokenizer: data.PromptTokenizer) -> Grammar:
+    def grammar(self, tools: Iterable[JsonObject], marker_ids: Mapping[str, int]) -> Grammar:
         """Return the grammar of an answer without its lead, which is a call of one of the tools.
 
         Raises a `ValueError` for a tool whose name or whose parameters no call can have.
 
         Args:
             tools: The tools that may be called.
-            tokenizer: The tokenizer, which may have tokens for the texts that mark calls.
+            marker_ids: The ids of markers that are one token (`find_marker_ids`).
         """
-        write = functools.partial(_write_literal, marker_ids=_find_marker_ids(tokenizer))
+        write = functools.partial(_write_literal, marker_ids=marker_ids)
         functions = [tool["function"] for tool in tools]
         calls = [
             f"call_{number}: {write(function['name'] + self.before_arguments)} %json {_arguments_schema(function)}"
@@ -423,7 +423,7 @@ def find_call_format(
     return ToolCallFormat(answer[:start], answer[start:name], before_arguments, answer[arguments.end() :])
 
 
-def _find_marker_ids(tokenizer: data.PromptTokenizer) -> dict[str, int]:
+def find_marker_ids(tokenizer: data.PromptTokenizer) -> dict[str, int]:
     """Return the ids of special tokens, and of markers of calls that are one token, by their names."""
     special_ids: Sequence[int] = getattr(tokenizer, "special_ids", ())
     marker_ids = {tokenizer.decode_prompt([number]): number for number in special_ids}

@@ -20,7 +20,7 @@ from .. import data, generation
 from .._files import JsonObject
 from ..text import Grammar, LLM, TextEngine, TextPiece, TextRequest
 from ._protocol import ChatRequest, CompletionRequest, RequestError, TextOptions
-from ._responses import find_call_format
+from ._responses import find_call_format, find_marker_ids
 
 
 T = TypeVar("T")
@@ -328,9 +328,12 @@ class TextService(Service):
                 "no call can be forced; leave tool_choice out, or give auto or none"
             )
         if call_format.lead:
-            text = template.render(request.messages, **options) + call_format.lead
-            ids = tokenizer.encode_prompt(text, add_special_tokens=False).tolist()
-        return ids, call_format.grammar(request.forced_tools, tokenizer)
+            ids = self.llm.chat_tokens(request.messages, options, lead=call_format.lead)
+        return ids, call_format.grammar(request.forced_tools, self._marker_ids)
+
+    @functools.cached_property
+    def _marker_ids(self) -> dict[str, int]:
+        return find_marker_ids(self.llm.tokenizer)
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         ids = self.llm.tokens(prompt) if isinstance(prompt, str) else prompt

@@ -146,12 +146,14 @@ class LLM:
         results = generate_texts(self, encoded, "chat", settings, stream=stream, log_probs=log_probs)
         return results[0] if is_single else results
 
-    def chat_tokens(self, messages: Messages, template_options: Mapping[str, Any] = _NOTHING) -> list[int]:
-        """Return the ids of a conversation as the model reads it, up to the header of the answer.
+    def chat_tokens(
+        self, messages: Messages, template_options: Mapping[str, Any] = _NOTHING, *, lead: str = ""
+    ) -> list[int]:
+        """Return the ids of a conversation as the model reads it, up to the answer's header and then its `lead`.
 
         Raises a `ValueError` if there is no chat template or the template refuses the messages.
         """
-        return self._encode_rendered(self._render(messages, template_options))
+        return self._encode_rendered(self._render(messages, template_options) + lead)
 
     def engine(
         self,
@@ -190,7 +192,13 @@ class LLM:
         if throughput and isinstance(model, nn.LanguageModel):
             platform, chip = jax.default_backend(), jax.devices()[0].device_kind
             model = generation.unstack_for_platform(
-                model, platform, chip, processor_cache=last_level_cache(), rows=slots, capacity=capacity
+                model,
+                platform,
+                chip,
+                processor_cache=last_level_cache(),
+                rows=slots,
+                capacity=capacity,
+                cache_dtype=cache_dtype,
             )
         engine = generation.Engine(
             model,

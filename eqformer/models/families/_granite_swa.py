@@ -49,6 +49,11 @@ class _WindowsAndBases(GraniteConfig):
                 "layer, or an empty tuple."
             )
 
+    @property
+    def thetas(self) -> tuple[float, ...]:
+        """The base of rotary positions of each layer; 0: the layer has none."""
+        return self.layer_thetas or (self.theta,) * self.layers
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteSWAConfig(_WindowsAndBases):
@@ -89,8 +94,7 @@ def _build_swa(
         )
         return pre_norm_block(config, attended, feed_forward(feed_forward_key), residual_scale=config.residual_scale)
 
-    thetas = config.layer_thetas or (config.theta,) * config.layers
-    kinds = list(zip(layer_windows(config), thetas, strict=True))
+    kinds = list(zip(layer_windows(config), config.thetas, strict=True))
     return decoder(
         config,
         block,
@@ -115,8 +119,7 @@ class _LayerThetas(Entry):
 
     def write(self, config: _WindowsAndBases) -> Attributes:
         """Return the attributes of both."""
-        thetas = config.layer_thetas or (config.theta,) * config.layers
-        return RotaryPositions().write(config) | {"layer_rope_theta": list(thetas)}
+        return RotaryPositions().write(config) | {"layer_rope_theta": list(config.thetas)}
 
 
 def _all_but_every_fourth_from_the_first(published: PublishedConfig, layers: int) -> tuple[int, ...]:
