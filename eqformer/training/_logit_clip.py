@@ -1,9 +1,9 @@
 """MuonClip (Kimi K2, arXiv 2507.20534): heads whose attention logits grow too large get smaller queries and keys.
 
-While a step computes gradients, `LogitWatch` stands around the core of each attention, and brings the largest logit of
-each head and row out of the model as the gradient of an array of zeros. This way needs no place in the models, and
-works through loops, rematerialisation, microbatches and meshes: each row of the batch has a number of its own, so that
-the sums of gradients over microbatches and devices add only zeros to it.
+While a step computes gradients, `LogitWatch` stands around the core of each attention. It returns the largest logit of
+each head and row as the gradient of an array of zeros, because gradients leave a model through loops, rematerialisation
+and meshes, and models need no field or output for them. Each row of the batch has a column of its own in the array, so
+that sums of gradients over microbatches and devices mix nothing.
 """
 
 import dataclasses
@@ -34,15 +34,24 @@ class LogitClip:
     limit: float | None
     """The largest logit; None: no clipping."""
 
-    def check(self, plan: parallel.Plan | None) -> None:
+    def check_plan(self, plan: parallel.Plan | None) -> None:
         """Raise a `ValueError` for a limit that is not positive, and for a plan that hides the largest logits."""
         if self.limit is None:
             return
         if not self.limit > 0:
             raise ValueError(f"make_step(clip_logits={self.limit}): the limit is positive; Kimi K2 takes 100.")
-        check_clipping_plan(plan)
+        if plan is not None and (size := plan.size(parallel.CONTEXT)) > 1:
+            raise ValueError(
+                f"clip_logits under Plan over context={size}: no device sees all keys of a row, and so its largest "
+                "logits; split rows or heads instead."
+            )
+        if plan is not None and plan.spreads_edges:
+            raise ValueError(
+                "clip_logits under Plan(edges='spread'): a stage cannot tell whose rows it attends for; take "
+                "edges='ends'."
+            )
 
-    def watch_loss(self, loss_fn: LossFn) -> LossFn:
+    def with_row_numbers(self, loss_fn: LossFn) -> LossFn:
         """Return the loss for watched models: it tells them the numbers of its rows."""
         if self.limit is None:
             return loss_fn
@@ -52,8 +61,8 @@ class LogitClip:
 
         return loss
 
-    def watch_trained(self, trained: Trained) -> Trained:
-        """Return a function that picks what `trained` picks, and the zeros of a watched model."""
+    def with_zeros(self, trained: Trained) -> Trained:
+        """Return a function that picks what `trained` picks, and the zeros of a watched model, for their gradients."""
         if self.limit is None:
             return trained
 
@@ -81,7 +90,7 @@ class LogitClip:
         largest: Sequence[Float[Array, "*layers heads"]],
         optimizer: Optimizer,
     ) -> tuple[PyTree, PyTree]:
-        """Return the parameters and the optimizer's copies of them with clipped heads (`clip_heads`)."""
+        """Return the parameters, and fast weights of a schedule-free optimizer, with clipped heads (`clip_heads`)."""
         if self.limit is None:
             return parameters, optimizer_state
         clip = partial(clip_heads, largest=largest, limit=self.limit)
@@ -100,9 +109,9 @@ class LogitWatch(kernels.Operation):
     inner: kernels.Operation
     """The core that computes the attention."""
     largest: Float[Array, "heads _"]
-    """Zeros, for each head and each row of the whole batch."""
+    """Zeros, for each head and each row of the whole batch, whose gradients are the largest logits."""
     numbers: Int[Array, "_"]
-    """The number of each row of the call in the whole batch, which `number_rows` sets."""
+    """The number of each row of the call in the whole batch; a single 0 until `number_rows` sets them."""
 
     def supports(self, call: kernels.AttentionCall) -> str | None:
         """Return the reason why the inner core cannot compute the call, or None."""
@@ -183,26 +192,12 @@ def _cut(arrays: tuple[Array | None, ...], chunk: int) -> PyTree:
     return tuple(None if x is None else cut(jnp.broadcast_to(x, (rows, *x.shape[1:]))) for x in arrays)
 
 
-def check_clipping_plan(plan: parallel.Plan | None) -> None:
-    """Raise a `ValueError` for a plan under which no device sees the largest logits of its rows."""
-    if plan is not None and (size := plan.size(parallel.CONTEXT)) > 1:
-        raise ValueError(
-            f"clip_logits under Plan over context={size}: no device sees all keys of a row, and so its largest "
-            "logits; split rows or heads instead."
-        )
-    if plan is not None and plan.spreads_edges:
-        raise ValueError(
-            "clip_logits under Plan(edges='spread'): a stage cannot tell whose rows it attends for; take edges='ends'."
-        )
-
-
 def check_clipping(model: PyTree, trained: Trained, *, has_loss_scale: bool = False) -> None:
     """Raise a `ValueError` for a model whose attention logits cannot be clipped through its weights."""
     call, parameters = "clip_logits", trained(model)
     if has_loss_scale:
         raise ValueError(f"{call}: a loss scale would multiply the logits; take bfloat16 or float32 for float16.")
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_attention)
-    mixers = [(nn.path_name(path), node) for path, node in nodes if _is_attention(node)]
+    mixers = [(path, mixer) for path, mixer in nn.named_modules(model, nn.Mixer) if _is_attention(mixer)]
     if not mixers:
         raise ValueError(f"{call}: the model has no attention, and so no logits to clip; leave it out.")
     for (path, mixer), trained_mixer in zip(mixers, _attentions(parameters), strict=True):
@@ -269,7 +264,10 @@ def _watch_model(model: PyTree, rows: int) -> PyTree:
 
 
 def number_rows(model: PyTree, batch: PyTree) -> PyTree:
-    """Return a watched model that takes the numbers of its rows from a batch; other models stay."""
+    """Return a watched model that takes the numbers of its rows from a batch; other models stay.
+
+    The schedule of a pipeline calls this for its stages, which it runs without the loss.
+    """
 
     def number(watch: LogitWatch) -> LogitWatch:
         shape = (*watch.numbers.shape[:-1], *batch.row_numbers.shape)

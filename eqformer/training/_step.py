@@ -114,9 +114,9 @@ def make_step(
     if clip is not None and not clip > 0:
         raise ValueError(f"make_step(clip={clip}): the largest norm is positive; pass None for no clipping.")
     logit_clip = LogitClip(clip_logits)
-    logit_clip.check(plan)
-    loss_fn, watched = logit_clip.watch_loss(loss_fn), logit_clip.watch_trained(optimizer.trained)
-    execution = make_execution(loss_fn, watched, plan, microbatches)
+    logit_clip.check_plan(plan)
+    loss_fn, trained = logit_clip.with_row_numbers(loss_fn), logit_clip.with_zeros(optimizer.trained)
+    execution = make_execution(loss_fn, trained, plan, microbatches)
 
     @eqx.filter_jit(donate="all-except-first")
     def run(data: tuple[PyTree, PyTree, Rates], state: TrainState) -> tuple[TrainState, dict[str, Array]]:
