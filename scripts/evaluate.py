@@ -61,7 +61,8 @@ def evaluate(command: Command) -> None:
     source = data.files(list(command.text), field=command.field, piece=sys.maxsize) if command.text else None
     tasks = load_tasks(command)
     # Programs that write texts run for so long that their compilation counts less than their speed.
-    writes = any(getattr(task, "OUTPUT_TYPE", None) == "generate_until" for task in tasks)
+    single_tasks = [single for task in tasks for single in getattr(task, "get_all_tasks", lambda task=task: [task])()]
+    writes = any(getattr(task, "OUTPUT_TYPE", None) == "generate_until" for task in single_tasks)
     llm = load_llm(command, throughput=writes)
     figures: dict[str, dict[str, float]] = {}
     if source is not None:

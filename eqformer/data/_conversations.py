@@ -81,14 +81,17 @@ def read_example(row: object, *, location: str) -> tuple[Form, Example]:
         case dict():
             raise ValueError(
                 f"{location} must have `messages` (a list), `prompt` and `completion` (two texts or two lists of "
-                f"messages), or `text`, but its fields are {', '.join(map(_describe_field, row.items()))}; rename them."
+                f"messages), or `text`, but its fields are {describe_fields(row)}; rename them."
             )
         case _:
             raise ValueError(f"{location} must be an object with fields, but is {type(row).__name__}.")
 
 
-def _describe_field(item: tuple[object, object]) -> str:
-    return f"{item[0]} ({type(item[1]).__name__})"
+def describe_fields(row: object) -> str:
+    """Return the names of a row's fields with the types of their values; the row's own type if it is no mapping."""
+    if not isinstance(row, Mapping):
+        return type(row).__name__
+    return ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "no field"
 
 
 def _make_conversation(
@@ -415,7 +418,7 @@ def split_preference(row: object, *, location: str) -> tuple[JsonObject, JsonObj
             raise ValueError(
                 f"{location} must have `prompt`, `chosen` and `rejected` (three texts or three lists of messages), or "
                 "`chosen` and `rejected` as whole conversations, but its fields are "
-                f"{', '.join(map(_describe_field, row.items()))}; rename them."
+                f"{describe_fields(row)}; rename them."
             )
         case _:
             raise ValueError(f"{location} must be an object with fields, but is {type(row).__name__}.")

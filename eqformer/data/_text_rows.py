@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from .._files import parse_json
 from .._shapes import Batch, LabelBatch
-from ._conversations import EncodedExample, RowEncoder
+from ._conversations import describe_fields, EncodedExample, RowEncoder
 from ._documents import digest, Document, TextSource
 from ._files import files
 from ._packing import as_examples, list_rows
@@ -108,14 +108,9 @@ def read_text_group(row: object, *, location: str) -> list[str]:
     negatives = negatives if isinstance(negatives, list) else [negatives]
     texts = [fields.pop("anchor", None), fields.pop("positive", None), *negatives]
     if fields or not all(isinstance(text, str) for text in texts):
-        names = (
-            ", ".join(f"{name} ({type(value).__name__})" for name, value in dict(row).items())
-            if isinstance(row, dict)
-            else type(row).__name__
-        )
         raise ValueError(
             f"{location} must have `anchor` and `positive`, two texts, and may have `negative`, a text or a list of "
-            f"texts, but has {names or 'no field'}; rename the fields."
+            f"texts, but has {describe_fields(row)}; rename the fields."
         )
     for name, text in zip(("anchor", "positive", *["negative"] * len(negatives)), texts):
         if not text.strip():
@@ -259,12 +254,9 @@ def read_labelled_text(row: object, *, location: str) -> LabelledText:
     texts = (text,) if pair is None else (text, pair)
     is_label = isinstance(label, str | int) and not isinstance(label, bool)
     if fields or not is_label or not all(isinstance(part, str) for part in texts):
-        has = type(row).__name__
-        if isinstance(row, dict):
-            has = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "no field"
         raise ValueError(
             f"{location} must have `text`, a text, and `label`, a name or a whole number, and may have `text_pair`, "
-            f"the second text of a pair, but has {has}; rename the fields."
+            f"the second text of a pair, but has {describe_fields(row)}; rename the fields."
         )
     for name, part in zip(("text", "text_pair"), texts):
         if not part.strip():

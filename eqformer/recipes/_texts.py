@@ -15,7 +15,7 @@ from .._files import dataclass_differences, read_json, write_atomic
 from .._prepare import token_cache
 from ..text import load_conversation_encoder, load_tokenizer, read_label_names, read_pooling, reads_token_types
 from ..training import Optimization
-from ._recipe import Contrastive, Labels, Masking, Recipe
+from ._recipe import Labels, Recipe
 from ._report import print_warnings, Screen
 from ._run_directory import EVERYTHING_ELSE, RunDirectory
 
@@ -124,12 +124,10 @@ def _complete_labels(recipe: Recipe) -> Labels:
 
 def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
     """Raise a `ValueError` for choices that do not suit the loss, for losses of text encoders and all others."""
-    if recipe.loss != "contrastive" and recipe.contrastive != Contrastive():
-        raise ValueError(f"--loss {recipe.loss}: --contrastive is for --loss contrastive; leave it out.")
-    if recipe.loss != "mlm" and recipe.masking != Masking():
-        raise ValueError(f"--loss {recipe.loss}: --masking is for --loss mlm; leave it out.")
-    if recipe.loss != "classification" and recipe.classification != Labels():
-        raise ValueError(f"--loss {recipe.loss}: --classification is for --loss classification; leave it out.")
+    for field, loss in {"contrastive": "contrastive", "masking": "mlm", "classification": "classification"}.items():
+        options = getattr(recipe, field)
+        if recipe.loss != loss and options != type(options)():
+            raise ValueError(f"--loss {recipe.loss}: --{field} is for --loss {loss}; leave it out.")
     if not recipe.is_of_encoder:
         return
     if recipe.evaluate_every:

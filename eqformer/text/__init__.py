@@ -14,8 +14,8 @@ from ._generate_texts import (
     StreamedText as StreamedText,
 )
 from ._grammars import Grammar as Grammar
-from ._llm import LLM as LLM
-from ._load import load as load, load_llm as load_llm, make_llm as make_llm, prepare_to_decode as prepare_to_decode
+from ._llm import LLM as LLM, prepare_to_decode as prepare_to_decode
+from ._load import load as load, load_llm as load_llm, make_llm as make_llm
 from ._prompt_file import complete_file as complete_file, FileSummary as FileSummary
 from ._rollouts import read_prompts as read_prompts, Reward as Reward, Rollouts as Rollouts, Sample as Sample
 from ._run_folder import (

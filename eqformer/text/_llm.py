@@ -8,7 +8,7 @@ from typing import Any, Literal, overload, Unpack
 import jax
 import numpy as np
 
-from .. import data, generation, nn
+from .. import data, generation, nn, parallel
 from .._prepare import last_level_cache
 from .._shapes import as_tuple
 from ._generate_texts import ChatOptions, Completion, generate_texts, GenerateOptions, Prompts, Settings, StreamedText
@@ -190,15 +190,8 @@ class LLM:
         """
         draft_llm, model = draft if isinstance(draft, LLM) else None, self.model
         if throughput and isinstance(model, nn.LanguageModel):
-            platform, chip = jax.default_backend(), jax.devices()[0].device_kind
-            model = generation.unstack_for_platform(
-                model,
-                platform,
-                chip,
-                processor_cache=last_level_cache(),
-                rows=slots,
-                capacity=capacity,
-                cache_dtype=cache_dtype,
+            model = prepare_to_decode(
+                model, None, throughput=True, rows=slots, capacity=capacity, cache_dtype=cache_dtype
             )
         engine = generation.Engine(
             model,
@@ -280,3 +273,28 @@ class LLM:
                     "least one character."
                 )
         return prompt, new
+
+
+def prepare_to_decode(
+    model: nn.LanguageModel,
+    plan: parallel.Plan | None,
+    *,
+    throughput: bool = False,
+    rows: int = 0,
+    capacity: int = 0,
+    cache_dtype: str | None = None,
+) -> generation.Model:
+    """Return the model in the form that decodes fastest on JAX's default devices; with a plan, sharded by it.
+
+    Without `throughput`, dense layers stay stacked on CPUs: their programs then compile several times as fast. The last
+    three arguments are those of `generation.unstack_for_platform`, for a model without a plan.
+    """
+    platform, chip = jax.default_backend(), jax.devices()[0].device_kind
+    if plan is None:
+        processor_cache = last_level_cache() if throughput else None
+        caches: dict[str, Any] = {"rows": rows, "capacity": capacity, "cache_dtype": cache_dtype}
+        return generation.unstack_for_platform(model, platform, chip, processor_cache=processor_cache, **caches)
+    if not plan.is_pipelined:
+        num_shards = plan.size(parallel.TENSOR) * plan.size(parallel.FSDP)
+        model = plan.shard(generation.unstack_for_platform(model, platform, chip, devices=num_shards))
+    return parallel.ShardedModel(model, plan)

@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 
-from .. import data, generation, models, nn, parallel, training
-from .._prepare import last_level_cache
+from .. import data, generation, models, parallel, training
 from ._companions import load_tokenizer, MODULES, read_begin_id, read_chat_template
-from ._llm import LLM
+from ._llm import LLM, prepare_to_decode
 from ._run_folder import (
     is_run,
     load_run_classifier,
@@ -182,20 +181,3 @@ def make_llm(
     ends = dict.fromkeys([tokenizer.end_of_text, *models.read_eos_token_ids(folder)])
     begin_id = read_begin_id(folder, tokenizer)
     return LLM(model, tokenizer, read_chat_template(folder), tuple(ends), special_tokens, max_length, begin_id)
-
-
-def prepare_to_decode(
-    model: nn.LanguageModel, plan: parallel.Plan | None, *, throughput: bool = False
-) -> generation.Model:
-    """Return the model in the form that decodes fastest on JAX's default devices; with a plan, sharded by it.
-
-    Without `throughput`, dense layers stay stacked on CPUs: their programs then compile several times as fast.
-    """
-    platform, chip = jax.default_backend(), jax.devices()[0].device_kind
-    if plan is None:
-        processor_cache = last_level_cache() if throughput else None
-        return generation.unstack_for_platform(model, platform, chip, processor_cache=processor_cache)
-    if not plan.is_pipelined:
-        num_shards = plan.size(parallel.TENSOR) * plan.size(parallel.FSDP)
-        model = plan.shard(generation.unstack_for_platform(model, platform, chip, devices=num_shards))
-    return parallel.ShardedModel(model, plan)

@@ -14,8 +14,7 @@ from .. import data, generation, nn, parallel, training
 from .._files import parse_json
 from .._shapes import PolicyBatch
 from ._generate_texts import complete, Completion, StopStrings, TextAssembler
-from ._llm import LLM
-from ._load import prepare_to_decode
+from ._llm import LLM, prepare_to_decode
 
 
 Reward = Callable[..., Sequence[float]]

@@ -140,8 +140,7 @@ def load_run_classifier(path: str | Path, plan: parallel.Plan | None = None) -> 
         raise ValueError(f"load_run_classifier({str(path)!r}): the run's loss is {recipe.loss}, not classification.")
     model, tokenizer = nn.merge_lora(restore_run_model(path, recipe, plan)), open_run_tokenizer(path, recipe)
     model = model if plan is None else plan.shard(model)
-    activation = "sigmoid" if len(recipe.labels) == 1 else "identity"
-    options: dict[str, Any] = {"max_length": recipe.seq, "activation": activation, "plan": plan}
+    options: dict[str, Any] = {"max_length": recipe.seq, "activation": "identity", "plan": plan}
     return TextClassifier(model, tokenizer, recipe.labels, reads_types=reads_token_types(published), **options)
 
 

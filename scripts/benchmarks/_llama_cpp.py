@@ -24,7 +24,7 @@ def write_model(path: Path, numbers: LlamaConfig, max_length: int) -> None:
     """Write a GGUF file of a model of these numbers, with random weights in float32 and no vocabulary of texts."""
     gguf = import_module("gguf")
     writer = gguf.GGUFWriter(str(path), "llama")
-    head_dim = numbers.head_dim or numbers.embed // numbers.heads
+    head_dim = numbers.head_size
     writer.add_context_length(max_length)
     writer.add_embedding_length(numbers.embed)
     writer.add_block_count(numbers.layers)
