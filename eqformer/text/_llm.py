@@ -286,8 +286,14 @@ def prepare_to_decode(
 ) -> generation.Model:
     """Return the model in the form that decodes fastest on JAX's default devices; with a plan, sharded by it.
 
-    Without `throughput`, dense layers stay stacked on CPUs: their programs then compile several times as fast. The last
-    three arguments are those of `generation.unstack_for_platform`, for a model without a plan.
+    Args:
+        model: The model as it was loaded.
+        plan: The mesh and its shardings; None for one device.
+        throughput: Whether many tokens pay for a longer compilation. Without it, dense layers stay stacked on CPUs:
+            their programs then compile several times as fast.
+        rows: Rows that decode together, as `generation.unstack_for_platform` reads them; unused with a plan.
+        capacity: Tokens of each row's cache; unused with a plan.
+        cache_dtype: Storage format of the caches, such as "int8"; unused with a plan.
     """
     platform, chip = jax.default_backend(), jax.devices()[0].device_kind
     if plan is None:
