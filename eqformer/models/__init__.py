@@ -123,6 +123,7 @@ from .families._olmo import (
 )
 from .families._olmo_hybrid import OlmoHybridConfig as OlmoHybridConfig
 from .families._phi3 import Phi3Config as Phi3Config
+from .families._phimoe import PhiMoEConfig as PhiMoEConfig
 from .families._qwen import (
     Dots1Config as Dots1Config,
     Qwen2Config as Qwen2Config,

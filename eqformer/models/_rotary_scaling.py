@@ -15,6 +15,7 @@ _PARAMETER_TYPES: Mapping[str, FieldType] = {
     **dict.fromkeys(("rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow", "alpha"), Positive),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), Positive),
     **dict.fromkeys(("short_factor", "long_factor"), list[Positive]),
+    **dict.fromkeys(("short_mscale", "long_mscale"), Positive),
     **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), Number),
     **dict.fromkeys((ORIGINAL, "max_position_embeddings"), Size),
     **{"truncate": bool, "partial_rotary_factor": Fraction},

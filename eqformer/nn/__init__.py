@@ -249,6 +249,7 @@ from .experts._routers import (
     ExpertGroups as ExpertGroups,
     NoisyTopKRouter as NoisyTopKRouter,
     RandomSecondRouter as RandomSecondRouter,
+    SparseMixerRouter as SparseMixerRouter,
     TopKRouter as TopKRouter,
 )
 from .experts._routing import Router as Router, RouterFacts as RouterFacts, Routing as Routing, Slots as Slots

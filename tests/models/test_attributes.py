@@ -76,6 +76,7 @@ UNUSED = {
     | {"mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "num_nextn_predict_layers"}
     | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},
     "olmo_hybrid": {f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")},
+    "phimoe": {"input_jitter_noise"},
     "seed_oss": {"residual_dropout"},
     "starcoder2": {"embedding_dropout", "residual_dropout"},
     "t5": {"classifier_dropout", "dropout_rate", "initializer_factor"},

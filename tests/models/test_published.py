@@ -123,6 +123,7 @@ BY_DEFAULT = {
     "olmo3 yarn, layers left over",
     "olmoe normalised",
     "phi3 long",
+    "phimoe biased",
     "qwen2 last layers' window",
     "qwen2_moe some dense",
     "qwen3 tied",
@@ -156,6 +157,7 @@ BY_DEFAULT = {
 # The default run reads and writes these cases and leaves their logits to the grid: most of their layers are layers of
 # the other cases too.
 LOGITS_IN_GRID = {
+    "phimoe biased",
     "granitemoe_swa shared",
     "hy_v3 chosen dense layers",
     "olmo_hybrid chosen layers",

@@ -1,13 +1,15 @@
 """Configurations that say rotary positions twice, or as releases of transformers read unlike."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_attributes import case, numbers_of
+from test_published import RECORDED
 
-from eqformer import nn
+from eqformer import models, nn
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -123,3 +125,22 @@ def test_llama_3s_factors_the_wrong_way_round_are_those_of_transformers():
     assert np.allclose(frequencies, want) and len({*(want / plain)}) == 2
     right, _ = nn.Llama3Scaling(8.0, 1.0, 4.0, 100).frequencies(12, 500.0, jnp.ones((1, 1), jnp.int32))
     assert not np.allclose(right, want)
+
+
+def test_phi_moe_has_longrope_of_one_magnitude():
+    config = RECORDED["phimoe biased"]["config"]
+    parameters = config["rope_parameters"]
+    assert numbers_of(config).scaling.magnitude == 1.25
+    for changes, words in (
+        ({"long_mscale": 1.5}, "short_mscale=1.25, long_mscale=1.5: both must be stated, and be equal"),
+        ({"short_mscale": None}, "short_mscale=None, long_mscale=1.25: both must be stated"),
+        ({"rope_type": "linear", "factor": 4.0}, "rope_type='linear': it must be 'default' or 'longrope'"),
+        ({"short_mscale": -1.0}, "short_mscale=-1.0"),
+    ):
+        with pytest.raises(ValueError, match=rf"^config.json.*{words}"):
+            numbers_of(config | {"rope_parameters": parameters | changes})
+    with pytest.raises(ValueError, match="num_experts_per_tok=3"):
+        numbers_of(config | {"num_experts_per_tok": 3})
+    unscaled = dataclasses.replace(numbers_of(config), scaling=nn.LinearScaling(4.0))
+    with pytest.raises(ValueError, match=r"save\(config=PhiMoEConfig\(scaling=Linear.*with a magnitude"):
+        models.FAMILIES["phimoe"].write(unscaled)

@@ -79,6 +79,45 @@ def test_top_k_is_its_paper(name):
         assert not np.array_equal(routing.experts, experts) or not close(routing.weights, weights, 1e-3), step
 
 
+def sparse_mixer(router, x, without=""):
+    """What `SparseMixerRouter` says of one token, by the quotients of its paper; one step may be left out."""
+    logits = wide(router.linear.weight) @ x
+    experts, weights = best(logits, 2), []
+    for number, expert in enumerate(experts):
+        others = [other for other in range(len(logits)) if without == "exclusion" or other not in experts[:number]]
+        highest = logits[expert]
+        distance = [(highest - logits[other]) / max(abs(logits[other]), highest) for other in others]
+        near = [
+            other
+            for other, far in zip(others, distance)
+            if without == "tolerance" or far <= 2 * router.tolerance or other == expert
+        ]
+        shared = np.exp(logits[near] - highest)
+        weights.append(np.exp(0) / shared.sum())
+    return experts, np.array(weights), SCORES["softmax"](logits)
+
+
+def test_the_sparse_mixer_weighs_each_choice_against_those_near_it():
+    router = drawn(nn.SparseMixerRouter, embed=EMBED, experts=6, tolerance=0.3, key=KEY)
+    routing = run(router, X, tokens_of())
+    experts, weights, scores = all_tokens(sparse_mixer, router, X)
+    assert np.array_equal(routing.experts, experts) and close(routing.weights, weights)
+    assert close(routing.scores, scores) and router.facts().choices == 2
+    is_alone = weights == 1
+    assert np.any(is_alone) and not np.all(is_alone)
+    for step in ("tolerance", "exclusion"):
+        assert not close(routing.weights, all_tokens(sparse_mixer, router, X, without=step)[1], 1e-3), step
+    assert np.array_equal(run(router, X, tokens_of(keys=True)).experts, routing.experts)  # nothing is drawn
+    assert np.all(run(router, X, tokens_of(padding=4)).experts[-1, -4:] == -1)
+
+
+def test_the_sparse_mixer_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match=r"SparseMixerRouter\(tolerance=-0.1\): .*at least 0"):
+        nn.SparseMixerRouter(embed=EMBED, experts=6, tolerance=-0.1, key=KEY)
+    with pytest.raises(ValueError, match=r"SparseMixerRouter\(top_k=2, experts=1\)"):
+        nn.SparseMixerRouter(embed=EMBED, experts=1, key=KEY)
+
+
 def test_the_logits_are_the_linear_map():
     router, x = drawn(nn.TopKRouter, embed=EMBED, experts=8, top_k=3, bias=True, key=KEY), normal(1, 3, EMBED)
     routing = run(router, x, nn.positions_like((3,)))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, overload, Protocol, runtime_checkable, TypedDict, TypeVar, Unpack
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from ... import nn
@@ -103,6 +104,7 @@ class _DecoderEnds(TypedDict, total=False):
     embedding_scale: float | None
     logit_scale: float | None
     logit_softcap: float | None
+    logit_bias: bool
 
 
 LayerKind = TypeVar("LayerKind", bound=Hashable)
@@ -409,13 +411,14 @@ def decoder(
         key: The key of the weights.
         **ends: The parts before and after the layers: `embedding_norm`, a norm of the embeddings (by default none);
             `final_norm`, the norm before the head (by default an `RMSNorm` of the config's `eps`); `embedding_scale`
-            and `logit_scale`, factors; `logit_softcap`, a bound of logits.
+            and `logit_scale`, factors; `logit_softcap`, a bound of logits; `logit_bias`, whether logits have a bias.
     """
     embedding_key, layer_key, head_key = jax.random.split(key, 3)
     if kinds is None:
         stacks: tuple[nn.Stack, ...] = (nn.Stack(block, config.layers, key=layer_key),)
     else:
         stacks = stacks_of(block, kinds, key=layer_key)
+    embed, vocab, bias = config.embed, config.vocab, ends.get("logit_bias", False)
     return nn.Transformer(
         embedding=nn.Embedding(
             vocab=config.vocab, embed=config.embed, scale=ends.get("embedding_scale"), key=embedding_key
@@ -423,7 +426,8 @@ def decoder(
         stacks=stacks,
         embedding_norm=ends.get("embedding_norm"),
         norm=ends["final_norm"] if "final_norm" in ends else norm(config),
-        head=None if config.tied else nn.Linear("embed -> vocab", embed=config.embed, vocab=config.vocab, key=head_key),
+        head=None if config.tied else nn.Linear("embed -> vocab", embed=embed, vocab=vocab, bias=bias, key=head_key),
+        logit_bias=jnp.zeros(vocab, jnp.float32) if bias and config.tied else None,
         logit_scale=ends.get("logit_scale"),
         logit_softcap=ends.get("logit_softcap"),
     )

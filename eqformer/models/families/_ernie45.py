@@ -4,17 +4,16 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from ...nn import Block, Linear, MoE, Transformer
+from ...nn import Block, MoE, Transformer
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore
 from .._config_types import Attributes, Index, Length, NotNegative, OptionalSize, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import layers_of
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
-from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS, StatedHeadSize
+from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, LOGIT_BIAS, PRE_NORMS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block, rotary_of
 from ._mixtures import MIXTURE, mixture, small_expert
 
@@ -99,8 +98,7 @@ _BIAS = "feed_forward.layer.router.selection_bias"
 _MOE_WEIGHTS = (
     *(
         *EDGES,
-        Rule("lm_head.bias", "head.bias"),
-        Rule("lm_head.bias", "logit_bias"),
+        *LOGIT_BIAS,
         *ATTENTION,
         *PRE_NORMS,
         *gated_weights(bias=True),
@@ -169,14 +167,7 @@ def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Trans
             return pre_norm_block(config, attended, mixed(feed_forward))
         return pre_norm_block(config, attended, gated_mlp(config, bias=config.bias, key=feed_forward))
 
-    decoder_key, head_key = jax.random.split(key)
-    model = decoder(config, block, config.kinds, key=decoder_key)
-    if not config.bias:
-        return model
-    if config.tied:
-        return dataclasses.replace(model, logit_bias=jnp.zeros(config.vocab, jnp.float32))
-    biased = Linear("embed -> vocab", embed=config.embed, vocab=config.vocab, bias=True, key=head_key)
-    return dataclasses.replace(model, head=biased)
+    return decoder(config, block, config.kinds, logit_bias=config.bias, key=key)
 
 
 _MOE_PRESETS = {

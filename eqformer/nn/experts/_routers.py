@@ -8,7 +8,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, Num
+from jaxtyping import Array, Bool, Float, Int, Key, Num
 
 from .._dtype import at_least_float32
 from .._linear import Linear, LinearMap
@@ -290,6 +290,63 @@ class RandomSecondRouter(routing.Router):
     def facts(self) -> routing.RouterFacts:
         """State that each token chooses at most two experts by itself."""
         return routing.RouterFacts(self.linear.sizes["candidates"], 2, "token")
+
+
+class SparseMixerRouter(routing.Router):
+    """The two best experts, each weighted by a softmax over the experts with almost the same logit (Phi-3.5-MoE).
+
+    The first expert has the highest logit `m`. Its weight is its part of the softmax over the logits `z` with
+    `m - z <= 2 tolerance max(|z|, m)`. The second expert is chosen, and weighted, in the same way among the experts
+    without the first. The weights do not add up to 1. The routing is that of SparseMixer (Liu et al. 2024,
+    arXiv:2409.12136) at inference, also in training: choices are not drawn, and gradients are those of the softmax.
+    """
+
+    linear: LinearMap
+    tolerance: float = eqx.field(static=True)
+
+    def __init__(
+        self, *, embed: int, experts: int, tolerance: float = 0.01, std: float | None = None, key: Key[Array, ""]
+    ):
+        """Draw the map.
+
+        Args:
+            embed: Channels of a token.
+            experts: The number of experts to choose from.
+            tolerance: Half the relative distance from the best logit within which experts share the softmax.
+            std: Standard deviation of the map's weights; None: that of any linear map.
+            key: For the weights.
+        """
+        routing.check_top_k("SparseMixerRouter", 2, experts)
+        if not tolerance >= 0:
+            raise ValueError(f"SparseMixerRouter(tolerance={tolerance}): a distance of logits is at least 0.")
+        self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=key)
+        self.tolerance = tolerance
+
+    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> routing.Routing:
+        """Choose two experts for each token."""
+        logits = routing.router_logits(self.linear, x)
+        experts = routing.top_indices(logits, 2)
+        is_first = jnp.arange(logits.shape[-1], dtype=jnp.int32) == experts[..., :1]
+        weights = [self._weigh(logits, experts[..., :1], jnp.zeros_like(is_first))]
+        weights.append(self._weigh(logits, experts[..., 1:], is_first))
+        weights = jnp.concatenate(weights, axis=-1)
+        return routing.mask_padding(tokens, experts, weights, jax.nn.softmax(logits), logits)
+
+    def facts(self) -> routing.RouterFacts:
+        """State that each token chooses two experts by itself."""
+        return routing.RouterFacts(self.linear.sizes["candidates"], 2, "token")
+
+    def _weigh(
+        self,
+        logits: Float[Array, "*batch seq experts"],
+        best: Int[Array, "*batch seq 1"],
+        is_excluded: Bool[Array, "*batch seq experts"],
+    ) -> Float[Array, "*batch seq 1"]:
+        """Return the softmax of the `best` expert among those near to it that are not excluded."""
+        highest = jnp.take_along_axis(logits, best, axis=-1)
+        is_near = highest - logits <= 2 * self.tolerance * jnp.maximum(jnp.abs(logits), highest)
+        shared = jnp.where(is_near & ~is_excluded, logits, -jnp.inf)
+        return jnp.take_along_axis(jax.nn.softmax(shared), best, axis=-1)
 
 
 class ExpertChoiceRouter(routing.Router):
