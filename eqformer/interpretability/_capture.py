@@ -81,7 +81,7 @@ class PatchedModel(nn.LanguageModel):
         """The optional parts that the model has."""
         return self.inner.parts
 
-    def embed(self, ids: Int[Array, "*batch seq"], tokens: nn.Tokens) -> Float[Array, "*batch _ embed"]:
+    def embed(self, ids: Int[Array, "*batch seq"], tokens: nn.Tokens) -> Float[Array, "*rows _ embed"]:
         """Return the input of the first stack."""
         with nn.observe_calls(Observer((), self.patches.pairs)):
             return self.inner.embed(ids, tokens)

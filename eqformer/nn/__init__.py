@@ -177,6 +177,13 @@ from ._stack import (
     SuperBlock as SuperBlock,
     with_ids as with_ids,
 )
+from ._streams import (
+    ExpandStreams as ExpandStreams,
+    HyperConnection as HyperConnection,
+    MergeStreams as MergeStreams,
+    Sinkhorn as Sinkhorn,
+    StreamWeights as StreamWeights,
+)
 from ._tokens import (
     document_lengths as document_lengths,
     mark_whole_rows as mark_whole_rows,

@@ -195,7 +195,7 @@ class LanguageModel(Module):
         compute_dtype: eqx.AbstractVar[str]
 
     @abc.abstractmethod
-    def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*batch _ embed"]:
+    def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*rows _ embed"]:
         """Return the input of the first stack, in `compute_dtype`."""
 
     @abc.abstractmethod
@@ -233,6 +233,14 @@ class LanguageModel(Module):
     def max_seq(self) -> int | None:
         """The number of positions that the model knows; None for any number."""
         return None
+
+    @property
+    def streams(self) -> int:
+        """The number of residual streams of a token, each of which has all channels; 1 by default.
+
+        With several streams, `embed` returns an array with a dim of streams before that of tokens.
+        """
+        return 1
 
     @property
     def start(self) -> int | None:

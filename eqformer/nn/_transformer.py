@@ -21,6 +21,7 @@ from ._module import Module, modules
 from ._norm import Norm
 from ._pooling import ClassificationHead
 from ._stack import empty_caches, run_layers, share_embedding, with_ids
+from ._streams import ExpandStreams
 from ._tokens import Source, Tokens, tokens_or_default, with_source
 
 
@@ -188,6 +189,19 @@ class Transformer(LanguageModel):
     """A table of token types, a `TokenTypes`, added to the token embeddings (BERT)."""
     classifier: ClassificationHead | None = None
     """A head that classifies texts or tokens, in the place of logits of the vocabulary; `classify` applies it."""
+    expand: ExpandStreams | None = None
+    """Makes several residual streams of the embeddings, for layers of `HyperConnection`s; `norm` must then be a
+    `MergeStreams`, which makes one vector of them."""
+
+    def __check_init__(self):
+        if self.expand is None:
+            return
+        for name in ("encoder", "predictor", "layer_inputs"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"Transformer(expand=..., {name}=...): this part reads a single residual stream, and the embedding "
+                    "is expanded into several; leave one of the two out."
+                )
 
     @property
     def start(self) -> int | None:
@@ -245,7 +259,7 @@ class Transformer(LanguageModel):
             x = table(source.values).astype(self.compute_dtype)
         return with_source(tokens, self.encoder(x, source_tokens))
 
-    def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*batch _ embed"]:
+    def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*rows _ embed"]:
         """Return the input of the first stack: token embeddings plus embeddings of token types and of positions, if
         the model has such tables."""
         x = self.embedding(ids).astype(self.compute_dtype)
@@ -255,7 +269,13 @@ class Transformer(LanguageModel):
         if self.positions is not None:
             x = add_float32(x, self.positions(tokens.positions))
         x = x if self.embedding_norm is None else self.embedding_norm(x)
-        return x if self.dropout is None else self.dropout(x, tokens.fold_in(_EMBEDDING).keys)
+        x = x if self.dropout is None else self.dropout(x, tokens.fold_in(_EMBEDDING).keys)
+        return x if self.expand is None else self.expand(x)
+
+    @property
+    def streams(self) -> int:
+        """The number of residual streams."""
+        return 1 if self.expand is None else self.expand.streams
 
     @property
     def reads_types(self) -> bool:

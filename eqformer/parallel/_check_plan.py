@@ -218,6 +218,8 @@ def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> No
         nn.EmbeddingTable,
         nn.PositionEmbedding,
         nn.Norm,
+        nn.StreamWeights,
+        nn.MergeStreams,
         nn.ScoreBias,
     )
     headless = _without_head(model)

@@ -39,6 +39,7 @@ COLLECTIVES: dict[str, str] = {
     "weights over tensor": TENSOR,
     "norm means": TENSOR,
     "norm mean squares": TENSOR,
+    "stream weights": TENSOR,
     "token embeddings": TENSOR,
     "head input": TENSOR,
     "vocabulary table by ids": TENSOR,

@@ -146,7 +146,7 @@ def activation_bytes(plan: parallel.Plan, model: nn.LanguageModel, *, rows: int,
         if stack.remat.endswith("_on_host"):
             continue
         is_whole = plan.stream is None or plan.stream.is_whole
-        numbers += len(stack) * model.embedding.weight.shape[-1] / (1 if is_whole else split)
+        numbers += len(stack) * model.streams * model.embedding.weight.shape[-1] / (1 if is_whole else split)
         if stack.remat == "full" or nn.modules(stack, nn.LoRA):  # for a sum of two maps, one stored result may do
             continue
         for linear in nn.linear_maps(stack):

@@ -374,7 +374,7 @@ def _pipeline(plan: parallel.Plan, model: nn.LanguageModel, tokens: float) -> fl
     all_ticks = 2 * count_ticks(plan)
     rounds = all_ticks if plan.spreads_edges else sum(parallel.count_link_ticks(plan.timetable()).values()) / 2
     slices = 1 if plan.stream is None or plan.stream.is_whole else plan.size(TENSOR)
-    embed = model.embedding.weight.shape[-1]
+    embed = model.embedding.weight.shape[-1] * model.streams
     return pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_activation_bytes(model))
 
 

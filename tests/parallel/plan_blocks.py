@@ -271,7 +271,24 @@ def pairs(key: Any) -> nn.SuperBlock:
     return nn.SuperBlock((first, nn.Block(nn.Residual(reading, norm(), reads="pair"), nn.Residual(gated, norm()))))
 
 
+STREAMS = 3
+
+
+def streams(key: Any, sublayers: Callable[[Any], nn.Block] | None = None) -> nn.Block:
+    """Hyper-connections around both sublayers of a block: streams that are mixed, and streams that are not."""
+    one, two, three = jax.random.split(key, 3)
+    gated = nn.Block(
+        nn.Residual(attention(one), norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm())
+    )
+    inner: Any = gated if sublayers is None else sublayers(one)
+    sizes: dict[str, Any] = {"streams": STREAMS, "embed": EMBED, "key": three}
+    mixer = nn.HyperConnection(inner.mixer, mixing=nn.Sinkhorn(4), **sizes)
+    return nn.Block(mixer, nn.HyperConnection(inner.feed_forward, mixing=None, **sizes))
+
+
 BLOCKS: dict[str, tuple[Make, ...]] = {
+    "streams": (streams,),
+    "streams of experts": (functools.partial(streams, sublayers=mixture),),
     "windows": (windows,),
     "full norms": (full_norms,),
     "bare norms": (bare_norms,),

@@ -1,5 +1,6 @@
 """Small models to lay out over meshes: three families, and what is in none of them, with numbers of numpy's drawing."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haste import put
-from plan_blocks import BLOCKS, Int8Map, Make
+from plan_blocks import BLOCKS, Int8Map, Make, STREAMS
 from plan_parts import CORE, EMBED, HEAD_DIM, HEADS, MLP, norm
 
 from eqformer import Batch, kernels, models, nn
@@ -99,6 +100,14 @@ def of_blocks(*makes: Make, depths: tuple[int, ...] | None = None, remat: str = 
     )
 
 
+def with_streams(model: nn.Transformer) -> nn.Transformer:
+    """The model with several residual streams, if its layers have them."""
+    if not nn.modules(model, nn.HyperConnection):
+        return model
+    merge = nn.MergeStreams(norm(), streams=STREAMS, embed=EMBED, key=jax.random.key(3))
+    return dataclasses.replace(model, expand=nn.ExpandStreams(STREAMS), norm=merge)
+
+
 def filled(build: Callable[[], Any], seed: int = 0) -> Any:
     """What `build()` would give, with numpy's numbers: no weight is zero, no norm the identity."""
     draw = np.random.default_rng(seed)
@@ -140,7 +149,7 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
 
     def build() -> nn.Transformer:
         if plain in BLOCKS:
-            model = of_blocks(*BLOCKS[plain], depths=DEPTHS.get(plain), remat=remat)
+            model = with_streams(of_blocks(*BLOCKS[plain], depths=DEPTHS.get(plain), remat=remat))
         else:
             model = models.build(FAMILIES[plain], key=jax.random.key(0))
             model = nn.with_execution(model, core=CORES.get(plain, CORE), remat=remat)

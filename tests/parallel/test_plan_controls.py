@@ -57,6 +57,7 @@ class Control(NamedTuple):
     caught_by: str = "numbers"  # or "types", or "nothing"
 
 
+STREAMS = Case("streams", {"tensor": 2}, {"residual": "feature"})
 CONTROLS: dict[str, Control] = {
     # Sums over rows and tokens.
     "total of losses, unsummed": Control(control.total_of(0, nothing), DATA, "types"),
@@ -105,6 +106,7 @@ CONTROLS: dict[str, Control] = {
     "sum of a map to no features": Control(without("replicated feature-parallel output", of_first), LATENTS),
     "mean of means": Control(without("norm means", nothing), FEATURE),
     "mean of squares": Control(without("norm mean squares", nothing), FEATURE),
+    "sums for the weights of streams": Control(without("stream weights", nothing), STREAMS),
     "mean of squares over all heads": Control(without("norm mean squares", nothing), FULL_NORMS),
     "own tokens' dropout": Control(control.first_tokens(_stream_parts.TokensDropout), SEQUENCE),
     "own tokens' positions": Control(control.first_tokens(_stream_parts.TokensPositions), SEQUENCE),

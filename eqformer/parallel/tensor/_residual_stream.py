@@ -71,6 +71,10 @@ class ResidualStream(abc.ABC):
         # share are each on equally many devices, so that the mean of the devices' means is the mean there too.
         return SplitNorm(norm, TENSOR) if set(norm.reduced) & set(self.split_dims) else norm
 
+    def split_stream_weights(self, weights: nn.StreamWeights) -> PyTree:
+        """Return the weights of several streams, as `SplitStreamWeights` if a device has some of the features."""
+        return SplitStreamWeights(weights) if self.splits_features else weights
+
     @property
     @abc.abstractmethod
     def routed(self) -> "ResidualStream":
@@ -129,6 +133,20 @@ class SplitNorm(nn.Module):
             return send.vary(name, send.pmean(name, local_mean, self.axis), self.axis)
 
         return self.inner.normalize(x, mean)
+
+
+class SplitStreamWeights(nn.Module):
+    """Weights of a token's streams, of which this device has some features; the sums are taken over all devices."""
+
+    inner: nn.StreamWeights
+
+    def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> tuple[Float[Array, "*batch seq _"], ...]:
+        """Return the weights of each use, from this device's features of all streams."""
+
+        def add(sums: Array) -> Array:
+            return send.vary("stream weights", send.psum("stream weights", sums, TENSOR), TENSOR)
+
+        return self.inner.project(x, add, jax.lax.axis_size(TENSOR))
 
 
 class TokensDropout(nn.Module):

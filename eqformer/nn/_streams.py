@@ -1,0 +1,298 @@
+"""Several residual streams of each token: hyper-connections around sublayers, and the streams' beginning and end.
+
+The streams of a token are a dim of activations before the tokens, `*batch streams seq embed`, so that rows are the
+first dim, and tokens and channels the last two, as in a single stream.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, PyTree
+
+from ._block import Residual
+from ._contracts import Mixer, Routed, Sublayer
+from ._dtype import at_least_float32, broadcast_float32
+from ._module import float32_at_least, Module
+from ._norm import Norm
+from ._tokens import Tokens, tokens_or_default, with_row_layout_of
+
+
+class ExpandStreams(Module):
+    """The beginning of the streams: each of `streams` is a copy of the embedding."""
+
+    streams: int = eqx.field(static=True)
+
+    def __check_init__(self):
+        if self.streams < 1:
+            raise ValueError(f"ExpandStreams(streams={self.streams}): a token has at least one stream.")
+
+    def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch streams seq embed"]:
+        """Copy `x` into every stream."""
+        return broadcast_float32(x[..., None, :, :], (*x.shape[:-2], self.streams, *x.shape[-2:]))
+
+
+class StreamWeights(Module):
+    """Weights of a token's streams, computed from all its streams: `scale * (W x) / rms(x) + base`.
+
+    `x` is the vector of all channels of all streams, and `rms(x)` the root of `mean(x^2) + eps`. The weights have
+    several uses, such as reading and writing, and `scale` has one number for each use. Everything is computed in
+    float32 at least.
+    """
+
+    sizes: tuple[int, ...] = eqx.field(static=True)
+    """The number of weights of each use."""
+    eps: float = eqx.field(static=True)
+    weight: Float[Array, "mixes streams embed"] = float32_at_least()
+    base: Float[Array, "mixes"] = float32_at_least()
+    scale: Float[Array, "uses"] = float32_at_least()
+
+    def __init__(
+        self,
+        *,
+        streams: int,
+        embed: int,
+        base: Sequence[Float[Array, "*streams"]],
+        eps: float = 1e-6,
+        key: Key[Array, ""],
+    ):
+        """Draw the map from a normal distribution of deviation 1/sqrt(channels); the scale begins at 0.01.
+
+        Args:
+            streams: Streams of a token.
+            embed: Channels of a stream.
+            base: The first values of `base` for each use, from which the number of weights is read.
+            eps: Added to the mean of squares.
+            key: For the weights.
+        """
+        self.base = jnp.concatenate([part.reshape(-1) for part in base]).astype(jnp.float32)
+        self.sizes, self.eps = tuple(part.size for part in base), eps
+        self.weight = (streams * embed) ** -0.5 * jax.random.normal(key, (len(self.base), streams, embed), jnp.float32)
+        self.scale = jnp.full(len(base), 0.01, jnp.float32)
+
+    def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> tuple[Float[Array, "*batch seq _"], ...]:
+        """Return the weights of each use."""
+        return self.project(x, lambda sums: sums)
+
+    def project(
+        self,
+        x: Float[Array, "*batch streams seq embed"],
+        add: Callable[[Float[Array, "*batch seq sums"]], Float[Array, "*batch seq sums"]],
+        slices: int = 1,
+    ) -> tuple[Float[Array, "*batch seq _"], ...]:
+        """Return the weights of each use, where `x` may be one of `slices` slices of the channels of all streams.
+
+        `add(sums)` must return the sums over all slices.
+        """
+        wide = x.astype(at_least_float32(x.dtype))
+        with jax.default_matmul_precision("highest"):  # as in routers, since rounded weights would change all channels
+            products = jnp.einsum("...nsd,mnd->...sm", wide, self.weight.astype(wide.dtype))
+        sums = add(jnp.concatenate([products, jnp.sum(wide * wide, (-3, -1))[..., None]], -1))
+        channels = slices * x.shape[-3] * x.shape[-1]
+        normed = sums[..., :-1] * jax.lax.rsqrt(sums[..., -1:] / channels + self.eps)
+        starts = [sum(self.sizes[:number]) for number in range(1, len(self.sizes))]
+        parts = zip(jnp.split(normed, starts, -1), jnp.split(self.base, starts), strict=True)
+        return tuple(
+            part * self.scale[number].astype(wide.dtype) + base.astype(wide.dtype)
+            for number, (part, base) in enumerate(parts)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sinkhorn:
+    """Matrices whose rows and columns add up to 1, by alternating normalization (Sinkhorn and Knopp 1967).
+
+    The logits' softmax over each row, plus `eps`, is divided by the sums of its columns, then `iterations - 1` times by
+    the sums of rows and of columns. `eps` is added to the sums.
+    """
+
+    iterations: int = 20
+    eps: float = 1e-6
+
+    def __post_init__(self):
+        if self.iterations < 1:
+            raise ValueError(f"Sinkhorn(iterations={self.iterations}): columns are normalized at least once.")
+
+    def __call__(self, logits: Float[Array, "*batch inputs outputs"]) -> Float[Array, "*batch inputs outputs"]:
+        """Return the matrix of each matrix of logits."""
+
+        def divide(matrix: Array, axis: int) -> Array:
+            return matrix / (jnp.sum(matrix, axis, keepdims=True) + self.eps)
+
+        def iterate(matrix: Array, _: None) -> tuple[Array, None]:
+            return divide(divide(matrix, -1), -2), None
+
+        matrix = divide(jax.nn.softmax(logits, axis=-1) + self.eps, -2)
+        return jax.lax.scan(iterate, matrix, None, length=self.iterations - 1)[0]
+
+
+class HyperConnection(Sublayer):
+    """A sublayer of several residual streams (Zhu et al. 2024, arXiv:2409.19606): `x_k = sum_j M_jk x_j + w_k f(x)`.
+
+    `f` is the branch of a `Residual`, with its norms and dropout. Its input is the sum `sum_j r_j x_j` of the streams.
+    The weights of reading `r = sigmoid(.) + eps`, of writing `w = write_scale * sigmoid(.) + write_eps`, and of
+    mixing `M` are computed from all streams of the token by `StreamWeights`.
+
+    - Manifold-constrained hyper-connections (mHC, Xie et al. 2025, arXiv:2512.24880; DeepSeek-V4): `M` is a matrix
+      whose rows and columns add up to 1, by `mixing=Sinkhorn()`.
+    - Hy4's independent hyper-connections: `mixing=None`, streams are not mixed, and `M` is the identity.
+    """
+
+    branch: Residual
+    """The sublayer, without a `sum_norm`; its own input and output are those of a single stream."""
+    weights: StreamWeights
+    mixing: Sinkhorn | None = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
+    write_scale: float = eqx.field(static=True)
+    write_eps: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        branch: Residual,
+        *,
+        streams: int,
+        embed: int,
+        mixing: Sinkhorn | None = Sinkhorn(),
+        eps: float = 1e-6,
+        write_scale: float = 2.0,
+        write_eps: float = 0.0,
+        norm_eps: float = 1e-6,
+        key: Key[Array, ""],
+    ):
+        """Draw the weights; at first the layer reads the mean of equal streams, and adds its output to each of them.
+
+        Args:
+            branch: The sublayer.
+            streams: Streams of a token.
+            embed: Channels of a stream.
+            mixing: Makes the matrix that mixes the streams; None: streams are not mixed.
+            eps: Added to the weights of reading.
+            write_scale: The largest weight of writing.
+            write_eps: Added to the weights of writing.
+            norm_eps: Added to the mean of squares of all channels.
+            key: For the weights.
+        """
+        base = [_read_base(streams), jnp.zeros(streams)]
+        base += [] if mixing is None else [_DIAGONAL * jnp.eye(streams)]
+        self.branch, self.mixing = branch, mixing
+        self.weights = StreamWeights(streams=streams, embed=embed, base=base, eps=norm_eps, key=key)
+        self.eps, self.write_scale, self.write_eps = eps, write_scale, write_eps
+
+    def __check_init__(self):
+        if self.branch.sum_norm is not None:
+            raise ValueError(
+                "HyperConnection(branch=Residual(sum_norm=...)): there is no sum of the input and the branch, but a "
+                "mixture of streams; leave the norm out."
+            )
+
+    @property
+    def layer(self) -> Mixer | Routed | Callable[..., Array]:
+        """The branch's layer."""
+        return self.branch.layer
+
+    @property
+    def norm(self) -> Norm | Callable[[Array], Array] | None:
+        """The norm of the layer's input."""
+        return self.branch.norm
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch streams seq embed"],
+        tokens: Tokens | None = None,
+        cache: PyTree = None,
+        *,
+        index: int | None = None,
+    ) -> tuple[Float[Array, "*batch streams seq embed"], PyTree, PyTree]:
+        """Mix the streams of `x`, and write the branch's output to each of them."""
+        tokens = _tokens_of_streams(tokens_or_default(tokens, x.shape[:-1], cache), x)
+        read, write, *mix = self.weights(x)
+        y, cache, aux = self.branch.branch(_sum_streams(x, jax.nn.sigmoid(read) + self.eps), tokens, cache, index=index)
+        wide, streams = at_least_float32(x.dtype), x.shape[-3]
+        mixed = x.astype(wide)
+        if self.mixing is not None:
+            matrix = _mix_matrix(self.mixing, mix[0].reshape(*mix[0].shape[:-1], streams, streams))
+            # The dims: rows, the old stream, the new stream, tokens, channels.
+            by_stream = jnp.moveaxis(matrix, -3, -1)[..., None]
+            mixed = jnp.sum(by_stream * mixed[..., :, None, :, :], axis=-4)
+        write = self.write_scale * jax.nn.sigmoid(write) + self.write_eps
+        added = jnp.swapaxes(write, -1, -2)[..., None] * y.astype(wide)[..., None, :, :]
+        return (mixed + added).astype(x.dtype), cache, aux
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """Return the branch's empty cache."""
+        return self.branch.init_cache(batch, capacity, dtype)
+
+
+class MergeStreams(Module):
+    """The end of the streams, which takes the place of a model's `norm`: the norm of the streams' weighted sum.
+
+    The weights of a token's streams are `sigmoid(.) + eps` of `StreamWeights`.
+    """
+
+    weights: StreamWeights
+    norm: Norm
+    """The norm of the sum."""
+    eps: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        norm: Norm,
+        *,
+        streams: int,
+        embed: int,
+        eps: float = 1e-6,
+        norm_eps: float = 1e-6,
+        key: Key[Array, ""],
+    ):
+        """Draw the weights; at first the sum is nearly the mean of the streams.
+
+        Args:
+            norm: The norm of the sum.
+            streams: Streams of a token.
+            embed: Channels of a stream.
+            eps: Added to the weights.
+            norm_eps: Added to the mean of squares of all channels.
+            key: For the weights.
+        """
+        base = [_read_base(streams)]
+        self.weights = StreamWeights(streams=streams, embed=embed, base=base, eps=norm_eps, key=key)
+        self.norm, self.eps = norm, eps
+
+    def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Return the norm of the sum."""
+        (read,) = self.weights(x)
+        return self.norm(_sum_streams(x, jax.nn.sigmoid(read) + self.eps))
+
+
+def _sum_streams(
+    x: Float[Array, "*batch streams seq embed"], weights: Float[Array, "*batch seq streams"]
+) -> Float[Array, "*batch seq embed"]:
+    """Return the weighted sum of each token's streams, added in the dtype of the weights."""
+    by_stream = jnp.swapaxes(weights, -1, -2)[..., None]
+    return jnp.sum(by_stream * x.astype(weights.dtype), axis=-3).astype(x.dtype)
+
+
+def _mix_matrix(
+    mixing: Sinkhorn, logits: Float[Array, "*batch seq inputs outputs"]
+) -> Float[Array, "*batch seq inputs outputs"]:
+    # The backward pass runs the iterations again, instead of keeping a matrix of each token for every iteration.
+    return jax.checkpoint(mixing)(logits)
+
+
+def _read_base(streams: int) -> Float[Array, "streams"]:
+    """Return the logits of weights that add up to 1."""
+    return jnp.full(streams, -math.log(max(streams - 1, 1)))
+
+
+_DIAGONAL = 4.0
+"""The first logit of the weight with which a stream stays in its place; 0 are those of other streams."""
+
+
+def _tokens_of_streams(tokens: Tokens, x: Float[Array, "*batch streams seq embed"]) -> Tokens:
+    """Return the tokens without a dim of streams, which they have if a caller numbered the tokens of `x` itself."""
+    if tokens.positions.ndim < x.ndim - 1:
+        return tokens
+    return with_row_layout_of(jax.tree.map(lambda array: array[..., 0, :], tokens), tokens)
