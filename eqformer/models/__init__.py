@@ -91,6 +91,7 @@ from .families._hunyuan import (
     HunyuanMoEConfig as HunyuanMoEConfig,
     Hy3Config as Hy3Config,
 )
+from .families._hy4 import Hy4Config as Hy4Config
 from .families._jaxformer import JAXformerConfig as JAXformerConfig
 from .families._kimi_linear import KimiLinearConfig as KimiLinearConfig
 from .families._lfm2 import LFM2Config as LFM2Config, LFM2MoEConfig as LFM2MoEConfig

@@ -182,6 +182,7 @@ from ._streams import (
     HyperConnection as HyperConnection,
     MergeStreams as MergeStreams,
     Sinkhorn as Sinkhorn,
+    StreamMap as StreamMap,
     StreamWeights as StreamWeights,
 )
 from ._tokens import (

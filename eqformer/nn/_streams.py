@@ -4,6 +4,7 @@ The streams of a token are a dim of activations before the tokens, `*batch strea
 first dim, and tokens and channels the last two, as in a single stream.
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -35,7 +36,30 @@ class ExpandStreams(Module):
         return broadcast_float32(x[..., None, :, :], (*x.shape[:-2], self.streams, *x.shape[-2:]))
 
 
-class StreamWeights(Module):
+class StreamMap(Module):
+    """A map of all streams of a token to a few numbers, by sums over channels: the contract of `StreamWeights`.
+
+    Devices may hold slices of the channels of all streams.
+    """
+
+    @abc.abstractmethod
+    def project(
+        self,
+        x: Float[Array, "*batch streams seq embed"],
+        add: Callable[[Float[Array, "*batch seq sums"]], Float[Array, "*batch seq sums"]],
+        slices: int = 1,
+    ) -> tuple[Float[Array, "*batch seq _"], ...]:
+        """Return the numbers for each of their uses, where `x` may be one of `slices` slices of the channels.
+
+        `add(sums)` returns the sums over all slices, in which everything that is read of the channels must be.
+        """
+
+    def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> tuple[Float[Array, "*batch seq _"], ...]:
+        """Return the numbers for each of their uses."""
+        return self.project(x, lambda sums: sums)
+
+
+class StreamWeights(StreamMap):
     """Weights of a token's streams, computed from all its streams: `scale * (W x) / rms(x) + base`.
 
     `x` is the vector of all channels of all streams, and `rms(x)` the root of `mean(x^2) + eps`. The weights have
@@ -73,20 +97,13 @@ class StreamWeights(Module):
         self.weight = (streams * embed) ** -0.5 * jax.random.normal(key, (len(self.base), streams, embed), jnp.float32)
         self.scale = jnp.full(len(base), 0.01, jnp.float32)
 
-    def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> tuple[Float[Array, "*batch seq _"], ...]:
-        """Return the weights of each use."""
-        return self.project(x, lambda sums: sums)
-
     def project(
         self,
         x: Float[Array, "*batch streams seq embed"],
         add: Callable[[Float[Array, "*batch seq sums"]], Float[Array, "*batch seq sums"]],
         slices: int = 1,
     ) -> tuple[Float[Array, "*batch seq _"], ...]:
-        """Return the weights of each use, where `x` may be one of `slices` slices of the channels of all streams.
-
-        `add(sums)` must return the sums over all slices.
-        """
+        """Return the weights of each use, from the products with the map and the sum of squares."""
         wide = x.astype(at_least_float32(x.dtype))
         with jax.default_matmul_precision("highest"):  # as in routers, since rounded weights would change all channels
             products = jnp.einsum("...nsd,mnd->...sm", wide, self.weight.astype(wide.dtype))
@@ -143,7 +160,7 @@ class HyperConnection(Sublayer):
 
     branch: Residual
     """The sublayer, without a `sum_norm`; its own input and output are those of a single stream."""
-    weights: StreamWeights
+    weights: StreamMap
     mixing: Sinkhorn | None = eqx.field(static=True)
     eps: float = eqx.field(static=True)
     write_scale: float = eqx.field(static=True)
@@ -232,7 +249,7 @@ class MergeStreams(Module):
     The weights of a token's streams are `sigmoid(.) + eps` of `StreamWeights`.
     """
 
-    weights: StreamWeights
+    weights: StreamMap
     norm: Norm
     """The norm of the sum."""
     eps: float = eqx.field(static=True)

@@ -218,7 +218,7 @@ def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> No
         nn.EmbeddingTable,
         nn.PositionEmbedding,
         nn.Norm,
-        nn.StreamWeights,
+        nn.StreamMap,
         nn.MergeStreams,
         nn.ScoreBias,
     )

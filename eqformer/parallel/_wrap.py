@@ -39,13 +39,13 @@ def split_over_tensor(
     head. In `"serve"` the stream is replicated, and so is the final norm's output. `sharers` is the number of devices
     that hold the same key head, see `TensorParallelLayer`.
     """
-    kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.StreamWeights, nn.ExpertMixture, tensor.ReplicatedLayer)
+    kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.StreamMap, nn.ExpertMixture, tensor.ReplicatedLayer)
     names = nn.dims(shapes)
 
     def wrap(module: PyTree, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
         if isinstance(module, nn.Norm):
             return stream.split_norm(module)
-        if isinstance(module, nn.StreamWeights):
+        if isinstance(module, nn.StreamMap):
             return stream.split_stream_weights(module)
         if isinstance(module, nn.ExpertMixture):
             return wrap_mixture(module, shape, spec, name)

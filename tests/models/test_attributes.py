@@ -61,6 +61,7 @@ UNUSED = {
     "granitemoehybrid": {"mamba_chunk_size"},
     "hunyuan_v1_dense": {"eod_token_id"},
     "hunyuan_v1_moe": {"eod_token_id", "sep_token_id"},
+    "hy_v4": {"head_dim", "qk_head_dim", "learnable_sink_init"},  # the last of a first value
     "hy_v3": {"enable_moe_fp32_combine"},  # of rounding
     "kimi_linear": {"head_dim", "qk_head_dim"},
     "llama4_text": {"interleave_moe_layer_step"},  # said again by moe_layers

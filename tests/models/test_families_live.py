@@ -192,7 +192,10 @@ def test_in_bfloat16_those_arrays_stay_float32_that_do_in_transformers(name, tmp
     state, shapes = theirs.state_dict(), RECORDED[name]["shapes"]
     wide = {_published(key, shapes) for key, x in state.items() if x.dtype == torch.float32}
     # Routers' weights are as asked for, and so are OLMo Hybrid's rates of decay, as Qwen3-Next's are in transformers.
-    kept = {name for name in wide if not name.endswith(("gate.weight", "gate.wg.weight", "linear_attn.A_log"))}
+    as_asked = ("gate.weight", "gate.wg.weight", "linear_attn.A_log")
+    # So are Hy4's head, its sinks, and its indexer's weights of heads and norm of keys.
+    as_asked += ("lm_head.weight", ".sinks", "weights_proj.weight", "k_norm.weight", "k_norm.bias")
+    kept = {name for name in wide if not name.endswith(as_asked)}
     numbers, ours = models.read_config(tmp_path / "theirs"), models.load(tmp_path / "theirs", dtype="bfloat16")
     models.save(ours, tmp_path / "ours", config=numbers)
     folder = Folder(tmp_path / "ours")
@@ -204,6 +207,8 @@ def test_in_bfloat16_those_arrays_stay_float32_that_do_in_transformers(name, tmp
 def _published(name: str, shapes: dict[str, Any]) -> str:
     """The name in a folder of what transformers gives another while it runs."""
     found = re.sub(r"^model(?=\..*\.mixer\.)", "backbone", name.replace("gate.moe", "moe")).replace("forget_gate.", "")
+    found = found.replace("attn_hc.", "hc_pre.hc_attn_layer.hc_").replace("ffn_hc.", "hc_pre.hc_mlp_layer.hc_")
+    found = found.replace("model.hc_head.hc_", "model.hc_pre.hc_head.hc_head_")
     older = (found.replace(".mlp.", ".block_sparse_moe."), found.replace(".gate.e_score", ".e_score"))
     older += (found.replace("e_score_correction_bias", "expert_bias"),)
     return next((name for name in older if name in shapes), found)

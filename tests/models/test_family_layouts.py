@@ -23,6 +23,8 @@ ROWS, SEQ = 4, 24
 EIGHT = (("experts", 8),)  # the cases' odd numbers of experts do not split
 DEEPER = {  # of families whose cases hold one period each
     "gemma3_text capped": (("layers", 4), ("window_layers", (0, 2))),
+    "hy_v4 plain": (("layers", 4), ("first_dense", 0)),
+    "hy_v4 shared choices": (("layers", 4), ("first_dense", 0), ("dense_layers", ()), ("reading_layers", (1, 3))),
     "kimi_linear plain": (("layers", 4), ("attention_layers", (1, 3)), ("first_dense", 0)),
     "llama4_text plain": (("no_rotary_layers", (1, 3)), ("full_layers", (1, 3))),
     "nemotron_h experts": (("layers", 8), ("pattern", "ME*M" * 2)),

@@ -24,10 +24,17 @@ def literal(indexer, x, latent, top_k):
     """Equation 1 of DeepSeek-V3.2, and each query's best keys of those up to its own."""
     turns = np.array([1.0])
     keys = linear(x, indexer.key)
-    keys = (keys - keys.mean(-1, keepdims=True)) / np.sqrt(keys.var(-1, keepdims=True) + 1e-6)
+    keys = (keys - keys.mean(-1, keepdims=True)) / np.sqrt(keys.var(-1, keepdims=True) + indexer.key_norm.eps)
     keys = keys * wide(indexer.key_norm.weight) + wide(indexer.key_norm.bias)
-    keys = rotate(keys[:, :, None], PLACES, turns)[:, :, 0]
-    queries, weights = rotate(linear(latent, indexer.query), PLACES, turns), linear(x, indexer.weight)
+
+    def turned(y):
+        """The first channels rotated, or the last ones."""
+        if not indexer.rotates_last:
+            return rotate(y, PLACES, turns)
+        return np.concatenate([y[..., :-2], rotate(y[..., -2:], PLACES, turns)], -1)
+
+    keys = turned(keys[:, :, None])[:, :, 0]
+    queries, weights = turned(linear(latent, indexer.query)), linear(x, indexer.weight)
     chosen = np.zeros((2, SEQ, SEQ), bool)
     for row, at in np.ndindex(2, SEQ):
         scores = [weights[row, at] @ np.maximum(queries[row, at] @ keys[row, s], 0) for s in range(at + 1)]
@@ -35,9 +42,13 @@ def literal(indexer, x, latent, top_k):
     return chosen
 
 
-@pytest.mark.parametrize("top_k", [3, SEQ - 1])
-def test_each_query_sees_its_best_keys(top_k):
-    indexer, x, latent = make(top_k), normal(1, 2, SEQ, EMBED), normal(2, 2, SEQ, Q_LATENT)
+@pytest.mark.parametrize(("top_k", "last"), [(3, False), (3, True), (SEQ - 1, False)])
+def test_each_query_sees_its_best_keys(top_k, last):
+    indexer, x, latent = (
+        make(top_k, rotates_last=last, norm_eps=0.1 if last else 1e-6),
+        normal(1, 2, SEQ, EMBED),
+        normal(2, 2, SEQ, Q_LATENT),
+    )
     tokens = nn.Tokens(jnp.asarray(PLACES))
 
     def choose(indexer, x):

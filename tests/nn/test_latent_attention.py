@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put
-from nn_reference import attend, close, drawn, linear, normal, replaced, rms, rotate, wide
+from nn_reference import attend, close, drawn, linear, normal, randomised, replaced, rms, rotate, sigmoid, wide
 
 from eqformer import kernels, nn
 
@@ -36,6 +36,7 @@ KINDS = {
     "v_dim as head_dim": lambda: make(v_dim=None),
     "window": lambda: make(mask=nn.sliding_window(2)),
     "scale": lambda: make(scores=nn.Scores(1.1)),
+    "sinks and gate": lambda: randomised(make(q_latent=5, scores=nn.Scores(sinks=jnp.zeros(2))).with_gate(key=KEY)),
     "temperature": lambda: make(scores=nn.Scores(temperature=nn.LogTemperature(3, 0.7, offset=0))),
 }
 
@@ -57,7 +58,10 @@ def literal(module, x, places):
         query *= 1 + 0.7 * np.log(1 + places // 3)[..., None, None]
     tokens = nn.Tokens(jnp.asarray(places))
     visible = np.asarray(module.mask(tokens, tokens))
-    return linear(attend(query, key, value, visible, module.scores.scale_of(query.shape[-1])), module.output)
+    sinks = None if module.scores.sinks is None else wide(module.scores.sinks)
+    attended = attend(query, key, value, visible, module.scores.scale_of(query.shape[-1]), sinks)
+    attended = attended if module.gate is None else attended * sigmoid(linear(x, module.gate))
+    return linear(attended, module.output)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +87,7 @@ def test_default_scale_counts_the_rotated_channels():
 
 
 @pytest.mark.by_default("latent queries")
-@pytest.mark.parametrize("kind", ["latent queries", "no rotary", "biases"])
+@pytest.mark.parametrize("kind", ["latent queries", "no rotary", "biases", "sinks and gate"])
 def test_absorbed_decoding_equals_the_expanded_form(kind):
     """The same last token: decoded from the cache, and as one of two, which does not absorb."""
     module, x = KINDS[kind](), np.asarray(normal(1, 2, 5, 6))

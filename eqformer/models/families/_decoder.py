@@ -102,6 +102,7 @@ class _DecoderEnds(TypedDict, total=False):
     embedding_norm: nn.Norm | None
     final_norm: nn.Norm | Callable[[Array], Array]
     embedding_scale: float | None
+    expand: nn.ExpandStreams | None
     logit_scale: float | None
     logit_softcap: float | None
     logit_bias: bool
@@ -411,7 +412,8 @@ def decoder(
         key: The key of the weights.
         **ends: The parts before and after the layers: `embedding_norm`, a norm of the embeddings (by default none);
             `final_norm`, the norm before the head (by default an `RMSNorm` of the config's `eps`); `embedding_scale`
-            and `logit_scale`, factors; `logit_softcap`, a bound of logits; `logit_bias`, whether logits have a bias.
+            and `logit_scale`, factors; `logit_softcap`, a bound of logits; `logit_bias`, whether logits have a bias;
+            `expand`, which makes several residual streams of the embeddings.
     """
     embedding_key, layer_key, head_key = jax.random.split(key, 3)
     if kinds is None:
@@ -430,4 +432,5 @@ def decoder(
         logit_bias=jnp.zeros(vocab, jnp.float32) if bias and config.tied else None,
         logit_scale=ends.get("logit_scale"),
         logit_softcap=ends.get("logit_softcap"),
+        expand=ends.get("expand"),
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from ... import nn
@@ -165,11 +166,20 @@ def latent_attention(
     interleaved: bool = False,
     temperature: nn.LogTemperature | None = None,
     indexer: nn.Indexer | None = None,
+    sinks: bool = False,
     key: Key[Array, ""],
 ) -> nn.LatentAttention:
     """Return latent attention of the config's sizes.
 
     With `config.temperature`, attention scores grow with the scaling's factor.
+
+    Args:
+        config: The config.
+        interleaved: Whether neighboring channels are rotated together.
+        temperature: The growth of scores with positions; None: scores do not grow.
+        indexer: The indexer; None: none.
+        sinks: Whether each head has a sink.
+        key: The key of the weights.
     """
     scaling, growth = config.scaling, 1.0
     if config.temperature and isinstance(scaling, _WITH_FACTOR):
@@ -187,7 +197,11 @@ def latent_attention(
         indexer=indexer,
         bias="latents" if config.bias else False,
         output_std=damping(config) * (config.heads * config.v_dim) ** -0.5,
-        scores=nn.Scores(growth * (config.head_dim + config.rope_dim) ** -0.5, temperature),
+        scores=nn.Scores(
+            growth * (config.head_dim + config.rope_dim) ** -0.5,
+            temperature,
+            sinks=jnp.zeros(config.heads, jnp.float32) if sinks else None,
+        ),
         key=key,
     )
 
@@ -197,13 +211,18 @@ _FIRST_DENSE = (FIRST_DENSE, Unpublished("dense_layers", (), "none but the first
 
 
 def latent_attributes(
-    positions: Entry = RotaryWithTemperature(), mixtures: tuple[Entry, ...] = _FIRST_DENSE, *, max_seq: int
+    positions: Entry = RotaryWithTemperature(),
+    mixtures: tuple[Entry, ...] = _FIRST_DENSE,
+    activation: tuple[Entry, ...] = (Activation(),),
+    *,
+    max_seq: int,
 ) -> tuple[Entry, ...]:
     """Return the entries of a `LatentConfig`.
 
     Args:
         positions: The entry of rotary positions.
         mixtures: The entries of dense layers.
+        activation: The entries of the activation.
         max_seq: Transformers' default for the length of the longest rows.
     """
     return (
@@ -216,7 +235,7 @@ def latent_attributes(
         Attribute("eps", "rms_norm_eps"),
         Attribute("tied", "tie_word_embeddings", False),
         Attribute("max_seq", "max_position_embeddings", max_seq),
-        Activation(),
+        *activation,
         Attribute("bias", "attention_bias", False),
         Expect("moe_layer_freq", 1),
         Ignore("head_dim", "qk_head_dim"),  # sums of other sizes

@@ -350,10 +350,10 @@ class GLMMoEDSAConfig(DeepSeekV32Config):
 
 def build_glm_moe_dsa(config: GLMMoEDSAConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a GLM-5 with random weights; its indexers rotate neighboring channels together."""
-    return build_deepseek_v32(config, index_interleaved=True, kinds=_kinds(config), key=key)
+    return build_deepseek_v32(config, index_interleaved=True, kinds=reading_kinds(config), key=key)
 
 
-def _kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together[LatentKind]]:
+def reading_kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together[LatentKind]]:
     """Return each layer with an indexer together with the layers that read its choice."""
     rows: list[list[LatentKind]] = []
     for layer, is_mixture in enumerate(config.mixtures):
@@ -363,8 +363,8 @@ def _kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together[LatentKind]]:
             rows[-1] = [rows[-1][0]._replace(shares="choice"), *rows[-1][1:], LatentKind(is_mixture, reads="choice")]
         else:
             raise ValueError(
-                f"GLMMoEDSAConfig(reading_layers={config.reading_layers}): no layer before the first has an indexer; "
-                "leave 0 out."
+                f"{type(config).__name__}(reading_layers={config.reading_layers}): no layer before the first has an "
+                "indexer; leave 0 out."
             )
     return [row[0] if len(row) == 1 else Together(tuple(row)) for row in rows]
 
@@ -385,15 +385,24 @@ class ReadingLayers(Entry):
         if types is None:
             chooses = [max(layer - first + 1, 0) % max(period, 1) == 0 for layer in range(layers)]
             types = ["full" if chooses_keys else "shared" for chooses_keys in chooses]
-        if len(types) != layers or {*types} - {"full", "shared"} or types[0] != "full":
-            published.refuse(
-                f"indexer_types={types} must name {layers} layers, 'full' or 'shared', and the first 'full'."
-            )
-        return {"reading_layers": tuple(layer for layer, kind in enumerate(types) if kind == "shared")}
+        return check_indexer_types(published, types)
 
     def write(self, config: GLMMoEDSAConfig) -> Attributes:
         """Return the list."""
-        return {"indexer_types": ["shared" if n in config.reading_layers else "full" for n in range(config.layers)]}
+        return {"indexer_types": indexer_types(config)}
+
+
+def check_indexer_types(published: PublishedConfig, types: list[str]) -> Fields:
+    """Return `reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""
+    layers = layers_of(published)
+    if len(types) != layers or {*types} - {"full", "shared"} or types[0] != "full":
+        published.refuse(f"indexer_types={types} must name {layers} layers, 'full' or 'shared', and the first 'full'.")
+    return {"reading_layers": tuple(layer for layer, kind in enumerate(types) if kind == "shared")}
+
+
+def indexer_types(config: GLMMoEDSAConfig) -> list[str]:
+    """Return the list `indexer_types`."""
+    return ["shared" if layer in config.reading_layers else "full" for layer in range(config.layers)]
 
 
 _PRESETS = {

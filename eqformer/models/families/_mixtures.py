@@ -195,9 +195,9 @@ def mixture(
     )
 
 
-def small_expert(config: WithSmallExperts, key: Key[Array, ""]) -> nn.GatedMLP:
-    """Return an expert: a gated layer of the experts' own width."""
-    return gated_mlp(config, mlp=config.expert_mlp, key=key)
+def small_expert(config: WithSmallExperts, key: Key[Array, ""], *, limit: float | None = None) -> nn.GatedMLP:
+    """Return an expert: a gated layer of the experts' own width; `limit` bounds its hidden features."""
+    return gated_mlp(config, mlp=config.expert_mlp, limit=limit, key=key)
 
 
 def mixture_beside_gated_shared(config: WithGatedShared, key: Key[Array, ""]) -> nn.MoE:
@@ -222,6 +222,7 @@ def mixture_beside_shared(
     balanced: bool = False,
     group_score: str = "max",
     balance_normalise: bool = False,
+    limit: float | None = None,
 ) -> nn.MoE:
     """Return small experts in groups beside shared experts (DeepSeek-V2).
 
@@ -233,11 +234,12 @@ def mixture_beside_shared(
         balanced: Whether the choice of experts has a bias.
         group_score: The score of a group, as in `ExpertGroups`.
         balance_normalise: `normalise` of `LoadBalance`: whether each token's scores are divided by their sum.
+        limit: The bound of the hidden features of experts, but not of shared experts; None: no bound.
     """
     router, experts, shared = jax.random.split(key, 3)
     return mixture(
         config,
-        functools.partial(small_expert, config),
+        functools.partial(small_expert, config, limit=limit),
         shared=gated_mlp(config, mlp=config.shared * config.expert_mlp, key=shared),
         balance_per="sequence",
         balance_normalise=balance_normalise,
@@ -251,10 +253,13 @@ def mixture_beside_shared(
     )
 
 
-def sigmoid_mixture_beside_shared(config: WithShared, key: Key[Array, ""], *, normalise: bool) -> nn.MoE:
+def sigmoid_mixture_beside_shared(
+    config: WithShared, key: Key[Array, ""], *, normalise: bool, limit: float | None = None
+) -> nn.MoE:
     """Return small experts beside shared experts, chosen by sigmoids and a bias (DeepSeek-V3).
 
-    The bias affects the choice of experts, not their weights; with `normalise`, a token's weights add up to 1.
+    The bias affects the choice of experts, not their weights; with `normalise`, a token's weights add up to 1. `limit`
+    bounds the hidden features of experts, but not of shared experts.
     """
     return mixture_beside_shared(
         config,
@@ -264,6 +269,7 @@ def sigmoid_mixture_beside_shared(config: WithShared, key: Key[Array, ""], *, no
         balanced=True,
         group_score="top2",
         balance_normalise=True,
+        limit=limit,
     )
 
 

@@ -39,6 +39,7 @@ class Indexer(Module):
     rotary: Rotary
     top_k: int = eqx.field(static=True)
     chunk: int = eqx.field(static=True)
+    rotates_last: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -50,6 +51,8 @@ class Indexer(Module):
         top_k: int,
         rotary: Rotary,
         chunk: int = 64,
+        rotates_last: bool = False,
+        norm_eps: float = 1e-6,
         key: Key[Array, ""],
     ):
         """Draw the maps.
@@ -62,6 +65,8 @@ class Indexer(Module):
             top_k: Keys that a query sees.
             rotary: Rotary positions, whose frequencies must not depend on the length.
             chunk: Queries whose scores are in memory at a time.
+            rotates_last: Whether the last `rotary.dim` channels are rotated, instead of the first (Hy4).
+            norm_eps: Added to the variance of the small keys.
             key: For the weights.
         """
         if rotary.depends_on_length or top_k < 1:
@@ -74,20 +79,26 @@ class Indexer(Module):
             "q_latent -> index_heads index_dim", q_latent=q_latent, index_heads=heads, index_dim=dim, key=keys[0]
         )
         self.key = Linear("embed -> index_dim", embed=embed, index_dim=dim, key=keys[1])
-        self.key_norm = LayerNorm("index_dim", index_dim=dim, eps=1e-6)
+        self.key_norm = LayerNorm("index_dim", index_dim=dim, eps=norm_eps)
         self.weight = Linear("embed -> index_heads", embed=embed, index_heads=heads, key=keys[2])
-        self.rotary, self.top_k, self.chunk = rotary, top_k, chunk
+        self.rotary, self.top_k, self.chunk, self.rotates_last = rotary, top_k, chunk, rotates_last
 
     def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq index_dim"]:
         """Return the small keys of the tokens of `x`, which are cached."""
-        return self.rotary(self.key_norm(self.key(x))[..., None, :], tokens.positions)[..., 0, :]
+        return self._rotate(self.key_norm(self.key(x))[..., None, :], tokens)[..., 0, :]
+
+    def _rotate(
+        self, x: Float[Array, "*batch seq heads index_dim"], tokens: Tokens
+    ) -> Float[Array, "*batch seq heads index_dim"]:
+        # The order of channels does not change scores, if it is the same in queries and keys.
+        return self.rotary(jnp.roll(x, self.rotary.dim, -1) if self.rotates_last else x, tokens.positions)
 
     def index_queries(
         self, x: Float[Array, "*batch _ embed"], latent: Float[Array, "*batch seq q_latent"], tokens: Tokens
     ) -> IndexQueries:
         """Return the small queries, from the input and the queries' latent."""
         dtype = at_least_float32(x.dtype)
-        query, weight = self.rotary(self.query(latent), tokens.positions), self.weight(x)
+        query, weight = self._rotate(self.query(latent), tokens), self.weight(x)
         return IndexQueries(*(jax.lax.stop_gradient(array).astype(dtype) for array in (query, weight)))
 
     def select_keys(
@@ -151,6 +162,7 @@ class KeySelection(eqx.Module):
                     tokens=tokens,
                     kv_tokens=call.key_tokens,
                     scale=call.scale,
+                    sinks=call.sinks,
                 )
             )
 

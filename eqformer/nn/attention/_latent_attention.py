@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import einops
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
@@ -59,6 +60,7 @@ class LatentAttention(Mixer):
     key_rope: LinearMap | None
     key_up: LinearMap
     value_up: LinearMap
+    gate: LinearMap | None
     output: LinearMap
     rotary: Rotary | None
     indexer: Indexer | None
@@ -102,7 +104,7 @@ class LatentAttention(Mixer):
             bias: Whether the maps have biases. With "latents", only the output and the maps from the input to latents
                 and to the rotary key have biases (DeepSeek).
             output_std: The standard deviation of the output's weights; None: as for the other weights.
-            scores: The scale and temperature of the scores; None: the scale `(head_dim + rope_dim)^-0.5` alone.
+            scores: The scale, temperature and sinks of the scores; None: the scale `(head_dim + rope_dim)^-0.5` alone.
             mask: The keys that a query may see; None: `causal()`.
             core: The operation that computes the softmax; None: `kernels.ATTENTION`, in memory linear in the sequence.
             key: For the weights.
@@ -112,10 +114,10 @@ class LatentAttention(Mixer):
                 "LatentAttention(indexer=..., q_latent=None): an indexer reads the queries' latent; give one."
             )
         scores = Scores() if scores is None else scores
-        if scores.options:
+        if unknown := [option for option in scores.options if option != "sinks"]:
             raise ValueError(
-                f"LatentAttention(scores={scores}): its scores may have a scale and a temperature, and no "
-                f"{' and no '.join(scores.options)}; leave it out of the scores."
+                f"LatentAttention(scores={scores}): its scores may have a scale, a temperature and sinks, and no "
+                f"{' and no '.join(unknown)}; leave it out of the scores."
             )
         keys = jax.random.split(key, 8)
         has_bias, v_dim = bias is True, head_dim if v_dim is None else v_dim
@@ -139,10 +141,17 @@ class LatentAttention(Mixer):
         self.output = Linear(
             "heads v_dim -> embed", heads=heads, v_dim=v_dim, std=output_std, key=keys[7], **from_embed
         )
+        self.gate = None
         self.query_latent_norm, self.latent_norm = query_latent_norm, latent_norm
         self.rotary, self.indexer, self.scores = rotary, indexer, scores
         self.mask = kernels.causal() if mask is None else mask
         self.core = kernels.ATTENTION if core is None else core
+
+    def with_gate(self, *, key: Key[Array, ""]) -> "LatentAttention":
+        """Return the layer with a gate: each head's output is multiplied by a sigmoid of a map of the input (Hy4)."""
+        (heads, v_dim), (embed,) = self.value_up.output_shape, self.output.output_shape
+        gate = Linear("embed -> heads v_dim", embed=embed, heads=heads, v_dim=v_dim, key=key)
+        return eqx.tree_at(lambda layer: layer.gate, self, gate, is_leaf=lambda node: node is None)
 
     def __call__(
         self,
@@ -175,6 +184,8 @@ class LatentAttention(Mixer):
             attended = self.core(call) if selection is None else selection(call)
         attended = mask_overflow(attended, tokens, cache)
         attended = self._apply_value_up(attended) if is_absorbed else attended
+        if self.gate is not None:
+            attended = attended * jax.nn.sigmoid(self.gate(x))
         return self.output(attended), answer_request(is_sharing, selection, cache)
 
     def _absorb_key_up(self, query: Float[Array, "*batch _ heads head_dim"]) -> Float[Array, "*batch _ heads latent"]:
@@ -222,7 +233,16 @@ class LatentAttention(Mixer):
         if rotated is not None:
             rope = broadcast_float32(rotated.key, (*key.shape[:-1], rotated.key.shape[-1]))
             query, key = jnp.concatenate([query, rotated.query], -1), jnp.concatenate([key, rope], -1)
-        return kernels.AttentionCall(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=scale)
+        return kernels.AttentionCall(
+            query,
+            key,
+            value,
+            mask=self.mask,
+            tokens=tokens,
+            kv_tokens=kv_tokens,
+            scale=scale,
+            sinks=self.scores.sinks,
+        )
 
     def _query_source(self, x: Float[Array, "*batch _ embed"]) -> Float[Array, "*batch _ source"]:
         """Return the input of the queries' maps: `x`, or the queries' latent."""
@@ -330,6 +350,7 @@ class LatentAttention(Mixer):
             None,
             visible=self.mask(tokens, kv_tokens),
             scale=scale,
+            sinks=self.scores.sinks,
             key_scales=key_scales,
             rotated=rotated,
             stored=stored,
@@ -356,7 +377,7 @@ class LatentAttention(Mixer):
         query, key = (self.query.output_shape, *rotated), (self.key_up.output_shape, *rotated)
         value = (self.value_up.output_shape,)
         # An indexer compares all keys of a row, so rows with one are not split.
-        attends = Attends(self.mask, query, key, value, value) if self.indexer is None else None
+        attends = Attends(self.mask, query, key, value, value, self.scores.options) if self.indexer is None else None
         return MixerFacts(True, attends)
 
 

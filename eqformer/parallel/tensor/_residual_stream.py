@@ -71,7 +71,7 @@ class ResidualStream(abc.ABC):
         # share are each on equally many devices, so that the mean of the devices' means is the mean there too.
         return SplitNorm(norm, TENSOR) if set(norm.reduced) & set(self.split_dims) else norm
 
-    def split_stream_weights(self, weights: nn.StreamWeights) -> PyTree:
+    def split_stream_weights(self, weights: nn.StreamMap) -> PyTree:
         """Return the weights of several streams, as `SplitStreamWeights` if a device has some of the features."""
         return SplitStreamWeights(weights) if self.splits_features else weights
 
@@ -138,7 +138,7 @@ class SplitNorm(nn.Module):
 class SplitStreamWeights(nn.Module):
     """Weights of a token's streams, of which this device has some features; the sums are taken over all devices."""
 
-    inner: nn.StreamWeights
+    inner: nn.StreamMap
 
     def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> tuple[Float[Array, "*batch seq _"], ...]:
         """Return the weights of each use, from this device's features of all streams."""
