@@ -25,7 +25,7 @@ ROOMS = {
     "generation": {"nn"},
     "text": {"nn", "data", "models", "parallel", "training", "generation"},
     "evaluation": {"generation", "text"},
-    "serving": {"generation", "text", "data"},
+    "serving": {"generation", "text", "data", "interpretability"},
     "interpretability": {"nn", "kernels"},
     "training": {"nn", "kernels", "program", "parallel"},
     "planning": {"nn", "kernels", "program", "parallel", "training"},

@@ -8,3 +8,4 @@ from ._capture import (
     PatchedModel as PatchedModel,
 )
 from ._points import value_paths as value_paths
+from ._trace_experts import expert_layers as expert_layers, LayerExperts as LayerExperts, trace_experts as trace_experts

@@ -34,6 +34,7 @@ from ._responses import (
     chat_message,
     dump,
     event,
+    experts_fields,
     ResponseText,
     ResponseWriter,
     Token,
@@ -199,6 +200,10 @@ class TextRoutes(ServerRoutes[TextService]):
             *super().routes(),
         ]
 
+    def _model_object(self) -> JsonObject:
+        layers = self._service.expert_layers
+        return super()._model_object() | ({"expert_layers": layers} if layers else {})
+
     async def _show_page(self, request: Request) -> Response:
         return HTMLResponse(read_utf8(PAGE))
 
@@ -292,6 +297,8 @@ class TextRoutes(ServerRoutes[TextService]):
     async def _stream_texts(self, options: TextOptions, prompts: Sequence[Prompt], events: "_Events") -> Response:
         """Return a response that streams the texts of all prompts while they are drawn."""
         service = self._service
+        if options.experts:
+            service.check_experts()
         draws = [ResponseText() for _ in range(len(prompts) * options.count)]
         deadline = time.monotonic() + service.limits.seconds
         admitted = contextlib.ExitStack()
@@ -307,13 +314,17 @@ class TextRoutes(ServerRoutes[TextService]):
                         draws[number].add(piece)
                         for value in events.write(number, draws[number], piece):
                             yield event(value)
+                counts = self._usage(prompts, draws)
+                if options.include_usage:
+                    yield event(events.end(counts))
+                for number, choice in enumerate(draws if options.experts else ()):
+                    ids = choice.result.ids if choice.result else ()
+                    for chosen in await service.trace_experts(prompts[number // options.count], ids):
+                        yield event(events.end() | experts_fields(number, chosen))
             except RequestError as error:
                 # The HTTP status has been sent already, so the error becomes an event.
                 yield event(error.body)
                 return
-            counts = self._usage(prompts, draws)
-            if options.include_usage:
-                yield event(events.end(counts))
             yield b"data: [DONE]\n\n"
 
         return _EventStream(write(), admitted, deadline + _SEND_SECONDS)
@@ -384,8 +395,8 @@ class _CompletionEvents:
         value = self._writer.completion_choice(number, piece.text, choice.finish_reason, tokens, offset)
         return [self._writer.response([value], None)]
 
-    def end(self, counts: JsonObject) -> JsonObject:
-        """Return the event with the numbers of tokens."""
+    def end(self, counts: JsonObject | None = None) -> JsonObject:
+        """Return an event after all texts, with the numbers of tokens if they are given."""
         return self._writer.response([], counts)
 
 
@@ -409,8 +420,8 @@ class _ChatEvents:
             return []
         return [self._event([self._writer.chat_choice(number, message, finish_reason, tokens, delta=True)])]
 
-    def end(self, counts: JsonObject) -> JsonObject:
-        """Return the event with the numbers of tokens."""
+    def end(self, counts: JsonObject | None = None) -> JsonObject:
+        """Return an event after all texts, with the numbers of tokens if they are given."""
         return self._event([], counts)
 
     def _event(self, choices: list[JsonObject], counts: JsonObject | None = None) -> JsonObject:

@@ -12,8 +12,9 @@ from jaxtyping import Float
 
 from ..data import EncodedText
 from ..text import TextEncoder
+from ._metrics import ServerMetrics
 from ._protocol import EmbeddingRequest, RequestError
-from ._service import Limits, ServerMetrics, Service
+from ._service import Limits, Service
 
 
 EMBEDDING_LIMITS = Limits(texts=2048, waiting=4096)

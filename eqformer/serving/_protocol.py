@@ -68,6 +68,8 @@ class TextOptions:
     stream: bool
     include_usage: bool
     """Whether a stream ends with the numbers of tokens."""
+    experts: bool
+    """Whether a stream ends with the experts that read each new token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +282,9 @@ def parse_embedding(fields: Fields, *, most_texts: int) -> EmbeddingRequest:
 
 def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | None, most_texts: int) -> TextOptions:
     """Return the settings that completions and chats share."""
-    stream = fields.flag("stream")
+    stream, experts = fields.flag("stream"), fields.flag("experts")
+    if experts and not stream:
+        raise RequestError(400, "experts: the end of a stream has the experts; add stream: true.", parameter="experts")
     stream_options = Fields(fields.take("stream_options", {}), "stream_options")
     include_usage = stream_options.flag("include_usage")
     stream_options.ignore("include_obfuscation")
@@ -304,6 +308,7 @@ def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | Non
         alternatives=alternatives,
         stream=stream,
         include_usage=include_usage,
+        experts=experts,
     )
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from .. import data
 from .._files import JsonObject, JsonValue, parse_json
+from ..interpretability import LayerExperts
 from ..text import Grammar, TextPiece, TextResult
 
 
@@ -196,6 +197,13 @@ def usage(prompt_tokens: int, results: Iterable[TextResult | None]) -> JsonObjec
         "total_tokens": prompt_tokens + generated,
         "prompt_tokens_details": {"cached_tokens": sum(result.shared_length for result in known)},
     }
+
+
+def experts_fields(number: int, chosen: LayerExperts) -> JsonObject:
+    """Return the fields of an event with the experts that read each token of text `number` in one layer."""
+    weights = np.round(chosen.weights.astype(np.float64), 4).tolist()
+    values = {"index": number, "layer": chosen.layer, "experts": chosen.experts.tolist(), "weights": weights}
+    return {"experts": values}
 
 
 def event(value: JsonValue) -> bytes:

@@ -2,23 +2,20 @@
 
 import abc
 import asyncio
-import bisect
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from .. import data, generation
+from .. import data, generation, interpretability
 from .._files import JsonObject
 from ..text import Grammar, LLM, TextEngine, TextPiece, TextRequest
+from ._metrics import ServerMetrics
 from ._protocol import ChatRequest, CompletionRequest, RequestError, TextOptions
 from ._responses import find_call_format, find_marker_ids
 
@@ -85,7 +82,7 @@ class Prompt:
 class Service(abc.ABC):
     """Admission of the requests to one model: limits, the number of active texts, metrics and draining."""
 
-    def __init__(self, limits: Limits, metrics: "ServerMetrics"):
+    def __init__(self, limits: Limits, metrics: ServerMetrics):
         self.limits, self.metrics = limits, metrics
         self.active = 0
         """Number of texts that wait or are computed."""
@@ -161,6 +158,8 @@ class TextService(Service):
         self._has_draft = engine_options.get("draft") is not None
         self.engine = self._make_engine()
         self._scoring = asyncio.Lock()
+        self.expert_layers = interpretability.expert_layers(llm.model)
+        """Numbers of the layers whose tokens choose experts."""
 
     @property
     def slots(self) -> int:
@@ -250,6 +249,28 @@ class TextService(Service):
         async with self._scoring:
             scores = await asyncio.to_thread(score, self.llm.model, [ids[:1]], [ids[1:]])
         return scores[0]
+
+    def check_experts(self) -> None:
+        """Raise a `RequestError` if the tokens of the model choose no experts."""
+        if not self.expert_layers:
+            reason = "the tokens of this model choose no experts that can be read; leave experts out."
+            raise RequestError(400, reason, parameter="experts")
+
+    async def trace_experts(self, prompt: Prompt, ids: Sequence[int]) -> list[interpretability.LayerExperts]:
+        """Return the experts that read each new token after a prompt, by one pass over both.
+
+        Raises a `RequestError` if the pass fails.
+        """
+        start = self.llm.model.start
+        text, source = ([*prompt.ids, *ids], None) if start is None else ([start, *ids], prompt.ids)
+        first = len(text) - len(ids)
+        try:
+            async with self._scoring:
+                layers = await asyncio.to_thread(interpretability.trace_experts, self.llm.model, text, source)
+        except Exception as error:
+            logging.getLogger("eqformer").exception("the experts of a text could not be read")
+            raise RequestError(500, f"the experts could not be read ({type(error).__name__}).") from error
+        return [chosen._replace(experts=chosen.experts[first:], weights=chosen.weights[first:]) for chosen in layers]
 
     def compile(self, progress: Callable[[str], object] = lambda line: None) -> None:
         """Compile the programs of the engine by drawing short texts."""
@@ -409,72 +430,3 @@ class _SpecialTokenDecoder:
         self.vocab, self.end_of_text, self.fingerprint = tokenizer.vocab, tokenizer.end_of_text, tokenizer.fingerprint
         self.encode, self.encode_batch = tokenizer.encode, tokenizer.encode_batch
         self.decode = tokenizer.decode_prompt
-
-
-# Counts and times, in the text format of Prometheus.
-
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-
-
-class Histogram:
-    """Histogram of durations, in buckets bounded by `_SECONDS`."""
-
-    def __init__(self):
-        self._counts, self._sum = [0] * (len(_SECONDS) + 1), 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count a time."""
-        self._counts[bisect.bisect_left(_SECONDS, seconds)] += 1
-        self._sum += seconds
-
-    def lines(self, name: str) -> Iterator[str]:
-        """Yield the lines of the text format."""
-        totals = list(itertools.accumulate(self._counts))
-        for bound, total in zip((*map(str, _SECONDS), "+Inf"), totals):
-            yield f'{name}_bucket{{le="{bound}"}} {total}'
-        yield f"{name}_sum {self._sum:.6f}"
-        yield f"{name}_count {totals[-1]}"
-
-
-class ServerMetrics:
-    """Counts and times since the start of a server; every method may be called from any thread."""
-
-    def __init__(self, counters: Sequence[str], times: Sequence[str]):
-        self._lock = threading.Lock()
-        self._responses: Counter[tuple[str, int]] = Counter()
-        self._counters: Counter[str] = Counter(dict.fromkeys(counters, 0))
-        self._times = {name: Histogram() for name in times}
-
-    def count_response(self, path: str, status: int) -> None:
-        """Count a response by its path and its status."""
-        with self._lock:
-            self._responses[path, status] += 1
-
-    def add(self, counter: str, amount: int = 1) -> None:
-        """Add to one of the counters."""
-        with self._lock:
-            self._counters[counter] += amount
-
-    def observe(self, name: str, seconds: float) -> None:
-        """Record a duration in the histogram of this name."""
-        with self._lock:
-            self._times[name].observe(seconds)
-
-    def render(self, gauges: Mapping[str, float | int]) -> str:
-        """Return all metrics, and the gauges, in the text format of Prometheus."""
-        with self._lock:
-            return "".join(f"{line}\n" for line in self._lines(gauges))
-
-    def _lines(self, gauges: Mapping[str, float | int]) -> Iterator[str]:
-        yield "# TYPE eqformer_http_responses_total counter"
-        for (path, status), count in sorted(self._responses.items()):
-            yield f'eqformer_http_responses_total{{path="{path}",status="{status}"}} {count}'
-        for name, count in self._counters.items():
-            yield f"# TYPE eqformer_{name}_total counter"
-            yield f"eqformer_{name}_total {count}"
-        for name, value in gauges.items():
-            yield f"# TYPE eqformer_{name} gauge"
-            yield f"eqformer_{name} {value:g}"
-        for name, histogram in self._times.items():
-            yield f"# TYPE eqformer_{name}_seconds histogram"
-            yield from histogram.lines(f"eqformer_{name}_seconds")
