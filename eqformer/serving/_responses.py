@@ -293,9 +293,8 @@ class ToolCallParser:
 
     def finish(self) -> tuple[str, list[ToolCall]]:
         """Return the text that was held back and belongs to no call, and the calls."""
-        start, calls = _parse_calls(self._pending)
-        calls = [call for call in calls if call.name in self._names]
-        return self._release(start if calls else len(self._pending)), calls
+        known = [(start, call) for start, call in _parse_calls(self._pending) if call.name in self._names]
+        return self._release(known[0][0] if known else len(self._pending)), [call for _, call in known]
 
     def _release(self, length: int) -> str:
         text, self._pending = self._pending[:length], self._pending[length:]
@@ -309,18 +308,18 @@ def _marker_length(text: str) -> int:
     return max((n for n in lengths if any(marker.startswith(text[-n:]) for marker in _MARKERS)), default=0)
 
 
-def _parse_calls(text: str) -> tuple[int, list[ToolCall]]:
-    """Return the characters of a text before its calls, and the calls; no calls for text that cannot be parsed."""
+def _parse_calls(text: str) -> list[tuple[int, ToolCall]]:
+    """Return the calls of a text, each with the position of its beginning; none for text that cannot be parsed."""
     if text.lstrip().startswith("{"):
         try:
             if calls := [*_calls_of(parse_json(text.strip(), unique=False))]:
-                return 0, calls
+                return [(0, call) for call in calls]
         except ValueError:
             pass
-    calls, position, start = [], 0, len(text)
+    calls, position = [], 0
     # The search goes on behind each call, because the texts in its arguments may name a marker.
     while match := _CALL_START.search(text, position):
-        start, position = min(start, match.start()), match.end()
+        position = match.end()
         value, stop = _decode_json(text, position)
         if value is None or not _CALL_END.match(text, stop):
             continue
@@ -328,8 +327,8 @@ def _parse_calls(text: str) -> tuple[int, list[ToolCall]]:
         if match["name"]:
             value = {"name": match["name"], "arguments": value}
         for item in value if isinstance(value, list) else [value]:
-            calls += _calls_of(item)
-    return start, calls
+            calls += [(match.start(), call) for call in _calls_of(item)]
+    return calls
 
 
 def _decode_json(text: str, start: int) -> tuple[JsonValue, int]:
@@ -425,7 +424,7 @@ def find_call_format(
         return None
     starts = [start for marker in (*_MARKERS, "{") if 0 <= (start := answer.find(marker)) < name]
     start = min(starts, default=name)
-    if _parse_calls(answer[start:]) != (0, [_PROBE]):
+    if _parse_calls(answer[start:]) != [(0, _PROBE)]:
         return None
     before_arguments = answer[name + len(_PROBE.name) : arguments.start()]
     return ToolCallFormat(answer[:start], answer[start:name], before_arguments, answer[arguments.end() :])

@@ -139,6 +139,18 @@ def test_calls_do_not_depend_on_pieces(form, size):
     assert form != "text" or size > 1 or len(content) > 10  # text is not held back until the end
 
 
+@pytest.mark.parametrize("name", ["broken JSON", "an unknown tool"])
+def test_text_before_the_first_call_of_a_known_tool_is_kept(name):
+    """Calls that are none do not take the text after them along."""
+    unknown = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    text = f"Well. {unknown if name == 'an unknown tool' else PLAIN[name]} Then this: "
+    for size in (1, 100):
+        parser, answer = ToolCallParser(["weather"]), text + FORMATS["two tags"]
+        content = "".join(parser.push(answer[start : start + size]) for start in range(0, len(answer), size))
+        ending, calls = parser.finish()
+        assert content + ending == text and [call.arguments["city"] for call in calls] == ["Rome", "Oslo"]
+
+
 def test_results_of_tools_are_rendered(tmp_path):
     source = template(
         tmp_path,
