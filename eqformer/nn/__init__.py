@@ -255,6 +255,7 @@ from .experts._moe import (
 from .experts._routers import (
     ExpertChoiceRouter as ExpertChoiceRouter,
     ExpertGroups as ExpertGroups,
+    HashRouter as HashRouter,
     NoisyTopKRouter as NoisyTopKRouter,
     RandomSecondRouter as RandomSecondRouter,
     SparseMixerRouter as SparseMixerRouter,

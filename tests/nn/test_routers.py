@@ -253,3 +253,28 @@ def test_bad_choices_of_the_others():
             nn.ExpertChoiceRouter(embed=EMBED, experts=4, factor=factor, key=KEY)
     with pytest.raises(ValueError, match=r"per='row'\).*'sequence' or the 'batch'"):
         nn.ExpertChoiceRouter(embed=EMBED, experts=4, factor=1.0, per="row", key=KEY)
+
+
+HASHED: dict[str, Any] = dict(experts=6, top_k=2, vocab=9, score="sqrt_softplus", normalise=True, scale=1.5)
+
+
+def test_a_table_names_the_experts_of_an_id():
+    router: Any = nn.HashRouter(embed=EMBED, **HASHED, key=KEY)
+    assert router.table.shape == (9, 2) and len({tuple(row) for row in router.table.tolist()}) > 3
+    assert all(len({*row}) == 2 and max(row) < 6 for row in router.table.tolist())
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 9, (BATCH, SEQ)), jnp.int32)
+    tokens = nn.Tokens(jnp.where(ids > 0, 3, -1), ids=ids)
+    routing = eqx.filter_jit(router)(X, tokens)
+    for row, token in np.ndindex(BATCH, SEQ):
+        scores = np.sqrt(np.log1p(np.exp(wide(router.linear.weight) @ wide(X)[row, token])))
+        experts = np.asarray(router.table)[int(ids[row, token])]
+        real = int(ids[row, token]) > 0
+        assert np.array_equal(routing.experts[row, token], experts if real else [-1, -1])
+        weights = 1.5 * scores[experts] / scores[experts].sum()
+        assert close(routing.weights[row, token], weights if real else 0 * weights, 1e-5)
+    other = eqx.filter_jit(router)(X, tokens.replace(ids=(ids + 1) % 9))
+    assert not np.array_equal(other.experts, routing.experts)
+    with pytest.raises(ValueError, match=r"HashRouter\(x\): the router reads the ids"):
+        router(X, nn.Tokens(tokens.positions))
+    with pytest.raises(ValueError, match=r"HashRouter\(score='relu'\)"):
+        nn.HashRouter(embed=EMBED, experts=6, top_k=2, vocab=9, score="relu", key=KEY)

@@ -286,8 +286,15 @@ def streams(key: Any, sublayers: Callable[[Any], nn.Block] | None = None) -> nn.
     return nn.Block(mixer, nn.HyperConnection(inner.feed_forward, mixing=None, **sizes))
 
 
+def hashed(key: Any) -> nn.Block:
+    """Experts by the token's id, without a balance loss."""
+    router = nn.HashRouter(embed=EMBED, experts=8, top_k=2, vocab=50, score="sigmoid", normalise=True, key=key)
+    return mixture(key, nn.RouterZ(0.1), router=router)
+
+
 BLOCKS: dict[str, tuple[Make, ...]] = {
     "streams": (streams,),
+    "hashed": (hashed,),
     "streams of experts": (functools.partial(streams, sublayers=mixture),),
     "windows": (windows,),
     "full norms": (full_norms,),

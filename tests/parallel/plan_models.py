@@ -116,6 +116,8 @@ def filled(build: Callable[[], Any], seed: int = 0) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         if jnp.issubdtype(leaf.dtype, jnp.integer):
+            if leaf.ndim > 1:  # a table of some of eight experts
+                return put(np.argsort(draw.random((*leaf.shape[:-1], 8)))[..., : leaf.shape[-1]], leaf.dtype)
             return put(np.arange(leaf.shape[0]), leaf.dtype)
         fan_in = np.sqrt(leaf.shape[-1]) if leaf.ndim > 2 else 4.0
         is_scale = any(name in jax.tree_util.keystr(path) for name in ("norm", "factor"))

@@ -1,12 +1,16 @@
 """Several residual streams under plans: as on one device, leaf by leaf."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 from contract_cases import afresh, bytes_of_gradients, named, of_plan
 from plan_models import model_of, plan_over
-from plan_parity import Case, differences, of_one_device
+from plan_parity import Case, differences, of_one_device, place
 
+from eqformer import generation
+from eqformer.parallel import ShardedModel
 from eqformer.planning import sent_bytes, sum_by_cause
 
 
@@ -63,3 +67,18 @@ def test_the_planner_counts_the_streams():
         sum_by_cause(sent_bytes(plan, model_of(name), rows=8, seq=16))["pipe"] for name in ("streams", "sublayers")
     )
     assert several == 3 * single
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh", [{"pipe": 2, "context": 2, "tensor": 2}, {"fsdp": 2, "tensor": 4}])
+def test_text_is_one_devices(mesh):
+    model, plan = model_of("streams"), plan_over(mesh)
+    options: Any = {"max_new_tokens": 9, "log_probabilities": True, "key": jax.random.key(1)}
+    options["transforms"] = generation.sampling(temperature=0.8)
+    prompts = [[3, 5, 7, 9, 11], [2]]
+    text: Any = generation.generate(ShardedModel(place(model, plan), plan), prompts, **options)
+    texts: Any = [generation.generate(m, prompts, **options) for m in (model, model_of("sublayers"))]
+    alone, other = texts
+    assert np.array_equal(text.ids, alone.ids)
+    assert np.allclose(text.log_probabilities, alone.log_probabilities, atol=2e-5)
+    assert not np.array_equal(other.ids, alone.ids)

@@ -349,6 +349,71 @@ class SparseMixerRouter(routing.Router):
         return jnp.take_along_axis(jax.nn.softmax(shared), best, axis=-1)
 
 
+class HashRouter(routing.Router):
+    """The experts that a table lists for the token's id (Roller et al. 2021, arXiv:2106.04426; DeepSeek-V4).
+
+    Only the weights are learned: they are the scores of the listed experts, as in a `TopKRouter` of the same `score`,
+    `normalise` and `scale`. The table is not trained. A model passes the ids of its tokens to its layers.
+    """
+
+    linear: LinearMap
+    table: Int[Array, "ids top_k"]
+    score: str = eqx.field(static=True)
+    normalise: bool = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        experts: int,
+        top_k: int,
+        vocab: int,
+        score: str = "softmax",
+        normalise: bool = False,
+        scale: float = 1.0,
+        std: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the map, and for each id distinct experts, all with the same probability.
+
+        Args:
+            embed: Channels of a token.
+            experts: The number of experts to choose from.
+            top_k: The experts of each token.
+            vocab: The number of token ids.
+            score: `"softmax"`, `"sigmoid"` or `"sqrt_softplus"` of the logits.
+            normalise: Whether the weights of a token's experts add up to `scale`.
+            scale: A factor of the weights.
+            std: Standard deviation of the map's weights; None: that of any linear map.
+            key: For the weights and the table.
+        """
+        routing.check_top_k("HashRouter", top_k, experts)
+        if score not in SCORES:
+            raise ValueError(f"HashRouter(score={score!r}): the scores are {', '.join(SCORES)}.")
+        linear_key, table_key = jax.random.split(key)
+        self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=linear_key)
+        self.table = routing.top_indices(jax.random.uniform(table_key, (vocab, experts)), top_k)
+        self.score, self.normalise, self.scale = score, normalise, scale
+
+    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> routing.Routing:
+        """Look up the experts of each token, and weigh them."""
+        if tokens.ids is None:
+            raise ValueError(
+                "HashRouter(x): the router reads the ids of its tokens; call it within a Transformer, or pass "
+                "Tokens(positions, ids=ids)."
+            )
+        logits = routing.router_logits(self.linear, x)
+        scores, experts = SCORES[self.score](logits), self.table[tokens.ids]
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        weights = routing.normalise_scores(weights, 0.0) if self.normalise else weights
+        return routing.mask_padding(tokens, experts, self.scale * weights, scores, logits)
+
+    def facts(self) -> routing.RouterFacts:
+        """State that each token takes `top_k` experts by its own id."""
+        return routing.RouterFacts(self.linear.sizes["candidates"], self.table.shape[-1], "token", reads_ids=True)
+
+
 class ExpertChoiceRouter(routing.Router):
     """Expert-choice routing: each expert takes the `ceil(factor * n / experts)` tokens with its highest scores.
 

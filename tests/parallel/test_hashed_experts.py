@@ -1,0 +1,54 @@
+"""Experts by the ids of tokens under plans: as on one device, leaf by leaf, and as text."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract_cases import afresh, named, of_plan
+from plan_models import model_of, plan_over
+from plan_parity import Case, differences, of_one_device, place
+
+from eqformer import generation, nn
+from eqformer.parallel import ShardedModel
+
+
+ROUNDING = 100 * float(np.finfo(np.float32).eps)
+GRID = [
+    Case("hashed", {"expert": 2, "fsdp": 2}, {"zero": 3, "smallest": 1}),
+    Case("hashed", {"expert": 2, "tensor": 2}, {"residual": "sequence", "expert_method": "exchange"}),
+    Case("hashed", {"expert": 2, "context": 2}, {"expert_method": "gather"}),
+    Case("hashed", {"fsdp": 2, "tensor": 2}, {"residual": "feature"}),
+    Case("hashed", {"expert": 2, "pipe": 2}, {"schedule": "zb-h1", "microbatches": 2}),
+]
+
+
+@pytest.mark.parametrize("case", named([], GRID))
+def test_gradients_are_those_of_one_device(case):
+    assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
+
+
+@pytest.mark.grid
+def test_other_tokens_ids_are_seen(monkeypatch):
+    case, route = Case("hashed", {"expert": 2}), nn.HashRouter.__call__
+    wanted = of_one_device(case)
+
+    def routed_by_neighbors(router, x, tokens):
+        return route(router, x, tokens.replace(ids=jnp.roll(tokens.ids, 1, -1)))
+
+    monkeypatch.setattr(nn.HashRouter, "__call__", routed_by_neighbors)
+    assert differences(afresh(case), wanted, 1e-2)
+
+
+@pytest.mark.grid
+def test_text_is_one_devices():
+    model, plan = model_of("hashed"), plan_over({"expert": 2, "tensor": 2, "pipe": 2})
+    options: Any = {"max_new_tokens": 9, "log_probabilities": True, "key": jax.random.key(1)}
+    options["transforms"] = generation.sampling(temperature=0.8)
+    texts: Any = [
+        generation.generate(m, [[3, 5, 7, 9, 11], [2]], **options)
+        for m in (ShardedModel(place(model, plan), plan), model)
+    ]
+    assert np.array_equal(texts[0].ids, texts[1].ids) and len({*texts[1].ids[0].tolist()}) > 2
+    assert np.allclose(texts[0].log_probabilities, texts[1].log_probabilities, atol=2e-5)
