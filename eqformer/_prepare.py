@@ -160,7 +160,7 @@ def compiler_flags() -> str:
 
 
 def single_run_options(platform: str) -> dict[str, Option]:
-    """Return XLA's options for a program that draws random weights and runs once; the user's flags stay."""
+    """Return XLA's options for a program that initializes random weights and runs once; the user's flags stay."""
     if platform != "cpu":
         return {}
     has_our_flag = format_flags(_CPU_FLAGS)[0] in os.environ.get("XLA_FLAGS", "").split()
@@ -246,11 +246,11 @@ _CPU_FLAGS = {_KERNELS_FLAG: ",".join(f"{_KIND}{kind}" for kind in _KERNELS)}
 # Matrix products are not fused with each other: a chain of products, such as a feed-forward layer's, is slower fused.
 # In programs with gradients XLA would then fuse operations that take longer than the products.
 _FORWARD_FLAGS = {_KERNELS_FLAG: f"{_KIND}INDIVIDUAL_DOT"}
-# LLVM's later passes take three quarters of the compilation of a program that draws weights, and change no bit of the
-# weights.
+# LLVM's later passes take three quarters of the compilation of a program that initializes weights, and change no bit of
+# the weights.
 _SINGLE_RUN_FLAGS = {"xla_backend_optimization_level": 1}
-# YNN would store each intermediate array of drawing random weights, for all weights at once: with jaxlib 0.11 and 0.12
-# this takes five times as long and four times the memory.
+# YNN would store each intermediate array of initializing random weights, for all weights at once: with jaxlib 0.11 and
+# 0.12 this takes five times as long and four times the memory.
 _RANDOM_FLAGS = {_KERNELS_FLAG: f"{_KIND}DOT"}
 # In a loop over layers, all-gathers of weights begin in the iteration before the weights are used: without that, half
 # of a layer's all-gathers did not overlap with computation. Gradients are reduce-scattered in the iteration that

@@ -44,13 +44,13 @@ class Command(ModelFlags):
     stop: tuple[str, ...] = ()
     """Strings that end the text, which does not contain them."""
     temperature: float = 0.8
-    """0 takes the likeliest token each time, 1 draws from the model's own distribution."""
+    """0 takes the likeliest token each time, 1 samples from the model's own distribution."""
     top_k: int | None = None
-    """Draw from the k likeliest tokens only."""
+    """Sample from the k likeliest tokens only."""
     top_p: float | None = None
-    """Draw from the likeliest tokens that together have this probability."""
+    """Sample from the likeliest tokens that together have this probability."""
     min_p: float | None = None
-    """Draw from tokens at least this share as likely as the likeliest."""
+    """Sample from tokens at least this share as likely as the likeliest."""
     repetition_penalty: float | None = None
     """Above 1: make tokens that are already in the text less likely."""
     seed: int = 0
@@ -70,7 +70,7 @@ class Command(ModelFlags):
     log_probs: bool = False
     """Whether to write the ids of the texts of --prompts, with the log-probability of each."""
     slots: int = 8
-    """How many texts of --prompts are drawn at once."""
+    """How many texts of --prompts are generated at once."""
     capacity: int = 2048
     """Tokens of the longest row of --prompts, with its text."""
 
@@ -130,7 +130,7 @@ def check_system(command: Command, llm: text.LLM) -> None:
 
 
 def start_text(command: Command, llm: text.LLM, prompt: str) -> text.StreamedText:
-    """Return the text that the command asks for, which is drawn while it is read."""
+    """Return the text that the command asks for, which is generated while it is read."""
     options: Any = settings(command) | {
         "cache_dtype": command.cache_dtype,
         "draft": load_draft(command),

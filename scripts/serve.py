@@ -19,7 +19,7 @@ from eqformer.recipes import Screen
 
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-TEXT_FLAGS = ("slots", "capacity", "prefill_chunk", "stride", "cache_dtype", "most_new_tokens")
+TEXT_FLAGS = ("slots", "capacity", "prefill_chunk", "stride", "cache_dtype", "max_new_tokens")
 EMBEDDING_FLAGS = ("batch_size",)
 
 
@@ -39,28 +39,28 @@ class Command(ModelFlags):
     api_key: str | None = None
     """The key that requests must send as Authorization: Bearer KEY; without it, everybody is served."""
     slots: int = 8
-    """Texts that are drawn at once; others wait."""
+    """Texts that are generated at once; others wait."""
     capacity: int = 2048
     """Tokens of the longest text, with its prompt."""
     prefill_chunk: int = 256
     """Tokens of a prompt that are read at once; between two decoding steps, such a chunk is read for each free slot."""
     stride: int = 8
-    """Maximum tokens of each text that are drawn before clients see them: 1 streams evenly, more is faster."""
+    """Maximum tokens of each text that are generated before clients see them: 1 streams evenly, more is faster."""
     cache_dtype: str | None = None
     """Dtype of cached keys and values: bfloat16, int8 or fp8; as computed by default."""
     batch_size: int = 32
     """Texts that a text encoder reads together."""
-    most_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = None
     """Maximum tokens of a prompt or a text to embed; by default as many as the model reads."""
-    most_new_tokens: int = 1024
+    max_new_tokens: int = 1024
     """Maximum new tokens of a text, and the default number for a chat."""
-    most_texts: int | None = None
+    max_texts: int | None = None
     """Maximum texts that one request may ask for; by default 16, for a text encoder 2,048."""
-    most_waiting: int | None = None
+    max_waiting: int | None = None
     """Maximum texts that wait, further texts are refused; by default 64, for a text encoder 4,096."""
-    most_seconds: float = 300.0
+    max_seconds: float = 300.0
     """Longest time from a request to its response."""
-    most_body_bytes: int = 1 << 22
+    max_body_bytes: int = 1 << 22
     """Bytes of the largest body of a request."""
 
 
@@ -90,13 +90,13 @@ def make_service(command: Command) -> serving.TextService | serving.EmbeddingSer
 
 def _limits(command: Command, defaults: serving.Limits) -> serving.Limits:
     """Return the limits of the flags, and the default of each limit whose flag is None."""
-    stated = {"texts": command.most_texts, "waiting": command.most_waiting}
+    stated = {"texts": command.max_texts, "waiting": command.max_waiting}
     return dataclasses.replace(
         defaults,
-        prompt_tokens=command.most_prompt_tokens,
-        new_tokens=command.most_new_tokens,
-        seconds=command.most_seconds,
-        body_bytes=command.most_body_bytes,
+        prompt_tokens=command.max_prompt_tokens,
+        new_tokens=command.max_new_tokens,
+        seconds=command.max_seconds,
+        body_bytes=command.max_body_bytes,
         **{name: number for name, number in stated.items() if number is not None},
     )
 

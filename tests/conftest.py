@@ -85,17 +85,17 @@ def pytest_sessionfinish():
     gc.freeze()
 
 
-def forget_programs(most: int | None = None) -> None:
+def forget_programs(max_mappings: int | None = None) -> None:
     """Let programs go before memory is full, and before the system's limit of mappings a process ends the worker.
 
     Each module of code that XLA compiles for the CPU takes three mappings, and Linux allows 65,530; beyond them
-    compiling segfaults. To count them takes long, and is left out where `most` is None.
+    compiling segfaults. To count them takes long, and is left out where `max_mappings` is None.
     """
     mappings, pages = Path("/proc/self/maps"), Path("/proc/self/statm")
     if not mappings.exists():
         return
     resident = lambda: int(pages.read_text().split()[1]) * resource.getpagesize()
-    is_full = most is not None and mappings.read_bytes().count(b"\n") > most
+    is_full = max_mappings is not None and mappings.read_bytes().count(b"\n") > max_mappings
     if is_full or resident() > KEPT[0] + 2 * 2**30:
         jax.clear_caches()
         gc.collect()

@@ -21,29 +21,29 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def randomised(module: Any, seed: int = 0, deviation: float = 0.5) -> Any:
-    """The module with every floating-point leaf drawn anew, so that no bias is 0 and no scale 1.
+    """The module with every floating-point leaf sampled anew, so that no bias is 0 and no scale 1.
 
     Shapes alone will do (`equinox.filter_eval_shape`), which spares the compilation of random numbers made in jax.
     """
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
 
     def fresh(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.integer):
             return put(np.broadcast_to(np.arange(leaf.shape[-1]), leaf.shape), leaf.dtype)  # a stack's layer numbers
         if isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_inexact_array(leaf):
-            return put(draw.normal(size=leaf.shape) * deviation, leaf.dtype)
+            return put(rng.normal(size=leaf.shape) * deviation, leaf.dtype)
         return leaf
 
     return jax.tree.map(fresh, module)
 
 
-def drawn(make: Any, *args: Any, **options: Any) -> Any:
-    """`randomised(make(*args, **options))` without drawing twice."""
+def random_module(make: Any, *args: Any, **options: Any) -> Any:
+    """`randomised(make(*args, **options))`, without making random numbers twice."""
     return randomised(eqx.filter_eval_shape(lambda: make(*args, **options)))
 
 
 def replaced(module: Any, **changes: Any) -> Any:
-    """The module with other fields, static ones too, past a constructor that would draw it anew."""
+    """The module with other fields, static ones too, past a constructor that would initialise it anew."""
     fresh = object.__new__(type(module))
     for field in dataclasses.fields(module):
         object.__setattr__(fresh, field.name, changes.get(field.name, getattr(module, field.name)))

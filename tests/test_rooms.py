@@ -375,7 +375,7 @@ def test_the_check_of_plain_words_can_fail():
     assert riddles(parse('"""Notes on x."""')) == [] == vague_names(parse("def f():\n    found = 1"))
 
 
-MOST_ARGUMENTS = 16
+MAX_ARGUMENTS = 16
 
 
 def wide_signatures(tree: ast.AST) -> list[str]:
@@ -384,14 +384,14 @@ def wide_signatures(tree: ast.AST) -> list[str]:
     for node in walk(tree):
         if isinstance(node, ast.FunctionDef):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            wide += [node.name] * (sum(argument.arg != "self" for argument in arguments) > MOST_ARGUMENTS)
+            wide += [node.name] * (sum(argument.arg != "self" for argument in arguments) > MAX_ARGUMENTS)
     return wide
 
 
 def test_no_signature_has_too_many_arguments():
     wide = {path.relative_to(PACKAGE).as_posix() for path in FILES if wide_signatures(parse(path.read_text()))}
     assert wide == set()
-    names = ", ".join(f"x{number}" for number in range(MOST_ARGUMENTS))
+    names = ", ".join(f"x{number}" for number in range(MAX_ARGUMENTS))
     sources = [f"def f(self, {names}): pass", f"def g(self, {names}, *, y): pass"]
     assert wide_signatures(parse("\n".join(sources))) == ["g"]
 

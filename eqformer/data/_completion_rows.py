@@ -199,7 +199,7 @@ def batch_completions(
 
     Args:
         prompts: The ids of each prompt.
-        completions: The ids of each completion, with the end of text if it was drawn.
+        completions: The ids of each completion, with the end of text if it was sampled.
         seq: The tokens of a row.
         first_example: The first row's number in the run.
         temperature: The temperature of sampling.

@@ -1,6 +1,6 @@
 """Generation of ids from a model's distributions over the next token: sampling, drafts, streams, log-probabilities."""
 
-from ._decode import MOST_ALTERNATIVES as MOST_ALTERNATIVES
+from ._decode import MAX_ALTERNATIVES as MAX_ALTERNATIVES
 from ._engine import Engine as Engine
 from ._generate import generate as generate, Generation as Generation, stream as stream, TokenStream as TokenStream
 from ._model import Model as Model, unstack_for_platform as unstack_for_platform, unstack_layers as unstack_layers

@@ -20,18 +20,18 @@ class SamplingState(eqx.Module):
     transforms: Chain
     keys: Key[Array, "batch"]
     examples: Int[Array, "batch"]
-    """For each row the number on which its random draws depend, together with its key."""
+    """For each row the number on which its random samples depend, together with its key."""
     end_of_text: Int[Array, "batch ends"]
     """Ids that end a row; -1 fills unused entries."""
     scores_transformed: bool = eqx.field(static=True, default=False)
-    """Whether the log-probabilities of drawn ids are those after the transforms."""
+    """Whether the log-probabilities of sampled ids are those after the transforms."""
 
     def fold_in(self, stream: int) -> "SamplingState":
-        """Return a state whose draws are independent of this one's."""
+        """Return a state whose samples are independent of this state's."""
         return dataclasses.replace(self, keys=jax.vmap(lambda key: jax.random.fold_in(key, stream))(self.keys))
 
     def token_keys(self, positions: Int[Array, "batch seq"]) -> Key[Array, "batch seq"]:
-        """Return the keys of draws at these positions of each row."""
+        """Return the keys of samples at these positions of each row."""
 
         def keys_of_row(key: Array, example: Array, positions: Array) -> Array:
             return token_keys(key, example[None], positions[None])[0]
@@ -52,12 +52,12 @@ class ProgramSizes(NamedTuple):
     """The dtype of the cache; None: the compute dtype."""
 
 
-MOST_ALTERNATIVES = 20
-"""Maximum number of likely ids that a request may ask for beside each drawn id."""
+MAX_ALTERNATIVES = 20
+"""Maximum number of likely ids that a request may ask for beside each sampled id."""
 
 
 class Alternatives(eqx.Module):
-    """The likeliest ids in the place of each drawn id, by the model's logits, for rows that ask for them."""
+    """The likeliest ids in the place of each sampled id, by the model's logits, for rows that ask for them."""
 
     wanted: Bool[Array, "batch"]
     """Whether each row asks for alternatives; if no row does, none are computed."""
@@ -86,7 +86,7 @@ class Alternatives(eqx.Module):
 
 
 class Rows(eqx.Module):
-    """State of the decoding loop: each row's last token has been drawn, but the model has not read it yet."""
+    """State of the decoding loop: each row's last token has been sampled, but the model has not read it yet."""
 
     ids: Int[Array, "batch seq"]
     lengths: Int[Array, "batch"]
@@ -96,7 +96,7 @@ class Rows(eqx.Module):
     logits_are_numbers: Bool[Array, "batch"]
     """Whether no logits of a row have been NaN so far."""
     has_candidates: Bool[Array, "batch"]
-    """Whether the transforms have left a row at least one token to draw so far."""
+    """Whether the transforms have left a row at least one token to sample so far."""
     log_probabilities: Float[Array, "batch seq"] | None
     cache: PyTree
     alternatives: Alternatives | None = None
@@ -112,7 +112,7 @@ def new_rows(
     log_probabilities: bool = True,
     alternatives: Alternatives | None = None,
 ) -> Rows:
-    """Return rows for which no token has been drawn yet."""
+    """Return rows for which no token has been sampled yet."""
     batch = len(ids)
     return Rows(
         ids=ids,
@@ -147,7 +147,7 @@ def prefill(
     sizes: ProgramSizes,
     log_probabilities: bool,
 ) -> Rows:
-    """Read right-padded prompts and draw the first new token of each row.
+    """Read right-padded prompts and sample the first new token of each row.
 
     Logits are computed for the last token of each row only. A model with an encoder reads the prompts with its encoder,
     and each row starts with the model's `start` id.
@@ -189,7 +189,7 @@ def decode_until(
 
 
 def decode_step(model: Model, rows: Rows, sampling: SamplingState) -> Rows:
-    """Read the last token of each row and draw the next one."""
+    """Read the last token of each row and sample the next one."""
     position = rows.lengths[:, None] - 1
     # The token of a finished row counts as padding, which is not written to the cache.
     tokens = Tokens(jnp.where(rows.done[:, None], -1, position))
@@ -200,10 +200,10 @@ def decode_step(model: Model, rows: Rows, sampling: SamplingState) -> Rows:
 def sample_ids(
     logits: Float[Array, "batch vocab"], positions: Int[Array, "batch"], sampling: SamplingState
 ) -> Int[Array, "batch"]:
-    """Draw one id for each row by the Gumbel-max trick, `argmax(logits + noise)`; ties go to the lowest id.
+    """Sample one id for each row by the Gumbel-max trick, `argmax(logits + noise)`; ties go to the lowest id.
 
     The noise of a row depends only on the key, the row's number and the position of the new token. The id is -1 if no
-    id can be drawn: all logits are minus infinity, or one is NaN.
+    id can be sampled: all logits are minus infinity, or one is NaN.
     """
     if not sampling.transforms.is_greedy:
         keys = sampling.token_keys(positions[:, None])[:, 0]
@@ -214,7 +214,7 @@ def sample_ids(
 
 
 def draw_and_append(rows: Rows, logits: Float[Array, "batch vocab"], cache: PyTree, sampling: SamplingState) -> Rows:
-    """Append one drawn token to each row that is not done; the position of the new token is the row's length."""
+    """Append one sampled token to each row that is not done; the position of the new token is the row's length."""
     transformed = sampling.transforms(logits, History(rows.ids, rows.lengths))
     new_ids = sample_ids(transformed, rows.lengths, sampling)
     scored = transformed if sampling.scores_transformed else logits
@@ -234,7 +234,7 @@ def append_tokens(
     The log-probabilities of the new tokens are computed from `logits`.
     """
     order = jnp.arange(new_ids.shape[1], dtype=jnp.int32)
-    # A row for which no token could be drawn (-1) has ended, too.
+    # A row for which no token could be sampled (-1) has ended, too.
     is_end = jnp.any(new_ids[..., None] == sampling.end_of_text[:, None], axis=-1) | (new_ids < 0)
     ends_before = jnp.cumsum(is_end, axis=1, dtype=jnp.int32) - is_end.astype(jnp.int32)
     appended = (order < jnp.minimum(count, rows.limits - rows.lengths)[:, None]) & (ends_before == 0)
@@ -244,8 +244,8 @@ def append_tokens(
     log_probabilities, alternatives = rows.log_probabilities, rows.alternatives
     if log_probabilities is not None:
         wide_logits = logits.astype(log_probabilities.dtype)
-        drawn = jnp.take_along_axis(jax.nn.log_softmax(wide_logits, axis=-1), new_ids[..., None], axis=-1)[..., 0]
-        log_probabilities = log_probabilities.at[index].set(drawn, mode="drop")
+        values = jnp.take_along_axis(jax.nn.log_softmax(wide_logits, axis=-1), new_ids[..., None], axis=-1)[..., 0]
+        log_probabilities = log_probabilities.at[index].set(values, mode="drop")
         alternatives = None if alternatives is None else alternatives.append(wide_logits, index, rows.done)
     has_candidates = rows.has_candidates & ~jnp.any((new_ids < 0) & appended, axis=1)
     new_ids = jnp.maximum(new_ids, 0)

@@ -29,7 +29,7 @@ from ._engine_programs import (
 )
 from ._model import count_cache_bytes, depends_on_length, Model
 from ._prompts import BUCKET, check_ids, PrefixCaches, round_up
-from ._requests import MOST_ENDS, Request, Result, RowSampling
+from ._requests import MAX_ENDS, Request, Result, RowSampling
 from ._speculative import add_draft
 from ._transforms import chain
 
@@ -54,7 +54,7 @@ class _Row:
 
 
 class Engine:
-    """Engine that continues requests that come and go, each with the ids that `generate` alone would draw.
+    """Engine that continues requests that come and go, each with the ids that `generate` alone would sample.
 
     One compiled decoding step continues a fixed number of slots. A request waits until a slot is free, and its prompt
     is read in chunks between decoding steps. A request's ids do not depend on other requests, on the slot or on the
@@ -86,7 +86,7 @@ class Engine:
             capacity: Ids of the longest row, with its prompt; at most the model's learned positions.
             prefill_chunk: Ids of a prompt that are read at once, rounded up to a multiple of 64. Between two decoding
                 steps, such a chunk is read for each free slot.
-            stride: Maximum number of tokens of each row that are drawn before the host reads them. A small stride
+            stride: Maximum number of tokens of each row that are generated before the host reads them. A small stride
                 streams more evenly; a large stride is faster. If a request waits, a step ends when a row ends.
             prefixes: Number of prompt prefixes whose caches are stored for later prompts with the same beginning.
             cache_dtype: The dtype of keys and values in the caches; None: the compute dtype.
@@ -101,8 +101,8 @@ class Engine:
         self._slots_per_row = self.capacity = round_up(capacity, BUCKET)
         if model.max_seq is not None:
             self._slots_per_row = min(self.capacity, model.max_seq)
-            # A decoder never reads the last token that is drawn, so that token needs no position. An encoder reads the
-            # whole prompt.
+            # A decoder never reads the last token that is sampled, so that token needs no position. An encoder reads
+            # the whole prompt.
             self.capacity = min(self.capacity, model.max_seq + (model.start is None))
         self.slots, self.stride = slots, stride
         self.prefill_chunk = round_up(min(prefill_chunk, self.capacity), BUCKET)
@@ -128,7 +128,7 @@ class Engine:
         """Bytes of all caches: of the slots, of the prompt that is being read, and of the stored prefixes."""
         row = count_cache_bytes(self.model, 1, self._slots_per_row, self._cache_dtype)
         slots = count_cache_bytes(self.model, self.slots, self._slots_per_row, self._cache_dtype)
-        return slots + row * (1 + self._prefixes.most)
+        return slots + row * (1 + self._prefixes.max_caches)
 
     @functools.cached_property
     def chunk_widths(self) -> tuple[int, ...]:
@@ -188,7 +188,7 @@ class Engine:
         self._cancelled.append(number)
 
     def step(self) -> list[Result]:
-        """Read parts of prompts, draw up to `stride` tokens for each slot, and return the results of all slots.
+        """Read parts of prompts, sample up to `stride` tokens for each slot, and return the results of all slots.
 
         The results of requests that were cancelled before they had a slot are returned, too. A result grows from step
         to step, and has a `finish` when the request has ended. After an error of a step, such as a full memory, the
@@ -203,7 +203,7 @@ class Engine:
 
         Requests are taken from the iterable shortly before they can begin, up to twice as many as the engine has slots.
         Of those that are taken together, the requests with the most new tokens begin first, so that no long text is
-        drawn alone at the end. A request that `submit` refuses has a result whose `finish` is `"error"`.
+        generated alone at the end. A request that `submit` refuses has a result whose `finish` is `"error"`.
         """
         remaining = enumerate(requests)
         positions: dict[int, int] = {}
@@ -343,9 +343,9 @@ class Engine:
     def _start_row(
         self, row: _Row, initial: Int[np.ndarray, "tokens"], hidden: Float[jax.Array, "batch embed"]
     ) -> None:
-        """Draw a request's first token after the initial ids of its row, and write the row into its slot."""
+        """Sample a request's first token after the initial ids of its row, and write the row into its slot."""
         request = row.request
-        end_ids = [*request.end_ids, *[-1] * (MOST_ENDS - len(request.end_ids))]
+        end_ids = [*request.end_ids, *[-1] * (MAX_ENDS - len(request.end_ids))]
         self._biases[row.slot] = bias = self._bias(row)
         sampling = SamplingState(
             chain(RowSampling.for_request(request, bias, len(initial))),
@@ -362,14 +362,14 @@ class Engine:
         row.cache = None
 
     def _decode(self) -> list[Result]:
-        """Draw tokens for the slots, and return the results of all rows; rows that have ended leave their slots."""
+        """Sample tokens for the slots, and return the results of all rows; rows that have ended leave their slots."""
         if not self._rows:
             return []
         masked = [row for row in self._rows.values() if row.request.allowed is not None and not row.result.finish]
         count, bias = self.stride, None
         if masked:
             # The mask of a row's second token depends on the first, which the host does not have right after the row
-            # starts. Such a step draws no token, and passes unused biases so that it runs the program of later steps.
+            # starts. Such a step samples no token, and passes unused biases so that it runs the program of later steps.
             has_ids = all(row.result.ids for row in masked)
             count, bias = int(has_ids), self._mask_next_tokens(masked if has_ids else ())
         ended = np.ones(self.slots, bool)
@@ -386,7 +386,7 @@ class Engine:
         return results
 
     def _known_length(self, row: _Row) -> int:
-        """Return how many ids of a row the host has: the ids before the first draw, and the ids of the result."""
+        """Return how many ids of a row the host has: the ids before the first new token, and the ids of the result."""
         return (row.result.prompt_length if self.model.start is None else 1) + len(row.result.ids)
 
     def _append(self, row: _Row, progress: NewTokens) -> Result:
@@ -395,7 +395,7 @@ class Engine:
         if result.finish:
             return result
         can_go_on = bool(progress.logits_are_numbers[slot] and progress.has_candidates[slot])
-        # The last id of a row that cannot go on was not drawn.
+        # The last id of a row that cannot go on was not sampled.
         new = int(progress.lengths[slot]) - self._known_length(row) - (not can_go_on)
         count = row.request.alternatives
         tables = (
@@ -414,7 +414,8 @@ class Engine:
                 return result
         if not can_go_on:
             result.finish = "error"
-            fault = "its settings left no token to draw" if progress.logits_are_numbers[slot] else "its logits are NaN"
+            has_numbers = progress.logits_are_numbers[slot]
+            fault = "its settings left no token to sample" if has_numbers else "its logits are NaN"
             result.error = f"Engine: request {result.number} cannot go on, because {fault}."
         elif progress.done[slot]:
             result.finish = "end" if result.ids[-1] in row.request.end_ids else "length"

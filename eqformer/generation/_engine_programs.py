@@ -14,13 +14,13 @@ from ._decode import (
     Alternatives,
     decode_until,
     draw_and_append,
-    MOST_ALTERNATIVES,
+    MAX_ALTERNATIVES,
     new_rows,
     Rows,
     SamplingState,
 )
 from ._model import Model
-from ._requests import MOST_ENDS, RowSampling
+from ._requests import MAX_ENDS, RowSampling
 from ._speculative import make_decode_step, put_cache_row, put_row
 from ._transforms import chain, Temperature
 
@@ -62,7 +62,7 @@ def free_rows(model: Model, batch: int, width: int, capacity: int, dtype: str | 
     settings = RowSampling(
         bias=jnp.zeros((batch, model.vocab), jnp.float32),
         repetition_penalty=jnp.ones(batch, jnp.float32),
-        drawn_penalties=jnp.zeros((batch, 2), jnp.float32),
+        new_id_penalties=jnp.zeros((batch, 2), jnp.float32),
         temperature=jnp.zeros(batch, jnp.float32),
         top_k=jnp.full(batch, model.vocab, jnp.int32),
         start=jnp.zeros(batch, jnp.int32),
@@ -70,13 +70,13 @@ def free_rows(model: Model, batch: int, width: int, capacity: int, dtype: str | 
         min_p=jnp.zeros(batch, jnp.float32),
     )
     keys = jnp.broadcast_to(jax.random.key(0), (batch,))
-    ends = jnp.full((batch, MOST_ENDS), -1, jnp.int32)
+    ends = jnp.full((batch, MAX_ENDS), -1, jnp.int32)
     return EngineRows(rows, SamplingState(chain(settings), keys, jnp.zeros(batch, jnp.int32), ends))
 
 
 def _no_alternatives(wanted: Bool[Array, "batch"], width: int, vocab: int) -> Alternatives:
     """Return empty alternatives, for rows without new tokens."""
-    shape = (len(wanted), width, min(MOST_ALTERNATIVES, vocab))
+    shape = (len(wanted), width, min(MAX_ALTERNATIVES, vocab))
     return Alternatives(wanted, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
 
 
@@ -137,7 +137,7 @@ class NewRow(NamedTuple):
 
 @eqx.filter_jit(donate="all-except-first")
 def start_row(new: NewRow, slots: EngineRows) -> EngineRows:
-    """Draw the first token of a row, and write the row into its slot; the slots are donated."""
+    """Sample the first token of a row, and write the row into its slot; the slots are donated."""
     alternatives = _no_alternatives(new.wants_alternatives, new.ids.shape[1], new.model.vocab)
     row = new_rows(new.ids, new.length, new.limit, new.cache, alternatives=alternatives)
     row = draw_and_append(row, new.model.unembed(new.hidden), new.cache, new.sampling)
@@ -157,7 +157,7 @@ class DecodeInputs(NamedTuple):
     known: Int[Array, "batch"]
     """Number of ids of each row that the host has."""
     count: Int[Array, ""]
-    """Maximum number of tokens to draw for each row."""
+    """Maximum number of tokens to generate for each row."""
     has_waiting: Bool[Array, ""]
     """Whether a request waits for a slot, so that the step ends as soon as a row has ended."""
     bias: Float[Array, "batch vocab"] | None
@@ -166,11 +166,11 @@ class DecodeInputs(NamedTuple):
 
 @eqx.filter_jit(donate="all-except-first")
 def decode_slots(
-    inputs: DecodeInputs, slots: EngineRows, most_new: int, is_greedy: bool
+    inputs: DecodeInputs, slots: EngineRows, max_new: int, is_greedy: bool
 ) -> tuple[EngineRows, NewTokens]:
-    """Draw tokens for all rows that have not ended; the slots are donated.
+    """Sample tokens for all rows that have not ended; the slots are donated.
 
-    `most_new` is the maximum number of ids of a row that the host does not have after this step. With `is_greedy`, all
+    `max_new` is the maximum number of ids of a row that the host does not have after this step. With `is_greedy`, all
     rows take the likeliest tokens of the model's own logits.
     """
     sampling = slots.sampling
@@ -181,7 +181,7 @@ def decode_slots(
     rows = dataclasses.replace(slots.rows, done=slots.rows.done | inputs.ended)
     done_limit = jnp.where(inputs.has_waiting, jnp.sum(rows.done), len(rows.done))
     rows = decode_until(make_decode_step(inputs.model, sampling), rows, rows.lengths + inputs.count, done_limit)
-    columns = inputs.known[:, None] + jnp.arange(most_new, dtype=jnp.int32)
+    columns = inputs.known[:, None] + jnp.arange(max_new, dtype=jnp.int32)
     columns = jnp.minimum(columns, rows.ids.shape[1] - 1)
     assert rows.log_probabilities is not None and rows.alternatives is not None
     take = lambda x: jnp.take_along_axis(x, columns.reshape(columns.shape + (1,) * (x.ndim - 2)), axis=1)

@@ -1,4 +1,4 @@
-"""`generate`: continue a batch of prompts. `stream`: yield the ids of one text while they are drawn."""
+"""`generate`: continue a batch of prompts. `stream`: yield the ids of one text while they are generated."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from ._transforms import chain, Transform
 
 
 ROUND = 16
-"""Tokens of each row that are drawn before the host is asked whether a row has ended."""
+"""Tokens of each row that are sampled before the host is asked whether a row has ended."""
 
 
 class Generation(eqx.Module):
@@ -30,17 +30,17 @@ class Generation(eqx.Module):
 
     ids: Int[np.ndarray, "batch seq"]
     prompt_lengths: Int[np.ndarray, "batch"]
-    """Number of ids in each row before the first draw."""
+    """Number of ids in each row before the first new token."""
     lengths: Int[np.ndarray, "batch"]
-    """Number of ids in each row, including the drawn ids."""
+    """Number of ids in each row, including the sampled ids."""
     log_probabilities: Float[np.ndarray, "batch seq"] | None
-    """Log-probabilities of the drawn ids in nats, before the transforms (after them if the call asked for that); 0 at
+    """Log-probabilities of the sampled ids in nats, before the transforms (after them if the call asked for that); 0 at
     prompt and padding, so that the sum of a row is the log-probability of its continuation."""
     draft: DraftStatistics | None = None
     """Counts of the draft's proposals; None without a draft."""
 
     def new_ids(self) -> list[list[int]]:
-        """Return the ids that were drawn for each prompt, with the end of text if it was drawn."""
+        """Return the ids that were sampled for each prompt, with the end of text if it was sampled."""
         spans = zip(self.ids, self.prompt_lengths, self.lengths)
         return [row[start:stop].tolist() for row, start, stop in spans]
 
@@ -63,13 +63,13 @@ def generate(
     ends_row: Callable[[int, list[int]], bool] | None = None,
     key: Key[jax.Array, ""],
 ) -> Generation:
-    """Continue each prompt by up to `max_new_tokens` tokens, drawn from the model's transformed distribution.
+    """Continue each prompt by up to `max_new_tokens` tokens, sampled from the model's transformed distribution.
 
-    A row ends with the first id of `end_of_text` that it draws; decoding ends when all rows have ended. The draws of a
-    row depend on `key`, on its number in `examples` and on positions, not on other rows. Without `ends_row`, prefill
-    and decoding are one compiled program. Sizes are rounded up to multiples of 64, so other prompts, other counts of
-    new tokens and other temperatures mostly reuse the program; another number of rows does not. A model with an
-    encoder (T5) reads the prompts with its encoder; its rows begin with the model's start id, which counts as the
+    A row ends with the first id of `end_of_text` that it samples; decoding ends when all rows have ended. The samples
+    of a row depend on `key`, on its number in `examples` and on positions, not on other rows. Without `ends_row`,
+    prefill and decoding are one compiled program. Sizes are rounded up to multiples of 64, so other prompts, other
+    counts of new tokens and other temperatures mostly reuse the program; another number of rows does not. A model with
+    an encoder (T5) reads the prompts with its encoder; its rows begin with the model's start id, which counts as the
     prompt.
 
     Raises a `ValueError` for prompts that are empty or hold unknown ids, for more tokens than learned positions, for a
@@ -79,27 +79,27 @@ def generate(
     Args:
         model: The model, which must have a cache.
         prompts: A list of lists of ids, or an integer array whose rows have `lengths` ids each.
-        max_new_tokens: Maximum number of tokens to draw for a row.
+        max_new_tokens: Maximum number of tokens to generate for a row.
         lengths: Ids in each row of an array; None: all.
-        transforms: Changes of the logits before an id is drawn; `sampling(temperature=0)` is greedy. Without any, ids
-            are drawn from the model's distribution.
+        transforms: Changes of the logits before an id is sampled; `sampling(temperature=0)` is greedy. Without any, ids
+            are sampled from the model's distribution.
         end_of_text: The id, or ids, that end a row; it stays in the row.
-        log_probabilities: Whether to return the model's log-probabilities of the drawn ids; `"transformed"` returns the
-            log-probabilities after the transforms, in the distribution that the ids were drawn from.
-        examples: For each row the number that its draws depend on, with `key`; None: 0, 1, ... A row with the same
-            number and the same key gets the same draws in any batch.
+        log_probabilities: Whether to return the model's log-probabilities of the sampled ids; `"transformed"` returns
+            the log-probabilities after the transforms, in the distribution that the ids were sampled from.
+        examples: For each row the number that its samples depend on, with `key`; None: 0, 1, ... A row with the same
+            number and the same key gets the same samples in any batch.
         prefill_chunk: Tokens of a prompt that are read at once, in equal chunks, so that activations do not grow with
             the prompt; None: at most 1,024. Results do not depend on it. An encoder reads the prompt in one piece.
         cache_dtype: The dtype of keys and values in the cache; None: the compute dtype. `"int8"` and `"fp8"` round
             them, with a scale for each token and head.
         draft: A smaller model of the same vocabulary that proposes several tokens for `model` to check at once, by the
-            rule of Leviathan et al. (2023): greedy text stays the same, and draws keep their distribution. `"mtp"` is
+            rule of Leviathan et al. (2023): greedy text stays the same, and samples keep their distribution. `"mtp"` is
             the model's own multi-token predictor.
         draft_tokens: Tokens that the draft proposes at a time.
         ends_row: A function of a row's number and its new ids so far that says whether the row has ended, for example
             at a string. It is called after every 16 tokens, so a row may have up to 15 ids after its end, and more
             with a draft; None: rows end at `end_of_text` only, and the host waits until all rows have ended.
-        key: The key of all random draws.
+        key: The key of all random samples.
     """
     if log_probabilities not in (False, True, "transformed"):
         raise ValueError(
@@ -123,7 +123,7 @@ def generate(
             rows, counts = start(padded.sizes, None)
         else:
             rows, _ = start(padded.sizes, ROUND)
-            rows, counts = _draw_until(ends_row, rows, padded.initial_lengths, model, sampling)
+            rows, counts = _decode_until(ends_row, rows, padded.initial_lengths, model, sampling)
         rows, counts = _copy_to_host((dataclasses.replace(rows, cache=None), counts))
     check_logits(rows.logits_are_numbers, rows.has_candidates)
     longest = int(np.max(rows.lengths))
@@ -157,10 +157,10 @@ def _start_rows(
     sizes: ProgramSizes,
     new_tokens: int | None,
 ) -> tuple[Rows, DraftCounts | None]:
-    """Read the prompts and draw tokens until each row has ended, or has `new_tokens` new ones.
+    """Read the prompts and sample tokens until each row has ended, or has `new_tokens` new ones.
 
     Returns the rows, and the counts of the draft. Without `new_tokens`, the rows have no caches, because nothing reads
-    them after the last draw.
+    them after the last new token.
     """
     rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=log_probabilities, sizes=sizes)
     step = make_decode_step(model, sampling)
@@ -170,14 +170,14 @@ def _start_rows(
     return decode_until(step, rows, rows.limits - max_new_tokens + new_tokens), None
 
 
-def _draw_until(
+def _decode_until(
     ends_row: Callable[[int, list[int]], bool],
     rows: Rows,
     initial_lengths: Int[jax.Array, "batch"],
     model: Model,
     sampling: SamplingState,
 ) -> tuple[Rows, DraftCounts | None]:
-    """Draw `ROUND` tokens at a time until each row has ended, by itself or by `ends_row`."""
+    """Sample `ROUND` tokens at a time until each row has ended, by itself or by `ends_row`."""
     starts = np.asarray(initial_lengths)
     while True:
         ids, row_lengths, done = _copy_to_host((rows.ids, rows.lengths, rows.done))
@@ -194,7 +194,7 @@ def _draw_until(
 
 @eqx.filter_jit(donate="all-except-first")
 def _continue_rows(fixed: tuple[Model, SamplingState, Bool[jax.Array, "batch"]], rows: Rows) -> Rows:
-    """Draw up to `ROUND` more tokens for each row that has not ended; the rows are donated."""
+    """Sample up to `ROUND` more tokens for each row that has not ended; the rows are donated."""
     model, sampling, ended = fixed
     rows = dataclasses.replace(rows, done=rows.done | ended)
     return decode_until(make_decode_step(model, sampling), rows, rows.lengths + ROUND)
@@ -218,7 +218,7 @@ def make_sampling_state(
     if end_of_text is not None and np.any((ends < 0) | (ends >= model.vocab)):
         raise ValueError(
             f"generate(end_of_text={end_of_text}): the model's {model.vocab} ids are 0 to {model.vocab - 1}; pass one "
-            "or some of them, or None to draw all tokens."
+            "or some of them, or None to allow all tokens."
         )
     numbers = np.arange(batch, dtype=np.int32) if examples is None else np.asarray(examples, np.int32)
     if numbers.shape != (batch,):
@@ -231,7 +231,7 @@ def make_sampling_state(
 
 
 _NO_ID = -1
-"""An end of text that is never drawn, so that calls with and without one end of text run the same program."""
+"""An end of text that is never sampled, so that calls with and without one end of text run the same program."""
 
 
 def _as_traced_int(number: int) -> Int[jax.Array, ""]:
@@ -240,15 +240,15 @@ def _as_traced_int(number: int) -> Int[jax.Array, ""]:
 
 
 def check_logits(are_numbers: Bool[Array, "batch"], have_candidates: Bool[Array, "batch"]) -> None:
-    """Raise a `ValueError` if logits of a row were NaN, or if the transforms left a row no token to draw."""
+    """Raise a `ValueError` if logits of a row were NaN, or if the transforms left a row no token to sample."""
     if not np.all(are_numbers):
         raise ValueError(
-            "generate: the model gave NaN logits, from which nothing can be drawn; its parameters hold NaN or "
+            "generate: the model gave NaN logits, from which nothing can be sampled; its parameters hold NaN or "
             "infinities, or its activations overflow in their dtype (see Precision)."
         )
     if not np.all(have_candidates):
         raise ValueError(
-            "generate(transforms=...): the transforms left a row no token to draw: they made all of its logits minus "
+            "generate(transforms=...): the transforms left a row no token to sample: they made all of its logits minus "
             "infinity, or one of them NaN; leave at least one token a finite logit, such as an end of text."
         )
 
@@ -269,16 +269,16 @@ def stream(
     stride: int = 8,
     key: Key[jax.Array, ""],
 ) -> "TokenStream":
-    """Yield the ids that `generate` draws for one prompt, while they are drawn.
+    """Yield the ids that `generate` samples for one prompt, while they are generated.
 
     Raises the errors of `generate` at this call; only the errors for NaN logits and for transforms that leave no token
-    come later, while the text is drawn.
+    come later, while the text is generated.
 
     Args:
         model: The model, which must have a cache.
         prompt: The ids.
-        max_new_tokens: Maximum number of tokens to draw.
-        transforms: Changes of the logits before an id is drawn; `sampling(temperature=0)` is greedy.
+        max_new_tokens: Maximum number of tokens to generate.
+        transforms: Changes of the logits before an id is sampled; `sampling(temperature=0)` is greedy.
         end_of_text: The id, or ids, that end the text; it is yielded.
         example: The row's number, as in `generate`'s `examples`.
         prefill_chunk: Tokens of the prompt that are read at once; None: at most 1,024.
@@ -287,30 +287,30 @@ def stream(
         draft_tokens: Tokens that the draft proposes at a time.
         stride: Ids that the host reads from the device at a time: with a small stride, ids come more evenly; a large
             stride is faster.
-        key: The key of all random draws.
+        key: The key of all random samples.
     """
     padded = pad_prompts(model, [prompt], None, max_new_tokens, prefill_chunk, cache_dtype)
     if stride < 1:
-        raise ValueError(f"stream(stride={stride}): at least 1 token must be drawn at a time.")
+        raise ValueError(f"stream(stride={stride}): at least 1 token must be generated at a time.")
     sampling = make_sampling_state(model, 1, transforms, end_of_text, [example], key)
     model = add_draft(model, draft, draft_tokens, int(np.max(padded.lengths)) + max_new_tokens)
     return TokenStream(model, padded, sampling, max_new_tokens, stride)
 
 
 class TokenStream(Iterator[int]):
-    """Iterator over the ids of one text while they are drawn."""
+    """Iterator over the ids of one text while they are generated."""
 
     draft: DraftStatistics | None = None
     """Counts of the draft's proposals so far; None without a draft."""
 
     def __init__(self, model: Model, padded: PaddedPrompts, sampling: SamplingState, max_new_tokens: int, stride: int):
         """Prepare the stream; nothing runs before the first id is requested."""
-        self._ids = self._draw(model, padded, sampling, _as_traced_int(max_new_tokens), stride)
+        self._ids = self._decode(model, padded, sampling, _as_traced_int(max_new_tokens), stride)
 
     def __next__(self) -> int:
         return next(self._ids)
 
-    def _draw(
+    def _decode(
         self,
         model: Model,
         padded: PaddedPrompts,
@@ -347,7 +347,7 @@ def _start(
     stride: int,
     sizes: ProgramSizes,
 ) -> tuple[Rows, tuple]:
-    """Read the prompt and draw ids until row 0 has `target` ids or is done."""
+    """Read the prompt and sample ids until row 0 has `target` ids or is done."""
     rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=False, sizes=sizes)
     rows = decode_until(make_decode_step(model, sampling), rows, target[None])
     return _with_progress(rows, target - stride, stride, model)
@@ -355,7 +355,7 @@ def _start(
 
 @eqx.filter_jit(donate="all-except-first")
 def _continue(fixed: tuple[Model, SamplingState, Int[jax.Array, ""], int], rows: Rows) -> tuple[Rows, tuple]:
-    """Draw ids until row 0 has `target` ids or is done; the rows are donated."""
+    """Sample ids until row 0 has `target` ids or is done; the rows are donated."""
     model, sampling, target, stride = fixed
     start = rows.lengths[0]
     return _with_progress(decode_until(make_decode_step(model, sampling), rows, target[None]), start, stride, model)
@@ -363,9 +363,9 @@ def _continue(fixed: tuple[Model, SamplingState, Int[jax.Array, ""], int], rows:
 
 def _with_progress(rows: Rows, start: Int[jax.Array, ""], stride: int, model: Model) -> tuple[Rows, tuple]:
     """Return the rows, and what the host reads: row 0's length, flags, new ids from `start` on, and draft counts."""
-    most = stride + (model.draft.tokens if isinstance(model, SpeculativeModel) else 0)
-    padded = jnp.pad(rows.ids[0], (0, most))
-    new_ids = jax.lax.dynamic_slice_in_dim(padded, start, most)
+    max_new = stride + (model.draft.tokens if isinstance(model, SpeculativeModel) else 0)
+    padded = jnp.pad(rows.ids[0], (0, max_new))
+    new_ids = jax.lax.dynamic_slice_in_dim(padded, start, max_new)
     progress = (
         rows.lengths[0],
         rows.done[0],

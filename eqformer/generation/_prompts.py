@@ -32,7 +32,7 @@ class PaddedPrompts(NamedTuple):
     lengths: Int[jax.Array, "batch"]
     sizes: ProgramSizes
     initial_lengths: Int[jax.Array, "batch"]
-    """Ids in each row before the first draw: the prompt, or the one start id if an encoder reads the prompt."""
+    """Ids in each row before the first new token: the prompt, or the one start id if an encoder reads the prompt."""
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def pad_prompts(
     # With an encoder, the cross-attention's cache of the prompt has the same capacity, so the prompt must fit, too.
     capacity = max(width, round_up(longest, BUCKET)) if has_encoder else width
     if (limit := model.max_seq) is not None:
-        # The model never reads the last token that is drawn, so that token needs no position.
+        # The model never reads the last token that is sampled, so that token needs no position.
         if total - 1 > limit:
             prompt = "each row begins with the start id" if has_encoder else f"the longest prompt has {longest} tokens"
             raise ValueError(
@@ -165,7 +165,7 @@ def _split_rows(
             )
         if not row.size:
             raise ValueError(
-                f"generate(prompts): prompt {number} has 0 ids, but the first token is drawn after at least 1; "
+                f"generate(prompts): prompt {number} has 0 ids, but the first token is sampled after at least 1; "
                 "begin with the id that begins a text."
             )
         if not np.issubdtype(row.dtype, np.integer):
@@ -174,13 +174,13 @@ def _split_rows(
 
 
 class PrefixCaches:
-    """Caches of up to `most` prompt prefixes of whole chunks; the least recently used prefix is dropped.
+    """Caches of up to `max_caches` prompt prefixes of whole chunks; the least recently used prefix is dropped.
 
     A prefix is stored when a second prompt has it; the third and later prompts get a copy of the stored cache.
     """
 
-    def __init__(self, most: int, chunk: int):
-        self.most, self._chunk = most, chunk
+    def __init__(self, max_caches: int, chunk: int):
+        self.max_caches, self._chunk = max_caches, chunk
         self._caches: collections.OrderedDict[tuple[int, ...], PyTree] = collections.OrderedDict()
         self._earlier: collections.deque[tuple[int, ...]] = collections.deque(maxlen=_COMPARED)
 
@@ -190,7 +190,7 @@ class PrefixCaches:
         The cache is None if no prefix of the prompt is stored. `keep_at` is the length of a longer prefix that an
         earlier prompt has, too, or 0; the caller calls `keep` after reading that many ids.
         """
-        if not self.most:
+        if not self.max_caches:
             return None, 0, 0
         known = [ids for ids in self._caches if prompt[: len(ids)] == ids and len(ids) < len(prompt)]
         beginning = max(known, key=len, default=())
@@ -209,14 +209,14 @@ class PrefixCaches:
     def keep(self, beginning: tuple[int, ...], cache: PyTree) -> None:
         """Store a copy of the cache of a prefix."""
         self._caches.pop(beginning, None)
-        while len(self._caches) >= self.most:
+        while len(self._caches) >= self.max_caches:
             self._caches.popitem(last=False)
         self._caches[beginning] = _copy(cache)
 
     def _shared_length(self, prompt: tuple[int, ...], earlier: tuple[int, ...]) -> int:
         """Return how many ids in full chunks two prompts begin with; the last id of a prompt is always read."""
-        length, most = self._chunk, min(len(prompt) - 1, len(earlier))
-        while length <= most and prompt[length - self._chunk : length] == earlier[length - self._chunk : length]:
+        length, max_length = self._chunk, min(len(prompt) - 1, len(earlier))
+        while length <= max_length and prompt[length - self._chunk : length] == earlier[length - self._chunk : length]:
             length += self._chunk
         return length - self._chunk
 

@@ -11,13 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._shapes import as_tuple
 from ..nn import at_least_float32
-from ._decode import MOST_ALTERNATIVES
+from ._decode import MAX_ALTERNATIVES
 from ._transforms import clamp_setting, History, keep_top, MinP, RepetitionPenalty, sampling, Temperature, TopP
 
 
 MAX_PENALTY = 100.0
 """Largest presence and frequency penalty, which is far above the difference of most logits."""
-MOST_ENDS = 16
+MAX_ENDS = 16
 """Maximum number of ids that may end one text."""
 
 
@@ -28,49 +28,49 @@ class Request:
     prompt: Sequence[int]
     """Ids that the new ids follow, or that the model's encoder reads."""
     max_new_tokens: int = 256
-    """Maximum number of tokens to draw."""
+    """Maximum number of tokens to generate."""
     temperature: float | int = 0.0
-    """0 takes the likeliest token each time; 1 draws from the model's own distribution."""
+    """0 takes the likeliest token each time; 1 samples from the model's own distribution."""
     top_k: int | None = None
-    """Draw from the `top_k` likeliest tokens only."""
+    """Sample from the `top_k` likeliest tokens only."""
     top_p: float | int | None = None
-    """Draw from the likeliest tokens that together have this probability."""
+    """Sample from the likeliest tokens that together have this probability."""
     min_p: float | int | None = None
-    """Draw from the tokens that are at least this share as likely as the likeliest."""
+    """Sample from the tokens that are at least this share as likely as the likeliest."""
     repetition_penalty: float | int | None = None
     """Above 1: make tokens that are already in the row less likely."""
     presence_penalty: float | int = 0
-    """Number that is subtracted from the logits of each id that has been drawn already; the prompt does not count."""
+    """Number that is subtracted from the logits of each id that has been sampled already; the prompt does not count."""
     frequency_penalty: float | int = 0
-    """Number that is subtracted from the logits of an id for each time that the id has been drawn."""
+    """Number that is subtracted from the logits of an id for each time that the id has been sampled."""
     logit_bias: Mapping[int, float | int] = dataclasses.field(default_factory=dict)
     """Numbers that are added to the logits of ids before anything else; minus infinity forbids an id."""
     allowed: Callable[[list[int]], Bool[np.ndarray, "vocab"]] | None = None
     """A function of the new ids so far that says which ids may come next, such as a grammar. With it, the host is asked
     before each token of all rows."""
     end_of_text: int | Sequence[int] = ()
-    """The id, or ids, that end the text; the id that is drawn stays in the result."""
+    """The id, or ids, that end the text; the id that is sampled stays in the result."""
     ends: Callable[[list[int]], bool] | None = None
     """A function of the new ids so far that says whether the text has ended, for example at a string. The result holds
     the ids up to the first for which it is true."""
     seed: int = 0
-    """The draws depend on the seed, on `example` and on positions, like the draws of `generate(...,
+    """The samples depend on the seed, on `example` and on positions, like those of `generate(...,
     key=jax.random.key(seed), examples=[example])`."""
     example: int = 0
     """The row's number, as in `generate`'s `examples`."""
     alternatives: int = 0
-    """Number of the likeliest ids that the result reports beside each drawn id."""
+    """Number of the likeliest ids that the result reports beside each sampled id."""
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
-            raise ValueError(f"Request(max_new_tokens={self.max_new_tokens}): at least 1 token must be drawn.")
-        if not 0 <= self.alternatives <= MOST_ALTERNATIVES:
+            raise ValueError(f"Request(max_new_tokens={self.max_new_tokens}): at least 1 token must be generated.")
+        if not 0 <= self.alternatives <= MAX_ALTERNATIVES:
             raise ValueError(
-                f"Request(alternatives={self.alternatives}): from 0 to {MOST_ALTERNATIVES} likely ids can be reported."
+                f"Request(alternatives={self.alternatives}): from 0 to {MAX_ALTERNATIVES} likely ids can be reported."
             )
-        if len(self.end_ids) > MOST_ENDS:
+        if len(self.end_ids) > MAX_ENDS:
             raise ValueError(
-                f"Request(end_of_text): {len(self.end_ids)} ids end the text, but at most {MOST_ENDS} can; give fewer, "
+                f"Request(end_of_text): {len(self.end_ids)} ids end the text, but at most {MAX_ENDS} can; give fewer, "
                 "and find the others by `ends`."
             )
         for name in ("presence_penalty", "frequency_penalty"):
@@ -124,14 +124,14 @@ class Result:
     shared_length: int = 0
     """Number of ids of the prompt whose cache was copied from an earlier request."""
     ids: list[int] = dataclasses.field(default_factory=list)
-    """The ids that were drawn."""
+    """The ids that were sampled."""
     log_probabilities: list[float] = dataclasses.field(default_factory=list)
     """The log-probability of each id by the model's logits before any change, in nats."""
     alternatives: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
     """The likeliest ids in the place of each id, with their log-probabilities, as many as the request asks for."""
     finish: str = ""
     """Why the text ended: `"end"` of text, `"stop"` by the request's function, `"length"`, `"cancelled"` or `"error"`;
-    empty while it is drawn."""
+    empty while it is generated."""
     error: str = ""
     """The error that ended the request."""
 
@@ -144,13 +144,13 @@ class RowSampling(eqx.Module):
 
     bias: Float[Array, "batch vocab"]
     repetition_penalty: Float[Array, "batch"]
-    drawn_penalties: Float[Array, "batch presence_and_frequency"]
-    """Penalties of ids that have been drawn: for being among them, and for each time."""
+    new_id_penalties: Float[Array, "batch presence_and_frequency"]
+    """Penalties of ids that have been sampled: for being among them, and for each time."""
     temperature: Float[Array, "batch"]
     """0 takes the likeliest token."""
     top_k: Int[Array, "batch"]
     start: Int[Array, "batch"]
-    """Ids of each row before the first draw."""
+    """Ids of each row before the first new token."""
     top_p: Float[Array, "batch"]
     min_p: Float[Array, "batch"]
 
@@ -169,7 +169,7 @@ class RowSampling(eqx.Module):
         settings = {
             "bias": bias[None],
             "repetition_penalty": penalty,
-            "drawn_penalties": np.asarray([[request.presence_penalty, request.frequency_penalty]], np.float32),
+            "new_id_penalties": np.asarray([[request.presence_penalty, request.frequency_penalty]], np.float32),
             "temperature": temperature,
             "top_k": np.asarray([top_k], np.int32),
             "start": np.asarray([start], np.int32),
@@ -179,7 +179,7 @@ class RowSampling(eqx.Module):
         return RowSampling(**jax.device_put(settings))  # One transfer takes a third of the time of one for each array.
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Return the changed logits; ids that must not be drawn have minus infinity.
+        """Return the changed logits; ids that must not be sampled have minus infinity.
 
         A step with a draft passes several positions of each row, one after another.
         """
@@ -189,13 +189,13 @@ class RowSampling(eqx.Module):
         logits = logits.astype(at_least_float32(logits.dtype)) + self.bias
         # A penalty scatters ids, and a truncation sorts the vocabulary, so each runs only if a row asks for it.
         penalties, unchanged = self.repetition_penalty, lambda logits: logits
-        rows = (history.ids, history.lengths, self.start, self.drawn_penalties)
-        penalize_drawn = lambda logits: jax.vmap(_penalize_drawn)(logits, *rows)
+        rows = (history.ids, history.lengths, self.start, self.new_id_penalties)
+        penalize_new = lambda logits: jax.vmap(_penalize_new)(logits, *rows)
         penalize = lambda logits: jax.vmap(_penalize_row)(logits, history.ids, history.lengths, penalties)
         cut_top_k = lambda logits: jax.vmap(_cut_top_k)(logits, self.top_k)
         cut_top_p = lambda logits: jax.vmap(_cut_top_p)(logits, self.top_p)
         logits = jax.lax.cond(jnp.any(penalties != 1), penalize, unchanged, logits)
-        logits = jax.lax.cond(jnp.any(self.drawn_penalties != 0), penalize_drawn, unchanged, logits)
+        logits = jax.lax.cond(jnp.any(self.new_id_penalties != 0), penalize_new, unchanged, logits)
         logits = jax.vmap(_scale_row)(logits, self.temperature)
         logits = jax.lax.cond(jnp.any(self.top_k < logits.shape[1]), cut_top_k, unchanged, logits)
         logits = jax.lax.cond(jnp.any(self.top_p < 1), cut_top_p, unchanged, logits)
@@ -211,7 +211,7 @@ def _penalize_row(logits: _Logits, ids: Int[Array, "seq"], length: Int[Array, ""
     return eqx.tree_at(lambda t: t.penalty, RepetitionPenalty(1), penalty)(logits[None], history)[0]
 
 
-def _penalize_drawn(
+def _penalize_new(
     logits: _Logits,
     ids: Int[Array, "seq"],
     length: Int[Array, ""],
@@ -220,8 +220,8 @@ def _penalize_drawn(
 ) -> _Logits:
     """Subtract a row's presence and frequency penalties from the logits of the ids from `start` to `length`."""
     order, vocab = jnp.arange(len(ids)), len(logits)
-    drawn = jnp.where((order >= start) & (order < length), ids, vocab)  # Other ids are dropped.
-    counts = jnp.zeros(vocab, logits.dtype).at[drawn].add(1, mode="drop")
+    new_ids = jnp.where((order >= start) & (order < length), ids, vocab)  # Other ids are dropped.
+    counts = jnp.zeros(vocab, logits.dtype).at[new_ids].add(1, mode="drop")
     presence, frequency = penalties.astype(logits.dtype)
     return logits - presence * jnp.minimum(counts, 1) - frequency * counts
 

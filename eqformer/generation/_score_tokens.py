@@ -32,7 +32,7 @@ class TokenScores(NamedTuple):
     log_probabilities: Float[np.ndarray, "tokens"]
     """The log-probability of each id, in nats."""
     is_greedy: Bool[np.ndarray, "tokens"]
-    """Whether the id has the largest logit, so that greedy decoding would draw it."""
+    """Whether the id has the largest logit, so that greedy decoding would sample it."""
     alternative_ids: Int[np.ndarray, "tokens top"]
     """The likeliest ids in the place of each id, as many as are asked for."""
     alternative_log_probabilities: Float[np.ndarray, "tokens top"]

@@ -318,7 +318,7 @@ def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState
     repeated_history = jnp.repeat(history, count + 1, axis=0)
     probabilities = _probabilities(logits, repeated_history, (positions + 1).reshape(-1), sampling)
     logits, probabilities = (x.reshape(*checked_ids.shape, -1) for x in (logits, probabilities))
-    uniforms = _draw_uniforms(rows, count, sampling)
+    uniforms = _sample_uniforms(rows, count, sampling)
     accepted, residual = accept_proposals(probabilities, draft_probabilities, proposals, uniforms)
     model_token = sample_ids(jnp.log(residual), rows.lengths + accepted, sampling)
     new_ids = jnp.where(order < accepted[:, None], jnp.pad(proposals, [(0, 0), (0, 1)]), model_token[:, None])
@@ -352,7 +352,8 @@ def accept_proposals(
 
     A proposal with probability `q` by the draft and `p` by the model is accepted with probability `min(1, p / q)`,
     decided by its uniform number, if all earlier proposals are accepted. The token that replaces the first rejected
-    proposal is drawn in proportion to `max(p - q, 0)`. `probabilities` has one position more than there are proposals.
+    proposal is sampled in proportion to `max(p - q, 0)`. `probabilities` has one position more than there are
+    proposals.
     """
     index = proposals[..., None]
     target, draft = (
@@ -366,16 +367,16 @@ def accept_proposals(
     )
     residual = jnp.maximum(next_target - next_draft, 0)
     # The residual is zero if both distributions are equal up to rounding, or if the draft's distribution is NaN, whose
-    # proposals are never accepted. The next token is then drawn from the model's distribution.
+    # proposals are never accepted. The next token is then sampled from the model's distribution.
     return count, jnp.where(jnp.sum(residual, axis=1, keepdims=True) > 0, residual, next_target)
 
 
 def _propose(
     draft: Draft, rows: Rows, sampling: SamplingState
 ) -> tuple[Int[Array, "batch proposed"], Float[Array, "batch proposed vocab"], PyTree]:
-    """Draw tokens from the draft; return these tokens, their distributions, and the draft's cache.
+    """Sample tokens from the draft; return these tokens, their distributions, and the draft's cache.
 
-    The returned cache has read the rows' tokens, but not the drawn ones, since the model may reject them.
+    The returned cache has read the rows' tokens, but not the sampled ones, since the model may reject them.
     """
     draft_sampling = sampling.fold_in(_PROPOSAL_STREAM)
     positions = rows.cache.draft_length[:, None] + jnp.arange(draft.tokens + 1, dtype=jnp.int32)
@@ -420,8 +421,8 @@ def _probabilities(
     return jax.nn.softmax(sampling.transforms(logits, History(ids, lengths)), axis=-1)
 
 
-def _draw_uniforms(rows: Rows, count: int, sampling: SamplingState) -> Float[Array, "batch proposed"]:
-    """Draw one uniform number for each proposal, by its row and position; return zeros for greedy sampling."""
+def _sample_uniforms(rows: Rows, count: int, sampling: SamplingState) -> Float[Array, "batch proposed"]:
+    """Sample one uniform number for each proposal, by its row and position; return zeros for greedy sampling."""
     positions = rows.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
     if sampling.transforms.is_greedy:
         return jnp.zeros(positions.shape, jnp.float32)
@@ -435,5 +436,5 @@ def _write_tokens(
     return ids.at[jnp.arange(len(ids))[:, None], positions].set(new_ids, mode="drop")
 
 
-# Folded into the key, so that proposals, acceptance and the model's own draws at one position are independent.
+# Folded into the key, so that proposals, acceptance and the model's own samples at one position are independent.
 _PROPOSAL_STREAM, _ACCEPTANCE_STREAM = 2**31 - 2, 2**31 - 3

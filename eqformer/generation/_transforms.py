@@ -1,4 +1,4 @@
-"""Transforms of the logits before a token is drawn: temperature, truncations and a penalty.
+"""Transforms of the logits before a token is sampled: temperature, truncations and a penalty.
 
 Each transform is a module, and `chain` joins them in any order. All compute and return float32 at least. Extreme
 settings behave like their limit: where float32 would overflow, only the likeliest token stays. No setting turns finite
@@ -23,13 +23,13 @@ _ROUNDING = 8 * 2.0**-23
 
 @checked_fields
 class History(eqx.Module):
-    """The ids of each row before the draw, with its prompt; entries from a row's length on are unused."""
+    """The ids of each row so far, with its prompt; entries from a row's length on are unused."""
 
     ids: Int[Array, "batch seq"]
     lengths: Int[Array, "batch"]
 
 
-# `(logits, history) -> logits`, where a token that must not be drawn gets minus infinity.
+# `(logits, history) -> logits`, where a token that must not be sampled gets minus infinity.
 Transform = Callable[[Array, History], Array]
 
 
@@ -74,8 +74,8 @@ class TopK(eqx.Module):
         logits = _to_float32(logits)
         if self.top_k >= logits.shape[1]:
             return logits
-        least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
-        return _mask_logits(_select_top(logits, least, self.top_k), logits)
+        threshold = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
+        return _mask_logits(_select_top(logits, threshold, self.top_k), logits)
 
 
 class TopP(eqx.Module):
@@ -100,8 +100,8 @@ class TopP(eqx.Module):
         # The sums may round to 1 before the last token; but with `top_p` 1 all tokens must be kept.
         inside = (sums_before < threshold) | (self.top_p >= 1)
         count = jnp.maximum(jnp.sum(inside, axis=-1, keepdims=True), 1)
-        least = jnp.take_along_axis(falling, count - 1, axis=-1)
-        return _mask_logits(_select_top(logits, least, count), logits)
+        threshold = jnp.take_along_axis(falling, count - 1, axis=-1)
+        return _mask_logits(_select_top(logits, threshold, count), logits)
 
 
 class MinP(eqx.Module):
@@ -179,7 +179,7 @@ class Chain(eqx.Module):
                 raise ValueError(
                     f"{name}(logits, history): a transform returns one logit for each id, but from {previous.dtype}"
                     f"{[*previous.shape]} it made {logits.dtype}{[*logits.shape]}; return floats of the shape that it "
-                    "gets, minus infinity for ids that must not be drawn."
+                    "gets, minus infinity for ids that must not be sampled."
                 )
         return logits
 
@@ -214,8 +214,8 @@ def sampling(
 def keep_top(logits: Float[Array, "batch vocab"], top_k: Int[Array, ""]) -> Float[Array, "batch vocab"]:
     """Keep the `top_k` largest logits, as `TopK` does, for a number of tokens that is traced."""
     falling = -jnp.sort(-logits, axis=-1)
-    least = jax.lax.dynamic_slice_in_dim(falling, top_k - 1, 1, axis=1)
-    return _mask_logits(_select_top(logits, least, top_k), logits)
+    threshold = jax.lax.dynamic_slice_in_dim(falling, top_k - 1, 1, axis=1)
+    return _mask_logits(_select_top(logits, threshold, top_k), logits)
 
 
 def clamp_setting(setting: float | int) -> float:
@@ -251,10 +251,10 @@ def _mask_logits(keep: Bool[Array, "batch vocab"], logits: Float[Array, "batch v
 
 def _select_top(
     logits: Float[Array, "batch vocab"],
-    least: Float[Array, "batch 1"],
+    threshold: Float[Array, "batch 1"],
     count: int | Int[Array, ""] | Int[Array, "batch 1"],
 ) -> Bool[Array, "batch vocab"]:
-    """Select `count` logits: all above `least` and, of those equal to `least`, the ones with the lowest ids."""
-    above, equal = logits > least, logits == least
+    """Select `count` logits: all above `threshold` and, of those equal to `threshold`, the ones with the lowest ids."""
+    above, equal = logits > threshold, logits == threshold
     room = count - jnp.sum(above, axis=-1, keepdims=True)
     return above | (equal & (jnp.cumsum(equal, axis=-1) <= room))

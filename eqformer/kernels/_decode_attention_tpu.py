@@ -24,8 +24,8 @@ from ._platform import Ref, varying_of
 from .attention._call import apply_softcap, DecodeCall, if_given, lowest, ScoreSettings, StoredArrays
 
 
-_BLOCK_NUMBERS = 2**20  # most numbers of keys in a block: 2 MB in bfloat16, and as much is in flight
-_SCORES = 2**19  # most scores of a block: 2 MB, and as much for their exponentials
+_BLOCK_NUMBERS = 2**20  # maximum number of entries of keys in a block: 2 MB in bfloat16, and as much is in flight
+_SCORES = 2**19  # maximum number of scores of a block: 2 MB, and as much for their exponentials
 _SUBLANES = 8  # rows of a vector of float32 numbers
 _LEAST_BYTES = 2**18  # bytes of a head's slots in a row: reading so many takes as long as the start of a program
 

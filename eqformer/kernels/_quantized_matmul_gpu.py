@@ -104,8 +104,8 @@ def _multiply(call: QuantizedMatmulCall, interpret: bool) -> Float[Array, "*batc
     block, padded_rows = _block_bytes(call), padded_dim(rows)
     blocks, output_blocks = code_bytes // block, -(-outputs // _OUTPUTS)
     # A chunk's sums in float32 are written and read: with more chunks, they would be more bytes than the codes.
-    most_chunks = max(1, code_bytes // (8 * padded_rows))
-    chunk_blocks = -(-blocks // min(blocks, most_chunks, -(-_PROGRAMS // output_blocks)))
+    max_chunks = max(1, code_bytes // (8 * padded_rows))
+    chunk_blocks = -(-blocks // min(blocks, max_chunks, -(-_PROGRAMS // output_blocks)))
     chunks = -(-blocks // chunk_blocks)
     x = jnp.pad(vectors, ((0, padded_rows - rows), (0, 0))).reshape(padded_rows, code_bytes, parts)
     arrays = _ProgramArrays([x[:, :, part] for part in range(parts)], call.codes, call.scales, call.zeros)

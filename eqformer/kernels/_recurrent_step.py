@@ -194,11 +194,13 @@ def _choose_block(groups: int, heads: int, size: int) -> tuple[int, int]:
     The program has as many heads as fit in `_STATE_BYTES`, and at least the smallest divisor of `heads` that is a
     multiple of 8, or all heads of a group if there is no such divisor.
     """
-    most = _STATE_BYTES // size
-    if heads <= most:
-        return next(number for number in range(groups, 0, -1) if groups % number == 0 and number * heads <= most), heads
+    max_heads = _STATE_BYTES // size
+    if heads <= max_heads:
+        return next(
+            number for number in range(groups, 0, -1) if groups % number == 0 and number * heads <= max_heads
+        ), heads
     multiples_of_8 = [number for number in range(8, heads, 8) if heads % number == 0]
-    return 1, max((number for number in multiples_of_8 if number <= most), default=min([*multiples_of_8, heads]))
+    return 1, max((number for number in multiples_of_8 if number <= max_heads), default=min([*multiples_of_8, heads]))
 
 
 RECURRENT_STEP = Op(ReferenceStep(), (("tpu", StepTpu()),))

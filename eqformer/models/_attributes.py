@@ -104,16 +104,16 @@ class Attribute(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class Count(Attribute):
-    """One field that is a count or a divisor: a whole number of at least `least`."""
+    """One field that is a count or a divisor: a whole number of at least `minimum`."""
 
-    least: int = 1
+    minimum: int = 1
     """The smallest value."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value."""
         value = self.default
         for name in reversed(self.published_names):
-            value = published.count(name, value, self.least)
+            value = published.count(name, value, self.minimum)
         return {self.name: value}
 
 

@@ -19,16 +19,16 @@ LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 3.4028234663852886e38  # of int32 and of
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The least and the greatest value of a number; with `exclusive`, the number must be above `least`."""
+    """The minimum and the maximum of a number; with `exclusive`, the number must be above `minimum`."""
 
-    least: int | float
-    most: int | float
+    minimum: int | float
+    maximum: int | float
     exclusive: bool = False
     counts: str = ""
     """Unit of the number, if it is compared with a folder's arrays: `"entries"` of a dim, or `"layers"`."""
 
     def __contains__(self, value: int | float) -> bool:
-        return (self.least < value if self.exclusive else self.least <= value) and value <= self.most
+        return (self.minimum < value if self.exclusive else self.minimum <= value) and value <= self.maximum
 
 
 Size = Annotated[int, Range(1, LARGEST_INT, counts="entries")]
@@ -129,13 +129,13 @@ def describe_type(field_type: FieldType, value: object) -> str:
 def _describe_range(number_type: type, bounds: Range, value: Any) -> str:
     is_number = fits(value, number_type)
     name = "a finite number" if is_number and not _is_finite(value) else _NAMES[number_type]
-    if is_number and value > bounds.most and _is_finite(value):
-        most = f"{bounds.most:.9g}" if number_type is float else f"{bounds.most}"
-        return f"{name} of at most {most}"
-    if bounds.least <= -LARGEST_FLOAT:
+    if is_number and value > bounds.maximum and _is_finite(value):
+        maximum = f"{bounds.maximum:.9g}" if number_type is float else f"{bounds.maximum}"
+        return f"{name} of at most {maximum}"
+    if bounds.minimum <= -LARGEST_FLOAT:
         return name
-    upper = f" and at most {bounds.most:g}" if number_type is float and bounds.most < LARGEST_FLOAT else ""
-    return f"{name} {'above' if bounds.exclusive else 'of at least'} {bounds.least:g}{upper}"
+    upper = f" and at most {bounds.maximum:g}" if number_type is float and bounds.maximum < LARGEST_FLOAT else ""
+    return f"{name} {'above' if bounds.exclusive else 'of at least'} {bounds.minimum:g}{upper}"
 
 
 def _is_finite(value: int | float) -> bool:
@@ -265,9 +265,9 @@ class PublishedConfig:
             self.refuse(f"{name}={format_value(value)}: it must be {describe_type(field_type, value)}.")
         return convert(value, field_type)
 
-    def count(self, name: str, default: object = REQUIRED, least: int = 1) -> int:
-        """Return the attribute's value, a count or a divisor: a whole number, `least` or more."""
-        return self.read(name, Annotated[int, Range(least, LARGEST_INT)], default)
+    def count(self, name: str, default: object = REQUIRED, minimum: int = 1) -> int:
+        """Return the attribute's value, a count or a divisor: a whole number, `minimum` or more."""
+        return self.read(name, Annotated[int, Range(minimum, LARGEST_INT)], default)
 
     def number(self, name: str, default: object = REQUIRED) -> float:
         """Return the attribute's value, a finite number."""

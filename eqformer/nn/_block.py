@@ -43,15 +43,15 @@ class Dropout(RandomMask):
         return self.rate != 0
 
     def draw_mask(self, keys: Key[Array, "*batch seq"], channels: int) -> Bool[Array, "*batch seq embed"]:
-        """Draw the mask of channels that each token keeps."""
-        draw = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, (channels,)))
-        return draw(keys.reshape(-1)).reshape(*keys.shape, channels)
+        """Sample the mask of channels that each token keeps."""
+        sample = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, (channels,)))
+        return sample(keys.reshape(-1)).reshape(*keys.shape, channels)
 
     def apply_mask(
         self, x: Float[Array, "*batch seq embed"], mask: Bool[Array, "*batch seq embed"]
     ) -> Float[Array, "*batch seq embed"]:
         """Return `x / (1 - rate)` where the mask is set, else zero."""
-        # The name lets rematerialisation policies keep the mask, so that it is not drawn again.
+        # The name lets rematerialisation policies keep the mask, so that it is not sampled again.
         mask = checkpoint_name(mask, "dropout")
         return jnp.where(mask, x / (1 - self.rate), jnp.zeros_like(x))
 

@@ -27,7 +27,7 @@ class Embedding(TokenEmbedding):
     scale: float | None = eqx.field(static=True)
 
     def __init__(self, *, vocab: int, embed: int, std: float = 0.02, scale: float | None = None, key: Key[Array, ""]):
-        """Draw the table with standard deviation `std`."""
+        """Initialize the table with standard deviation `std`."""
         self.weight = std * jax.random.normal(key, (vocab, embed), jnp.float32)
         self.scale = scale
 
@@ -51,7 +51,7 @@ class LearnedPositions(PositionEmbedding):
     offset: int = eqx.field(static=True)
 
     def __init__(self, *, max_seq: int, embed: int, offset: int = 0, std: float = 0.01, key: Key[Array, ""]):
-        """Draw the table.
+        """Initialize the table.
 
         Args:
             max_seq: The number of positions.
@@ -82,7 +82,7 @@ class TokenTypes(PositionEmbedding):
     weight: Float[Array, "types embed"]
 
     def __init__(self, *, types: int, embed: int, std: float = 0.02, key: Key[Array, ""]):
-        """Draw the table with standard deviation `std`."""
+        """Initialize the table with standard deviation `std`."""
         self.weight = std * jax.random.normal(key, (types, embed), jnp.float32)
 
     @property
@@ -123,7 +123,7 @@ class PerLayerEmbedding(EmbeddingTable):
         scale: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the table.
+        """Initialize the table.
 
         Args:
             vocab: Number of token ids.
@@ -160,7 +160,7 @@ class PerLayerInputs(Module):
     scale: float = eqx.field(static=True)
 
     def __init__(self, *, vocab: int, embed: int, depth: int, mlp: int, eps: float = 1e-6, key: Key[Array, ""]):
-        """Draw the table and the map.
+        """Initialize the table and the map.
 
         Args:
             vocab: Number of token ids of the table.
@@ -202,7 +202,7 @@ class PerLayerGate(FeedForward):
         output_std: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the two maps.
+        """Initialize the two maps.
 
         Args:
             embed: Channels of the stream.

@@ -102,7 +102,7 @@ class Linear(DenseMap):
     bias: Float[Array, "..."] | None = named_by("outputs")
 
     def __init__(self, spec: str, *, bias: bool = False, std: float | None = None, key: Key[Array, ""], **sizes: int):
-        """Draw the weight from a normal distribution of deviation `std`, by default 1/sqrt(product of the input sizes).
+        """Initialize the weight normally with deviation `std`, by default 1/sqrt(product of the input sizes).
 
         `spec` is `"inputs -> outputs"`, and the size of every dim in it is passed by keyword. Raises a `ValueError` if
         the dims of `spec` and the sizes differ.

@@ -84,9 +84,9 @@ def with_lora(
 ) -> PyTree:
     """Return the model with a `LoRA` in the place of each chosen map; outputs are unchanged, because B is zero.
 
-    Each layer and expert has factors of its own, in float32. A is drawn with standard deviation `1 / sqrt(inputs)`. The
-    maps of a classifier are never chosen, since it is trained whole (`lora_factors`).
-    Raises a `ValueError` if `where` chooses no map, or a map that is a `LoRA` already.
+    Each layer and expert has factors of its own, in float32. A is initialized with standard deviation `1 /
+    sqrt(inputs)`. The maps of a classifier are never chosen, since it is trained whole (`lora_factors`). Raises a
+    `ValueError` if `where` chooses no map, or a map that is a `LoRA` already.
 
     Args:
         model: A tree of modules.

@@ -169,7 +169,7 @@ class MLP(FeedForward):
         output_std: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the two maps.
+        """Initialize the two maps.
 
         Args:
             embed: Channels of the input and the output.
@@ -211,7 +211,7 @@ class GatedMLP(FeedForward):
         output_std: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the three maps.
+        """Initialize the three maps.
 
         Args:
             embed: Channels of the input and the output.

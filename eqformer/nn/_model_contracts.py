@@ -71,9 +71,9 @@ class LayerStack(Layer):
 
 
 class RandomMask(Module):
-    """A random mask of a token's channels, drawn from the token's own key: the contract of `Dropout`.
+    """A random mask of a token's channels, sampled with the token's own key: the contract of `Dropout`.
 
-    The mask is the same in any batch and on any mesh. A device that holds some of the channels draws the mask of all
+    The mask is the same in any batch and on any mesh. A device that holds some of the channels samples the mask of all
     channels and applies its slice.
     """
 
@@ -84,7 +84,7 @@ class RandomMask(Module):
 
     @abc.abstractmethod
     def draw_mask(self, keys: Key[Array, "*batch seq"], channels: int) -> Shaped[Array, "*batch seq embed"]:
-        """Draw a number for each of the channels of each token."""
+        """Sample a number for each of the channels of each token."""
 
     @abc.abstractmethod
     def apply_mask(

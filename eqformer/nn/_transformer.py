@@ -74,7 +74,7 @@ class PredictionHead(Module):
         activation: Callable[[Array], Array] = gelu,
         key: Key[Array, ""],
     ):
-        """Draw the weights of the dense layer.
+        """Initialize the weights of the dense layer.
 
         Args:
             norm: Norm of the last layer's output.
@@ -250,7 +250,7 @@ class Transformer(LanguageModel):
         source = tokens.source
         if self.encoder is None or source is None or not source.is_of_ids:
             return tokens
-        # No layer of the target folds in this number, so source and target draw different dropout masks.
+        # No layer of the target folds in this number, so source and target sample different dropout masks.
         source_tokens = source.tokens.fold_in(_SOURCE)
         table = self.encoder.embedding
         if table is None:

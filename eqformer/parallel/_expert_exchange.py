@@ -28,7 +28,7 @@ from ._shard_map import vary, vary_like
 
 
 ExpertMethod = Literal["auto", "gather", "exchange"]
-MOST_GATHERED_BYTES = 2**30
+MAX_GATHERED_BYTES = 2**30
 """The most bytes of gathered rows that a device allocates at once; without a limit some layers would need terabytes."""
 LEAST_SLOTS = 64
 """The fewest slots for a pair of devices in an exchange; fewer would often overflow by chance, and need a second
@@ -70,7 +70,7 @@ def choose_expert_method(
 
     A gather sends each device all tokens of every other device. An exchange sends `top_k / devices` times as many
     vectors, and a padded one `factor` times that number. The exchange is chosen if it sends no more vectors than the
-    gather. It may send twice as many where a gather would make room for more than `MOST_GATHERED_BYTES`, because an
+    gather. It may send twice as many where a gather would make room for more than `MAX_GATHERED_BYTES`, because an
     exchange handles fewer rows. For few tokens, as in decoding, the gather is chosen.
 
     Args:
@@ -83,7 +83,7 @@ def choose_expert_method(
     """
     if method != "auto":
         return method
-    is_large = devices * tokens * top_k * row_bytes > MOST_GATHERED_BYTES
+    is_large = devices * tokens * top_k * row_bytes > MAX_GATHERED_BYTES
     sent = exchange.sent(tokens * top_k, devices)
     return "exchange" if LEAST_SLOTS * devices <= sent <= devices * tokens * (1 + is_large) else "gather"
 
@@ -93,7 +93,7 @@ def count_pieces(tokens: int, room_bytes: int) -> int:
     return next(
         pieces
         for pieces in range(1, tokens + 1)
-        if not tokens % pieces and room_bytes <= MOST_GATHERED_BYTES * pieces or pieces == tokens
+        if not tokens % pieces and room_bytes <= MAX_GATHERED_BYTES * pieces or pieces == tokens
     )
 
 

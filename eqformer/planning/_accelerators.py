@@ -257,10 +257,10 @@ def topology(text: str) -> Topology:
         raise ValueError(f"topology({text!r}): there is no accelerator {name!r}; known are {known}, as in v5e:16x16.")
     accelerator = ACCELERATORS[name]
     is_gpu = accelerator.platform == "cuda"
-    most = 2 if is_gpu or accelerator.links == 4 else 3
-    if not all(part.isdecimal() and int(part) for part in parts) or len(parts) > most:
+    max_dims = 2 if is_gpu or accelerator.links == 4 else 3
+    if not all(part.isdecimal() and int(part) for part in parts) or len(parts) > max_dims:
         shape = "GPUs of a machine x machines, 8 or 8x4" if is_gpu else "chips along each dim"
-        example = f"{name}:{'x'.join(['8', '4'] if is_gpu else ['4'] * most)}"
+        example = f"{name}:{'x'.join(['8', '4'] if is_gpu else ['4'] * max_dims)}"
         raise ValueError(f"topology({text!r}): give the shape after the name, {shape}, such as {example}.")
     shape = tuple(map(int, parts))
     machine_size = accelerator.switched

@@ -71,10 +71,10 @@ def _padded_rows(rows: int, row_bytes: int, devices: int, topology: Topology) ->
     """Return the rows of a device's slice once it is cut into equal chunks."""
     sides = [side for side in topology.shape if side > 1]
     tile = 2 * _TILE if sides == [2, 2] and devices == 4 else _TILE  # sent both ways round the ring at once
-    most = int(_CHUNKS[topology.accelerator.name] / (devices + 4) / row_bytes) // tile * tile
-    if rows <= 1 or most == 0:
+    chunk_rows = int(_CHUNKS[topology.accelerator.name] / (devices + 4) / row_bytes) // tile * tile
+    if rows <= 1 or chunk_rows == 0:
         return rows
-    chunks = math.ceil(rows / most)
+    chunks = math.ceil(rows / chunk_rows)
     return chunks * math.ceil(rows / chunks / tile) * tile if chunks > 1 else rows
 
 
@@ -163,7 +163,7 @@ class Forecast:
     @property
     def verdict(self) -> Verdict | None:
         """Whether the plan fits, as far as formulas can tell; None where the memory is not known."""
-        return None if self.memory is None else judge_formula(self.total, certain_bytes(self.held), self.memory)
+        return None if self.memory is None else judge_formula(self.total, exact_bytes(self.held), self.memory)
 
     def as_dict(self) -> JsonObject:
         """Return all figures as plain data; `fits` is None where only the compiler can tell."""
@@ -298,7 +298,7 @@ def decode_forecast(
     operations = flops_per_token(decoder, capacity, backward=False, attention="full") * rows / topology.devices
     products = operations / accelerator.peak(str(jnp.dtype(model.compute_dtype)))
     links = {cause: size / link_speed(cause, plan, speeds) for cause, size in sum_by_cause(sent).items()}
-    time = Roofline(products, read_by_decoding(memory_by_cause) / accelerator.bandwidth, links, (), 0.0, products)
+    time = Roofline(products, decode_read_bytes(memory_by_cause) / accelerator.bandwidth, links, (), 0.0, products)
     count = parameter_count(eqx.filter_eval_shape(nn.dequantize, model))
     return Forecast(topology, memory_by_cause, sent, time, count, operations, topology.devices)
 
@@ -310,11 +310,11 @@ def decode_held(served: parallel.ShardedModel, caches: PyTree) -> dict[str, int]
     return {"weights": weights - encoder, **encoder_bytes, "caches": placed_bytes(caches)[0]}
 
 
-def read_by_decoding(held: Mapping[str, int]) -> int:
+def decode_read_bytes(held: Mapping[str, int]) -> int:
     """Return the bytes that a decode step reads, of the causes in `decode_held`: all but the encoder."""
     return sum(size for cause, size in held.items() if cause != _ENCODER)
 
 
-def certain_bytes(held: Mapping[str, int]) -> int:
+def exact_bytes(held: Mapping[str, int]) -> int:
     """Return the bytes of the causes that formulas know exactly."""
     return sum(size for cause, size in held.items() if cause in _EXACT_CAUSES)

@@ -97,8 +97,8 @@ def step_bytes(
     updated = updated_bytes(states, state.pop(ON_HOST, 0))
     update = {"gradients": state.pop("gradients"), "moments in an update": updated}
     temporary = temporary_bytes(states, model, batch, platform)
-    most = max(temporary.held, update if updated else {}, key=lambda sizes: sum(sizes.values()))
-    estimate = state | most
+    larger_part = max(temporary.held, update if updated else {}, key=lambda sizes: sum(sizes.values()))
+    estimate = state | larger_part
     margin = math.ceil(sum(estimate.values()) * MAX_UNDERESTIMATE / (1 - MAX_UNDERESTIMATE))
     return temporary._replace(held=estimate | {MARGIN: margin})
 

@@ -11,7 +11,7 @@ from ..parallel import COLLECTIVES, STATE
 from ..program import bytes_sent, CompiledCosts, module_of, Transfer
 from ._accelerators import Accelerator
 from ._compile import Compilation
-from ._forecast import Forecast, read_by_decoding, topology_of
+from ._forecast import decode_read_bytes, Forecast, topology_of
 from ._held_bytes import Verdict
 from ._roofline import Roofline
 from ._search import Candidate, DecodePlan, PlanSearch, Proposal
@@ -153,7 +153,7 @@ def _program_lines(program: CompiledCosts, forecast: Forecast, accelerator: Acce
         lines.append(
             f"{program.cycles:,} cycles by its estimate, {busy:.4f} s at {accelerator.clock / 1e9:.2f} GHz: {share}"
         )
-    needed = read_by_decoding(forecast.held)
+    needed = decode_read_bytes(forecast.held)
     of_held = f", {program.moved / needed:.2f} of weights and caches" if "caches" in forecast.held else ""
     lines.append(f"reads and writes {gigabytes(program.moved)} of main memory{of_held}")
     sent, hidden, predicted = program.sent, program.hidden, sum(size for *_, size in forecast.sent)

@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
     """Bytes that a device sends in a step."""
     sent_by: tuple[Sent, ...] = ()
     """The same bytes by cause."""
-    least: int = 0
+    min_held: int = 0
     """Bytes that a device holds at least, whatever the compiler does."""
 
     @property
@@ -153,7 +153,7 @@ def search_plans(
             candidate,
             traced_bytes.total,
             step.step_time(candidate, traced_bytes.on_host),
-            judge_formula(traced_bytes.total, _forecast.certain_bytes(traced_bytes.held), step.memory),
+            judge_formula(traced_bytes.total, _forecast.exact_bytes(traced_bytes.held), step.memory),
         )
         for candidate, traced_bytes in fitting
     ]
@@ -211,9 +211,9 @@ class _PlannedStep:
             if state_size > self.memory:
                 break
             sent_by = tuple(sent_bytes(plan, variant, rows=rows, seq=seq, trained=self.states.optimizer.trained))
-            least = max(state_size, size_between_steps + activation_bytes(plan, variant, rows=rows, seq=seq))
+            min_held = max(state_size, size_between_steps + activation_bytes(plan, variant, rows=rows, seq=seq))
             sent = math.fsum(item.size for item in sent_by)
-            candidates.append(Candidate(plan, variant, state_size, sent, sent_by, least))
+            candidates.append(Candidate(plan, variant, state_size, sent, sent_by, min_held))
         return state_size, candidates
 
 
@@ -241,7 +241,7 @@ def _rank_by_shapes(
             show(number)
         state_size, candidates = step.make_candidates(mesh, zero)
         state_sizes += [] if state_size is None else [state_size]
-        ranked += [Proposal(candidate, candidate.least, step.step_time(candidate)) for candidate in candidates]
+        ranked += [Proposal(candidate, candidate.min_held, step.step_time(candidate)) for candidate in candidates]
     if not is_shown:
         show(len(meshes))
     return sorted(ranked, key=attrgetter("rank")), state_sizes

@@ -447,7 +447,7 @@ def name_transfers(transfers: Iterable[Transfer]) -> tuple[Sent, ...]:
 
     def to_sent(transfer: Transfer) -> Sent:
         name = transfer.named(COLLECTIVES)
-        return Sent(_cause_of(name), name or transfer.kind, transfer.least)
+        return Sent(_cause_of(name), name or transfer.kind, transfer.min_total)
 
     return tuple(_merge(map(to_sent, transfers)))
 

@@ -152,13 +152,13 @@ class _Walk:
         for buffer in new:
             changes[births[buffer]] += self.buffers[buffer].size
             changes[max(births[buffer], last_reads[buffer]) + 1] -= self.buffers[buffer].size
-        alive, most, peak_index = 0, -1, 0
+        alive, max_alive, peak_index = 0, -1, 0
         for index, peak in enumerate(inner):
             alive += changes[index]
-            if alive + peak.size > most:
-                most, peak_index = alive + peak.size, index
+            if alive + peak.size > max_alive:
+                max_alive, peak_index = alive + peak.size, index
         at_peak = [buffer for buffer in new if births[buffer] <= peak_index <= last_reads[buffer]]
-        return _Peak(max(most, 0), at_peak + inner[peak_index].buffers)
+        return _Peak(max(max_alive, 0), at_peak + inner[peak_index].buffers)
 
     def _run_line(self, line: hlo_text.Instruction, values: dict[str, Value]) -> tuple[Value, _Peak]:
         """Return the value of an instruction, and the peak of the computations that it calls."""

@@ -21,7 +21,7 @@ from ._hlo_text import called_computations, Computations, Instruction, is_backwa
 from ._ir import CONDITIONALS, Program, Transfer
 
 
-MOST_BUFFERS = 10  # buffers that `CompiledCosts` lists
+MAX_BUFFERS = 10  # buffers that `CompiledCosts` lists
 _CONTROL_FLOW = {"scan", "while", "call", "async-start", *CONDITIONALS}
 
 
@@ -164,12 +164,12 @@ class CompiledCosts:
     @property
     def sent(self) -> float:
         """Bytes that a device sends; a loop of unknown length counts as one iteration."""
-        return float(sum(transfer.least for transfer in self.transfers))
+        return float(sum(transfer.min_total for transfer in self.transfers))
 
     @property
     def hidden(self) -> float:
         """Bytes that a device sends while other work runs."""
-        return float(sum(transfer.least for transfer in self.transfers if transfer.hidden))
+        return float(sum(transfer.min_total for transfer in self.transfers if transfer.hidden))
 
     def as_dict(self) -> JsonObject:
         """Return all figures as plain data."""
@@ -214,7 +214,7 @@ def read_compiled(
     program = read_hlo(text, mesh=mesh)
     return dataclasses.replace(
         memory_only,
-        buffers=tuple(largest_buffers(text)[1][:MOST_BUFFERS]),
+        buffers=tuple(largest_buffers(text)[1][:MAX_BUFFERS]),
         operations=count_flops(program),
         moved=count_moved_bytes(program),
         cycles=count_cycles(program),

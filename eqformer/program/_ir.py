@@ -86,8 +86,8 @@ class Transfer:
         return None if self.times is None else self.sent * self.times
 
     @property
-    def least(self) -> float:
-        """Least bytes that a device sends in a run of the program: a loop of unknown length counts as one iteration."""
+    def min_total(self) -> float:
+        """Minimum of the bytes that a device sends in a run: a loop of unknown length counts as one iteration."""
         return self.sent if self.times is None else self.sent * self.times
 
     def named(self, names: Container[str]) -> str | None:

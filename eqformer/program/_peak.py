@@ -66,7 +66,7 @@ def _walk(program: Program, loop: Operation | None = None, placed: Collection[in
     unwritten = {*lifetimes.views, *lifetimes.fused, *_added_in_place(lifetimes), *_results_in_place(lifetimes, placed)}
     unwritten |= set() if loop is None else _carried_in_place(lifetimes, loop)
     alive: dict[int, int] = {}
-    most, parts = 0, []
+    peak, parts = 0, []
     for index, operation in enumerate(program.operations):
         operands = map(lifetimes.root, operation.reads)
         # Operands that no later operation reads, so that a result may be written over them.
@@ -87,11 +87,11 @@ def _walk(program: Program, loop: Operation | None = None, placed: Collection[in
         for values, (inner_size, inner_parts) in ((new, inside), (made_in_branch, (0, []))):
             alive |= {value: program.sizes[value] for value in values if value not in alive}
             size = sum(alive.values()) + inner_size
-            if size > most:
-                most = size
+            if size > peak:
+                peak = size
                 parts = [(_cause_of(lifetimes, value), size) for value, size in alive.items()] + inner_parts
         alive = {value: size for value, size in alive.items() if lifetimes.last_use(value) > index}
-    return most, parts
+    return peak, parts
 
 
 def _walk_bodies(operation: Operation, placed: Collection[int]) -> tuple[int, Parts]:
@@ -103,7 +103,7 @@ def _walk_bodies(operation: Operation, placed: Collection[int]) -> tuple[int, Pa
     if operation.kind == "while":
         return _walk(operation.bodies[0], operation)
     if operation.kind == "cond":
-        return max((_walk(body, placed=placed) for body in operation.bodies), key=lambda most: most[0])
+        return max((_walk(body, placed=placed) for body in operation.bodies), key=lambda peak: peak[0])
     return 0, []
 
 

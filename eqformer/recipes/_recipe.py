@@ -123,7 +123,7 @@ class Spikes:
     """A spike is a loss above this many times the median of the steps before it; None watches for none."""
     window: int = 50
     """Number of steps of that median."""
-    most: int = 3
+    max_rollbacks: int = 3
     """How often a run goes back before it ends with an error."""
 
 

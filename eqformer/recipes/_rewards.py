@@ -45,7 +45,7 @@ class RewardOptions:
     tokens: int = 64
     """Maximum number of new tokens of a completion."""
     temperature: float = 1.0
-    """Divisor of the logits from which completions are drawn."""
+    """Divisor of the logits from which completions are sampled."""
     kl_weight: float = 0.0
     """The weight of the KL divergence from the first model, or from the model without its low-rank changes."""
     clip_low: float | None = None
@@ -61,7 +61,7 @@ class RewardOptions:
     mask_truncated: bool = False
     """Completions that --tokens cuts off get weight 0, as in DAPO."""
     resample: int = 0
-    """How many times a step draws further prompts in place of groups whose rewards are all equal, as in DAPO."""
+    """How many times a step takes further prompts in place of groups whose rewards are all equal, as in DAPO."""
 
     @property
     def scales_rewards(self) -> bool:

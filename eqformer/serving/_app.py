@@ -214,7 +214,7 @@ class TextRoutes(ServerRoutes[TextService]):
     async def _complete(self, request: Request) -> Response:
         """Answer a request to `/v1/completions`."""
         service = self._service
-        body = parse_completion(await self._read_body(request), most_texts=service.limits.texts)
+        body = parse_completion(await self._read_body(request), max_texts=service.limits.texts)
         self._check_model(body.model)
         prompts = await service.encode_completion(body)
         writer = ResponseWriter("text_completion", "cmpl", self._name, self._token_text)
@@ -226,20 +226,20 @@ class TextRoutes(ServerRoutes[TextService]):
     async def _write_completion(
         self, body: CompletionRequest, prompts: Sequence[Prompt], writer: ResponseWriter
     ) -> JsonObject:
-        """Draw the texts of a completion, and return the response."""
+        """Generate the texts of a completion, and return the response."""
         options = body.options
-        draws = [ResponseText() for _ in range(len(prompts) * body.best_of)]
-        with self._service.admit(len(draws)):
+        texts = [ResponseText() for _ in range(len(prompts) * body.best_of)]
+        with self._service.admit(len(texts)):
             if options.max_new_tokens:
-                await self._draw(prompts, options, draws)
+                await self._generate(prompts, options, texts)
             echoes = [await self._echo(prompt, options) if body.echo else ResponseText() for prompt in prompts]
         choices = []
         for number, echo in enumerate(echoes):
-            for choice in _best(draws[number * body.best_of : (number + 1) * body.best_of], options.count):
+            for choice in _best(texts[number * body.best_of : (number + 1) * body.best_of], options.count):
                 tokens = None if options.alternatives is None else [*echo.tokens, *choice.tokens]
                 finish_reason = choice.finish_reason or "length"
                 choices.append(writer.completion_choice(len(choices), echo.text + choice.text, finish_reason, tokens))
-        return writer.response(choices, self._usage(prompts, draws))
+        return writer.response(choices, self._usage(prompts, texts))
 
     async def _echo(self, prompt: Prompt, options: TextOptions) -> ResponseText:
         """Return the text of a prompt, with the scores of its tokens if they are asked for."""
@@ -255,7 +255,7 @@ class TextRoutes(ServerRoutes[TextService]):
     async def _chat(self, request: Request) -> Response:
         """Answer a request to `/v1/chat/completions`."""
         service = self._service
-        body = parse_chat(await self._read_body(request), most_texts=service.limits.texts)
+        body = parse_chat(await self._read_body(request), max_texts=service.limits.texts)
         self._check_model(body.model)
         prompt = await service.encode_chat(body)
         writer = ResponseWriter("chat.completion", "chatcmpl", self._name, self._token_text)
@@ -264,23 +264,23 @@ class TextRoutes(ServerRoutes[TextService]):
         return _json_response(await self._until_deadline(request, self._write_chat(body, prompt, writer)))
 
     async def _write_chat(self, body: ChatRequest, prompt: Prompt, writer: ResponseWriter) -> JsonObject:
-        """Draw the answers of a chat, and return the response."""
-        draws = [ResponseText() for _ in range(body.options.count)]
-        with self._service.admit(len(draws)):
-            await self._draw([prompt], body.options, draws)
+        """Generate the answers of a chat, and return the response."""
+        texts = [ResponseText() for _ in range(body.options.count)]
+        with self._service.admit(len(texts)):
+            await self._generate([prompt], body.options, texts)
         choices = []
-        for number, choice in enumerate(draws):
+        for number, choice in enumerate(texts):
             content, calls, finish_reason = _split_tool_calls(_tool_parser(body), choice.text, choice.finish_reason)
             tokens = None if body.options.alternatives is None else choice.tokens
             message = chat_message(content, calls)
             choices.append(writer.chat_choice(number, message, finish_reason, tokens, delta=False))
-        return writer.response(choices, self._usage([prompt], draws))
+        return writer.response(choices, self._usage([prompt], texts))
 
-    async def _draw(self, prompts: Sequence[Prompt], options: TextOptions, draws: Sequence[ResponseText]) -> None:
-        """Draw texts, the same number for each prompt."""
-        async with contextlib.aclosing(merge(await self._start(prompts, options, len(draws)))) as pieces:
+    async def _generate(self, prompts: Sequence[Prompt], options: TextOptions, texts: Sequence[ResponseText]) -> None:
+        """Generate texts, the same number for each prompt."""
+        async with contextlib.aclosing(merge(await self._start(prompts, options, len(texts)))) as pieces:
             async for number, piece in pieces:
-                draws[number].add(piece)
+                texts[number].add(piece)
 
     async def _start(
         self, prompts: Sequence[Prompt], options: TextOptions, count: int
@@ -289,35 +289,35 @@ class TextRoutes(ServerRoutes[TextService]):
         numbers = range(count // len(prompts))
         return [await self._service.start(prompt, options, number) for prompt in prompts for number in numbers]
 
-    def _usage(self, prompts: Sequence[Prompt], draws: Sequence[ResponseText]) -> JsonObject:
+    def _usage(self, prompts: Sequence[Prompt], texts: Sequence[ResponseText]) -> JsonObject:
         tokens = sum(prompt.length for prompt in prompts)
         self._service.metrics.add("prompt_tokens", tokens)
-        return usage(tokens, [choice.result for choice in draws])
+        return usage(tokens, [choice.result for choice in texts])
 
     async def _stream_texts(self, options: TextOptions, prompts: Sequence[Prompt], events: "_Events") -> Response:
-        """Return a response that streams the texts of all prompts while they are drawn."""
+        """Return a response that streams the texts of all prompts while they are generated."""
         service = self._service
         if options.experts:
             service.check_experts()
-        draws = [ResponseText() for _ in range(len(prompts) * options.count)]
+        texts = [ResponseText() for _ in range(len(prompts) * options.count)]
         deadline = time.monotonic() + service.limits.seconds
         admitted = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(service.admit(len(draws)))
-            streams = await self._start(prompts, options, len(draws))
+            stack.enter_context(service.admit(len(texts)))
+            streams = await self._start(prompts, options, len(texts))
             admitted = stack.pop_all()
 
         async def write() -> AsyncGenerator[bytes, None]:
             try:
                 async with contextlib.aclosing(merge(streams)) as pieces:
                     async for number, piece in _pass_until(pieces, deadline, service.limits.seconds):
-                        draws[number].add(piece)
-                        for value in events.write(number, draws[number], piece):
+                        texts[number].add(piece)
+                        for value in events.write(number, texts[number], piece):
                             yield event(value)
-                counts = self._usage(prompts, draws)
+                counts = self._usage(prompts, texts)
                 if options.include_usage:
                     yield event(events.end(counts))
-                for number, choice in enumerate(draws if options.experts else ()):
+                for number, choice in enumerate(texts if options.experts else ()):
                     ids = choice.result.ids if choice.result else ()
                     for chosen in await service.trace_experts(prompts[number // options.count], ids):
                         yield event(events.end() | experts_fields(number, chosen))
@@ -344,7 +344,7 @@ class EmbeddingRoutes(ServerRoutes[EmbeddingService]):
 
     async def _embed(self, request: Request) -> Response:
         """Answer a request to `/v1/embeddings`."""
-        body = parse_embedding(await self._read_body(request), most_texts=self._service.limits.texts)
+        body = parse_embedding(await self._read_body(request), max_texts=self._service.limits.texts)
         self._check_model(body.model)
         content = await self._until_deadline(request, self._write_embeddings(body))
         return Response(content, media_type="application/json")
@@ -431,9 +431,9 @@ class _ChatEvents:
 _Events = _CompletionEvents | _ChatEvents
 
 
-def _best(draws: Sequence[ResponseText], count: int) -> Sequence[ResponseText]:
+def _best(texts: Sequence[ResponseText], count: int) -> Sequence[ResponseText]:
     """Return the texts with the highest mean log-probability; if all are asked for, keep their order."""
-    return draws if count == len(draws) else sorted(draws, key=lambda choice: -choice.mean_log_prob)[:count]
+    return texts if count == len(texts) else sorted(texts, key=lambda choice: -choice.mean_log_prob)[:count]
 
 
 def _tool_parser(body: ChatRequest) -> ToolCallParser | None:

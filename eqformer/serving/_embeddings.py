@@ -182,10 +182,12 @@ class EmbeddingService(Service):
 
     def _check_length(self, number: int, length: int) -> None:
         """Raise a `RequestError` for a text without a token, or with too many."""
-        most = min((limit for limit in (self.limits.prompt_tokens, self.capacity) if limit is not None), default=None)
+        max_tokens = min(
+            (limit for limit in (self.limits.prompt_tokens, self.capacity) if limit is not None), default=None
+        )
         if not length:
             message = f"input[{number}] has no token, and the tokenizer adds none; give at least a character."
             raise RequestError(400, message, parameter="input")
-        if most is not None and length > most:
-            message = f"input[{number}] has {length:,} tokens, but at most {most:,} are read; shorten it."
+        if max_tokens is not None and length > max_tokens:
+            message = f"input[{number}] has {length:,} tokens, but at most {max_tokens:,} are read; shorten it."
             raise RequestError(400, message, parameter="input", code="context_length_exceeded")

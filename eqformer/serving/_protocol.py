@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .._files import few_names, JsonObject, JsonValue, parse_json
-from ..generation import MOST_ALTERNATIVES
+from ..generation import MAX_ALTERNATIVES
 
 
 Number: TypeAlias = float | int
-MOST_STOPS = 16
+MAX_STOPS = 16
 """Maximum number of strings that may end one text."""
-MOST_BIASES = 1024
+MAX_BIASES = 1024
 """Maximum number of ids with a bias of their logits."""
 _MAX_SEED = 2**63 - 1
 _MAX_NUMBER = 1e9  # the largest number in a field; NaN fails the comparison with it, too
@@ -49,7 +49,7 @@ class TextOptions:
     """Settings that completions and chats share."""
 
     max_new_tokens: int | None
-    """Maximum number of tokens to draw; None: as many as fit."""
+    """Maximum number of tokens to generate; None: as many as fit."""
     temperature: Number
     top_p: Number | None
     top_k: int | None
@@ -81,7 +81,7 @@ class CompletionRequest:
     echo: bool
     """Whether each text begins with its prompt."""
     best_of: int
-    """Texts that are drawn for each prompt; the likeliest `options.count` are returned."""
+    """Texts that are generated for each prompt; the likeliest `options.count` are returned."""
     options: TextOptions
 
 
@@ -157,22 +157,22 @@ class Fields:
             raise self.error(name, "true or false", value)
         return default if value is None else value
 
-    def integer(self, name: str, least: int, most: int) -> int | None:
+    def integer(self, name: str, minimum: int, maximum: int) -> int | None:
         """Return an integer in bounds; None if it is absent."""
         value = self.take(name)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise self.error(name, f"an integer from {least:,} to {most:,}", value)
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.error(name, f"an integer from {minimum:,} to {maximum:,}", value)
         return value
 
-    def number(self, name: str, least: Number, most: Number) -> Number | None:
+    def number(self, name: str, minimum: Number, maximum: Number) -> Number | None:
         """Return a finite number in bounds; None if it is absent."""
         value = self.take(name)
         if value is None:
             return None
-        if not _is_number(value) or not least <= value <= most:
-            raise self.error(name, f"a number from {least:g} to {most:g}", value)
+        if not _is_number(value) or not minimum <= value <= maximum:
+            raise self.error(name, f"a number from {minimum:g} to {maximum:g}", value)
         return value
 
     def ignore(self, *names: str) -> None:
@@ -204,19 +204,19 @@ def parse_body(content: bytes) -> Fields:
         raise RequestError(400, f"the body must be JSON that can be read ({error}).") from None
 
 
-def parse_completion(fields: Fields, *, most_texts: int) -> CompletionRequest:
+def parse_completion(fields: Fields, *, max_texts: int) -> CompletionRequest:
     """Return the request of a body of `/v1/completions`; raise a `RequestError` for a body that breaks a rule.
 
-    `most_texts` is the maximum number of texts that one request may draw.
+    `max_texts` is the maximum number of texts that one request may generate.
     """
     model, prompts = _model(fields), _prompts(fields)
     fields.refuse("suffix", ("",), "the models continue a text and fill no gaps")
     echo = fields.flag("echo")
-    best_of = fields.integer("best_of", 1, most_texts)
-    alternatives = fields.integer("logprobs", 0, MOST_ALTERNATIVES)
-    least_tokens = 0 if echo else 1
-    max_new_tokens = fields.integer("max_tokens", least_tokens, 2**31 - 1)
-    options = _options(fields, 16 if max_new_tokens is None else max_new_tokens, alternatives, most_texts)
+    best_of = fields.integer("best_of", 1, max_texts)
+    alternatives = fields.integer("logprobs", 0, MAX_ALTERNATIVES)
+    min_tokens = 0 if echo else 1
+    max_new_tokens = fields.integer("max_tokens", min_tokens, 2**31 - 1)
+    options = _options(fields, 16 if max_new_tokens is None else max_new_tokens, alternatives, max_texts)
     fields.finish()
     best_of = options.count if best_of is None else best_of
     if best_of < options.count:
@@ -226,14 +226,14 @@ def parse_completion(fields: Fields, *, most_texts: int) -> CompletionRequest:
     if options.stream and (best_of > options.count or echo):
         name = "echo" if echo else "best_of"
         raise RequestError(400, f"{name} cannot be streamed; leave out {name} or stream.", parameter=name)
-    _check_count(len(prompts) * best_of, most_texts)
+    _check_count(len(prompts) * best_of, max_texts)
     return CompletionRequest(model, prompts, echo, best_of, options)
 
 
-def parse_chat(fields: Fields, *, most_texts: int) -> ChatRequest:
+def parse_chat(fields: Fields, *, max_texts: int) -> ChatRequest:
     """Return the request of a body of `/v1/chat/completions`; raise a `RequestError` for a body that breaks a rule.
 
-    `most_texts` is the maximum number of texts that one request may draw.
+    `max_texts` is the maximum number of texts that one request may generate.
     """
     model = _model(fields)
     messages = [_message(value, number) for number, value in enumerate(_list(fields, "messages", required=True))]
@@ -246,30 +246,30 @@ def parse_chat(fields: Fields, *, most_texts: int) -> ChatRequest:
     if not isinstance(template_options, dict) or {"messages", "tools", "add_generation_prompt"} & {*template_options}:
         raise fields.error("chat_template_kwargs", "an object of further variables of the template", template_options)
     has_log_probs = fields.flag("logprobs")
-    alternatives = fields.integer("top_logprobs", 0, MOST_ALTERNATIVES)
+    alternatives = fields.integer("top_logprobs", 0, MAX_ALTERNATIVES)
     if alternatives and not has_log_probs:
         raise RequestError(400, "top_logprobs needs logprobs: true.", parameter="top_logprobs")
     limits = [fields.integer(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
     max_new_tokens = limits[1] if limits[0] is None else limits[0]
-    options = _options(fields, max_new_tokens, (alternatives or 0) if has_log_probs else None, most_texts)
+    options = _options(fields, max_new_tokens, (alternatives or 0) if has_log_probs else None, max_texts)
     fields.ignore("parallel_tool_calls", "reasoning_effort", "verbosity")
     fields.refuse("modalities", (["text"],), "the models write text")
     fields.finish()
-    _check_count(options.count, most_texts)
+    _check_count(options.count, max_texts)
     return ChatRequest(model, messages, tools, forced_tools, schema, template_options, options)
 
 
-def parse_embedding(fields: Fields, *, most_texts: int) -> EmbeddingRequest:
+def parse_embedding(fields: Fields, *, max_texts: int) -> EmbeddingRequest:
     """Return the request of a body of `/v1/embeddings`; raise a `RequestError` for a body that breaks a rule.
 
-    `most_texts` is the maximum number of texts of one request.
+    `max_texts` is the maximum number of texts of one request.
     """
     model, texts = _model(fields), _prompts(fields, "input")
     if isinstance(texts[0], list):
         reason = "the body: input has token ids, but the encoder reads texts; send the texts themselves."
         raise RequestError(400, reason, parameter="input")
-    if len(texts) > most_texts:
-        message = f"input has {len(texts):,} texts, but at most {most_texts:,} are embedded for a request; send fewer."
+    if len(texts) > max_texts:
+        message = f"input has {len(texts):,} texts, but at most {max_texts:,} are embedded for a request; send fewer."
         raise RequestError(400, message, parameter="input")
     encoding = fields.text("encoding_format", "float")
     if encoding not in ("float", "base64"):
@@ -280,7 +280,7 @@ def parse_embedding(fields: Fields, *, most_texts: int) -> EmbeddingRequest:
     return EmbeddingRequest(model, [*map(str, texts)], dimensions, encoding == "base64", prompt_name)
 
 
-def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | None, most_texts: int) -> TextOptions:
+def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | None, max_texts: int) -> TextOptions:
     """Return the settings that completions and chats share."""
     stream, experts = fields.flag("stream"), fields.flag("experts")
     if experts and not stream:
@@ -291,7 +291,7 @@ def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | Non
     stream_options.finish()
     fields.ignore("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
     temperature = fields.number("temperature", 0, 100)
-    count = fields.integer("n", 1, most_texts)
+    count = fields.integer("n", 1, max_texts)
     return TextOptions(
         max_new_tokens=max_new_tokens,
         temperature=1.0 if temperature is None else temperature,
@@ -335,16 +335,16 @@ def _prompts(fields: Fields, name: str = "prompt") -> list[str] | list[list[int]
 def _stops(fields: Fields) -> tuple[str, ...]:
     value = fields.take("stop")
     stops = [] if value is None else [value] if isinstance(value, str) else value
-    is_list = isinstance(stops, list) and len(stops) <= MOST_STOPS
+    is_list = isinstance(stops, list) and len(stops) <= MAX_STOPS
     if not is_list or not all(isinstance(stop, str) and stop and _is_unicode(stop) for stop in stops):
-        raise fields.error("stop", f"a text, or a list of at most {MOST_STOPS} texts, none of them empty", value)
+        raise fields.error("stop", f"a text, or a list of at most {MAX_STOPS} texts, none of them empty", value)
     return tuple(stops)
 
 
 def _logit_bias(fields: Fields) -> dict[int, float]:
     value = fields.take("logit_bias", {})
-    rule = f"an object of at most {MOST_BIASES} token ids with numbers from -100 to 100"
-    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+    rule = f"an object of at most {MAX_BIASES} token ids with numbers from -100 to 100"
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise fields.error("logit_bias", rule, value)
     is_entry = lambda name, bias: name.isascii() and name.isdigit() and len(name) < 10 and _is_number(bias)
     if not all(is_entry(name, bias) and abs(bias) <= 100 for name, bias in value.items()):
@@ -357,10 +357,10 @@ def _seed(fields: Fields) -> int:
     return secrets.randbits(31) if seed is None else seed % 2**31
 
 
-def _above_zero(fields: Fields, name: str, most: Number) -> Number | None:
-    value = fields.number(name, 0, most)
+def _above_zero(fields: Fields, name: str, maximum: Number) -> Number | None:
+    value = fields.number(name, 0, maximum)
     if value == 0:
-        raise fields.error(name, f"a number above 0, and at most {most:g}", value)
+        raise fields.error(name, f"a number above 0, and at most {maximum:g}", value)
     return value
 
 
@@ -370,11 +370,9 @@ def _top_k(fields: Fields) -> int | None:
     return None if top_k in (-1, 0) else top_k
 
 
-def _check_count(count: int, most_texts: int) -> None:
-    if count > most_texts:
-        message = (
-            f"the request asks for {count} texts, but at most {most_texts} are drawn for a request; ask for fewer."
-        )
+def _check_count(count: int, max_texts: int) -> None:
+    if count > max_texts:
+        message = f"the request asks for {count} texts, but at most {max_texts} are generated; ask for fewer."
         raise RequestError(400, message, parameter="n")
 
 

@@ -143,7 +143,7 @@ class ResponseWriter:
             offsets.append(offset)
             offset += len(self._token_text(token.id))
         alternatives = [
-            # A drawn token that is not among the likeliest is listed, too.
+            # A sampled token that is not among the likeliest is listed, too.
             {self._show(likely): log_prob for likely, log_prob in token.alternatives}
             | {self._show(token.id): token.log_prob}
             for token in tokens

@@ -24,7 +24,7 @@ def make_app(service: TextService | EmbeddingService, *, name: str = "eqformer",
     `/v1/embeddings`. Raises an `ImportError` without the package `starlette`, which the extra `serve` installs.
 
     Args:
-        service: The service that draws the texts, or embeds them.
+        service: The service that generates the texts, or embeds them.
         name: The name of the model in requests.
         api_key: The key that requests to `/v1` must name; None: no key is needed.
     """
@@ -52,7 +52,7 @@ def serve(
     `ValueError` for an address that cannot be used.
 
     Args:
-        service: The service that draws the texts, or embeds them.
+        service: The service that generates the texts, or embeds them.
         host: The address that the server listens on; the default is reached from the same machine only.
         port: The port; 0 takes a free one.
         name: The name of the model in requests.
@@ -133,14 +133,14 @@ def _connection_class(limits: Limits) -> Any:
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol  # pyright: ignore[reportMissingImports]
 
-    most, idle = _max_connections(limits.connections), dict[Any, asyncio.TimerHandle]()
+    max_connections, idle = _max_connections(limits.connections), dict[Any, asyncio.TimerHandle]()
 
     class LimitedConnection(H11Protocol):
         """Connection that is closed when it is idle for too long."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
             super().connection_made(transport)
-            if len(self.connections) > most:
+            if len(self.connections) > max_connections:
                 longest = next(iter(idle), self)
                 longest.stop_waiting()
                 longest.transport.abort()
@@ -188,5 +188,5 @@ def _max_connections(wanted: int) -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         except (OSError, ValueError):
             logging.getLogger("eqformer").warning("the limit on open files stays at %d", soft)
-    most = wanted if soft == resource.RLIM_INFINITY else soft - _SPARE_FILES
-    return max(1, min(wanted, most))
+    available = wanted if soft == resource.RLIM_INFINITY else soft - _SPARE_FILES
+    return max(1, min(wanted, available))

@@ -1,4 +1,4 @@
-"""Draw the texts of a server's requests by one engine: limits, admission, replacement of a failed engine, draining."""
+"""Texts of a server's requests by one engine: limits, admission, replacement of a failed engine, draining."""
 
 import abc
 import asyncio
@@ -38,7 +38,7 @@ class Limits:
     new_tokens: int = 1024
     """Maximum number of new tokens of a text (400), and the default number for a chat."""
     texts: int = 16
-    """Maximum number of texts that one request may draw, over all of its prompts, or embed (400)."""
+    """Maximum number of texts that one request may generate, over all of its prompts, or embed (400)."""
     waiting: int = 64
     """Maximum number of texts that wait until others have ended (429)."""
     seconds: float | int = 300.0
@@ -127,11 +127,11 @@ class Service(abc.ABC):
         """Count `count` texts as active in the block; raise a `RequestError` if they cannot be taken."""
         if self.refusal:
             raise RequestError(503, f"{self.refusal}; try again later, or another server.", code="unavailable")
-        most = self.slots + self.limits.waiting
-        if count > most:
-            raise RequestError(400, f"the request has {count} texts, but {most} fit at once; ask for fewer.")
-        if self.active + count > most:
-            message = f"{self.active} texts are computed or wait, of at most {most}; try again later."
+        max_texts = self.slots + self.limits.waiting
+        if count > max_texts:
+            raise RequestError(400, f"the request has {count} texts, but {max_texts} fit at once; ask for fewer.")
+        if self.active + count > max_texts:
+            message = f"{self.active} texts are computed or wait, of at most {max_texts}; try again later."
             raise RequestError(429, message, code="queue_full")
         self.active += count
         try:
@@ -141,7 +141,7 @@ class Service(abc.ABC):
 
 
 class TextService(Service):
-    """Service that draws the texts of many requests with one engine."""
+    """Service that generates the texts of many requests with one engine."""
 
     def __init__(self, llm: LLM, *, limits: Limits | None = None, **engine_options: Any):
         """Prepare an engine.
@@ -163,7 +163,7 @@ class TextService(Service):
 
     @property
     def slots(self) -> int:
-        """Texts that are drawn at once."""
+        """Texts that are generated at once."""
         return self.engine.engine.slots
 
     @property
@@ -203,25 +203,25 @@ class TextService(Service):
         return prompt
 
     async def start(self, prompt: Prompt, options: TextOptions, example: int) -> AsyncGenerator[TextPiece, None]:
-        """Return the pieces of a text, which is drawn while they are read; closing the iterator ends the request.
+        """Return the pieces of a text, which is generated while they are read; closing the iterator ends the request.
 
         Raises a `RequestError` for settings that the engine refuses.
 
         Args:
             prompt: The prompt.
             options: The settings.
-            example: The text's index within its request, on which its random draws depend.
+            example: The text's index within its request, on which its random samples depend.
         """
         engine = self.engine
         decoder = _SpecialTokenDecoder(self.llm.tokenizer) if prompt.keeps_special_tokens else None
         # An encoder reads the prompt outside of the decoder's row, which then begins with the one start id.
         used = prompt.length if self.llm.model.start is None else 1
-        most = min(self.limits.new_tokens, engine.engine.capacity - used)
+        max_new_tokens = min(self.limits.new_tokens, engine.engine.capacity - used)
 
         def make_stream() -> AsyncGenerator[TextPiece, None]:
             request = TextRequest(
                 prompt.ids if prompt.messages is None else prompt.messages,
-                max_new_tokens=most if options.max_new_tokens is None else options.max_new_tokens,
+                max_new_tokens=max_new_tokens if options.max_new_tokens is None else options.max_new_tokens,
                 stop=options.stop,
                 temperature=options.temperature,
                 top_p=options.top_p,
@@ -273,7 +273,7 @@ class TextService(Service):
         return [chosen._replace(experts=chosen.experts[first:], weights=chosen.weights[first:]) for chosen in layers]
 
     def compile(self, progress: Callable[[str], object] = lambda line: None) -> None:
-        """Compile the programs of the engine by drawing short texts."""
+        """Compile the programs of the engine by generating short texts."""
         start = time.monotonic()
         engine = self.engine.engine
         # A prompt of one token more than a width is padded to the next width.
@@ -373,7 +373,7 @@ class TextService(Service):
             raise RequestError(400, message, parameter=parameter, code="context_length_exceeded")
         new = options.max_new_tokens or 0
         if new > limits.new_tokens:
-            message = f"max_tokens is {new:,}, but at most {limits.new_tokens:,} are drawn; ask for fewer."
+            message = f"max_tokens is {new:,}, but at most {limits.new_tokens:,} are generated; ask for fewer."
             raise RequestError(400, message, parameter="max_tokens")
         if self.llm.model.start is None and prompt.length + new > capacity:
             message = (

@@ -19,28 +19,28 @@ class GenerateOptions(TypedDict, total=False):
     """Keyword arguments that `LLM.generate` and `LLM.chat` share; each may be left out."""
 
     max_new_tokens: int
-    """Maximum number of tokens to draw for a text; 256 by default. A text that ends by itself is shorter."""
+    """Maximum number of tokens to generate for a text; 256 by default. A text that ends by itself is shorter."""
     stop: str | Sequence[str]
     """Strings that end a text, which does not contain them; none by default."""
     temperature: float | int
-    """0, the default, takes the likeliest token each time; 1 draws from the model's own distribution."""
+    """0, the default, takes the likeliest token each time; 1 samples from the model's own distribution."""
     top_k: int | None
-    """Draw from the `top_k` likeliest tokens only."""
+    """Sample from the `top_k` likeliest tokens only."""
     top_p: float | int | None
-    """Draw from the likeliest tokens that together have this probability."""
+    """Sample from the likeliest tokens that together have this probability."""
     min_p: float | int | None
-    """Draw from the tokens that are at least this share as likely as the likeliest."""
+    """Sample from the tokens that are at least this share as likely as the likeliest."""
     repetition_penalty: float | int | None
     """Above 1: make tokens that are already in the text less likely."""
     seed: int
-    """Seed of the draws, 0 by default: the same seed gives the same text."""
+    """Seed of the sampling, 0 by default: the same seed gives the same text."""
     batch_size: int | None
-    """Texts of a list that are drawn together; None, the default, draws all. The texts do not depend on it."""
+    """Texts of a list that are generated together; None, the default, generates all. The texts do not depend on it."""
     cache_dtype: str | None
     """Dtype of keys and values in the cache: None, the default, is the dtype in which they are computed; `"int8"` and
     `"fp8"` take less memory."""
     draft: "LLM | generation.Model | str | None"
-    """A smaller model that proposes tokens, or `"mtp"`, the model's own predictor. Drawing is faster, and the texts
+    """A smaller model that proposes tokens, or `"mtp"`, the model's own predictor. Generation is faster, and the texts
     have the same distribution."""
     draft_tokens: int
     """Tokens that the draft proposes at a time; 4 by default."""
@@ -73,7 +73,8 @@ class Settings:
     def __post_init__(self):
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(
-                f"generate(batch_size={self.batch_size}): at least 1 text must be drawn at a time; None draws all."
+                f"generate(batch_size={self.batch_size}): at least 1 text must be generated at a time; None generates "
+                "all together."
             )
         if not isinstance(self.stop, str | Sequence) or not all(isinstance(text, str) for text in self.stop):
             raise ValueError(
@@ -109,7 +110,7 @@ class Completion:
     text: str
     """The text, without the end of text and without a stop string."""
     ids: tuple[int, ...]
-    """Ids that were drawn, including the id or the ids of the stop string that ended the text."""
+    """Ids that were sampled, including the id or the ids of the stop string that ended the text."""
     log_probs: tuple[float, ...]
     """Log-probability of each id by the model's logits, before temperature and truncations, in nats."""
     finish_reason: Literal["stop", "length"]
@@ -192,13 +193,14 @@ class TextAssembler:
 
 
 class StreamedText(Iterator[str]):
-    """Iterator over the pieces of a text while it is drawn.
+    """Iterator over the pieces of a text while it is generated.
 
-    A piece is the text that one new id completes, and is often empty. Drawing goes on only while pieces are requested.
+    A piece is the text that one new id completes, and is often empty. Generation goes on only while pieces are
+    requested.
     """
 
     ids: list[int]
-    """Ids that have been drawn so far."""
+    """Ids that have been sampled so far."""
 
     def __init__(self, tokens: generation.TokenStream, assembler: TextAssembler):
         self.ids, self._tokens = [], tokens
@@ -222,7 +224,7 @@ class StreamedText(Iterator[str]):
 
 
 def complete(ids: Sequence[int], log_probs: Sequence[float], assembler: TextAssembler) -> Completion:
-    """Assemble the whole text of the ids that were drawn."""
+    """Assemble the whole text of the ids that were sampled."""
     pieces: list[str] = []
     for token in ids:
         pieces.append(assembler.push(token))
@@ -257,7 +259,7 @@ def generate_texts(
         prompts: The prompts.
         call: The name of the call, for errors.
         settings: The settings of the call.
-        stream: Whether to return an iterator over the text while it is drawn.
+        stream: Whether to return an iterator over the text while it is generated.
         log_probs: Whether to return the texts with their ids and log-probabilities.
     """
     if stream and (log_probs or len(prompts.rows) != 1):
@@ -276,7 +278,7 @@ def generate_texts(
 def _complete_rows(
     llm: "LLM", prompts: Prompts, start: int, size: int, settings: Settings, log_probs: bool
 ) -> Iterator[Completion]:
-    """Draw the texts of `size` prompts from number `start` on, together."""
+    """Generate the texts of `size` prompts from number `start` on, together."""
     numbers = range(len(prompts.rows))[start : start + size]
     assemblers = [_assembler(llm, prompts, number, settings) for number in numbers]
     counts = [0] * len(numbers)
@@ -291,7 +293,7 @@ def _complete_rows(
     result = generation.generate(
         llm.model,
         [prompts.rows[number] for number in numbers],
-        examples=list(numbers),  # The draws of a row depend on its number, and not on the batch.
+        examples=list(numbers),  # The samples of a row depend on its number, and not on the batch.
         log_probabilities=log_probs,
         ends_row=contains_stop if settings.stop else None,
         **_generation_options(llm, prompts, settings),
@@ -304,7 +306,7 @@ def _complete_rows(
 
 
 def _stream(llm: "LLM", prompts: Prompts, settings: Settings) -> StreamedText:
-    """Return the text of the only prompt; tokens are drawn while the caller reads the text."""
+    """Return the text of the only prompt; tokens are generated while the caller reads the text."""
     options = _generation_options(llm, prompts, settings)
     return StreamedText(generation.stream(llm.model, prompts.rows[0], **options), _assembler(llm, prompts, 0, settings))
 

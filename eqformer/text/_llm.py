@@ -77,12 +77,12 @@ class LLM:
     ) -> Result:
         """Continue a text, or each text of a list, and return the new text only.
 
-        All texts of a list are drawn together. Raises a `ValueError` for a prompt without tokens, for ids that the
+        All texts of a list are generated together. Raises a `ValueError` for a prompt without tokens, for ids that the
         model does not know, and for more tokens than learned positions.
 
         Args:
             prompts: A text, or a list of texts.
-            stream: Whether to return an iterator over the pieces of the text while it is drawn.
+            stream: Whether to return an iterator over the pieces of the text while it is generated.
             log_probs: Whether to return the text as a `Completion`, with its ids and their log-probabilities.
             **options: The `GenerateOptions`, such as `max_new_tokens`, `stop` and `temperature`.
         """
@@ -97,7 +97,7 @@ class LLM:
         if [] in rows:
             raise ValueError(
                 f"generate(prompts): prompt {rows.index([])} is empty, and the tokenizer adds no beginning of text, so "
-                "there is no token after which to draw; give at least one character."
+                "there is no token after which to continue; give at least one character."
             )
         # A model with an encoder starts a new text; other models continue the prompt's text.
         encoded = Prompts(texts, rows, rows if self.model.start is None else None)
@@ -133,7 +133,7 @@ class LLM:
         Args:
             messages: Messages such as `{"role": "user", "content": "Why is the sky blue?"}`, or a list of such lists.
             template_options: Further variables of the template, such as `{"enable_thinking": False}`.
-            stream: Whether to return an iterator over the pieces of the answer while it is drawn.
+            stream: Whether to return an iterator over the pieces of the answer while it is generated.
             log_probs: Whether to return the answer as a `Completion`, with its ids and their log-probabilities.
             **options: The `GenerateOptions`, such as `max_new_tokens`, `stop` and `temperature`.
         """
@@ -170,17 +170,17 @@ class LLM:
     ) -> TextEngine:
         """Return an engine that continues many texts and chats at once, each with settings of its own.
 
-        Texts may come and go at any time, and each is the text that `generate` or `chat` alone would draw. The engine
-        decodes with `model`, so the engine runs under the plan that `load` was given. Raises a `ValueError` for numbers
-        below 1 and for a draft that does not fit the model.
+        Texts may come and go at any time, and each is the text that `generate` or `chat` alone would generate. The
+        engine decodes with `model`, so the engine runs under the plan that `load` was given. Raises a `ValueError` for
+        numbers below 1 and for a draft that does not fit the model.
 
         Args:
-            slots: Texts that are drawn at once.
+            slots: Texts that are generated at once.
             capacity: Tokens of the longest text, with its prompt.
             prefill_chunk: Tokens of a prompt that are read at once; between two decoding steps, such a chunk is read
                 for each free slot.
-            stride: Maximum number of tokens of each text that the device draws before the host reads them. With a small
-                stride, texts stream more evenly; with a large stride, all texts are faster.
+            stride: Maximum number of tokens of each text that the device generates before the host reads them. With a
+                small stride, texts stream more evenly; with a large stride, all texts are faster.
             prefixes: Number of prompt prefixes whose caches are stored for later prompts with the same beginning.
             cache_dtype: Dtype of keys and values in the caches; None: the dtype in which they are computed.
             draft: A smaller model that proposes tokens; `"mtp"` is the model's own predictor.

@@ -22,7 +22,7 @@ class FileSummary(NamedTuple):
     errors: int
     """Rows written by this call that have an error instead of a text."""
     tokens: int
-    """Tokens that this call drew."""
+    """Tokens that this call generated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def complete_file(
     When all are written, they are put into the order of the rows. A killed process therefore loses only unfinished
     texts, and the same call, repeated, then writes the same file as an uninterrupted call.
 
-    All rows are read before anything is drawn. Raises a `ValueError` that names the line for a row that is no JSON
+    All rows are read before anything is generated. Raises a `ValueError` that names the line for a row that is no JSON
     object, has unknown fields, or is refused by `TextEngine.encode`; and for a target that another call has begun: with
     other rows, other settings or another `fingerprint`. A text that cannot go on has a line with its `error`.
 
@@ -69,7 +69,7 @@ def complete_file(
         target: The file of texts.
         request: The settings of rows that do not have them; its prompt is not read.
         ask: A function that turns a row's text into the prompt of a request, such as a list of messages.
-        best_of: Texts that are drawn for each row. All are written, the likeliest first.
+        best_of: Texts that are generated for each row. All are written, the likeliest first.
         log_probs: Whether to write the ids of each text and their log-probabilities.
         fingerprint: A string for everything else that the texts depend on, such as the name of the model.
         progress: A function that is called with the number of rows that this call has written and the number that it
@@ -77,7 +77,7 @@ def complete_file(
     """
     source, target = Path(source), Path(target)
     if best_of < 1:
-        raise ValueError(f"complete_file(best_of={best_of}): at least 1 text must be drawn for a row.")
+        raise ValueError(f"complete_file(best_of={best_of}): at least 1 text must be generated for a row.")
     if target.resolve() == source.resolve():
         raise ValueError(f"complete_file({str(source)!r}): the texts would replace the rows; write to another file.")
     values = [getattr(request, field.name) for field in dataclasses.fields(request) if field.name != "prompt"]
@@ -90,7 +90,7 @@ def complete_file(
     with target.open("a", encoding="utf-8", errors="backslashreplace") as file:
         remaining = [line for line in lines if line not in written]
         progress(0, len(remaining))
-        for done, (record, count) in enumerate(_draw(job, remaining, lines), 1):
+        for done, (record, count) in enumerate(_complete_rows(job, remaining, lines), 1):
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
             file.flush()
             errors, tokens = errors + ("error" in record), tokens + count
@@ -174,8 +174,10 @@ def _check_record(job: _PromptFileJob, number: int, content: bytes, lines: dict[
     return line
 
 
-def _draw(job: _PromptFileJob, remaining: Sequence[int], lines: dict[int, str]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield a record for each remaining row when its texts have ended, and the number of tokens that were drawn."""
+def _complete_rows(
+    job: _PromptFileJob, remaining: Sequence[int], lines: dict[int, str]
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield a record for each remaining row when its texts have ended, and the number of tokens that were generated."""
     positions = {line: position for position, line in enumerate(lines)}
     rows: list[tuple[int, dict[str, Any]]] = []
     samples: dict[int, list[TextResult]] = {}
@@ -192,13 +194,13 @@ def _draw(job: _PromptFileJob, remaining: Sequence[int], lines: dict[int, str]) 
 
     for result in job.engine.run(requests()):
         index = result.number // job.best_of
-        drawn = samples.setdefault(index, [])
-        drawn.append(result)
-        if len(drawn) == job.best_of:
+        results = samples.setdefault(index, [])
+        results.append(result)
+        if len(results) == job.best_of:
             line, row = rows[index]
             rows[index] = line, {}
             record = {"line": line, "row": row, "settings": job.settings, **_describe(job, samples.pop(index))}
-            yield record, sum(len(result.ids) for result in drawn)
+            yield record, sum(len(result.ids) for result in results)
 
 
 def _describe(job: _PromptFileJob, results: list[TextResult]) -> dict[str, Any]:

@@ -145,13 +145,13 @@ class Rollouts:
                 `nn.without_lora`, or `lambda model: frozen` for a copy; None: no reference.
             updates: Steps taken on each batch of completions; a run that is resumed between them samples anew.
             plan: The plan of the training step, under which the sharded model also samples; None: one device.
-            key: The key of the prompts' order and of all draws.
+            key: The key of the prompts' order and of all samples.
         """
         limits = {"prompts": prompts, "group": group, "max_new_tokens": max_new_tokens, "updates": updates}
         for name, value in (limits | {"resample": resample}).items():
-            if value < (least := {"group": 2, "resample": 0}.get(name, 1)):
+            if value < (minimum := {"group": 2, "resample": 0}.get(name, 1)):
                 reason = ", since rewards are compared within a group" if name == "group" else ""
-                raise ValueError(f"Rollouts({name}={value}): it must be at least {least}{reason}.")
+                raise ValueError(f"Rollouts({name}={value}): it must be at least {minimum}{reason}.")
         if not 0 < temperature < float("inf"):
             raise ValueError(
                 f"Rollouts(temperature={temperature}): completions are sampled, so the temperature must be above 0."
@@ -183,7 +183,7 @@ class Rollouts:
     def greedy_reward(self, model: PyTree) -> float:
         """Return the mean reward of greedy completions of all rows, which may be rows that no step trains on.
 
-        Each batch that is generated has as many completions as a step. Nothing is drawn, so the key has no effect.
+        Each batch that is generated has as many completions as a step. Nothing is generated, so the key has no effect.
         """
         decoding_model, size, rewards = self._decoding_model(model), self._prompts * self._group, list[float]()
         for start in range(0, len(self._rows), size):
@@ -385,7 +385,7 @@ def _fit_rows(model: generation.Model, prompts: Sequence[Sequence[int]], max_new
     if any(encoding.changes_within(longest) for encoding in nn.modules(model, nn.PositionEncoding)):
         raise ValueError(
             f"Rollouts(llm): rotary frequencies of this model depend on the length of a row within {longest} tokens, "
-            "so a completion's log-probabilities would differ from those while it was drawn; ask for shorter rows."
+            "so a completion's log-probabilities would differ from those while it was generated; ask for shorter rows."
         )
     unit = 16 if longest <= 64 else 64
     rounded = -(-longest // unit) * unit

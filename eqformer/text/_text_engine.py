@@ -28,17 +28,17 @@ class TextRequest:
     """A text to continue, a list of messages to answer in the model's chat template, or ids to continue."""
     _: dataclasses.KW_ONLY
     max_new_tokens: int | None = 256
-    """Maximum number of tokens to draw; None: as many as fit into the engine's rows after the prompt."""
+    """Maximum number of tokens to generate; None: as many as fit into the engine's rows after the prompt."""
     stop: str | Sequence[str] = ()
     """Strings that end the text, which does not contain them."""
     temperature: float | int = 0.0
-    """0 takes the likeliest token each time; 1 draws from the model's own distribution."""
+    """0 takes the likeliest token each time; 1 samples from the model's own distribution."""
     top_k: int | None = None
-    """Draw from the `top_k` likeliest tokens only."""
+    """Sample from the `top_k` likeliest tokens only."""
     top_p: float | int | None = None
-    """Draw from the likeliest tokens that together have this probability."""
+    """Sample from the likeliest tokens that together have this probability."""
     min_p: float | int | None = None
-    """Draw from the tokens that are at least this share as likely as the likeliest."""
+    """Sample from the tokens that are at least this share as likely as the likeliest."""
     repetition_penalty: float | int | None = None
     """Above 1: make tokens that are already in the row less likely."""
     presence_penalty: float | int = 0
@@ -51,12 +51,12 @@ class TextRequest:
     allowed: Callable[[list[int]], Bool[np.ndarray, "vocab"]] | Grammar | None = None
     """The grammar of the text, or a function of the new ids so far that says which ids may come next."""
     seed: int = 0
-    """Seed of the draws: the same seed and example give the same text."""
+    """Seed of the sampling: the same seed and example give the same text."""
     example: int | None = None
-    """The number of the text, which the draws depend on, too; None: its position in the list of `run`, or 0. Samples of
-    one prompt get the numbers 0, 1, ..."""
+    """The number of the text, which the samples depend on, too; None: its position in the list of `run`, or 0. Samples
+    of one prompt get the numbers 0, 1, ..."""
     alternatives: int = 0
-    """Number of the likeliest ids that a stream reports beside each drawn id."""
+    """Number of the likeliest ids that a stream reports beside each sampled id."""
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further variables of the chat template, such as `{"enable_thinking": False}`."""
 
@@ -145,7 +145,7 @@ class TextResult:
     text: str
     """The new text, without the end of text and without a stop string."""
     ids: tuple[int, ...]
-    """Ids that were drawn, including the id or the ids of the stop string that ended the text."""
+    """Ids that were sampled, including the id or the ids of the stop string that ended the text."""
     log_probs: tuple[float, ...]
     """Log-probability of each id by the model's logits, before anything changes them, in nats."""
     finish_reason: FinishReason
@@ -161,7 +161,7 @@ class TextResult:
 
 @dataclasses.dataclass(frozen=True)
 class TextPiece:
-    """A further piece of a text while it is drawn."""
+    """A further piece of a text while it is generated."""
 
     text: str
     """The text that the new ids complete; empty while a character or a possible stop string is incomplete."""
@@ -268,10 +268,10 @@ class TextEngine:
         prompt_ids: Sequence[int] | None = None,
         decoder: data.Tokenizer | None = None,
     ) -> AsyncGenerator[TextPiece, None]:
-        """Return an asynchronous iterator over the pieces of a text while it is drawn; the last one has the `result`.
+        """Return an asynchronous iterator over the pieces of a text while it is generated; the last has the `result`.
 
-        Raises the errors of `encode` at this call, before anything is drawn. No piece splits a character or holds the
-        beginning of a stop string. Closing the iterator (`aclose`) cancels the request.
+        Raises the errors of `encode` at this call, before anything is generated. No piece splits a character or holds
+        the beginning of a stop string. Closing the iterator (`aclose`) cancels the request.
 
         Args:
             request: The request.
@@ -330,14 +330,14 @@ class TextEngine:
         if not len(ids):
             raise ValueError(
                 "TextRequest(prompt): the prompt is empty, and the tokenizer adds no beginning of text, so there is no "
-                "token after which to draw; give at least one character."
+                "token after which to continue; give at least one character."
             )
         if isinstance(prompt, str) and self._draft is not None:
             check_draft_ids(self.llm, self._draft, [prompt])
         return ids
 
     def _count_new_tokens(self, request: TextRequest, prompt_length: int) -> int:
-        """Return the maximum number of tokens to draw."""
+        """Return the maximum number of tokens to generate."""
         if request.max_new_tokens is not None:
             return request.max_new_tokens
         used = prompt_length if self.llm.model.start is None else 1

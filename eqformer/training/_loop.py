@@ -291,23 +291,25 @@ class LossSpikes(Callback):
 
     A spike is a loss above `factor` times the median of the `window` losses before it. As with PaLM (arXiv 2204.02311,
     section 5.1), the run returns to its last checkpoint and skips the batches of the steps since, the spike's own batch
-    included. It does so at most `most` times, and then ends with the error.
+    included. It does so at most `max_rollbacks` times, and then ends with the error.
 
     The skipped batches follow from the checkpoints alone, which save `record()`: a run that is killed and started again
     skips the same batches and computes the same numbers. Pass this callback before `Checkpoints`, so that no spike is
     saved. It waits for each step.
     """
 
-    def __init__(self, factor: float | None, *, window: int = 50, most: int = 3):
+    def __init__(self, factor: float | None, *, window: int = 50, max_rollbacks: int = 3):
         """`factor=None` looks for no spikes, waits for no step, and only skips the batches that a checkpoint names.
 
-        Raises a `ValueError` for a factor of 1 or less, and for a window or a `most` below 1.
+        Raises a `ValueError` for a factor of 1 or less, and for a `window` or `max_rollbacks` below 1.
         """
         if factor is not None and not factor > 1:
             raise ValueError(f"LossSpikes(factor={factor}): a spike is above the losses before it; give more than 1.")
-        if window < 1 or most < 1:
-            raise ValueError(f"LossSpikes(window={window}, most={most}): give at least 1 for each of the two.")
-        self._factor, self._most = factor, most
+        if window < 1 or max_rollbacks < 1:
+            raise ValueError(
+                f"LossSpikes(window={window}, max_rollbacks={max_rollbacks}): give at least 1 for each of the two."
+            )
+        self._factor, self._max_rollbacks = factor, max_rollbacks
         self._losses: deque[float] = deque(maxlen=window)
         self._skipped: list[tuple[int, int]] = []
         self._spike_step: int | None = None
@@ -346,7 +348,7 @@ class LossSpikes(Callback):
             try:
                 return run()
             except LossSpikeError as error:
-                if len(self._skipped) >= self._most:
+                if len(self._skipped) >= self._max_rollbacks:
                     raise
                 self._spike_step = error.step
                 note(f"{error} The run goes back to its last checkpoint and leaves out the batches since.")
@@ -364,7 +366,7 @@ class LossSpikes(Callback):
                 raise LossSpikeError(
                     f"step {run.step}: the loss is {loss:.4g}, above {self._factor:g} times {median:.4g}, the median "
                     f"of the {len(self._losses)} steps before; the run has gone back {len(self._skipped)} of at most "
-                    f"{self._most} times.",
+                    f"{self._max_rollbacks} times.",
                     run.step,
                 )
         self._losses.append(loss)

@@ -24,9 +24,11 @@ def checks(rounds: int) -> Iterator[Row]:
                 times.setdefault(name, {kind: [] for kind in CHECKS})[kind].append(seconds)
     for name, seconds_of in times.items():
         for kind, label in CHECKS.items():
-            least, most = (1000 * choose(seconds_of[kind]) for choose in (min, max))
+            fastest, slowest = (1000 * choose(seconds_of[kind]) for choose in (min, max))
             ratio = None if kind == "none" else min(seconds_of[kind]) / min(seconds_of["none"])
-            yield Row(f"checks: {name}", label, least, "ms", ratio, f"{least:.3g} to {most:.3g} ms of processor time")
+            yield Row(
+                f"checks: {name}", label, fastest, "ms", ratio, f"{fastest:.3g} to {slowest:.3g} ms of processor time"
+            )
 
 
 def _measure(kind: str) -> dict[str, float]:

@@ -49,10 +49,10 @@ def engine(rounds: int) -> Iterator[Row]:
 
 def make_requests(vocab: int, count: int) -> list[Request]:
     """Return requests with prompts of 8 to 120 ids and 8 to 96 new tokens; one alone has a prompt of 64 and 64 new."""
-    draw = np.random.default_rng(0)
-    lengths = draw.integers(8, 121, count) if count > 1 else [64]
-    new = draw.integers(8, 97, count) if count > 1 else [64]
-    return [Request(draw.integers(1, vocab, n).tolist(), int(m)) for n, m in zip(lengths, new)]
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(8, 121, count) if count > 1 else [64]
+    new = rng.integers(8, 97, count) if count > 1 else [64]
+    return [Request(rng.integers(1, vocab, n).tolist(), int(m)) for n, m in zip(lengths, new)]
 
 
 def _llama_cpp_context(config: models.LlamaConfig, slots: int) -> _llama_cpp.Context:

@@ -25,13 +25,13 @@ OF_KERNELS, OF_MODELS, IN_8_BITS = 0.02, 0.06, 0.2  # Largest distances, as shar
 
 
 class Check(NamedTuple):
-    """A function of 16-bit arrays, and the same of float32 arrays; `most` is their largest distance, of a norm."""
+    """A function of 16-bit arrays, and the same of float32 arrays; `max_error` is their largest distance, of a norm."""
 
     name: str
     run: Callable[[Any], Any]
     reference: Callable[[Any], Any]
     make_inputs: Callable[[], Any]
-    most: float = OF_KERNELS
+    max_error: float = OF_KERNELS
 
 
 Programs = tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -74,7 +74,7 @@ SIZES = {"layers": 2, "vocab": 256, "mlp": 1024}
 def numbers(seq: int = 1024, names: dict[str, float] = MODELS, sizes: dict[str, Any] = SIZES) -> Result:
     """Measure how far results and gradients are off, the worst of them: a row for each kernel and kind of model."""
     checks = itertools.chain(_attentions(seq), _caches(seq, sizes), _experts(8 * seq))
-    all_checks = [*checks, *(_model(name, min(seq, 256), most) for name, most in names.items())]
+    all_checks = [*checks, *(_model(name, min(seq, 256), max_error) for name, max_error in names.items())]
     with ThreadPoolExecutor() as pool:
         programs = [pool.submit(compile_check, check) for check in all_checks]
     # They run after all are compiled, and one after another, since a GPU records one graph at a time.
@@ -106,7 +106,11 @@ def check_row(check: Check, programs: Callable[[], Programs]) -> Row:
         return Row(GROUP, check.name, note=f"{type(error).__name__}: {explain_error(error)[0]}")
     if not math.isfinite(off):
         return Row(GROUP, check.name, note="WRONG: some of it is not finite")
-    note = f"WRONG: more than {1e3 * check.most:.0f}" if off > check.most else f"at most {1e3 * check.most:.0f}"
+    note = (
+        f"WRONG: more than {1e3 * check.max_error:.0f}"
+        if off > check.max_error
+        else f"at most {1e3 * check.max_error:.0f}"
+    )
     return Row(GROUP, check.name, 1e3 * off, UNIT, None, note)
 
 
@@ -243,12 +247,12 @@ def _apply_experts(sizes: jax.Array, change: Callable[[nn.Experts], nn.Experts],
     return _with_gradients(lambda inputs: change(experts(inputs)).sorted_rows(inputs[3], sizes), inputs)
 
 
-def _model(name: str, seq: int, most: float) -> Check:
+def _model(name: str, seq: int, max_error: float) -> Check:
     """Return a check of a model's loss and gradients in bfloat16 against float32."""
     mixed, wide = (
         partial(_gradients, seq, precision) for precision in (nn.Precision(compute="bfloat16"), nn.Precision())
     )
-    return Check(f"gradients, {name}", mixed, wide, partial(_build, models.preset(name), nn.Precision()), most)
+    return Check(f"gradients, {name}", mixed, wide, partial(_build, models.preset(name), nn.Precision()), max_error)
 
 
 def _gradients(seq: int, precision: nn.Precision, model: nn.Transformer) -> Any:

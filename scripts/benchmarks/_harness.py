@@ -70,19 +70,19 @@ def _time_backends(
 
 def _make_choices() -> list[tuple[str, str]]:
     """Return pairs of a context and an answer; the answers of a document share its context."""
-    draw = np.random.default_rng(0)
-    contexts = [_random_text(draw, CONTEXT) for _ in range(DOCUMENTS)]
-    return [(context, " " + _random_text(draw, ANSWER)) for context in contexts for _ in range(CHOICES)]
+    rng = np.random.default_rng(0)
+    contexts = [_random_text(rng, CONTEXT) for _ in range(DOCUMENTS)]
+    return [(context, " " + _random_text(rng, ANSWER)) for context in contexts for _ in range(CHOICES)]
 
 
 def _make_prompts(shared: int = 0) -> list[tuple[str, dict[str, Any]]]:
     """Return prompts with the options of their generation; `shared` bytes of examples are before all of them."""
-    draw = np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     options = {"until": ["\n\n"], "max_gen_toks": NEW, "do_sample": False}
     examples = _random_text(np.random.default_rng(2), (shared, shared + 1)) if shared else ""
-    return [(examples + _random_text(draw, CONTEXT), dict(options)) for _ in range(DOCUMENTS)]
+    return [(examples + _random_text(rng, CONTEXT), dict(options)) for _ in range(DOCUMENTS)]
 
 
-def _random_text(draw: np.random.Generator, lengths: tuple[int, int]) -> str:
+def _random_text(rng: np.random.Generator, lengths: tuple[int, int]) -> str:
     """Return a text of random letters."""
-    return "".join(chr(number) for number in draw.integers(97, 123, draw.integers(*lengths)))
+    return "".join(chr(number) for number in rng.integers(97, 123, rng.integers(*lengths)))

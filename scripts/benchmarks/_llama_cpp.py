@@ -36,7 +36,7 @@ def write_model(path: Path, numbers: LlamaConfig, max_length: int) -> None:
     writer.add_layer_norm_rms_eps(numbers.eps)
     writer.add_vocab_size(numbers.vocab)
     writer.add_tokenizer_model("no_vocab")
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     queries, keys = numbers.heads * head_dim, numbers.kv_heads * head_dim
     layer_shapes = {
         "attn_q": (queries, numbers.embed),
@@ -52,7 +52,7 @@ def write_model(path: Path, numbers: LlamaConfig, max_length: int) -> None:
     if not numbers.tied:
         shapes["output"] = (numbers.vocab, numbers.embed)
     for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", (draw.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32))
+        writer.add_tensor(f"{name}.weight", (rng.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32))
     norms = [f"blk.{layer}.{name}" for layer in range(numbers.layers) for name in ("attn_norm", "ffn_norm")]
     for name in (*norms, "output_norm"):
         writer.add_tensor(f"{name}.weight", np.ones(numbers.embed, np.float32))

@@ -206,7 +206,7 @@ def test_texts_of_many_contexts_are_those_of_each_alone(tmp_path):
     texts = evaluation.harness_model(llm, batch_size=2, max_length=640).generate_until(requests)
     ids = [data.ByteTokenizer().encode(context).tolist() for context in contexts]
     alone = [generation.generate(llm.model, [row], max_new_tokens=8, transforms=GREEDY, key=KEY) for row in ids]
-    assert texts == [llm.tokenizer.decode(drawn.new_ids()[0]) for drawn in alone] and len({*texts}) > 1
+    assert texts == [llm.tokenizer.decode(sampled.new_ids()[0]) for sampled in alone] and len({*texts}) > 1
 
 
 @pytest.mark.skipif(not HARNESS, reason="the extra `eval` is not installed")

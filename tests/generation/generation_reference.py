@@ -120,7 +120,7 @@ def make_model(
     return eqx.tree_at(lambda m: m.head.weight, model, replace_fn=lambda w: sharpness * w)
 
 
-def _filled(shapes, draw):
+def _filled(shapes, rng):
     """Numbers for shapes, with none at a special value: zeros and ones would hide what forgets them."""
 
     def fill(path, leaf, matrix):
@@ -129,7 +129,7 @@ def _filled(shapes, draw):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.asarray(np.arange(leaf.size, dtype=leaf.dtype))
         name = jax.tree_util.keystr(path)
-        numbers = draw.normal(size=leaf.shape)
+        numbers = rng.normal(size=leaf.shape)
         if "norm" in name:
             numbers = 1 + 0.2 * numbers
         elif matrix is not None and not ("embedding" in name or "positions" in name):

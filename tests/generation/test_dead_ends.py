@@ -33,7 +33,7 @@ def with_nan(logits, history):
 @pytest.mark.parametrize("transforms", [(until_six,), (GREEDY, until_six), (with_nan,)])
 def test_a_row_without_a_token_is_an_error(model, transforms, monkeypatch):
     given = {"max_new_tokens": 5, "transforms": transforms, "key": KEY}
-    with pytest.raises(ValueError, match="transforms left a row no token to draw"):
+    with pytest.raises(ValueError, match="transforms left a row no token to sample"):
         generation.generate(model, [[5, 9], [3, 4]], **given)
     monkeypatch.setattr(_generate, "check_logits", lambda are_numbers, have_candidates: None)
     assert generation.generate(model, [[5, 9], [3, 4]], **given).ids.min() == 0  # an id that nothing allowed
@@ -49,7 +49,7 @@ def test_rows_that_end_before_have_no_dead_end(model):
 def test_a_stream_ends_in_the_error_behind_its_ids(model):
     text = generation.generate(model, [[5, 9]], max_new_tokens=4, transforms=until_six, key=KEY)
     found = []
-    with pytest.raises(ValueError, match="transforms left a row no token to draw"):
+    with pytest.raises(ValueError, match="transforms left a row no token to sample"):
         for token in generation.stream(model, [5, 9], max_new_tokens=9, transforms=until_six, key=KEY, stride=4):
             found.append(token)
     assert found == text.new_ids()[0]
@@ -59,7 +59,7 @@ def test_a_stream_ends_in_the_error_behind_its_ids(model):
 def test_a_dead_end_behind_a_draft_is_an_error(model):
     given = {"transforms": (GREEDY, until_six), "key": KEY, "draft": model, "draft_tokens": 3}
     assert generation.generate(model, [[5, 9]], max_new_tokens=4, **given).lengths.tolist() == [6]
-    with pytest.raises(ValueError, match="transforms left a row no token to draw"):
+    with pytest.raises(ValueError, match="transforms left a row no token to sample"):
         generation.generate(model, [[5, 9]], max_new_tokens=5, **given)
 
 

@@ -34,20 +34,20 @@ def model():
 
 def make_requests(vocab=VOCAB, count=7, longest=20, end=END):
     """Requests of unlike lengths and settings, three of which begin with the same 70 ids."""
-    draw = np.random.default_rng(0)
-    shared = draw.integers(1, vocab, 70).tolist()
+    rng = np.random.default_rng(0)
+    shared = rng.integers(1, vocab, 70).tolist()
     requests = []
     for number in range(count):
-        prompt = draw.integers(1, vocab, draw.integers(1, 40)).tolist()
+        prompt = rng.integers(1, vocab, rng.integers(1, 40)).tolist()
         prompt = shared + prompt if number in (1, 3, 4) else prompt
-        new = int(draw.integers(1, longest))
+        new = int(rng.integers(1, longest))
         requests.append(Request(prompt, new, **SETTINGS[number % 2], end_of_text=end, seed=5, example=number))
     return requests
 
 
-def draw_together(model, requests, **options):
+def generate_together(model, requests, **options):
     """The ids and log-probabilities of each request by `generate`, which continues those of like settings together."""
-    drawn = {}
+    sampled = {}
     for first in range(len(SETTINGS)):
         numbers = range(len(requests))[first :: len(SETTINGS)]
         those = [requests[number] for number in numbers]
@@ -66,8 +66,8 @@ def draw_together(model, requests, **options):
         for row, number in enumerate(numbers):
             new = result.new_ids()[row][: requests[number].max_new_tokens]
             start = int(result.prompt_lengths[row])
-            drawn[number] = new, result.log_probabilities[row, start : start + len(new)]
-    return drawn
+            sampled[number] = new, result.log_probabilities[row, start : start + len(new)]
+    return sampled
 
 
 def arrive(engine, requests, gaps):
@@ -86,7 +86,7 @@ def check_exact(model, requests, tolerance=1e-4, **options):
     engine = Engine(model, **SIZES, **options)
     gaps = np.random.default_rng(1).integers(0, 3, len(requests))
     results = arrive(engine, requests, gaps)
-    for number, (ids, log_probabilities) in draw_together(model, requests, **options).items():
+    for number, (ids, log_probabilities) in generate_together(model, requests, **options).items():
         assert results[number].ids == ids
         np.testing.assert_allclose(results[number].log_probabilities, log_probabilities, atol=tolerance)
         ended = ids[-1] == END
@@ -148,10 +148,10 @@ def test_no_program_is_compiled_and_no_memory_is_taken_for_further_requests(mode
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        draw = np.random.default_rng(2)
+        rng = np.random.default_rng(2)
         others = [
             dataclasses.replace(
-                request, prompt=draw.integers(1, VOCAB, draw.integers(1, 90)).tolist(), temperature=0.9, top_k=4
+                request, prompt=rng.integers(1, VOCAB, rng.integers(1, 90)).tolist(), temperature=0.9, top_k=4
             )
             for request in requests
         ]
@@ -181,7 +181,7 @@ def test_texts_end_where_the_request_says(model):
 
 
 def test_likely_ids_are_told_beside_each_id(model):
-    """They are those of the uncached pass, for the requests that ask for them, whatever the settings of the draw."""
+    """They are those of the uncached pass, for the requests that ask for them, whatever the sampling settings."""
     asked, silent = make_requests()[1], make_requests()[0]
     engine = Engine(model, **SIZES)
     asked = dataclasses.replace(asked, alternatives=4, temperature=3.0)
@@ -225,7 +225,7 @@ def test_logits_are_biased_and_masked_for_each_request(model):
 
 
 @pytest.mark.grid
-def test_drawn_ids_are_penalized_for_each_request(model):
+def test_sampled_ids_are_penalized_for_each_request(model):
     """By a literal loop over the new ids of the row; the prompt does not count, and neighbours change nothing."""
     prompt, new, presence, frequency = [3, 5, 9], 12, 0.7, 0.4
     tune: dict[str, Any] = dict(presence_penalty=presence, frequency_penalty=frequency)
@@ -236,7 +236,7 @@ def test_drawn_ids_are_penalized_for_each_request(model):
         Request(prompt, new, **tune, temperature=0.8, seed=2),
         Request([7] * 70, 5, presence_penalty=-2.0, temperature=1.0),
     ]
-    plain, penalized, drawn, _ = sorted(engine.run(requests), key=lambda result: result.number)
+    plain, penalized, sampled, _ = sorted(engine.run(requests), key=lambda result: result.number)
     (alone,) = engine.run(requests[1:2])
     assert alone.ids == penalized.ids and alone.log_probabilities == penalized.log_probabilities
 
@@ -247,14 +247,14 @@ def test_drawn_ids_are_penalized_for_each_request(model):
             logits = logits - jnp.where(same, frequency + jnp.where(is_first, presence, 0.0), 0.0)
         return logits
 
-    for result, temperature, seed in ((penalized, 0.0, 0), (drawn, 0.8, 2)):
+    for result, temperature, seed in ((penalized, 0.0, 0), (sampled, 0.8, 2)):
         transforms, key = (penalize, generation.Temperature(temperature)), jax.random.key(seed)
         expected = generation.generate(model, [prompt], max_new_tokens=new, transforms=transforms, key=key)
         assert result.ids == expected.new_ids()[0] != plain.ids
 
 
 def test_masked_requests_alone_take_one_program(model, monkeypatch):
-    """Also for the first step, before whose mask the host has to see the token that was drawn after the prompt."""
+    """Also for the first step, before whose mask the host has to see the token that was sampled after the prompt."""
     programs = set()
     decode_slots = _engine.decode_slots
 
@@ -283,7 +283,7 @@ def test_a_request_that_cannot_go_on_ends_alone(model):
     (alone,) = Engine(model, **SIZES).run(requests[:1])
     assert good.ids == alone.ids and good.finish == "length"
     assert len(masked.ids) == 2 and not nan.ids
-    assert masked.finish == nan.finish == "error" and "left no token to draw" in masked.error
+    assert masked.finish == nan.finish == "error" and "left no token to sample" in masked.error
     assert index.finish == shape.finish == "error" and len(index.ids) == 1
     assert "request 3 raised IndexError: list index" in index.error and "request 4 raised IndexError" in shape.error
     broken = jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, model)
@@ -307,15 +307,15 @@ def test_requests_are_cancelled_wherever_they_are(model):
 
 
 def test_a_step_ends_early_for_a_request_that_waits_and_not_for_a_cancelled_one(model):
-    def draw_first_step(cancels: bool) -> int:
+    def run_first_step(cancels: bool) -> int:
         engine = Engine(model, **dict(SIZES, slots=2))
         _, longer, waiting = (engine.submit(Request([3], new)) for new in (2, 40, 40))
         if cancels:
             engine.cancel(waiting)
         return next(len(result.ids) for result in engine.step() if result.number == longer)
 
-    assert draw_first_step(cancels=True) == 1 + SIZES["stride"]
-    assert draw_first_step(cancels=False) == 2  # as many as the shorter one has
+    assert run_first_step(cancels=True) == 1 + SIZES["stride"]
+    assert run_first_step(cancels=False) == 2  # as many as the shorter one has
 
 
 def test_slots_are_filled_before_a_step_and_again_when_a_row_has_ended(model):
@@ -332,7 +332,7 @@ def test_slots_are_filled_before_a_step_and_again_when_a_row_has_ended(model):
 
 
 def test_a_run_begins_long_texts_first_and_tells_the_positions_of_requests(model):
-    """Otherwise a long text that begins last is drawn alone, while the other slots are free."""
+    """Otherwise a long text that begins last is generated alone, while the other slots are free."""
     requests = [Request([3 + number], new) for number, new in enumerate((2, 9, 4, 3, 12, 5, 2))]
     engine, begun = Engine(model, **dict(SIZES, slots=2)), []
     submit = engine.submit
@@ -380,17 +380,17 @@ def test_deleted_caches_leave_their_memory(model):
 def test_streams_yield_growing_results_and_a_closed_one_is_cancelled(model):
     engine, requests = Engine(model, **SIZES), make_requests()
 
-    async def read(request, most=None):
+    async def read(request, max_ids=None):
         lengths = []
         async for result in engine.stream(request):
             lengths.append(len(result.ids))
-            if most is not None and len(result.ids) >= most:
+            if max_ids is not None and len(result.ids) >= max_ids:
                 break
         return result, lengths
 
     async def read_all():
         # A task that leaves its loop early closes its stream.
-        return await asyncio.gather(*map(read, requests), read(Request([1, 2, 3], 100), most=1))
+        return await asyncio.gather(*map(read, requests), read(Request([1, 2, 3], 100), max_ids=1))
 
     *results, (left, _) = asyncio.run(read_all())
     expected = arrive(Engine(model, **SIZES), requests, [0] * len(requests))
@@ -426,7 +426,7 @@ def test_a_request_that_does_not_fit_is_refused(model, make, message):
 
 @pytest.mark.grid
 def test_rows_are_as_long_as_learned_positions_allow():
-    """The last token that is drawn needs no position."""
+    """The last token that is sampled needs no position."""
     model, prompt = make_model("learned positions", max_seq=40), [3, 5, 9] * 4
     engine = Engine(model, slots=2, capacity=64, stride=4)
     (result,) = engine.run([Request(prompt, 29)])

@@ -30,8 +30,8 @@ def plain():
 
 
 @pytest.fixture(scope="module")
-def drawn(model):
-    """Three rows, drawn with every transform and with log-probabilities."""
+def sampled(model):
+    """Three rows, sampled with every transform and with log-probabilities."""
     transforms = generation.sampling(**SETTINGS)
     return generation.generate(
         model, PROMPTS, max_new_tokens=NEW, transforms=transforms, log_probabilities=True, key=KEY
@@ -54,10 +54,10 @@ def test_log_probabilities_after_the_transforms_have_no_draft(plain):
         generation.generate(plain, PROMPTS, max_new_tokens=2, log_probabilities="transformed", draft=plain, key=KEY)
 
 
-def test_draws_are_the_slow_loop(model, drawn):
+def test_samples_are_the_slow_loop(model, sampled):
     wanted = [write_on(model, p, NEW, settings=SETTINGS, key=KEY, example=n) for n, p in enumerate(PROMPTS)]
-    assert drawn.new_ids() == [ids for ids, _ in wanted]
-    for row, (_, nats), first in zip(drawn.log_probabilities, wanted, drawn.prompt_lengths):
+    assert sampled.new_ids() == [ids for ids, _ in wanted]
+    for row, (_, nats), first in zip(sampled.log_probabilities, wanted, sampled.prompt_lengths):
         np.testing.assert_allclose(row[first : first + NEW], nats, atol=1e-4)
         assert np.count_nonzero(row) == NEW
     for changed in (dict(key=jax.random.key(8)), dict(example=5), dict(settings=dict(temperature=1.0))):
@@ -65,14 +65,14 @@ def test_draws_are_the_slow_loop(model, drawn):
         assert write_on(model, PROMPTS[0], NEW, **given)[0] != wanted[0][0]
 
 
-def test_rows_hold_prompt_and_text(drawn):
-    assert drawn.ids.shape == (3, 9 + NEW)
-    for row, length, prompt, new in zip(drawn.ids, drawn.lengths, PROMPTS, drawn.new_ids()):
+def test_rows_hold_prompt_and_text(sampled):
+    assert sampled.ids.shape == (3, 9 + NEW)
+    for row, length, prompt, new in zip(sampled.ids, sampled.lengths, PROMPTS, sampled.new_ids()):
         assert row[:length].tolist() == prompt + new
         assert length == len(prompt) + NEW
 
 
-def test_a_row_draws_the_same_wherever_it_stands(model, drawn):
+def test_a_row_samples_the_same_wherever_it_stands(model, sampled):
     """By its number, which is its place where no numbers are given."""
     order = [2, 0, 1]
 
@@ -87,13 +87,13 @@ def test_a_row_draws_the_same_wherever_it_stands(model, drawn):
             key=KEY,
         ).new_ids()
 
-    wanted = [drawn.new_ids()[number] for number in order]
+    wanted = [sampled.new_ids()[number] for number in order]
     assert write(order) == wanted
     assert all(other != row for other, row in zip(write([3, 4, 5]), wanted))
 
 
 @pytest.mark.grid
-def test_a_row_alone_draws_what_it_draws_in_a_batch(model, drawn):
+def test_a_row_alone_samples_what_it_samples_in_a_batch(model, sampled):
     transforms = generation.sampling(**SETTINGS)
     for number in (0, 2):
         alone = [
@@ -102,23 +102,23 @@ def test_a_row_alone_draws_what_it_draws_in_a_batch(model, drawn):
             )
             for example in (number, number + 1)
         ]
-        assert alone[0].new_ids()[0] == drawn.new_ids()[number]
-        assert alone[1].new_ids()[0] != drawn.new_ids()[number]
+        assert alone[0].new_ids()[0] == sampled.new_ids()[number]
+        assert alone[1].new_ids()[0] != sampled.new_ids()[number]
 
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.grid), 5])
-def test_a_stream_is_the_text_of_generate(model, drawn, stride):
+def test_a_stream_is_the_text_of_generate(model, sampled, stride):
     transforms = generation.sampling(**SETTINGS)
     ids = generation.stream(
         model, PROMPTS[2], max_new_tokens=NEW, transforms=transforms, example=2, stride=stride, key=KEY
     )
-    assert list(ids) == drawn.new_ids()[2]
+    assert list(ids) == sampled.new_ids()[2]
 
 
-def test_a_text_ends_at_its_end(model, drawn):
-    """The end of one row's text is drawn in mid-row; that row is left alone, the others go on as if nothing were."""
+def test_a_text_ends_at_its_end(model, sampled):
+    """The end of one row's text is sampled in mid-row; that row is left alone, the others go on as if nothing were."""
     transforms = generation.sampling(**SETTINGS)
-    free = drawn.new_ids()
+    free = sampled.new_ids()
     end = free[2][4]
     wanted = [row[: row.index(end) + 1] if end in row else row for row in free]
     assert len({len(row) for row in wanted}) > 1
@@ -184,16 +184,16 @@ def test_a_row_ends_where_the_caller_says(plain, draft):
 
 
 @pytest.mark.grid
-def test_prompts_read_in_chunks_give_the_same_text(model, drawn):
+def test_prompts_read_in_chunks_give_the_same_text(model, sampled):
     transforms = generation.sampling(**SETTINGS)
     given: dict[str, Any] = dict(max_new_tokens=NEW, transforms=transforms, log_probabilities=True, key=KEY)
     found = generation.generate(model, PROMPTS, prefill_chunk=4, **given)
-    assert found.new_ids() == drawn.new_ids()
+    assert found.new_ids() == sampled.new_ids()
     assert found.log_probabilities is not None
-    np.testing.assert_allclose(found.log_probabilities, drawn.log_probabilities, atol=1e-4)
+    np.testing.assert_allclose(found.log_probabilities, sampled.log_probabilities, atol=1e-4)
 
 
-def test_an_array_with_lengths_is_a_list_of_prompts(model, drawn):
+def test_an_array_with_lengths_is_a_list_of_prompts(model, sampled):
     table = np.full((3, 9), 60)
     for row, prompt in zip(table, PROMPTS):
         row[: len(prompt)] = prompt
@@ -201,9 +201,9 @@ def test_an_array_with_lengths_is_a_list_of_prompts(model, drawn):
         max_new_tokens=NEW, transforms=generation.sampling(**SETTINGS), log_probabilities=True, key=KEY
     )
     found = generation.generate(model, table, lengths=[5, 1, 9], **given)
-    assert found.new_ids() == drawn.new_ids()
+    assert found.new_ids() == sampled.new_ids()
     whole = generation.generate(model, jnp.asarray(table), **given)
-    assert whole.new_ids() != drawn.new_ids() and whole.prompt_lengths.tolist() == [9, 9, 9]
+    assert whole.new_ids() != sampled.new_ids() and whole.prompt_lengths.tolist() == [9, 9, 9]
 
 
 def test_one_program_serves_other_prompts_counts_temperatures_and_keys(plain):
@@ -237,9 +237,9 @@ def test_weights_are_arguments_and_logits_are_of_last_tokens_alone(model):
     from eqformer.generation._generate import _start_rows, make_sampling_state
 
     ids, lengths = jnp.ones((3, 64), jnp.int32), jnp.array([5, 1, 9], jnp.int32)
-    draws = make_sampling_state(model, 3, (), None, None, KEY)
+    samples = make_sampling_state(model, 3, (), None, None, KEY)
     limit, sizes = jnp.asarray(4, jnp.int32), ProgramSizes(64, 64, None)
-    lowered = _start_rows.lower(model, ids, lengths, limit, draws, False, sizes, None)
+    lowered = _start_rows.lower(model, ids, lengths, limit, samples, False, sizes, None)
     text = lowered.as_text()
     assert "tensor<3x64x32xf32>" in text and "tensor<3x61xf32>" in text
     assert "tensor<3x64x61xf32>" not in text
@@ -269,20 +269,20 @@ def test_bfloat16_writes_finite_text():
 
 
 @pytest.mark.quick
-def test_draws_follow_the_distribution():
+def test_samples_follow_the_distribution():
     """Of many rows of one prompt, each with a number of its own, tokens come as often as they are likely."""
     from eqformer.generation._decode import sample_ids, SamplingState
 
     logits = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
     count = 20_000
-    draws = SamplingState(
+    samples = SamplingState(
         generation.chain(),
         jnp.broadcast_to(KEY, (count,)),
         jnp.arange(count, dtype=jnp.int32),
         jnp.zeros((count, 0), jnp.int32),
     )
     positions = jnp.ones(count, jnp.int32)
-    ids = np.asarray(eqx.filter_jit(sample_ids)(jnp.broadcast_to(logits, (count, 4)), positions, draws))
+    ids = np.asarray(eqx.filter_jit(sample_ids)(jnp.broadcast_to(logits, (count, 4)), positions, samples))
     share = np.bincount(ids, minlength=4) / count
     deviation = np.sqrt(np.exp(logits) * (1 - np.exp(logits)) / count)
     assert np.all(np.abs(share - np.exp(logits)) < 4 * deviation)

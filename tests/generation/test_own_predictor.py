@@ -56,7 +56,7 @@ def proposals(model, row):
 
 
 def counted(model, text, length):
-    """Steps and accepted tokens of a text whose first token is drawn, where each step's proposals are made afresh."""
+    """Steps and accepted tokens of a text whose first token is sampled, where each step's proposals are made afresh."""
     steps = accepted = 0
     length += 1
     while length < len(text):

@@ -21,15 +21,15 @@ def held(prompt: int, prefill_chunk: int | None = None, core=None) -> int:
     shapes = eqx.filter_eval_shape(lambda: nn.with_execution(models.build(config, key=jax.random.key(0)), core=core))
     arrays, rest = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     given = pad_prompts(shapes, [np.zeros(prompt, int)], None, 8, prefill_chunk)
-    draws = make_sampling_state(shapes, 1, (), None, None, jax.random.key(0))
+    samples = make_sampling_state(shapes, 1, (), None, None, jax.random.key(0))
 
-    def run(arrays, ids, lengths, draws):
+    def run(arrays, ids, lengths, samples):
         model = eqx.combine(arrays, rest)
         return prefill(
-            model, ids, lengths, jnp.asarray(8, jnp.int32), draws, sizes=given.sizes, log_probabilities=False
+            model, ids, lengths, jnp.asarray(8, jnp.int32), samples, sizes=given.sizes, log_probabilities=False
         )
 
-    analysis = jax.jit(run).lower(arrays, given.ids, given.lengths, draws).compile().memory_analysis()
+    analysis = jax.jit(run).lower(arrays, given.ids, given.lengths, samples).compile().memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes
 

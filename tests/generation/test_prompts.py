@@ -64,11 +64,11 @@ def test_new_tokens_are_counted_from_the_start_id_if_an_encoder_reads_the_prompt
 @pytest.mark.parametrize("length, read, written", [(16, 16, 5), (30, 20, 1), (1, 1, 20)])
 def test_samples_stay_within_learned_positions(model, length, read, written):
     prompt = list(range(length))
-    kept, most = generation.fit_to_positions(model, prompt, 160)
-    assert kept == prompt[-read:] and most == written
-    _prompts.pad_prompts(model, [kept], None, most, None)
+    kept, max_new = generation.fit_to_positions(model, prompt, 160)
+    assert kept == prompt[-read:] and max_new == written
+    _prompts.pad_prompts(model, [kept], None, max_new, None)
     with pytest.raises(ValueError, match="20 learned positions"):
-        _prompts.pad_prompts(model, [kept], None, most + 1, None)
+        _prompts.pad_prompts(model, [kept], None, max_new + 1, None)
     assert generation.fit_to_positions(make_model("sliding window"), prompt, 160) == (prompt, 160)
 
 
@@ -88,7 +88,7 @@ def test_a_stream_refuses_when_it_is_called(model):
 
 
 def test_learned_positions_are_used_to_the_last(model):
-    """The last token is drawn at position 20 and never read; the prompt's padding reaches beyond every position."""
+    """The last token is sampled at position 20 and never read; the prompt's padding reaches beyond every position."""
     found = generation.generate(model, [[1, 2, 3, 4, 5]], max_new_tokens=16, prefill_chunk=3, key=KEY)
     assert found.lengths.tolist() == [21]
 

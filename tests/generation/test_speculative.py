@@ -1,4 +1,4 @@
-"""Text with a draft is what the model writes without one; drawn text has the model's distribution."""
+"""Text with a draft is what the model writes without one; sampled text has the model's distribution."""
 
 import functools
 import itertools
@@ -30,8 +30,8 @@ def write(model, draft=None, **options) -> Any:
 
 def near(model, amount=0.1, seed=5):
     """A draft that is right now and then: the model with noise in its weights."""
-    draw = np.random.default_rng(seed)
-    noisy = lambda x: x * jnp.asarray(1 + amount * draw.normal(size=x.shape), x.dtype) if eqx.is_inexact_array(x) else x
+    rng = np.random.default_rng(seed)
+    noisy = lambda x: x * jnp.asarray(1 + amount * rng.normal(size=x.shape), x.dtype) if eqx.is_inexact_array(x) else x
     return jax.tree.map(noisy, model)
 
 
@@ -113,12 +113,12 @@ def test_every_attention(kind):
 
 
 @pytest.mark.quick
-def test_draws_have_the_models_distribution():
-    """Of every pair of proposals, exactly: what is taken, what is drawn in its place and what follows, in float64."""
-    draw = np.random.default_rng(0)
-    some = lambda *shape: draw.dirichlet(np.ones(3), shape)
+def test_samples_have_the_models_distribution():
+    """Of every pair of proposals, exactly: what is taken, what is sampled in its place and what follows, in float64."""
+    rng = np.random.default_rng(0)
+    some = lambda *shape: rng.dirichlet(np.ones(3), shape)
     wanted, offered, third = (some(), some(3)), (some(), some(3)), some(3, 3)
-    wanted[0][1] = 0  # ... a token that the model never draws, and the draft does
+    wanted[0][1] = 0  # ... a token that the model never samples, and the draft does
     wanted[0][:] /= wanted[0].sum()
     found = np.zeros((3, 3))
     for one, two in itertools.product(range(3), repeat=2):

@@ -15,9 +15,9 @@ from eqformer.generation import _decode as decode
 
 
 VOCAB, ROWS = 23, 6
-DRAW = np.random.default_rng(0)
-LOGITS = DRAW.normal(scale=2.0, size=(ROWS, VOCAB)).astype(np.float32)
-IDS = DRAW.integers(0, VOCAB, (ROWS, 9)).astype(np.int32)
+RNG = np.random.default_rng(0)
+LOGITS = RNG.normal(scale=2.0, size=(ROWS, VOCAB)).astype(np.float32)
+IDS = RNG.integers(0, VOCAB, (ROWS, 9)).astype(np.int32)
 LENGTHS = np.array([9, 5, 1, 7, 2, 4], np.int32)
 MAKE = dict(
     repetition_penalty=generation.RepetitionPenalty,
@@ -193,8 +193,8 @@ EXTREMES: dict[str, Any] = dict(
 
 def unusual_logits():
     """Rows of usual and of huge size, all negative, masked but for one or two tokens, and with equal ones."""
-    draw = np.random.default_rng(1)
-    rows = [scale * draw.normal(size=VOCAB) for scale in (2, 2, 1e-3, 300, 1e4)]
+    rng = np.random.default_rng(1)
+    rows = [scale * rng.normal(size=VOCAB) for scale in (2, 2, 1e-3, 300, 1e4)]
     rows += [-3 - np.abs(rows[0]), 5 + np.abs(rows[1]), np.where(np.arange(VOCAB) % 7, rows[0], -np.inf)]
     rows += [np.where(np.arange(VOCAB) == 5, row, -np.inf) for row in rows[:2]] + [np.round(rows[1])]
     return np.array(rows)
@@ -238,14 +238,14 @@ def test_extreme_settings_have_their_limits(dtype):
 
 
 def test_no_extremes_together_give_nan():
-    """Drawn among all settings at once, one after another in any order."""
-    draw, logits = np.random.default_rng(2), jnp.asarray(unusual_logits(), jnp.float32)
+    """Sampled among all settings at once, one after another in any order."""
+    rng, logits = np.random.default_rng(2), jnp.asarray(unusual_logits(), jnp.float32)
     past = history_of(len(logits))
     apply = eqx.filter_jit(lambda transform, logits: transform(logits, past))
     for _ in range(40):
-        parts = [MAKE[name](values[draw.integers(len(values))]) for name, values in EXTREMES.items()]
+        parts = [MAKE[name](values[rng.integers(len(values))]) for name, values in EXTREMES.items()]
         found = logits
-        for place in draw.permutation(len(parts)):
+        for place in rng.permutation(len(parts)):
             found = apply(parts[place], found)
             found_by_row = np.asarray(found)
             assert not np.any(np.isnan(found_by_row)) and np.all(found_by_row.max(axis=-1) > -np.inf), parts
@@ -253,8 +253,8 @@ def test_no_extremes_together_give_nan():
 
 
 def test_the_coldest_temperature_is_greedy():
-    """What is drawn, noise included."""
-    draws = lambda temperature: decode.SamplingState(
+    """What is sampled, noise included."""
+    samples = lambda temperature: decode.SamplingState(
         generation.sampling(temperature=temperature),
         jnp.broadcast_to(jax.random.key(0), (ROWS,)),
         jnp.arange(ROWS),
@@ -262,10 +262,10 @@ def test_the_coldest_temperature_is_greedy():
     )
 
     @eqx.filter_jit
-    def draw(logits, history, state):
+    def sample(logits, history, state):
         return decode.sample_ids(state.transforms(logits, history), history.lengths, state)
 
     likeliest = np.argmax(LOGITS, axis=-1)
     for temperature in (0, 5e-324, 1e-46, 1e-38, 1e-20):
-        assert np.array_equal(draw(jnp.asarray(LOGITS), history(), draws(temperature)), likeliest), temperature
-    assert not np.array_equal(draw(jnp.asarray(LOGITS), history(), draws(5.0)), likeliest)
+        assert np.array_equal(sample(jnp.asarray(LOGITS), history(), samples(temperature)), likeliest), temperature
+    assert not np.array_equal(sample(jnp.asarray(LOGITS), history(), samples(5.0)), likeliest)

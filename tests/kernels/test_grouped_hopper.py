@@ -71,7 +71,7 @@ LOADS = {
 @pytest.mark.parametrize("name", LOADS)
 def test_tiles_have_each_row_once_and_few_beside(name):
     """What is computed, of what the rows need: tiles times their rows."""
-    rows, sizes, most = LOADS[name]
+    rows, sizes, max_factor = LOADS[name]
     height = choose_tile(rows, len(sizes), 1024).rows
     make = jax.jit(lambda sizes: make_row_tiles(sizes, max(rows, height), height))
     tiles = jax.device_get(make(put(sizes, np.int32)))
@@ -85,8 +85,8 @@ def test_tiles_have_each_row_once_and_few_beside(name):
     row = np.arange(len(owner))
     assert np.array_equal(owner, np.minimum(np.sum(row[:, None] >= ends, axis=1), len(sizes)))
     computed = height * np.count_nonzero(tiles.group[:used] < len(sizes))
-    assert computed <= most * sum(sizes)
-    assert computed > 0.8 * most * sum(sizes)  # the control: the bound is near
+    assert computed <= max_factor * sum(sizes)
+    assert computed > 0.8 * max_factor * sum(sizes)  # the control: the bound is near
 
 
 def gated(embed=128, mlp=192, dtype: Any = jnp.bfloat16):

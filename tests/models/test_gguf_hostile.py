@@ -113,11 +113,11 @@ def test_arrays_that_share_bytes_are_refused(tmp_path):
 
 def test_counts_are_bounded_by_the_bytes_that_are_left(tmp_path):
     """Before anything of that many is made: values, texts of a list, arrays, experts, and sizes of the model."""
-    path, most = tmp_path / "a.gguf", 2**62
+    path, largest = tmp_path / "a.gguf", 2**62
     start = lambda arrays, values: b"GGUF" + struct.pack("<IQQ", 3, arrays, values)
-    lists = [start(0, 1) + text("a") + struct.pack("<IIQ", 9, kind, most) + bytes(100) for kind in (0, 8, 12)]
+    lists = [start(0, 1) + text("a") + struct.pack("<IIQ", 9, kind, largest) + bytes(100) for kind in (0, 8, 12)]
     tracemalloc.start()
-    for content in (start(most, 0), start(0, most), start(most, 0) + bytes(1000), *lists):
+    for content in (start(largest, 0), start(0, largest), start(largest, 0) + bytes(1000), *lists):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="ends within its header"):
             GGUF(path)

@@ -6,7 +6,7 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
-from nn_reference import drawn, wide
+from nn_reference import random_module, wide
 
 from eqformer import nn
 
@@ -21,12 +21,12 @@ KINDS = {
 
 def experts_of(kind="gated", number=EXPERTS):
     """Experts with random weights and biases."""
-    return drawn(nn.Experts, KINDS[kind], number, key=KEY)
+    return random_module(nn.Experts, KINDS[kind], number, key=KEY)
 
 
 def router_of(**options):
     """A router with random weights."""
-    return drawn(nn.TopKRouter, **dict(embed=EMBED, experts=EXPERTS, top_k=TOP_K, key=KEY) | options)
+    return random_module(nn.TopKRouter, **dict(embed=EMBED, experts=EXPERTS, top_k=TOP_K, key=KEY) | options)
 
 
 def one_expert(experts, place, x):

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from nn_reference import drawn, normal, wide
+from nn_reference import normal, random_module, wide
 
 from eqformer import nn
 
@@ -20,9 +20,9 @@ SCORES = {
     "sqrt_softplus": lambda x: np.sqrt(softplus(x)),
 }
 NOISY = {
-    "jitter": drawn(nn.TopKRouter, embed=EMBED, experts=6, top_k=2, jitter=0.3, key=KEY),
-    "noisy": drawn(nn.NoisyTopKRouter, embed=EMBED, experts=6, top_k=2, key=KEY),
-    "second": drawn(nn.RandomSecondRouter, embed=EMBED, experts=6, key=KEY),
+    "jitter": random_module(nn.TopKRouter, embed=EMBED, experts=6, top_k=2, jitter=0.3, key=KEY),
+    "noisy": random_module(nn.NoisyTopKRouter, embed=EMBED, experts=6, top_k=2, key=KEY),
+    "second": random_module(nn.RandomSecondRouter, embed=EMBED, experts=6, key=KEY),
 }
 call = eqx.filter_jit(lambda router, x, tokens: router(x, tokens))
 run: Any = lambda router, x, tokens: jax.tree.map(np.asarray, call(router, x, tokens))
@@ -44,9 +44,9 @@ def normals(keys):
 def tokens_of(batch=BATCH, seq=SEQ, keys=False, padding=0, key=KEY):
     """Rows numbered from 0; the last row ends in `padding` tokens that are none."""
     positions = np.broadcast_to(np.arange(seq, dtype=np.int32), (batch, seq)).copy()
-    drawn_from = jax.jit(nn.token_keys)(key, np.arange(batch), positions) if keys else None
+    token_keys = jax.jit(nn.token_keys)(key, np.arange(batch), positions) if keys else None
     positions[-1, seq - padding :] = -1
-    return nn.Tokens(jnp.asarray(positions), keys=drawn_from)
+    return nn.Tokens(jnp.asarray(positions), keys=token_keys)
 
 
 def best(values, count, among=None):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put
-from nn_reference import attend, close, drawn, linear, normal, replaced, rms, rotate, wide
+from nn_reference import attend, close, linear, normal, random_module, replaced, rms, rotate, wide
 
 from eqformer import kernels, nn
 
@@ -25,7 +25,7 @@ JITTED = eqx.filter_jit(lambda module, x, tokens: module(x, tokens)[0])
 def make(heads=4, kv_heads=2, **options: Any):
     sizes = dict(embed=EMBED, heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIM)
     options = {"rotary": nn.Rotary(HEAD_DIM, 100.0), **options}
-    return drawn(nn.Attention, **sizes, **options, key=KEY)
+    return random_module(nn.Attention, **sizes, **options, key=KEY)
 
 
 def head_norms() -> dict[str, Any]:

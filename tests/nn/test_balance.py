@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put
-from nn_reference import close, drawn, normal, wide
+from nn_reference import close, normal, random_module, wide
 
 from eqformer import nn
 
@@ -16,7 +16,7 @@ from eqformer import nn
 KEY = jax.random.key(0)
 EMBED, EXPERTS = 3, 6
 BATCH, SEQ, PADDING = 4, 8, 5
-make = lambda kind, **options: drawn(kind, embed=EMBED, experts=EXPERTS, key=KEY, **options)
+make = lambda kind, **options: random_module(kind, embed=EMBED, experts=EXPERTS, key=KEY, **options)
 TOP1, TOP2 = make(nn.TopKRouter, top_k=1), make(nn.TopKRouter, top_k=2, normalise=True)
 SIGMOID = make(nn.TopKRouter, top_k=3, score="sigmoid", normalise=True)
 NOISY, SECOND = make(nn.NoisyTopKRouter, top_k=2), make(nn.RandomSecondRouter)

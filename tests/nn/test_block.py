@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, normal, randomised, wide
+from nn_reference import close, normal, random_module, randomised, wide
 
 from eqformer import nn
 
@@ -55,12 +55,12 @@ def norm(place):
 
 @functools.cache
 def attention():
-    return drawn(nn.Attention, embed=EMBED, heads=2, head_dim=2, key=KEY)
+    return random_module(nn.Attention, embed=EMBED, heads=2, head_dim=2, key=KEY)
 
 
 @functools.cache
 def perceptron():
-    return drawn(nn.MLP, embed=EMBED, mlp=6, key=KEY)
+    return random_module(nn.MLP, embed=EMBED, mlp=6, key=KEY)
 
 
 def block(norms: Any = (0, 1), kind: Any = nn.Block, **options: Any) -> Any:
@@ -275,7 +275,7 @@ def test_a_sublayer_reads_one_more_input_by_its_name():
     """A source, a vector of each token and what an earlier sublayer shares; caches of those with mixers alone."""
     sizes = {"embed": EMBED, "heads": 2, "head_dim": 2, "key": KEY}
     vectors, source = normal(4, 2, 3, 2, EMBED), nn.Source(normal(5, 2, 4, EMBED), nn.positions_like((2, 4)))
-    cross, again = drawn(nn.CrossAttention, **sizes), drawn(nn.CrossLayerAttention, **sizes, kv_heads=2)
+    cross, again = random_module(nn.CrossAttention, **sizes), random_module(nn.CrossLayerAttention, **sizes, kv_heads=2)
     first, second = (nn.Residual(with_vector, norm(place), reads="layer_input") for place in (0, 1))
     module = nn.Block(
         nn.Residual(attention(), shares="keys"),

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, normal, replaced
+from nn_reference import close, normal, random_module, replaced
 
 from eqformer import kernels, nn
 from eqformer.kernels import _decode_attention_tpu as tpu, _op
@@ -21,12 +21,12 @@ LONG = nn.LongRopeScaling((1.0, 1.2), (2.0, 5.0), 5, 4.0)
 
 def attention(**options):
     sizes = dict(embed=EMBED, heads=4, kv_heads=2, head_dim=4)
-    return drawn(nn.Attention, **sizes, **{"rotary": nn.Rotary(4, 100.0), **options}, key=KEY)
+    return random_module(nn.Attention, **sizes, **{"rotary": nn.Rotary(4, 100.0), **options}, key=KEY)
 
 
 def latent(**options):
     options = {"rotary": nn.Rotary(4, 100.0), "latent_norm": nn.RMSNorm("latent", latent=3), **options}
-    return drawn(nn.LatentAttention, embed=EMBED, heads=2, head_dim=4, latent=3, v_dim=5, **options, key=KEY)
+    return random_module(nn.LatentAttention, embed=EMBED, heads=2, head_dim=4, latent=3, v_dim=5, **options, key=KEY)
 
 
 LATE_SHARPER = nn.Scores(temperature=nn.LogTemperature(3, 0.5))
@@ -69,14 +69,16 @@ KINDS = {
         rotary=nn.RotaryThenNorm(head_norm(), head_norm(), nn.Rotary(4, 100.0, scaling=DYNAMIC))
     ),
     "longrope in a window": lambda: attention(rotary=nn.Rotary(4, 100.0, scaling=LONG), mask=nn.sliding_window(3)),
-    "delta net": lambda: drawn(
+    "delta net": lambda: random_module(
         nn.GatedDeltaNet, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY
     ),
-    "channel delta net": lambda: drawn(
+    "channel delta net": lambda: random_module(
         nn.ChannelDeltaNet, embed=EMBED, heads=3, head_dim=4, v_dim=5, rank=2, chunk=8, key=KEY
     ),
-    "mamba2": lambda: drawn(nn.Mamba2Mixer, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY),
-    "short convolution": lambda: drawn(nn.GatedShortConv, embed=EMBED, taps=4, bias=True, key=KEY),
+    "mamba2": lambda: random_module(
+        nn.Mamba2Mixer, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY
+    ),
+    "short convolution": lambda: random_module(nn.GatedShortConv, embed=EMBED, taps=4, bias=True, key=KEY),
     "latent": lambda: latent(q_latent=5, query_latent_norm=nn.RMSNorm("q_latent", q_latent=5)),
     "latent with biases": lambda: latent(bias=True),
     "latent in a window": lambda: latent(mask=nn.sliding_window(3), scores=LATE_SHARPER),

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put
-from nn_reference import close, convolved, drawn, linear, normal, replaced, rms, sigmoid, wide
+from nn_reference import close, convolved, linear, normal, random_module, replaced, rms, sigmoid, wide
 
 from eqformer import nn
 
 
 KEY, EMBED, SEQ = jax.random.key(0), 6, 7
 SIZES: dict[str, Any] = dict(embed=EMBED, heads=4, head_dim=3, v_dim=5, rank=2)
-NET = drawn(nn.ChannelDeltaNet, **SIZES, chunk=8, key=KEY)
+NET = random_module(nn.ChannelDeltaNet, **SIZES, chunk=8, key=KEY)
 X = normal(1, 2, SEQ, EMBED)
 run = eqx.filter_jit(lambda net, x, tokens: net(x, tokens)[0])
 

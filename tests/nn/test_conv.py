@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, normal, wide
+from nn_reference import close, normal, random_module, wide
 
 from eqformer import nn
 
 
-CONV = drawn(nn.CausalConv, "heads head_dim", taps=3, heads=2, head_dim=3, key=jax.random.key(0))
+CONV = random_module(nn.CausalConv, "heads head_dim", taps=3, heads=2, head_dim=3, key=jax.random.key(0))
 X = normal(1, 2, 7, 2, 3)
 DOCUMENTS = jnp.array([[0, 0, 1, 1, 1, 2, 3], [0] * 7], jnp.int32)
 
@@ -32,7 +32,9 @@ def test_it_is_its_loops_within_documents():
     assert not close(conv(DOCUMENTS * 0, None), conv(DOCUMENTS, None), 1e-2)
     flipped = literal(weight[..., ::-1], wide(X), DOCUMENTS, wide(before))
     assert not close(conv(DOCUMENTS, before), flipped, 1e-2)
-    biased = drawn(nn.CausalConv, "heads head_dim", taps=3, heads=2, head_dim=3, bias=True, key=jax.random.key(0))
+    biased = random_module(
+        nn.CausalConv, "heads head_dim", taps=3, heads=2, head_dim=3, bias=True, key=jax.random.key(0)
+    )
     assert close(biased(X, DOCUMENTS) - biased.bias, conv(DOCUMENTS, None), 1e-5)
 
 
@@ -63,7 +65,7 @@ def test_what_it_remembers_goes_on_where_it_ended():
 
 
 def test_its_dims_are_named_and_must_fit():
-    names = nn.dims(drawn(nn.CausalConv, "heads", taps=2, heads=2, bias=True, key=jax.random.key(0)))
+    names = nn.dims(random_module(nn.CausalConv, "heads", taps=2, heads=2, bias=True, key=jax.random.key(0)))
     assert nn.dims(CONV).weight == "heads head_dim taps" and (names.weight, names.bias) == ("heads taps", "heads")
     with pytest.raises(ValueError, match=r"CausalConv\('heads', taps=0\)"):
         nn.CausalConv("heads", taps=0, heads=2, key=jax.random.key(0))

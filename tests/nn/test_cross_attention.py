@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put
-from nn_reference import attend, close, drawn, linear, normal, randomised, wide
+from nn_reference import attend, close, linear, normal, random_module, randomised, wide
 
 from eqformer import nn
 
@@ -22,7 +22,7 @@ run = eqx.filter_jit(lambda model, *given: model(*given))
 
 def test_it_is_attention_to_the_source():
     """Of other channels, with key heads that are shared, padding and, in the second row, two documents."""
-    module = drawn(nn.CrossAttention, **SIZES, source=5, bias=True, key=KEY)
+    module = random_module(nn.CrossAttention, **SIZES, source=5, bias=True, key=KEY)
     x, vectors = normal(0, 2, 4, 6), normal(1, 2, 7, 5)
     own = np.array([[0] * 4, [0, 0, 1, 1]])
     source = nn.Source(vectors, nn.Tokens(jnp.asarray(PLACES), jnp.asarray(SEGMENTS)))
@@ -44,7 +44,8 @@ def test_it_is_attention_to_the_source():
 
 def test_a_softcap_bounds_its_scores():
     plain, capped = (
-        drawn(nn.CrossAttention, **SIZES, source=5, scores=nn.Scores(4.0, softcap=cap), key=KEY) for cap in (None, 0.7)
+        random_module(nn.CrossAttention, **SIZES, source=5, scores=nn.Scores(4.0, softcap=cap), key=KEY)
+        for cap in (None, 0.7)
     )
     x, vectors = normal(0, 2, 4, 6), normal(1, 2, 7, 5)
     tokens = nn.with_source(nn.positions_like((2, 4)), nn.Source(vectors, nn.positions_like((2, 7))))

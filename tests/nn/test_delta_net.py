@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put
-from nn_reference import close, convolved, drawn, linear, normal, replaced, rms, sigmoid, wide
+from nn_reference import close, convolved, linear, normal, random_module, replaced, rms, sigmoid, wide
 
 from eqformer import nn
 
@@ -17,7 +17,7 @@ from eqformer import nn
 KEY = jax.random.key(0)
 EMBED, SEQ = 6, 7
 SIZES: dict[str, Any] = dict(embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5)
-NET = drawn(nn.GatedDeltaNet, **SIZES, chunk=3, key=KEY)
+NET = random_module(nn.GatedDeltaNet, **SIZES, chunk=3, key=KEY)
 X = normal(1, 2, SEQ, EMBED)
 run = eqx.filter_jit(lambda net, x, tokens, cache=None: net(x, tokens, cache))
 
@@ -52,7 +52,7 @@ def test_it_is_its_loops():
 
 
 def test_rates_may_reach_2():
-    net = drawn(nn.GatedDeltaNet, **SIZES, chunk=3, largest_rate=2.0, key=KEY)
+    net = random_module(nn.GatedDeltaNet, **SIZES, chunk=3, largest_rate=2.0, key=KEY)
     y, _ = run(net, X, None)
     assert close(y, literal(net, wide(X)), 1e-5) and not close(y, literal(NET, wide(X)), 1e-3)
 

@@ -10,7 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jaxtyping import Array, Float
 from moe_cases import EMBED, EXPERTS, experts_of, kept_by, kept_of, KEY, KINDS, mixture, router_of, routing_of, TOP_K
-from nn_reference import close, drawn, normal, replaced, wide
+from nn_reference import close, normal, random_module, replaced, wide
 
 from eqformer import nn
 
@@ -182,7 +182,7 @@ def sizes_of(function, *given):
 def test_no_array_is_of_tokens_times_experts_times_anything():
     """Gradients included. Of tokens times experts there are scores and counts; rows are as many as choices or slots."""
     tokens, number, embed, slots = 64, 16, 8, 5
-    experts = drawn(nn.Experts, lambda key: nn.GatedMLP(embed=embed, mlp=embed, key=key), number, key=KEY)
+    experts = random_module(nn.Experts, lambda key: nn.GatedMLP(embed=embed, mlp=embed, key=key), number, key=KEY)
     chosen = jnp.asarray(np.random.default_rng(0).integers(0, number, (2, tokens // 2, TOP_K)))
     x, weights = normal(1, 2, tokens // 2, embed), normal(2, *chosen.shape)
     for dispatch in (nn.Dropless(), nn.Capacity(1.25)):

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from nn_reference import close, drawn, replaced
+from nn_reference import close, random_module, replaced
 
 from eqformer import kernels, models, nn
 
@@ -54,7 +54,7 @@ def test_what_is_not_named_stays():
 
 
 def test_stacks_in_stacks_and_in_modules_of_ones_own():
-    around = Around({"one": drawn(nn.Stack, block, 3, key=KEY)})
+    around = Around({"one": random_module(nn.Stack, block, 3, key=KEY)})
     changed = nn.with_execution(around, core=OTHER, remat="full", unroll=2)
     outer = changed.parts["one"]
     (inner,) = nn.modules(outer.blocks, nn.Stack)
@@ -95,7 +95,7 @@ def test_refusals():
 
 def test_the_program_changes():
     """So that the other tests compare unlike things."""
-    stack, x = drawn(nn.Stack, attending, 4, key=KEY), jnp.ones((1, 4, 8))
+    stack, x = random_module(nn.Stack, attending, 4, key=KEY), jnp.ones((1, 4, 8))
     program = lambda stack: str(jax.make_jaxpr(lambda x: stack(x)[0])(x))
     assert program(nn.with_execution(stack, remat="full")).count("remat") > program(stack).count("remat")
     assert "unroll=2" in program(nn.with_execution(stack, unroll=2)) and "unroll=1" in program(stack)

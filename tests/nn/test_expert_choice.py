@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, normal, wide
+from nn_reference import close, normal, random_module, wide
 from router_cases import best, EMBED, KEY, run, SCORES, tokens_of
 
 from eqformer import nn
@@ -24,7 +24,7 @@ def choice_reference(router, x, real, without=""):
 
 @pytest.mark.parametrize("per,factor", [("sequence", 1.0), ("sequence", 2.0), ("batch", 1.25)])
 def test_expert_choice_is_its_paper(per, factor):
-    router = drawn(nn.ExpertChoiceRouter, embed=EMBED, experts=4, factor=factor, per=per, key=KEY)
+    router = random_module(nn.ExpertChoiceRouter, embed=EMBED, experts=4, factor=factor, per=per, key=KEY)
     x, tokens = normal(1, 3, 10, EMBED), tokens_of(3, 10, padding=6)
     slots = run(router, x, tokens)
     groups = (3, 10) if per == "sequence" else (1, 30)
@@ -44,10 +44,10 @@ def test_expert_choice_is_its_paper(per, factor):
 
 
 def test_expert_choice_of_equals_takes_the_earliest_and_counts_in_whole_numbers():
-    router = drawn(nn.ExpertChoiceRouter, embed=EMBED, experts=10, factor=1.1, key=KEY)
+    router = random_module(nn.ExpertChoiceRouter, embed=EMBED, experts=10, factor=1.1, key=KEY)
     slots = run(router, jnp.ones((100, EMBED)), nn.positions_like((100,)))
     assert math.ceil(1.1 * 100 / 10) == 12
     assert np.array_equal(slots.token, np.broadcast_to(np.arange(11), (1, 10, 11)))
-    most = drawn(nn.ExpertChoiceRouter, embed=EMBED, experts=4, factor=4.0, key=KEY)
-    slots = run(most, normal(1, 6, EMBED), nn.positions_like((6,)))
+    all_tokens = random_module(nn.ExpertChoiceRouter, embed=EMBED, experts=4, factor=4.0, key=KEY)
+    slots = run(all_tokens, normal(1, 6, EMBED), nn.positions_like((6,)))
     assert np.array_equal(np.sort(slots.token[0]), np.broadcast_to(np.arange(6), (4, 6)))

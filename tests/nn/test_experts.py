@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float
 from moe_cases import EMBED, EXPERTS, experts_of, HIDDEN, KEY, KINDS, one_expert
-from nn_reference import close, drawn, normal, wide
+from nn_reference import close, normal, random_module, wide
 
 from eqformer import nn
 
@@ -127,7 +127,7 @@ class Scale(eqx.Module):
 
 
 def test_any_module_has_slots_and_only_linears_sorted_rows():
-    experts, slots = drawn(nn.Experts, Scale, 3, key=KEY), normal(1, 3, 2, EMBED)
+    experts, slots = random_module(nn.Experts, Scale, 3, key=KEY), normal(1, 3, 2, EMBED)
     y = eqx.filter_jit(lambda experts, slots: experts.slots(slots))(experts, slots)
     down = wide(experts.mlps.down.weight)
     expected = np.einsum("esi,eoi,eo->eso", wide(slots), down, wide(experts.mlps.factor))

@@ -20,7 +20,7 @@ from grouped_cases import (
     wanted,
     with_gradients,
 )
-from nn_reference import close, drawn, normal, wide
+from nn_reference import close, normal, random_module, wide
 
 from eqformer import nn
 from eqformer.kernels import TpuGroupedMatmul
@@ -147,7 +147,7 @@ KINDS = {"odd": Odd, "gated": lambda key: nn.GatedMLP(embed=INPUTS, mlp=7, bias=
 @pytest.mark.parametrize("name", [pytest.param("odd", marks=pytest.mark.grid), "gated"])
 def test_modules_in_blocks_and_in_ragged_products_are_those_of_a_loop(name):
     """Both ways, whatever the platform, with the gradients of what they keep; biases too."""
-    experts = drawn(nn.Experts, KINDS[name], GROUPS, key=jax.random.key(0))
+    experts = random_module(nn.Experts, KINDS[name], GROUPS, key=jax.random.key(0))
     arrays, static = eqx.partition(experts, eqx.is_array)
     x, direction, sizes = normal(1, 90, INPUTS), normal(2, 90, INPUTS), [30, 0, 47, 3]
 

@@ -12,7 +12,7 @@ import pytest
 from fp8_reference import reference
 from grouped_cases import linears, SIZES
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
-from nn_reference import close, drawn, normal, wide
+from nn_reference import close, normal, random_module, wide
 
 from eqformer import kernels, nn
 from eqformer.kernels import _op
@@ -124,7 +124,9 @@ def loss_and_gradients(arrays: dict[str, np.ndarray], x: np.ndarray, direction: 
 
 
 def experts_of(inputs: int, mlp: int) -> nn.Experts:
-    return drawn(nn.Experts, lambda key: nn.GatedMLP(embed=inputs, mlp=mlp, key=key), GROUPS, key=jax.random.key(0))
+    return random_module(
+        nn.Experts, lambda key: nn.GatedMLP(embed=inputs, mlp=mlp, key=key), GROUPS, key=jax.random.key(0)
+    )
 
 
 @pytest.mark.by_default("slots and blocks")
@@ -222,7 +224,10 @@ def test_other_chips_have_kernels_of_16_bits_and_groups_of_equal_sizes_those_of_
     narrow = in_8_bits(experts)
     hopper = factors("cuda", "NVIDIA H100", narrow)
     assert factors("tpu", "TPU7x", narrow) == factors("cuda", "NVIDIA H100", experts) == [[]] * 9
-    assert factors("cuda", "NVIDIA H200", narrow, even=8) == hopper and factors("tpu", "TPU7x", narrow, most=64) == []
+    assert (
+        factors("cuda", "NVIDIA H200", narrow, even=8) == hopper
+        and factors("tpu", "TPU7x", narrow, max_group_rows=64) == []
+    )
 
 
 def test_adapters_stay_in_the_compute_dtype():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouped_cases import given, grouped_product, GROUPS, INPUTS, linears, product
-from nn_reference import close, drawn, normal, wide
+from nn_reference import close, normal, random_module, wide
 
 from eqformer import nn
 from eqformer.nn.experts._experts import run_grouped
@@ -41,7 +41,7 @@ def test_few_rows_of_a_group(name):
 
 def test_a_bias_is_added_once():
     make = lambda key: nn.Linear("inputs -> outputs", bias=True, inputs=INPUTS, outputs=3, key=key)
-    maps = eqx.filter_vmap(lambda key: drawn(make, key))(jax.random.split(jax.random.key(0), GROUPS))
+    maps = eqx.filter_vmap(lambda key: random_module(make, key))(jax.random.split(jax.random.key(0), GROUPS))
     x, sizes = normal(1, 24, INPUTS), jnp.array(LOADS["more than a group has slots"])
     grouped_sums = np.asarray(jax.jit(lambda x: run_grouped(maps, x, sizes))(x))
     weights = product(wide(x), wide(maps.weight), list(sizes))

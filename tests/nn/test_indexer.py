@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import drawn, linear, normal, rotate, wide
+from nn_reference import linear, normal, random_module, rotate, wide
 
 from eqformer import nn
 
@@ -17,7 +17,7 @@ PLACES = np.tile(np.arange(SEQ, dtype=np.int32), (2, 1))
 
 def make(top_k, **more):
     sizes = dict(embed=EMBED, q_latent=Q_LATENT, heads=5, dim=4, top_k=top_k, **more)
-    return drawn(nn.Indexer, **sizes, rotary=nn.Rotary(2, 100.0), key=KEY)
+    return random_module(nn.Indexer, **sizes, rotary=nn.Rotary(2, 100.0), key=KEY)
 
 
 def literal(indexer, x, latent, top_k):
@@ -72,7 +72,7 @@ def test_an_attention_sees_chosen_keys_alone():
     """Up to so many keys it is dense; beyond, what was not chosen has no part, and the indexer no gradient."""
     rotary, x = nn.Rotary(2, 100.0), normal(1, 2, SEQ, EMBED)
     sizes = dict(embed=EMBED, heads=2, head_dim=4, latent=3, q_latent=Q_LATENT, rotary=rotary)
-    sparse = drawn(nn.LatentAttention, **sizes, indexer=make(2), key=KEY)
+    sparse = random_module(nn.LatentAttention, **sizes, indexer=make(2), key=KEY)
     dense = eqx.tree_at(lambda m: m.indexer, sparse, None)
     run = eqx.filter_jit(lambda module, x: module(x)[0])
     one, other = run(sparse, x), run(dense, x)
@@ -85,8 +85,8 @@ def test_an_attention_sees_chosen_keys_alone():
 def pair(top_k=2):
     """An attention with an indexer, and one without whose queries have the same latent."""
     sizes = dict(embed=EMBED, heads=2, head_dim=4, latent=3, q_latent=Q_LATENT, rotary=nn.Rotary(2, 100.0))
-    first = drawn(nn.LatentAttention, **sizes, indexer=make(top_k, chunk=3), key=KEY)
-    second = drawn(nn.LatentAttention, **sizes, v_dim=5, key=KEY)
+    first = random_module(nn.LatentAttention, **sizes, indexer=make(top_k, chunk=3), key=KEY)
+    second = random_module(nn.LatentAttention, **sizes, v_dim=5, key=KEY)
     return first, eqx.tree_at(lambda m: m.query_down, second, first.query_down)
 
 
@@ -141,7 +141,7 @@ def test_chunks_of_queries_give_the_same(chunk):
     positions, segments = [[0, 1, 2, 3, 0, 1, 2], [*range(7)]], [[0, 0, 0, 0, 1, 1, 1], [0] * 7]
     tokens = nn.Tokens(jnp.array(positions), jnp.array(segments))
     sizes = dict(embed=EMBED, heads=2, head_dim=4, latent=3, q_latent=Q_LATENT, rotary=rotary, key=KEY)
-    at_once, chunked = (drawn(nn.LatentAttention, indexer=make(2, chunk=n), **sizes) for n in (SEQ, chunk))
+    at_once, chunked = (random_module(nn.LatentAttention, indexer=make(2, chunk=n), **sizes) for n in (SEQ, chunk))
     run = eqx.filter_jit(eqx.filter_value_and_grad(lambda module, x: jnp.sum(jnp.sin(module(x, tokens)[0]))))
     for one, other in zip(*(jax.tree.leaves(run(module, x)) for module in (at_once, chunked)), strict=True):
         assert np.allclose(one, other, atol=1e-6)

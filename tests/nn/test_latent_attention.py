@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put
-from nn_reference import attend, close, drawn, linear, normal, randomised, replaced, rms, rotate, sigmoid, wide
+from nn_reference import attend, close, random_module, linear, normal, randomised, replaced, rms, rotate, sigmoid, wide
 
 from eqformer import kernels, nn
 
@@ -24,7 +24,7 @@ def make(q_latent=None, **options):
     if q_latent is not None:
         options["query_latent_norm"] = nn.RMSNorm("q_latent", q_latent=q_latent)
     sizes = dict(embed=6, heads=2, head_dim=4, latent=3, q_latent=q_latent, v_dim=5)
-    return drawn(nn.LatentAttention, **{**sizes, **options}, key=KEY)
+    return random_module(nn.LatentAttention, **{**sizes, **options}, key=KEY)
 
 
 KINDS = {

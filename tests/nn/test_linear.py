@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, normal, wide
+from nn_reference import close, normal, random_module, wide
 
 from eqformer import nn
 from eqformer.kernels import _platform
@@ -27,7 +27,7 @@ SPECS = {  # spec -> numpy's letters
 
 def make(spec, **options):
     sizes = {name: SIZES[name] for name in spec.replace("->", " ").split()}
-    return drawn(nn.Linear, spec, **sizes, **options, key=KEY)
+    return random_module(nn.Linear, spec, **sizes, **options, key=KEY)
 
 
 run = eqx.filter_jit(lambda module, x: module(x))

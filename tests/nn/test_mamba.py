@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, linear, normal, replaced, wide
+from nn_reference import close, linear, normal, random_module, replaced, wide
 
 from eqformer import nn
 
@@ -16,7 +16,7 @@ from eqformer import nn
 KEY = jax.random.key(0)
 EMBED, SEQ = 6, 7
 SIZES: Any = dict(embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5)
-NET = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, step_limits=(0.2, 1.0), key=KEY)
+NET = random_module(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, step_limits=(0.2, 1.0), key=KEY)
 X = normal(1, 2, SEQ, EMBED)
 run = eqx.filter_jit(lambda net, x, tokens, cache=None: net(x, tokens, cache))
 
@@ -90,12 +90,12 @@ SCALED: Any = {
 @pytest.mark.by_default("norm1")
 @pytest.mark.parametrize("norm", [{}, {"gate_norm": None}])
 def test_each_map_has_its_multiplier_and_the_norm_may_come_before_the_gate(norm):
-    net = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **SCALED | norm, key=KEY)
+    net = random_module(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **SCALED | norm, key=KEY)
     want = literal(net, wide(X), np.zeros((2, SEQ)))
     assert net.output.bias is None and net.gate.bias is not None and close(run(net, X, None)[0], want, 1e-5)
     for name, value in (("multipliers", (0.5, 0.6, 0.7, 0.9, 0.8)), ("gate_norm", nn.GateNorm())):
         options = SCALED | {name: value} | norm
-        changed = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **options, key=KEY)
+        changed = random_module(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **options, key=KEY)
         is_same = name == "gate_norm" and bool(norm)
         assert close(run(changed, X, None)[0], want, 1e-3) == is_same
 
@@ -104,7 +104,9 @@ def test_states_of_many_numbers_are_passed_on_less_often():
     """By default, and so they give what the loops give, of more tokens than a chunk; the control has two documents."""
     wanted = {(16, 16): 64, (64, 65): 128, (256, 64): 128, (256, 128): 256}
     nets = {
-        sizes: drawn(nn.Mamba2Mixer, embed=EMBED, heads=2, kv_heads=1, head_dim=sizes[0], v_dim=sizes[1], key=KEY)
+        sizes: random_module(
+            nn.Mamba2Mixer, embed=EMBED, heads=2, kv_heads=1, head_dim=sizes[0], v_dim=sizes[1], key=KEY
+        )
         for sizes in wanted
     }
     assert {sizes: net.chunk for sizes, net in nets.items()} == wanted
@@ -118,7 +120,7 @@ def test_states_of_many_numbers_are_passed_on_less_often():
 @pytest.mark.grid
 @pytest.mark.parametrize("options", [{"kv_heads": 1}, {"gate_norm": None}, {"kv_heads": 4, "taps": 2}])
 def test_so_it_is_of_one_group_without_a_norm_and_with_fewer_taps(options):
-    net = drawn(nn.Mamba2Mixer, **SIZES | options, key=KEY)
+    net = random_module(nn.Mamba2Mixer, **SIZES | options, key=KEY)
     assert close(run(net, X, None)[0], literal(net, wide(X), np.zeros((2, SEQ))), 1e-5)
     assert close(run(net, X[1], None)[0], run(net, X, None)[0][1], 1e-6)
 

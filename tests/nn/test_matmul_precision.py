@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fp8_reference import reference
 from haste import put
-from nn_reference import close, drawn as of_shapes, normal, wide
+from nn_reference import close, normal, random_module as of_shapes, wide
 
 from eqformer import models, nn, training
 
@@ -28,7 +28,7 @@ def by_map(linear: nn.LinearMap, x: jax.Array, gradient: jax.Array, dtype: Any =
 of_map = eqx.filter_jit(by_map)
 
 
-def drawn(spread: float, dtype: str = "float32") -> tuple[nn.Linear, jax.Array, jax.Array]:
+def random_linear(spread: float, dtype: str = "float32") -> tuple[nn.Linear, jax.Array, jax.Array]:
     """A map of 12 to 6, 20 vectors and the gradients of what it gives; vectors are as large as up to `exp(spread)`."""
     linear = of_shapes(nn.Linear, "embed -> heads head_dim", embed=12, heads=3, head_dim=2, key=KEY)
     sizes = np.exp(spread * wide(normal(3, 20, 1)))
@@ -41,7 +41,7 @@ def drawn(spread: float, dtype: str = "float32") -> tuple[nn.Linear, jax.Array, 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_outputs_and_gradients_are_the_formulas(dtype, spread):
     with jax.enable_x64(dtype == "float64"):
-        linear, x, gradient = drawn(spread if dtype != "float16" else 0.5, dtype)
+        linear, x, gradient = random_linear(spread if dtype != "float16" else 0.5, dtype)
         want = reference(wide(x), wide(linear.weight).reshape(6, 12), wide(gradient).reshape(20, 6))
         tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11, "float64": 1e-14}[dtype]
         found = of_map(nn.with_fp8(linear, [nn.Linear]), x, gradient)
@@ -55,7 +55,7 @@ def test_outputs_and_gradients_are_the_formulas(dtype, spread):
 
 
 def test_sums_in_float32_of_narrow_inputs():
-    linear, x, gradient = drawn(1.0, "bfloat16")
+    linear, x, gradient = random_linear(1.0, "bfloat16")
     y, *_ = of_map(nn.with_fp8(linear, [nn.Linear]), x, gradient, jnp.float32)
     want = reference(wide(x), wide(linear.weight).reshape(6, 12), wide(gradient).reshape(20, 6))[0]
     assert y.dtype == jnp.float32 and close(y.reshape(want.shape), want, 1e-6)
@@ -64,7 +64,7 @@ def test_sums_in_float32_of_narrow_inputs():
 @pytest.mark.parametrize("wrong", ["form of gradients", "scale", "scale of vectors"])
 def test_another_rounding_is_seen(wrong, monkeypatch):
     """Gradients in E4M3, a scale that is no power of two, and one scale for all vectors give other numbers."""
-    linear, x, gradient = drawn(3.0)
+    linear, x, gradient = random_linear(3.0)
     round_exactly = nn._precision.round_to_fp8  # type: ignore[attr-defined]
 
     def other(x: Any, form: Any, dim: int | None) -> Any:
@@ -104,7 +104,7 @@ def test_slices_give_what_the_whole_gives():
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", ["input", "weight", "gradient"])
 def test_what_is_not_finite_is_not_hidden(number, place):
-    linear, x, gradient = drawn(0.0)
+    linear, x, gradient = random_linear(0.0)
     if place == "weight":
         linear = eqx.tree_at(lambda m: m.weight, linear, linear.weight.at[0, 0, 0].set(number))
     x = x.at[0, 0].set(number) if place == "input" else x

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, linear, normal, wide
+from nn_reference import close, linear, normal, random_module, wide
 
 from eqformer import nn
 
@@ -61,7 +61,7 @@ def test_gelu_tanh_has_its_digits_where_one_plus_a_tanh_has_none():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ["gelu_tanh", "relu_squared"])
 def test_mlp(name, bias):
-    module = drawn(nn.MLP, embed=3, mlp=5, bias=bias, activation=nn.ACTIVATIONS[name], key=KEY)
+    module = random_module(nn.MLP, embed=3, mlp=5, bias=bias, activation=nn.ACTIVATIONS[name], key=KEY)
     x = normal(1, 2, 4, 3)
     expected = linear(FORMULAS[name](linear(wide(x), module.up)), module.down)
     assert close(module(x), expected)
@@ -70,7 +70,9 @@ def test_mlp(name, bias):
 
 
 def test_an_offset_is_added_to_the_factor_that_the_gate_meets():
-    module = drawn(nn.GatedMLP, embed=3, mlp=5, limit=0.4, offset=1.0, activation=nn.quick_gelu, bias=True, key=KEY)
+    module = random_module(
+        nn.GatedMLP, embed=3, mlp=5, limit=0.4, offset=1.0, activation=nn.quick_gelu, bias=True, key=KEY
+    )
     x = 2 * normal(1, 2, 4, 3)
     gate, up = np.minimum(linear(wide(x), module.gate), 0.4), np.clip(linear(wide(x), module.up), -0.4, 0.4)
     assert close(module(x), linear(FORMULAS["quick_gelu"](gate) * (up + 1), module.down))
@@ -80,7 +82,7 @@ def test_an_offset_is_added_to_the_factor_that_the_gate_meets():
 @pytest.mark.parametrize("limit", [None, 0.4])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gated_mlp(bias, limit):
-    module = drawn(nn.GatedMLP, embed=3, mlp=5, bias=bias, limit=limit, key=KEY)
+    module = random_module(nn.GatedMLP, embed=3, mlp=5, bias=bias, limit=limit, key=KEY)
     x = 2 * normal(1, 2, 4, 3)
     gate, up = linear(wide(x), module.gate), linear(wide(x), module.up)
     assert gate.min() < -0.4 and gate.max() > 0.4 and up.min() < -0.4 and up.max() > 0.4
@@ -96,14 +98,14 @@ def test_gated_mlp(bias, limit):
 
 @pytest.mark.quick
 def test_any_function_may_be_the_activation():
-    module = drawn(nn.MLP, embed=3, mlp=5, activation=jnp.sin, key=KEY)
+    module = random_module(nn.MLP, embed=3, mlp=5, activation=jnp.sin, key=KEY)
     x = normal(1, 2, 3)
     assert close(module(x), linear(np.sin(linear(wide(x), module.up)), module.down))
 
 
 @pytest.mark.parametrize("kind", [nn.MLP, nn.GatedMLP])
 def test_slices_of_the_hidden_features_give_partial_sums(kind):
-    module, x = drawn(kind, embed=3, mlp=6, key=KEY), normal(1, 2, 4, 3)
+    module, x = random_module(kind, embed=3, mlp=6, key=KEY), normal(1, 2, 4, 3)
 
     def part(rows):
         names = ("up", "gate") if kind is nn.GatedMLP else ("up",)

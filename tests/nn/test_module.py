@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from nn_reference import drawn
+from nn_reference import random_module
 
 from eqformer import nn
 
@@ -41,7 +41,7 @@ def model():
         stacks = nn.Stack(lambda _: period, 2, key=key), nn.Stack(lambda _: one, 1, key=key)
         return nn.Transformer(nn.Embedding(vocab=16, embed=8, key=key), stacks, nn.RMSNorm("embed", embed=8))
 
-    return drawn(make)
+    return random_module(make)
 
 
 # What versions of JAX put between: loops, calls of programs, and what `einsum` is given.
@@ -86,7 +86,7 @@ class Parts(nn.Module):
 
 
 def test_parts_that_a_wrapper_runs_have_their_names_in_what_it_holds():
-    parts = Parts(drawn(nn.MLP, embed=8, mlp=4, key=jax.random.key(0)))
+    parts = Parts(random_module(nn.MLP, embed=8, mlp=4, key=jax.random.key(0)))
     lines = jax.make_jaxpr(parts)(jnp.ones(8)).eqns
     found = {str(line.source_info.name_stack).split("/")[0] for line in lines}
     assert found == {"up", "linear"}  # of two maps made anew, none could be told by its class

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from moe_cases import EMBED, EXPERTS, experts_of, kept_by, KEY, KINDS, mixture, one_expert, router_of, TOP_K
-from nn_reference import close, drawn, linear, normal, replaced, wide
+from nn_reference import close, linear, normal, random_module, replaced, wide
 
 from eqformer import nn
 
@@ -20,7 +20,7 @@ FEW = DISPATCHES[2:3]
 ROUTERS = {
     "softmax": (router_of(normalise=True), DISPATCHES),
     "sigmoid": (router_of(score="sigmoid", scale=2.5, balanced=True), FEW),
-    "random second": (drawn(nn.RandomSecondRouter, embed=EMBED, experts=EXPERTS, key=KEY), FEW),
+    "random second": (random_module(nn.RandomSecondRouter, embed=EMBED, experts=EXPERTS, key=KEY), FEW),
 }
 SOFTMAX = ROUTERS["softmax"][0]
 X = normal(1, BATCH, SEQ, EMBED)
@@ -82,7 +82,10 @@ def test_the_mixture_is_its_sum_and_tells_what_it_did(name):
 
 def test_the_noise_is_not_a_dropout_s():
     """A block folds 0 and 1 into its dropouts' keys, and the mixture 2 into its router's."""
-    router, experts = drawn(nn.NoisyTopKRouter, embed=EMBED, experts=EXPERTS, top_k=1, key=KEY), experts_of("plain")
+    router, experts = (
+        random_module(nn.NoisyTopKRouter, embed=EMBED, experts=EXPERTS, top_k=1, key=KEY),
+        experts_of("plain"),
+    )
 
     @jax.jit
     def loads(tokens):
@@ -138,8 +141,8 @@ def test_the_order_of_tokens_does_not_matter_where_none_is_dropped():
 
 
 def test_shared_experts_see_every_token():
-    experts, shared = experts_of("plain"), drawn(nn.GatedMLP, embed=EMBED, mlp=3, bias=True, key=KEY)
-    gated = drawn(lambda: nn.GatedShared(KINDS["plain"](KEY), embed=EMBED, key=KEY))
+    experts, shared = experts_of("plain"), random_module(nn.GatedMLP, embed=EMBED, mlp=3, bias=True, key=KEY)
+    gated = random_module(lambda: nn.GatedShared(KINDS["plain"](KEY), embed=EMBED, key=KEY))
     mixtures = lambda x, tokens: [nn.MoE(SOFTMAX, experts, shared=one)(x, tokens) for one in (None, shared, gated)]
     (bare, its), *found = as_numpy(jax.jit(mixtures)(X, tokens_of()))
     as_experts = lambda layer: replaced(experts, mlps=jax.tree.map(lambda leaf: np.asarray(leaf)[None], layer))
@@ -153,7 +156,7 @@ def test_shared_experts_see_every_token():
 
 @pytest.mark.parametrize("per,factor", [("sequence", 2.0), ("batch", 1.25)])
 def test_experts_that_choose(per, factor):
-    router = drawn(nn.ExpertChoiceRouter, embed=EMBED, experts=EXPERTS, factor=factor, per=per, key=KEY)
+    router = random_module(nn.ExpertChoiceRouter, embed=EMBED, experts=EXPERTS, factor=factor, per=per, key=KEY)
     experts, tokens = experts_of("gated"), tokens_of()
 
     @eqx.filter_jit
@@ -182,7 +185,7 @@ def test_experts_that_choose(per, factor):
 
 def test_parts_that_do_not_fit():
     router, experts = SOFTMAX, experts_of()
-    choice = drawn(nn.ExpertChoiceRouter, embed=EMBED, experts=EXPERTS, factor=1.0, key=KEY)
+    choice = random_module(nn.ExpertChoiceRouter, embed=EMBED, experts=EXPERTS, factor=1.0, key=KEY)
     for bad, number in ((router, EXPERTS + 1), (choice, EXPERTS - 1)):
         words = (
             rf"MoE\(router, experts\): the router chooses among {EXPERTS} experts and there are {number}; build both"
@@ -246,12 +249,12 @@ def test_weights_can_multiply_what_experts_are_given():
 
 
 def test_experts_of_a_latent_have_a_map_to_it_and_one_back():
-    to_latent = drawn(nn.Linear, "embed -> latent", embed=EMBED, latent=3, key=KEY)
+    to_latent = random_module(nn.Linear, "embed -> latent", embed=EMBED, latent=3, key=KEY)
     with pytest.raises(ValueError, match=r"MoE\(from_latent=None\): experts of a latent need a map to it and one back"):
         nn.MoE(SOFTMAX, experts_of(), to_latent=to_latent)
 
 
 def test_experts_that_choose_their_tokens_weigh_no_inputs():
-    router = drawn(nn.ExpertChoiceRouter, embed=EMBED, experts=EXPERTS, factor=1.0, key=KEY)
+    router = random_module(nn.ExpertChoiceRouter, embed=EMBED, experts=EXPERTS, factor=1.0, key=KEY)
     with pytest.raises(ValueError, match="experts that choose their tokens weigh their outputs"):
         nn.MoE(router, experts_of(), weighs_inputs=True)

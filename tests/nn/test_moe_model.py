@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from moe_cases import EMBED, EXPERTS, KEY, KINDS
-from nn_reference import close, drawn, normal, wide
+from nn_reference import close, normal, random_module, wide
 
 from eqformer import Batch, nn, training
 
@@ -62,7 +62,7 @@ def transformer(*stacks):
         tuple(nn.with_execution(nn.Stack(make, layers, key=KEY), remat=remat) for make, layers, remat in stacks),
         nn.RMSNorm("embed", embed=EMBED),
     )
-    return drawn(make)
+    return random_module(make)
 
 
 @pytest.fixture(scope="module")

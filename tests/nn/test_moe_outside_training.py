@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float
 from moe_cases import EMBED, EXPERTS, experts_of, KEY, router_of
-from nn_reference import close, drawn, normal, replaced
+from nn_reference import close, normal, random_module, replaced
 from test_moe import BATCH, DISPATCHES, KEYS, PLACES, SEQ, tokens_of, X
 
 from eqformer import nn
@@ -33,7 +33,7 @@ class Tied(eqx.Module):
 
 def test_experts_that_read_their_maps_run_outside_of_training_too():
     make = lambda key: Tied(nn.Linear("embed -> mlp", embed=EMBED, mlp=4, key=key))
-    experts, router = drawn(nn.Experts, make, EXPERTS, key=KEY), router_of(top_k=2)
+    experts, router = random_module(nn.Experts, make, EXPERTS, key=KEY), router_of(top_k=2)
     moe = nn.MoE(router, experts, dispatch=nn.Capacity(0.5))
     trained = nn.MoE(router, experts, dispatch=nn.Capacity(float(EXPERTS)))  # in which every choice finds a slot
     assert not experts.only_call_maps() and experts_of("gated").only_call_maps()

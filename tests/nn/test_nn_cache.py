@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put as moved
-from nn_reference import close, drawn, normal
+from nn_reference import close, normal, random_module
 
 from eqformer import nn
 from eqformer.nn._cache import with_rollback
@@ -78,8 +78,8 @@ def test_several_new_tokens_see_what_they_push_out():
 
 SIZES = dict(embed=6, heads=2, head_dim=4, rotary=nn.Rotary(4, 100.0), key=jax.random.key(0))
 MODULES = {
-    "grouped": lambda **more: drawn(nn.Attention, **SIZES, **more),
-    "latent": lambda **more: drawn(nn.LatentAttention, latent=5, **SIZES, **more),
+    "grouped": lambda **more: random_module(nn.Attention, **SIZES, **more),
+    "latent": lambda **more: random_module(nn.LatentAttention, latent=5, **SIZES, **more),
 }
 
 
@@ -197,7 +197,7 @@ def test_segments_are_refused():
 )
 def test_a_cache_is_as_short_as_the_mask_allows(mask, slots, rolling):
     sizes = dict(embed=6, heads=4, kv_heads=2, head_dim=3)
-    memory = drawn(nn.Attention, **sizes, mask=mask, key=jax.random.key(0)).init_cache((2,), 9, "bfloat16")
+    memory = random_module(nn.Attention, **sizes, mask=mask, key=jax.random.key(0)).init_cache((2,), 9, "bfloat16")
     assert memory.keys.shape == memory.values.shape == (2, 2, slots, 3) and memory.rolling == rolling
     assert memory.keys.dtype == jnp.bfloat16 and np.all(memory.positions == -1)
 
@@ -238,7 +238,7 @@ def test_layers_of_a_stack_write_their_tokens_alone():
     """In the whole stack's arrays: no layer's part of them is put back, as that of a recurrence's state is."""
 
     def operations(mixer):
-        stack = drawn(nn.Stack, lambda key: nn.Block(nn.Residual(mixer(key))), 3, key=jax.random.key(0))
+        stack = random_module(nn.Stack, lambda key: nn.Block(nn.Residual(mixer(key))), 3, key=jax.random.key(0))
         memory = eqx.filter_eval_shape(stack.init_cache, (2,), 16)
         given = memory, *(jax.ShapeDtypeStruct(*one) for one in (((2, 1, 8), jnp.float32), ((2, 1), jnp.int32)))
         text = str(jax.make_jaxpr(lambda memory, x, places: stack(x, nn.Tokens(places), memory)[1])(*given))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Array, Float
-from nn_reference import drawn
+from nn_reference import random_module
 
 from eqformer import nn
 from eqformer.nn import at_least_float32, lossless_dtype
@@ -104,14 +104,14 @@ def test_models_and_caches_take_short_names():
     attention = lambda key: nn.Attention(embed=8, heads=2, head_dim=4, key=key)
     norm = nn.RMSNorm("embed", embed=8)
     block = lambda key: nn.Block(nn.Residual(attention(key), norm), nn.Residual(nn.MLP(embed=8, mlp=8, key=key), norm))
-    model = drawn(
+    model = random_module(
         lambda: nn.Transformer(
             nn.Embedding(vocab=8, embed=8, key=KEY), (nn.Stack(block, 1, key=KEY),), norm, compute_dtype="bf16"
         )
     )
     assert model.compute_dtype == "bfloat16"
-    latent = drawn(nn.LatentAttention, embed=8, heads=2, latent=4, head_dim=4, v_dim=4, key=KEY)
-    for keeper in (model, drawn(attention, KEY), latent):
+    latent = random_module(nn.LatentAttention, embed=8, heads=2, latent=4, head_dim=4, v_dim=4, key=KEY)
+    for keeper in (model, random_module(attention, KEY), latent):
         caches = [eqx.filter_eval_shape(keeper.init_cache, (1,), 4, *dtype) for dtype in ((), ("half",))]
         found = [
             {x.dtype.name for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.floating)} for cache in caches

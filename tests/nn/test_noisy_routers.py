@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, normal, wide
+from nn_reference import close, normal, random_module, wide
 from router_cases import BATCH, best, each, EMBED, KEY, NOISY, normals, run, SCORES, SEQ, softplus, tokens_of, X
 
 from eqformer import nn
@@ -55,7 +55,7 @@ def test_noisy_top_k_is_its_paper(keys):
     assert not close(routing.load, np.reshape(others, (BATCH, SEQ, 6)), 1e-2)
 
 
-def test_the_load_is_the_chance_of_being_chosen_when_ones_noise_is_drawn_again():
+def test_the_load_is_the_chance_of_being_chosen_when_ones_noise_is_sampled_again():
     router, tokens = NOISY["noisy"], tokens_of(keys=True)
     load, draw, times = wide(run(router, X, tokens).load), np.random.default_rng(0), 20_000
     rows, noises = wide(X), normals(tokens.keys)
@@ -71,7 +71,7 @@ def test_the_load_is_the_chance_of_being_chosen_when_ones_noise_is_drawn_again()
 
 def test_the_load_of_dense_and_of_noiseless_routers():
     x, tokens = normal(1, 1, 3, EMBED), tokens_of(1, 3, keys=True)
-    dense = drawn(nn.NoisyTopKRouter, embed=EMBED, experts=3, top_k=3, key=KEY)
+    dense = random_module(nn.NoisyTopKRouter, embed=EMBED, experts=3, top_k=3, key=KEY)
     assert np.all(run(dense, x, tokens).load == 1)
     silent = eqx.tree_at(lambda r: r.noise.weight, NOISY["noisy"], jnp.full((6, EMBED), -1e4))
     value, slope = jax.jit(jax.value_and_grad(lambda x: jnp.sum(silent(x, tokens).load)))(abs(x))

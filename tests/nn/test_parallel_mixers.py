@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, normal, randomised
+from nn_reference import close, normal, random_module, randomised
 
 from eqformer import nn
 
@@ -22,8 +22,8 @@ def norm(seed):
 
 def mixers(**options):
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 3}
-    attention = drawn(nn.Attention, embed=EMBED, heads=3, kv_heads=1, head_dim=2, bias=True, key=KEY)
-    net = drawn(nn.Mamba2Mixer, embed=EMBED, **sizes, v_dim=5, chunk=3, bias=True, key=KEY)
+    attention = random_module(nn.Attention, embed=EMBED, heads=3, kv_heads=1, head_dim=2, bias=True, key=KEY)
+    net = random_module(nn.Mamba2Mixer, embed=EMBED, **sizes, v_dim=5, chunk=3, bias=True, key=KEY)
     first = nn.Residual(attention, scale=0.5, input_scale=0.7, **options)
     return nn.ParallelResidual((first, nn.Residual(net, norm(2), output_norm=norm(3), scale=2.0, **options)), norm(1))
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put
-from nn_reference import close, drawn, golden_case, replaced
+from nn_reference import close, golden_case, random_module, replaced
 
 from eqformer import kernels, nn
 
@@ -50,7 +50,7 @@ SINKS = {"sinks": lambda m: m.scores.sinks}
 def attention(kv_heads=2, head_dim=HEAD_DIM, **options):
     rotary = nn.Rotary(head_dim, 10000.0)
     sizes = dict(embed=EMBED, heads=HEADS, kv_heads=kv_heads, head_dim=head_dim)
-    return drawn(nn.Attention, **sizes, rotary=rotary, key=KEY, **options)
+    return random_module(nn.Attention, **sizes, rotary=rotary, key=KEY, **options)
 
 
 def per_head():
@@ -142,7 +142,7 @@ def test_latent_attention_is_deepseeks(name):
         quotient = nn.yarn_magnitude(4.0, 1.0) / nn.yarn_magnitude(4.0, 0.8)
         scaling = nn.YarnScaling(4.0, 16, magnitude=quotient)
         scale *= nn.yarn_magnitude(4.0, 0.8) ** 2
-    module = drawn(
+    module = random_module(
         nn.LatentAttention,
         embed=EMBED,
         heads=HEADS,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from nn_reference import drawn, normal, wide
+from nn_reference import normal, random_module, wide
 
 from eqformer import models, nn
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_rounded():
 
 def test_rows_sorted_by_expert_are_those_of_the_experts_weights():
     """One expert has no rows."""
-    plain = drawn(nn.Experts, lambda key: nn.MLP(embed=4, mlp=6, key=key), 3, key=KEY)
+    plain = random_module(nn.Experts, lambda key: nn.MLP(embed=4, mlp=6, key=key), 3, key=KEY)
     experts = eqx.filter_jit(lambda plain: nn.quantize(plain, "int4", group=2))(plain)
     x, sizes = normal(1, 7, 4), jnp.asarray([4, 0, 2], jnp.int32)
     y = jax.jit(lambda experts, x: experts.sorted_rows(x, sizes))(experts, x)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import drawn, normal
+from nn_reference import normal, random_module
 
 from eqformer import nn
 from eqformer.nn._cache import quantize_caches
@@ -29,8 +29,8 @@ def test_rows_are_off_by_a_step_of_their_largest(dtype, step):
 
 SIZES = dict(embed=6, heads=4, head_dim=4, rotary=nn.Rotary(4, 100.0), key=jax.random.key(0))
 MODULES = {
-    "grouped": lambda **more: drawn(nn.Attention, kv_heads=2, **SIZES, **more),
-    "latent": lambda **more: drawn(nn.LatentAttention, latent=5, **SIZES, **more),
+    "grouped": lambda **more: random_module(nn.Attention, kv_heads=2, **SIZES, **more),
+    "latent": lambda **more: random_module(nn.LatentAttention, latent=5, **SIZES, **more),
 }
 
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from haste import put
-from nn_reference import close, drawn, normal, randomised, wide
+from nn_reference import close, normal, random_module, randomised, wide
 
 from eqformer import nn, training
 
@@ -125,7 +125,7 @@ def test_layers_are_kept_for_the_backward_pass_as_codes():
         mlp = nn.MLP(embed=8, mlp=32, key=key)
         return nn.Block(nn.Residual(mlp, nn.RMSNorm("embed", embed=8)))
 
-    stack = drawn(nn.Stack, layer, 3, key=KEY)
+    stack = random_module(nn.Stack, layer, 3, key=KEY)
     rounded = eqx.filter_jit(lambda stack: nn.quantize(stack, "int8"))(stack)
     assert ((3, 32, 8), "float32") in kept(stack)
     assert {shape for shape, dtype in kept(rounded) if shape[-2:] in ((32, 8), (8, 32))} == {

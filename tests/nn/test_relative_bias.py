@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import attend, close, drawn, linear, normal, wide
+from nn_reference import attend, close, linear, normal, random_module, wide
 
 from eqformer import kernels, nn
 from eqformer.nn.attention._scores import distance_ranges
@@ -36,7 +36,7 @@ def range_of(distance, ranges, farthest, both_ways):
     "ranges, farthest, both_ways", [(32, 128, True), (32, 128, False), (7, 9, True), (8, 5, False)]
 )
 def test_distances_fall_into_the_papers_ranges(ranges, farthest, both_ways):
-    module = drawn(nn.RelativeBias, ranges=ranges, heads=3, farthest=farthest, both_ways=both_ways, key=KEY)
+    module = random_module(nn.RelativeBias, ranges=ranges, heads=3, farthest=farthest, both_ways=both_ways, key=KEY)
     last = np.arange(-150, 151)
     found = module(nn.Tokens(jnp.asarray([0])), nn.Tokens(jnp.asarray(last)))[:, 0]
     table = np.asarray(module.weight)
@@ -54,10 +54,10 @@ def test_a_boundary_is_where_whole_numbers_say():
 
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_attention_adds_it_to_its_scores(both_ways):
-    bias = drawn(nn.RelativeBias, ranges=6, heads=4, farthest=5, both_ways=both_ways, key=KEY)
+    bias = random_module(nn.RelativeBias, ranges=6, heads=4, farthest=5, both_ways=both_ways, key=KEY)
     mask = nn.full() if both_ways else nn.causal()
     options = {"embed": 6, "heads": 4, "kv_heads": 2, "head_dim": 3, "mask": mask, "scores": nn.Scores(1.0, bias=True)}
-    module, x = drawn(nn.Attention, **options, key=KEY), normal(1, 2, 8, 6)
+    module, x = random_module(nn.Attention, **options, key=KEY), normal(1, 2, 8, 6)
     tokens = nn.Tokens(jnp.asarray(PLACES), jnp.asarray(SEGMENTS))
     visible = np.asarray(mask(tokens, tokens))
 
@@ -91,7 +91,7 @@ def test_attention_adds_it_to_its_scores(both_ways):
 
 
 def test_rows_known_to_be_whole_are_as_others():
-    bias = drawn(nn.RelativeBias, ranges=6, heads=2, farthest=9, key=KEY)
+    bias = random_module(nn.RelativeBias, ranges=6, heads=2, farthest=9, key=KEY)
     known = nn.positions_like((2, 12))
     other = nn.Tokens(known.positions)
     assert bias(known, known).shape == (2, 12, 12)  # one for all rows
@@ -99,11 +99,11 @@ def test_rows_known_to_be_whole_are_as_others():
 
 
 def test_what_has_no_place_for_a_bias_is_refused():
-    module = drawn(nn.Attention, embed=6, heads=2, head_dim=3, scores=nn.Scores(bias=True), key=KEY)
+    module = random_module(nn.Attention, embed=6, heads=2, head_dim=3, scores=nn.Scores(bias=True), key=KEY)
     with pytest.raises(ValueError, match=r"Scores\(bias=True\): the tokens have no score_bias; build"):
         module(normal(0, 2, 4, 6))
     with pytest.raises(ValueError, match=r"model has bias, which this core does not compute; pass kernels.ATTENTION"):
         nn.with_execution(module, core=kernels.BlockwiseAttention())
     nn.with_execution(module, core=kernels.ReferenceAttention())
     with pytest.raises(ValueError, match=r"RelativeBias\(ranges=4, farthest=1, both_ways=True\).*farthest above 1"):
-        drawn(nn.RelativeBias, ranges=4, heads=2, farthest=1, both_ways=True, key=KEY)
+        random_module(nn.RelativeBias, ranges=4, heads=2, farthest=1, both_ways=True, key=KEY)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, normal
+from nn_reference import close, normal, random_module
 
 from eqformer import nn
 from eqformer.nn.attention import _rotary_cache
@@ -21,7 +21,7 @@ SHORT = 5  # tokens, up to which rows have the first set
 SCALING = nn.LongRopeScaling((1.0, 1.2), (2.0, 5.0), SHORT, 4.0)
 ROTARY = nn.Rotary(4, 100.0, scaling=SCALING)
 SIZES: dict[str, Any] = {"embed": 6, "heads": 4, "kv_heads": 2, "head_dim": 6, "rotary": ROTARY}
-NET = drawn(nn.Attention, **SIZES, key=jax.random.key(0))
+NET = random_module(nn.Attention, **SIZES, key=jax.random.key(0))
 CALLS = [(3, 2), (1, 1), (1, 0), (1, 1), (2, 1), (0, 1), (1, 1)]  # tokens of each of two rows; the rest is padding
 
 
@@ -67,7 +67,7 @@ def test_keys_of_8_bits_too():
 
 def dynamic():
     rotary = nn.Rotary(4, 100.0, scaling=nn.DynamicScaling(4.0, SHORT))
-    return drawn(nn.Attention, **SIZES | {"rotary": rotary}, key=jax.random.key(0))
+    return random_module(nn.Attention, **SIZES | {"rotary": rotary}, key=jax.random.key(0))
 
 
 @pytest.mark.grid

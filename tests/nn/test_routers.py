@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, normal, wide
+from nn_reference import close, normal, random_module, wide
 from router_cases import BATCH, best, EMBED, KEY, NOISY, run, SCORES, SEQ, tokens_of, X
 
 from eqformer import nn
@@ -66,7 +66,7 @@ def all_tokens(one, router, x, **options):
 
 @pytest.mark.parametrize("name", CASES)
 def test_top_k_is_its_paper(name):
-    router, x = drawn(nn.TopKRouter, embed=EMBED, key=KEY, **CASES[name]), X
+    router, x = random_module(nn.TopKRouter, embed=EMBED, key=KEY, **CASES[name]), X
     routing = run(router, x, tokens_of())
     experts, weights, scores = all_tokens(reference, router, x)
     assert np.array_equal(routing.experts, experts) and close(routing.weights, weights)
@@ -98,7 +98,7 @@ def sparse_mixer(router, x, without=""):
 
 
 def test_the_sparse_mixer_weighs_each_choice_against_those_near_it():
-    router = drawn(nn.SparseMixerRouter, embed=EMBED, experts=6, tolerance=0.3, key=KEY)
+    router = random_module(nn.SparseMixerRouter, embed=EMBED, experts=6, tolerance=0.3, key=KEY)
     routing = run(router, X, tokens_of())
     experts, weights, scores = all_tokens(sparse_mixer, router, X)
     assert np.array_equal(routing.experts, experts) and close(routing.weights, weights)
@@ -119,13 +119,15 @@ def test_the_sparse_mixer_refuses_what_it_cannot_do():
 
 
 def test_the_logits_are_the_linear_map():
-    router, x = drawn(nn.TopKRouter, embed=EMBED, experts=8, top_k=3, bias=True, key=KEY), normal(1, 3, EMBED)
+    router, x = random_module(nn.TopKRouter, embed=EMBED, experts=8, top_k=3, bias=True, key=KEY), normal(1, 3, EMBED)
     routing = run(router, x, nn.positions_like((3,)))
     assert close(routing.logits, wide(x) @ wide(router.linear.weight).T + wide(router.linear.bias))
 
 
 def test_softmax_of_the_chosen_survives_where_the_scores_underflow():
-    router = drawn(nn.TopKRouter, embed=4, experts=4, top_k=2, groups=nn.ExpertGroups(2), normalise=True, key=KEY)
+    router = random_module(
+        nn.TopKRouter, embed=4, experts=4, top_k=2, groups=nn.ExpertGroups(2), normalise=True, key=KEY
+    )
     router = eqx.tree_at(lambda r: r.linear.weight, router, jnp.eye(4))
     merit = eqx.tree_at(
         lambda r: r.selection_bias, router, jnp.asarray([0.0, 0, 9, 9]), is_leaf=lambda leaf: leaf is None
@@ -137,7 +139,7 @@ def test_softmax_of_the_chosen_survives_where_the_scores_underflow():
 
 @pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
 def test_scores_and_their_slopes_stay_finite_far_out(score):
-    router = drawn(nn.TopKRouter, embed=4, experts=4, top_k=2, score=score, normalise=True, key=KEY)
+    router = random_module(nn.TopKRouter, embed=4, experts=4, top_k=2, score=score, normalise=True, key=KEY)
     router = eqx.tree_at(lambda r: r.linear.weight, router, jnp.eye(4))
     x = jnp.asarray([[-200.0, -300, -250, -400], [300, 200, -200, 90]])
     route = lambda x: router(x, nn.positions_like((1,)))
@@ -147,7 +149,7 @@ def test_scores_and_their_slopes_stay_finite_far_out(score):
 
 def test_equal_scores_take_the_lowest_number():
     x, tokens, sizes = normal(1, 2, EMBED), nn.positions_like((2,)), dict(embed=EMBED, experts=12, key=KEY)
-    flat = lambda make, **options: jax.tree.map(jnp.zeros_like, drawn(make, **sizes, **options))
+    flat = lambda make, **options: jax.tree.map(jnp.zeros_like, random_module(make, **sizes, **options))
     grouped = dict(score="sigmoid", balanced=True, groups=nn.ExpertGroups(4, 2, "top2"))
     biased = eqx.tree_at(
         lambda r: r.selection_bias, flat(nn.TopKRouter, top_k=3, balanced=True), jnp.asarray([0.0, 1] * 6)
@@ -196,14 +198,14 @@ def test_scores_are_float32_at_least():
 
 
 def test_the_selection_bias_has_no_gradient_and_the_map_has():
-    router, x = drawn(nn.TopKRouter, embed=EMBED, key=KEY, **CASES["deepseek-v3"]), normal(1, 6, EMBED)
+    router, x = random_module(nn.TopKRouter, embed=EMBED, key=KEY, **CASES["deepseek-v3"]), normal(1, 6, EMBED)
     cost = eqx.filter_grad(lambda router: jnp.sum(router(x, nn.positions_like((6,))).weights ** 2))
     pull: Any = eqx.filter_jit(cost)(router)
     assert not np.any(pull.selection_bias) and np.any(pull.linear.weight)
 
 
 def test_the_choice_has_slopes_of_its_weights():
-    router, x = drawn(nn.TopKRouter, embed=EMBED, key=KEY, **CASES["deepseek-v2"]), normal(1, 4, EMBED)
+    router, x = random_module(nn.TopKRouter, embed=EMBED, key=KEY, **CASES["deepseek-v2"]), normal(1, 4, EMBED)
     slope = jax.jit(jax.grad(lambda x: jnp.sum(router(x, nn.positions_like((4,))).weights[:, 0])))(x)
     for place in np.ndindex(4, EMBED):
         step = np.zeros((4, EMBED))

@@ -5,13 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, linear, normal, wide
+from nn_reference import close, linear, normal, random_module, wide
 
 from eqformer import nn
 
 
 KEY, EMBED, SEQ = jax.random.key(0), 6, 7
-CONV = drawn(nn.GatedShortConv, embed=EMBED, mlp=4, taps=3, bias=True, key=KEY)
+CONV = random_module(nn.GatedShortConv, embed=EMBED, mlp=4, taps=3, bias=True, key=KEY)
 X = normal(1, 2, SEQ, EMBED)
 PLACES = np.array([[0, 1, 2, 3, 0, 1, -1], [0, 0, 1, 2, 3, 4, 5]], np.int32)
 PACKED = nn.Tokens(jnp.asarray(PLACES))

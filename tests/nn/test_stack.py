@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put
-from nn_reference import close, drawn, normal
+from nn_reference import close, normal, random_module
 
 from eqformer import nn
 
@@ -33,7 +33,7 @@ def block(key, dropout=0.3):
 
 @pytest.fixture(scope="module")
 def stack():
-    return drawn(nn.Stack, block, 4, key=KEY)
+    return random_module(nn.Stack, block, 4, key=KEY)
 
 
 def tokens_for(x, seed=0):
@@ -198,7 +198,7 @@ def test_a_stack_of_periods():
         )
         return nn.SuperBlock((local(one), block(two, dropout=0.0)))
 
-    built = drawn(nn.Stack, period, 2, key=KEY)
+    built = random_module(nn.Stack, period, 2, key=KEY)
     x = normal(1, 2, 6, EMBED)
     y, _, _ = run(built, x)
     h = x

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import drawn, normal
+from nn_reference import normal, random_module
 
 from eqformer import kernels, nn
 
@@ -130,7 +130,7 @@ def test_left_padding_changes_no_logits_and_is_never_looked_at(core):
         embedding = nn.Embedding(vocab=11, embed=8, key=table)
         return nn.Transformer(embedding, (nn.Stack(block, 2, key=stack),), nn.RMSNorm("embed", embed=8))
 
-    model = drawn(build, jax.random.key(0))
+    model = random_module(build, jax.random.key(0))
     ids, pad = np.array([[3, 1, 4, 1, 5, 9]], np.int32), 4
     positions = jnp.asarray(np.r_[np.full(pad, -1), np.arange(6)][None], jnp.int32)
     run = eqx.filter_jit(lambda model, ids, positions, cache: model(ids, nn.Tokens(positions), cache)[0][:, pad:])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import drawn, normal
+from nn_reference import normal, random_module
 
 from eqformer import nn
 
@@ -54,7 +54,11 @@ def test_fold_in_changes_keys_and_nothing_else():
 
 def made(kind, given):
     """An attention of random numbers."""
-    return drawn(nn.Attention, **given) if kind == "grouped" else drawn(nn.LatentAttention, latent=5, **given)
+    return (
+        random_module(nn.Attention, **given)
+        if kind == "grouped"
+        else random_module(nn.LatentAttention, latent=5, **given)
+    )
 
 
 @pytest.mark.grid

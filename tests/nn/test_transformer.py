@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put
-from nn_reference import close, drawn, replaced, wide
+from nn_reference import close, random_module, replaced, wide
 
 from eqformer import kernels, nn
 
@@ -41,12 +41,14 @@ def make(tied=True, positions=False, bias=False, core=None):
 
 @pytest.fixture(scope="module")
 def tied():
-    return drawn(make, core=kernels.ReferenceAttention())  # jax's own core mixes dtypes, which strict promotion refuses
+    return random_module(
+        make, core=kernels.ReferenceAttention()
+    )  # jax's own core mixes dtypes, which strict promotion refuses
 
 
 @pytest.fixture(scope="module")
 def untied():
-    return drawn(make, tied=False, positions=True, bias=True)
+    return random_module(make, tied=False, positions=True, bias=True)
 
 
 @eqx.filter_jit

@@ -28,11 +28,11 @@ def test_as_few_equal_pieces_as_keep_the_room_small():
     )  # at least a token
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+def counted(monkeypatch: pytest.MonkeyPatch, max_bytes: int) -> list[int]:
     """The numbers of pieces that are taken from now on, with room for so many bytes."""
     found: list[int] = []
     pieces_of = _expert_exchange.count_pieces
-    monkeypatch.setattr(_expert_exchange, "MOST_GATHERED_BYTES", most)
+    monkeypatch.setattr(_expert_exchange, "MAX_GATHERED_BYTES", max_bytes)
     monkeypatch.setattr(_expert_parallel, "count_pieces", lambda *given: found.append(pieces_of(*given)) or found[-1])
     return found
 
@@ -82,12 +82,12 @@ def test_gradients_are_summed_over_pieces_in_float32(monkeypatch):
     assert set(found) == {4}
 
 
-def largest(monkeypatch: pytest.MonkeyPatch, most: float) -> float:
+def largest(monkeypatch: pytest.MonkeyPatch, max_bytes: float) -> float:
     """Bytes of the largest array in the gradient of a layer of DeepSeek-V3's sizes, over 64 devices, 4,096 tokens each.
 
     Nothing is compiled or run.
     """
-    monkeypatch.setattr(_expert_exchange, "MOST_GATHERED_BYTES", most)
+    monkeypatch.setattr(_expert_exchange, "MAX_GATHERED_BYTES", max_bytes)
     sizes = [64 if axis == "expert" else 1 for axis in AXES]
     mesh = AbstractMesh(tuple(sizes), AXES, (AxisType.Auto,) * len(AXES))
 
@@ -130,5 +130,5 @@ def _sizes(jaxpr):
 
 
 def test_a_layer_of_256_experts_takes_no_tens_of_gigabytes_by_default(monkeypatch):
-    assert largest(monkeypatch, _expert_exchange.MOST_GATHERED_BYTES) < 2.5e9
+    assert largest(monkeypatch, _expert_exchange.MAX_GATHERED_BYTES) < 2.5e9
     assert largest(monkeypatch, float("inf")) > 25e9  # at once, as it was

@@ -119,7 +119,7 @@ def index_layer(bias: np.ndarray, factor: float, *, weighs_inputs: bool = False,
     return jax.jit(lambda *given: [each(function, *given) for function in (mapped, plain)])(arrays, x)
 
 
-def most_apart(found: Any) -> float:
+def max_difference(found: Any) -> float:
     """How far the first of two trees is from the second, at most."""
     return max(float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, found), strict=True))
 
@@ -132,7 +132,7 @@ def most_apart(found: Any) -> float:
 def test_a_layer_is_one_devices_whatever_its_load(load, weighs_inputs, monkeypatch):
     as_on_accelerators(monkeypatch)
     with jax.enable_x64(True):
-        assert most_apart(index_layer(LOADS[load], 1.25, weighs_inputs=weighs_inputs)) < 1e-10
+        assert max_difference(index_layer(LOADS[load], 1.25, weighs_inputs=weighs_inputs)) < 1e-10
 
 
 def over_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +147,9 @@ def test_what_nobody_wrote_is_never_read(monkeypatch):
     as_on_accelerators(monkeypatch)
     over_no_numbers(monkeypatch)
     with jax.enable_x64(True):
-        assert most_apart(index_layer(LOADS["one device's"], 1.25)) < 1e-10
+        assert max_difference(index_layer(LOADS["one device's"], 1.25)) < 1e-10
         monkeypatch.setattr(jnp, "any", lambda x, axis: jnp.ones(x.shape[0], bool))
-        assert np.isnan(most_apart(index_layer(LOADS["one device's"], 1.25)))
+        assert np.isnan(max_difference(index_layer(LOADS["one device's"], 1.25)))
 
 
 def first_round_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_without_a_part_it_is_not(name, monkeypatch):
     as_on_accelerators(monkeypatch)
     CONTROLS[name](monkeypatch)
     with jax.enable_x64(True):
-        assert not most_apart(index_layer(LOADS["one expert's, and others"], 1.25)) < 1e-2  # it may be no number
+        assert not max_difference(index_layer(LOADS["one expert's, and others"], 1.25)) < 1e-2  # it may be no number
 
 
 @pytest.mark.grid

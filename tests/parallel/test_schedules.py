@@ -68,7 +68,7 @@ def test_gpipe_and_1f1b_have_the_published_bubble_and_peak(stages, microbatches,
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 def test_chunks_divide_the_bubble(stages, microbatches, costs, chunks):
     for p in stages:
-        most = 2 * (p - 1 - np.arange(p)) + (chunks - 1) * p + 1
+        max_held = 2 * (p - 1 - np.arange(p)) + (chunks - 1) * p + 1
         for m in [m for m in microbatches if m >= p]:
             tables = [looping(p, m, chunks)]
             if m % p == 0:
@@ -82,8 +82,8 @@ def test_chunks_divide_the_bubble(stages, microbatches, costs, chunks):
                 same(found[0].peak(), np.full(p, m * chunks))
                 if m % p == 0:
                     same([found[1].lock_step.idle, found[2].asynchronous.idle], bubble)
-                    same(found[1].peak(), np.minimum(m * chunks, most))
-                    same(found[2].peak(), np.minimum(m * chunks, most))
+                    same(found[1].peak(), np.minimum(m * chunks, max_held))
+                    same(found[2].peak(), np.minimum(m * chunks, max_held))
 
 
 @pytest.mark.parametrize("stages,microbatches,costs", WIDE)

@@ -21,7 +21,7 @@ def test_how_tokens_reach_experts_goes_by_sizes():
     assert told(mixture, 126).endswith("experts by gather")
     assert told(mixture, 128, expert_factor=4.5).endswith("experts by gather")  # which would send more
     plan = parallel.Plan(parallel.make_mesh(expert=8), expert_factor=8.0)
-    most = 2**30 // (8 * 2 * 4 * EMBED)  # tokens whose rows a gather has room for at once
-    assert [told(mixture, size).split()[-1] for size in (most, 2 * most)] == ["gather", "exchange"]
+    max_tokens = 2**30 // (8 * 2 * 4 * EMBED)  # tokens whose rows a gather has room for at once
+    assert [told(mixture, size).split()[-1] for size in (max_tokens, 2 * max_tokens)] == ["gather", "exchange"]
     assert told(mixture, 1, expert_method="exchange").endswith("experts by exchange")
     assert told(slots, 128, expert_method="exchange").endswith("experts by gather")  # experts choose

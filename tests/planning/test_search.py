@@ -91,7 +91,7 @@ def test_the_first_ranking_comes_before_any_plan_is_traced(tiny: Tiny, monkeypat
     search_plans(*tiny, topology("h100:2"), show_ranking=show)
     assert isinstance(events[0], ShapeRanking) and events[1:] == ["traced"] * 3
     assert events[0].compared == events[0].meshes > 3 and len(events[0].proposals) == 3
-    assert all(one.verdict is None and one.held == one.candidate.least > 0 for one in events[0].proposals)
+    assert all(one.verdict is None and one.held == one.candidate.min_held > 0 for one in events[0].proposals)
     monkeypatch.setattr(_search, "FIRST_SECONDS", -1.0)
     events.clear()
     search_plans(*tiny, topology("h100:2"), show_ranking=show)
@@ -106,9 +106,9 @@ def test_a_tie_goes_to_the_plan_that_holds_least(tiny: Tiny, monkeypatch):
     propose = lambda: search_plans(*tiny, topology("h100:2"), limit=5).proposals
     fewest = propose()
     assert [proposal.held for proposal in fewest] == sorted(proposal.held for proposal in fewest)
-    least = [proposal.candidate.least for proposal in fewest]
+    least = [proposal.candidate.min_held for proposal in fewest]
     size = lambda plan: -plan.size("fsdp")
-    assert [proposal.candidate.least for proposal in propose()] != least
+    assert [proposal.candidate.min_held for proposal in propose()] != least
     table = ranking_table(fewest, [None] * len(fewest), lambda candidate: "", 10**9)
     assert table.count("<= 100.0%") == table.count(">= 1.000") == len(fewest) > 2 and "\n>= " in table
 
@@ -119,7 +119,7 @@ def test_plans_that_cannot_fit_are_not_traced(tiny: Tiny, monkeypatch):
     step = lambda states, *_: traced.append(states.plan) or StepBytes({"all": size}, 0)
     monkeypatch.setattr(_search, "step_bytes", step)
     leasts = sorted(
-        {proposal.candidate.least for proposal in search_plans(*tiny, topology("h100:2"), limit=99).proposals}
+        {proposal.candidate.min_held for proposal in search_plans(*tiny, topology("h100:2"), limit=99).proposals}
     )
     size = 10**12
     counts = []

@@ -67,7 +67,7 @@ def test_a_fork_has_the_weights_of_the_step_that_it_names(source, tmp_path):
 
 @pytest.mark.grid  # tests/training shows that nothing else changes, and that killed runs do the same
 def test_a_run_goes_back_at_a_spike_and_leaves_batches_out(source, tmp_path):
-    watched = "--spikes.factor 1.0001 --spikes.window 1 --spikes.most 2".split()
+    watched = "--spikes.factor 1.0001 --spikes.window 1 --spikes.max-rollbacks 2".split()
     wild = "--steps 12 --optimizer.learning-rate 0.3 --checkpoint-every 1".split()
     done = train(tmp_path / "run", "--from-run", source, *wild, *watched)
     assert done.returncode == 2 and "the run has gone back 2 of at most 2 times" in done.stderr

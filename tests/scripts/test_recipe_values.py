@@ -149,7 +149,7 @@ NEVER = {
     "--execution.unroll": ["0"],
     "--spikes.factor": ["1", "nan"],
     "--spikes.window": ["0"],
-    "--spikes.most": ["0"],
+    "--spikes.max-rollbacks": ["0"],
     "--model.rope-theta": ["nan"],
 }
 

@@ -26,7 +26,7 @@ from eqformer import data, models
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
-KINDS = 40  # Different requests, whose texts are drawn before the load.
+KINDS = 40  # Different requests, whose texts are generated before the load.
 
 
 def make_bodies(preset: str) -> tuple[Path, list[dict[str, Any]], list[str]]:
@@ -35,11 +35,11 @@ def make_bodies(preset: str) -> tuple[Path, list[dict[str, Any]], list[str]]:
     model = models.build(preset, key=jax.random.key(0))
     files = data.tokenizer_files(data.ByteTokenizer(), max_length=512)
     models.save(model, folder, config=models.preset(preset), files=files)
-    llm, draw = eqformer.load(folder), np.random.default_rng(0)
+    llm, rng = eqformer.load(folder), np.random.default_rng(0)
     bodies, texts = [], []
     for number in range(KINDS):
-        prompt = "".join(chr(97 + letter) for letter in draw.integers(0, 26, draw.integers(1, 300)))
-        body = {"prompt": prompt, "max_tokens": int(draw.integers(1, 150)), "seed": number}
+        prompt = "".join(chr(97 + letter) for letter in rng.integers(0, 26, rng.integers(1, 300)))
+        body = {"prompt": prompt, "max_tokens": int(rng.integers(1, 150)), "seed": number}
         body |= {"temperature": 0} if number % 2 else {"temperature": 0.9, "top_p": 0.95}
         bodies.append(body | {"model": "model", "stream": number % 4 < 3})
         options = {name: body[name] for name in ("seed", "temperature", "top_p") if name in body}
@@ -63,21 +63,21 @@ class Load:
             await asyncio.gather(*[self._ask_until(end, client, number) for number in range(clients)])
 
     async def _ask_until(self, end: float, client: httpx.AsyncClient, number: int) -> None:
-        draw = np.random.default_rng(number)
+        rng = np.random.default_rng(number)
         while time.monotonic() < end:
-            kind, hangs_up = int(draw.integers(len(self.bodies))), draw.random() < 0.1
+            kind, hangs_up = int(rng.integers(len(self.bodies))), rng.random() < 0.1
             try:
-                outcome = await self._ask(client, kind, int(draw.integers(1, 8)) if hangs_up else None)
+                outcome = await self._ask(client, kind, int(rng.integers(1, 8)) if hangs_up else None)
             except httpx.HTTPError as error:
                 outcome = f"lost ({type(error).__name__})"
             self.outcomes[outcome] += 1
 
-    async def _ask(self, client: httpx.AsyncClient, kind: int, most_pieces: int | None) -> str:
-        """Send a request, and hang up after some pieces if `most_pieces` says so."""
+    async def _ask(self, client: httpx.AsyncClient, kind: int, max_pieces: int | None) -> str:
+        """Send a request, and hang up after some pieces if `max_pieces` says so."""
         body, start = self.bodies[kind], time.monotonic()
         if not body["stream"]:
             try:
-                timeout = 300 if most_pieces is None else 0.05 * most_pieces
+                timeout = 300 if max_pieces is None else 0.05 * max_pieces
                 response = await client.post("/v1/completions", json=body, timeout=timeout)
             except httpx.ReadTimeout:
                 return "hung up"
@@ -90,7 +90,7 @@ class Load:
                     (self.between if pieces else self.first).append(now - last)
                     last = now
                     pieces += [choice["text"] for choice in json.loads(line[6:])["choices"]]
-                    if len(pieces) == most_pieces:
+                    if len(pieces) == max_pieces:
                         return "hung up"
         return self._compare(kind, response.status_code, pieces)
 
@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=16)
     flags = parser.parse_args()
     folder, bodies, texts = make_bodies(flags.preset)
-    options = ["--slots", str(flags.slots), "--capacity", "512", "--most-waiting", "200", "--port", "0"]
+    options = ["--slots", str(flags.slots), "--capacity", "512", "--max-waiting", "200", "--port", "0"]
     command = [sys.executable, str(SCRIPT), "--model", str(folder), *options]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None

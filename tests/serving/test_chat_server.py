@@ -4,7 +4,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from test_completions_server import draw, events, make_app, SCRIPT, send
+from test_completions_server import events, generate_texts, make_app, SCRIPT, send
 from text_cases import scripted, TEMPLATE
 
 from eqformer import data
@@ -59,7 +59,7 @@ def test_answers_are_those_of_an_engine(tmp_path):
     counted = {"stream": True, "stream_options": {"include_usage": True}}
     response, streamed = send(make_app(llm), body, body | counted, path=CHAT)
     messages = [{"role": "system", "content": "Be kind."}, *ASK]
-    expected = [result.text for result in draw(llm, messages, 2, max_new_tokens=15, temperature=9.0, seed=3)]
+    expected = [result.text for result in generate_texts(llm, messages, 2, max_new_tokens=15, temperature=9.0, seed=3)]
     answers = [choice["message"]["content"] for choice in response.json()["choices"]]
     assert answers == expected and len({*answers}) == 2
     pieces = [choice for event in events(streamed) for choice in event["choices"]]
@@ -75,7 +75,7 @@ def test_log_probabilities_of_an_answer(tmp_path):
     response, streamed, without = send(
         make_app(llm), body, body | {"stream": True}, body | {"logprobs": False}, path=CHAT
     )
-    (expected,) = draw(llm, ASK, max_new_tokens=6)
+    (expected,) = generate_texts(llm, ASK, max_new_tokens=6)
     log_probs = response.json()["choices"][0]["logprobs"]["content"]
     assert [token["logprob"] for token in log_probs] == pytest.approx(list(expected.log_probs), rel=1e-4)
     parts = [choice["logprobs"]["content"] for event in events(streamed) for choice in event["choices"]]

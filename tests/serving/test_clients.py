@@ -22,7 +22,7 @@ from eqformer import evaluation, text
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
-SIZES = ["--slots", "2", "--capacity", "192", "--prefill-chunk", "64", "--most-texts", "8"]
+SIZES = ["--slots", "2", "--capacity", "192", "--prefill-chunk", "64", "--max-texts", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_the_harness_has_the_same_numbers_through_the_server(folder, server, tmp
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     arguments = {"model": "tiny", "base_url": f"{server[1]}/v1/completions", "tokenizer": str(folder)}
     # The harness scores 64 tokens at a time if `max_length` is 66: it subtracts one for the token that each request
-    # draws, and one for the token before the window, on which the first score depends.
+    # samples, and one for the token before the window, on which the first score depends.
     arguments |= {"tokenizer_backend": "huggingface", "max_length": 66, "batch_size": 4}
     served = lm_eval.simple_evaluate(
         model="local-completions", model_args=arguments, tasks=[dict(task) for task in tasks], bootstrap_iters=10

@@ -39,7 +39,7 @@ def send(app, *bodies, path="/v1/completions", **options):
     return asyncio.run(send_all())
 
 
-def draw(llm, prompt, count=1, **options):
+def generate_texts(llm, prompt, count=1, **options):
     """The texts of an engine without a server, which has compiled the same programs."""
     requests = [TextRequest(prompt, example=number, **options) for number in range(count)]
     return sorted(llm.engine(**SIZES).run(requests), key=lambda result: result.number)
@@ -80,19 +80,19 @@ def test_completions_are_the_texts_of_an_engine(llm, app):
         },
         {"prompt": "é", "max_tokens": 9, "temperature": 0, "echo": True},
     ]
-    greedy, drawn, echo = send(app, *bodies)
-    assert texts(greedy) == [draw(llm, PROMPT, max_new_tokens=12)[0].text]
-    assert texts(echo) == ["é" + draw(llm, "é", max_new_tokens=9)[0].text]
+    greedy, sampled, echo = send(app, *bodies)
+    assert texts(greedy) == [generate_texts(llm, PROMPT, max_new_tokens=12)[0].text]
+    assert texts(echo) == ["é" + generate_texts(llm, "é", max_new_tokens=9)[0].text]
     penalties, long = {"presence_penalty": -2.0, "frequency_penalty": -1.5}, {"prompt": "x", "n": 1, "max_tokens": 90}
     (penalized,) = send(app, bodies[1] | penalties | long)
     options = dict(max_new_tokens=7, temperature=9.0, top_p=0.9, seed=3)
     without_frequency = {"presence_penalty": -2.0}
     cases = (penalties, without_frequency, {})
-    others = [draw(llm, "x", 1, **options | tune | {"max_new_tokens": 90})[0].text for tune in cases]
+    others = [generate_texts(llm, "x", 1, **options | tune | {"max_new_tokens": 90})[0].text for tune in cases]
     assert texts(penalized) == others[:1]
     assert [others[0] == other for other in others] == [True, False, False]
-    alone = [result.text for prompt in ("import ", "x") for result in draw(llm, prompt, 2, **options)]
-    assert texts(drawn) == alone and len(set(alone)) > 2
+    alone = [result.text for prompt in ("import ", "x") for result in generate_texts(llm, prompt, 2, **options)]
+    assert texts(sampled) == alone and len(set(alone)) > 2
     assert greedy.json()["usage"] == {
         "prompt_tokens": 9,
         "completion_tokens": 12,
@@ -125,7 +125,7 @@ def test_streams_are_the_texts_in_pieces(llm, app):
 
 
 def test_stop_strings_end_texts(llm, app):
-    text = draw(llm, PROMPT, max_new_tokens=30)[0].text
+    text = generate_texts(llm, PROMPT, max_new_tokens=30)[0].text
     stop = text[10:13]
     body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "stop": [stop, "never in it"]}
     response, streamed = send(app, body, body | {"stream": True})
@@ -136,7 +136,7 @@ def test_stop_strings_end_texts(llm, app):
 def test_log_probabilities_of_texts_and_prompts(llm, app):
     body = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 3}
     without, echo = send(app, body, body | {"echo": True})
-    (alone,) = draw(llm, PROMPT, max_new_tokens=5)
+    (alone,) = generate_texts(llm, PROMPT, max_new_tokens=5)
     log_probs = without.json()["choices"][0]["logprobs"]
     np.testing.assert_allclose(log_probs["token_logprobs"], alone.log_probs, rtol=1e-4)
     assert len(log_probs["tokens"]) == 5 and log_probs["text_offset"][0] == 0
@@ -150,7 +150,7 @@ def test_log_probabilities_of_texts_and_prompts(llm, app):
     np.testing.assert_allclose(log_probs["token_logprobs"][1:], scores.log_probabilities, rtol=1e-4)
     expected_rows = scores.alternative_log_probabilities.tolist()
     for likely, expected in zip(log_probs["top_logprobs"][1:], expected_rows, strict=True):
-        # A drawn token that is not among the likeliest is listed, too.
+        # A sampled token that is not among the likeliest is listed, too.
         np.testing.assert_allclose(sorted(likely.values(), reverse=True)[:3], expected, rtol=1e-4)
     nothing, only_prompt = send(app, {"prompt": PROMPT}, {"prompt": PROMPT, "max_tokens": 0, "echo": True})
     assert texts(only_prompt) == [PROMPT] and nothing.json()["choices"][0]["logprobs"] is None
@@ -161,7 +161,7 @@ def test_the_best_of_several_texts_is_the_likeliest(llm, app):
     all_texts, best = send(app, body | {"n": 4}, body | {"best_of": 4, "n": 1})
     means = [np.mean(choice["logprobs"]["token_logprobs"]) for choice in all_texts.json()["choices"]]
     assert texts(best) == [texts(all_texts)[int(np.argmax(means))]] and len(set(means)) > 1
-    assert best.json()["usage"]["completion_tokens"] == 80  # of all that were drawn
+    assert best.json()["usage"]["completion_tokens"] == 80  # of all that were sampled
 
 
 def test_requests_without_a_seed_differ(app):

@@ -257,6 +257,6 @@ def test_the_command_names_flags_of_the_other_kind(encoder_folder):
 
     with pytest.raises(ValueError, match="--capacity 512: .* holds a text encoder"):
         make_service(Command(model=encoder_folder, capacity=512))
-    service = make_service(Command(model=encoder_folder, batch_size=4, most_texts=5))
+    service = make_service(Command(model=encoder_folder, batch_size=4, max_texts=5))
     assert isinstance(service, serving.EmbeddingService) and service.slots == 16
     assert (service.limits.texts, service.limits.waiting) == (5, 4096)

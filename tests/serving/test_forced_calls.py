@@ -74,7 +74,7 @@ def template(tmp_path, source):
 
 
 def make_chat(tmp_path, source, **options):
-    """An app of a random model, which draws bytes."""
+    """An app of a random model, which samples bytes."""
     llm = LLM(small_model(), data.ByteTokenizer(), template(tmp_path, source), end_ids=(0,))
     return make_app(llm, **options)
 

@@ -129,12 +129,12 @@ def cancels_texts_of_clients_that_hang_up(service, port, body):
             client.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(content) + content)
             wait_for(lambda: service.active == 1)
         wait_for(lambda: service.active == 0 and service.engine.engine.is_idle)
-    # A text that was drawn to its end would not count.
+    # A text that was generated to its end would not count.
     assert "cancelled_requests_total 2\n" in service.metrics.render({})
 
 
 def refuses_more_than_fit(service, port, body):
-    """Two texts are drawn and one waits; a fourth is refused."""
+    """Two texts are generated and one waits; a fourth is refused."""
     threads = [threading.Thread(target=ask, args=(port, body)) for _ in range(3)]
     for thread in threads:
         thread.start()

@@ -30,7 +30,7 @@ def llm():
 
 
 def by_ids(llm, prompts, count, **changes):
-    """The texts that `generation.generate` draws, with their log-probabilities."""
+    """The texts that `generation.generate` samples, with their log-probabilities."""
     rows = [list(prompt.encode()) for prompt in prompts]
     options: dict[str, Any] = dict(transforms=GREEDY, end_of_text=0, key=jax.random.key(0)) | changes
     return generation.generate(llm.model, rows, max_new_tokens=count, log_probabilities=True, **options)
@@ -43,18 +43,18 @@ def texts_of(result):
 def test_texts_are_those_that_ids_give(llm):
     result = by_ids(llm, PROMPTS, 20)
     assert llm.generate(PROMPTS, max_new_tokens=20) == texts_of(result)
-    drawn = by_ids(llm, PROMPTS, 20, transforms=generation.sampling(temperature=2.0, top_k=9), key=jax.random.key(3))
-    assert llm.generate(PROMPTS, max_new_tokens=20, temperature=2.0, top_k=9, seed=3) == texts_of(drawn)
-    assert texts_of(drawn) != texts_of(result)  # the control: settings reach the draws
+    sampled = by_ids(llm, PROMPTS, 20, transforms=generation.sampling(temperature=2.0, top_k=9), key=jax.random.key(3))
+    assert llm.generate(PROMPTS, max_new_tokens=20, temperature=2.0, top_k=9, seed=3) == texts_of(sampled)
+    assert texts_of(sampled) != texts_of(result)  # the control: settings reach the samples
 
 
 def test_lists_are_as_single_texts_and_pieces_as_whole_texts(llm):
     together = llm.generate(PROMPTS, max_new_tokens=20)
     assert [llm.generate(prompt, max_new_tokens=20) for prompt in PROMPTS] == together
     assert len(set(together)) == 3 and llm.generate([]) == [] == llm.log_likelihood([], [])
-    drawn = llm.generate(PROMPTS, max_new_tokens=20, temperature=2.0)
-    assert llm.generate(PROMPTS, max_new_tokens=20, temperature=2.0, batch_size=2) == drawn
-    assert llm.generate(PROMPTS[2], max_new_tokens=20, temperature=2.0) != drawn[2]  # the control: another number
+    sampled = llm.generate(PROMPTS, max_new_tokens=20, temperature=2.0)
+    assert llm.generate(PROMPTS, max_new_tokens=20, temperature=2.0, batch_size=2) == sampled
+    assert llm.generate(PROMPTS[2], max_new_tokens=20, temperature=2.0) != sampled[2]  # the control: another number
     scores = llm.log_likelihood(PROMPTS, ["a", "b", "c"])
     np.testing.assert_allclose(llm.log_likelihood(PROMPTS, ["a", "b", "c"], batch_size=2), scores, rtol=1e-6)
     for prompt, text in zip(PROMPTS, together):
@@ -75,8 +75,8 @@ def test_stop_strings_cut_across_tokens_and_end_the_drawing():
     llm = scripted("one two three four")
     assert llm.generate("one", stop="three") == " two "
     assert llm.generate(["one", "one two"], stop=["two", "four"]) == [" ", " three "]
-    drawn = llm.generate(["one", "one two"], stop=["two", "four"], log_probs=True)
-    assert [completion.text for completion in drawn] == [" ", " three "]
+    sampled = llm.generate(["one", "one two"], stop=["two", "four"], log_probs=True)
+    assert [completion.text for completion in sampled] == [" ", " three "]
     stream = llm.generate("one", stop=["ee f"], stream=True)
     assert "".join(stream) == " two thr" and len(stream.ids) == len(" two three f")
     assert llm.generate("one", stop="five") == " two three four" and llm.generate("one", max_new_tokens=2) == " t"

@@ -105,7 +105,7 @@ def test_another_input_or_other_settings_are_refused(engine, source, tmp_path):
         ('{"prompt": "a\\ud800"}', "line 6: "),
     ],
 )
-def test_a_row_that_cannot_be_continued_is_named_before_anything_is_drawn(engine, source, tmp_path, line, words):
+def test_a_row_that_cannot_be_continued_is_named_before_anything_is_generated(engine, source, tmp_path, line, words):
     source.write_text(source.read_text() + "\n" + line)
     with pytest.raises(ValueError, match=words):
         complete(engine, source, tmp_path / "out")
@@ -131,4 +131,4 @@ def test_an_error_of_a_row_is_written_and_ends_no_other(engine, source, tmp_path
         *[{"text"}] * 4,
         {"error"},
     ]
-    assert "left no token to draw" in records(tmp_path / "out")[-1]["error"]
+    assert "left no token to sample" in records(tmp_path / "out")[-1]["error"]

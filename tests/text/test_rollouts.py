@@ -81,7 +81,7 @@ def test_a_batch_has_the_completions_and_their_advantages():
         assert start == len(sample.prompt) - 1 and batch.weights[row].sum() == count
         assert tuple(batch.targets[row, start : start + count]) == sample.completion.ids
     assert batch.row_metrics["reward"].tolist() == rewards
-    other = batch_of(rollouts, step=1)  # another step has other prompts and draws
+    other = batch_of(rollouts, step=1)  # another step has other prompts and samples
     assert not np.array_equal(batch.ids, other.ids)
     assert [len({tuple(row) for row in x.ids[:, :1].tolist()}) for x in (batch, other)] == [2, 2]
 

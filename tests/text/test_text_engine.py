@@ -28,7 +28,7 @@ def engine(llm):
     return llm.engine(**SIZES)
 
 
-def drawn(engine, requests):
+def run_all(engine, requests):
     """The results of requests in their order."""
     return sorted(engine.run(requests), key=lambda result: result.number)
 
@@ -43,15 +43,15 @@ async def pieces_of(engine, *requests):
 
 
 def test_texts_are_those_of_generate(llm, engine):
-    results = drawn(engine, [TextRequest(prompt, max_new_tokens=20) for prompt in PROMPTS])
+    results = run_all(engine, [TextRequest(prompt, max_new_tokens=20) for prompt in PROMPTS])
     alone = llm.generate(PROMPTS, max_new_tokens=20, log_probs=True)
     for result, completion in zip(results, alone):
         assert (result.text, result.ids, result.finish_reason) == (completion.text, completion.ids, "length")
         np.testing.assert_allclose(result.log_probs, completion.log_probs, atol=1e-6)
     requests = [TextRequest(prompt, max_new_tokens=20, temperature=2.0, top_k=9, seed=3) for prompt in PROMPTS]
-    sampled = [result.text for result in drawn(engine, requests)]
+    sampled = [result.text for result in run_all(engine, requests)]
     assert sampled == llm.generate(PROMPTS, max_new_tokens=20, temperature=2.0, top_k=9, seed=3)
-    assert sampled != [result.text for result in results]  # the control: settings reach the draws
+    assert sampled != [result.text for result in results]  # the control: settings reach the samples
     (again,) = engine.run([dataclasses.replace(requests[2], example=2)])
     assert again.text == sampled[2] and results[1].prompt_length == len(PROMPTS[1])
 
@@ -60,7 +60,7 @@ def test_stop_strings_and_characters():
     engine = scripted("one two é🙂 four").engine(**SIZES)
     settings = [{"stop": "é"}, {"stop": ["xyz", "wo"]}, {"max_new_tokens": 6}, {"stop": "four!"}]
     requests = [TextRequest("one", **{"max_new_tokens": 20} | change) for change in settings]
-    first, second, cut, whole = drawn(engine, requests)
+    first, second, cut, whole = run_all(engine, requests)
     assert (first.text, first.finish_reason) == (" two ", "stop") and (second.text, len(second.ids)) == (" t", 4)
     # A character that is cut is marked, and a text that may begin a stop string is not lost.
     assert (cut.text, whole.text) == (" two \ufffd", " two é🙂 four")
@@ -125,7 +125,7 @@ def test_chats_are_those_of_chat(llm, tmp_path):
 def test_masks_are_each_requests_own(llm, engine):
     digits = np.isin(np.arange(256), list(b"0123456789"))
     requests = [TextRequest("a", max_new_tokens=6), TextRequest("a", max_new_tokens=6, allowed=lambda ids: digits)]
-    free, masked = drawn(engine, requests)
+    free, masked = run_all(engine, requests)
     assert masked.text.isdigit() and len(masked.text) == 6
     assert free.text == llm.generate("a", max_new_tokens=6) and not free.text.isdigit()
 
@@ -140,7 +140,7 @@ def test_masks_are_each_requests_own(llm, engine):
 )
 def test_a_text_follows_its_grammar(engine, grammar, check):
     pytest.importorskip("llguidance")
-    results = drawn(engine, [TextRequest("a", allowed=grammar, temperature=1.0, max_new_tokens=20)] * 2)
+    results = run_all(engine, [TextRequest("a", allowed=grammar, temperature=1.0, max_new_tokens=20)] * 2)
     for result in results:
         assert check(result.text) and result.finish_reason == "stop" and result.ids[-1] == 0
 
@@ -178,7 +178,7 @@ def test_a_request_that_cannot_be_continued_is_refused(engine, change, words):
     with pytest.raises(ValueError, match=words):
         engine.encode(TextRequest(**{"prompt": "a"} | change))
     if "prompt" in change:
-        (refused, fine) = drawn(engine, [TextRequest(change["prompt"]), TextRequest("a", max_new_tokens=2)])
+        (refused, fine) = run_all(engine, [TextRequest(change["prompt"]), TextRequest("a", max_new_tokens=2)])
         assert refused.finish_reason == "error" and refused.error and fine.finish_reason == "length"
 
 

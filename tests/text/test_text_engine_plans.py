@@ -1,4 +1,4 @@
-"""Texts of the engine under a plan over two devices: those of one device, greedy, and drawn with penalties."""
+"""Texts of the engine under a plan over two devices: those of one device, greedy, and sampled with penalties."""
 
 import dataclasses
 from typing import Any
@@ -36,13 +36,13 @@ def folder(tmp_path_factory):
     return path
 
 
-def draw(llm):
+def generate_texts(llm):
     return sorted(llm.engine(**SIZES).run(REQUESTS), key=lambda result: result.number)
 
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return draw(text.load_llm(folder))
+    return generate_texts(text.load_llm(folder))
 
 
 def spoil_second_device(array):
@@ -57,13 +57,13 @@ def spoil_second_device(array):
 @pytest.mark.parametrize("axis", PLANS)
 def test_texts_under_a_plan_are_one_devices(folder, alone, axis):
     llm = text.load_llm(folder, plan=plan_over({axis: 2}, **PLANS[axis]))
-    for result, expected in zip(draw(llm), alone, strict=True):
+    for result, expected in zip(generate_texts(llm), alone, strict=True):
         assert (result.error, result.text, result.ids) == ("", expected.text, expected.ids)
         np.testing.assert_allclose(result.log_probs, expected.log_probs, atol=5e-5)
     # The control: the texts depend on what the second device holds.
     model: Any = jax.tree.map(spoil_second_device, llm.model)
     spoiled = dataclasses.replace(llm, model=model)
-    assert all(result.ids != expected.ids for result, expected in zip(draw(spoiled), alone, strict=True))
+    assert all(result.ids != expected.ids for result, expected in zip(generate_texts(spoiled), alone, strict=True))
 
 
 @pytest.mark.grid

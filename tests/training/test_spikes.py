@@ -42,10 +42,10 @@ class Kill(training.Callback):
             raise KeyboardInterrupt
 
 
-def trained(fitted, folder, source, *more, factor: float | None = 4.0, most=3, forgets=False):
+def trained(fitted, folder, source, *more, factor: float | None = 4.0, max_rollbacks=3, forgets=False):
     """A run in a folder, from its last checkpoint; `forgets` leaves out what checkpoints keep of spikes."""
     (step, first), noted = fitted, []
-    spikes = training.LossSpikes(factor, window=4, most=most)
+    spikes = training.LossSpikes(factor, window=4, max_rollbacks=max_rollbacks)
 
     def stretch():
         with training.Checkpointer(folder, keep=2) as checkpointer:
@@ -109,7 +109,7 @@ def test_the_record_is_what_a_run_goes_on_by(fitted, tmp_path):
 def test_a_run_goes_back_so_often_and_no_more(fitted, tmp_path):
     of = training.LossSpikes
     with pytest.raises(training.LossSpikeError, match=r"^step 8: .* gone back 1 of at most 1 times"):
-        trained(fitted, tmp_path, batches(7, 9), most=1)
-    for make in (lambda: of(1.0), lambda: of(2.0, window=0), lambda: of(2.0, most=0)):
+        trained(fitted, tmp_path, batches(7, 9), max_rollbacks=1)
+    for make in (lambda: of(1.0), lambda: of(2.0, window=0), lambda: of(2.0, max_rollbacks=0)):
         with pytest.raises(ValueError, match=r"Spikes\("):
             make()

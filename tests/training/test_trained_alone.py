@@ -74,10 +74,10 @@ def test_gradients_are_those_of_the_whole_and_others_are_not_computed():
         return program(model, batch(), None), program.compiled.cost_analysis()["flops"]
 
     (total, _, gradients), flops = compiled(nn.lora_factors)
-    (whole, _, of_all), most = compiled(training.trainable)
+    (whole, _, of_all), all_trained = compiled(training.trainable)
     assert float(total) == pytest.approx(float(whole), rel=1e-6)
     found, expected = by_path(gradients), by_path(of_all)
     assert set(found) == set(by_path(nn.lora_factors(model))) < set(expected)
     assert all(np.allclose(found[path], expected[path], 1e-4, 1e-6) for path in found)
     assert not all(np.allclose(found[path], 1.01 * expected[path], 1e-4, 1e-6) for path in found)
-    assert flops < 0.85 * most
+    assert flops < 0.85 * all_trained

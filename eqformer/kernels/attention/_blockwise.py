@@ -392,15 +392,15 @@ def _merge_batch(tokens: TokenPositions, batch: tuple[int, ...], seq: int) -> To
 
 
 def split_into_blocks(
-    most: int, query_arrays: PyTree, key_arrays: PyTree, tokens: TokenPositions, kv_tokens: TokenPositions
+    max_block: int, query_arrays: PyTree, key_arrays: PyTree, tokens: TokenPositions, kv_tokens: TokenPositions
 ) -> tuple[PyTree, PyTree, TokenPositions, TokenPositions, Float[Array, ""]]:
-    """Return all arrays in blocks of up to `most` tokens, and a zero with the type of the loops' carries.
+    """Return all arrays in blocks of up to `max_block` tokens, and a zero with the type of the loops' carries.
 
     For few queries, as in decoding, blocks of keys are up to `_WIDEST` times larger, so that a pair of blocks has about
     as many scores.
     """
-    block = min(most, tokens.positions.shape[-1])
-    kv_block = min(most * min(most // max(block, 1), _WIDEST), kv_tokens.positions.shape[-1])
+    block = min(max_block, tokens.positions.shape[-1])
+    kv_block = min(max_block * min(max_block // max(block, 1), _WIDEST), kv_tokens.positions.shape[-1])
 
     def split_tokens(tokens: TokenPositions, size: int) -> TokenPositions:
         segments = None if tokens.segments is None else _split(tokens.segments, 1, size)

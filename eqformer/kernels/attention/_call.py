@@ -193,8 +193,8 @@ def _not_after(left: tuple[Array, Array], right: tuple[Array, Array]) -> Bool[Ar
 
 def _range(numbers: Int[Array, "_ batch _"], positions: Int[Array, "_ batch _"]) -> tuple[Array, Array]:
     """Return the least and the greatest number of each block and row, without padding."""
-    real, most = positions >= 0, jnp.iinfo(numbers.dtype).max // 2
-    return jnp.min(jnp.where(real, numbers, most), axis=-1), jnp.max(jnp.where(real, numbers, -most), axis=-1)
+    real, largest = positions >= 0, jnp.iinfo(numbers.dtype).max // 2
+    return jnp.min(jnp.where(real, numbers, largest), axis=-1), jnp.max(jnp.where(real, numbers, -largest), axis=-1)
 
 
 def spans(possible: Bool[Array, "_ _"]) -> tuple[Int[Array, "_"], Int[Array, "_"]]:

@@ -28,7 +28,7 @@ class GroupedMatmulCall(Call):
     """The number of rows of each group."""
     in_fp8: bool = eqx.field(static=True, default=False)
     """Whether both factors are rounded to 8-bit floats, if the platform has a kernel for them."""
-    most: int | None = eqx.field(static=True, default=None)
+    max_group_rows: int | None = eqx.field(static=True, default=None)
     """A bound on the rows of a group; None: no bound is known."""
     is_stored: bool = eqx.field(static=True, default=True)
     """Whether the matrices are parameters; False: they are decoded or assembled from several arrays for the call."""

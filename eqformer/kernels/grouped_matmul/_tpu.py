@@ -45,8 +45,8 @@ class TpuGroupedMatmul(GroupedMatmul):
 
     def supports(self, call: GroupedMatmulCall) -> str | None:
         """Return the reason why the kernels are not used for the call, or None."""
-        if call.most is not None:
-            return f"groups of at most {call.most} rows are computed without kernels, in {call.most} slots each"
+        if (rows := call.max_group_rows) is not None:
+            return f"groups of at most {rows} rows are computed without kernels, in {rows} slots each"
         return None
 
     def multiply_rows(

@@ -93,7 +93,7 @@ AFMOE = Family(
         Count("expert_mlp", "moe_intermediate_size", 1408),
         Count("experts", "num_experts", 64),
         Count("top_k", "num_experts_per_tok", 6),
-        Count("shared", "num_shared_experts", 2, least=0),
+        Count("shared", "num_shared_experts", 2, minimum=0),
         Attribute("first_dense", "num_dense_layers", 1),
         Attribute("scale", "route_scale", 1.0),
         Attribute("embedding_scaled", "mup_enabled", False),

@@ -69,7 +69,7 @@ class _LastMixture(Entry):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `moe_last`."""
-        last = published.count("moe_layer_end_index", -1, least=-1)
+        last = published.count("moe_layer_end_index", -1, minimum=-1)
         return {"moe_last": layers_of(published) - 1 if last == -1 else last}
 
     def write(self, config: "Ernie45MoEConfig") -> Attributes:

@@ -169,7 +169,7 @@ EXAONE_MOE = Family(
         Count("expert_mlp", "moe_intermediate_size", 1024),
         Count("experts", ("num_experts", "num_local_experts"), 64),
         Count("top_k", "num_experts_per_tok", 8),
-        Count("shared", "num_shared_experts", 1, least=0),
+        Count("shared", "num_shared_experts", 1, minimum=0),
         *(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
         Attribute("scale", "routed_scaling_factor", 2.5),
         Attribute("normalise", "norm_topk_prob", True),

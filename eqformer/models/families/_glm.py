@@ -316,7 +316,7 @@ SOLAR_OPEN = Family(
         ),
         Count("experts", "n_routed_experts", 128),
         Count("top_k", "num_experts_per_tok", 8),
-        Count("shared", "n_shared_experts", 1, least=0),
+        Count("shared", "n_shared_experts", 1, minimum=0),
         Attribute("scale", "routed_scaling_factor", 1.0),
         ExpertGroupCount("groups", "n_group", 1),
         ExpertGroupCount("kept_groups", "topk_group", 1),
@@ -376,8 +376,8 @@ class ReadingLayers(Entry):
         """Return `reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""
         layers, types = layers_of(published), published.listed("indexer_types", str)
         pattern = published.read("index_topk_pattern", str | list[str], None)
-        period = published.count("index_topk_freq", 1, least=0)
-        first = published.count("index_skip_topk_offset", 2, least=0)
+        period = published.count("index_topk_freq", 1, minimum=0)
+        first = published.count("index_skip_topk_offset", 2, minimum=0)
         if types is None and isinstance(pattern, str):
             types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
         if types is None and isinstance(pattern, list):

@@ -246,7 +246,7 @@ GRANITE_MOE_SHARED = Family(
     _GRANITE_MOE_SHARED_PRESETS,
     "GraniteMoeSharedForCausalLM",
     "granitemoeshared",
-    (*moe_attributes(), Count("shared_mlp", "shared_intermediate_size", 0, least=0)),
+    (*moe_attributes(), Count("shared_mlp", "shared_intermediate_size", 0, minimum=0)),
     (*LLAMA_WEIGHTS, *_MOE_WEIGHTS),
 )
 
@@ -381,7 +381,7 @@ GRANITE_HYBRID = Family(
         LayerTypes("attention_layers", _TYPES, lambda *_: (), published=("attention", "mamba")),
         _PositionKind(),
         Count("shared_mlp", "shared_intermediate_size", 1024),
-        Count("experts", "num_local_experts", 8, least=0),
+        Count("experts", "num_local_experts", 8, minimum=0),
         Count("top_k", "num_experts_per_tok", 2),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Activation(),

@@ -164,7 +164,7 @@ GRANITE_MOE_SWA = Family(
     _GRANITE_MOE_SWA_PRESETS,
     "GraniteMoeSWAForCausalLM",
     "granitemoe_swa",
-    (*moe_attributes(_LayerThetas()), Count("shared_mlp", "shared_intermediate_size", 0, least=0), _WINDOWS),
+    (*moe_attributes(_LayerThetas()), Count("shared_mlp", "shared_intermediate_size", 0, minimum=0), _WINDOWS),
     (
         *(*LLAMA_WEIGHTS, _SINKS),
         Rule(f"{LAYER}block_sparse_moe.router.weight", f"{_MIXED}router.linear.weight"),

@@ -53,9 +53,9 @@ def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
     return tuple(range(4, layers, 4)) if numbers is None else tuple(number - 1 for number in numbers)
 
 
-def _either(name: str, written: str, other: str, default: int, least: int = 1) -> Count:
+def _either(name: str, written: str, other: str, default: int, minimum: int = 1) -> Count:
     """Return the entry of a count that has two attributes: `other` takes precedence, and `written` is written."""
-    return Count(name, (other, written), default, written=(written,), least=least)
+    return Count(name, (other, written), default, written=(written,), minimum=minimum)
 
 
 KIMI_ATTRIBUTES: tuple[Entry, ...] = (
@@ -66,7 +66,7 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     # If a configuration has both names, transformers uses the second of these.
     _either("experts", "num_experts", "num_local_experts", 256),
     _either("top_k", "num_experts_per_token", "num_experts_per_tok", 8),
-    _either("shared", "num_shared_experts", "n_shared_experts", 1, least=0),
+    _either("shared", "num_shared_experts", "n_shared_experts", 1, minimum=0),
     Attribute("scale", "routed_scaling_factor", 2.446),
     _either("groups", "num_expert_group", "n_group", 1),
     Count("kept_groups", "topk_group", 1),

@@ -349,7 +349,7 @@ SHARED_ATTRIBUTES: tuple[Entry, ...] = (
     Count("expert_mlp", "moe_intermediate_size"),
     Count("experts", "n_routed_experts"),
     Count("top_k", "num_experts_per_tok"),
-    Count("shared", "n_shared_experts", least=0),
+    Count("shared", "n_shared_experts", minimum=0),
     Attribute("scale", "routed_scaling_factor"),
     ExpertGroupCount("groups", "n_group"),
     ExpertGroupCount("kept_groups", "topk_group"),

@@ -54,13 +54,13 @@ class LeastStep(Entry):
 
     def write(self, config: "NemotronHConfig") -> Attributes:
         """Return the attribute; raises a `ValueError` for a greatest step, which no configuration can state."""
-        least, most = config.step_limits
-        if most != math.inf:
+        min_step, max_step = config.step_limits
+        if max_step != math.inf:
             raise ValueError(
                 f"save(config=NemotronHConfig(step_limits={config.step_limits})): published configurations have no "
                 "greatest step; give math.inf."
             )
-        return {"time_step_min": least}
+        return {"time_step_min": min_step}
 
 
 ATTRIBUTES: tuple[Entry, ...] = (

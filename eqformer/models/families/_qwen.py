@@ -109,7 +109,7 @@ def build_qwen2_moe(config: Qwen2MoEConfig, *, key: Key[Array, ""]) -> Transform
 
 def _every_other(published: PublishedConfig, layers: int) -> range:
     """Return the first, the third and so on of the first `max_window_layers` layers."""
-    return range(0, min(layers, published.count("max_window_layers", 28, least=0)), 2)
+    return range(0, min(layers, published.count("max_window_layers", 28, minimum=0)), 2)
 
 
 _QWEN2_MOE_PRESETS = {

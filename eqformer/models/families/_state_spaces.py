@@ -89,9 +89,9 @@ class StepLimits(Entry):
 
     def write(self, config: NetSizes) -> Attributes:
         """Return the pair as transformers writes it, or nothing if steps have no bounds."""
-        least, most = config.step_limits
-        bound = {"time_step_limit": [least, _INFINITE if math.isinf(most) else most]}
-        return {} if (least, most) == (0.0, math.inf) else bound
+        min_step, max_step = config.step_limits
+        bound = {"time_step_limit": [min_step, _INFINITE if math.isinf(max_step) else max_step]}
+        return {} if (min_step, max_step) == (0.0, math.inf) else bound
 
 
 _INFINITE = {"__float__": "Infinity"}

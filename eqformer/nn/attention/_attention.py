@@ -61,7 +61,7 @@ class Attention(Mixer):
         core: Operation | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the projections; parts that are modules (norms, rotary, scores, mask, core) are passed built.
+        """Initialize the projections; parts that are modules (norms, rotary, scores, mask, core) are passed built.
 
         Args:
             embed: Channels of the input and the output.

@@ -49,7 +49,7 @@ class CrossAttention(Mixer):
         core: Operation | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the projections.
+        """Initialize the projections.
 
         Args:
             embed: Channels of the input and the output.

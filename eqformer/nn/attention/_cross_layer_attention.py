@@ -49,7 +49,7 @@ class CrossLayerAttention(Mixer):
         core: Operation | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the projections; parts that are modules are passed built.
+        """Initialize the projections; parts that are modules are passed built.
 
         Args:
             embed: Channels of the input and the output.

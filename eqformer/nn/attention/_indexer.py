@@ -55,7 +55,7 @@ class Indexer(Module):
         norm_eps: float = 1e-6,
         key: Key[Array, ""],
     ):
-        """Draw the maps.
+        """Initialize the maps.
 
         Args:
             embed: Channels of the input.

@@ -88,7 +88,7 @@ class LatentAttention(Mixer):
         core: kernels.Operation | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the projections; parts that are modules are passed built.
+        """Initialize the projections; parts that are modules are passed built.
 
         Args:
             embed: Channels of the input and the output.

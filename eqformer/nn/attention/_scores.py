@@ -171,7 +171,7 @@ class RelativeBias(ScoreBias):
         std: float = 0.02,
         key: Key[Array, ""],
     ):
-        """Draw the table.
+        """Initialize the table.
 
         Args:
             ranges: Ranges of distances, of both directions together.

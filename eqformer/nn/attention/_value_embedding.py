@@ -24,7 +24,7 @@ class ValueEmbedding(EmbeddingTable):
     weight: Float[Array, "ids kv_heads head_dim"]
 
     def __init__(self, *, vocab: int, kv_heads: int, head_dim: int, std: float = 0.02, key: Key[Array, ""]):
-        """Draw the table.
+        """Initialize the table.
 
         Args:
             vocab: Number of token ids.
@@ -73,7 +73,7 @@ class ValueEmbeddedAttention(Attention):
         key: Key[Array, ""],
         **options: Any,
     ):
-        """Draw the projections and the table.
+        """Initialize the projections and the table.
 
         Args:
             vocab: Number of token ids of the table.

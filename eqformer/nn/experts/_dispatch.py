@@ -123,7 +123,7 @@ class Capacity(Dispatch):
             # Grouped products do not compute empty slots on CPUs, and rematerialisation can keep their results.
             with_slot = jnp.where(has_slot, chosen, -1)
             flat = (array.reshape(-1, array.shape[-1]) for array in (x, with_slot, routing.weights))
-            y = sum_experts(experts, *flat, weighs_inputs=weighs_inputs, most=groups * capacity)
+            y = sum_experts(experts, *flat, weighs_inputs=weighs_inputs, max_group_rows=groups * capacity)
             return y.reshape(x.shape), dropped
         rows = x.reshape(*chosen.shape[:2], x.shape[-1])
         token = jax.vmap(functools.partial(token_of_slot, number=len(experts) * capacity))(slot)
@@ -180,7 +180,7 @@ def sum_experts(
     *,
     weighs_inputs: bool = False,
     devices: int = 1,
-    most: int | None = None,
+    max_group_rows: int | None = None,
 ) -> Float[Array, "tokens embed"]:
     """Return each token's weighted sum over the experts that it chose; a choice of -1 adds nothing.
 
@@ -191,14 +191,14 @@ def sum_experts(
         weights: The weights of the choices.
         weighs_inputs: Whether weights multiply the experts' inputs instead of their outputs.
         devices: The number of devices over which the experts of these tokens are split; this device computes its part.
-        most: A bound on the tokens that choose the same expert, or None.
+        max_group_rows: A bound on the tokens that choose the same expert, or None.
     """
     order, position, sizes = sort_by_expert(chosen, len(experts))
     rows = take_rows(x, order // chosen.shape[-1], position.reshape(chosen.shape))
     if weighs_inputs:
         rows, weights = scale_rows(rows, weights.reshape(-1)[order]), (chosen >= 0).astype(weights.dtype)
     even = chosen.size // (len(experts) * devices)
-    y = experts.sorted_rows(rows, sizes, even=even, most=most)
+    y = experts.sorted_rows(rows, sizes, even=even, max_group_rows=max_group_rows)
     return combine_choices(take_rows(y, position, order[:, None]).reshape(*chosen.shape, x.shape[-1]), weights)
 
 

@@ -59,13 +59,13 @@ class Experts(Module):
         sizes: Int[Array, "experts"],
         *,
         even: int | None = None,
-        most: int | None = None,
+        max_group_rows: int | None = None,
     ) -> Float[Array, "rows embed"]:
         """Run expert 0 on the first `sizes[0]` rows, expert 1 on the next `sizes[1]`, and so on.
 
         Rows after those of the last expert give zeros. `even` is the number of rows of an expert with an even load, by
-        default an equal share of all rows. `most` is a bound on the rows of an expert, if one is known. Raises a
-        `ValueError` if a parameter of an expert does not belong to a linear map from one dim to one dim.
+        default an equal share of all rows. `max_group_rows` is a bound on the rows of an expert, if one is known.
+        Raises a `ValueError` if a parameter of an expert does not belong to a linear map from one dim to one dim.
         """
         if parameters := self._parameters_outside_maps():
             raise ValueError(
@@ -73,7 +73,7 @@ class Experts(Module):
                 "one dim to one dim, and rows sorted by expert can run only such maps; dispatch by Capacity, which "
                 "runs any module."
             )
-        return run_grouped(self.mlps, x, sizes, even=even, most=most)
+        return run_grouped(self.mlps, x, sizes, even=even, max_group_rows=max_group_rows)
 
     def only_call_maps(self) -> bool:
         """Return whether experts use parameters only by calling linear maps, so that `sorted_rows` can run them."""
@@ -110,7 +110,7 @@ def run_grouped(
     sizes: Int[Array, "groups"],
     *,
     even: int | None = None,
-    most: int | None = None,
+    max_group_rows: int | None = None,
 ) -> Float[Array, "rows outputs"]:
     """Return `modules[g](x[i])` for each row `i` of group `g`: the first `sizes[0]` rows are of group 0, and so on.
 
@@ -133,8 +133,8 @@ def run_grouped(
         sizes: The number of rows of each group.
         even: The number of rows of a group with an even load; None: an equal share of all rows, including rows of no
             group.
-        most: A bound on the rows of a group. Accelerators without kernels for such calls then give each group this
-            many slots, and run no blocks.
+        max_group_rows: A bound on the rows of a group. Accelerators without kernels for such calls then give each
+            group this many slots, and run no blocks.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)
@@ -142,7 +142,9 @@ def run_grouped(
     # not vary.
     zero = grouped_blocks.varying_zero(arrays, x, sizes)
     arrays, x = jax.tree.map(functools.partial(_vary_as, zero), (arrays, x))
-    return _grouped_function(structure, tuple(leaves), even, most, compilers())(arrays, x, sizes.astype(jnp.int32))
+    return _grouped_function(structure, tuple(leaves), even, max_group_rows, compilers())(
+        arrays, x, sizes.astype(jnp.int32)
+    )
 
 
 class _Passes(NamedTuple):
@@ -158,7 +160,7 @@ class _Passes(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _grouped_function(
-    structure: Hashable, leaves: tuple, even: int | None, most: int | None, platforms: tuple[str, ...]
+    structure: Hashable, leaves: tuple, even: int | None, max_group_rows: int | None, platforms: tuple[str, ...]
 ) -> Callable[[PyTree, Array, Array], Array]:
     """Return the function `run(arrays, x, sizes)` with its gradient.
 
@@ -172,9 +174,9 @@ def _grouped_function(
         partial(grouped_blocks.blocks_backward, even=even),
     )
     in_slots = _Passes(
-        partial(grouped_blocks.run_in_blocks, even=even, most=most),
-        partial(grouped_blocks.blocks_forward, even=even, most=most),
-        partial(grouped_blocks.blocks_backward, even=even, most=most),
+        partial(grouped_blocks.run_in_blocks, even=even, max_group_rows=max_group_rows),
+        partial(grouped_blocks.blocks_forward, even=even, max_group_rows=max_group_rows),
+        partial(grouped_blocks.blocks_backward, even=even, max_group_rows=max_group_rows),
     )
     without_kernels = {"default": default} | dict.fromkeys(platforms, in_slots)
 
@@ -182,8 +184,8 @@ def _grouped_function(
     def run_on_platform(
         name: Literal["run", "forward", "backward"], arrays: PyTree, x: Array, sizes: Array, *residuals: PyTree
     ) -> PyTree:
-        supported, args = _kernel_platforms(static, arrays, x, sizes, most), (arrays, x, sizes, *residuals)
-        passes = without_kernels | {platform: _kernel_passes(platform, most) for platform in supported}
+        supported, args = _kernel_platforms(static, arrays, x, sizes, max_group_rows), (arrays, x, sizes, *residuals)
+        passes = without_kernels | {platform: _kernel_passes(platform, max_group_rows) for platform in supported}
         chosen = {platform: getattr(passes[platform], name) for platform in passes}
         if name == "backward":
             chosen = {platform: _differentiate_parts(backward) for platform, backward in chosen.items()}
@@ -205,7 +207,9 @@ def _grouped_function(
     return run
 
 
-def _kernel_platforms(static: PyTree, arrays: PyTree, x: Array, sizes: Array, most: int | None) -> tuple[str, ...]:
+def _kernel_platforms(
+    static: PyTree, arrays: PyTree, x: Array, sizes: Array, max_group_rows: int | None
+) -> tuple[str, ...]:
     """Return the accelerators of this installation whose kernels support all maps of an ensemble."""
     if not compilers():
         return ()
@@ -215,7 +219,9 @@ def _kernel_platforms(static: PyTree, arrays: PyTree, x: Array, sizes: Array, mo
         weight = dense(linear).weight
         matrices, rows = jnp.zeros((len(sizes), *weight.shape), weight.dtype), jnp.zeros((count, x.shape[-1]), x.dtype)
         is_stored = isinstance(linear, DenseMap)
-        call = GroupedMatmulCall(rows, matrices, sizes, isinstance(linear.products, Fp8Matmul), most, is_stored)
+        call = GroupedMatmulCall(
+            rows, matrices, sizes, isinstance(linear.products, Fp8Matmul), max_group_rows, is_stored
+        )
         choices.append(GROUPED_MATMUL.choose(call))
         return linear(x)
 
@@ -229,7 +235,7 @@ def _kernel_platforms(static: PyTree, arrays: PyTree, x: Array, sizes: Array, mo
     return tuple(name for name in compilers() if name in common)
 
 
-def _kernel_passes(platform: str, most: int | None) -> _Passes:
+def _kernel_passes(platform: str, max_group_rows: int | None) -> _Passes:
     """Return the passes by a platform's kernels."""
 
     def kernel_for(call: GroupedMatmulCall) -> GroupedMatmul:
@@ -238,9 +244,9 @@ def _kernel_passes(platform: str, most: int | None) -> _Passes:
         return kernel
 
     return _Passes(
-        functools.partial(run_by_kernels, kernel_for=kernel_for, most=most),
-        functools.partial(kernels_forward, kernel_for=kernel_for, most=most),
-        functools.partial(kernels_backward, kernel_for=kernel_for, most=most),
+        functools.partial(run_by_kernels, kernel_for=kernel_for, max_group_rows=max_group_rows),
+        functools.partial(kernels_forward, kernel_for=kernel_for, max_group_rows=max_group_rows),
+        functools.partial(kernels_backward, kernel_for=kernel_for, max_group_rows=max_group_rows),
     )
 
 
@@ -280,10 +286,10 @@ def run_by_kernels(
     sizes: Array,
     *,
     kernel_for: KernelFor,
-    most: int | None = None,
+    max_group_rows: int | None = None,
 ) -> Array:
     """Return the rows' outputs, with each map computed by the kernel that `kernel_for` returns."""
-    return kernels_forward(static, arrays, x, sizes, kernel_for=kernel_for, most=most)[0]
+    return kernels_forward(static, arrays, x, sizes, kernel_for=kernel_for, max_group_rows=max_group_rows)[0]
 
 
 def kernels_forward(
@@ -293,10 +299,10 @@ def kernels_forward(
     sizes: Array,
     *,
     kernel_for: KernelFor,
-    most: int | None = None,
+    max_group_rows: int | None = None,
 ) -> tuple[Array, list[Array]]:
     """Return the rows' outputs, and the outputs of the modules' linear maps."""
-    passes, map_outputs = _kernel_linear_passes(sizes, len(x), kernel_for, most), []
+    passes, map_outputs = _kernel_linear_passes(sizes, len(x), kernel_for, max_group_rows), []
 
     def forward(linear: LinearMap, x: Array) -> Array:
         map_outputs.append(passes.forward(linear, x))
@@ -317,23 +323,23 @@ def kernels_backward(
     gradient: Array,
     *,
     kernel_for: KernelFor,
-    most: int | None = None,
+    max_group_rows: int | None = None,
 ) -> tuple[PyTree, Array]:
     """Return the gradients of the parameters and of the rows; the last of `outputs` is the modules' output."""
-    passes = _kernel_linear_passes(sizes, len(x), kernel_for, most)
+    passes = _kernel_linear_passes(sizes, len(x), kernel_for, max_group_rows)
     replay = lambda arrays, x: grouped_blocks.replay_linears(eqx.combine(arrays, static), x, passes, outputs)
     array_grads, x_grad = jax.vjp(replay, arrays, x)[1](gradient)
     return array_grads, jnp.where(_is_in_group(x, sizes), x_grad, 0)
 
 
 def _kernel_linear_passes(
-    sizes: Array, rows: int, kernel_for: KernelFor, most: int | None
+    sizes: Array, rows: int, kernel_for: KernelFor, max_group_rows: int | None
 ) -> grouped_blocks.LinearPasses:
     """Return the passes of a linear map by its kernel, for all groups at once."""
     group_of_row = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
 
     def select_kernel(products: MatmulPrecision, x: Array, weight: Array) -> GroupedMatmul:
-        return kernel_for(GroupedMatmulCall(x, weight, sizes, isinstance(products, Fp8Matmul), most))
+        return kernel_for(GroupedMatmulCall(x, weight, sizes, isinstance(products, Fp8Matmul), max_group_rows))
 
     def forward(linear: LinearMap, x: Array) -> Array:
         weight = dense(linear).weight

@@ -103,7 +103,7 @@ def run_in_blocks(
     sizes: Array,
     *,
     even: int | None = None,
-    most: int | None = None,
+    max_group_rows: int | None = None,
 ) -> Array:
     """Return the rows' outputs, without residuals for gradients.
 
@@ -111,16 +111,24 @@ def run_in_blocks(
     """
     even = even_load(sizes, len(x), even)
     number = even * 5 // 4 if even >= FEWEST_SLOTS else 0
-    return compute_in_slots(static, arrays, x, sizes, GroupSlots(sizes, len(x), number, even, most))[0]
+    return compute_in_slots(static, arrays, x, sizes, GroupSlots(sizes, len(x), number, even, max_group_rows))[0]
 
 
 def blocks_forward(
-    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even: int | None = None, most: int | None = None
+    static: PyTree,
+    arrays: PyTree,
+    x: Array,
+    sizes: Array,
+    *,
+    even: int | None = None,
+    max_group_rows: int | None = None,
 ) -> tuple[Array, list[Array]]:
     """Return the rows' outputs, and the linear maps' outputs for the rows in slots, in the form of
     `GroupSlots.flatten`.
     """
-    return compute_in_slots(static, arrays, x, sizes, GroupSlots(sizes, len(x), even=even, most=most))
+    return compute_in_slots(
+        static, arrays, x, sizes, GroupSlots(sizes, len(x), even=even, max_group_rows=max_group_rows)
+    )
 
 
 def compute_in_slots(
@@ -167,11 +175,11 @@ def blocks_backward(
     gradient: Array,
     *,
     even: int | None = None,
-    most: int | None = None,
+    max_group_rows: int | None = None,
 ) -> tuple[PyTree, Array]:
     """Return the gradients of the parameters and of the rows; the last of `outputs` is the modules' output."""
     zero = varying_zero((arrays, outputs, gradient), x, sizes)
-    slots = GroupSlots(sizes, len(x), even=even, most=most)
+    slots = GroupSlots(sizes, len(x), even=even, max_group_rows=max_group_rows)
     wide = jax.tree.map(lambda a: a.astype(at_least_float32(a.dtype)), arrays)
     zeros = jax.tree.map(lambda a: jnp.full(a.shape, zero.astype(a.dtype)), wide), jnp.full(x.shape, zero)
 
@@ -214,8 +222,8 @@ class GroupSlots:
 
     The product copies no parameters. The other rows are computed afterwards. A group has as many slots as it has rows
     with an `even` load (by default an equal share of all rows), and none if these are few. Slots are not used if loads
-    are so uneven that a quarter of the rows would have no slot. With `most`, a bound on the rows of a group, each group
-    has so many slots, and there are no other rows.
+    are so uneven that a quarter of the rows would have no slot. With `max_group_rows`, a bound on the rows of a
+    group, each group has this many slots, and there are no other rows.
     """
 
     number: int
@@ -230,13 +238,13 @@ class GroupSlots:
         rows: int,
         number: int | None = None,
         even: int | None = None,
-        most: int | None = None,
+        max_group_rows: int | None = None,
     ):
         self.even = even = even_load(sizes, rows, even)
         self.number, self.groups, self.count = (even if even >= FEWEST_SLOTS else 0), len(sizes), rows
         self.number = self.number if number is None else number
-        self.hold_all = most is not None and rows > 0
-        self.number = min(most, rows) if most is not None else self.number
+        self.hold_all = max_group_rows is not None and rows > 0
+        self.number = min(max_group_rows, rows) if max_group_rows is not None else self.number
         self.ends = jnp.cumsum(sizes)
         self.starts = self.ends - sizes
         slot = jnp.arange(self.number, dtype=jnp.int32)
@@ -262,7 +270,8 @@ class GroupSlots:
     def flatten(self, slots: Array) -> Array:
         """Return the slots of all groups one after another, padded with zeros or cut to `count` rows.
 
-        With `most`, there may be more slots than rows, and every row has a slot; then return the rows in their order.
+        With `max_group_rows`, there may be more slots than rows, and every row has a slot; then return the rows in
+        their order.
         """
         if self.hold_all:
             return self.to_rows(slots)

@@ -216,7 +216,7 @@ class GatedShared(FeedForward):
     gate: LinearMap
 
     def __init__(self, layer: Callable[[Array], Array], *, embed: int, key: Key[Array, ""]):
-        """Draw the gate, a map to one number."""
+        """Initialize the gate, a map to one number."""
         self.layer, self.gate = layer, Linear("embed -> gate", embed=embed, gate=1, key=key)
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:

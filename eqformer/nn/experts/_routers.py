@@ -112,7 +112,7 @@ class TopKRouter(routing.Router):
         std: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the map. Raises a `ValueError` for choices that no routing can satisfy.
+        """Initialize the map. Raises a `ValueError` for choices that no routing can satisfy.
 
         Args:
             embed: Channels of a token.
@@ -153,9 +153,9 @@ class TopKRouter(routing.Router):
         """Choose the `top_k` best experts for each token."""
         if self.jitter and tokens.keys is not None:
             bounds = {"minval": 1 - self.jitter, "maxval": 1 + self.jitter}
-            draw = functools.partial(jax.random.uniform, shape=x.shape[-1:], dtype=jnp.float32, **bounds)
+            sample = functools.partial(jax.random.uniform, shape=x.shape[-1:], dtype=jnp.float32, **bounds)
             wide = at_least_float32(x.dtype)
-            x = x.astype(wide) * routing.draw_per_token(draw, tokens.keys).astype(wide)
+            x = x.astype(wide) * routing.sample_per_token(sample, tokens.keys).astype(wide)
         x = x if self.norm is None else self.norm(x)
         logits = self.logit_scale * routing.router_logits(self.linear, x)
         scores = SCORES[self.score](logits)
@@ -211,7 +211,7 @@ class NoisyTopKRouter(routing.Router):
     """Softmax over the `top_k` highest of `H(x) = W x + N(0, 1) softplus(W_noise x)` (Shazeer et al. 2017, eq. 3-5).
 
     Its routing has the `load` that `NoisyLoad` balances: the probability that an expert is chosen if its noise alone
-    is drawn again, `P(x, i) = Phi((W x - kth_excluding(H(x), k, i)) / softplus(W_noise x))` (eq. 8-9), 1 where every
+    is sampled again, `P(x, i) = Phi((W x - kth_excluding(H(x), k, i)) / softplus(W_noise x))` (eq. 8-9), 1 where every
     expert is chosen. The scores are the softmax of `H` over all experts. Without keys `H` is `W x`.
     """
 
@@ -220,7 +220,7 @@ class NoisyTopKRouter(routing.Router):
     top_k: int = eqx.field(static=True)
 
     def __init__(self, *, embed: int, experts: int, top_k: int, std: float | None = 0.0, key: Key[Array, ""]):
-        """Draw both maps; by default they are zero, as in the paper: all experts are equal, and noise decides."""
+        """Initialize both maps; by default they are zero, as in the paper: all experts are equal, and noise decides."""
         routing.check_top_k("NoisyTopKRouter", top_k, experts)
         linear_key, noise_key = jax.random.split(key)
         self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=linear_key)
@@ -234,8 +234,8 @@ class NoisyTopKRouter(routing.Router):
         deviation = jnp.maximum(jax.nn.softplus(routing.router_logits(self.noise, x)), 1e-6)
         noisy = logits
         if tokens.keys is not None:
-            draw = functools.partial(jax.random.normal, shape=logits.shape[-1:], dtype=logits.dtype)
-            noisy = logits + routing.draw_per_token(draw, tokens.keys) * deviation
+            sample = functools.partial(jax.random.normal, shape=logits.shape[-1:], dtype=logits.dtype)
+            noisy = logits + routing.sample_per_token(sample, tokens.keys) * deviation
         experts = routing.top_indices(noisy, self.top_k)
         weights = jax.nn.softmax(jnp.take_along_axis(noisy, experts, axis=-1))
         load = self._load(logits, noisy, deviation)
@@ -271,7 +271,7 @@ class RandomSecondRouter(routing.Router):
     linear: LinearMap
 
     def __init__(self, *, embed: int, experts: int, std: float | None = None, key: Key[Array, ""]):
-        """Draw the map."""
+        """Initialize the map."""
         routing.check_top_k("RandomSecondRouter", 2, experts)
         self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=key)
 
@@ -281,9 +281,9 @@ class RandomSecondRouter(routing.Router):
         experts = routing.top_indices(logits, 2)
         weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))
         if tokens.keys is not None:
-            draw = functools.partial(jax.random.uniform, shape=(1,), dtype=logits.dtype)
-            draws = routing.draw_per_token(draw, tokens.keys)
-            is_taken = jnp.concatenate([jnp.ones_like(draws, bool), 2 * weights[..., 1:] > draws], axis=-1)
+            sample = functools.partial(jax.random.uniform, shape=(1,), dtype=logits.dtype)
+            uniforms = routing.sample_per_token(sample, tokens.keys)
+            is_taken = jnp.concatenate([jnp.ones_like(uniforms, bool), 2 * weights[..., 1:] > uniforms], axis=-1)
             experts, weights = jnp.where(is_taken, experts, -1), jnp.where(is_taken, weights, 0)
         return routing.mask_padding(tokens, experts, weights, jax.nn.softmax(logits), logits)
 
@@ -439,7 +439,7 @@ class ExpertChoiceRouter(routing.Router):
         std: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the map. Raises a `ValueError` for a factor below 0.01 or above `experts`, or an unknown group.
+        """Initialize the map. Raises a `ValueError` for a factor below 0.01 or above `experts`, or an unknown group.
 
         Args:
             embed: Channels of a token.

@@ -21,7 +21,7 @@ class Routing(eqx.Module):
     """The experts of each token, best first, and their weights, in float32 at least.
 
     The experts of a token are distinct. The number -1 means no expert (for padding, or a second choice that was not
-    drawn), with weight 0. `scores` are the probabilities or affinities of all experts, which balance losses read;
+    sampled), with weight 0. `scores` are the probabilities or affinities of all experts, which balance losses read;
     `logits` are the router's logits before noise. `load` is the smooth probability that a token chooses an expert, from
     routers whose choice is noisy (`NoisyTopKRouter`). Scores and logits of padding are finite and meaningless.
     """
@@ -82,7 +82,7 @@ class RouterFacts:
 class Router(Module):
     """A choice of experts for tokens, or of tokens for experts, computed in float32 at least; padding is not routed.
 
-    Noise is drawn from the key of each token, and none is added without keys, so a token has the same experts in any
+    Noise is sampled with the key of each token, and none is added without keys, so a token has the same experts in any
     batch and on any mesh. Every device runs the whole router, on all features of a token.
     """
 
@@ -142,9 +142,9 @@ def router_logits(
         return linear(x.astype(at_least_float32(x.dtype)))
 
 
-def draw_per_token(draw: Callable[[Key[Array, ""]], Array], keys: Key[Array, "*batch seq"]) -> Array:
-    """Return `draw(key)` for the key of each token, which is the same in any batch and on any mesh."""
-    numbers = jax.vmap(draw)(keys.reshape(-1))
+def sample_per_token(sample: Callable[[Key[Array, ""]], Array], keys: Key[Array, "*batch seq"]) -> Array:
+    """Return `sample(key)` for the key of each token, which is the same in any batch and on any mesh."""
+    numbers = jax.vmap(sample)(keys.reshape(-1))
     return numbers.reshape(*keys.shape, *numbers.shape[1:])
 
 

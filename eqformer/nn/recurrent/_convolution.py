@@ -32,7 +32,7 @@ class CausalConv(Module):
     bias: Float[Array, "..."] | None = named_by("dims")
 
     def __init__(self, dims: str, *, taps: int, bias: bool = False, key: Key[Array, ""], **sizes: int):
-        """Draw the weights; a `bias` starts at zero.
+        """Initialize the weights; a `bias` starts at zero.
 
         Args:
             dims: Names of the channel dims, separated by spaces.
@@ -132,7 +132,7 @@ class GatedShortConv(Mixer):
         output_std: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the weights.
+        """Initialize the weights.
 
         Args:
             embed: Channels of the input and the output.
@@ -279,7 +279,7 @@ def check_sizes(call: str, *, heads: int, kv_heads: int, chunk: int) -> None:
 
 
 def draw_step_bias(shape: tuple[int, ...], key: Key[Array, ""]) -> Float[Array, "..."]:
-    """Draw biases whose softplus is log-uniform between 0.001 and 0.1."""
+    """Initialize biases whose softplus is log-uniform between 0.001 and 0.1."""
     step = jnp.exp(jax.random.uniform(key, shape, jnp.float32, jnp.log(0.001), jnp.log(0.1)))
     return step + jnp.log(-jnp.expm1(-step))
 

@@ -64,7 +64,7 @@ class GatedDeltaNet(Mixer):
         largest_rate: float = 1.0,
         key: Key[Array, ""],
     ):
-        """Draw the weights; for a zero input the decay is `exp(-a softplus(1))` with `a` from U(0.01, 16).
+        """Initialize the weights; for a zero input the decay is `exp(-a softplus(1))` with `a` from U(0.01, 16).
 
         Args:
             embed: Channels of the input and the output.
@@ -176,7 +176,7 @@ class ChannelDeltaNet(Mixer):
         activation: Callable[[Array], Array] = silu,
         key: Key[Array, ""],
     ):
-        """Draw the weights; for a zero input decays are `exp(-a s)`, `a` from 1 to 16, `s` from 0.001 to 0.1.
+        """Initialize the weights; for a zero input decays are `exp(-a s)`, `a` from 1 to 16, `s` from 0.001 to 0.1.
 
         Args:
             embed: Channels of the input and the output.

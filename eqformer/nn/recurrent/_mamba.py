@@ -88,7 +88,7 @@ class Mamba2Mixer(Mixer):
         output_std: float | None = None,
         activation: Callable[[Array], Array] = silu,
     ):
-        """Draw the weights; for a zero input steps are from 0.001 to 0.1, and rates are 1, 2, 3 and so on.
+        """Initialize the weights; for a zero input steps are from 0.001 to 0.1, and rates are 1, 2, 3 and so on.
 
         Args:
             embed: Channels of the input and the output.

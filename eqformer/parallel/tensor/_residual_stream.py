@@ -100,7 +100,7 @@ class ResidualStream(abc.ABC):
 
     @abc.abstractmethod
     def split_dropout(self, dropout: nn.RandomMask) -> eqx.Module:
-        """Return dropout of this device's part, with its part of the mask that one device would draw."""
+        """Return dropout of this device's part, with its part of the mask that one device would sample."""
 
     @abc.abstractmethod
     def split_positions(self, positions: nn.PositionEmbedding) -> eqx.Module:

@@ -154,10 +154,10 @@ def mask_tokens(
         batch: Ids, packed or not.
         key: A new key for each step: `jax.random.fold_in(key, step)`.
         mask_id: The id that replaces a masked token.
-        vocab: The number of ids among which a random id is drawn.
+        vocab: The number of ids among which a random id is sampled.
         mlm_probability: The probability that a token is chosen; ModernBERT's is 0.3, BERT's was 0.15.
         mask_replace_prob: The share of the chosen tokens that `mask_id` replaces.
-        random_replace_prob: The share of the chosen tokens that an id drawn evenly from all replaces.
+        random_replace_prob: The share of the chosen tokens that an id sampled evenly from all replaces.
         special_ids: Ids that are never chosen, such as those that begin and end a text.
     """
     has_shares = min(mask_replace_prob, random_replace_prob) >= 0 and mask_replace_prob + random_replace_prob <= 1
@@ -172,13 +172,14 @@ def mask_tokens(
     ids = jnp.asarray(batch.ids)
     row_indices = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
 
-    def draw(key: Array) -> tuple[Array, Array, Array]:
+    def sample(key: Array) -> tuple[Array, Array, Array]:
         choice_key, replacement_key, id_key = jax.random.split(key, 3)
-        draw_uniform = lambda key: jax.random.uniform(key, (), jnp.float32)
+        sample_uniform = lambda key: jax.random.uniform(key, (), jnp.float32)
         random_id = jax.random.randint(id_key, (), 0, vocab, ids.dtype)
-        return draw_uniform(choice_key), draw_uniform(replacement_key), random_id
+        return sample_uniform(choice_key), sample_uniform(replacement_key), random_id
 
-    choice, replacement, random_id = jax.vmap(jax.vmap(draw))(token_keys(key, jnp.asarray(batch.examples), row_indices))
+    keys = token_keys(key, jnp.asarray(batch.examples), row_indices)
+    choice, replacement, random_id = jax.vmap(jax.vmap(sample))(keys)
     is_chosen = (choice < mlm_probability) & ~jnp.isin(ids, jnp.asarray(special_ids, ids.dtype))
     if batch.positions is not None:
         is_chosen &= jnp.asarray(batch.positions) >= 0
