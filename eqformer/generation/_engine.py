@@ -293,7 +293,7 @@ class Engine:
     def _read_prompts(self) -> None:
         """Read a chunk of a prompt for each free slot, since a decoding step takes as long with free slots as without.
 
-        While other rows wait for their next step, at most `_MOST_CHUNKS` chunks of unfinished prompts are read.
+        While other rows wait for their next step, at most `_MAX_CHUNKS` chunks of unfinished prompts are read.
         """
         unfinished_chunks = 0
         for _ in range(self.slots - len(self._rows)):
@@ -307,7 +307,7 @@ class Engine:
                 hidden = self._read_chunk(row)
                 if row.read < row.result.prompt_length:
                     unfinished_chunks += 1
-                    if self._rows and unfinished_chunks == _MOST_CHUNKS:
+                    if self._rows and unfinished_chunks == _MAX_CHUNKS:
                         return
                     continue
                 initial = row.prompt
@@ -454,5 +454,5 @@ _GROWING = ("ids", "log_probabilities", "alternatives")
 """Lists of a result that grow from step to step."""
 _SMALLEST_CHUNK = 32
 """Smallest width of a chunk: a prompt of up to 32 ids takes 0.6 of the time of 64 ids (8 M parameters on a CPU)."""
-_MOST_CHUNKS = 4
+_MAX_CHUNKS = 4
 """Maximum number of chunks that leave a prompt unfinished, between two decoding steps of other rows."""

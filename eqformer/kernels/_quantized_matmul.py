@@ -139,12 +139,12 @@ class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
     def supports(self, call: QuantizedMatmulCall) -> str | None:
         """Return the reason why blocks are not faster or not possible, or None."""
         outputs = call.codes.shape[0]
-        if (vectors := math.prod(call.x.shape[:-1])) > _MOST_VECTORS:
-            return f"it takes up to {_MOST_VECTORS} vectors, not {vectors}"
+        if (vectors := math.prod(call.x.shape[:-1])) > _MAX_VECTORS:
+            return f"it takes up to {_MAX_VECTORS} vectors, not {vectors}"
         if call.codes.size < _SMALLEST[codes_in_a_byte(call.form)]:
             return f"a matrix of {call.codes.size:,} bytes fits into the cache when it is decoded as a whole"
         if _block_rows(outputs) is None:
-            return f"{outputs} rows of the matrix have no divisor from {_FEWEST_ROWS} to {_MOST_ROWS}"
+            return f"{outputs} rows of the matrix have no divisor from {_MIN_ROWS} to {_MAX_ROWS}"
         if codes_in_a_byte(call.form) == 2 and call.codes.shape[1] % call.scales.shape[1]:
             return "a group of an odd size has one of the two codes of a byte"
         return None
@@ -173,11 +173,11 @@ class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
 
 
 _SMALLEST = {1: 2**20, 2: 2**16}  # bytes of a matrix, by codes in a byte, from which on blocks are faster
-_FEWEST_ROWS, _MOST_ROWS = 64, 512
-_MOST_VECTORS = 64
+_MIN_ROWS, _MAX_ROWS = 64, 512
+_MAX_VECTORS = 64
 
 
 def _block_rows(outputs: int) -> int | None:
     """Return how many rows of the matrix are decoded at a time: the divisor of all rows nearest to 256, or None."""
-    divisors = [rows for rows in range(_FEWEST_ROWS, _MOST_ROWS + 1) if outputs % rows == 0]
+    divisors = [rows for rows in range(_MIN_ROWS, _MAX_ROWS + 1) if outputs % rows == 0]
     return min(divisors, key=lambda rows: abs(rows - 256), default=None)

@@ -33,7 +33,7 @@ from ._triton import (
 )
 
 
-_MOST_ROWS = 128  # A program keeps all vectors' sums in registers.
+_MAX_ROWS = 128  # A program keeps all vectors' sums in registers.
 _OUTPUTS = 64  # Outputs of a program.
 _BLOCK_BYTES = 128  # Most bytes of an output's codes in a block.
 _PROGRAMS = 264  # Programs that fill a GPU: two for each of the 132 multiprocessors of an H100.
@@ -52,8 +52,8 @@ class QuantizedMatmulGpu(Implementation[QuantizedMatmulCall, Array]):
         """Return the reason why the kernel cannot compute the call, or None."""
         if call.x.dtype not in (jnp.bfloat16, jnp.float16):
             return f"it computes in bfloat16 or float16, not {call.x.dtype}"
-        if not 1 <= (vectors := math.prod(call.x.shape[:-1])) <= _MOST_ROWS:
-            return f"it takes 1 to {_MOST_ROWS} vectors, not {vectors}"
+        if not 1 <= (vectors := math.prod(call.x.shape[:-1])) <= _MAX_ROWS:
+            return f"it takes 1 to {_MAX_ROWS} vectors, not {vectors}"
         if (size := _block_bytes(call)) < SMALLEST_DIM:
             return f"it takes groups of a multiple of {SMALLEST_DIM} bytes of codes, not of {size}"
         if call.form == "fp8" and gpu_capability() < FP8_CAPABILITY:

@@ -25,7 +25,7 @@ DTYPE = "float32"
 # The fewest bytes of a value in the header (an empty name, a type, a byte), of a text, and of an array's entry.
 _VALUE_BYTES, _TEXT_BYTES, _ENTRY_BYTES = 13, 8, 32
 # Each array takes about 1.5 kB of memory beside its numbers; the largest published models have 70,000 of them.
-_MOST_ARRAYS = 1 << 17
+_MAX_ARRAYS = 1 << 17
 
 
 Order = tuple[Int[np.ndarray, "rows"] | None, Int[np.ndarray, "columns"] | None]
@@ -90,8 +90,8 @@ class GGUF:
         start = -(-self._at // alignment) * alignment
         entries = [self._entry(name, shape, kind, start + offset) for name, shape, kind, offset in infos]
         self._check_overlaps(entries)
-        if (count := sum(entry.shape[0] if len(entry.shape) == 3 else 1 for entry in entries)) > _MOST_ARRAYS:
-            self._refuse(f"it has {count} arrays, those of experts counted apart, and at most {_MOST_ARRAYS} are read")
+        if (count := sum(entry.shape[0] if len(entry.shape) == 3 else 1 for entry in entries)) > _MAX_ARRAYS:
+            self._refuse(f"it has {count} arrays, those of experts counted apart, and at most {_MAX_ARRAYS} are read")
         self.tensors: dict[str, Tensor] = {}
         for entry in entries:
             if entry.name in self.tensors or f"{entry.name}.0" in self.tensors:
