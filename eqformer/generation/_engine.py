@@ -108,7 +108,7 @@ class Engine:
         self.prefill_chunk = round_up(min(prefill_chunk, self.capacity), BUCKET)
         self._has_draft = draft is not None
         self.model = add_draft(model, draft, draft_tokens, self.capacity)
-        self._most_new = stride * (1 if draft is None else draft_tokens + 1) + 1
+        self._max_new = stride * (1 if draft is None else draft_tokens + 1) + 1
         self._cache_dtype = cache_dtype
         # Rows cannot share the cache of a prefix if rotary frequencies depend on the length of the whole row.
         shares = model.start is None and not depends_on_length(model, self.capacity)
@@ -379,7 +379,7 @@ class Engine:
         numbers = (jnp.asarray(count, jnp.int32), jnp.asarray(next(self._waiting_results(), None) is not None))
         inputs = DecodeInputs(self.model, jnp.asarray(ended), jnp.asarray(known), *numbers, bias)
         is_greedy = all(row.request.is_greedy for row in self._rows.values())
-        self._state, progress = decode_slots(inputs, self._state, self._most_new, is_greedy)
+        self._state, progress = decode_slots(inputs, self._state, self._max_new, is_greedy)
         progress = jax.device_get(progress)
         results = [self._append(row, progress) for row in self._rows.values()]
         self._rows = {slot: row for slot, row in self._rows.items() if not row.result.finish}

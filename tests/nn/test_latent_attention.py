@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put
-from nn_reference import attend, close, random_module, linear, normal, randomised, replaced, rms, rotate, sigmoid, wide
+from nn_reference import attend, close, linear, normal, random_module, randomised, replaced, rms, rotate, sigmoid, wide
 
 from eqformer import kernels, nn
 

@@ -121,7 +121,7 @@ PHIMOE = Family(
     "phimoe",
     (
         *decoder_attributes(_Rotary(1_000_000.0, skipped=(*_MAGNITUDES, _UNREAD)), kv_heads=8, max_seq=131_072),
-        Count("experts", ("num_local_experts", "num_experts"), 16, least=2),
+        Count("experts", ("num_local_experts", "num_experts"), 16, minimum=2),
         Expect("num_experts_per_tok", 2),
         Attribute("tolerance", "router_jitter_noise", 0.01),
         Attribute("window", "sliding_window", None),
