@@ -118,6 +118,10 @@ from ._model_contracts import (
     ModelParts as ModelParts,
     PositionEmbedding as PositionEmbedding,
     RandomMask as RandomMask,
+    ReadsIds as ReadsIds,
+    StreamExpansion as StreamExpansion,
+    StreamMap as StreamMap,
+    StreamMerge as StreamMerge,
     TokenEmbedding as TokenEmbedding,
 )
 from ._module import (
@@ -182,7 +186,6 @@ from ._streams import (
     HyperConnection as HyperConnection,
     MergeStreams as MergeStreams,
     Sinkhorn as Sinkhorn,
-    StreamMap as StreamMap,
     StreamWeights as StreamWeights,
 )
 from ._tokens import (

@@ -70,6 +70,53 @@ class LayerStack(Layer):
         return part
 
 
+class StreamExpansion(Module):
+    """The beginning of several residual streams, made of the embeddings: the contract of `ExpandStreams`."""
+
+    if TYPE_CHECKING:
+        streams: int = eqx.field(init=False)
+    else:
+        streams: eqx.AbstractVar[int]
+
+    @abc.abstractmethod
+    def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch streams seq embed"]:
+        """Return the streams of each token."""
+
+
+class StreamMap(Module):
+    """A map of all streams of a token to a few numbers, by sums over channels: the contract of `StreamWeights`.
+
+    Devices may hold slices of the channels of all streams.
+    """
+
+    @abc.abstractmethod
+    def project(
+        self,
+        x: Float[Array, "*batch streams seq embed"],
+        add: Callable[[Float[Array, "*batch seq sums"]], Float[Array, "*batch seq sums"]],
+        slices: int = 1,
+    ) -> tuple[Float[Array, "*batch seq _"], ...]:
+        """Return the numbers for each of their uses, where `x` may be one of `slices` slices of the channels.
+
+        `add(sums)` returns the sums over all slices, in which everything that is read of the channels must be.
+        """
+
+    def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> tuple[Float[Array, "*batch seq _"], ...]:
+        """Return the numbers for each of their uses."""
+        return self.project(x, lambda sums: sums)
+
+
+class StreamMerge(Module):
+    """The end of several residual streams, in the place of a model's `norm`: the contract of `MergeStreams`.
+
+    Its parts must be a `StreamMap` and norms, if the channels of all streams may be split over devices.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Return one vector of each token, which is normed."""
+
+
 class RandomMask(Module):
     """A random mask of a token's channels, sampled with the token's own key: the contract of `Dropout`.
 
@@ -101,7 +148,11 @@ class RandomMask(Module):
         return self.apply_mask(x, self.draw_mask(keys, x.shape[-1]))
 
 
-class EmbeddingTable(Module):
+class ReadsIds(Module):
+    """A part that looks up the ids of its tokens; a model passes `Tokens.ids` to layers that have such a part."""
+
+
+class EmbeddingTable(ReadsIds):
     """A table of vectors that are looked up by id: the contract of `Embedding` and `PerLayerEmbedding`.
 
     A mesh may split the table by ids or by features, or gather it in chunks. So a call must be a lookup in `weight`,

@@ -25,10 +25,9 @@ from ._block import (
 from ._cache import index_layer, LayerCache, quantize_caches, update_layer, with_rollback
 from ._contracts import Layer
 from ._dtype import in_dtypes_of, in_float32, parse_cache_dtype
-from ._model_contracts import EmbeddingTable, LayerStack
+from ._model_contracts import LayerStack, ReadsIds
 from ._module import ensemble, modules, path_name
 from ._tokens import collect_shared, keep_shared, SharedValue, take_last_layer, Tokens, tokens_or_default
-from .experts._routing import Router
 
 
 class Stack(LayerStack):
@@ -227,8 +226,7 @@ def shared_names_read(layer: PyTree) -> frozenset[str]:
 @checked
 def with_ids(tokens: Tokens, ids: Int[Array, "*batch seq"], layers: PyTree) -> Tokens:
     """Return the tokens with their ids if one of the layers, or a router in it, looks up ids in a table of its own."""
-    reads_ids = modules(layers, EmbeddingTable) or any(router.facts().reads_ids for router in modules(layers, Router))
-    return tokens.replace(ids=ids) if reads_ids else tokens
+    return tokens.replace(ids=ids) if modules(layers, ReadsIds) else tokens
 
 
 def share_embedding(tokens: Tokens, x: Float[Array, "*batch _ embed"], layers: Sequence[PyTree]) -> Tokens:

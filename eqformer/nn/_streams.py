@@ -4,7 +4,6 @@ The streams of a token are a dim of activations before the tokens, `*batch strea
 first dim, and tokens and channels the last two, as in a single stream.
 """
 
-import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -17,12 +16,13 @@ from jaxtyping import Array, Float, Key, PyTree
 from ._block import Residual
 from ._contracts import Mixer, Routed, Sublayer
 from ._dtype import at_least_float32, broadcast_float32
-from ._module import float32_at_least, Module
+from ._model_contracts import StreamExpansion, StreamMap, StreamMerge
+from ._module import float32_at_least
 from ._norm import Norm
 from ._tokens import Tokens, tokens_or_default, with_row_layout_of
 
 
-class ExpandStreams(Module):
+class ExpandStreams(StreamExpansion):
     """The beginning of the streams: each of `streams` is a copy of the embedding."""
 
     streams: int = eqx.field(static=True)
@@ -34,29 +34,6 @@ class ExpandStreams(Module):
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch streams seq embed"]:
         """Copy `x` into every stream."""
         return broadcast_float32(x[..., None, :, :], (*x.shape[:-2], self.streams, *x.shape[-2:]))
-
-
-class StreamMap(Module):
-    """A map of all streams of a token to a few numbers, by sums over channels: the contract of `StreamWeights`.
-
-    Devices may hold slices of the channels of all streams.
-    """
-
-    @abc.abstractmethod
-    def project(
-        self,
-        x: Float[Array, "*batch streams seq embed"],
-        add: Callable[[Float[Array, "*batch seq sums"]], Float[Array, "*batch seq sums"]],
-        slices: int = 1,
-    ) -> tuple[Float[Array, "*batch seq _"], ...]:
-        """Return the numbers for each of their uses, where `x` may be one of `slices` slices of the channels.
-
-        `add(sums)` returns the sums over all slices, in which everything that is read of the channels must be.
-        """
-
-    def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> tuple[Float[Array, "*batch seq _"], ...]:
-        """Return the numbers for each of their uses."""
-        return self.project(x, lambda sums: sums)
 
 
 class StreamWeights(StreamMap):
@@ -243,7 +220,7 @@ class HyperConnection(Sublayer):
         return self.branch.init_cache(batch, capacity, dtype)
 
 
-class MergeStreams(Module):
+class MergeStreams(StreamMerge):
     """The end of the streams, which takes the place of a model's `norm`: the norm of the streams' weighted sum.
 
     The weights of a token's streams are `sigmoid(.) + eps` of `StreamWeights`.

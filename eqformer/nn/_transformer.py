@@ -16,12 +16,19 @@ from ._dtype import add_float32, at_least_float32, float_dtype
 from ._embedding import PerLayerInputs, TokenTypes
 from ._linear import Linear, LinearMap
 from ._mlp import gelu
-from ._model_contracts import LanguageModel, LayerStack, ModelParts, PositionEmbedding, RandomMask, TokenEmbedding
+from ._model_contracts import (
+    LanguageModel,
+    LayerStack,
+    ModelParts,
+    PositionEmbedding,
+    RandomMask,
+    StreamExpansion,
+    TokenEmbedding,
+)
 from ._module import Module, modules
 from ._norm import Norm
 from ._pooling import ClassificationHead
 from ._stack import empty_caches, run_layers, share_embedding, with_ids
-from ._streams import ExpandStreams
 from ._tokens import Source, Tokens, tokens_or_default, with_source
 
 
@@ -189,7 +196,7 @@ class Transformer(LanguageModel):
     """A table of token types, a `TokenTypes`, added to the token embeddings (BERT)."""
     classifier: ClassificationHead | None = None
     """A head that classifies texts or tokens, in the place of logits of the vocabulary; `classify` applies it."""
-    expand: ExpandStreams | None = None
+    expand: StreamExpansion | None = None
     """Makes several residual streams of the embeddings, for layers of `HyperConnection`s; `norm` must then be a
     `MergeStreams`, which makes one vector of them."""
 

@@ -219,7 +219,7 @@ def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> No
         nn.PositionEmbedding,
         nn.Norm,
         nn.StreamMap,
-        nn.MergeStreams,
+        nn.StreamMerge,
         nn.ScoreBias,
     )
     headless = _without_head(model)

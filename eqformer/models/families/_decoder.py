@@ -102,7 +102,7 @@ class _DecoderEnds(TypedDict, total=False):
     embedding_norm: nn.Norm | None
     final_norm: nn.Norm | Callable[[Array], Array]
     embedding_scale: float | None
-    expand: nn.ExpandStreams | None
+    expand: nn.StreamExpansion | None
     logit_scale: float | None
     logit_softcap: float | None
     logit_bias: bool

@@ -88,7 +88,7 @@ def build_hy4(config: Hy4Config, *, key: Key[Array, ""]) -> Transformer:
     )
 
 
-class _ReadingLayers(Entry):
+class _IndexerTypes(Entry):
     """`indexer_types`; without a list, the first layer and every fourth from the second on have an indexer."""
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -171,7 +171,7 @@ HY4 = Family(
         Count("index_heads", "index_n_heads", 16),
         Count("index_dim", "index_head_dim", 128),
         Count("index_top_k", "index_topk", 2048),
-        _ReadingLayers(),
+        _IndexerTypes(),
         Attribute("normalise", "norm_topk_prob", True),
         Unpublished("balance", 0.0001, "no attribute states the weight of a balance loss"),
         Count("streams", "hc_mult", 4),

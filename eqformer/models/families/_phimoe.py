@@ -61,7 +61,7 @@ def build_phimoe(config: PhiMoEConfig, *, key: Key[Array, ""]) -> nn.Transformer
 _MAGNITUDES = ("short_mscale", "long_mscale")
 
 
-class _Rotary(RotaryPositions):
+class _LongRotary(RotaryPositions):
     """Rotary positions without a scaling, or with LongRoPE, whose magnitude is stated for short and for long rows."""
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -70,8 +70,8 @@ class _Rotary(RotaryPositions):
         if (scaling := fields["scaling"]) is None:
             return fields
         magnitudes = [parameters.get(name) for name in _MAGNITUDES]
-        if not isinstance(scaling, nn.LongRopeScaling):
-            published.refuse(f"rope_type={parameters.get('rope_type')!r}: it must be 'default' or 'longrope'.")
+        if (rope_type := parameters.get("rope_type")) != "longrope":
+            published.refuse(f"rope_type={rope_type!r}: it must be 'default' or 'longrope'.")
         if None in magnitudes or magnitudes[0] != magnitudes[1]:
             published.refuse(
                 f"short_mscale={magnitudes[0]}, long_mscale={magnitudes[1]}: both must be stated, and be equal."
@@ -80,15 +80,16 @@ class _Rotary(RotaryPositions):
 
     def write(self, config: WithRotary) -> Attributes:
         """Return the older attributes; raises a `ValueError` for a scaling other than LongRoPE with a magnitude."""
-        scaling, attributes = config.scaling, super().write(config)
-        if scaling is None:
+        attributes = super().write(config)
+        if config.scaling is None:
             return attributes
-        if not isinstance(scaling, nn.LongRopeScaling) or scaling.magnitude is None:
+        stated = attributes["rope_scaling"]
+        if stated["rope_type"] != "longrope" or _UNREAD not in stated:
             raise ValueError(
-                f"save(config={type(config).__name__}(scaling={scaling})): published configurations state LongRoPE "
-                "with a magnitude; give nn.LongRopeScaling(magnitude=...), or no scaling."
+                f"save(config={type(config).__name__}(scaling={config.scaling})): published configurations state "
+                "LongRoPE with a magnitude; give nn.LongRopeScaling(magnitude=...), or no scaling."
             )
-        stated = attributes["rope_scaling"] | dict.fromkeys(_MAGNITUDES, scaling.magnitude)
+        stated = stated | dict.fromkeys(_MAGNITUDES, stated[_UNREAD])
         return attributes | {"rope_scaling": {name: value for name, value in stated.items() if name != _UNREAD}}
 
 
@@ -120,7 +121,7 @@ PHIMOE = Family(
     "PhimoeForCausalLM",
     "phimoe",
     (
-        *decoder_attributes(_Rotary(1_000_000.0, skipped=(*_MAGNITUDES, _UNREAD)), kv_heads=8, max_seq=131_072),
+        *decoder_attributes(_LongRotary(1_000_000.0, skipped=(*_MAGNITUDES, _UNREAD)), kv_heads=8, max_seq=131_072),
         Count("experts", ("num_local_experts", "num_experts"), 16, minimum=2),
         Expect("num_experts_per_tok", 2),
         Attribute("tolerance", "router_jitter_noise", 0.01),

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Num
 
 from .._dtype import at_least_float32
 from .._linear import Linear, LinearMap
+from .._model_contracts import ReadsIds
 from .._module import float32_at_least
 from .._norm import Norm
 from .._tokens import Tokens
@@ -349,7 +350,7 @@ class SparseMixerRouter(routing.Router):
         return jnp.take_along_axis(jax.nn.softmax(shared), best, axis=-1)
 
 
-class HashRouter(routing.Router):
+class HashRouter(routing.Router, ReadsIds):
     """The experts that a table lists for the token's id (Roller et al. 2021, arXiv:2106.04426; DeepSeek-V4).
 
     Only the weights are learned: they are the scores of the listed experts, as in a `TopKRouter` of the same `score`,
@@ -411,7 +412,7 @@ class HashRouter(routing.Router):
 
     def facts(self) -> routing.RouterFacts:
         """State that each token takes `top_k` experts by its own id."""
-        return routing.RouterFacts(self.linear.sizes["candidates"], self.table.shape[-1], "token", reads_ids=True)
+        return routing.RouterFacts(self.linear.sizes["candidates"], self.table.shape[-1], "token")
 
 
 class ExpertChoiceRouter(routing.Router):

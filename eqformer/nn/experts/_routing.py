@@ -69,14 +69,12 @@ class RouterFacts:
     - `among`: the tokens that a choice depends on, all of which one device must hold: "token" for the token alone,
       "sequence" for its row, or "batch" for all tokens of the call.
     - `gives_slots`: whether experts choose their tokens, so that the router returns `Slots`.
-    - `reads_ids`: whether the router reads the ids of its tokens, `Tokens.ids`, which a model passes to such layers.
     """
 
     experts: int
     choices: int | float
     among: str
     gives_slots: bool = False
-    reads_ids: bool = False
 
 
 class Router(Module):
