@@ -25,8 +25,8 @@ Rows = Sequence[Mapping[str, Any]]
 # Prefixes of the recipe's flags that apply to rewards, beside the plan's flags; all others apply to texts only.
 _READ_FLAGS = (
     *("--model", "--from-", "--data", "--text.tokenizer", "--text.round-vocab", "--text.end-of-text", "--seq"),
-    *("--batch", "--steps", "--prolong", "--seed", "--optimizer.", "--lora.", "--precision.", "--execution."),
-    *("--metrics.", "--log-every", "--checkpoint-every", "--keep", "--sample-every", "--mesh."),
+    *("--batch", "--steps", "--prolong", "--seed", "--optimizer.", "--lora.", "--weights", "--precision."),
+    *("--execution.", "--metrics.", "--log-every", "--checkpoint-every", "--keep", "--sample-every", "--mesh."),
 )
 # Advice on some of the flags that apply to texts only; the advice on the rest is to leave the flag out.
 _FLAGS_INSTEAD = {"--beta": "give --kl-weight", "--validate-every": "leave it out, or give --held-out FILE too"}

@@ -129,6 +129,7 @@ def test_flags_of_texts_are_those_that_a_run_on_rewards_does_not_read(inputs, tm
     recipe = recipe_of(inputs)
     choices = Text(tokenizer=inputs / "tokenizer.json"), training.Optimization(clip=2.0), Metrics(tensorboard=True)
     fields = {"sample_every": 3, "keep": 1, "plan": dataclasses.replace(recipe.plan, microbatches=2)}
+    fields |= {"weights": "quantized"}
     fields |= dict(zip(("text", "optimizer", "metrics"), choices))
     check_flags_of_texts(dataclasses.replace(recipe, **fields))
     recipe_of_chats = with_answers(recipe, tmp_path)

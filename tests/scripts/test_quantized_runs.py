@@ -1,19 +1,21 @@
 """Runs of low-rank changes beside quantized weights: the same as beside decoded weights, and loaded again."""
 
+import asyncio
 import json
 from typing import Any
 
+import httpx
 import jax
 import numpy as np
 import pytest
 from format_cases import CASES
 from format_folders import is_map
 from safetensors.numpy import load_file, save_file
-from script_helpers import losses, run_here
+from script_helpers import losses, rows, run_here
 from text_cases import published_folder, TEMPLATE
 
 import eqformer
-from eqformer import models, nn
+from eqformer import evaluation, models, nn, serving
 from eqformer.text import load_run_model
 
 
@@ -136,6 +138,110 @@ def test_another_run_goes_on_from_a_run_with_kept_weights(folder, kept, tmp_path
     other = ["--model", folder / "model", "--from-run", kept, "--run-dir", tmp_path / "x", *KEPT, "--lora.rank", 2]
     refused = run_here("pretrain.py", *other, "--data", folder / "chats.jsonl", "--simulate", 1)
     assert refused.returncode == 2 and "only the low-rank changes of that run go on" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def written(folder, kept):
+    """The folder that is written of the run beside kept weights."""
+    assert run_here("convert.py", kept, folder / "written").returncode == 0
+    return folder / "written"
+
+
+def serve_chat(source: Any) -> str:
+    """The greedy answer of `serve.py --model SOURCE`."""
+    from serve import Command, make_service
+
+    service = make_service(Command(model=source, slots=2, capacity=64, prefill_chunk=32))
+    app = serving.make_app(service, name="tuned")
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
+            body = {"model": "tuned", "messages": TALK[:1], "temperature": 0, "max_tokens": 12}
+            return await client.post("/v1/chat/completions", json=body)
+
+    response = asyncio.run(ask())
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.grid
+def test_commands_write_and_score_texts_by_it_as_by_the_folder_that_is_written(folder, kept, written):
+    llm = eqformer.load(written)
+    answer, text = llm.chat(TALK[:1], max_new_tokens=12), "Né, so. How? " * 5
+    (folder / "a.txt").write_text(text)
+    bits = evaluation.evaluate_texts(llm, [text], window=40).bits_per_byte
+
+    def answers(*source: Any) -> set[str]:
+        sampled = run_here("sample.py", *source, "--prompt", "How?", "--temperature", 0, "--tokens", 12)
+        assert sampled.returncode == 0, sampled.stderr
+        return {sampled.stdout.removesuffix("\n"), serve_chat(source[-1])}
+
+    def score(*source: Any) -> float:
+        out = folder / "scores.json"
+        done = run_here("evaluate.py", *source, "--text", folder / "a.txt", "--window", 40, "--out", out)
+        assert done.returncode == 0, done.stderr
+        return json.loads(out.read_text())["text"]["bits_per_byte"]
+
+    for source in (("--model", kept), ("--run-dir", kept), ("--model", written)):
+        assert answers(*source) == {answer} and score(*source) == pytest.approx(bits, rel=1e-4)
+    # The control: the model that the run began from.
+    assert answer not in answers("--model", folder / "model")
+    assert score("--model", folder / "model") != pytest.approx(bits, rel=1e-2)
+    for script, *flags in (["sample.py"], ["evaluate.py", "--text", folder / "a.txt"]):
+        refused = run_here(script, "--run-dir", kept, *KEPT, *flags)
+        assert refused.returncode == 2 and "a run's weights are as its recipe says; leave it out" in refused.stderr
+
+
+@pytest.mark.grid
+def test_an_example_of_a_run_is_shown(folder, kept):
+    """The example of the run's own command is that without kept weights."""
+    command = ["--model", folder / "model", "--data", folder / "chats.jsonl", "--seq", 48, "--show-example"]
+    plain = run_here("pretrain.py", *command, "--run-dir", folder / "none", "--simulate", 1)
+    assert plain.returncode == 0 and "[[Né, so.<|endoftext|>]]" in plain.stdout
+    for run in (["--run-dir", kept], ["--run-dir", folder / "none"]):
+        assert run_here("pretrain.py", *command, *LORA, *KEPT, *run, "--simulate", 1).stdout == plain.stdout
+    assert run_here("pretrain.py", "--from-run", kept, *command[2:], "--simulate", 1).stdout == plain.stdout
+    assert not (folder / "none").exists()
+
+
+REWARDS = """
+def high(prompts, completions, letter):
+    return [sum(ord(character) > 127 for character in text) / 8 for text in completions]
+"""
+
+
+@pytest.mark.grid
+def test_rewards_beside_kept_weights(folder, kept, tmp_path):
+    """Rewards, losses and divergences are those beside decoded weights, on two devices too."""
+    prompts = [{"prompt": [{"role": "user", "content": letter}], "letter": letter} for letter in "abc"]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    options = "--batch 8 --group 4 --tokens 8 --seq 32 --steps 3 --log-every 1 --checkpoint-every 3 --sample-every 0 "
+    options += "--kl-weight 0.01 --optimizer.name adamw --optimizer.learning-rate 1e-2 --optimizer.warmup 0"
+    data = ["--data", tmp_path / "prompts.jsonl", "--reward", f"{tmp_path}/rewards.py:high", *options.split()]
+    runs = {
+        "kept": [*KEPT, *LORA, "--model", folder / "model", "--simulate", 1],
+        "mesh": [*KEPT, *LORA, "--model", folder / "model", "--simulate", 2, "--mesh.fsdp", 2, "--zero", 3],
+        "decoded": [*LORA, "--model", folder / "model", "--simulate", 1],
+        "on": ["--from-run", kept, "--simulate", 1],
+    }
+    metrics = {}
+    for name, flags in runs.items():
+        done = run_here("reinforce.py", *data, *flags, "--run-dir", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        metrics[name] = rows(tmp_path / name, "reward")
+        assert all(row["sampler_difference"] < 1e-5 for row in metrics[name])
+    for row, *others in zip(metrics["decoded"], metrics["kept"], metrics["mesh"], strict=True):
+        for metric in ("reward", "loss", "kl", "completion_tokens", "grad_norm"):
+            assert [other[metric] for other in others] == pytest.approx([row[metric]] * 2, rel=1e-3, abs=1e-6)
+    assert metrics["kept"][0]["kl"] < 1e-6 < 1e-3 < metrics["kept"][-1]["kl"]  # The control: the changes are learned.
+    assert metrics["on"][0]["kl"] > 0.1  # It goes on from the changes of the first run.
+    for name in ("kept", "on"):
+        maps = nn.linear_maps(load_run_model(tmp_path / name))
+        assert sum(isinstance(linear, nn.QuantizedLinear) for linear in maps) == 7
+        assert run_here("convert.py", tmp_path / name, tmp_path / f"{name} folder").returncode == 0
+        pair = (tmp_path / name, tmp_path / f"{name} folder")
+        assert len({eqformer.load(path).chat(TALK[:1], max_new_tokens=12) for path in pair}) == 1
 
 
 @pytest.mark.parametrize(
