@@ -7,8 +7,11 @@ call of `llama_decode` has the newest token of each slot and the prompts of the 
 import dataclasses
 import importlib.util
 import os
+import tempfile
+import time
 from importlib import import_module
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -72,26 +75,54 @@ class _Slot:
     new: list[int]
 
 
-class Context:
-    """A context of llama.cpp with some slots, in its default settings: the caches are in float16."""
+class Model:
+    """A model of llama.cpp with random weights, freed at the end of its `with` block."""
 
-    def __init__(self, path: Path, vocab: int, *, slots: int, capacity: int):
-        llama = self._llama = import_module("llama_cpp")
+    def __init__(self, config: LlamaConfig, capacity: int):
+        llama = self.llama = import_module("llama_cpp")
         # A callback that prints nothing; it must live as long as the library may call it.
         self._silence = llama.llama_log_callback(lambda level, text, data: None)
         llama.llama_log_set(self._silence, None)
         llama.llama_backend_init()
-        options = llama.llama_model_default_params()
-        self._model = llama.llama_model_load_from_file(str(path).encode(), options)
+        self.vocab = config.vocab
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            write_model(path, config, capacity)
+            self.pointer = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
+        if not self.pointer:
+            raise RuntimeError("llama.cpp cannot read its file; leave the benchmark `engine` out, or llama-cpp-python.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.llama.llama_model_free(self.pointer)
+
+
+class Context:
+    """A context of a model with some slots, in llama.cpp's default settings: the caches are in float16.
+
+    Its threads, caches and batch are freed at the end of its `with` block, which must be inside the model's.
+    """
+
+    def __init__(self, model: Model, *, slots: int, capacity: int, threads: int):
+        llama = self._llama = model.llama
         settings = llama.llama_context_default_params()
         settings.n_ctx, settings.n_seq_max = slots * capacity, slots
         settings.n_batch = settings.n_ctx
-        settings.n_threads = settings.n_threads_batch = len(os.sched_getaffinity(0))
-        self._context = llama.llama_init_from_model(self._model, settings)
-        if not self._model or not self._context:
-            raise RuntimeError(f"llama.cpp cannot read {path}; leave the benchmark `engine` out, or llama-cpp-python.")
+        settings.n_threads = settings.n_threads_batch = threads
+        self._context = llama.llama_init_from_model(model.pointer, settings)
+        if not self._context:
+            raise RuntimeError(f"llama.cpp cannot make {slots} slots; leave the benchmark `engine` out.")
         self._batch = llama.llama_batch_init(settings.n_batch, 0, 1)
-        self._vocab, self._slots = vocab, slots
+        self._vocab, self._slots = model.vocab, slots
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._llama.llama_batch_free(self._batch)
+        self._llama.llama_free(self._context)
 
     def run(self, prompts: list[list[int]], new: list[int]) -> list[list[int]]:
         """Return the greedy continuation of each prompt by as many tokens as `new` says."""
@@ -129,3 +160,19 @@ class Context:
             batch.logits[index] = offset == len(ids) - 1
             batch.n_tokens += 1
         return index
+
+
+def fastest_threads(model: Model) -> int:
+    """Return the faster number of threads of 1 and all, for a few tokens.
+
+    Threads spin until the last one has done its part, so on cores that other programs share, two threads took 150
+    times as long as one.
+    """
+    seconds = {}
+    for threads in {1, len(os.sched_getaffinity(0))}:
+        with Context(model, slots=1, capacity=64, threads=threads) as context:
+            context.run([[1]], [1])
+            start = time.perf_counter()
+            context.run([[1]], [8])
+            seconds[threads] = time.perf_counter() - start
+    return min(seconds, key=lambda threads: seconds[threads])
