@@ -78,7 +78,12 @@ from .attention._attention import (
     run_attention as run_attention,
     unsupported_options as unsupported_options,
 )
-from .attention._blockwise import BlockwiseAttention as BlockwiseAttention, FEW as FEW
+from .attention._blockwise import (
+    BlockwiseAttention as BlockwiseAttention,
+    FEW as FEW,
+    join_blocks as join_blocks,
+    split_blocks as split_blocks,
+)
 from .attention._call import (
     apply_softcap as apply_softcap,
     AttentionCall as AttentionCall,

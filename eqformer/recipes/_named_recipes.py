@@ -34,10 +34,13 @@ def count_matrix_parameters(depth: int) -> int:
     return 12 * depth * (64 * depth) ** 2
 
 
-def speedrun_recipe(depth: int = 2, *, tokens_per_parameter: float = TOKENS_PER_PARAMETER) -> Recipe:
+def speedrun_recipe(
+    depth: int = 2, *, tokens_per_parameter: float = TOKENS_PER_PARAMETER, tokens: float | None = None
+) -> Recipe:
     """A byte-level model with layers of the nanoGPT speedruns, by NorMuon: --depth N decides all sizes (default 2).
 
-    Raises a `ValueError` for a depth that does not fit.
+    It is trained on `tokens`, or on `tokens_per_parameter` for each parameter in the matrices. Raises a `ValueError`
+    for a depth that does not fit.
     """
     # Width and heads: nanochat's aspect ratio of 64 (github.com/karpathy/nanochat, scripts/base_train.py) and heads of
     # 128 channels, which fill a GPU's tiles. Below depth 8 heads are half as wide, so that there is more than one.
@@ -50,7 +53,7 @@ def speedrun_recipe(depth: int = 2, *, tokens_per_parameter: float = TOKENS_PER_
             f"width of 64 channels a layer divides into heads; take {' or '.join(map(str, nearest))}."
         )
     # Horizon: a constant number of tokens for each parameter of the matrices.
-    tokens = tokens_per_parameter * count_matrix_parameters(depth)
+    tokens = tokens_per_parameter * count_matrix_parameters(depth) if tokens is None else tokens
     # Batch: the critical batch grows with the horizon as a power law (arXiv 2505.13738; nanochat's exponent is 0.38
     # from depth 12 on). Here 1,024 bytes at a million, where a larger batch was worse, and a quarter of a million at
     # depth 12 make an exponent of 3/4.
@@ -61,10 +64,12 @@ def speedrun_recipe(depth: int = 2, *, tokens_per_parameter: float = TOKENS_PER_
     steps = max(1, round(tokens / (batch * seq)))
     # Rates: nanochat's at depth 12. Updates of hidden matrices have the spectral norm sqrt(outputs / inputs) (arXiv
     # 2310.17813), those of the head shrink with the width (muP, arXiv 2203.03466), and so the same rates should serve
-    # all depths. At depth 2, the best of the rates 0.005, 0.01, ..., 0.08 was 0.02 for the widths 64 and 128.
+    # all depths. At depth 2, the best of the rates 0.005, 0.01, ..., 0.08 was 0.02 for the widths 64 and 128, with
+    # 4,096 tokens a step. Smaller batches need smaller rates, by the square root: with 256 tokens a step, 0.005 was
+    # the best rate at depths 1 and 2, and with 1,024 tokens 0.01 at depth 3 (docs/learning.md).
     optimizer = Optimization(
         name="normuon",
-        learning_rate=0.02,
+        learning_rate=0.02 * min(1.0, math.sqrt(batch * seq / 4096)),
         rates="warmup-stable-decay",
         weight_decay=0.1,
         cautious=True,

@@ -14,7 +14,7 @@ import numpy as np
 from .. import models, planning
 from .._failures import load_extra
 from .._files import write_atomic
-from ._named_recipes import count_matrix_parameters, DEPTHS, speedrun_recipe, TOKENS_PER_PARAMETER
+from ._named_recipes import DEPTHS, speedrun_recipe, TOKENS_PER_PARAMETER
 from ._recipe import Recipe
 from ._report import Screen
 from ._texts import complete_recipe, open_sources
@@ -127,7 +127,7 @@ def scaling_recipes(
     recipes = {}
     for depth in sorted(depths):
         try:
-            recipe = _recipe_of_horizon(depth, tokens_per_parameter, tokens)
+            recipe = speedrun_recipe(depth, tokens_per_parameter=tokens_per_parameter, tokens=tokens)
         except ValueError as error:
             raise ValueError(f"--depths {depth}: {error}") from error
         recipe = dataclasses.replace(recipe, data=data, seed=seed, sample_every=0)
@@ -135,13 +135,6 @@ def scaling_recipes(
             optimizer = dataclasses.replace(recipe.optimizer, learning_rate=rate)
             recipes[depth, rate] = dataclasses.replace(recipe, optimizer=optimizer)
     return recipes
-
-
-def _recipe_of_horizon(depth: int, tokens_per_parameter: float, tokens: float | None) -> Recipe:
-    """Return the recipe of a depth for a number of tokens; None: for tokens in proportion to its parameters."""
-    if tokens is not None:
-        tokens_per_parameter = tokens / max(1, count_matrix_parameters(depth))
-    return speedrun_recipe(depth, tokens_per_parameter=tokens_per_parameter)
 
 
 def count_run_flops(recipe: Recipe) -> float:

@@ -158,8 +158,10 @@ def largest_logits(call: kernels.AttentionCall, chunk: int = _CHUNK) -> Float[Ar
     query, group = query * call.scale, query.shape[-2] // key.shape[-2]
     rows, _, heads, _ = query.shape
     query = query.reshape(*query.shape[:2], -1, group, query.shape[-1])
-    queries = _cut((query, call.tokens.positions, call.tokens.segments), chunk)
-    keys = _cut((key, call.key_tokens.positions, call.key_tokens.segments), chunk)
+    queries, keys = (
+        (kernels.split_blocks(x, 1, min(chunk, x.shape[1])), *_split_tokens(tokens, x.shape[:2], chunk))
+        for x, tokens in ((query, call.tokens), (key, call.key_tokens))
+    )
 
     def over_queries(largest: Array, piece: tuple) -> tuple[Array, None]:
         def over_keys(largest: Array, key_piece: tuple) -> tuple[Array, None]:
@@ -175,21 +177,12 @@ def largest_logits(call: kernels.AttentionCall, chunk: int = _CHUNK) -> Float[Ar
     return jax.lax.scan(over_queries, start, queries)[0].reshape(rows, heads)
 
 
-def _cut(arrays: tuple[Array | None, ...], chunk: int) -> PyTree:
-    """Cut the second dim of arrays into chunks, in a new first dim; the last chunk is padded by tokens of padding."""
-    first = arrays[0]
-    assert first is not None
-    seq = first.shape[1]
-    chunk = min(chunk, seq)
-
-    def cut(x: Array) -> Array:
-        is_position = jnp.issubdtype(x.dtype, jnp.integer)
-        widths = [(0, -seq % chunk if axis == 1 else 0) for axis in range(x.ndim)]
-        padded = jnp.pad(x, widths, constant_values=-1 if is_position else 0)
-        return jnp.moveaxis(padded.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
-
-    rows = first.shape[0]
-    return tuple(None if x is None else cut(jnp.broadcast_to(x, (rows, *x.shape[1:]))) for x in arrays)
+def _split_tokens(
+    tokens: kernels.TokenPositions, shape: tuple[int, ...], chunk: int
+) -> tuple[Int[Array, "n batch chunk"], Int[Array, "n batch chunk"] | None]:
+    """Return positions and segments in chunks; the last chunk is padded by tokens of padding."""
+    split = lambda x: kernels.split_blocks(jnp.broadcast_to(x, shape), 1, min(chunk, shape[1]), fill=-1)
+    return split(tokens.positions), None if tokens.segments is None else split(tokens.segments)
 
 
 def check_clipping(model: PyTree, trained: Trained, *, has_loss_scale: bool = False) -> None:

@@ -1,7 +1,7 @@
 """One training step: gradients, clipping by the global norm, and an update that is skipped if they are not finite."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
@@ -50,22 +50,26 @@ class Step(eqx.Module):
             )
         if self.program is None:
             return self.run((batch, key, self.rate), state)
-        state, static = eqx.partition(state, _is_traced)
-        state, metrics = self.program(state, eqx.filter((batch, key, self.rate), _is_traced))
-        return eqx.combine(state, static), metrics
+        arrays, structure = _flatten_arrays(state)
+        arrays, metrics = self.program(arrays, _flatten_arrays((batch, key, self.rate))[0])
+        return structure(arrays), metrics
 
     def lower(
         self, state: PyTree, batch: PyTree, key: PyTree = None, *, keep_unused: bool = False
     ) -> jax.stages.Lowered:
-        """Lower the step for arguments like these, or their shapes; the program's argument 0 is the state's arrays."""
-        state, static_state = eqx.partition(state, _is_traced)
-        data, static_data = eqx.partition((batch, key, self.rate), _is_traced)
+        """Lower the step for arguments like these, or their shapes.
 
-        def run(state: PyTree, data: PyTree) -> tuple[PyTree, dict[str, Array]]:
-            state, metrics = self.run(eqx.combine(data, static_data), eqx.combine(state, static_state))
-            return eqx.filter(state, _is_traced), metrics
+        The program's argument 0 is the list of the state's arrays, without the state's structure: a program called with
+        trees of modules flattens each of them in Python at every step, which takes longer than small steps should.
+        """
+        arrays, state_structure = _flatten_arrays(state)
+        data, data_structure = _flatten_arrays((batch, key, self.rate))
 
-        return jax.jit(run, donate_argnums=0, keep_unused=keep_unused).lower(state, data)
+        def run(arrays: list[Array], data: list[Array]) -> tuple[list[Array], dict[str, Array]]:
+            new_state, metrics = self.run(data_structure(data), state_structure(arrays))
+            return _flatten_arrays(new_state)[0], metrics
+
+        return jax.jit(run, donate_argnums=0, keep_unused=keep_unused).lower(arrays, data)
 
     def compile(self, state: PyTree, batch: PyTree, key: PyTree = None) -> "Step":
         """Return the step compiled for arguments like these, or for their shapes; a compiled step returns itself."""
@@ -270,6 +274,18 @@ def module_gradient_norms(gradients: PyTree) -> dict[str, Float[Array, ""]]:
 def _is_tuple_element(path: tuple) -> bool:
     """Return whether a path begins with an element of a tuple that is a field, such as `stacks[0]`."""
     return len(path) > 1 and isinstance(path[1], jax.tree_util.SequenceKey)
+
+
+def _flatten_arrays(tree: PyTree) -> tuple[list[PyTree], Callable[[Sequence[Array]], PyTree]]:
+    """Return a tree's arrays, or their shapes, and the function that makes the same tree of other arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    indices = [index for index, leaf in enumerate(leaves) if _is_traced(leaf)]
+
+    def unflatten(arrays: Sequence[Array]) -> PyTree:
+        replaced = dict(zip(indices, arrays, strict=True))
+        return structure.unflatten([replaced.get(index, leaf) for index, leaf in enumerate(leaves)])
+
+    return [leaves[index] for index in indices], unflatten
 
 
 def _is_traced(leaf: object) -> bool:

@@ -76,9 +76,9 @@ def train_peer(model: Any, recipe: Recipe, batch_of: Callable[[int], Any]) -> No
     groups = [{"params": tables, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
     muon = Muon(hidden, rows=options.name == "normuon", decay=options.weight_decay)
-    warmup = min(50, max(1, recipe.steps // 10))
+    (phase,) = options.phases(recipe.steps)
     for step in range(recipe.steps):
-        rate = options.learning_rate * _share(step, recipe.steps, warmup)
+        rate = options.learning_rate * _share(step, recipe.steps, phase.warmup)
         batch = batch_of(step)
         ids, targets = (torch.tensor(np.asarray(x)).long() for x in (batch.ids, batch.targets))
         weights = torch.tensor(np.asarray(batch.weights))

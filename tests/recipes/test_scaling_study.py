@@ -53,6 +53,9 @@ def test_recipes_of_a_study_differ_in_depth_and_rate_only(tmp_path):
     assert all(recipe.model == recipes.speedrun_recipe(depth).model for (depth, _), recipe in study.items())
     settings = [(recipe.optimizer.learning_rate, recipe.seed) for recipe in study.values()]
     assert settings == [(0.01, 3), (0.03, 3)] * 3
+    # A quarter of the largest batch whose rate is smaller, and so half of the rate.
+    short = recipes.speedrun_recipe(3, tokens=663_552.0)
+    assert (short.batch * short.seq, short.optimizer.learning_rate) == (1024, pytest.approx(0.01))
     text = tmp_path / "text.txt"
     text.write_text("words " * 1000)
     (recipe, *_) = recipes.scaling_recipes((1, 2, 4), data=text).values()

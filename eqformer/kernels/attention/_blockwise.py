@@ -403,17 +403,17 @@ def split_into_blocks(
     kv_block = min(max_block * min(max_block // max(block, 1), _WIDEST), kv_tokens.positions.shape[-1])
 
     def split_tokens(tokens: TokenPositions, size: int) -> TokenPositions:
-        segments = None if tokens.segments is None else _split(tokens.segments, 1, size)
-        return TokenPositions(_split(tokens.positions, 1, size, fill=-1), segments)
+        segments = None if tokens.segments is None else split_blocks(tokens.segments, 1, size)
+        return TokenPositions(split_blocks(tokens.positions, 1, size, fill=-1), segments)
 
     zero = jnp.zeros_like(key_arrays[0], at_least_float32(key_arrays[0].dtype), shape=())
-    query_blocks = jax.tree.map(lambda x: _split(x, 3, block), query_arrays)
-    key_blocks = jax.tree.map(lambda x: _split(x, 2, kv_block), key_arrays)
+    query_blocks = jax.tree.map(lambda x: split_blocks(x, 3, block), query_arrays)
+    key_blocks = jax.tree.map(lambda x: split_blocks(x, 2, kv_block), key_arrays)
     return query_blocks, key_blocks, split_tokens(tokens, block), split_tokens(kv_tokens, kv_block), zero
 
 
-def _split(array: Array, dim: int, block: int, fill: int = 0) -> Array:
-    """Return `array` in blocks along `dim`, counted by a new first dim; the last block is padded with `fill`."""
+def split_blocks(array: Array, dim: int, block: int, fill: int = 0) -> Array:
+    """Return an array in blocks along `dim`, counted by a new first dim; the last block is padded with `fill`."""
     count = -(-array.shape[dim] // block)
     widths = [(0, 0)] * array.ndim
     widths[dim] = (0, count * block - array.shape[dim])

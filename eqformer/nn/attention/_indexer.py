@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, Shaped
 
-from ...kernels import AttentionCall, ChosenKeys, Mask, ReferenceAttention
+from ...kernels import AttentionCall, ChosenKeys, join_blocks, Mask, ReferenceAttention, split_blocks
 from .._dtype import at_least_float32
 from .._linear import Linear, LinearMap
 from .._module import Module
@@ -183,13 +183,7 @@ def _map_query_chunks(
     if seq <= size:
         return function(Tokens(*positions), arrays)
 
-    def split_chunks(x: Array) -> Array:
-        padded = jnp.pad(x, [(0, -seq % size if dim == axis else 0) for dim in range(x.ndim)])
-        return jnp.moveaxis(padded.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
-
-    chunks = jax.tree.map(split_chunks, (positions, arrays))
+    chunks = jax.tree.map(lambda x: split_blocks(x, axis, size), (positions, arrays))
     # The backward pass recomputes each chunk, because the scores of all chunks would be a matrix of the whole row.
     results = jax.lax.map(jax.checkpoint(lambda chunk: function(Tokens(*chunk[0]), chunk[1])), chunks)
-    results = jnp.moveaxis(results, 0, axis)
-    joined = results.reshape(*results.shape[:axis], -1, *results.shape[axis + 2 :])
-    return jax.lax.slice_in_dim(joined, 0, seq, axis=axis)
+    return join_blocks(results, axis, seq)
