@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -10,6 +11,13 @@ from jaxtyping import Bool
 
 from .. import data
 from .._failures import foreign_call, load_extra
+from .._files import parse_json
+
+
+_NO_FORCING = '%llguidance {"no_forcing": true}'
+"""First line of a grammar in the language of Lark. By default llguidance tokenizes text that has no alternative, and
+then refuses a special token that the text names."""
+_ESCAPED = re.compile(r"\\.|/|\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +53,17 @@ class GrammarCompiler:
                 "not have; pass a function of your own as `allowed`."
             )
         with foreign_call(lambda reason: f"{call}: llguidance cannot read the model's tokenizer ({reason})."):
-            self._tokenizer = self._package.LLTokenizer(tokenizer.to_json(), n_vocab=vocab, eos_token=list(end_ids))
+            tokenizer_json = tokenizer.to_json()
+            self._tokenizer = self._package.LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=list(end_ids))
+        added_tokens = parse_json(tokenizer_json, unique=False)["added_tokens"]
+        self._special_names = [token["content"] for token in added_tokens if token["special"]]
 
     def compile(self, grammar: Grammar) -> Callable[[list[int]], Bool[np.ndarray, "vocab"]]:
         """Return the `allowed` function of one text; each call must pass all ids so far.
 
         Raises a `ValueError` for a grammar that cannot be read.
         """
-        source = grammar.source if isinstance(grammar.source, str) else json.dumps(grammar.source)
+        source = grammar.source if isinstance(grammar.source, str) else json.dumps(grammar.source, ensure_ascii=False)
         call = f"Grammar({grammar.kind!r}, {source!r:.60})"
         matchers = self._package.LLMatcher
         readers = {
@@ -63,11 +74,31 @@ class GrammarCompiler:
         if grammar.kind not in readers:
             raise ValueError(f"{call}: a grammar's kind is one of {', '.join(readers)}; correct it.")
         with foreign_call(lambda reason: f"{call}: the grammar cannot be read ({reason}); correct it."):
-            matcher = matchers(self._tokenizer, readers[grammar.kind](source), log_level=0)
+            grammar_text = readers[grammar.kind](source)
+            if grammar.kind != "lark" and self._names_special(grammar.kind, source):
+                grammar_text = _write_unforced(grammar.kind, source)
+            matcher = matchers(self._tokenizer, grammar_text, log_level=0)
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split("<state>")[0].split())
             raise ValueError(f"{call}: the grammar cannot be read ({reason}); correct it.")
         return _GrammarMask(matcher, self._vocab)
+
+    def _names_special(self, kind: str, source: str) -> bool:
+        """Return whether a grammar seems to hold the name of a special token, such as `<|im_start|>`."""
+        if kind == "json_schema":
+            # The source may escape characters.
+            source = json.dumps(parse_json(source, unique=False), ensure_ascii=False)
+        unescaped = source.replace("\\", "")  # Patterns escape the bars of a name.
+        return any(name in unescaped for name in self._special_names)
+
+
+def _write_unforced(kind: str, source: str) -> str:
+    """Return a schema or a regular expression in the language of Lark, of which llguidance tokenizes no text itself."""
+    if kind == "regex":
+        escapes = {"/": r"\/", "\n": r"\n"}
+        pattern = _ESCAPED.sub(lambda match: escapes.get(match[0]) or match[0], source)
+        return f"{_NO_FORCING}\nstart: /{pattern}/"
+    return f"{_NO_FORCING}\nstart: %json {source}"
 
 
 class _GrammarMask:

@@ -136,6 +136,13 @@ def test_masks_are_each_requests_own(llm, engine):
         (Grammar("json_schema", {"enum": ["left", "right", 7]}), lambda text: json.loads(text) in ("left", "right", 7)),
         (Grammar("regex", "[ab]{3}c"), lambda text: len(text) == 4 and text[3] == "c" and set(text[:3]) <= {*"ab"}),
         (Grammar("lark", 'start: "é" | "ü"'), lambda text: text in ("é", "ü")),
+        # The name of a special token, which llguidance tokenizes as that token if it tokenizes text by itself.
+        (Grammar("json_schema", {"enum": ["<|endoftext|>"]}), lambda text: text == '"<|endoftext|>"'),
+        (
+            Grammar("json_schema", r'{"type": "string", "pattern": "^\u003c\\|endoftext\\|>$"}'),
+            lambda text: text == '"<|endoftext|>"',
+        ),
+        (Grammar("regex", r"<\|endoftext\|>/\/"), lambda text: text == "<|endoftext|>//"),
     ],
 )
 def test_a_text_follows_its_grammar(engine, grammar, check):
