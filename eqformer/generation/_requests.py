@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._shapes import as_tuple
 from ..nn import at_least_float32
 from ._decode import MAX_ALTERNATIVES
-from ._transforms import clamp_setting, History, keep_top, MinP, RepetitionPenalty, sampling, Temperature, TopP
+from ._transforms import check_sampling, clamp_setting, History, keep_top, MinP, RepetitionPenalty, Temperature, TopP
 
 
 MAX_PENALTY = 100.0
@@ -79,8 +79,7 @@ class Request:
                     f"Request({name}={penalty}): a penalty is from -{MAX_PENALTY:g} to {MAX_PENALTY:g}; 0 changes "
                     "nothing."
                 )
-        # Building the transforms raises the errors of wrong settings here, rather than when the request begins.
-        sampling(
+        check_sampling(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,

@@ -43,10 +43,7 @@ class Temperature(eqx.Module):
     is_greedy: bool = eqx.field(static=True)
 
     def __init__(self, temperature: float | int):
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(
-                f"Temperature({temperature}): temperatures are finite and at least 0; pass 0 for the likeliest token."
-            )
+        _check_temperature(temperature)
         self.temperature, self.is_greedy = _as_float32(temperature), temperature == 0
 
     @checked
@@ -65,8 +62,7 @@ class TopK(eqx.Module):
     top_k: int = eqx.field(static=True)
 
     def __check_init__(self):
-        if self.top_k < 1:
-            raise ValueError(f"TopK({self.top_k}): at least 1 token must be left; leave TopK out to keep all.")
+        _check_top_k(self.top_k)
 
     @checked
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
@@ -84,8 +80,7 @@ class TopP(eqx.Module):
     top_p: Float[Array, ""]
 
     def __init__(self, top_p: float | int):
-        if not 0 < top_p <= 1:
-            raise ValueError(f"TopP({top_p}): a probability above 0 and at most 1 must be kept; 1 keeps all.")
+        _check_top_p(top_p)
         self.top_p = _as_float32(top_p)
 
     @checked
@@ -110,10 +105,7 @@ class MinP(eqx.Module):
     min_p: Float[Array, ""]
 
     def __init__(self, min_p: float | int):
-        if not 0 <= min_p <= 1:
-            raise ValueError(
-                f"MinP({min_p}): a share of the likeliest token's probability is from 0 to 1; 0 keeps all."
-            )
+        _check_min_p(min_p)
         self.min_p = _as_float32(min_p)
 
     @checked
@@ -135,8 +127,7 @@ class RepetitionPenalty(eqx.Module):
     penalty: Float[Array, ""]
 
     def __init__(self, penalty: float | int):
-        if not 0 < penalty < float("inf"):
-            raise ValueError(f"RepetitionPenalty({penalty}): a penalty must be finite and above 0; 1 changes nothing.")
+        _check_repetition_penalty(penalty)
         self.penalty = _as_float32(penalty)
 
     @checked
@@ -209,6 +200,53 @@ def sampling(
         *(() if top_p is None else (TopP(top_p),)),
         *(() if min_p is None else (MinP(min_p),)),
     )
+
+
+def check_sampling(
+    *,
+    temperature: float | int,
+    top_k: int | None,
+    top_p: float | int | None,
+    min_p: float | int | None,
+    repetition_penalty: float | int | None,
+) -> None:
+    """Raise the `ValueError` of `sampling` for a wrong setting, without making arrays."""
+    _check_temperature(temperature)
+    if top_k is not None:
+        _check_top_k(top_k)
+    if top_p is not None:
+        _check_top_p(top_p)
+    if min_p is not None:
+        _check_min_p(min_p)
+    if repetition_penalty is not None:
+        _check_repetition_penalty(repetition_penalty)
+
+
+def _check_temperature(temperature: float | int) -> None:
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(
+            f"Temperature({temperature}): temperatures are finite and at least 0; pass 0 for the likeliest token."
+        )
+
+
+def _check_top_k(top_k: int) -> None:
+    if top_k < 1:
+        raise ValueError(f"TopK({top_k}): at least 1 token must be left; leave TopK out to keep all.")
+
+
+def _check_top_p(top_p: float | int) -> None:
+    if not 0 < top_p <= 1:
+        raise ValueError(f"TopP({top_p}): a probability above 0 and at most 1 must be kept; 1 keeps all.")
+
+
+def _check_min_p(min_p: float | int) -> None:
+    if not 0 <= min_p <= 1:
+        raise ValueError(f"MinP({min_p}): a share of the likeliest token's probability is from 0 to 1; 0 keeps all.")
+
+
+def _check_repetition_penalty(penalty: float | int) -> None:
+    if not 0 < penalty < float("inf"):
+        raise ValueError(f"RepetitionPenalty({penalty}): a penalty must be finite and above 0; 1 changes nothing.")
 
 
 def keep_top(logits: Float[Array, "batch vocab"], top_k: Int[Array, ""]) -> Float[Array, "batch vocab"]:

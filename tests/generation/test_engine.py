@@ -405,6 +405,10 @@ def test_streams_yield_growing_results_and_a_closed_one_is_cancelled(model):
     [
         (lambda: Request([1], 0), r"max_new_tokens=0\): at least 1"),
         (lambda: Request([1], temperature=-1), "temperatures are finite"),
+        (lambda: Request([1], top_k=0), r"TopK\(0\)"),
+        (lambda: Request([1], top_p=0.0), r"TopP\(0.0\)"),
+        (lambda: Request([1], min_p=np.nan), r"MinP\(nan\)"),
+        (lambda: Request([1], repetition_penalty=0), r"RepetitionPenalty\(0\)"),
         (lambda: Request([1], presence_penalty=101), r"presence_penalty=101\): a penalty is from -100 to 100"),
         (lambda: Request([1], frequency_penalty=np.nan), "frequency_penalty=nan"),
         (lambda: Request([1], end_of_text=[*range(17)]), "17 ids end the text, but at most 16"),
