@@ -189,6 +189,12 @@ def _encode_row(
     return EncodedExample(row.ids.astype(np.uint32), np.ones(len(row.ids), np.float32), ends, text_bytes, label)
 
 
+def _check_lengths(call: str, store: TokenStore, seq: int, encoder: type[RowEncoder]) -> None:
+    """Raise a `ValueError` for a store of whole texts with a text of more than `seq` tokens."""
+    if (longest := int(np.diff(store.offsets).max())) > seq:
+        raise ValueError(f"{call}: a text has {longest} tokens; make the store by a {encoder.__name__} of this seq.")
+
+
 def _count_cut(store: TokenStore) -> tuple[int, str]:
     """Return the number of rows of a store of whole texts that are cut, and a note; the note is empty if none are."""
     assert store.cuts is not None
@@ -201,8 +207,7 @@ class TextGroupPacking:
     """Rows of one text each, from a store of `text_groups` made by a `TextGroupEncoder`, for `contrastive_loss`.
 
     The rows of a group are never separated. `cut` counts the texts that are cut, and `cut_note` tells their number.
-    Raises a `ValueError` for a store of other documents, and for texts that
-    are longer than `seq`.
+    Raises a `ValueError` for a store of other documents, and for texts that are longer than `seq`.
     """
 
     documents = 1
@@ -217,8 +222,7 @@ class TextGroupPacking:
                 f"{call}: rows are groups of texts of one size, but {store.path.name} has other text; make the store "
                 "from data.text_groups(path) with a TextGroupEncoder."
             )
-        if (longest := int(np.diff(store.offsets).max())) > seq:
-            raise ValueError(f"{call}: a text has {longest} tokens; make the store by a TextGroupEncoder of this seq.")
+        _check_lengths(call, store, seq, TextGroupEncoder)
         self.seq, self.rows, self.table_bytes = seq, store.documents // self.group, 0
         self.cut, self.cut_note = _count_cut(store)
         self._tokens, self._offsets = store.tokens, store.offsets
@@ -375,10 +379,7 @@ class LabelledTextPacking:
                 f"{call}: each row has a label, but {store.path.name} has other text; make the store of "
                 "data.labelled_texts(path, labels) by a LabelledTextEncoder."
             )
-        if (longest := int(np.diff(store.offsets).max())) > seq:
-            raise ValueError(
-                f"{call}: a text has {longest} tokens; make the store by a LabelledTextEncoder of this seq."
-            )
+        _check_lengths(call, store, seq, LabelledTextEncoder)
         self.seq, self.rows, self.table_bytes = seq, store.documents, 0
         self.cut, self.cut_note = _count_cut(store)
         self._tokens, self._offsets, self._labels = store.tokens, store.offsets, store.labels

@@ -113,10 +113,16 @@ def _complete_labels(recipe: Recipe) -> Labels:
     if published is None or not models.is_classifier(published):
         return dataclasses.replace(options, labels=options.labels or data.list_label_names(chat_paths(recipe)))
     classifier = models.read_classifier(published)
-    if classifier.classifies_tokens or options.pooling not in (None, classifier.pooling):
+    if classifier.classifies_tokens:
         raise ValueError(
-            f"--model {published} --classification.pooling {options.pooling}: the published classifier pools texts by "
-            f"{classifier.pooling}; take a classifier of texts, and leave the pooling out."
+            f"--model {published} --loss classification: the published classifier scores each token, not a text; take "
+            "a classifier of texts, or a model without a classifier."
+        )
+    if options.pooling not in (None, classifier.pooling):
+        pooling = "as its family does" if classifier.pooling is None else f"by {classifier.pooling}"
+        raise ValueError(
+            f"--model {published} --classification.pooling {options.pooling}: the published classifier pools texts "
+            f"{pooling}; leave the pooling out."
         )
     labels = options.labels or read_label_names(published)
     return dataclasses.replace(options, labels=labels, pooling=classifier.pooling)

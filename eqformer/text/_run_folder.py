@@ -159,18 +159,19 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
         models.save_adapter(model, target, config=recipe.model, base=base)
         return
     options: dict[str, Any] = {"config": recipe.model}
+    open_tokenizer = functools.cache(lambda: open_run_tokenizer(path, recipe))
     if (published / "config.json").exists():
         options = {"like": published}
     elif published.exists():  # The run began from a GGUF file, so the copied files include no config.json.
         options["attributes"] = {"eos_token_id": models.read_eos_token_ids(published) or None}
         options["files"] = {file.name: read_utf8(file) for file in published.iterdir()}
     else:
-        tokenizer = open_run_tokenizer(path, recipe)
+        tokenizer = open_tokenizer()
         ids = {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None}
         options |= {"attributes": ids, "files": data.tokenizer_files(tokenizer, max_length=recipe.seq)}
     if recipe.classifier is not None:
-        tokenizer = open_run_tokenizer(path, recipe)
-        options["attributes"] = {**options.get("attributes", {}), **_label_attributes(recipe, published, tokenizer)}
+        labels = _label_attributes(recipe, published, open_tokenizer())
+        options["attributes"] = {**options.get("attributes", {}), **labels}
     if recipe.is_of_encoder:
         embed, similarity = recipe.model.embed, recipe.similarity
         statements = {"similarity": similarity, "published": _published_encoder(path, recipe)}

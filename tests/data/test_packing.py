@@ -1,10 +1,23 @@
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
 from eqformer import Batch
-from eqformer.data import ByteTokenizer, DocumentPacking, open_store, texts, WindowPacking
+from eqformer.data import (
+    ByteTokenizer,
+    DocumentPacking,
+    labelled_texts,
+    LabelledTextEncoder,
+    LabelledTextPacking,
+    open_store,
+    text_groups,
+    TextGroupEncoder,
+    TextGroupPacking,
+    texts,
+    WindowPacking,
+)
 from eqformer.data._packing import pack_best_fit
 
 
@@ -197,3 +210,25 @@ def test_rows_that_cannot_be_made_are_reported(tmp_path):
         WindowPacking(store, seq=9)
     with pytest.raises(ValueError, match=r"DocumentPacking\(store, seq=1\).*at least 2 tokens"):
         DocumentPacking(store, seq=1)
+
+
+def test_rows_of_whole_texts_hold_the_longest_text(tmp_path):
+    rows = {
+        "groups": [{"anchor": "abc", "positive": "abcdefgh"}],
+        "classes": [{"text": "abc", "label": "x"}, {"text": "abcdefgh", "label": "y"}],
+    }
+    for name, lines in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    groups, classes = text_groups(tmp_path / "groups.jsonl"), labelled_texts(tmp_path / "classes.jsonl", ("x", "y"))
+    encoders = (
+        TextGroupEncoder(ByteTokenizer(), seq=12),
+        LabelledTextEncoder(ByteTokenizer(), seq=12, labels=("x", "y")),
+    )
+    for source, encoder, packing in zip((groups, classes), encoders, (TextGroupPacking, LabelledTextPacking)):
+        store = open_store(source, encoder, tmp_path / "tokens", validation=0.0)
+        longest = int(max(np.diff(store.offsets)))
+        assert packing(store, seq=longest).cut == 0  # the control
+        with pytest.raises(
+            ValueError, match=f"a text has {longest} tokens; make the store by a {type(encoder).__name__}"
+        ):
+            packing(store, seq=longest - 1)

@@ -13,6 +13,7 @@ from encoder_runs import check_it_goes_on, CONFIG, load, losses, MESHES, run_of,
 
 from eqformer import models, nn, training
 from eqformer.recipes import Labels, published_recipe, Recipe
+from eqformer.recipes._texts import complete_recipe
 from eqformer.text import export_run
 
 
@@ -171,6 +172,28 @@ def test_choices_that_do_not_go_together_are_refused(rows, fields, message, tmp_
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows * 30)))
     with pytest.raises(ValueError, match=message):
         run_of(recipe_of((tmp_path / "rows.jsonl", rows, []), batch=4, **fields), tmp_path / "run")
+
+
+def test_a_published_classifier_that_does_not_fit_is_refused(tmp_path):
+    """A classifier of tokens, and another pooling, each with its own words."""
+    (tmp_path / "model").mkdir()
+    write_encoder(tmp_path / "model", "bert mean")
+    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"id2label": {"0": "no", "1": "yes"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(GOOD))
+    options: dict[str, Any] = {"loss": "classification", "data": tmp_path / "rows.jsonl", "text": TEXT, **SIZES}
+
+    def complete(architecture: str, pooling: Any) -> Labels:
+        folder = tmp_path / "model"
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+        recipe = published_recipe(folder, classification=Labels(pooling=pooling), **options)
+        return complete_recipe(recipe).classification
+
+    assert complete("BertForSequenceClassification", None).labels == ("no", "yes")  # the control
+    with pytest.raises(ValueError, match="scores each token, not a text; take a classifier of texts, or a model with"):
+        complete("BertForTokenClassification", None)
+    message = "--classification.pooling mean: the published classifier pools texts as its family does; leave the pool"
+    with pytest.raises(ValueError, match=message):
+        complete("BertForSequenceClassification", "mean")
 
 
 @pytest.mark.hf
