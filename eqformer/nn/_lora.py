@@ -6,6 +6,7 @@ from typing import Any
 import einops
 import equinox as eqx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key, PyTree
 
 from ._dtype import at_least_float32
@@ -57,8 +58,12 @@ class LoRA(ComposedMap):
         return self.linear.shape
 
     def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return `W x + scale * B A x`."""
-        return self.linear.product(x, dtype) + self.scale * self.up.product(self.down.product(x), dtype)
+        """Return `W x + scale * B A x`.
+
+        The sum is named, so that rematerialisation which keeps the results of maps keeps the sum, not both products.
+        """
+        change = self.scale * self.up.product(self.down.product(x), dtype)
+        return checkpoint_name(self.linear.product(x, dtype) + change, "product")
 
     def matrix(self, dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `W + scale * B A`, added in float32 at least."""

@@ -252,7 +252,7 @@ def share_embedding(tokens: Tokens, x: Float[Array, "*batch _ embed"], layers: S
 # otherwise be sent again, and the tokens gathered for experts, which would otherwise be computed twice.
 # "attended": the output of attention, except that of `DotProductAttention`, and the sums of its softmax if the backward
 # pass reads them. No kernel then runs twice forward.
-# "product": the result of a linear map that is gathered from devices, or that experts computed.
+# "product": the result of a linear map that is gathered from devices, that experts computed, or that a `LoRA` sums.
 # "dropout": a dropout mask, a byte for each channel.
 #
 # A product of several experts at once has a batch dim. It is not kept if experts choose their tokens, or contain more

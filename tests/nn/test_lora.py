@@ -191,3 +191,20 @@ def test_refusals():
             nn.with_lora(model, where, rank=2, key=KEY)
     with pytest.raises(ValueError, match="the model has no LoRA"):
         nn.lora_factors(model)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_products_keeps_the_sum_of_each_map(is_named, monkeypatch):
+    """Of the maps to `mlp`, gate and up, one array each is kept; without the name both terms of each sum are kept."""
+    if not is_named:
+        monkeypatch.setattr(nn._lora, "checkpoint_name", lambda x, name: x)  # type: ignore[attr-defined]
+    stack = nn.with_execution(nn.Stack(block(attention), layers=2, key=KEY), remat="products")
+    adapted = nn.with_lora(stack, ["gate", "up"], rank=3, key=KEY)
+    factors = nn.lora_factors(adapted)
+
+    def output(factors: Any, x: Any) -> Any:
+        return eqx.combine(factors, adapted)(x)[0]
+
+    pull_back = jax.eval_shape(lambda factors, x: jax.vjp(output, factors, x)[1], factors, normal(1, 2, 7, 6))
+    kept = [leaf for leaf in jax.tree.leaves(pull_back) if leaf.shape == (2, 2, 7, 5)]
+    assert len(kept) == (2 if is_named else 4)
