@@ -1,9 +1,10 @@
 """Time several contenders in turn, A B A B, so that changes in the machine's speed affect all alike."""
 
 import dataclasses
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -64,6 +65,23 @@ def seconds_in_turn(
             start = clock()
             call()
             times[name].append(clock() - start)
+    return times
+
+
+def seconds_of_passes(passes: dict[str, Sequence[Callable[[], Any]]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each pass through a contender's calls, of seconds each; contenders take turns at each call.
+
+    A contender may have more calls than another.
+    """
+    times = {name: [0.0] * rounds for name in passes}
+    for number in range(rounds):
+        for calls in itertools.zip_longest(*passes.values()):
+            for name, call in zip(passes, calls, strict=True):
+                if call is not None:
+                    time.sleep(REST)
+                    start = time.perf_counter()
+                    call()
+                    times[name][number] += time.perf_counter() - start
     return times
 
 

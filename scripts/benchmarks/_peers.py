@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -235,30 +235,57 @@ def read(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-def lora_step(
-    folder: Path, ids: np.ndarray, targets: np.ndarray, *, rank: int, maps: Sequence[str]
-) -> Callable[[], float]:
-    """Return a function that runs a step of peft's LoRA: forward, backward, clipping and fused AdamW; returns the loss.
+def as_ids(array: np.ndarray) -> Any:
+    """Return ids as a tensor of PyTorch."""
+    return import_module("torch").tensor(array).long()
 
-    Only low-rank changes of the `maps` of the published folder's model are trained.
+
+def lora_step(folder: Path, *, rank: int, maps: Sequence[str]) -> Callable[[Mapping[str, Any], Any], float]:
+    """Return a step of peft's LoRA: forward, backward, clipping and fused AdamW; its result is the loss.
+
+    Only low-rank changes of the `maps` of the published folder's model are trained. A step takes the model's inputs,
+    and the target of each token, -100 for none.
     """
     torch, peft = import_module("torch"), import_module("peft")
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=list(maps))
     model = peft.get_peft_model(read(folder).train(), config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    inputs, labels = (torch.tensor(x).long() for x in (ids, targets))
 
-    def step() -> float:
+    def step(inputs: Mapping[str, Any], targets: Any) -> float:
         optimizer.zero_grad(set_to_none=True)
-        logits = model(inputs, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        logits = model(**inputs, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         return loss.item()
 
     return step
+
+
+def trl_batches(
+    conversations: Sequence[np.ndarray], size: int, pack_seq: int | None = None
+) -> list[tuple[dict[str, Any], Any]]:
+    """Return the inputs and targets of full batches as TRL's `SFTTrainer` makes them of tokens.
+
+    A batch is `size` conversations, padded to the longest of them. With `pack_seq` it is `size` rows of at most so many
+    tokens, packed by best fit and then laid end to end as one row, in which positions restart at each conversation.
+    """
+    torch, trainer = import_module("torch"), import_module("trl.trainer.sft_trainer")
+    rows: Any = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in conversations]
+    if pack_seq is not None:
+        datasets = import_module("datasets")
+        datasets.disable_progress_bars()
+        rows = import_module("trl").pack_dataset(datasets.Dataset.from_list(rows), pack_seq).to_list()
+        rows = [rows[row] for row in np.random.default_rng(0).permutation(len(rows))]  # They come longest first.
+    collate = trainer.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=pack_seq is not None)
+    batches = []
+    for start in range(0, len(rows) - size + 1, size):
+        inputs = collate(rows[start : start + size])
+        labels = inputs.pop("labels")
+        batches.append((inputs, torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]))
+    return batches
 
 
 def forward(model: Any, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Callable[[], Any]]:
