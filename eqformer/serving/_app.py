@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request  # pyright: ignore[repo
 from starlette.responses import HTMLResponse, Response, StreamingResponse  # pyright: ignore[reportMissingImports]
 from starlette.routing import Route  # pyright: ignore[reportMissingImports]
 
+from .. import data
 from .._files import JsonObject, JsonValue, read_utf8
 from ..text import TextPiece
 from ._embeddings import EmbeddingService
@@ -243,13 +244,17 @@ class TextRoutes(ServerRoutes[TextService]):
 
     async def _echo(self, prompt: Prompt, options: TextOptions) -> ResponseText:
         """Return the text of a prompt, with the scores of its tokens if they are asked for."""
-        ids = prompt.ids
-        echo = ResponseText(self._service.llm.tokenizer.decode(ids), [Token(ids[0], None)])
-        if options.alternatives is not None and len(ids) > 1:
+        ids, tokenizer = prompt.ids, self._service.llm.tokenizer
+        echo = ResponseText(tokenizer.decode(ids))
+        if options.alternatives is None:
+            return echo
+        pieces = data.TextStream(tokenizer).pieces(ids)
+        echo.tokens.append(Token(ids[0], pieces[0], None))
+        if len(ids) > 1:
             scores = await self._service.score(ids, options.alternatives)
             tables = scores.alternative_ids.tolist(), scores.alternative_log_probabilities.tolist()
             likely = [tuple(zip(*row)) for row in zip(*tables)]
-            echo.tokens += map(Token, ids[1:], scores.log_probabilities.tolist(), likely)
+            echo.tokens += map(Token, ids[1:], pieces[1:], scores.log_probabilities.tolist(), likely)
         return echo
 
     async def _chat(self, request: Request) -> Response:

@@ -23,6 +23,8 @@ class Token:
     """A token of a text, with its log-probability and the likely tokens in its place."""
 
     id: int
+    text: str
+    """The text that the token completes; empty for all tokens of a character but its last."""
     log_prob: float | None
     """None for the first token of a prompt, which nothing precedes."""
     alternatives: Sequence[tuple[int, float]] = ()
@@ -58,7 +60,7 @@ class ResponseText:
 
 def tokens_of(piece: TextPiece) -> list[Token]:
     """Return the tokens of a piece."""
-    return [Token(*fields) for fields in zip(piece.ids, piece.log_probs, piece.alternatives)]
+    return [Token(*fields) for fields in zip(piece.ids, piece.texts, piece.log_probs, piece.alternatives)]
 
 
 def token_texts(tokenizer: data.PromptTokenizer) -> Callable[[int], str]:
@@ -141,7 +143,7 @@ class ResponseWriter:
         offsets = []
         for token in tokens:
             offsets.append(offset)
-            offset += len(self._token_text(token.id))
+            offset += len(token.text)
         alternatives = [
             # A sampled token that is not among the likeliest is listed, too.
             {self._show(likely): log_prob for likely, log_prob in token.alternatives}

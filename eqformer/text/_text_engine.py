@@ -167,6 +167,8 @@ class TextPiece:
     """The text that the new ids complete; empty while a character or a possible stop string is incomplete."""
     ids: tuple[int, ...]
     """The new ids."""
+    texts: tuple[str, ...]
+    """The text that each new id completes; all of `text` but an end that was held back as a possible stop string."""
     log_probs: tuple[float, ...]
     """Log-probability of each new id."""
     alternatives: tuple[tuple[tuple[int, float], ...], ...]
@@ -289,9 +291,10 @@ class TextEngine:
                 new = slice(count, len(result.ids))
                 count = len(result.ids)
                 ended = row.finish(result, result.number) if result.finish else None
-                text = "".join(row.pieces[new]) + row.ending  # `finish` sets the ending.
+                texts = tuple(row.pieces[new])
+                text = "".join(texts) + row.ending  # `finish` sets the ending.
                 ids, log_probs = tuple(result.ids[new]), tuple(result.log_probabilities[new])
-                yield TextPiece(text, ids, log_probs, tuple(result.alternatives[new]), result=ended)
+                yield TextPiece(text, ids, texts, log_probs, tuple(result.alternatives[new]), result=ended)
         finally:
             await results.aclose()
 

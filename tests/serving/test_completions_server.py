@@ -156,6 +156,25 @@ def test_log_probabilities_of_texts_and_prompts(llm, app):
     assert texts(only_prompt) == [PROMPT] and nothing.json()["choices"][0]["logprobs"] is None
 
 
+def test_offsets_of_tokens_count_characters_of_several_bytes(app):
+    prompt = "a😀é b"
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 2, "seed": 6, "logprobs": 0}
+    body |= {"logit_bias": {"195": 40, "169": 40, "97": 40}}  # the two bytes of é, and a
+    whole, echo, streamed = send(app, body, body | {"echo": True}, body | {"stream": True})
+    (choice,) = echo.json()["choices"]
+    raw = prompt.encode()
+    expected = [len(raw[:end].decode(errors="ignore")) for end in range(len(raw) + 1)]
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets[: len(expected)] == expected
+    # Control: texts of tokens that are decoded alone leave out both characters.
+    assert expected[-1] != sum(byte < 128 for byte in raw)
+    (alone,) = whole.json()["choices"]
+    generated = alone["logprobs"]["text_offset"]
+    assert [offset - len(prompt) for offset in offsets[len(raw) :]] == generated
+    pieces = [choice["logprobs"]["text_offset"] for event in events(streamed) for choice in event["choices"]]
+    assert [offset for piece in pieces for offset in piece] == generated
+
+
 def test_the_best_of_several_texts_is_the_likeliest(llm, app):
     body = {"prompt": PROMPT, "max_tokens": 20, "seed": 5, "logprobs": 0}
     all_texts, best = send(app, body | {"n": 4}, body | {"best_of": 4, "n": 1})
