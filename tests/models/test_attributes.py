@@ -47,6 +47,8 @@ UNUSED = {
     **dict.fromkeys(("bert", "gte", "nomic_bert", "roberta"), {"attention_probs_dropout_prob", "classifier_dropout"}),
     "distilbert": {"qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"},
     "afmoe": {"global_attn_every_n_layers"},  # said again by layer_types
+    "bailing_hybrid": {"first_k_dense_replace", "layer_group_size", "short_conv_kernel_size", "head_dim"}
+    | {"qk_head_dim", "num_nextn_predict_layers", "mtp_loss_scaling_factor", "rope_theta"},  # many are said again
     "bamba": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "exaone4": {"sliding_window_pattern"},  # said again by layer_types
     "exaone_moe": {"first_k_dense_replace", "sliding_window_pattern"},  # said again by lists of layers
@@ -360,3 +362,12 @@ def test_the_least_step_of_nemotron_is_read_and_written():
         numbers_of(config | {"time_step_limit": [0.0, 0.1]})
     with pytest.raises(ValueError, match=r"step_limits=\(0.0, 1.0\)\)\): published configurations have no greatest"):
         PUBLISHED["nemotron_h"].write(dataclasses.replace(numbers, step_limits=(0.0, 1.0)))
+
+
+def test_the_bound_of_ling_3s_decays_is_negative():
+    config = case("bailing_hybrid")
+    assert numbers_of(config).lowest_log_decay == -2.0
+    assert numbers_of(config | {"kda_safe_gate": False}).lowest_log_decay is None
+    for bound in (0.0, 3.0):
+        with pytest.raises(ValueError, match=rf"^config.json: kda_lower_bound={bound}: it must be negative"):
+            numbers_of(config | {"kda_lower_bound": bound})

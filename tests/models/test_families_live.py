@@ -101,7 +101,8 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
     chosen = CHOSEN[family] if family in ("deepseek_v2", "dots1") else {}  # whose defaults are of no use
     said = transformers.AutoConfig.for_model(family, **chosen).to_dict() | {"model_type": family}
     want, unlike = meaning(numbers_of(said)), set()
-    for name in said.keys() - {"model_type", "max_position_embeddings"}:  # the longest rows change nothing
+    # The longest rows change nothing, and Ling 3's `head_dim` is written with the number of rotated channels.
+    for name in said.keys() - {"model_type", "max_position_embeddings", "linear_head_dim"}:
         with contextlib.suppress(ValueError):  # of attributes that must be said
             if meaning(numbers_of({key: value for key, value in said.items() if key != name})) != want:
                 unlike.add(name)
@@ -195,6 +196,8 @@ def test_in_bfloat16_those_arrays_stay_float32_that_do_in_transformers(name, tmp
     as_asked = ("gate.weight", "gate.wg.weight", "linear_attn.A_log")
     # So are Hy4's head, its sinks, and its indexer's weights of heads and norm of keys.
     as_asked += ("lm_head.weight", ".sinks", "weights_proj.weight", "k_norm.weight", "k_norm.bias")
+    # So are Ling 3's convolutions and rates of decay.
+    as_asked += ("conv1d.weight", "attention.A_log")
     kept = {name for name in wide if not name.endswith(as_asked)}
     numbers, ours = models.read_config(tmp_path / "theirs"), models.load(tmp_path / "theirs", dtype="bfloat16")
     models.save(ours, tmp_path / "ours", config=numbers)
@@ -210,5 +213,5 @@ def _published(name: str, shapes: dict[str, Any]) -> str:
     found = found.replace("attn_hc.", "hc_pre.hc_attn_layer.hc_").replace("ffn_hc.", "hc_pre.hc_mlp_layer.hc_")
     found = found.replace("model.hc_head.hc_", "model.hc_pre.hc_head.hc_head_")
     older = (found.replace(".mlp.", ".block_sparse_moe."), found.replace(".gate.e_score", ".e_score"))
-    older += (found.replace("e_score_correction_bias", "expert_bias"),)
+    older += (found.replace("e_score_correction_bias", "expert_bias"), found.replace(".self_attn.", ".attention."))
     return next((name for name in older if name in shapes), found)

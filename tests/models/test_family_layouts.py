@@ -22,6 +22,7 @@ ROUNDING = 4e-5  # twice the logits': fourteen layers of random weights magnify 
 ROWS, SEQ = 4, 24
 EIGHT = (("experts", 8),)  # the cases' odd numbers of experts do not split
 DEEPER = {  # of families whose cases hold one period each
+    "bailing_hybrid plain": (("layers", 4), ("attention_layers", (1, 3)), ("first_dense", 0)),
     "gemma3_text capped": (("layers", 4), ("window_layers", (0, 2))),
     "hy_v4 plain": (("layers", 4), ("first_dense", 0)),
     "hy_v4 shared choices": (("layers", 4), ("first_dense", 0), ("dense_layers", ()), ("reading_layers", (1, 3))),

@@ -93,6 +93,7 @@ BY_DEFAULT = {
     "gpt_neox plain",
     "helium plain",
     "starcoder2 window",
+    "bailing_hybrid unbounded",
     "bamba biased",
     "bert plain",
     "distilbert narrow",
@@ -158,6 +159,7 @@ BY_DEFAULT = {
 # The default run reads and writes these cases and leaves their logits to the grid: most of their layers are layers of
 # the other cases too.
 LOGITS_IN_GRID = {
+    "bailing_hybrid unbounded",
     "phimoe biased",
     "granitemoe_swa shared",
     "hy_v3 chosen dense layers",

@@ -53,6 +53,7 @@ CORNERS = {
     "input biases alone": lambda: make(bias=True, output_bias=False),
     "scale": lambda: make(scores=nn.Scores(1.3)),
     "gate": lambda: make(gate=True),
+    "gate of heads": lambda: make(gate="heads"),
     "temperature": lambda: make(scores=nn.Scores(temperature=nn.LogTemperature(2, 0.7))),
     "norms after the rotation": lambda: make(
         rotary=nn.RotaryThenNorm(**head_norms(), rotary=nn.Rotary(HEAD_DIM, 100.0)),
@@ -100,7 +101,9 @@ def literal(module, x, places, visible):
             query[place] *= 1 + strength * math.log(1 + (places[place] + offset) // every)
     sinks = None if scores.sinks is None else wide(scores.sinks)
     y = attend(query, key, value, visible, scores.scale_of(HEAD_DIM), sinks, scores.softcap)
-    y = y if module.gate is None else y / (1 + np.exp(-linear(x, module.gate)))
+    if module.gate is not None:
+        factors = 1 / (1 + np.exp(-linear(x, module.gate)))
+        y = y * (factors if factors.ndim == 4 else factors[..., None])
     return linear(y, module.output)
 
 

@@ -27,8 +27,10 @@ def literal(net, x):
     unit = lambda y: y / np.sqrt((y * y).sum(axis=-1, keepdims=True) + 1e-6)
     query, key = unit(mixed(net.query, net.query_conv)), unit(mixed(net.key, net.key_conv))
     value, rate = mixed(net.value, net.value_conv), sigmoid(linear(x, net.rate))
-    steps = np.log1p(np.exp(linear(linear(x, net.decay_down), net.decay_up) + wide(net.decay_bias)))
-    decay, output = -np.exp(wide(net.log_rate))[:, None] * steps, np.zeros(value.shape)
+    from_rank = lambda down, up: linear(x if down is None else linear(x, down), up)
+    shifted, speed = from_rank(net.decay_down, net.decay_up) + wide(net.decay_bias), np.exp(wide(net.log_rate))[:, None]
+    bound, output = net.lowest_log_decay, np.zeros(value.shape)
+    decay = -speed * np.log1p(np.exp(shifted)) if bound is None else bound * sigmoid(speed * shifted)
     for row, head in np.ndindex(len(x), value.shape[2]):
         memory = np.zeros((key.shape[-1], value.shape[-1]))
         for place in range(x.shape[1]):
@@ -36,7 +38,7 @@ def literal(net, x):
             memory = memory * np.exp(decay[at])[:, None]
             memory += rate[at] * np.outer(key[at], value[at] - memory.T @ key[at])
             output[at] = memory.T @ query[at] / np.sqrt(key.shape[-1])
-    return linear(rms(output, net.norm) * sigmoid(linear(linear(x, net.gate_down), net.gate_up)), net.output)
+    return linear(rms(output, net.norm) * sigmoid(from_rank(net.gate_down, net.gate_up)), net.output)
 
 
 def test_it_is_its_loops_within_documents():
@@ -51,6 +53,15 @@ def test_it_is_its_loops_within_documents():
     assert close(y[:1, :6], apart, 1e-5) and close(y[1], whole[1], 1e-5) and bool(jnp.isfinite(y).all())
 
 
+def test_decays_may_have_a_bound_and_one_projection():
+    net = random_module(nn.ChannelDeltaNet, **SIZES | {"rank": 0}, lowest_log_decay=-0.7, chunk=8, key=KEY)
+    assert net.decay_down is None and net.gate_down is None
+    y = run(net, X, nn.positions_like((2, SEQ)))
+    assert close(y, literal(net, wide(X)), 1e-5)
+    for bound in (None, -0.8):
+        assert not close(y, literal(replaced(net, lowest_log_decay=bound), wide(X)), 1e-3), bound
+
+
 def test_slices_of_the_heads_give_partial_sums():
     def cut(part, names, leaf):
         dims = names.split()
@@ -60,6 +71,11 @@ def test_slices_of_the_heads_give_partial_sums():
     halves = [jax.tree.map(functools.partial(cut, part), nn.dims(NET), NET) for part in range(2)]
     whole = run(NET, X, nn.positions_like((2, SEQ)))
     assert close(sum(run(half, X, nn.positions_like((2, SEQ))) for half in halves), whole, 1e-5)
+
+
+def test_a_bound_that_is_not_negative_is_refused():
+    with pytest.raises(ValueError, match=r"ChannelDeltaNet\(lowest_log_decay=0.5\): states would grow"):
+        nn.ChannelDeltaNet(**SIZES, lowest_log_decay=0.5, key=KEY)
 
 
 def test_a_chunk_of_nothing_is_refused():

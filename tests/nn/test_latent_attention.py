@@ -35,6 +35,7 @@ KINDS = {
     "no norm": lambda: make(latent_norm=None),
     "v_dim as head_dim": lambda: make(v_dim=None),
     "window": lambda: make(mask=nn.sliding_window(2)),
+    "gate of heads": lambda: randomised(make().with_gate(by_heads=True, key=KEY)),
     "scale": lambda: make(scores=nn.Scores(1.1)),
     "sinks and gate": lambda: randomised(make(q_latent=5, scores=nn.Scores(sinks=jnp.zeros(2))).with_gate(key=KEY)),
     "temperature": lambda: make(scores=nn.Scores(temperature=nn.LogTemperature(3, 0.7, offset=0))),
@@ -60,7 +61,9 @@ def literal(module, x, places):
     visible = np.asarray(module.mask(tokens, tokens))
     sinks = None if module.scores.sinks is None else wide(module.scores.sinks)
     attended = attend(query, key, value, visible, module.scores.scale_of(query.shape[-1]), sinks)
-    attended = attended if module.gate is None else attended * sigmoid(linear(x, module.gate))
+    if module.gate is not None:
+        factors = sigmoid(linear(x, module.gate))
+        attended = attended * (factors if factors.ndim == 4 else factors[..., None])
     return linear(attended, module.output)
 
 
@@ -72,6 +75,7 @@ def test_every_kind_is_the_papers(kind):
     scale = module.scores.scale_of(4 if module.rotary is None else 6)
     changed = replaced(module, scores=replaced(module.scores, scale=scale * 1.5))
     assert not close(y, literal(changed, wide(x), PLACES), 1e-3)
+    assert module.gate is None or not close(y, literal(replaced(module, gate=None), wide(x), PLACES), 1e-3)
 
 
 def test_default_scale_counts_the_rotated_channels():
@@ -87,7 +91,7 @@ def test_default_scale_counts_the_rotated_channels():
 
 
 @pytest.mark.by_default("latent queries")
-@pytest.mark.parametrize("kind", ["latent queries", "no rotary", "biases", "sinks and gate"])
+@pytest.mark.parametrize("kind", ["latent queries", "no rotary", "biases", "sinks and gate", "gate of heads"])
 def test_absorbed_decoding_equals_the_expanded_form(kind):
     """The same last token: decoded from the cache, and as one of two, which does not absorb."""
     module, x = KINDS[kind](), np.asarray(normal(1, 2, 5, 6))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,24 @@ from .._tokens import answer_request, SharedKV, SharedValue, ShareRequest, Token
 from ._rotary import PositionEncoding
 from ._rotary_cache import start_rotation
 from ._scores import compute_attention, Scores
+
+
+def make_gate(
+    gate: bool | Literal["heads"], *, embed: int, heads: int, head_dim: int, bias: bool, key: Key[Array, ""]
+) -> Linear | None:
+    """Return the map of an attention's gates, for each channel or, with "heads", for each head; None without gates."""
+    outputs, sizes = ("heads", {}) if gate == "heads" else ("heads head_dim", {"head_dim": head_dim})
+    return Linear(f"embed -> {outputs}", embed=embed, heads=heads, bias=bias, key=key, **sizes) if gate else None
+
+
+def apply_gate(
+    gate: LinearMap | None, x: Float[Array, "*rows _ embed"], attended: Float[Array, "*batch seq heads v_dim"]
+) -> Float[Array, "*batch seq heads v_dim"]:
+    """Multiply what heads attended to by the sigmoids of the gate's map of `x`; without a gate, return it unchanged."""
+    if gate is None:
+        return attended
+    factors = jax.nn.sigmoid(gate(x))
+    return attended * (factors if factors.ndim == attended.ndim else factors[..., None])
 
 
 class Attention(Mixer):
@@ -55,7 +74,7 @@ class Attention(Mixer):
         key_norm: Norm | None = None,
         value_norm: Norm | None = None,
         rotary: PositionEncoding | None = None,
-        gate: bool = False,
+        gate: bool | Literal["heads"] = False,
         scores: Scores | None = None,
         mask: Mask | None = None,
         core: Operation | None = None,
@@ -75,7 +94,8 @@ class Attention(Mixer):
             key_norm: The norm of the keys, before their rotation.
             value_norm: The norm of the values.
             rotary: The position encoding of queries and keys: `Rotary`, or `RotaryThenNorm`.
-            gate: Whether each head's output is multiplied by a sigmoid of the input.
+            gate: Whether each head's output is multiplied by sigmoids of the input, one for each channel. With "heads",
+                all channels of a head have the same factor (LFM3).
             scores: The scale, temperature, softcap, bias and sinks of the scores; None: the scale `head_dim^-0.5`
                 alone.
             mask: The keys that a query may see; None: `causal()`.
@@ -98,7 +118,7 @@ class Attention(Mixer):
         self.key = Linear("embed -> kv_heads head_dim", bias=bias, key=keys[1], **kv_sizes)
         self.value = Linear("embed -> kv_heads head_dim", bias=bias, key=keys[2], **kv_sizes)
         self.output = Linear("heads head_dim -> embed", bias=output_bias, std=output_std, key=keys[3], **q_sizes)
-        self.gate = Linear("embed -> heads head_dim", bias=bias, key=keys[4], **q_sizes) if gate else None
+        self.gate = make_gate(gate, bias=bias, key=keys[4], **q_sizes)
         self.query_norm, self.key_norm, self.value_norm = query_norm, key_norm, value_norm
         self.rotary = rotary
         self.scores = Scores() if scores is None else scores
@@ -127,8 +147,7 @@ class Attention(Mixer):
         attended = compute_attention(self.core, call, None if rotation.on_read else cache)
         # Tokens beyond the capacity of the cache are not stored, so their outputs are NaN.
         attended = mask_overflow(attended, tokens, cache)
-        if self.gate is not None:
-            attended = attended * jax.nn.sigmoid(self.gate(x))
+        attended = apply_gate(self.gate, x, attended)
         shared = SharedKV(key, value, None if kv_tokens is None else kv_tokens.positions)
         return self.output(attended), answer_request(is_shared, shared, cache)
 

@@ -24,6 +24,7 @@ from .._tokens import (
     tokens_or_default,
     unwrap_request,
 )
+from ._attention import apply_gate, make_gate
 from ._indexer import Indexer, KeySelection
 from ._rotary import Rotary
 from ._scores import Scores
@@ -147,10 +148,14 @@ class LatentAttention(Mixer):
         self.mask = kernels.causal() if mask is None else mask
         self.core = kernels.ATTENTION if core is None else core
 
-    def with_gate(self, *, key: Key[Array, ""]) -> "LatentAttention":
-        """Return the layer with a gate: each head's output is multiplied by a sigmoid of a map of the input (Hy4)."""
+    def with_gate(self, *, by_heads: bool = False, key: Key[Array, ""]) -> "LatentAttention":
+        """Return the layer with a gate: each head's output is multiplied by sigmoids of a map of the input.
+
+        Each channel has its own factor (Hy4) or, with `by_heads`, all channels of a head have the same (Ling 3).
+        """
         (heads, v_dim), (embed,) = self.value_up.output_shape, self.output.output_shape
-        gate = Linear("embed -> heads v_dim", embed=embed, heads=heads, v_dim=v_dim, key=key)
+        kind = "heads" if by_heads else True
+        gate = make_gate(kind, embed=embed, heads=heads, head_dim=v_dim, bias=False, key=key)
         return eqx.tree_at(lambda layer: layer.gate, self, gate, is_leaf=lambda node: node is None)
 
     def __call__(
@@ -184,8 +189,7 @@ class LatentAttention(Mixer):
             attended = self.core(call) if selection is None else selection(call)
         attended = mask_overflow(attended, tokens, cache)
         attended = self._apply_value_up(attended) if is_absorbed else attended
-        if self.gate is not None:
-            attended = attended * jax.nn.sigmoid(self.gate(x))
+        attended = apply_gate(self.gate, x, attended)
         return self.output(attended), answer_request(is_sharing, selection, cache)
 
     def _absorb_key_up(self, query: Float[Array, "*batch _ heads head_dim"]) -> Float[Array, "*batch _ heads latent"]:

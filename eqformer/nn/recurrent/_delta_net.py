@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -140,16 +141,18 @@ class ChannelDeltaNet(Mixer):
 
     It differs from `GatedDeltaNet` in three points: queries, keys and values have the same number of heads; each
     channel of a head's keys decays by `exp(-exp(log_rate) softplus(decay_up(decay_down(x)) + decay_bias))`; and the
-    normalized output is multiplied by `sigmoid(gate_up(gate_down(x)))`.
+    normalized output is multiplied by `sigmoid(gate_up(gate_down(x)))`. With `rank=0`, decays and gates have one
+    projection instead of two. With a `lowest_log_decay`, which is negative, a channel decays by `exp(lowest_log_decay
+    sigmoid(exp(log_rate) (decay_up(...) + decay_bias)))` (GLM-5.3, Ling 3).
     """
 
     query: LinearMap
     key: LinearMap
     value: LinearMap
     rate: LinearMap
-    decay_down: LinearMap
+    decay_down: LinearMap | None
     decay_up: LinearMap
-    gate_down: LinearMap
+    gate_down: LinearMap | None
     gate_up: LinearMap
     query_conv: CausalConv
     key_conv: CausalConv
@@ -159,6 +162,7 @@ class ChannelDeltaNet(Mixer):
     output: LinearMap
     chunk: int = eqx.field(static=True)
     activation: Callable[[Array], Array] = eqx.field(static=True)
+    lowest_log_decay: float | None = eqx.field(static=True)
     decay_bias: Float[Array, "heads head_dim"] = float32_at_least()
 
     def __init__(
@@ -169,6 +173,7 @@ class ChannelDeltaNet(Mixer):
         head_dim: int,
         v_dim: int | None = None,
         rank: int | None = None,
+        lowest_log_decay: float | None = None,
         taps: int = 4,
         chunk: int = 64,
         eps: float = 1e-5,
@@ -183,7 +188,9 @@ class ChannelDeltaNet(Mixer):
             heads: Heads.
             head_dim: Channels of a query and a key.
             v_dim: Channels of a value; None: `head_dim`.
-            rank: Channels between the two projections of the decay, and of the gate; None: `head_dim`.
+            rank: Channels between the two projections of the decay, and of the gate; None: `head_dim`; 0: each has one
+                projection.
+            lowest_log_decay: The lower bound of the logarithm of a decay; None: there is none.
             taps: Tokens that the short convolutions read.
             chunk: Tokens that are computed together; multiples of 8 need the fewest operations.
             eps: Added to the mean square in the norm of the output.
@@ -192,6 +199,10 @@ class ChannelDeltaNet(Mixer):
             key: For the weights.
         """
         check_sizes("ChannelDeltaNet", heads=heads, kv_heads=heads, chunk=chunk)
+        if lowest_log_decay is not None and not lowest_log_decay < 0:
+            raise ValueError(
+                f"ChannelDeltaNet(lowest_log_decay={lowest_log_decay}): states would grow; give a negative number."
+            )
         keys = jax.random.split(key, 14)
         v_dim, rank = head_dim if v_dim is None else v_dim, head_dim if rank is None else rank
         to_keys = functools.partial(Linear, "embed -> heads head_dim", embed=embed, heads=heads, head_dim=head_dim)
@@ -199,9 +210,11 @@ class ChannelDeltaNet(Mixer):
         self.query, self.key = to_keys(key=keys[0]), to_keys(key=keys[1])
         self.value = Linear("embed -> heads v_dim", embed=embed, heads=heads, v_dim=v_dim, key=keys[2])
         self.rate = Linear("embed -> heads", embed=embed, heads=heads, key=keys[3])
-        self.decay_down, self.gate_down = to_rank(key=keys[4]), to_rank(key=keys[6])
-        self.decay_up = Linear("rank -> heads head_dim", rank=rank, heads=heads, head_dim=head_dim, key=keys[5])
-        self.gate_up = Linear("rank -> heads v_dim", rank=rank, heads=heads, v_dim=v_dim, key=keys[7])
+        self.decay_down, self.gate_down = (to_rank(key=keys[4]), to_rank(key=keys[6])) if rank else (None, None)
+        source, sizes = ("rank", {"rank": rank}) if rank else ("embed", {"embed": embed})
+        spec, sizes = f"{source} -> heads", sizes | {"heads": heads}
+        self.decay_up = Linear(f"{spec} head_dim", bias=False, head_dim=head_dim, key=keys[5], **sizes)
+        self.gate_up = Linear(f"{spec} v_dim", bias=False, v_dim=v_dim, key=keys[7], **sizes)
         convolve_keys = functools.partial(CausalConv, "heads head_dim", heads=heads, head_dim=head_dim, taps=taps)
         self.query_conv, self.key_conv = convolve_keys(key=keys[8]), convolve_keys(key=keys[9])
         self.value_conv = CausalConv("heads v_dim", taps=taps, heads=heads, v_dim=v_dim, key=keys[10])
@@ -210,7 +223,7 @@ class ChannelDeltaNet(Mixer):
         self.norm = RMSNorm("v_dim", v_dim=v_dim, eps=eps)
         merge_heads = functools.partial(Linear, "heads v_dim -> embed", heads=heads, v_dim=v_dim, embed=embed)
         self.output = merge_heads(std=output_std, key=keys[13])
-        self.chunk, self.activation = chunk, activation
+        self.chunk, self.activation, self.lowest_log_decay = chunk, activation, lowest_log_decay
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: RecurrentCache | None = None
@@ -223,17 +236,23 @@ class ChannelDeltaNet(Mixer):
         query, key, value = recurrent.convolve()
         state_dtype, is_real = query.dtype, recurrent.is_real[..., None]
         query, key = normalize(query) * key.shape[-1] ** -0.5, normalize(key)
-        step = jax.nn.softplus(
-            self.decay_up(self.decay_down(x)).astype(state_dtype) + self.decay_bias.astype(state_dtype)
-        )
-        log_decay = jnp.where(is_real[..., None], -jnp.exp(self.log_rate.astype(state_dtype))[:, None] * step, 0)
+        log_decay = jnp.where(is_real[..., None], self._log_decay(x, state_dtype), 0)
         rate = jnp.where(is_real, jax.nn.sigmoid(self.rate(x)).astype(state_dtype), 0)
         states = recurrent.initial_states(key, value)
         mixed, new_states = delta_rule(
             query, key, value, rate, log_decay, recurrent.documents, states, chunk=self.chunk
         )
-        gate = jax.nn.sigmoid(self.gate_up(self.gate_down(x)).astype(state_dtype))
+        gate = jax.nn.sigmoid(self.gate_up(x if self.gate_down is None else self.gate_down(x)).astype(state_dtype))
         return self.output((self.norm(mixed) * gate).astype(x.dtype)), recurrent.update_cache(new_states)
+
+    def _log_decay(self, x: Float[Array, "*batch seq embed"], dtype: Any) -> Float[Array, "*batch seq heads head_dim"]:
+        """Return the logarithm of each channel's decay."""
+        source = x if self.decay_down is None else self.decay_down(x)
+        shifted = self.decay_up(source).astype(dtype) + self.decay_bias.astype(dtype)
+        rate = jnp.exp(self.log_rate.astype(dtype))[:, None]
+        if self.lowest_log_decay is None:
+            return -rate * jax.nn.softplus(shifted)
+        return self.lowest_log_decay * jax.nn.sigmoid(rate * shifted)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
         """Return an empty cache; its size does not depend on `capacity`."""

@@ -1,0 +1,217 @@
+"""Ling 3 (inclusionAI 2026): delta nets whose decays have a bound, and latent attention with a gate for each head."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, ChannelDeltaNet, LatentAttention, Transformer
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Nullable, Unpublished
+from .._config_types import Attributes, Index, Length, Number, Positive, PublishedConfig, Size
+from .._family import Family
+from .._layer_attributes import every, LayerTypes, Period
+from .._rotary_attributes import RotaryPositions, RotaryWithTemperature
+from .._weight_rules import Rule
+from ._common import LAYER, SIZES, WIDTH
+from ._decoder import activation_of, damping, decoder, gated_mlp, pre_norm_block
+from ._deepseek import EqualKeyHeads, latent_attention, LATENT_BYTE, LATENT_WEIGHTS, SigmoidLatentConfig
+from ._mixtures import LayerMixtures, sigmoid_mixture_beside_shared
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BailingHybridConfig(SigmoidLatentConfig):
+    """The config of a Ling 3."""
+
+    attention_layers: tuple[Index, ...]
+    """The numbers of the layers with latent attention; all other layers have nets."""
+    net_heads: Size = 32
+    """Heads of a net."""
+    net_head_dim: Size = 128
+    """Channels of a query, key or value head of a net."""
+    taps: Size = 4
+    """The number of tokens that a net's convolutions read."""
+    lowest_log_decay: Number | None = -5.0
+    """The lower bound of the logarithm of a net's decays, a negative number; None: there is none."""
+    q_latent: Size | None = None
+    experts: Size = 512
+    first_dense: Index = 2
+    theta: Positive = 6_000_000.0
+    max_seq: Length = 262_144
+
+
+def build_bailing_hybrid(config: BailingHybridConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Ling 3 with random weights."""
+
+    def mixer(is_attention: bool, key: Key[Array, ""]) -> LatentAttention | ChannelDeltaNet:
+        if is_attention:
+            attention_key, gate_key = jax.random.split(key)
+            attention = latent_attention(config, interleaved=True, key=attention_key)
+            return attention.with_gate(by_heads=True, key=gate_key)
+        return ChannelDeltaNet(
+            embed=config.embed,
+            heads=config.net_heads,
+            head_dim=config.net_head_dim,
+            rank=0,
+            lowest_log_decay=config.lowest_log_decay,
+            taps=config.taps,
+            activation=activation_of(config),
+            eps=config.eps,
+            output_std=damping(config) * (config.net_heads * config.net_head_dim) ** -0.5,
+            key=key,
+        )
+
+    def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
+        is_attention, is_mixture = kind
+        mixer_key, feed_forward = jax.random.split(key)
+        if is_mixture:
+            layer = sigmoid_mixture_beside_shared(config, feed_forward, normalise=config.normalise)
+        else:
+            layer = gated_mlp(config, key=feed_forward)
+        return pre_norm_block(config, mixer(is_attention, mixer_key), layer)
+
+    kinds = [(layer in config.attention_layers, is_mixture) for layer, is_mixture in enumerate(config.mixtures)]
+    return decoder(config, block, kinds, key=key)
+
+
+class _DeltaNetSizes(Entry):
+    """The heads of a net, their channels, and the tokens that its convolutions read.
+
+    Transformers writes attributes of its own for them; in configurations without these, other attributes state them.
+    """
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return the three fields."""
+        heads, head_dim = published.count("num_attention_heads"), published.count("head_dim", 128)
+        taps = published.count("short_conv_kernel_size", 4)
+        return {
+            "net_heads": published.count("linear_num_heads", heads),
+            "net_head_dim": published.count("linear_head_dim", head_dim),
+            "taps": published.count("linear_conv_kernel_dim", taps),
+        }
+
+    def write(self, config: BailingHybridConfig) -> Attributes:
+        """Return the attributes of transformers."""
+        sizes = {"linear_num_heads": config.net_heads, "linear_head_dim": config.net_head_dim}
+        return sizes | {"linear_conv_kernel_dim": config.taps}
+
+
+class _MaxSeq(Attribute):
+    """The longest rows, whose attribute has another name here; entries that read the usual name find it too."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `max_seq`."""
+        fields = super().read(published)
+        published.add("max_position_embeddings", fields[self.name])
+        return fields
+
+
+class _DecayBound(Entry):
+    """The lower bound of the logarithm of decays, which another attribute switches off."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `lowest_log_decay`; refuse a bound that is not negative."""
+        bound, is_bounded = published.read("kda_lower_bound", Number, -5.0), published.flag("kda_safe_gate", True)
+        if not bound < 0:
+            published.refuse(f"kda_lower_bound={bound}: it must be negative, since states would grow.")
+        return {"lowest_log_decay": bound if is_bounded else None}
+
+    def write(self, config: BailingHybridConfig) -> Attributes:
+        """Return both attributes."""
+        bound = config.lowest_log_decay
+        return {"kda_safe_gate": bound is not None, "kda_lower_bound": -5.0 if bound is None else bound}
+
+
+_PRESETS = {
+    "ling3-byte-500k": BailingHybridConfig(
+        **LATENT_BYTE,
+        attention_layers=(3,),
+        net_heads=4,
+        net_head_dim=16,
+        experts=12,
+        top_k=4,
+        first_dense=1,
+        groups=4,
+        kept_groups=2,
+        theta=1e4,
+    ),
+    "ling3-flash": BailingHybridConfig(
+        157_184, 2560, layers=42, heads=32, mlp=6144, expert_mlp=768, attention_layers=every(6, 42)
+    ),
+}
+
+# Prefixes of published names, and of paths in a layer.
+_ATTENTION, _MIXER, _FEED_FORWARD = f"{LAYER}attention.", "mixer.layer.", "feed_forward.layer."
+_INTO, _TAPS = "(heads dim) inputs -> heads dim inputs", "(heads dim) 1 taps -> heads dim taps"
+_QKV = (("q", "query"), ("k", "key"), ("v", "value"))
+_IS_NET = f"{_MIXER}log_rate"
+_OF_NETS = (
+    *(Rule(f"{_ATTENTION}{name}_proj.weight", f"{_MIXER}{leaf}.weight", _INTO) for name, leaf in _QKV),
+    *(Rule(f"{_ATTENTION}{name}_conv1d.weight", f"{_MIXER}{leaf}_conv.weight", _TAPS) for name, leaf in _QKV),
+    Rule(f"{_ATTENTION}b_proj.weight", f"{_MIXER}rate.weight"),
+    Rule(f"{_ATTENTION}f_proj.weight", f"{_MIXER}decay_up.weight", _INTO),
+    Rule(f"{_ATTENTION}g_proj.weight", f"{_MIXER}gate_up.weight", _INTO),
+    Rule(f"{_ATTENTION}A_log", _IS_NET),
+    Rule(f"{_ATTENTION}dt_bias", f"{_MIXER}decay_bias", "(heads dim) -> heads dim"),
+    Rule(f"{_ATTENTION}o_norm.weight", f"{_MIXER}norm.weight"),
+    Rule(f"{_ATTENTION}dense.weight", f"{_MIXER}output.weight", "embed (heads dim) -> embed heads dim"),
+)
+_RENAMED = (("model.embed_tokens.", "model.word_embeddings."), (".self_attn.", ".attention."), (".o_proj.", ".dense."))
+
+
+def _rename(rule: Rule) -> Rule:
+    """Return a rule of DeepSeek's table with Ling's name; rules for attention are not for nets."""
+    name = rule.name
+    for theirs, ours in _RENAMED:
+        name = name.replace(theirs, ours)
+    return dataclasses.replace(
+        rule, name=name, **({"lacks": _IS_NET} if name.startswith(f"{_ATTENTION}dense.") else {})
+    )
+
+
+BAILING_HYBRID = Family(
+    "bailing_hybrid",
+    BailingHybridConfig,
+    build_bailing_hybrid,
+    _PRESETS,
+    "BailingHybridForCausalLM",
+    "bailing_hybrid",
+    (
+        # Before `RotaryPositions`, which reads the longest rows.
+        _MaxSeq("max_seq", ("model_max_length", "max_position_embeddings"), 262_144),
+        *(
+            *SIZES,
+            WIDTH,
+            EqualKeyHeads(),
+            RotaryWithTemperature(RotaryPositions(6_000_000.0)),
+            _DeltaNetSizes(),
+            _DecayBound(),
+        ),
+        *(Attribute("first_dense", "first_k_dense_replace", 2), LayerMixtures()),
+        LayerTypes("attention_layers", ("full_attention", "linear_attention"), Period(6, ("layer_group_size",))),
+        Count("expert_mlp", "moe_intermediate_size", 768),
+        # If a configuration has both names, transformers uses the first of these.
+        Count("experts", ("num_local_experts", "num_experts"), 512, written=("num_experts",)),
+        Count("top_k", ("num_experts_per_tok", "num_experts_per_token"), 8, written=("num_experts_per_token",)),
+        Count("shared", ("n_shared_experts", "num_shared_experts"), 1, written=("num_shared_experts",), minimum=0),
+        Count("groups", ("n_group", "num_expert_group"), 8, written=("num_expert_group",)),
+        Count("kept_groups", "topk_group", 4),
+        Attribute("scale", "routed_scaling_factor", 2.5),
+        Attribute("normalise", ("norm_topk_prob", "moe_renormalize"), True, written=("moe_renormalize",)),
+        Unpublished("balance", 0.0001, "no attribute states the weight of a balance loss"),
+        *(Count("latent", "kv_lora_rank", 512), Nullable("q_latent", "q_lora_rank", None)),
+        Count("head_dim", "qk_nope_head_dim", 128),
+        Count("rope_dim", "qk_rope_head_dim", 64),
+        Count("v_dim", "v_head_dim", 128),
+        Attribute("eps", "rms_norm_eps", 1e-6),
+        *(Unpublished("tied", False, "transformers never ties it"), Expect("tie_word_embeddings", False)),
+        *(Activation(), Attribute("bias", "attention_bias", False)),
+        # Settings of predictors, and a sum of other sizes.
+        Ignore("num_mtp_layers", "num_nextn_predict_layers", "mtp_loss_scaling_factor", "qk_head_dim"),
+    ),
+    (
+        *(dataclasses.replace(rule, needs=_IS_NET) for rule in _OF_NETS),
+        *map(_rename, LATENT_WEIGHTS),
+        Rule(f"{_ATTENTION}g_proj.weight", f"{_MIXER}gate.weight", lacks=_IS_NET),
+        Rule(f"{LAYER}mlp.gate.expert_bias", f"{_FEED_FORWARD}router.selection_bias"),
+    ),
+)
