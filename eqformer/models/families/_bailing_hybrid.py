@@ -5,7 +5,7 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, ChannelDeltaNet, LatentAttention, Transformer
+from ...nn import LatentAttention, Transformer
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Nullable, Unpublished
 from .._config_types import Attributes, Index, Length, Number, Positive, PublishedConfig, Size
 from .._family import Family
@@ -13,26 +13,17 @@ from .._layer_attributes import every, LayerTypes, Period
 from .._rotary_attributes import RotaryPositions, RotaryWithTemperature
 from .._weight_rules import Rule
 from ._common import LAYER, SIZES, WIDTH
-from ._decoder import activation_of, damping, decoder, gated_mlp, pre_norm_block
-from ._deepseek import EqualKeyHeads, latent_attention, LATENT_BYTE, LATENT_WEIGHTS, SigmoidLatentConfig
-from ._mixtures import LayerMixtures, sigmoid_mixture_beside_shared
+from ._deepseek import EqualKeyHeads, latent_attention, LATENT_BYTE, LATENT_WEIGHTS
+from ._kimi_linear import build_latent_nets, LatentNetConfig
+from ._mixtures import LayerMixtures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BailingHybridConfig(SigmoidLatentConfig):
+class BailingHybridConfig(LatentNetConfig):
     """The config of a Ling 3."""
 
-    attention_layers: tuple[Index, ...]
-    """The numbers of the layers with latent attention; all other layers have nets."""
-    net_heads: Size = 32
-    """Heads of a net."""
-    net_head_dim: Size = 128
-    """Channels of a query, key or value head of a net."""
-    taps: Size = 4
-    """The number of tokens that a net's convolutions read."""
     lowest_log_decay: Number | None = -5.0
     """The lower bound of the logarithm of a net's decays, a negative number; None: there is none."""
-    q_latent: Size | None = None
     experts: Size = 512
     first_dense: Index = 2
     theta: Positive = 6_000_000.0
@@ -42,35 +33,12 @@ class BailingHybridConfig(SigmoidLatentConfig):
 def build_bailing_hybrid(config: BailingHybridConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Ling 3 with random weights."""
 
-    def mixer(is_attention: bool, key: Key[Array, ""]) -> LatentAttention | ChannelDeltaNet:
-        if is_attention:
-            attention_key, gate_key = jax.random.split(key)
-            attention = latent_attention(config, interleaved=True, key=attention_key)
-            return attention.with_gate(by_heads=True, key=gate_key)
-        return ChannelDeltaNet(
-            embed=config.embed,
-            heads=config.net_heads,
-            head_dim=config.net_head_dim,
-            rank=0,
-            lowest_log_decay=config.lowest_log_decay,
-            taps=config.taps,
-            activation=activation_of(config),
-            eps=config.eps,
-            output_std=damping(config) * (config.net_heads * config.net_head_dim) ** -0.5,
-            key=key,
-        )
+    def attention(key: Key[Array, ""]) -> LatentAttention:
+        attention_key, gate_key = jax.random.split(key)
+        layer = latent_attention(config, interleaved=True, key=attention_key)
+        return layer.with_gate(by_heads=True, key=gate_key)
 
-    def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
-        is_attention, is_mixture = kind
-        mixer_key, feed_forward = jax.random.split(key)
-        if is_mixture:
-            layer = sigmoid_mixture_beside_shared(config, feed_forward, normalise=config.normalise)
-        else:
-            layer = gated_mlp(config, key=feed_forward)
-        return pre_norm_block(config, mixer(is_attention, mixer_key), layer)
-
-    kinds = [(layer in config.attention_layers, is_mixture) for layer, is_mixture in enumerate(config.mixtures)]
-    return decoder(config, block, kinds, key=key)
+    return build_latent_nets(config, attention, rank=0, lowest_log_decay=config.lowest_log_decay, key=key)
 
 
 class _DeltaNetSizes(Entry):

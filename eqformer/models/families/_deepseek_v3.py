@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Key
 
-from ...nn import Indexer, Transformer, YarnScaling
+from ...nn import Indexer, Rotary, Transformer, YarnScaling
 from .._attributes import Attribute, Count, Entry, Expect, Ignore
 from .._config_types import Length, Size
 from .._family import Family, MultimodalModel
@@ -113,18 +113,30 @@ def build_deepseek_v32(
     mixture = functools.partial(sigmoid_mixture_beside_shared, config, normalise=config.normalise)
     rotary = rotary_of(config, config.rope_dim, "rope_dim", interleaved=index_interleaved, scaling=config.scaling)
 
-    def indexer(key: Key[Array, ""]) -> Indexer:
-        return Indexer(
-            embed=config.embed,
-            q_latent=config.q_latent,
-            heads=config.index_heads,
-            dim=config.index_dim,
-            top_k=config.index_top_k,
-            rotary=rotary,
-            key=key,
-        )
-
+    indexer = functools.partial(indexer_of, config, rotary)
     return build_latent(config, mixture, interleaved=True, indexer=indexer, kinds=kinds, key=key)
+
+
+def indexer_of(
+    config: DeepSeekV32Config,
+    rotary: Rotary,
+    key: Key[Array, ""],
+    *,
+    rotates_last: bool = False,
+    norm_eps: float = 1e-6,
+) -> Indexer:
+    """Return the indexer of a layer; the options are those of `Indexer`."""
+    return Indexer(
+        embed=config.embed,
+        q_latent=config.q_latent,
+        heads=config.index_heads,
+        dim=config.index_dim,
+        top_k=config.index_top_k,
+        rotary=rotary,
+        rotates_last=rotates_last,
+        norm_eps=norm_eps,
+        key=key,
+    )
 
 
 DSA_ATTRIBUTES: tuple[Entry, ...] = (

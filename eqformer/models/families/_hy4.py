@@ -10,7 +10,7 @@ import functools
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, ExpandStreams, HyperConnection, Indexer, MergeStreams, Residual, Transformer
+from ...nn import Block, ExpandStreams, HyperConnection, MergeStreams, Residual, Transformer
 from .._attributes import Attribute, Count, Entry, Expect, Fields, Ignore, Unpublished
 from .._config_types import Attributes, Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
 from .._family import Family
@@ -19,7 +19,7 @@ from .._weight_rules import Rule
 from ._common import GATED, gated_weights, LAYER
 from ._decoder import decoder, gated_mlp, norm, rotary_of
 from ._deepseek import latent_attention, latent_attributes, LATENT_BYTE, LatentKind
-from ._deepseek_v3 import DSA_WEIGHTS
+from ._deepseek_v3 import DSA_WEIGHTS, indexer_of
 from ._glm import check_indexer_types, GLMMoEDSAConfig, indexer_types, reading_kinds
 from ._mixtures import FUSED, LayerMixtures, MIXTURE, SHARED, sigmoid_mixture_beside_shared
 
@@ -51,18 +51,7 @@ def build_hy4(config: Hy4Config, *, key: Key[Array, ""]) -> Transformer:
     )
     rotary = rotary_of(config, config.rope_dim, "rope_dim", scaling=config.scaling)
 
-    def indexer(key: Key[Array, ""]) -> Indexer:
-        return Indexer(
-            embed=config.embed,
-            q_latent=config.q_latent,
-            heads=config.index_heads,
-            dim=config.index_dim,
-            top_k=config.index_top_k,
-            rotary=rotary,
-            rotates_last=True,
-            norm_eps=config.eps,
-            key=key,
-        )
+    indexer = functools.partial(indexer_of, config, rotary, rotates_last=True, norm_eps=config.eps)
 
     def block(kind: LatentKind, key: Key[Array, ""]) -> Block:
         mixer, gate, feed_forward, first, second, index = jax.random.split(key, 6)

@@ -1,6 +1,7 @@
 """Kimi Linear (Kimi team 2025, arXiv:2510.26692): delta nets with a decay per channel, and latent attention."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 from jaxtyping import Array, Key
@@ -123,8 +124,8 @@ KIMI_WEIGHTS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KimiLinearConfig(SigmoidLatentConfig):
-    """The config of a Kimi Linear, which has no positions; `theta`, `scaling` and `temperature` have no effect."""
+class LatentNetConfig(SigmoidLatentConfig):
+    """The config of a model whose layers have latent attention or a `ChannelDeltaNet`, and mixtures or dense MLPs."""
 
     attention_layers: tuple[Index, ...]
     """The numbers of the layers with latent attention; all other layers have nets."""
@@ -135,26 +136,35 @@ class KimiLinearConfig(SigmoidLatentConfig):
     taps: Size = 4
     """The number of tokens that a net's convolutions read."""
     q_latent: Size | None = None
-    first_dense: Index = 1
-    groups: Size = 1
-    kept_groups: Size = 1
-    scale: Number = 2.446
-    eps: NotNegative = 1e-5
-    max_seq: Length = 1_048_576
 
 
-def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Transformer:
-    """Return a Kimi Linear with random weights."""
-    # The channels of keys that all heads share are rotated in DeepSeek-V3. This scaling leaves them unrotated.
-    unrotated_config = dataclasses.replace(config, scaling=ProportionalScaling(0.0))
+def build_latent_nets(
+    config: LatentNetConfig,
+    attention: Callable[[Key[Array, ""]], LatentAttention],
+    *,
+    rank: int | None = None,
+    lowest_log_decay: float | None = None,
+    key: Key[Array, ""],
+) -> Transformer:
+    """Return a model of latent attention and delta nets with random weights.
+
+    Args:
+        config: The config.
+        attention: Returns the attention of a layer.
+        rank: The `rank` of the nets.
+        lowest_log_decay: The `lowest_log_decay` of the nets.
+        key: The key of the weights.
+    """
 
     def mixer(is_attention: bool, key: Key[Array, ""]) -> LatentAttention | ChannelDeltaNet:
         if is_attention:
-            return latent_attention(unrotated_config, key=key)
+            return attention(key)
         return ChannelDeltaNet(
             embed=config.embed,
             heads=config.net_heads,
             head_dim=config.net_head_dim,
+            rank=rank,
+            lowest_log_decay=lowest_log_decay,
             taps=config.taps,
             activation=activation_of(config),
             eps=config.eps,
@@ -173,6 +183,25 @@ def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Trans
 
     kinds = [(layer in config.attention_layers, is_mixture) for layer, is_mixture in enumerate(config.mixtures)]
     return decoder(config, block, kinds, key=key)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KimiLinearConfig(LatentNetConfig):
+    """The config of a Kimi Linear, which has no positions; `theta`, `scaling` and `temperature` have no effect."""
+
+    first_dense: Index = 1
+    groups: Size = 1
+    kept_groups: Size = 1
+    scale: Number = 2.446
+    eps: NotNegative = 1e-5
+    max_seq: Length = 1_048_576
+
+
+def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Kimi Linear with random weights."""
+    # The channels of keys that all heads share are rotated in DeepSeek-V3. This scaling leaves them unrotated.
+    unrotated_config = dataclasses.replace(config, scaling=ProportionalScaling(0.0))
+    return build_latent_nets(config, lambda key: latent_attention(unrotated_config, key=key), key=key)
 
 
 _PRESETS = {

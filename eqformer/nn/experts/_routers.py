@@ -136,8 +136,7 @@ class TopKRouter(routing.Router):
         routing.check_top_k("TopKRouter", top_k, experts)
         if groups is not None:
             groups.check(experts, top_k)
-        if score not in SCORES:
-            raise ValueError(f"TopKRouter(score={score!r}): the scores are {', '.join(SCORES)}.")
+        _check_score("TopKRouter", score)
         if not 0 <= jitter < 1:
             raise ValueError(
                 f"TopKRouter(jitter={jitter}): factors are between 1 - jitter and 1 + jitter; give a number in [0, 1)."
@@ -206,6 +205,11 @@ SCORES: dict[str, Callable[[Array], Array]] = {
     "sqrt_softplus": _sqrt_softplus,
 }
 _SUMMED_EXPERTS = {"max": 1, "top2": 2}  # how many of a group's best experts its score sums
+
+
+def _check_score(router: str, score: str) -> None:
+    if score not in SCORES:
+        raise ValueError(f"{router}(score={score!r}): the scores are {', '.join(SCORES)}.")
 
 
 class NoisyTopKRouter(routing.Router):
@@ -390,8 +394,7 @@ class HashRouter(routing.Router, ReadsIds):
             key: For the weights and the table.
         """
         routing.check_top_k("HashRouter", top_k, experts)
-        if score not in SCORES:
-            raise ValueError(f"HashRouter(score={score!r}): the scores are {', '.join(SCORES)}.")
+        _check_score("HashRouter", score)
         linear_key, table_key = jax.random.split(key)
         self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=linear_key)
         self.table = routing.top_indices(jax.random.uniform(table_key, (vocab, experts)), top_k)
