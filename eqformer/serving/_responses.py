@@ -15,7 +15,7 @@ from jaxtyping import Float
 from .. import data
 from .._files import JsonObject, JsonValue, parse_json
 from ..interpretability import LayerExperts
-from ..text import Grammar, TextPiece, TextResult
+from ..text import Grammar, NO_FORCING, TextPiece, TextResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,8 +363,6 @@ _PROBE_MESSAGE: JsonObject = {
 }
 # Templates write arguments by `tojson`. A small model might never end a text with free space.
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# By default llguidance tokenizes text that has no alternative, and then refuses a special token that the text names.
-_NO_FORCING = '%llguidance {"no_forcing": true}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,7 +392,7 @@ class ToolCallFormat:
         ]
         names = " | ".join(f"call_{number}" for number in range(len(calls)))
         start = f"start: {write(self.before_name)} ({names}) {write(self.after_arguments)}"
-        return Grammar("lark", "\n".join([_NO_FORCING, start, *calls]))
+        return Grammar("lark", "\n".join([NO_FORCING, start, *calls]))
 
 
 def find_call_format(

@@ -14,10 +14,10 @@ from .._failures import foreign_call, load_extra
 from .._files import parse_json
 
 
-_NO_FORCING = '%llguidance {"no_forcing": true}'
-"""First line of a grammar in the language of Lark. By default llguidance tokenizes text that has no alternative, and
-then refuses a special token that the text names."""
-_ESCAPED = re.compile(r"\\.|/|\n")
+NO_FORCING = '%llguidance {"no_forcing": true}'
+"""First line of a grammar in the language of Lark that turns off the forcing of llguidance. By default llguidance
+itself tokenizes text that has no alternative, and raises if that text holds the name of a special token."""
+_IN_PATTERN = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,9 @@ class GrammarCompiler:
         self._package = load_extra("llguidance", extra="grammar", call=call)
         self._vocab = vocab
         if not end_ids:
-            raise ValueError(f"{call}: no id ends the model's texts, so none could end with its grammar; set end_ids.")
+            raise ValueError(
+                f"{call}: no id ends the model's texts, so no text could end where its grammar does; set end_ids."
+            )
         if not isinstance(tokenizer, data.ByteTokenizer | data.FileTokenizer):
             raise ValueError(
                 f"{call}: llguidance reads the vocabulary of a tokenizer.json, which a {type(tokenizer).__name__} does "
@@ -55,11 +57,12 @@ class GrammarCompiler:
         with foreign_call(lambda reason: f"{call}: llguidance cannot read the model's tokenizer ({reason})."):
             tokenizer_json = tokenizer.to_json()
             self._tokenizer = self._package.LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=list(end_ids))
+        # A `ByteTokenizer` has names of special tokens only in its JSON.
         added_tokens = parse_json(tokenizer_json, unique=False)["added_tokens"]
         self._special_names = [token["content"] for token in added_tokens if token["special"]]
 
     def compile(self, grammar: Grammar) -> Callable[[list[int]], Bool[np.ndarray, "vocab"]]:
-        """Return the `allowed` function of one text; each call must pass all ids so far.
+        """Return the `allowed` function of one text, which has state; each call must pass all new ids so far.
 
         Raises a `ValueError` for a grammar that cannot be read.
         """
@@ -86,19 +89,19 @@ class GrammarCompiler:
     def _names_special(self, kind: str, source: str) -> bool:
         """Return whether a grammar seems to hold the name of a special token, such as `<|im_start|>`."""
         if kind == "json_schema":
-            # The source may escape characters.
+            # JSON may write a character as an escape such as \u003c.
             source = json.dumps(parse_json(source, unique=False), ensure_ascii=False)
-        unescaped = source.replace("\\", "")  # Patterns escape the bars of a name.
+        unescaped = source.replace("\\", "")  # A regular expression writes <\|im_start\|>.
         return any(name in unescaped for name in self._special_names)
 
 
 def _write_unforced(kind: str, source: str) -> str:
-    """Return a schema or a regular expression in the language of Lark, of which llguidance tokenizes no text itself."""
+    """Return a JSON schema or a regular expression as a grammar in the language of Lark, without forcing."""
     if kind == "regex":
-        escapes = {"/": r"\/", "\n": r"\n"}
-        pattern = _ESCAPED.sub(lambda match: escapes.get(match[0]) or match[0], source)
-        return f"{_NO_FORCING}\nstart: /{pattern}/"
-    return f"{_NO_FORCING}\nstart: %json {source}"
+        escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+        pattern = _IN_PATTERN.sub(lambda match: escapes.get(match[0]) or match[0], source)
+        return f"{NO_FORCING}\nstart: /{pattern}/"
+    return f"{NO_FORCING}\nstart: %json {source}"
 
 
 class _GrammarMask:

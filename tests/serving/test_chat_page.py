@@ -62,9 +62,9 @@ def test_tokens_are_streamed_with_their_probabilities_and_experts(page, server, 
     rows = page.text("#details").split("\n")
     shares = [float(row.split()[-2]) for row in rows if row.endswith("%")]
     assert len(shares) in (5, 6) and shares == sorted(shares, reverse=True)
-    drawn = float(page.text("#details .drawn .share").split()[-2])
+    share = float(page.text("#details .sampled .share").split()[-2])
     number = page.run(f"return {TOKENS}.indexOf({alone}.tokens[0])")
-    assert drawn == pytest.approx(100 * math.exp(answer.log_probs[number]), abs=0.11)
+    assert share == pytest.approx(100 * math.exp(answer.log_probs[number]), abs=0.11)
     backgrounds = "return [...document.querySelectorAll('.token')].map((span) => span.style.background)"
     by_probability = page.run(backgrounds)
     expected = first_experts(llm, llm.chat_tokens([{"role": "user", "content": "Hi"}]), answer.ids)

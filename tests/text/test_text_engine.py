@@ -143,6 +143,7 @@ def test_masks_are_each_requests_own(llm, engine):
             lambda text: text == '"<|endoftext|>"',
         ),
         (Grammar("regex", r"<\|endoftext\|>/\/"), lambda text: text == "<|endoftext|>//"),
+        (Grammar("regex", "<\\|endoftext\\|>\\\n"), lambda text: text == "<|endoftext|>\n"),
     ],
 )
 def test_a_text_follows_its_grammar(engine, grammar, check):
