@@ -26,10 +26,10 @@ class LayerExperts(NamedTuple):
 
 
 def expert_layers(model: PyTree) -> list[int]:
-    """Return the numbers of the layers whose tokens choose experts; none for a model that `trace_experts` cannot read.
+    """Return the numbers of the layers in which tokens choose experts; empty for a model that cannot be traced.
 
     A mixture whose experts choose their tokens does not count, and neither do the layers of an encoder, of a predictor
-    of a further token, and of a model that a plan has sharded.
+    for speculative decoding, and of a sharded model.
     """
     return [layer for layer, _ in _find_routers(model)]
 
@@ -37,8 +37,8 @@ def expert_layers(model: PyTree) -> list[int]:
 def trace_experts(model: PyTree, ids: Sequence[int], source: Sequence[int] | None = None) -> list[LayerExperts]:
     """Return the experts that read each token of a text, for each of the `expert_layers(model)` in their order.
 
-    One pass without a cache reads the text. Its length is rounded up to a power of two, so that other texts mostly
-    reuse the compiled program.
+    One pass without a cache reads the text. Its length is padded to a power of two of at least 64, and at most to the
+    learned positions, so that other texts mostly reuse the compiled program.
 
     Args:
         model: The language model.
@@ -50,7 +50,7 @@ def trace_experts(model: PyTree, ids: Sequence[int], source: Sequence[int] | Non
     """
     call, routers = "trace_experts(model, ids)", _find_routers(model)
     if not routers:
-        raise ValueError(f"{call}: the tokens of the model choose no experts; give a model with a mixture of experts.")
+        raise ValueError(f"{call}: the tokens choose no experts in a layer that can be traced; see `expert_layers`.")
     if model.max_seq is not None and len(ids) > model.max_seq:
         raise ValueError(
             f"{call}: there are {len(ids)} ids, but the model has {model.max_seq} learned positions; shorten the text."

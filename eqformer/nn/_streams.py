@@ -1,7 +1,6 @@
 """Several residual streams of each token: hyper-connections around sublayers, and the streams' beginning and end.
 
-The streams of a token are a dim of activations before the tokens, `*batch streams seq embed`, so that rows are the
-first dim, and tokens and channels the last two, as in a single stream.
+Activations are `*batch streams seq embed`: the batch is first, and tokens and channels are last, as in a single stream.
 """
 
 import dataclasses
@@ -37,11 +36,11 @@ class ExpandStreams(StreamExpansion):
 
 
 class StreamWeights(StreamMap):
-    """Weights of a token's streams, computed from all its streams: `scale * (W x) / rms(x) + base`.
+    """Logits of the weights of a token's streams, computed from all its streams: `scale * (W x) / rms(x) + base`.
 
-    `x` is the vector of all channels of all streams, and `rms(x)` the root of `mean(x^2) + eps`. The weights have
-    several uses, such as reading and writing, and `scale` has one number for each use. Everything is computed in
-    float32 at least.
+    `x` is the vector of all channels of all streams, and `rms(x)` the root of `mean(x^2) + eps`. There is a group of
+    logits for each use, such as reading and writing, and `scale` has one number for each group. Everything is computed
+    in float32 at least.
     """
 
     sizes: tuple[int, ...] = eqx.field(static=True)
@@ -65,7 +64,7 @@ class StreamWeights(StreamMap):
         Args:
             streams: Streams of a token.
             embed: Channels of a stream.
-            base: The first values of `base` for each use, from which the number of weights is read.
+            base: The first values of `base` for each use; their number is the number of logits of the use.
             eps: Added to the mean of squares.
             key: For the weights.
         """
@@ -80,9 +79,12 @@ class StreamWeights(StreamMap):
         add: Callable[[Float[Array, "*batch seq sums"]], Float[Array, "*batch seq sums"]],
         slices: int = 1,
     ) -> tuple[Float[Array, "*batch seq _"], ...]:
-        """Return the weights of each use, from the products with the map and the sum of squares."""
+        """Return the logits of each use.
+
+        `add` sums products and squares over the `slices` devices that share the channels.
+        """
         wide = x.astype(at_least_float32(x.dtype))
-        with jax.default_matmul_precision("highest"):  # as in routers, since rounded weights would change all channels
+        with jax.default_matmul_precision("highest"):  # A rounding error of a stream's weight changes all its channels.
             products = jnp.einsum("...nsd,mnd->...sm", wide, self.weight.astype(wide.dtype))
         sums = add(jnp.concatenate([products, jnp.sum(wide * wide, (-3, -1))[..., None]], -1))
         channels = slices * x.shape[-3] * x.shape[-1]
@@ -124,11 +126,11 @@ class Sinkhorn:
 
 
 class HyperConnection(Sublayer):
-    """A sublayer of several residual streams (Zhu et al. 2024, arXiv:2409.19606): `x_k = sum_j M_jk x_j + w_k f(x)`.
+    """A sublayer of several residual streams (Zhu et al. 2024, arXiv:2409.19606): `y_k = sum_j M_jk x_j + w_k f(s)`.
 
-    `f` is the branch of a `Residual`, with its norms and dropout. Its input is the sum `sum_j r_j x_j` of the streams.
-    The weights of reading `r = sigmoid(.) + eps`, of writing `w = write_scale * sigmoid(.) + write_eps`, and of
-    mixing `M` are computed from all streams of the token by `StreamWeights`.
+    `f` is the branch of a `Residual`, with its norms and dropout. Its input is the sum `s = sum_j r_j x_j` of streams.
+    The weights of reading `r = sigmoid(logits) + eps`, of writing `w = write_scale * sigmoid(logits) + write_eps`, and
+    of mixing `M` come from the logits that `StreamWeights` computes from all streams of the token.
 
     - Manifold-constrained hyper-connections (mHC, Xie et al. 2025, arXiv:2512.24880; DeepSeek-V4): `M` is a matrix
       whose rows and columns add up to 1, by `mixing=Sinkhorn()`.
@@ -156,7 +158,9 @@ class HyperConnection(Sublayer):
         norm_eps: float = 1e-6,
         key: Key[Array, ""],
     ):
-        """Draw the weights; at first the layer reads the mean of equal streams, and adds its output to each of them.
+        """Draw the weights; at first the layer reads nearly the mean of the streams (of two or more).
+
+        With the default `write_scale` and `write_eps`, it adds its output to each stream with a weight near 1.
 
         Args:
             branch: The sublayer.
@@ -164,7 +168,7 @@ class HyperConnection(Sublayer):
             embed: Channels of a stream.
             mixing: Makes the matrix that mixes the streams; None: streams are not mixed.
             eps: Added to the weights of reading.
-            write_scale: The largest weight of writing.
+            write_scale: The factor of the sigmoid in the weights of writing.
             write_eps: Added to the weights of writing.
             norm_eps: Added to the mean of squares of all channels.
             key: For the weights.
@@ -241,7 +245,7 @@ class MergeStreams(StreamMerge):
         norm_eps: float = 1e-6,
         key: Key[Array, ""],
     ):
-        """Draw the weights; at first the sum is nearly the mean of the streams.
+        """Draw the weights; at first the sum is nearly the mean of the streams (of two or more).
 
         Args:
             norm: The norm of the sum.
@@ -264,7 +268,7 @@ class MergeStreams(StreamMerge):
 def _sum_streams(
     x: Float[Array, "*batch streams seq embed"], weights: Float[Array, "*batch seq streams"]
 ) -> Float[Array, "*batch seq embed"]:
-    """Return the weighted sum of each token's streams, added in the dtype of the weights."""
+    """Return the weighted sum of each token's streams: summed in the dtype of the weights, returned in that of `x`."""
     by_stream = jnp.swapaxes(weights, -1, -2)[..., None]
     return jnp.sum(by_stream * x.astype(weights.dtype), axis=-3).astype(x.dtype)
 
@@ -277,16 +281,16 @@ def _mix_matrix(
 
 
 def _read_base(streams: int) -> Float[Array, "streams"]:
-    """Return the logits of weights that add up to 1."""
+    """Return the logits whose sigmoids are `1 / streams`; for one stream 0, whose sigmoid is 1/2."""
     return jnp.full(streams, -math.log(max(streams - 1, 1)))
 
 
 _DIAGONAL = 4.0
-"""The first logit of the weight with which a stream stays in its place; 0 are those of other streams."""
+"""The first logit of mixing a stream into itself; the logits between different streams are 0 at first."""
 
 
 def _tokens_of_streams(tokens: Tokens, x: Float[Array, "*batch streams seq embed"]) -> Tokens:
-    """Return the tokens without a dim of streams, which they have if a caller numbered the tokens of `x` itself."""
+    """Return the tokens without a dim of streams, which positions have that were made for the shape of `x`."""
     if tokens.positions.ndim < x.ndim - 1:
         return tokens
     return with_row_layout_of(jax.tree.map(lambda array: array[..., 0, :], tokens), tokens)

@@ -50,9 +50,9 @@ class Step(eqx.Module):
             )
         if self.program is None:
             return self.run((batch, key, self.rate), state)
-        arrays, structure = _flatten_arrays(state)
+        arrays, rebuild_state = _flatten_arrays(state)
         arrays, metrics = self.program(arrays, _flatten_arrays((batch, key, self.rate))[0])
-        return structure(arrays), metrics
+        return rebuild_state(arrays), metrics
 
     def lower(
         self, state: PyTree, batch: PyTree, key: PyTree = None, *, keep_unused: bool = False
@@ -62,11 +62,11 @@ class Step(eqx.Module):
         The program's argument 0 is the list of the state's arrays, without the state's structure: a program called with
         trees of modules flattens each of them in Python at every step, which takes longer than small steps should.
         """
-        arrays, state_structure = _flatten_arrays(state)
-        data, data_structure = _flatten_arrays((batch, key, self.rate))
+        arrays, rebuild_state = _flatten_arrays(state)
+        data, rebuild_data = _flatten_arrays((batch, key, self.rate))
 
         def run(arrays: list[Array], data: list[Array]) -> tuple[list[Array], dict[str, Array]]:
-            new_state, metrics = self.run(data_structure(data), state_structure(arrays))
+            new_state, metrics = self.run(rebuild_data(data), rebuild_state(arrays))
             return _flatten_arrays(new_state)[0], metrics
 
         return jax.jit(run, donate_argnums=0, keep_unused=keep_unused).lower(arrays, data)

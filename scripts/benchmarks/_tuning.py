@@ -180,9 +180,7 @@ def make_peer_pass(folder: Path, pack_seq: int | None) -> Contender:
     size = ROWS if pack_seq else round(np.mean([len(unpack(batch)) for batch in packed]))
     batches = _peers.trl_batches(conversations, size, pack_seq)
     common = unpack(packed[0])
-    first = _peers.trl_batches(common, len(common))[0]
-    if pack_seq:
-        first = _peers.trl_batches(common, ROWS, pack_seq)[0]
+    first = _peers.trl_batches(common, ROWS if pack_seq else len(common), pack_seq)[0]
     step = _peers.lora_step(folder, rank=RANK, maps=PEFT_MAPS)
     positions = sum(inputs["input_ids"].numel() for inputs, _ in batches)
     padding = sum(int((inputs["attention_mask"] == 0).sum()) for inputs, _ in batches if "attention_mask" in inputs)
