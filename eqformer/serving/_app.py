@@ -41,12 +41,11 @@ from ._responses import (
     Token,
     token_texts,
     tokens_of,
-    ToolCall,
-    ToolCallParser,
     usage,
     write_embeddings,
 )
 from ._service import merge, Prompt, Service, TextService
+from ._tool_calls import ToolCall, ToolCallParser
 
 
 T = TypeVar("T")

@@ -1,21 +1,21 @@
-"""Responses of the OpenAI protocol as JSON objects, and the calls of tools that an answer makes."""
+"""Responses of the OpenAI protocol as JSON objects."""
 
 import base64
 import dataclasses
 import functools
 import json
-import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Float
 
 from .. import data
-from .._files import JsonObject, JsonValue, parse_json
+from .._files import JsonObject, JsonValue
 from ..interpretability import LayerExperts
-from ..text import Grammar, NO_FORCING, TextPiece, TextResult
+from ..text import TextPiece, TextResult
+from ._tool_calls import ToolCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +171,7 @@ class ResponseWriter:
         return self._token_text(token) or f"token_id:{token}"
 
 
-def chat_message(content: str, calls: "Sequence[ToolCall]", *, delta: bool = False) -> JsonObject:
+def chat_message(content: str, calls: Sequence[ToolCall], *, delta: bool = False) -> JsonObject:
     """Return a message of the assistant; with `delta`, the part of a message that an event of a stream adds."""
     message: JsonObject = {} if delta else {"role": "assistant"}
     if content or not (calls or delta):
@@ -183,7 +183,7 @@ def chat_message(content: str, calls: "Sequence[ToolCall]", *, delta: bool = Fal
     return message
 
 
-def _call_object(call: "ToolCall", number: int, delta: bool) -> JsonObject:
+def _call_object(call: ToolCall, number: int, delta: bool) -> JsonObject:
     function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
     values = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
     return {"index": number} | values if delta else values
@@ -244,218 +244,3 @@ def _finite(value: JsonValue) -> JsonValue:
         case list():
             return [_finite(item) for item in value]
     return value
-
-
-# Calls of tools, in the formats that published chat templates teach.
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"  # Hermes and Qwen: one JSON object in each pair of tags.
-_LIST = "[TOOL_CALLS]"  # Mistral: a list of JSON objects, or in later versions a name, [ARGS] and an object.
-_PYTHON = "<|python_tag|>"  # Llama 3: before a JSON object, or left out by smaller models.
-_MARKERS = (_OPEN, _LIST, _PYTHON)
-_ANY_MARKER = "|".join(map(re.escape, _MARKERS))
-_CALL_START = re.compile(
-    rf"(?:{_ANY_MARKER})\s*(?:(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{))?", re.DOTALL
-)
-_CALL_END = re.compile(rf"\s*(?:{re.escape(_CLOSE)}|{_ANY_MARKER}|\Z)")
-
-
-@dataclasses.dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool that a model has written."""
-
-    name: str
-    arguments: JsonValue
-    """The arguments as a JSON object."""
-
-
-class ToolCallParser:
-    """Parser of an answer in pieces, which divides it into plain text and calls of tools.
-
-    Text that may begin a call is held back. Text that looks like a call, but has broken JSON or the name of no tool, is
-    plain text.
-    """
-
-    def __init__(self, names: Collection[str]):
-        self._names = frozenset(names)
-        self._pending = ""
-        self._is_call = False
-        self._has_text = False
-
-    def push(self, piece: str) -> str:
-        """Return the text that is certain to belong to no call."""
-        self._pending += piece
-        # Smaller models answer with the JSON object alone, whose texts may name a marker.
-        if self._is_call or (not self._has_text and self._pending.lstrip()[:1] in ("{", "")):
-            return ""
-        starts = [start for marker in _MARKERS if (start := self._pending.find(marker)) >= 0]
-        if starts:
-            self._is_call = True
-            return self._release(min(starts))
-        return self._release(len(self._pending) - _marker_length(self._pending))
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """Return the text that was held back and belongs to no call, and the calls."""
-        known = [(start, call) for start, call in _parse_calls(self._pending) if call.name in self._names]
-        return self._release(known[0][0] if known else len(self._pending)), [call for _, call in known]
-
-    def _release(self, length: int) -> str:
-        text, self._pending = self._pending[:length], self._pending[length:]
-        self._has_text = self._has_text or bool(text.strip())
-        return text
-
-
-def _marker_length(text: str) -> int:
-    """Return the length of the longest end of a text that is the beginning of a marker."""
-    lengths = range(1, min(len(text) + 1, max(map(len, _MARKERS))))
-    return max((n for n in lengths if any(marker.startswith(text[-n:]) for marker in _MARKERS)), default=0)
-
-
-def _parse_calls(text: str) -> list[tuple[int, ToolCall]]:
-    """Return the calls of a text, each with the position of its beginning; none for text that cannot be parsed."""
-    if text.lstrip().startswith("{"):
-        try:
-            if calls := [*_calls_of(parse_json(text.strip(), unique=False))]:
-                return [(0, call) for call in calls]
-        except ValueError:
-            pass
-    calls, position = [], 0
-    # The search goes on behind each call, because the texts in its arguments may name a marker.
-    while match := _CALL_START.search(text, position):
-        position = match.end()
-        value, stop = _decode_json(text, position)
-        if value is None or not _CALL_END.match(text, stop):
-            continue
-        position = stop
-        if match["name"]:
-            value = {"name": match["name"], "arguments": value}
-        for item in value if isinstance(value, list) else [value]:
-            calls += [(match.start(), call) for call in _calls_of(item)]
-    return calls
-
-
-def _decode_json(text: str, start: int) -> tuple[JsonValue, int]:
-    """Return the JSON value that begins at a position, and where it stops; None for text that is not JSON."""
-    try:
-        _, stop = json.JSONDecoder().raw_decode(text, start)
-        return parse_json(text[start:stop], unique=False), stop
-    except (ValueError, RecursionError):
-        return None, start
-
-
-def _calls_of(value: JsonValue) -> Iterator[ToolCall]:
-    """Yield the call that a JSON value describes; nothing if it describes none."""
-    match value:
-        case {"name": str() as name, "arguments": dict() as arguments}:
-            yield ToolCall(name, arguments)
-        case {"name": str() as name, "parameters": dict() as arguments}:
-            yield ToolCall(name, arguments)
-
-
-# The format in which a chat template writes calls, as a grammar that forces an answer to be a call.
-
-_PROBE = ToolCall("probed_function", {"probed_argument": "probed value"})
-_PROBE_ARGUMENTS = re.compile(r'\{\s*"probed_argument"\s*:\s*"probed value"\s*\}')
-_PROBE_ID = "a1B2c3D4e"  # Mistral's templates refuse ids other than nine letters and digits.
-_PROBE_MESSAGE: JsonObject = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"id": _PROBE_ID, "type": "function", "function": dataclasses.asdict(_PROBE)}],
-}
-# Templates write arguments by `tojson`. A small model might never end a text with free space.
-_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-@dataclasses.dataclass(frozen=True)
-class ToolCallFormat:
-    """The texts that a chat template writes around the name and the arguments of a call."""
-
-    lead: str
-    """The text of the answer before the call, such as empty reasoning."""
-    before_name: str
-    before_arguments: str
-    after_arguments: str
-
-    def grammar(self, tools: Iterable[JsonObject], marker_ids: Mapping[str, int]) -> Grammar:
-        """Return the grammar of an answer without its lead, which is a call of one of the tools.
-
-        Raises a `ValueError` for a tool whose name or whose parameters no call can have.
-
-        Args:
-            tools: The tools that may be called.
-            marker_ids: The ids of markers that are one token (`find_marker_ids`).
-        """
-        write = functools.partial(_write_literal, marker_ids=marker_ids)
-        functions = [tool["function"] for tool in tools]
-        calls = [
-            f"call_{number}: {write(function['name'] + self.before_arguments)} %json {_arguments_schema(function)}"
-            for number, function in enumerate(functions)
-        ]
-        names = " | ".join(f"call_{number}" for number in range(len(calls)))
-        start = f"start: {write(self.before_name)} ({names}) {write(self.after_arguments)}"
-        return Grammar("lark", "\n".join([NO_FORCING, start, *calls]))
-
-
-def find_call_format(
-    template: data.ChatTemplate, messages: Sequence[JsonObject], options: JsonObject, ends: Iterable[str]
-) -> ToolCallFormat | None:
-    """Return the format in which a chat template writes the answer's call of a tool.
-
-    The template renders a call of a made-up tool as the answer to the messages. Returns None if the template refuses
-    that, or if the server does not read calls of the format.
-
-    Args:
-        template: The chat template.
-        messages: The conversation.
-        options: The variables of the template.
-        ends: The names of the tokens that end a text.
-    """
-    try:
-        text, replies = data.find_replies(template, [*messages, _PROBE_MESSAGE], **options)
-    except ValueError:
-        return None
-    if (spans := replies[-1]) is None:
-        return None
-    answer = text[slice(*spans[1])]
-    for end in filter(None, ends):
-        answer = answer.partition(end)[0]
-    answer = answer.rstrip()
-    arguments, name = _PROBE_ARGUMENTS.search(answer), answer.find(_PROBE.name)
-    if arguments is None or not 0 <= name < arguments.start():
-        return None
-    starts = [start for marker in (*_MARKERS, "{") if 0 <= (start := answer.find(marker)) < name]
-    start = min(starts, default=name)
-    if _parse_calls(answer[start:]) != [(0, _PROBE)]:
-        return None
-    before_arguments = answer[name + len(_PROBE.name) : arguments.start()]
-    return ToolCallFormat(answer[:start], answer[start:name], before_arguments, answer[arguments.end() :])
-
-
-def find_marker_ids(tokenizer: data.PromptTokenizer) -> dict[str, int]:
-    """Return the ids of special tokens, and of markers of calls that are one token, by their names."""
-    special_ids: Sequence[int] = getattr(tokenizer, "special_ids", ())
-    marker_ids = {tokenizer.decode_prompt([number]): number for number in special_ids}
-    for marker in (*_MARKERS, _CLOSE, "[CALL_ID]", "[ARGS]"):
-        ids = tokenizer.encode_prompt(marker, add_special_tokens=False).tolist()
-        if len(ids) == 1:
-            marker_ids[marker] = ids[0]
-    return marker_ids
-
-
-def _write_literal(text: str, marker_ids: Mapping[str, int]) -> str:
-    """Return a text in the language of Lark: markers by their ids, and an id of a call as any id."""
-    names = sorted(filter(None, [*marker_ids, _PROBE_ID]), key=len, reverse=True)
-    pieces = re.split(f"({'|'.join(map(re.escape, names))})", text)
-    ids = {name: f"<[{number}]>" for name, number in marker_ids.items()} | {_PROBE_ID: "/[a-zA-Z0-9]{9}/"}
-    return " ".join(ids.get(piece) or json.dumps(piece, ensure_ascii=False) for piece in pieces if piece)
-
-
-def _arguments_schema(function: JsonObject) -> str:
-    """Return the JSON schema of a tool's arguments as a text; raise a `ValueError` for a tool that cannot be called."""
-    name, parameters = function["name"], function.get("parameters")
-    if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-        raise ValueError(f"tools: {name[:80]!r} cannot be called by force; use letters, digits, _, - and . in its name")
-    if parameters is None:
-        parameters = {"properties": {}, "additionalProperties": False}
-    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise ValueError(f"tools: the parameters of {name[:80]} must be a JSON schema of the type object; correct them")
-    return json.dumps({"type": "object"} | parameters | {"x-guidance": _SEPARATORS})

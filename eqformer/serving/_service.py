@@ -17,7 +17,7 @@ from .._files import JsonObject
 from ..text import Grammar, LLM, TextEngine, TextPiece, TextRequest
 from ._metrics import ServerMetrics
 from ._protocol import ChatRequest, CompletionRequest, RequestError, TextOptions
-from ._responses import find_call_format, find_marker_ids
+from ._tool_calls import find_call_format, find_marker_ids
 
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from text_cases import CONFIG, small_model
 
 import eqformer
 from eqformer import data, models
-from eqformer.serving._responses import find_call_format, ToolCallParser
+from eqformer.serving._tool_calls import find_call_format, ToolCallParser
 from eqformer.text import LLM
 
 
