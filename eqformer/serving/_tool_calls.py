@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from .. import data
 from .._files import JsonObject, JsonValue, parse_json
-from ..text import Grammar, NO_FORCING
+from ..text import Grammar
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"  # Hermes and Qwen: one JSON object in each pair of tags.
@@ -155,7 +155,7 @@ class ToolCallFormat:
         ]
         names = " | ".join(f"call_{number}" for number in range(len(calls)))
         start = f"start: {write(self.before_name)} ({names}) {write(self.after_arguments)}"
-        return Grammar("lark", "\n".join([NO_FORCING, start, *calls]))
+        return Grammar("lark", "\n".join([start, *calls]))
 
 
 def find_call_format(

@@ -13,7 +13,7 @@ from ._generate_texts import (
     GenerateOptions as GenerateOptions,
     StreamedText as StreamedText,
 )
-from ._grammars import Grammar as Grammar, NO_FORCING as NO_FORCING
+from ._grammars import Grammar as Grammar
 from ._llm import LLM as LLM, prepare_to_decode as prepare_to_decode
 from ._load import load as load, load_llm as load_llm, make_llm as make_llm
 from ._prompt_file import complete_file as complete_file, FileSummary as FileSummary

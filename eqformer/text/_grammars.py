@@ -11,12 +11,9 @@ from jaxtyping import Bool
 
 from .. import data
 from .._failures import foreign_call, load_extra
-from .._files import parse_json
 
 
-NO_FORCING = '%llguidance {"no_forcing": true}'
-"""First line of a grammar in the language of Lark that turns off the forcing of llguidance. By default llguidance
-itself tokenizes text that has no alternative, and raises if that text holds the name of a special token."""
+_NO_FORCING = '%llguidance {"no_forcing": true}'
 _IN_PATTERN = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
@@ -55,11 +52,7 @@ class GrammarCompiler:
                 "not have; pass a function of your own as `allowed`."
             )
         with foreign_call(lambda reason: f"{call}: llguidance cannot read the model's tokenizer ({reason})."):
-            tokenizer_json = tokenizer.to_json()
-            self._tokenizer = self._package.LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=list(end_ids))
-        # A `ByteTokenizer` has names of special tokens only in its JSON.
-        added_tokens = parse_json(tokenizer_json, unique=False)["added_tokens"]
-        self._special_names = [token["content"] for token in added_tokens if token["special"]]
+            self._tokenizer = self._package.LLTokenizer(tokenizer.to_json(), n_vocab=vocab, eos_token=list(end_ids))
 
     def compile(self, grammar: Grammar) -> Callable[[list[int]], Bool[np.ndarray, "vocab"]]:
         """Return the `allowed` function of one text, which has state; each call must pass all new ids so far.
@@ -77,45 +70,62 @@ class GrammarCompiler:
         if grammar.kind not in readers:
             raise ValueError(f"{call}: a grammar's kind is one of {', '.join(readers)}; correct it.")
         with foreign_call(lambda reason: f"{call}: the grammar cannot be read ({reason}); correct it."):
-            grammar_text = readers[grammar.kind](source)
-            if grammar.kind != "lark" and self._names_special(grammar.kind, source):
-                grammar_text = _write_unforced(grammar.kind, source)
-            matcher = matchers(self._tokenizer, grammar_text, log_level=0)
+            matcher = matchers(self._tokenizer, readers[grammar.kind](source), log_level=0)
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split("<state>")[0].split())
             raise ValueError(f"{call}: the grammar cannot be read ({reason}); correct it.")
-        return _GrammarMask(matcher, self._vocab)
-
-    def _names_special(self, kind: str, source: str) -> bool:
-        """Return whether a grammar seems to hold the name of a special token, such as `<|im_start|>`."""
-        if kind == "json_schema":
-            # JSON may write a character as an escape such as \u003c.
-            source = json.dumps(parse_json(source, unique=False), ensure_ascii=False)
-        unescaped = source.replace("\\", "")  # A regular expression writes <\|im_start\|>.
-        return any(name in unescaped for name in self._special_names)
+        make_unforced = lambda: matchers(self._tokenizer, _write_unforced(grammar.kind, source), log_level=0)
+        return _GrammarMask(matcher, make_unforced, self._vocab)
 
 
 def _write_unforced(kind: str, source: str) -> str:
-    """Return a JSON schema or a regular expression as a grammar in the language of Lark, without forcing."""
+    """Return a grammar in the language of Lark that turns off the forcing of llguidance."""
+    if kind == "lark":
+        return f"{_NO_FORCING}\n{source}"
     if kind == "regex":
         escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
         pattern = _IN_PATTERN.sub(lambda match: escapes.get(match[0]) or match[0], source)
-        return f"{NO_FORCING}\nstart: /{pattern}/"
-    return f"{NO_FORCING}\nstart: %json {source}"
+        return f"{_NO_FORCING}\nstart: /{pattern}/"
+    return f"{_NO_FORCING}\nstart: %json {source}"
 
 
 class _GrammarMask:
-    """The tokens that a grammar allows after the ids of one text."""
+    """The tokens that a grammar allows after the ids of one text.
 
-    def __init__(self, matcher: Any, vocab: int):
-        self._matcher, self._vocab = matcher, vocab
+    llguidance itself tokenizes text that has no alternative, and allows the one next token of it. If that text holds
+    the name of a special token, llguidance allows that special token, which its own parser then refuses. From there on,
+    a matcher without this forcing reads the text.
+    """
+
+    def __init__(self, matcher: Any, make_unforced: Callable[[], Any], vocab: int):
+        self._matcher, self._make_unforced, self._vocab = matcher, make_unforced, vocab
         self._count = 0
         """Ids that the matcher has read."""
 
     def __call__(self, ids: list[int]) -> Bool[np.ndarray, "vocab"]:
         """Return which ids may follow these; raise a `RuntimeError` if the matcher gives up, at one of its limits."""
+        self._read(ids)
+        allowed = self._compute_allowed()
+        (tokens,) = np.nonzero(allowed)
+        if len(tokens) == 1 and not self._accepts(tokens.tolist()):
+            self._matcher, self._count = self._make_unforced(), 0
+            self._read(ids)
+            allowed = self._compute_allowed()
+        return allowed
+
+    def _read(self, ids: list[int]) -> None:
         new, self._count = ids[self._count :], len(ids)
         if not self._matcher.consume_tokens(new):
             raise RuntimeError(self._matcher.get_error())
+
+    def _compute_allowed(self) -> Bool[np.ndarray, "vocab"]:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, count=self._vocab, bitorder="little").astype(bool)
+
+    def _accepts(self, tokens: list[int]) -> bool:
+        """Return whether the parser reads these tokens next, or may end the text with them."""
+        # `validate_tokens` refuses every special token; a copy tells those that the grammar names as such.
+        matcher = self._matcher
+        return bool(
+            matcher.validate_tokens(tokens) or matcher.is_accepting() or matcher.deep_copy().consume_tokens(tokens)
+        )

@@ -144,6 +144,16 @@ def test_masks_are_each_requests_own(llm, engine):
         ),
         (Grammar("regex", r"<\|endoftext\|>/\/"), lambda text: text == "<|endoftext|>//"),
         (Grammar("regex", "<\\|endoftext\\|>\\\n"), lambda text: text == "<|endoftext|>\n"),
+        (
+            Grammar("lark", 'start: ("x" | "y") "<|endof" T "z"\nT: /t\\x65xt\\|>/'),
+            lambda text: text[1:] == "<|endoftext|>z",
+        ),
+        (
+            Grammar("lark", '%llguidance {}\nstart: %json {"const": "<|endoftext|>"}'),
+            lambda text: text == '"<|endoftext|>"',
+        ),
+        # A special token that the grammar names as such, without quotes, stays that token, which ends the text.
+        (Grammar("lark", 'start: "x" <|endoftext|>'), lambda text: text == "x"),
     ],
 )
 def test_a_text_follows_its_grammar(engine, grammar, check):
