@@ -33,6 +33,8 @@ from ._protocol import (
 )
 from ._responses import (
     chat_message,
+    ChatEvents,
+    CompletionEvents,
     dump,
     event,
     experts_fields,
@@ -40,12 +42,11 @@ from ._responses import (
     ResponseWriter,
     Token,
     token_texts,
-    tokens_of,
     usage,
     write_embeddings,
 )
 from ._service import merge, Prompt, Service, TextService
-from ._tool_calls import ToolCall, ToolCallParser
+from ._tool_calls import ToolCallParser
 
 
 T = TypeVar("T")
@@ -219,7 +220,7 @@ class TextRoutes(ServerRoutes[TextService]):
         prompts = await service.encode_completion(body)
         writer = ResponseWriter("text_completion", "cmpl", self._name, self._token_text)
         if body.options.stream:
-            return await self._stream_texts(body.options, prompts, _CompletionEvents(writer, body.options))
+            return await self._stream_texts(body.options, prompts, CompletionEvents(writer, body.options))
         work = self._write_completion(body, prompts, writer)
         return _json_response(await self._until_deadline(request, work))
 
@@ -264,7 +265,7 @@ class TextRoutes(ServerRoutes[TextService]):
         prompt = await service.encode_chat(body)
         writer = ResponseWriter("chat.completion", "chatcmpl", self._name, self._token_text)
         if body.options.stream:
-            return await self._stream_texts(body.options, [prompt], _ChatEvents(writer, body))
+            return await self._stream_texts(body.options, [prompt], ChatEvents(writer, body))
         return _json_response(await self._until_deadline(request, self._write_chat(body, prompt, writer)))
 
     async def _write_chat(self, body: ChatRequest, prompt: Prompt, writer: ResponseWriter) -> JsonObject:
@@ -274,7 +275,7 @@ class TextRoutes(ServerRoutes[TextService]):
             await self._generate([prompt], body.options, texts)
         choices = []
         for number, choice in enumerate(texts):
-            content, calls, finish_reason = _split_tool_calls(_tool_parser(body), choice.text, choice.finish_reason)
+            content, calls, finish_reason = ToolCallParser(body.tool_names).split(choice.text, choice.finish_reason)
             tokens = None if body.options.alternatives is None else choice.tokens
             message = chat_message(content, calls)
             choices.append(writer.chat_choice(number, message, finish_reason, tokens, delta=False))
@@ -298,7 +299,9 @@ class TextRoutes(ServerRoutes[TextService]):
         self._service.metrics.add("prompt_tokens", tokens)
         return usage(tokens, [choice.result for choice in texts])
 
-    async def _stream_texts(self, options: TextOptions, prompts: Sequence[Prompt], events: "_Events") -> Response:
+    async def _stream_texts(
+        self, options: TextOptions, prompts: Sequence[Prompt], events: CompletionEvents | ChatEvents
+    ) -> Response:
         """Return a response that streams the texts of all prompts while they are generated."""
         service = self._service
         if options.experts:
@@ -384,81 +387,9 @@ class _EventStream(StreamingResponse):
                 await self._events.aclose()
 
 
-class _CompletionEvents:
-    """The events of a streamed completion."""
-
-    def __init__(self, writer: ResponseWriter, options: TextOptions):
-        self._writer, self._has_log_probs = writer, options.alternatives is not None
-
-    def write(self, number: int, choice: ResponseText, piece: TextPiece) -> list[JsonObject]:
-        """Return the events of a piece."""
-        if not (piece.text or piece.result or self._has_log_probs):
-            return []
-        tokens = tokens_of(piece) if self._has_log_probs else None
-        offset = len(choice.text) - len(piece.text)
-        value = self._writer.completion_choice(number, piece.text, choice.finish_reason, tokens, offset)
-        return [self._writer.response([value], None)]
-
-    def end(self, counts: JsonObject | None = None) -> JsonObject:
-        """Return an event after all texts, with the numbers of tokens if they are given."""
-        return self._writer.response([], counts)
-
-
-class _ChatEvents:
-    """The events of a streamed chat."""
-
-    def __init__(self, writer: ResponseWriter, body: ChatRequest):
-        self._writer, self._has_log_probs = writer, body.options.alternatives is not None
-        self._parsers = [_tool_parser(body) for _ in range(body.options.count)]
-        self._has_begun = [False] * body.options.count
-
-    def write(self, number: int, choice: ResponseText, piece: TextPiece) -> list[JsonObject]:
-        """Return the events of a piece; the first one of a message names its role."""
-        content, calls, finish_reason = _split_tool_calls(self._parsers[number], piece.text, choice.finish_reason)
-        message = chat_message(content, calls, delta=True)
-        if not self._has_begun[number]:
-            self._has_begun[number] = True
-            message = {"role": "assistant", "content": ""} | message
-        tokens = tokens_of(piece) if self._has_log_probs else None
-        if not (message or tokens or finish_reason):
-            return []
-        return [self._event([self._writer.chat_choice(number, message, finish_reason, tokens, delta=True)])]
-
-    def end(self, counts: JsonObject | None = None) -> JsonObject:
-        """Return an event after all texts, with the numbers of tokens if they are given."""
-        return self._event([], counts)
-
-    def _event(self, choices: list[JsonObject], counts: JsonObject | None = None) -> JsonObject:
-        return self._writer.response(choices, counts, "chat.completion.chunk")
-
-
-_Events = _CompletionEvents | _ChatEvents
-
-
 def _best(texts: Sequence[ResponseText], count: int) -> Sequence[ResponseText]:
     """Return the texts with the highest mean log-probability; if all are asked for, keep their order."""
     return texts if count == len(texts) else sorted(texts, key=lambda choice: -choice.mean_log_prob)[:count]
-
-
-def _tool_parser(body: ChatRequest) -> ToolCallParser | None:
-    """Return a parser of the calls of one answer; None for a chat without tools."""
-    return ToolCallParser([tool["function"]["name"] for tool in body.tools]) if body.tools else None
-
-
-def _split_tool_calls(
-    parser: ToolCallParser | None, text: str, finish_reason: str | None
-) -> tuple[str, list[ToolCall], str | None]:
-    """Divide the next piece of an answer into plain text and calls of tools; return both and the reason for the end.
-
-    The reason is None before the end of the answer, and becomes `tool_calls` for an answer with calls.
-    """
-    if parser is None:
-        return text, [], finish_reason
-    content = parser.push(text)
-    if finish_reason is None:
-        return content, [], None
-    ending, calls = parser.finish()
-    return content + ending, calls, "tool_calls" if calls else finish_reason
 
 
 async def _pass_until(items: AsyncIterator[T], deadline: float, seconds: float | int) -> AsyncIterator[T]:

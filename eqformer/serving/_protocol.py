@@ -14,6 +14,7 @@ MAX_STOPS = 16
 """Maximum number of strings that may end one text."""
 MAX_BIASES = 1024
 """Maximum number of ids with a bias of their logits."""
+_ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _MAX_SEED = 2**63 - 1
 _MAX_NUMBER = 1e9  # the largest number in a field; NaN fails the comparison with it, too
 
@@ -28,20 +29,8 @@ class RequestError(Exception):
     @property
     def body(self) -> JsonObject:
         """The JSON of the response."""
-        error = {"message": self.message, "type": _error_type(self.status), "param": self.parameter, "code": self.code}
-        return {"error": error}
-
-
-def _error_type(status: int) -> str:
-    match status:
-        case 401:
-            return "authentication_error"
-        case 429:
-            return "rate_limit_error"
-        case status if status >= 500:
-            return "server_error"
-        case _:
-            return "invalid_request_error"
+        kind = _ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.parameter, "code": self.code}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +88,12 @@ class ChatRequest:
     template_options: JsonObject
     """Further variables of the chat template."""
     options: TextOptions
+
+    @property
+    def tool_names(self) -> list[str]:
+        """The names of the tools that the answer may call."""
+        tools: list[Any] = self.tools
+        return [tool["function"]["name"] for tool in tools]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,8 @@ from .. import data
 from .._files import JsonObject, JsonValue
 from ..interpretability import LayerExperts
 from ..text import TextPiece, TextResult
-from ._tool_calls import ToolCall
+from ._protocol import ChatRequest, TextOptions
+from ._tool_calls import ToolCall, ToolCallParser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +170,54 @@ class ResponseWriter:
     def _show(self, token: int) -> str:
         """Return the name of a token: its text, or its number for a part of a character, which has no text."""
         return self._token_text(token) or f"token_id:{token}"
+
+
+class CompletionEvents:
+    """The events of a streamed completion."""
+
+    def __init__(self, writer: ResponseWriter, options: TextOptions):
+        self._writer, self._has_log_probs = writer, options.alternatives is not None
+
+    def write(self, number: int, choice: ResponseText, piece: TextPiece) -> list[JsonObject]:
+        """Return the events of a piece."""
+        if not (piece.text or piece.result or self._has_log_probs):
+            return []
+        tokens = tokens_of(piece) if self._has_log_probs else None
+        offset = len(choice.text) - len(piece.text)
+        value = self._writer.completion_choice(number, piece.text, choice.finish_reason, tokens, offset)
+        return [self._writer.response([value], None)]
+
+    def end(self, counts: JsonObject | None = None) -> JsonObject:
+        """Return an event after all texts, with the numbers of tokens if they are given."""
+        return self._writer.response([], counts)
+
+
+class ChatEvents:
+    """The events of a streamed chat."""
+
+    def __init__(self, writer: ResponseWriter, body: ChatRequest):
+        self._writer, self._has_log_probs = writer, body.options.alternatives is not None
+        self._parsers = [ToolCallParser(body.tool_names) for _ in range(body.options.count)]
+        self._has_begun = [False] * body.options.count
+
+    def write(self, number: int, choice: ResponseText, piece: TextPiece) -> list[JsonObject]:
+        """Return the events of a piece; the first one of a message names its role."""
+        content, calls, finish_reason = self._parsers[number].split(piece.text, choice.finish_reason)
+        message = chat_message(content, calls, delta=True)
+        if not self._has_begun[number]:
+            self._has_begun[number] = True
+            message = {"role": "assistant", "content": ""} | message
+        tokens = tokens_of(piece) if self._has_log_probs else None
+        if not (message or tokens or finish_reason):
+            return []
+        return [self._event([self._writer.chat_choice(number, message, finish_reason, tokens, delta=True)])]
+
+    def end(self, counts: JsonObject | None = None) -> JsonObject:
+        """Return an event after all texts, with the numbers of tokens if they are given."""
+        return self._event([], counts)
+
+    def _event(self, choices: list[JsonObject], counts: JsonObject | None = None) -> JsonObject:
+        return self._writer.response(choices, counts, "chat.completion.chunk")
 
 
 def chat_message(content: str, calls: Sequence[ToolCall], *, delta: bool = False) -> JsonObject:

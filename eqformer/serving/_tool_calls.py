@@ -35,17 +35,32 @@ class ToolCallParser:
     """Parser of an answer in pieces, which divides it into plain text and calls of tools.
 
     Text that may begin a call is held back. Text that looks like a call, but has broken JSON or the name of no tool, is
-    plain text.
+    plain text, and so is all text if there are no tools.
     """
 
     def __init__(self, names: Collection[str]):
+        """Begin an answer that may call the tools of these names."""
         self._names = frozenset(names)
         self._pending = ""
         self._is_call = False
         self._has_text = False
 
+    def split(self, piece: str, finish_reason: str | None) -> tuple[str, list[ToolCall], str | None]:
+        """Return the plain text of the next piece, the calls, and the reason for the end.
+
+        The reason is None before the last piece, which brings all calls; it becomes `tool_calls` for an answer with
+        calls.
+        """
+        content = self.push(piece)
+        if finish_reason is None:
+            return content, [], None
+        ending, calls = self.finish()
+        return content + ending, calls, "tool_calls" if calls else finish_reason
+
     def push(self, piece: str) -> str:
         """Return the text that is certain to belong to no call."""
+        if not self._names:
+            return piece
         self._pending += piece
         # Smaller models answer with the JSON object alone, whose texts may name a marker.
         if self._is_call or (not self._has_text and self._pending.lstrip()[:1] in ("{", "")):
