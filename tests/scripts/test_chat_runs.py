@@ -239,6 +239,7 @@ def test_what_is_refused(folder, tmp_path):
 
     assert "there is no published model; give --model" in refused("--data", folder / "chats.jsonl", "--show-example")
     assert "the text is no conversations" in refused("--data", folder / "plain.txt", "--show-example")
+    assert "give --data CHATS.jsonl and the --model" in refused("--show-example")
     mix = ["--text.mix", f"{folder / 'chats.jsonl'}=1", f"{folder / 'plain.txt'}=1"]
     assert "has conversations, and others have text" in refused("--model", folder / "model", *mix)
     assert "pairs are read from a file or folder; give --data" in refused("--loss", "dpo")
