@@ -47,7 +47,7 @@ class RewardOptions:
     temperature: float = 1.0
     """Divisor of the logits from which completions are sampled."""
     kl_weight: float = 0.0
-    """The weight of the KL divergence from the first model, or from the model without its low-rank changes."""
+    """The weight of the KL divergence from the first model; with LoRA, from the model without low-rank changes."""
     clip_low: float | None = None
     """How far a token's probability may fall before its gradient is clipped; by default as the loss was published."""
     clip_high: float | None = None
