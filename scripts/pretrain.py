@@ -77,8 +77,8 @@ def show_example(recipe: Recipe, directory: RunDirectory) -> None:
         raise ValueError(f"--show-example --loss {recipe.loss}: a text has no learned tokens; leave the flag out.")
     if recipe.data is None and not recipe.text.mix:
         raise ValueError(
-            "--show-example: conversations are read from a file or folder; give --data CHATS.jsonl and the --model whose "
-            "template writes them, also beside the --run-dir of a run."
+            "--show-example: conversations are read from a file or folder; give --data CHATS.jsonl and the --model "
+            "whose template writes them, also beside the --run-dir of a run."
         )
     tokenizer = texts.recipe_tokenizer(recipe, directory)
     encoder = texts.chat_encoder(recipe, tokenizer, directory)

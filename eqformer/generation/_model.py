@@ -64,12 +64,12 @@ def count_bytes(tree: PyTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(eqx.filter(tree, has_shape)))
 
 
-# Models without a scan over layers, which decode faster on platforms where a scan copies the weights it reads.
-
-
 def count_cache_bytes(model: Model, batch: int, capacity: int, dtype: str | None) -> int:
     """Return the bytes of the caches of `batch` rows."""
     return count_bytes(eqx.filter_eval_shape(model.init_cache, batch, capacity, dtype))
+
+
+# Models without a scan over layers, which decode faster on platforms where a scan copies the weights it reads.
 
 
 def unstack_layers(model: LanguageModel) -> LanguageModel:

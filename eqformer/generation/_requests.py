@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -201,13 +202,13 @@ class RowSampling(eqx.Module):
         return jax.vmap(_cut_min_p)(logits, self.min_p)
 
 
+T = TypeVar("T")
 _Logits = Float[Array, "vocab"]
 _Setting = Float[Array, ""]
 
 
 def _penalize_row(logits: _Logits, ids: Int[Array, "seq"], length: Int[Array, ""], penalty: _Setting) -> _Logits:
-    history = History(ids[None], length[None])
-    return eqx.tree_at(lambda t: t.penalty, RepetitionPenalty(1), penalty)(logits[None], history)[0]
+    return _with_setting(RepetitionPenalty(1), penalty)(logits[None], History(ids[None], length[None]))[0]
 
 
 def _penalize_new(
@@ -228,7 +229,7 @@ def _penalize_new(
 def _scale_row(logits: _Logits, temperature: _Setting) -> _Logits:
     """Apply a row's temperature; at 0, leave only the likeliest token."""
     rows, history = logits[None], _no_history()
-    divide = eqx.tree_at(lambda t: t.temperature, Temperature(1), jnp.where(temperature > 0, temperature, 1))
+    divide = _with_setting(Temperature(1), jnp.where(temperature > 0, temperature, 1))
     return jnp.where(temperature > 0, divide(rows, history), Temperature(0)(rows, history))[0]
 
 
@@ -237,11 +238,16 @@ def _cut_top_k(logits: _Logits, top_k: Int[Array, ""]) -> _Logits:
 
 
 def _cut_top_p(logits: _Logits, top_p: _Setting) -> _Logits:
-    return eqx.tree_at(lambda t: t.top_p, TopP(1), top_p)(logits[None], _no_history())[0]
+    return _with_setting(TopP(1), top_p)(logits[None], _no_history())[0]
 
 
 def _cut_min_p(logits: _Logits, min_p: _Setting) -> _Logits:
-    return eqx.tree_at(lambda t: t.min_p, MinP(0), min_p)(logits[None], _no_history())[0]
+    return _with_setting(MinP(0), min_p)(logits[None], _no_history())[0]
+
+
+def _with_setting(transform: T, setting: _Setting) -> T:
+    """Return a transform with another setting, which is traced; transforms are built from plain numbers only."""
+    return jax.tree.map(lambda _: setting, transform)
 
 
 def _no_history() -> History:

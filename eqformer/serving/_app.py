@@ -231,7 +231,7 @@ class TextRoutes(ServerRoutes[TextService]):
         options = body.options
         texts = [ResponseText() for _ in range(len(prompts) * body.best_of)]
         with self._service.admit(len(texts)):
-            if options.max_new_tokens:
+            if options.settings.max_new_tokens:
                 await self._generate(prompts, options, texts)
             echoes = [await self._echo(prompt, options) if body.echo else ResponseText() for prompt in prompts]
         choices = []

@@ -2,11 +2,12 @@
 
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from .._files import few_names, JsonObject, JsonValue, parse_json
 from ..generation import MAX_ALTERNATIVES
+from ..text import TextRequest
 
 
 Number: TypeAlias = float | int
@@ -35,21 +36,10 @@ class RequestError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class TextOptions:
-    """Settings that completions and chats share."""
+    """Options that completions and chats share."""
 
-    max_new_tokens: int | None
-    """Maximum number of tokens to generate; None: as many as fit."""
-    temperature: Number
-    top_p: Number | None
-    top_k: int | None
-    min_p: Number | None
-    repetition_penalty: Number | None
-    presence_penalty: Number
-    frequency_penalty: Number
-    stop: tuple[str, ...]
-    seed: int
-    """The request's seed, or a random seed if the request has none."""
-    logit_bias: Mapping[int, Number]
+    settings: TextRequest
+    """The settings of each text, without its prompt; the seed is random if the request has none."""
     count: int
     """Number of texts for each prompt (`n`)."""
     alternatives: int | None
@@ -276,7 +266,7 @@ def parse_embedding(fields: Fields, *, max_texts: int) -> EmbeddingRequest:
 
 
 def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | None, max_texts: int) -> TextOptions:
-    """Return the settings that completions and chats share."""
+    """Return the options that completions and chats share."""
     stream, experts = fields.flag("stream"), fields.flag("experts")
     if experts and not stream:
         raise RequestError(400, "experts: the end of a stream has the experts; add stream: true.", parameter="experts")
@@ -287,7 +277,8 @@ def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | Non
     fields.ignore("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
     temperature = fields.number("temperature", 0, 100)
     count = fields.integer("n", 1, max_texts)
-    return TextOptions(
+    settings = TextRequest(
+        "",
         max_new_tokens=max_new_tokens,
         temperature=1.0 if temperature is None else temperature,
         top_p=_above_zero(fields, "top_p", 1),
@@ -299,12 +290,9 @@ def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | Non
         stop=_stops(fields),
         seed=_seed(fields),
         logit_bias=_logit_bias(fields),
-        count=1 if count is None else count,
-        alternatives=alternatives,
-        stream=stream,
-        include_usage=include_usage,
-        experts=experts,
+        alternatives=alternatives or 0,
     )
+    return TextOptions(settings, 1 if count is None else count, alternatives, stream, include_usage, experts)
 
 
 def _model(fields: Fields) -> str:

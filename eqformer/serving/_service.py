@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import data, generation, interpretability
 from .._files import JsonObject
-from ..text import Grammar, LLM, TextEngine, TextPiece, TextRequest
+from ..text import Grammar, LLM, TextEngine, TextPiece
 from ._metrics import ServerMetrics
 from ._protocol import ChatRequest, CompletionRequest, RequestError, TextOptions
 from ._tool_calls import find_call_format, find_marker_ids
@@ -219,21 +219,13 @@ class TextService(Service):
         max_new_tokens = min(self.limits.new_tokens, engine.engine.capacity - used)
 
         def make_stream() -> AsyncGenerator[TextPiece, None]:
-            request = TextRequest(
-                prompt.ids if prompt.messages is None else prompt.messages,
-                max_new_tokens=max_new_tokens if options.max_new_tokens is None else options.max_new_tokens,
-                stop=options.stop,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                top_k=options.top_k,
-                min_p=options.min_p,
-                repetition_penalty=options.repetition_penalty,
-                presence_penalty=options.presence_penalty,
-                frequency_penalty=options.frequency_penalty,
-                logit_bias=options.logit_bias,
-                seed=options.seed,
+            request = dataclasses.replace(
+                options.settings,
+                prompt=prompt.ids if prompt.messages is None else prompt.messages,
+                max_new_tokens=max_new_tokens
+                if options.settings.max_new_tokens is None
+                else options.settings.max_new_tokens,
                 example=example,
-                alternatives=options.alternatives or 0,
                 allowed=prompt.grammar,
             )
             return engine.stream(request, prompt_ids=prompt.ids, decoder=decoder)
@@ -371,7 +363,7 @@ class TextService(Service):
             message = f"the prompt has {prompt.length:,} tokens, but at most {longest:,} are read; shorten it."
             parameter = "prompt" if prompt.messages is None else "messages"
             raise RequestError(400, message, parameter=parameter, code="context_length_exceeded")
-        new = options.max_new_tokens or 0
+        new = options.settings.max_new_tokens or 0
         if new > limits.new_tokens:
             message = f"max_tokens is {new:,}, but at most {limits.new_tokens:,} are generated; ask for fewer."
             raise RequestError(400, message, parameter="max_tokens")
