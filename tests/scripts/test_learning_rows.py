@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import pytest
-from benchmarks import _learning, _learning_peers, _peers
+from benchmarks import _learning, _learning_peers, _peer_optimizers, _peers
 
 from eqformer.recipes import find_recipe
 
@@ -41,7 +41,11 @@ def test_a_peer_learns_the_same(name, tmp_path):
     text = dataclasses.replace(recipe.text, validation=0.5)
     small = {"model": model, "text": text, "data": tmp_path, "seq": 32, "batch": 4, "validation_batches": 1}
     recipe = dataclasses.replace(recipe, steps=10, validate_every=10, sample_every=0, **small)
-    ours, theirs = _learning_peers.train_both(recipe)
+    outcomes = _learning_peers.train_all(recipe)
+    assert list(outcomes) == ["eqformer", *(f"PyTorch, {name}" for name in _peer_optimizers.OPTIMIZERS)]
+    ours, theirs = outcomes["eqformer"], outcomes["PyTorch, the same settings"]
     assert ours == pytest.approx(theirs, rel=0.02)
-    shorter, _ = _learning_peers.train_both(dataclasses.replace(recipe, steps=5, validate_every=5))
-    assert shorter > 1.05 * ours
+    assert len({round(bits, 3) for bits in outcomes.values()}) >= 4  # Other settings learn other things.
+    assert all(math.isfinite(bits) for bits in outcomes.values())
+    shorter = _learning_peers.train_all(dataclasses.replace(recipe, steps=5, validate_every=5), {})
+    assert shorter["eqformer"] > 1.05 * ours
