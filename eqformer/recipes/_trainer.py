@@ -124,6 +124,12 @@ def explain_out_of_memory(recipe: Recipe, shapes: nn.Transformer) -> Iterator[No
         raise ValueError(message) from error
 
 
+@functools.cache
+def _measure_peak(mesh: Mesh, dtype: str) -> float:
+    """Return the peak of all devices of a mesh, which further runs of the process need not measure again."""
+    return planning.mesh_peak(mesh, dtype, seconds=0.25)
+
+
 class Trainer:
     """Training of a recipe in a directory, from its latest checkpoint to its last step."""
 
@@ -255,7 +261,7 @@ class Trainer:
         clock = training.Clock(
             tokens_per_step=recipe.batch * recipe.seq,
             flops_per_token=self.flops_per_token,
-            peak_flops=lambda: self._peak,
+            peak_flops=self._find_peak,
         )
 
         def write_row(row: dict[str, Any]) -> None:
@@ -334,11 +340,10 @@ class Trainer:
 
         return apply
 
-    @functools.cached_property
-    def _peak(self) -> float:
-        """Measured peak of all devices together, in FLOP/s."""
+    def _find_peak(self) -> float:
+        """Return the measured peak of all devices together, in FLOP/s."""
         assert isinstance(self.plan.mesh, Mesh)
-        return planning.mesh_peak(self.plan.mesh, self.recipe.precision.compute, seconds=0.25)
+        return _measure_peak(self.plan.mesh, self.recipe.precision.compute)
 
     def _profile(self) -> training.Profile:
         return training.Profile(*parse_steps(self.recipe.profile or ""), self.directory.profile)

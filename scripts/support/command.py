@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 import math
 import os
@@ -81,7 +82,7 @@ def _split_recipe(info: Any) -> Any:
     """Parse a recipe, its text and its optimizer as flags of the names in `_FLAGS`."""
     if info.type not in _FLAGS:
         return None
-    fields, help_texts = [], documentation(info.type)
+    fields = []
     for name, kind in typing.get_type_hints(info.type).items():
         flag: Any = _FLAGS[info.type].get(name)
         kind = Path | None if kind == Path | str | None else kind  # Each word is a path.
@@ -89,9 +90,14 @@ def _split_recipe(info: Any) -> Any:
         default = getattr(info.default, name)
         # A part of a recipe is a group of flags with the docstring of the part's class; a model's class says less.
         is_part = dataclasses.is_dataclass(getattr(info.type, name, None))
-        text = None if is_part else help_texts.get(name)
+        text = None if is_part else functools.partial(_find_help, info.type, name)  # Read only if help is shown.
         fields.append(tyro.constructors.StructFieldSpec(name, field_type, default, text))
     return tyro.constructors.StructConstructorSpec(info.type, tuple(fields))
+
+
+def _find_help(kind: type, name: str) -> str | None:
+    """Return the help text of a field; None if the field has none."""
+    return documentation(kind).get(name)
 
 
 def entry(
@@ -277,6 +283,7 @@ def _help_line(flag: str, metavar: str, value: Any, kind: type, name: str) -> st
     return textwrap.fill(line, WIDTH, subsequent_indent=" " * INDENT)
 
 
+@functools.cache
 def documentation(kind: type) -> dict[str, str]:
     """Return the text below each field of a dataclass, inherited fields included."""
     texts: dict[str, str] = {}

@@ -106,7 +106,7 @@ def test_leaving_it_behind_leaves_no_thread(mine):
     steps = Prefetch(lambda step: step)
     assert next(steps) == 0 and mine()
     del steps
-    gc.collect()
+    gc.collect(1)  # the young objects, of which it is one
     assert _until(lambda: not mine())
 
 

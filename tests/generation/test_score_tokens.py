@@ -44,7 +44,8 @@ def test_each_id_has_the_log_probability_of_the_uncached_pass(model):
 
 
 def test_greedy_ids_have_the_largest_logit(model):
-    logits = np.asarray(model(jnp.asarray([PROMPTS[0] + NEW[0]]))[0][0])[len(PROMPTS[0]) - 1 : -1]
+    ids = PROMPTS[0] + NEW[0]
+    logits = np.asarray(forward(model, jnp.asarray([ids + [0] * (20 - len(ids))])))[len(PROMPTS[0]) - 1 : len(ids) - 1]
     best = logits.argmax(-1).tolist()
     mixed = [best[0], (best[1] + 1) % VOCAB]
     (score,) = generation.score_tokens(model, [PROMPTS[0]], [mixed])
@@ -77,14 +78,18 @@ def test_shared_prompts_are_read_once_with_the_same_scores(kind, monkeypatch):
     assert not np.allclose(others[1].log_probabilities, apart[1].log_probabilities, rtol=1e-2)
 
 
-def test_batches_have_the_scores_of_all_rows_at_once(model):
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.grid), 4])
+def test_batches_have_the_scores_of_all_rows_at_once(model, size):
     prompts, new = [prompt[:14] for prompt in SHARED], ANSWERS
     whole, done = generation.score_tokens(model, prompts, new), []
-    for size in (2, 4):
-        rows = generation.score_tokens(model, prompts, new, batch_size=size, progress=lambda *row: done.append(row))
-        for score, expected in zip(rows, whole, strict=True):
-            np.testing.assert_allclose(score.log_probabilities, expected.log_probabilities, rtol=1e-4, atol=1e-5)
-        assert done[-1] == (9, 9)
+    rows = generation.score_tokens(model, prompts, new, batch_size=size, progress=lambda *row: done.append(row))
+    for score, expected in zip(rows, whole, strict=True):
+        np.testing.assert_allclose(score.log_probabilities, expected.log_probabilities, rtol=1e-4, atol=1e-5)
+    assert done[-1] == (9, 9)
+
+
+def test_prompts_before_single_ids_are_read_alone_and_numbers_are_checked(model):
+    prompts, new = [prompt[:14] for prompt in SHARED], ANSWERS
     single = [[1]] * 9  # Nothing is read after the prompts.
     for score, expected in zip(
         generation.score_tokens(model, prompts, single), generation.score_tokens(model, prompts[:1], single[:1]) * 3

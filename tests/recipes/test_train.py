@@ -15,8 +15,8 @@ import pytest
 from text_cases import CONFIG, published_folder, TEMPLATE
 
 import eqformer
-from eqformer import data, models, nn, parallel, training
-from eqformer.recipes import Distillation, find_recipe, Mesh, published_recipe, Recipe, Screen, Text, train
+from eqformer import data, models, nn, parallel, planning, training
+from eqformer.recipes import _trainer, Distillation, find_recipe, Mesh, published_recipe, Recipe, Screen, Text, train
 from eqformer.recipes._setup import (
     init_run_model,
     init_run_state,
@@ -240,6 +240,19 @@ def test_files_that_have_changed_since_an_earlier_run_are_read_anew(tmp_path):
     for row, packing in (({"messages": TALK}, "documents"), ({"text": "a text"}, "windows")):
         file.write_text(json.dumps(row) + "\n")
         assert complete_recipe(recipe(file)).text.packing == packing
+
+
+def test_the_peak_of_a_mesh_is_measured_once_in_a_process(monkeypatch):
+    measured = []
+    monkeypatch.setattr(planning, "mesh_peak", lambda mesh, dtype, *, seconds: measured.append((mesh, dtype)) or 1e9)
+    _trainer._measure_peak.cache_clear()
+    try:
+        for mesh in (parallel.make_mesh(fsdp=number, devices=jax.devices()[:number]) for number in (1, 2, 1)):
+            assert _trainer._measure_peak(mesh, "float32") == 1e9
+        _trainer._measure_peak(mesh, "bfloat16")
+    finally:
+        _trainer._measure_peak.cache_clear()
+    assert [(mesh.size, dtype) for mesh, dtype in measured] == [(1, "float32"), (2, "float32"), (1, "bfloat16")]
 
 
 def test_a_terminal_without_rich_gets_lines(monkeypatch, capsys):

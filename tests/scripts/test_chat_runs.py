@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hub_server import serve_hub
+from nn_reference import random_module
 from script_helpers import losses, rows, run_here
 from text_cases import CONFIG, published_folder, small_model, TEMPLATE
 
@@ -204,7 +205,7 @@ def test_teachers_that_are_refused(folder, tmp_path):
         return done.stderr
 
     larger = dataclasses.replace(CONFIG, vocab=CONFIG.vocab + 1)
-    models.save(models.build(larger, key=jax.random.key(0)), tmp_path / "larger", config=larger)
+    models.save(random_module(models.build, larger, key=jax.random.key(0)), tmp_path / "larger", config=larger)
     teacher = ["--teacher", folder / "model"]
     assert "give --teacher, or leave them out" in refused("--distillation.weight", 1.0)
     assert "leave --loss dpo and --optimizer.z-loss 0.0 out" in refused(*teacher, "--loss", "dpo")

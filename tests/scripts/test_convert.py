@@ -7,7 +7,7 @@ import equinox as eqx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from script_helpers import run_here as run, TINY, write_corpus
+from script_helpers import LLAMA, run_here as run, TINY, write_corpus
 
 from eqformer import models
 
@@ -16,7 +16,7 @@ from eqformer import models
 def place(tmp_path_factory):
     """A small run, published."""
     folder = tmp_path_factory.mktemp("models")
-    flags = [*TINY, "--model.kv-heads", "2", "--model.mlp", "64", "--data", write_corpus(folder / "corpus")]
+    flags = [*TINY, *LLAMA, "--data", write_corpus(folder / "corpus")]
     flags += ["--sample-every", "0", "--validate-every", "100", "--simulate", "1"]
     made = run("pretrain.py", "--run-dir", folder / "first", *flags)
     assert made.returncode == 0, made.stderr

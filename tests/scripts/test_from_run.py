@@ -10,6 +10,7 @@ from eqformer import training
 
 
 SMALL = [*TINY, "--batch", "8", "--mesh.replica", "8", "--validate-every", "6", "--sample-every", "0"]
+ONE = ["--simulate", "1"]
 
 
 def train(run_dir, *more):
@@ -21,6 +22,16 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     more = "--recipe", "gpt2-byte-1m", "--profile", "2:3", "--metrics.gradient-norms"
     done = train(folder / "run", "--data", write_corpus(folder / "corpus"), *more, *SMALL)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def plain_source(tmp_path_factory):
+    """A run on one device, for what is refused before any device is used."""
+    folder = tmp_path_factory.mktemp("plain")
+    flags = [*TINY, "--recipe", "gpt2-byte-1m", "--validate-every", "6", "--sample-every", "0", *ONE]
+    done = train(folder / "run", "--data", write_corpus(folder / "corpus"), *flags)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -125,11 +136,11 @@ def test_low_rank_changes_start_from_a_run_and_change_nothing_at_first(source, t
         ("--from-step 5", "they choose what is taken of --from-run DIR; give that too"),
     ],
 )
-def test_what_cannot_be_started_from_is_refused_before_anything_is_written(flags, message, source, tmp_path):
-    done = train(tmp_path / "run", *flags.format(source=source).split())
+def test_what_cannot_be_started_from_is_refused_before_anything_is_written(flags, message, plain_source, tmp_path):
+    done = train(tmp_path / "run", *flags.format(source=plain_source).split(), *ONE)
     assert done.returncode == 2 and message in done.stderr and not (tmp_path / "run").exists()
 
 
-def test_a_run_does_not_start_from_itself(source):
-    done = train(source, "--from-run", source, "--steps", "9")
+def test_a_run_does_not_start_from_itself(plain_source):
+    done = train(plain_source, "--from-run", plain_source, "--steps", "9", *ONE)
     assert done.returncode == 2, done.stdout

@@ -1,6 +1,7 @@
 """Runs of low-rank changes beside quantized weights: the same as beside decoded weights, and loaded again."""
 
 import asyncio
+import importlib.util
 import json
 from typing import Any
 
@@ -24,6 +25,7 @@ FLAGS = (
     "--seq 48 --batch 4 --steps 3 --log-every 1 --checkpoint-every 3 --validate-every 3 --validation-batches 1 "
     "--sample-every 0 --optimizer.name adamw --optimizer.learning-rate 3e-2"
 ).split()
+HAS_TRANSFORMERS = all(map(importlib.util.find_spec, ("torch", "transformers")))
 LORA, KEPT = ["--lora.rank", 4], ["--weights", "quantized"]
 
 
@@ -262,9 +264,11 @@ def test_what_cannot_stay_quantized_is_one_error(folder, tmp_path, flags, words)
 
 
 @pytest.mark.hf
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="the extra `hf` is not installed")  # before the run is trained
 def test_transformers_chats_with_the_folder_that_is_written(folder, kept, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
-    torch = pytest.importorskip("torch")
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
     kinds = transformers.AutoTokenizer, transformers.AutoModelForCausalLM
     assert run_here("convert.py", kept, tmp_path / "out").returncode == 0
     tokenizer, model = (kind.from_pretrained(tmp_path / "out") for kind in kinds)

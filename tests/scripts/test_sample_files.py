@@ -7,6 +7,7 @@ import time
 
 import jax
 import pytest
+from nn_reference import random_module
 from script_helpers import command, PLAIN, run, run_here
 
 from eqformer import data, models
@@ -20,7 +21,9 @@ def folder(tmp_path_factory):
     """A small published model, and a file of rows."""
     path, config = tmp_path_factory.mktemp("published"), models.preset("llama-byte-1m")
     tokenizer = data.tokenizer_files(data.ByteTokenizer(), max_length=256)
-    models.save(models.build(config, key=jax.random.key(0)), path / "model", config=config, files=tokenizer)
+    models.save(
+        random_module(models.build, config, key=jax.random.key(0)), path / "model", config=config, files=tokenizer
+    )
     (path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     return path
 

@@ -15,13 +15,13 @@ from eqformer.recipes import _report
 # How each script writes: by print, by rich, into a buffer that is written out at the end, while it ends for help.
 WRITES = {
     "print": "print('text', flush=True)",
-    "rich": "recipes.Screen().note('text')",
+    "rich": "from eqformer import recipes; recipes.Screen().note('text')",
     "buffer": "print('text')",
     "help": "print('text'); raise SystemExit(0)",
     "many": "[print('text' * 99) for _ in range(999)]",
 }
 GRID = pytest.mark.grid  # a process each
-CODE = "import sys; sys.path.insert(0, {!r})\nfrom eqformer import recipes\nfrom support import ending\n"
+CODE = "import sys; sys.path.insert(0, {!r})\nfrom support import ending\n"
 CODE += "with ending.one_message():\n    {}"
 
 

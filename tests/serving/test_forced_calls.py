@@ -74,9 +74,9 @@ def template(tmp_path, source):
 
 
 def make_chat(tmp_path, source, **options):
-    """An app of a random model, which samples bytes."""
+    """An app of a random model, which samples bytes; with many slots, since a grammar masks one token a step."""
     llm = LLM(small_model(), data.ByteTokenizer(), template(tmp_path, source), end_ids=(0,))
-    return make_app(llm, **options)
+    return make_app(llm, **{"slots": 8} | options)
 
 
 def call_of(message):

@@ -1,7 +1,9 @@
 """Classifiers of texts, pairs and tokens have transformers' logits, and scores as sentence-transformers' rerankers."""
 
 import dataclasses
+import functools
 import json
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from encoder_folders import CLASSIFIERS, FIXTURES, PAIRS, TEXTS, write_encoder
+from nn_reference import random_module
 from safetensors.numpy import load_file
 
 import eqformer
@@ -22,18 +25,35 @@ def logits():
 
 
 @pytest.fixture(scope="module")
-def classifiers(tmp_path_factory):
+def folders(tmp_path_factory):
+    """The folder of each recorded classifier, which is written when it is first asked for."""
+    place, written = tmp_path_factory.mktemp("classifiers"), dict[str, Path]()
+
+    def write(name: str) -> Path:
+        if name not in written:
+            written[name] = place / name
+            written[name].mkdir()
+            write_encoder(written[name], name)
+        return written[name]
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def classifiers(folders):
     """Each recorded classifier, which is loaded when it is first asked for."""
-    loaded: dict[str, text.TextClassifier] = {}
+    return functools.cache(lambda name: text.load_classifier(folders(name)))
 
-    def load(name: str) -> text.TextClassifier:
-        if name not in loaded:
-            folder = tmp_path_factory.mktemp("classifier")
-            write_encoder(folder, name)
-            loaded[name] = text.load_classifier(folder)
-        return loaded[name]
 
-    return load
+def same_trees(one, other):
+    """Whether two models have the same structure and arrays; `equinox.tree_equal` compiles programs for each shape."""
+    (arrays, rest), (other_arrays, other_rest) = (eqx.partition(tree, eqx.is_array) for tree in (one, other))
+    pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(other_arrays))
+    return (
+        jax.tree.structure(arrays) == jax.tree.structure(other_arrays)
+        and eqx.tree_equal(rest, other_rest) is True
+        and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
+    )
 
 
 def difference(one, other):
@@ -46,11 +66,21 @@ OF_TEXTS = [name for name in CLASSIFIERS if "tokens" not in name]
 @pytest.mark.parametrize("name", OF_TEXTS)
 def test_scores_are_transformers_logits(name, classifiers, logits):
     classifier = classifiers(name)
-    texts, pairs = (classifier.score(rows, activation="identity", batch_size=4) for rows in (TEXTS, PAIRS))
+    texts, pairs = (classifier.score(rows, activation="identity", batch_size=8) for rows in (TEXTS, PAIRS))
     want = np.stack([logits[f"{name}/{number}"] for number in range(len(TEXTS) + len(PAIRS))])
     want = want[:, 0] if want.shape[1] == 1 else want
     assert difference(texts, want[: len(TEXTS)]) < 1e-5 and difference(pairs, want[len(TEXTS) :]) < 1e-5
     assert difference(pairs[::-1], want[len(TEXTS) :]) > 1e-2
+
+
+@pytest.mark.by_default("bert reranker")
+@pytest.mark.parametrize("name", OF_TEXTS)
+def test_scores_of_small_batches_and_of_single_pairs_are_those_of_all(name, classifiers, logits):
+    classifier = classifiers(name)
+    want = np.stack([logits[f"{name}/{number}"] for number in range(len(TEXTS) + len(PAIRS))])
+    want = want[:, 0] if want.shape[1] == 1 else want
+    texts = classifier.score(TEXTS, activation="identity", batch_size=4)
+    assert difference(texts, want[: len(TEXTS)]) < 1e-5 and difference(texts[::-1], want[: len(TEXTS)]) > 1e-2
     assert difference(classifier.score(PAIRS[0], activation="identity"), want[len(TEXTS)]) < 1e-5
 
 
@@ -97,22 +127,24 @@ def test_tokens_have_labels(name, classifiers, logits):
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_folders_go_back_out(name, tmp_path):
-    write_encoder(tmp_path, name)
-    arrays, model = load_file(tmp_path / "model.safetensors"), models.load(tmp_path)
+def test_folders_go_back_out(name, folders, tmp_path):
+    source = folders(name)
+    arrays, model = load_file(source / "model.safetensors"), models.load(source)
     assert model.classifier is not None
-    config = models.read_config(tmp_path)
-    models.save(model, tmp_path / "like", like=tmp_path)
+    config = models.read_config(source)
+    models.save(model, tmp_path / "like", like=source)
     models.save(model, tmp_path / "config", config=config)
     for folder in ("like", "config"):
         back = load_file(tmp_path / folder / "model.safetensors")
         assert back.keys() == arrays.keys() and all(np.array_equal(back[key], arrays[key]) for key in arrays)
-        assert eqx.tree_equal(models.load(tmp_path / folder), model)
-    base = models.load(tmp_path, head=False)
+        assert same_trees(models.load(tmp_path / folder), model)
+    changed = eqx.tree_at(lambda tree: tree.embedding.weight, model, replace_fn=lambda weight: weight + 1)
+    assert not same_trees(changed, model)  # the control
+    base = models.load(source, head=False)
     assert base.classifier is None and np.array_equal(base.embedding.weight, model.embedding.weight)
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"pipe": 3}])
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, pytest.param({"pipe": 3}, marks=pytest.mark.grid)])
 def test_any_mesh_has_the_same_scores(sizes, tmp_path, logits):
     write_encoder(tmp_path, "bert reranker")
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
@@ -123,7 +155,7 @@ def test_any_mesh_has_the_same_scores(sizes, tmp_path, logits):
 
 
 def test_a_built_classifier_and_what_is_refused(tmp_path, classifiers):
-    model = models.build("llama-byte-1m", classifier=models.Classifier(2), key=jax.random.key(0))
+    model = random_module(models.build, "llama-byte-1m", classifier=models.Classifier(2), key=jax.random.key(0))
     assert model.head is None and model.classifier is not None and model.classifier.output.shape == (2, 128)
     with pytest.raises(ValueError, match="the family t5 has no classifiers"):
         models.shapes("t5-small", classifier=models.Classifier(2))
@@ -150,7 +182,7 @@ def test_a_built_classifier_and_what_is_refused(tmp_path, classifiers):
 @pytest.mark.parametrize("name", ["bert-byte-200k", "llama-byte-1m"])
 def test_a_pooling_that_no_attribute_states_is_not_saved(name, tmp_path):
     config = models.preset(name)
-    model = models.build(config, classifier=models.Classifier(2, pooling="mean"), key=jax.random.key(0))
+    model = random_module(models.build, config, classifier=models.Classifier(2, pooling="mean"), key=jax.random.key(0))
     with pytest.raises(ValueError, match="the classifier's pooling is 'mean', but the family's published classifiers"):
         models.save(model, tmp_path / "folder", config=config)
     assert not (tmp_path / "folder").exists()
@@ -164,25 +196,29 @@ def test_names_of_decoders_classifiers(name, tmp_path):
         (False, {"score.weight"}),
         (True, {f"{token_name}.weight", f"{token_name}.bias"}),
     ):
-        model = models.build(config, classifier=models.Classifier(2, classifies_tokens), key=jax.random.key(0))
+        classifier = models.Classifier(2, classifies_tokens)
+        model = random_module(models.build, config, classifier=classifier, key=jax.random.key(0))
         folder = tmp_path / str(classifies_tokens)
         models.save(model, folder, config=config)
         names = load_file(folder / "model.safetensors").keys()
         assert {key for key in names if key.startswith(("score.", "classifier."))} == wanted
-        assert eqx.tree_equal(models.load(folder), model)
+        assert same_trees(models.load(folder), model)
 
 
 def test_answers_of_a_language_model(tmp_path):
     """As of Qwen3-Reranker: the probability of one answer of two, by the logits behind a text."""
     config = models.preset("llama-byte-1m")
-    model = models.build(config, key=jax.random.key(0))
+    model = eqx.filter_jit(models.build)(config, key=jax.random.key(0))
     files = data.tokenizer_files(data.ByteTokenizer(), max_length=64)
     models.save(model, tmp_path / "llama", config=config, files=files)
     reranker = text.load_classifier(tmp_path / "llama", answers=("y", "n"))
-    scores, lines = reranker.score(["Is a cat an animal? ", "No? "]), ["Is a cat an animal? ", "No? "]
-    for line, score in zip(lines, scores):
-        (last,) = model(jnp.asarray([list(line.encode())], jnp.int32))[0][:, -1]
-        assert difference(jax.nn.sigmoid(last[ord("y")] - last[ord("n")]), score) < 1e-6
+    lines = ["Is a cat an animal? ", "No? "]
+    scores = reranker.score(lines)
+    ids = jnp.asarray([list(line.encode().ljust(20, b" ")) for line in lines], jnp.int32)
+    logits = np.asarray(eqx.filter_jit(lambda model: model(ids)[0])(model), np.float64)
+    for line, score, row in zip(lines, scores, logits):
+        last = row[len(line) - 1]  # Causal attention: padding changes no logits before it.
+        assert difference(1 / (1 + np.exp(last[ord("n")] - last[ord("y")])), score) < 1e-6
     assert difference(scores, 1 - scores) > 1e-3 and reranker.labels == ("y",)
     with pytest.raises(ValueError, match="an answer must be one token, but they are 3 and 2 tokens"):
         text.load_classifier(tmp_path / "llama", answers=("yes", "no"))

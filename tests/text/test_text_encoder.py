@@ -81,7 +81,16 @@ def test_texts_in_lower_case(encoders):
     assert difference(encoders("bert mean").embed("Cats and DOGS"), encoder.embed("cats and dogs")) > 1e-3
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 2}, {"pipe": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"fsdp": 2, "tensor": 2},
+        *(
+            pytest.param(sizes, marks=pytest.mark.grid)
+            for sizes in ({"context": 2, "fsdp": 2}, {"pipe": 2, "tensor": 2})
+        ),
+    ],
+)
 def test_any_mesh_has_the_same_vectors(sizes, tmp_path, vectors):
     write_encoder(tmp_path, "distilbert without prompts")
     plan = parallel.Plan(parallel.make_mesh(**sizes, devices=jax.devices()[:4]), zero=3)

@@ -51,15 +51,18 @@ class Scripted(eqx.Module):
 
 
 def scripted(script: str) -> LLM:
-    """A model that ends with NUL every text that it has copied from the script."""
-    ids = np.frombuffer(script.encode() + b"\0" * 64, np.uint8).astype(np.int32)
+    """A model that ends with NUL every text that it has copied from the script.
+
+    All scripts are stored in 256 bytes, so that all such models have the same compiled programs.
+    """
+    ids = np.frombuffer(script.encode().ljust(256, b"\0"), np.uint8).astype(np.int32)
     return LLM(Scripted(jnp.asarray(ids)), data.ByteTokenizer(), end_ids=(0,))
 
 
 @functools.cache
 def small_model(seed: int = 0) -> nn.Transformer:
     """A model of a few thousand parameters, whose texts differ from prompt to prompt."""
-    model = models.build(CONFIG, key=jax.random.key(seed))
+    model = eqx.filter_jit(models.build)(CONFIG, key=jax.random.key(seed))
     return eqx.tree_at(lambda m: m.embedding.weight, model, replace_fn=lambda weight: 20 * weight)
 
 
