@@ -10,6 +10,7 @@ from .. import data, generation, models, parallel, training
 from ._companions import load_tokenizer, MODULES, read_begin_id, read_chat_template
 from ._llm import LLM, prepare_to_decode
 from ._run_folder import (
+    decode_run_weights,
     is_run,
     load_run_classifier,
     load_run_encoder,
@@ -45,7 +46,8 @@ def load(
         source: A published folder, one file of GGUF, the folder of a run, or the name of a model of the hub.
         plan: The plan that shards the model over a mesh; None: one device.
         dtype: The dtype of all weights; None: each has its published dtype.
-        weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them.
+        weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them. The quantized
+            weights of a run are decoded with its low-rank changes merged.
         predictor: Whether an `LLM` also reads the module that predicts a further token.
         throughput: Whether an `LLM`'s programs may take longer to compile if decoding is faster then.
         progress: A function that is called with the number of bytes read so far, and of all bytes.
@@ -93,7 +95,8 @@ def load_llm(
             name of a model of the hub, such as `"HuggingFaceTB/SmolLM2-135M-Instruct"` (see `models.local_path`).
         plan: The plan that shards the model over a mesh; None: one device. The text is the same.
         dtype: The dtype of all weights; None: each has its published dtype.
-        weights: `"quantized"` keeps quantized weights as they are stored, in less memory; `"decoded"` decodes them.
+        weights: `"quantized"` keeps quantized weights as they are stored, in less memory; `"decoded"` decodes them,
+            and merges the low-rank changes of a run into them.
         predictor: Whether to read the module that predicts a further token too, for `generate(draft="mtp")`.
         throughput: Whether programs may take longer to compile if decoding is faster then: on a CPU, layers whose
             weights fit into no cache are unstacked (see `generation.unstack_for_platform`).
@@ -131,12 +134,14 @@ def _load_llm(
 ) -> LLM:
     """Load a language model from a local path; errors begin with `call`."""
     if is_run(path):
-        if dtype is not None or weights != "decoded" or predictor:
+        if weights not in ("decoded", "quantized"):
+            raise ValueError(f"{call}: weights={weights!r}: weights must be 'decoded' or 'quantized'.")
+        if dtype is not None or predictor:
             raise ValueError(
                 f"{call}: a run's model has the dtypes of its recipe and the weights of its checkpoint; "
-                "leave out dtype, weights and predictor."
+                "leave out dtype and predictor."
             )
-        return _load_run(path, plan, throughput)
+        return _load_run(path, plan, weights, throughput)
     if models.is_encoder(path) or models.is_classifier(path):
         raise ValueError(
             f"{call}: the model is a text encoder or a classifier, which writes no text; take "
@@ -151,7 +156,7 @@ def _load_llm(
     return make_llm(prepared, tokenizer, folder, max_length, special_tokens=True)
 
 
-def _load_run(path: Path, plan: parallel.Plan | None, throughput: bool) -> LLM:
+def _load_run(path: Path, plan: parallel.Plan | None, weights: str, throughput: bool) -> LLM:
     """Load the model of a run's latest checkpoint.
 
     Prompts get special tokens only if the run began from a published model.
@@ -160,6 +165,9 @@ def _load_run(path: Path, plan: parallel.Plan | None, throughput: bool) -> LLM:
     if plan is not None:
         parallel.ShardedModel(recipe.shapes(), plan)
     tokenizer, model = open_run_tokenizer(path, recipe), restore_run_model(path, recipe, plan)
+    if recipe.quantized and weights == "decoded":
+        model = decode_run_weights(model, recipe)
+        model = model if plan is None else plan.shard(model)
     is_published = published.is_dir()
     prepared = prepare_to_decode(model, plan, throughput=throughput)
     return make_llm(prepared, tokenizer, published, recipe.seq, special_tokens=is_published)

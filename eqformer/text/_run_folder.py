@@ -87,6 +87,12 @@ def restore_run_model(path: str | Path, recipe: RunRecipe, plan: parallel.Plan |
         return training.restore_model(checkpointer, recipe.shapes(), plan)
 
 
+def decode_run_weights(model: nn.Transformer, recipe: RunRecipe) -> nn.Transformer:
+    """Merge the low-rank changes of a run's model into its weights, and decode the weights that stay quantized."""
+    merged = nn.merge_lora(model)
+    return nn.cast(nn.dequantize(merged), recipe.precision.parameters) if recipe.quantized else merged
+
+
 def load_run_tokenizer(path: str | Path) -> data.ByteTokenizer | data.FileTokenizer:
     """Load the tokenizer of a run: the run's own file, its published model's, or else the byte tokenizer."""
     return open_run_tokenizer(path, read_run_recipe(path))
@@ -177,10 +183,7 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
         statements = {"similarity": similarity, "published": _published_encoder(path, recipe)}
         files = encoder_files(recipe.pooling, channels=embed, max_length=recipe.seq, **statements)
         options["files"] = {**options.get("files", {}), **files}
-    model = nn.merge_lora(model)
-    if recipe.quantized:
-        model = nn.cast(nn.dequantize(model), recipe.precision.parameters)
-    models.save(model, target, **options)
+    models.save(decode_run_weights(model, recipe), target, **options)
 
 
 def _label_attributes(

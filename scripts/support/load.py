@@ -27,7 +27,7 @@ class ModelFlags:
     dtype: str | None = None
     """A published model's dtype: float32 (fp32), bfloat16 (bf16), float16 (fp16); as it is published by default."""
     weights: Literal["decoded", "quantized"] = "decoded"
-    """Whether a published model's quantized weights are decoded, or stay quantized in less memory."""
+    """Whether quantized weights, published or kept by a run, are decoded, or stay quantized in less memory."""
     mesh: Mesh = Mesh()
     zero: Literal[0, 3] = 0
     """Split over --mesh.fsdp nothing (0), or all weights (3), which are gathered when their layer runs."""
@@ -65,10 +65,8 @@ def load_model(flags: ModelFlags, load: Callable[..., T], *, predictor: bool = F
                 f"--dtype {flags.dtype}: a run's model is computed in what its recipe says; leave it out, or write the "
                 "model out (scripts/convert.py) and give --model."
             )
-        if flags.weights != "decoded":
-            raise ValueError(f"--weights {flags.weights}: a run's weights are as its recipe says; leave it out.")
         RunDirectory(source).read()  # Its errors name flags.
-        return load(source, plan=plan, throughput=throughput)
+        return load(source, plan=plan, weights=flags.weights, throughput=throughput)
     with Screen(errors=True).bar() as progress:
         return load(
             source,
