@@ -212,6 +212,12 @@ from ._transformer import (
     without_head as without_head,
 )
 from .attention._attention import Attention as Attention
+from .attention._compressed_attention import (
+    CompressedAttention as CompressedAttention,
+    EntryIndexer as EntryIndexer,
+    KeyCompressor as KeyCompressor,
+)
+from .attention._compressed_cache import VectorCache as VectorCache
 from .attention._cross_attention import CrossAttention as CrossAttention, MergedAttention as MergedAttention
 from .attention._cross_layer_attention import CrossLayerAttention as CrossLayerAttention
 from .attention._indexer import Indexer as Indexer, KeySelection as KeySelection

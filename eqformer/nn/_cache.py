@@ -72,6 +72,12 @@ class SlotCache(LayerCache):
     def with_scales(self, dtype: str) -> "SlotCache":
         """Return an empty cache like this one in an 8-bit dtype, with scales."""
 
+    @property
+    def longest_row(self) -> int | None:
+        """The length in tokens of the longest row that fits; None for a rolling cache, which serves rows of any
+        length."""
+        return None if self.rolling else capacity_of(self)
+
 
 def empty_slots(batch: Sequence[int], capacity: int) -> Int[Array, "*batch kv_seq"]:
     """Return the positions of empty slots: -1."""
@@ -155,7 +161,8 @@ def check_cached(tokens: Tokens, cache: PyTree) -> None:
         return
     last = int(np.max(np.asarray(positions), initial=-1))
     caches = jax.tree.leaves(cache, is_leaf=_has_slots)
-    capacities = [capacity_of(node) for node in caches if _has_slots(node) and not node.rolling]
+    lengths = [node.longest_row for node in caches if _has_slots(node)]
+    capacities = [length for length in lengths if length is not None]
     if capacities and last >= min(capacities):
         raise ValueError(
             f"{running_call()}(tokens, cache): tokens.positions of shape {positions.shape} reach position {last}, but "
@@ -168,9 +175,9 @@ def mask_overflow(
     attended: Float[Array, "*batch seq heads v_dim"], tokens: Tokens, cache: SlotCache | None
 ) -> Float[Array, "*batch seq heads v_dim"]:
     """Return the output of attention with NaN for tokens beyond the cache's capacity, which are not stored."""
-    if cache is None or cache.rolling:
+    if cache is None or (longest := cache.longest_row) is None:
         return attended
-    beyond = tokens.positions >= capacity_of(cache)
+    beyond = tokens.positions >= longest
     return jnp.where(_expand_to(beyond, attended), jnp.nan, attended)
 
 
@@ -193,15 +200,15 @@ def store_tokens(
     of heads between the dims of rows and of slots.
     """
     if scales[0] is None:
-        return _store(memories, cache, new, tokens, heads)
+        return store_slots(memories, cache, new, tokens, heads)
     pairs = [quantize_rows(x, memory.dtype.name) for x, memory in zip(new, memories)]
     rounded, factors = zip(*pairs)
-    stored, visible = _store((*memories, *scales), cache, (*rounded, *factors), tokens, heads)
+    stored, visible = store_slots((*memories, *scales), cache, (*rounded, *factors), tokens, heads)
     first, second = (dequantize_rows(visible[i], visible[i + 2], new[i].dtype) for i in (0, 1))
     return stored, (first, second, visible[-1])
 
 
-def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int = 0) -> tuple[tuple, tuple]:
+def store_slots(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int = 0) -> tuple[tuple, tuple]:
     """Return the arrays with the new tokens in their slots, and the arrays that the new tokens may see.
 
     The arrays have `heads` dims of heads between the dims of rows and of slots.
@@ -306,7 +313,7 @@ class KVCache(SlotCache):
 
     def with_scales(self, dtype: str) -> "KVCache":
         """Return an empty cache like this one, with 8-bit keys and values and their scales."""
-        (keys, key_scales), (values, value_scales) = (_zeros_with_scales(x, dtype) for x in (self.keys, self.values))
+        (keys, key_scales), (values, value_scales) = (zeros_with_scales(x, dtype) for x in (self.keys, self.values))
         return dataclasses.replace(self, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
 
     def read_quantized(self) -> tuple[Array, Array, Array, Array]:
@@ -403,7 +410,7 @@ class LatentCache(SlotCache):
     def with_scales(self, dtype: str) -> "LatentCache":
         """Return an empty cache like this one, with 8-bit latents and rotated keys and their scales."""
         (latents, latent_scales), (rotary_keys, rotary_scales) = (
-            _zeros_with_scales(x, dtype) for x in (self.latents, self.rotary_keys)
+            zeros_with_scales(x, dtype) for x in (self.latents, self.rotary_keys)
         )
         return dataclasses.replace(
             self,
@@ -470,7 +477,8 @@ class ConvCache(eqx.Module):
     lengths: Int[Array, "*batch"]
 
 
-def _zeros_with_scales(x: Num[Array, "*dims row"], dtype: str) -> tuple[Num[Array, "*dims row"], Float[Array, "*dims"]]:
+def zeros_with_scales(x: Num[Array, "*dims row"], dtype: str) -> tuple[Num[Array, "*dims row"], Float[Array, "*dims"]]:
+    """Return zeros of an 8-bit dtype in the shape of `x`, and a scale of zero for each row."""
     return jnp.zeros(x.shape, dtype), jnp.zeros(x.shape[:-1], jnp.float32)
 
 

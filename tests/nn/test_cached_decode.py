@@ -1,5 +1,7 @@
 """Cached calls against the uncached pass, row by row and position by position, for every kind of attention."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,24 @@ def attention(**options):
 def latent(**options):
     options = {"rotary": nn.Rotary(4, 100.0), "latent_norm": nn.RMSNorm("latent", latent=3), **options}
     return random_module(nn.LatentAttention, embed=EMBED, heads=2, head_dim=4, latent=3, v_dim=5, **options, key=KEY)
+
+
+def compressed(rate, top_k=0):
+    """Blocks of `rate` tokens; with `top_k`, overlapping blocks and an indexer."""
+    rotary = nn.Rotary(4, 100.0, interleaved=True)
+
+    def make():
+        compressor = nn.KeyCompressor(embed=EMBED, dim=6, rate=rate, series=2 if top_k else 1, rotary=rotary, key=KEY)
+        sizes = dict(
+            embed=EMBED, groups=2, group_heads=2, head_dim=6, q_latent=5, group_rank=3, window=3, rotary=rotary
+        )
+        indexer = (
+            nn.EntryIndexer(compressor, embed=EMBED, q_latent=5, heads=16, top_k=top_k, key=KEY) if top_k else None
+        )
+        options: Any = {"compressor": compressor, "indexer": indexer, "rotary": rotary, "key": KEY}
+        return nn.CompressedAttention(**sizes, **options)
+
+    return random_module(make)
 
 
 LATE_SHARPER = nn.Scores(temperature=nn.LogTemperature(3, 0.5))
@@ -78,6 +98,8 @@ KINDS = {
     "mamba2": lambda: random_module(
         nn.Mamba2Mixer, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY
     ),
+    "compressed": lambda: compressed(3),
+    "compressed and selected": lambda: compressed(2, top_k=2),
     "short convolution": lambda: random_module(nn.GatedShortConv, embed=EMBED, taps=4, bias=True, key=KEY),
     "latent": lambda: latent(q_latent=5, query_latent_norm=nn.RMSNorm("q_latent", q_latent=5)),
     "latent with biases": lambda: latent(bias=True),

@@ -292,7 +292,36 @@ def hashed(key: Any) -> nn.Block:
     return mixture(key, nn.RouterZ(0.1), router=router)
 
 
+def compressed(key: Any, rate: int = 0, top_k: int = 0) -> nn.Block:
+    """Like DeepSeek-V4: a window and compressed keys, of which an indexer selects some, with scores for each head."""
+    one, two, three = jax.random.split(key, 3)
+    sizes: dict[str, Any] = {"embed": EMBED, "rate": rate, "rotary": nn.Rotary(4, 1e4, interleaved=True)}
+    compressor, indexer = None, None
+    if rate:
+        compressor = nn.KeyCompressor(dim=8, series=2 if top_k else 1, **sizes, key=three)
+    if top_k:
+        small = nn.KeyCompressor(dim=6, series=2, **sizes, key=two)
+        indexer = nn.EntryIndexer(small, embed=EMBED, q_latent=12, heads=16, top_k=top_k, key=three)
+    mixer = nn.CompressedAttention(
+        embed=EMBED,
+        groups=2,
+        group_heads=2,
+        head_dim=8,
+        q_latent=12,
+        group_rank=5,
+        window=5,
+        rotary=sizes["rotary"],
+        compressor=compressor,
+        indexer=indexer,
+        key=one,
+    )
+    mixer = eqx.tree_at(lambda m: m.sinks, mixer, jnp.linspace(-1, 1, 4, dtype=jnp.float32).reshape(2, 2))
+    return nn.Block(nn.Residual(mixer, norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm()))
+
+
 BLOCKS: dict[str, tuple[Make, ...]] = {
+    "compressed": (functools.partial(compressed, rate=4),),
+    "compressed and selected": (functools.partial(compressed, rate=2, top_k=3),),
     "streams": (streams,),
     "hashed": (hashed,),
     "streams of experts": (functools.partial(streams, sublayers=mixture),),

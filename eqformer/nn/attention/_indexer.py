@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from ...kernels import AttentionCall, ChosenKeys, join_blocks, Mask, ReferenceAttention, split_blocks
 from .._dtype import at_least_float32
@@ -126,13 +126,30 @@ class Indexer(Module):
         keys = jax.lax.stop_gradient(keys).astype(queries.query.dtype)
 
         def best_keys(tokens: Tokens, queries: IndexQueries) -> Int[Array, "*batch chunk top_k"]:
-            heads, dim = queries.query.shape[-2:]
-            dots = jax.nn.relu(jnp.einsum("...qhd,...kd->...qhk", queries.query, keys) * dim**-0.5)
-            scores = jnp.einsum("...qh,...qhk->...qk", queries.weight * heads**-0.5, dots)
-            return jax.lax.top_k(jnp.where(mask(tokens, kv_tokens), scores, -jnp.inf), self.top_k)[1]
+            return best_indices(queries, keys, mask(tokens, kv_tokens), self.top_k)
 
         shape = queries.weight.shape[:-1]
         return KeySelection(_map_query_chunks(best_keys, tokens, shape, queries, self.chunk), self.chunk)
+
+
+def best_indices(
+    queries: IndexQueries,
+    keys: Float[Array, "*batch kv_seq index_dim"],
+    visible: Bool[Array, "*batch seq kv_seq"],
+    top_k: int,
+) -> Int[Array, "*batch seq top_k"]:
+    """Return the indices of each query's `top_k` keys of the highest scores among the visible keys."""
+    heads, dim = queries.query.shape[-2:]
+    dots = jax.nn.relu(jnp.einsum("...qhd,...kd->...qhk", queries.query, keys) * dim**-0.5)
+    scores = jnp.einsum("...qh,...qhk->...qk", queries.weight * heads**-0.5, dots)
+    return jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), top_k)[1]
+
+
+def keep_selected(
+    visible: Bool[Array, "*batch seq kv_seq"], indices: Int[Array, "*batch seq top_k"]
+) -> Bool[Array, "*batch seq kv_seq"]:
+    """Return which keys are visible and at one of the query's `indices`."""
+    return visible & jnp.put_along_axis(jnp.zeros_like(visible), indices, True, -1, inplace=False)
 
 
 class KeySelection(eqx.Module):
@@ -151,14 +168,13 @@ class KeySelection(eqx.Module):
 
         def attend_chunk(tokens: Tokens, chunk: tuple[Array, Array]) -> Float[Array, "*batch chunk heads v_dim"]:
             query, indices = chunk
-            visible = call.mask(tokens, call.key_tokens)
-            is_selected = jnp.put_along_axis(jnp.zeros_like(visible), indices, True, -1, inplace=False)
+            visible = keep_selected(call.mask(tokens, call.key_tokens), indices)
             return ReferenceAttention()(
                 AttentionCall(
                     query,
                     call.key,
                     call.value,
-                    mask=ChosenKeys(visible & is_selected),
+                    mask=ChosenKeys(visible),
                     tokens=tokens,
                     kv_tokens=call.key_tokens,
                     scale=call.scale,

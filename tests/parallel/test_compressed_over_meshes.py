@@ -1,0 +1,75 @@
+"""Attention to windows and compressed keys under plans: as on one device, leaf by leaf, in training and decoding."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from contract_cases import afresh, named, of_plan
+from plan_models import model_of, plan_over
+from plan_parity import Case, differences, of_one_device, place
+
+from eqformer import generation
+from eqformer.parallel import ShardedModel
+
+
+ROUNDING = 250 * float(np.finfo(np.float32).eps)
+SELECTED = "compressed and selected"
+EVERY_RUN = [Case(SELECTED, {"tensor": 2}, {"residual": "sequence"})]
+GRID = [
+    Case(SELECTED, {"tensor": 2}, {"residual": "feature"}),
+    Case(SELECTED, {"tensor": 2}, {"residual": "replicated"}, "products"),
+    Case("compressed", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "sequence"}, "full"),
+    Case("compressed", {"tensor": 2}, {"residual": "feature"}),
+    Case("compressed", {"replica": 2, "fsdp": 2}, {"zero": 3, "smallest": 1}),
+    *(
+        Case(SELECTED, mesh, {"schedule": name, "microbatches": 2, **choices})
+        for name, mesh, choices in (
+            ("gpipe", {"pipe": 2, "tensor": 2}, {"edges": "spread"}),
+            ("1f1b", {"pipe": 2, "tensor": 2}, {"residual": "sequence", "stage_remat": True}),
+            ("zb-v", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "chunks": 2}),
+        )
+    ),
+    Case(f"{SELECTED} lora", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1}),
+    Case("compressed int8", {"tensor": 2}, {"residual": "replicated"}),
+]
+
+
+@pytest.mark.parametrize("case", named(EVERY_RUN, GRID))
+def test_gradients_are_those_of_one_device(case):
+    assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", [EVERY_RUN[0], GRID[2]], ids=lambda case: case.name)
+def test_in_float64_the_difference_is_rounding(case):
+    with jax.enable_x64(True):
+        case = case._replace(dtypes=("float64", "float64"))
+        assert differences(afresh(case), of_one_device(case), 1e-12) == {}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"context": 2}, "CompressedAttention"),
+        ({"tensor": 4}, "has 2 of it and the axis 4 devices"),
+    ],
+)
+def test_meshes_that_would_split_rows_or_groups_are_refused(mesh, message):
+    with pytest.raises(ValueError, match=message):
+        of_plan(Case(SELECTED, mesh, {}))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh", [{"pipe": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}])
+def test_text_is_one_devices(mesh):
+    model, plan = model_of(SELECTED), plan_over(mesh)
+    options: Any = {"max_new_tokens": 9, "log_probabilities": True, "key": jax.random.key(1)}
+    options["transforms"] = generation.sampling(temperature=0.8)
+    prompts = [[3, 5, 7, 9, 11], [2]]
+    text: Any = generation.generate(ShardedModel(place(model, plan), plan), prompts, **options)
+    texts: Any = [generation.generate(m, prompts, **options) for m in (model, model_of("sublayers"))]
+    alone, other = texts
+    assert np.array_equal(text.ids, alone.ids)
+    assert np.allclose(text.log_probabilities, alone.log_probabilities, atol=2e-5)
+    assert not np.array_equal(other.ids, alone.ids)
