@@ -49,6 +49,7 @@ from ._save import save as save
 from ._weight_rules import Rule as Rule
 from .families import _common, _decoder, _mixtures
 from .families._afmoe import AFMoEConfig as AFMoEConfig
+from .families._apertus import ApertusConfig as ApertusConfig
 from .families._bailing_hybrid import BailingHybridConfig as BailingHybridConfig
 from .families._bert import (
     BERTConfig as BERTConfig,

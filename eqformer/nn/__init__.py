@@ -110,6 +110,7 @@ from ._mlp import (
     silu as silu,
     sqrt_softplus as sqrt_softplus,
     tanh as tanh,
+    XIELU as XIELU,
 )
 from ._model_contracts import (
     EmbeddingTable as EmbeddingTable,

@@ -1,4 +1,4 @@
-"""Dense and gated feed-forward layers, and activation functions by name.
+"""Dense and gated feed-forward layers, activation functions by name, and an activation with parameters.
 
 Activations are functions of this file rather than lambdas, so that static fields of equal modules compare equal.
 """
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from ._contracts import FeedForward
+from ._dtype import at_least_float32
 from ._linear import Linear, LinearMap
 
 
@@ -147,9 +148,63 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+class XIELU(eqx.Module):
+    """An activation with two learned numbers, quadratic above 0 and an ELU with a slope below (Huang and Schlag 2024).
+
+    It is `a x^2 + beta x` for positive `x`, and `b (expm1(min(x, eps)) - x) + beta x` for others, where
+    `a = softplus(alpha_p)` and `b = beta + softplus(alpha_n)` (arXiv:2411.13010; the activation of Apertus). It is
+    computed in float32, so that the gradients of the numbers are summed over tokens in float32.
+    """
+
+    alpha_p: Float[Array, ""]
+    alpha_n: Float[Array, ""]
+    beta: Float[Array, ""]
+    """The slope at 0; published beside the learned numbers, but not learned."""
+    eps: Float[Array, ""]
+    """The largest argument of `expm1`, a negative number; not learned."""
+
+    def __init__(self):
+        """Begin with `a = b = 0.8`, as in the paper."""
+        self.alpha_p, self.alpha_n = (jnp.log(jnp.expm1(jnp.float32(number))) for number in (0.8, 0.8 - 0.5))
+        self.beta, self.eps = jnp.float32(0.5), jnp.float32(-1e-6)
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return the activation of each number, in the dtype of `x`."""
+        dtype = at_least_float32(x.dtype)
+        wide, alpha_p, alpha_n = (number.astype(dtype) for number in (x, self.alpha_p, self.alpha_n))
+        beta, eps = (jax.lax.stop_gradient(number).astype(dtype) for number in (self.beta, self.eps))
+        positive = jax.nn.softplus(alpha_p) * jnp.square(wide)
+        negative = (beta + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.minimum(wide, eps)) - wide)
+        return (jnp.where(wide > 0, positive, negative) + beta * wide).astype(x.dtype)
+
+
+class FixedActivation(eqx.Module):
+    """An activation without parameters. Its function is no leaf, so that all leaves of a model are arrays."""
+
+    function: Callable[[Array], Array] = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return the function of `x`."""
+        return self.function(x)
+
+
+def _as_module(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    is_function = jax.tree_util.all_leaves([activation])  # Modules are no leaves.
+    return FixedActivation(activation) if is_function else activation
+
+
 def recompute_in_backward(function: Callable[..., Array]) -> Callable[..., Array]:
     """Return the elementwise function under `jax.checkpoint`: recomputing it is cheaper than keeping its results."""
     return jax.checkpoint(function, prevent_cse=False)
+
+
+# The activation is an argument, since its parameters, if it has any, have gradients.
+def _activate(activation: Callable[[Array], Array], x: Array) -> Array:
+    return activation(x)
+
+
+def _multiply_by_gate(activation: Callable[[Array], Array], gate: Array, up: Array) -> Array:
+    return activation(gate) * up
 
 
 class MLP(FeedForward):
@@ -157,7 +212,7 @@ class MLP(FeedForward):
 
     up: LinearMap
     down: LinearMap
-    activation: Callable[[Array], Array] = eqx.field(static=True)
+    activation: Callable[[Array], Array]
 
     def __init__(
         self,
@@ -174,7 +229,7 @@ class MLP(FeedForward):
         Args:
             embed: Channels of the input and the output.
             mlp: Hidden features.
-            activation: An elementwise function.
+            activation: An elementwise function, or a module with parameters (`XIELU`).
             bias: Whether the maps have biases.
             output_std: Standard deviation of the last map's weights; None: as for the other maps.
             key: For the weights.
@@ -182,11 +237,11 @@ class MLP(FeedForward):
         up, down = jax.random.split(key)
         self.up = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=up)
         self.down = Linear("mlp -> embed", embed=embed, mlp=mlp, bias=bias, std=output_std, key=down)
-        self.activation = activation
+        self.activation = _as_module(activation)
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Map each token by itself."""
-        return self.down(recompute_in_backward(self.activation)(self.up(x)))
+        return self.down(recompute_in_backward(_activate)(self.activation, self.up(x)))
 
 
 class GatedMLP(FeedForward):
@@ -195,7 +250,7 @@ class GatedMLP(FeedForward):
     gate: LinearMap
     up: LinearMap
     down: LinearMap
-    activation: Callable[[Array], Array] = eqx.field(static=True)
+    activation: Callable[[Array], Array]
     limit: float | None = eqx.field(static=True)
     offset: float = eqx.field(static=True)
 
@@ -216,7 +271,7 @@ class GatedMLP(FeedForward):
         Args:
             embed: Channels of the input and the output.
             mlp: Hidden features.
-            activation: An elementwise function.
+            activation: An elementwise function, or a module with parameters (`XIELU`).
             bias: Whether the maps have biases.
             limit: A bound that keeps activations from growing without limit (gpt-oss): the gate is at most `limit`, and
                 the result of `up` is between `-limit` and `limit`.
@@ -228,7 +283,7 @@ class GatedMLP(FeedForward):
         self.gate = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=gate)
         self.up = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=up)
         self.down = Linear("mlp -> embed", embed=embed, mlp=mlp, bias=bias, std=output_std, key=down)
-        self.activation, self.limit, self.offset = activation, limit, offset
+        self.activation, self.limit, self.offset = _as_module(activation), limit, offset
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Map each token by itself."""
@@ -236,4 +291,4 @@ class GatedMLP(FeedForward):
         if self.limit is not None:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         up = up + self.offset if self.offset else up
-        return self.down(recompute_in_backward(lambda gate, up: self.activation(gate) * up)(gate, up))
+        return self.down(recompute_in_backward(_multiply_by_gate)(self.activation, gate, up))

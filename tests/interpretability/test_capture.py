@@ -138,7 +138,7 @@ def test_the_same_functions_are_at_the_top():
         ("stacks[0][1].sublayers[0].layers.core.weights", ["'stacks[0][1].sublayers[0].layer.core.weights'"]),
         ("stacks[0][3]", ["layer 3", "3 layers"]),
         (f"{LAYER}.query.weight", ["is a parameter", f"'{LAYER}.query'"]),
-        (f"{MLP}.activation", ["is a function", "nn.Module"]),
+        (f"{MLP}.activation", ["is a FixedActivation", "nn.Module"]),
     ],
 )
 def test_a_wrong_path_lists_the_nearest(model, path, words):

@@ -13,7 +13,7 @@ def weight(name: str, shape: Sequence[int]) -> np.ndarray:
     """Numbers of deviation 0.2, those of a norm's scale around one."""
     drawn = 0.2 * np.random.default_rng(zlib.crc32(name.encode())).standard_normal(tuple(shape))
     is_scale = name.endswith("weight") and ("norm" in name.lower() or "_ln." in name)
-    return (drawn + is_scale).astype(np.float32)
+    return np.asarray(drawn + is_scale, np.float32)
 
 
 def ids_of(vocab: int) -> np.ndarray:

@@ -190,7 +190,8 @@ PUBLISHED |= {"solar-open-100b": 102_651_799_552, "cwm-32b": 32_581_097_472, "fl
 PUBLISHED |= {"jais-2-8b": 8_090_401_280, "olmo-hybrid-7b": 7_430_870_688}
 PUBLISHED |= {"phi-3.5-moe": 41_873_153_344, "ling3-flash": 124_414_211_552}
 PUBLISHED |= {"afm-4.5b": 4_619_184_640, "helium-1-preview-2b": 2_172_643_840, "glm-4.7-flash": 29_943_393_920}
-# With the layers' scalars, which transformers does not count.
+# With the layers' scalars, which transformers does not count, and for Apertus two of four.
+PUBLISHED |= {"apertus-8b": 8_053_338_240, "apertus-70b": 70_599_864_640}
 PUBLISHED |= {"gemma4-e2b": 4_628_569_379, "gemma4-e4b": 7_463_013_418}
 PUBLISHED |= {"gemma4-26b-a4b": 25_233_141_790, "gemma4-31b": 30_697_345_340}
 # Without the vector of the id behind an image, of which either half has one.

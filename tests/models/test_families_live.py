@@ -157,11 +157,14 @@ DEFAULTS = {
 }
 
 
+_READ = ("layer_scalar", "correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")
+
+
 def counted(config) -> int:
     """The parameters of transformers' model, and the buffers that are read like weights."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    read = [x for name, x in model.named_buffers() if name.endswith(("layer_scalar", "correction_bias", "expert_bias"))]
+    read = [x for name, x in model.named_buffers() if name.endswith(_READ)]
     return sum({id(x): x.numel() for x in [*model.parameters(), *read]}.values())
 
 

@@ -103,6 +103,45 @@ def test_any_function_may_be_the_activation():
     assert close(module(x), linear(np.sin(linear(wide(x), module.up)), module.down))
 
 
+def xielu(x, alpha_p, alpha_n, beta, eps):
+    softplus = lambda y: np.log1p(np.exp(y))
+    below = (beta + softplus(alpha_n)) * (np.expm1(np.minimum(x, eps)) - x)
+    return np.where(x > 0, softplus(alpha_p) * x * x, below) + beta * x
+
+
+def test_xielu_is_its_formula_with_gradients_of_both_learned_numbers():
+    assert close(nn.XIELU()(jnp.float32(2.0)), 0.8 * 4 + 0.5 * 2) and close(nn.XIELU()(jnp.float32(0.0)), 0.0)
+    assert close(nn.XIELU()(jnp.float32(-2.0)), 0.8 * (math.expm1(-2.0) + 2) - 0.5 * 2)
+    activation, x = random_module(nn.XIELU), np.linspace(-4, 4, 81) + 0.01
+    numbers = [wide(number) for number in jax.tree.leaves(activation)]
+    loss = lambda activation, x: (jnp.sum((y := activation(x)) ** 2), y)
+    grads, y = jax.jit(jax.grad(loss, has_aux=True))(activation, np.float32(x))
+    assert close(y, xielu(x, *numbers), 1e-6)
+    slopes = [
+        sum(
+            (xielu(x, *(n + step * (i == j) for j, n in enumerate(numbers))) ** 2).sum() * step
+            for step in (1e-6, -1e-6)
+        )
+        / 2e-12
+        for i in range(2)
+    ]
+    assert close(jnp.stack([grads.alpha_p, grads.alpha_n]), np.array(slopes), 1e-4)
+    assert grads.beta == grads.eps == 0
+    narrow = jax.ShapeDtypeStruct((2,), jnp.bfloat16)
+    assert jax.eval_shape(activation, narrow).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("kind", [nn.MLP, nn.GatedMLP])
+def test_an_activation_may_have_parameters(kind):
+    module, x = random_module(kind, embed=3, mlp=5, activation=nn.XIELU(), key=KEY), normal(1, 2, 3)
+    numbers = [wide(number) for number in jax.tree.leaves(module.activation)]
+    hidden = [linear(wide(x), part) for part in ((module.gate, module.up) if kind is nn.GatedMLP else (module.up,))]
+    formula = lambda *numbers: linear(np.prod([xielu(hidden[0], *numbers), *hidden[1:]], axis=0), module.down)
+    assert close(module(x), formula(*numbers)) and not close(module(x), formula(0.0, *numbers[1:]), 1e-3)
+    grads = jax.grad(lambda module: jnp.sum(module(x) ** 2))(module)
+    assert grads.activation.alpha_p != 0 and grads.activation.alpha_n != 0
+
+
 @pytest.mark.parametrize("kind", [nn.MLP, nn.GatedMLP])
 def test_slices_of_the_hidden_features_give_partial_sums(kind):
     module, x = random_module(kind, embed=3, mlp=6, key=KEY), normal(1, 2, 4, 3)

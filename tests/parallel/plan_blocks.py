@@ -72,11 +72,12 @@ def few_full_norms(key: Any) -> nn.Block:
 
 
 def side_by_side(key: Any) -> nn.ParallelResidual:
-    """Both layers on one input, whose norm they share; gated heads, one key head, norms within each head."""
+    """Both layers on one input, whose norm they share; gated heads, one key head, norms within each head, and an
+    activation with parameters."""
     one, two = jax.random.split(key)
     # Four numbers whose deviation may be tiny: the larger eps keeps their norm from magnifying rounding.
     norms = {n: nn.LayerNorm("head_dim", head_dim=HEAD_DIM, eps=0.1) for n in ("query_norm", "key_norm")}
-    mlp = nn.MLP(embed=EMBED, mlp=MLP, bias=True, key=two)
+    mlp = nn.MLP(embed=EMBED, mlp=MLP, bias=True, activation=nn.XIELU(), key=two)
     mixer = attention(one, kv_heads=1, gate=True, output_bias=True, **norms)
     return nn.ParallelResidual(
         (nn.Residual(mixer, dropout=nn.Dropout(0.2)), nn.Residual(mlp, dropout=nn.Dropout(0.2))),
