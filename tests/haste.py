@@ -149,6 +149,60 @@ def jax_moves() -> Iterator[None]:
         _NUMPY_MOVES[0] = True
 
 
+_ABSTRACT_DRAWS = [False]
+
+
+def skip_abstract_draws() -> None:
+    """Trace a normal draw as zeros of its shape where `equinox.filter_eval_shape` needs the shape alone.
+
+    To trace `jax.random.normal` takes half of the time of `models.shapes`, which each load of a model calls. Only draws
+    of the evaluated function itself are left out: JAX keeps what is traced within a `jit` for later calls.
+    """
+    import equinox as eqx  # here, since flags are made before JAX is first used
+    import jax
+    from jax._src import core
+
+    if not hasattr(core, "trace_ctx"):
+        return
+    draw, evaluate, evaluated = jax.random.normal, eqx.filter_eval_shape, threading.local()
+
+    def is_evaluated() -> bool:
+        trace: Any = core.trace_ctx.trace
+        while type(trace).__name__ == "BatchTrace":  # of a `vmap` in the evaluated function; that of a `jit` differs
+            trace = trace.parent_trace
+        return trace is evaluated.trace
+
+    @functools.wraps(draw)
+    def normal(key: Any, shape: Any = (), dtype: Any = None, **options: Any) -> Any:
+        if _ABSTRACT_DRAWS[0] and not options and getattr(evaluated, "trace", None) is not None and is_evaluated():
+            return jax.numpy.zeros(shape, float if dtype is None else dtype)
+        return draw(key, shape, dtype, **options)
+
+    def run(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        before, evaluated.trace = getattr(evaluated, "trace", None), core.trace_ctx.trace
+        try:
+            return function(*args, **kwargs)
+        finally:
+            evaluated.trace = before
+
+    @functools.wraps(evaluate)
+    def filter_eval_shape(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return evaluate(run, function, *args, **kwargs)
+
+    jax.random.normal, eqx.filter_eval_shape = normal, filter_eval_shape
+    _ABSTRACT_DRAWS[0] = True
+
+
+@contextlib.contextmanager
+def traced_draws() -> Iterator[None]:
+    """Let JAX trace all draws within."""
+    _ABSTRACT_DRAWS[0] = False
+    try:
+        yield
+    finally:
+        _ABSTRACT_DRAWS[0] = True
+
+
 class QuickArguments(inspect.BoundArguments):
     """Arguments of a call with the defaults of those left out already among them."""
 

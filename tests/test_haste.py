@@ -6,12 +6,13 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from haste import checked, jax_moves, may_have_shapes, QuickSignature
+from haste import checked, jax_moves, may_have_shapes, QuickSignature, traced_draws
 from jaxtyping import Array, Float, PyTree, TypeCheckError
 
 from eqformer import models
@@ -148,3 +149,27 @@ def test_numpy_moves_without_a_program():
         assert len(programs) == 2
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("preset", ["gpt2-byte-1m", "qwen3-next-byte-500k", "deepseek-v3-byte-500k"])
+def test_shapes_without_draws_are_those_with_them(preset):
+    with traced_draws():
+        expected = models.shapes(preset)
+    assert eqx.tree_equal(models.shapes(preset), expected)
+
+
+def test_draws_are_left_out_of_shapes_alone():
+    def draw(key: jax.Array) -> jax.Array:
+        return jax.vmap(lambda key: jax.random.normal(key, (3,)))(jax.random.split(key, 2))
+
+    key, compiled = jax.random.key(0), jax.jit(draw)
+    expected = np.stack([jax.random.normal(row_key, (3,)) for row_key in jax.random.split(key, 2)])
+    shape = eqx.filter_eval_shape(draw, key)
+    assert (shape.shape, shape.dtype) == ((2, 3), np.float32)
+    assert eqx.filter_eval_shape(compiled, key) == shape  # JAX keeps this trace of `compiled`
+    np.testing.assert_array_equal(compiled(key), expected)
+    np.testing.assert_array_equal(draw(key), expected)
+    no_key: Any = None  # is seen by a draw alone
+    assert eqx.filter_eval_shape(lambda: jax.random.normal(no_key, (3,))).shape == (3,)
+    with traced_draws(), pytest.raises(TypeError):
+        eqx.filter_eval_shape(lambda: jax.random.normal(no_key, (3,)))
