@@ -160,6 +160,7 @@ BY_DEFAULT = {
 # The default run reads and writes these cases and leaves their logits to the grid: most of their layers are layers of
 # the other cases too.
 LOGITS_IN_GRID = {
+    "granite_swa bases",
     "bailing_hybrid unbounded",
     "phimoe biased",
     "granitemoe_swa shared",
