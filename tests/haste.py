@@ -95,6 +95,7 @@ MOVES: dict[str, Callable[..., np.ndarray | None]] = {
     "iota_p": _iota,
     "reshape_p": _reshape,
     "slice_p": _slice,
+    "stage_p": lambda x: x,
     "squeeze_p": lambda x, *, dimensions: np.squeeze(x, dimensions),
     "transpose_p": lambda x, *, permutation: x.transpose(permutation),
 }

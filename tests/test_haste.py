@@ -88,6 +88,7 @@ MOVED: dict[str, tuple[Callable[..., jax.Array], tuple[Any, ...]]] = {
     "reshape the turned": (lambda x: jax.lax.reshape(x, (5, 3), (1, 0)), ((3, 5),)),
     "strides": (lambda x: jax.lax.slice(x, (0, 1), (3, 5), (2, 2)), ((3, 5),)),
     "squeeze": (lambda x: jax.lax.squeeze(x, (1,)), ((3, 1, 5),)),
+    "stage": (lambda: jax.lax.stage(np.arange(6, dtype=np.float32).reshape(2, 3)), ()),
     "transpose": (lambda x: jax.lax.transpose(x, (2, 0, 1)), ((3, 2, 5),)),
 }
 
