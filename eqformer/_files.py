@@ -10,13 +10,13 @@ import json
 import math
 import os
 import stat
+import types
 import typing
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Annotated, Any, overload, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 from jaxtyping import UInt8
@@ -26,9 +26,10 @@ JsonValue: TypeAlias = Any
 """A value of a JSON text, of any type until a caller checks it."""
 JsonObject: TypeAlias = dict[str, JsonValue]
 """An object of a JSON text, by name."""
+T = TypeVar("T")
 MAX_JSON_BYTES = 1 << 27  # The largest published files, indices and tokenizers, have 10 to 40 MB.
 MAX_JSON_DEPTH = 200  # Far below Python's recursion limit, since functions over the values recurse too.
-_FILE_KINDS: Mapping[int, str] = MappingProxyType(
+_FILE_KINDS: Mapping[int, str] = types.MappingProxyType(
     {
         stat.S_IFDIR: "a folder",
         stat.S_IFIFO: "a named pipe",
@@ -133,6 +134,33 @@ def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) 
     if not isinstance(value, dict):
         raise ValueError(f"{os.fspath(path)}: it holds no JSON object.")
     return value
+
+
+@overload
+def fits(value: object, field_type: type[T]) -> TypeGuard[T]: ...
+@overload
+def fits(value: object, field_type: object) -> bool: ...
+def fits(value: object, field_type: object) -> bool:
+    """Return whether a value of a JSON text is of a type. A whole number is also a float; True and False are none.
+
+    The type is a class, a class with a range (`Annotated`), or a union, a list, a tuple or a dict of types.
+    """
+    origin, args = typing.get_origin(field_type), typing.get_args(field_type)
+    if origin is Annotated:
+        return fits(value, args[0]) and value in args[1]
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, option) for option in args)
+    if origin in (list, tuple, dict):
+        if not isinstance(value, origin):
+            return False
+        if origin is dict:
+            return all(fits(name, args[0]) and fits(item, args[1]) for name, item in value.items())
+        has_any_length = origin is list or args[1:] == (...,)
+        args = args[:1] * len(value) if has_any_length else args
+        return len(value) == len(args) and all(map(fits, value, args))
+    if field_type in (int, float):
+        return isinstance(value, int if field_type is int else int | float) and not isinstance(value, bool)
+    return not isinstance(field_type, type) or isinstance(value, field_type)
 
 
 def write_atomic(path: str | Path, content: str | Callable[[Path], object]) -> None:

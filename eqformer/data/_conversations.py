@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, UInt
 
-from .._files import JsonObject, parse_json
+from .._files import fits, JsonObject, parse_json
 from ._chat_template import ChatTemplate, find_replies, Message
 from ._documents import digest, Document, TextSource
 from ._files import files
@@ -111,7 +111,7 @@ def _make_conversation(
                     f"{location}: message {number} must be an object with a `role`, but is {str(message)[:80]!r}."
                 )
         weight = checked[-1].get("weight")
-        if isinstance(weight, bool) or not (weight is None or (isinstance(weight, int | float) and 0 <= weight < 1e6)):
+        if weight is not None and not (fits(weight, float) and 0 <= weight < 1e6):
             raise ValueError(
                 f"{location}: the weight of message {number} must be a number of at least 0 and below 1e6, "
                 f"but is {weight!r}."

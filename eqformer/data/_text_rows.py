@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from .._files import parse_json
+from .._files import fits, parse_json
 from .._shapes import Batch, LabelBatch
 from ._conversations import describe_fields, EncodedExample, RowEncoder
 from ._documents import digest, Document, TextSource
@@ -107,7 +107,7 @@ def read_text_group(row: object, *, location: str) -> list[str]:
     negatives = fields.pop("negative", [])
     negatives = negatives if isinstance(negatives, list) else [negatives]
     texts = [fields.pop("anchor", None), fields.pop("positive", None), *negatives]
-    if fields or not all(isinstance(text, str) for text in texts):
+    if fields or not fits(texts, list[str]):
         raise ValueError(
             f"{location} must have `anchor` and `positive`, two texts, and may have `negative`, a text or a list of "
             f"texts, but has {describe_fields(row)}; rename the fields."
@@ -256,8 +256,7 @@ def read_labelled_text(row: object, *, location: str) -> LabelledText:
     fields = dict(row) if isinstance(row, dict) else {}
     text, pair, label = fields.pop("text", None), fields.pop("text_pair", None), fields.pop("label", None)
     texts = (text,) if pair is None else (text, pair)
-    is_label = isinstance(label, str | int) and not isinstance(label, bool)
-    if fields or not is_label or not all(isinstance(part, str) for part in texts):
+    if fields or not fits(label, str | int) or not fits(texts, tuple[str, ...]):
         raise ValueError(
             f"{location} must have `text`, a text, and `label`, a name or a whole number, and may have `text_pair`, "
             f"the second text of a pair, but has {describe_fields(row)}; rename the fields."

@@ -287,7 +287,7 @@ def _write_tokens(
             "documents": len(lengths),
             "text_bytes": text_bytes,
             "largest": max(largest_id, tokenizer.end_of_text),
-            **({"cuts": cuts, "label_dtype": tokenizer.label_dtype} if isinstance(tokenizer, RowEncoder) else {}),
+            **({"cuts": cuts, "label_dtype": tokenizer.label_dtype} if is_weighted else {}),
         }
     )
     if progress is not None:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from typing import Any, Generic, NoReturn, TypeVar
 
-from .._files import JsonObject
+from .._files import fits, JsonObject
 from .._shapes import as_tuple
-from ._config_types import as_list, FieldType, fits, Index, Length, Number
+from ._config_types import as_list, FieldType, Index, Length, Number
 
 
 T = TypeVar("T")

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from .._files import fits
 from .._shapes import as_tuple
-from ._config_types import Attributes, convert, describe_type, FieldType, fits, format_value, PublishedConfig, REQUIRED
+from ._config_types import Attributes, convert, describe_type, FieldType, format_value, PublishedConfig, REQUIRED
 
 
 Fields = dict[str, Any]

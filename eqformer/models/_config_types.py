@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn, TypeAlias
 
+from .._files import fits
+
 
 Attributes: TypeAlias = dict[str, Any]
 """Attributes of a `config.json`, or of an object in it, by name."""
@@ -61,24 +63,6 @@ def ranges_in(field_type: FieldType) -> list[Range]:
     if typing.get_origin(field_type) is Annotated:
         return [args[1]]
     return [bounds for part in args for bounds in ranges_in(part)]
-
-
-def fits(value: object, field_type: FieldType) -> bool:
-    """Return whether a value is of a type. A whole number is also a float; True and False are not numbers."""
-    origin, args = typing.get_origin(field_type), typing.get_args(field_type)
-    if origin is Annotated:
-        return fits(value, args[0]) and value in args[1]
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, option) for option in args)
-    if origin in (list, tuple):
-        if not isinstance(value, origin):
-            return False
-        has_any_length = origin is list or args[1:] == (...,)
-        args = args[:1] * len(value) if has_any_length else args
-        return len(value) == len(args) and all(map(fits, value, args))
-    if field_type in (int, float):
-        return isinstance(value, int if field_type is int else int | float) and not isinstance(value, bool)
-    return not isinstance(field_type, type) or isinstance(value, field_type)
 
 
 def as_list(value: Any) -> list[Any]:

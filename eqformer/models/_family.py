@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import jax
 from jaxtyping import Array, Key
 
+from .._files import fits
 from ..nn import (
     ACTIVATIONS,
     ClassificationHead,
@@ -223,7 +224,7 @@ def check_config(call: str, config: ModelConfig) -> None:
     types = field_types(type(config))
     for name in (field.name for field in dataclasses.fields(config)):
         value = getattr(config, name)
-        if not config_types.fits(value, types[name]):
+        if not fits(value, types[name]):
             rule = config_types.describe_type(types[name], value)
             refuse(f"{name}={config_types.format_value(value)}: it must be {rule}.")
         if isinstance(value, ModelConfig):

@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import UInt8
 
 from .._failures import foreign_call, load_extra
-from .._files import check_regular, few_names, is_there, map_bytes, parse_json, read_json
-from ._config_types import as_list, fits, format_value, Index
+from .._files import check_regular, few_names, fits, is_there, map_bytes, parse_json, read_json
+from ._config_types import as_list, format_value, Index
 
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -165,7 +165,7 @@ class Folder:
 
     def _read_index(self) -> dict[str, str]:
         file_of = read_json(self._index).get("weight_map")
-        if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
+        if not fits(file_of, dict[str, str]):
             raise ValueError(f"{self._index}: it has no weight_map of names to files.")
         for file in sorted(set(file_of.values())):
             if Path(file).name != file or not file.endswith(".safetensors"):

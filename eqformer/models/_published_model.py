@@ -162,13 +162,18 @@ def describe_model(path: Path, source: Folder | GGUF | None = None) -> Published
 
 def _read_classifier(family: Family, attributes: JsonObject, config_file: str) -> Classifier | None:
     """Return the classifier that a configuration states; None for a language model or a base model."""
-    architectures = attributes.get("architectures")
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    architecture = _read_architecture(attributes)
     if not names_classifier(architecture):
         return None
     if family.classifier is None:
         raise ValueError(f"{config_file}: architectures=[{architecture!r}]: the family has no classifiers.")
     return family.classifier.read(str(architecture), PublishedConfig(attributes, config_file))
+
+
+def _read_architecture(attributes: JsonObject) -> object:
+    """Return the first of a configuration's `architectures`; None if it states none."""
+    architectures = attributes.get("architectures")
+    return architectures[0] if isinstance(architectures, list) and architectures else None
 
 
 def _describe_file(path: Path, file: GGUF) -> PublishedModel:
@@ -191,8 +196,7 @@ def is_encoder(folder: str | Path) -> bool:
 def is_classifier(folder: str | Path) -> bool:
     """Return whether a published folder is of a classifier of texts or tokens, by its `architectures` alone."""
     file = Path(folder) / CONFIG
-    architectures = read_json(file).get("architectures") if file.exists() else None
-    return isinstance(architectures, list) and bool(architectures) and names_classifier(architectures[0])
+    return file.exists() and names_classifier(_read_architecture(read_json(file)))
 
 
 def read_classifier(folder: str | Path) -> Classifier:

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from .._files import few_names, JsonObject, JsonValue, parse_json
+from .._files import few_names, fits, JsonObject, JsonValue, parse_json
 from ..generation import MAX_ALTERNATIVES
 from ..text import TextRequest
 
@@ -147,7 +147,7 @@ class Fields:
         value = self.take(name)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        if not fits(value, int) or not minimum <= value <= maximum:
             raise self.error(name, f"an integer from {minimum:,} to {maximum:,}", value)
         return value
 
@@ -308,7 +308,7 @@ def _prompts(fields: Fields, name: str = "prompt") -> list[str] | list[list[int]
     prompts: Any = [value] if isinstance(value, str) else value if isinstance(value, list) else []
     if prompts and all(_is_id(item) for item in prompts):
         return [prompts]
-    if prompts and all(isinstance(item, str) and _is_unicode(item) for item in prompts):
+    if prompts and fits(prompts, list[str]) and all(map(_is_unicode, prompts)):
         return prompts
     if prompts and all(isinstance(item, list) and item and all(map(_is_id, item)) for item in prompts):
         return prompts
@@ -318,8 +318,8 @@ def _prompts(fields: Fields, name: str = "prompt") -> list[str] | list[list[int]
 def _stops(fields: Fields) -> tuple[str, ...]:
     value = fields.take("stop")
     stops = [] if value is None else [value] if isinstance(value, str) else value
-    is_list = isinstance(stops, list) and len(stops) <= MAX_STOPS
-    if not is_list or not all(isinstance(stop, str) and stop and _is_unicode(stop) for stop in stops):
+    is_list = fits(stops, list[str]) and len(stops) <= MAX_STOPS
+    if not is_list or not all(stop and _is_unicode(stop) for stop in stops):
         raise fields.error("stop", f"a text, or a list of at most {MAX_STOPS} texts, none of them empty", value)
     return tuple(stops)
 
@@ -458,11 +458,11 @@ def _schema(fields: Fields) -> JsonObject | None:
 
 
 def _is_id(value: JsonValue) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+    return fits(value, int) and 0 <= value < 2**31
 
 
 def _is_number(value: JsonValue) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER
+    return fits(value, float) and abs(value) <= _MAX_NUMBER
 
 
 def _is_unicode(text: str) -> bool:

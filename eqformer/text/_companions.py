@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .. import data, models, nn
-from .._files import JsonObject, parse_json, read_json, read_utf8
+from .._files import fits, JsonObject, parse_json, read_json, read_utf8
 from ..models import PublishedConfig
 
 
@@ -163,7 +163,7 @@ def read_encoder_files(path: Path) -> EncoderFiles:
     head = EmbeddingHead(pooling, tuple(_read_layer(path, kind, folder) for kind, folder in modules[2:]))
     settings = _read_optional(path / _SETTINGS)
     prompts = settings.nested("prompts")
-    if not all(isinstance(prompt, str | None) for prompt in prompts.values()):
+    if not fits(prompts, dict[str, str | None]):
         settings.refuse(f"prompts={prompts!r}: each must be a text.")
     default = settings.read("default_prompt_name", str, None)
     if default is not None and default not in prompts:
@@ -268,7 +268,7 @@ def _list_modules(path: Path) -> list[tuple[str, str]]:
     listed = []
     for module in modules:
         kind, name = module.get("type"), module.get("path")
-        if not isinstance(kind, str) or not isinstance(name, str):
+        if not fits((kind, name), tuple[str, str]):
             raise ValueError(f"{path / MODULES}: a module is {module!r}; each has a type and a path, which are texts.")
         listed.append((kind.rpartition(".")[2], name))
     return listed
@@ -280,7 +280,7 @@ def _read_list(file: Path) -> list[JsonObject]:
         value = parse_json(read_utf8(file))
     except ValueError as error:
         raise ValueError(f"{file}: it is no JSON that can be read ({error}).") from None
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+    if not fits(value, list[dict]):
         raise ValueError(f"{file}: it must hold a JSON list of objects.")
     return value
 
@@ -310,7 +310,7 @@ def _read_pooling(folder: Path) -> tuple[nn.Pooling, bool]:
     if modes is None:  # Older files have a flag for each mode.
         modes = [mode for flag, mode in _OLDER_MODES.items() if attributes.flag(flag, False)] or ["mean"]
     modes = [modes] if isinstance(modes, str) else modes
-    if not isinstance(modes, list) or not modes or not all(mode in nn.POOLINGS for mode in modes):
+    if not fits(modes, list) or not modes or not all(mode in nn.POOLINGS for mode in modes):
         attributes.refuse(f"pooling_mode={modes!r}: it must be one of {', '.join(nn.POOLINGS)}, or a list of these.")
     includes_prompt = attributes.flag("include_prompt", True)
     _finish(attributes, _IGNORED_POOLING)

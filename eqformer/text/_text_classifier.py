@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .. import data, models, nn, parallel
-from .._files import JsonObject, read_json
+from .._files import fits, JsonObject, read_json
 from ..data import EncodedText
 from ._companions import read_lengths
 from ._text_encoder import check_texts, hidden_vectors, limit_length, load_text_tokenizer, map_batches, Texts
@@ -157,7 +157,7 @@ class TextClassifier:
 
 def _is_pair(value: object) -> bool:
     """Return whether a value is a list or a tuple of two texts."""
-    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
+    return fits(value, tuple[str, ...] | list[str]) and len(value) == 2
 
 
 def _sigmoid(logits: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:

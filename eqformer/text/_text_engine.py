@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from .. import data, generation
+from .._files import fits
 from ._generate_texts import check_draft_ids, StopStrings, TextAssembler
 from ._grammars import Grammar, GrammarCompiler
 
@@ -72,7 +73,7 @@ class TextRequest:
             kinds = _KINDS.get(name)
             if kinds is None:
                 raise ValueError(f"TextRequest: there is no field {name!r}; the fields are {', '.join(_KINDS)}.")
-            if not isinstance(value, kinds) or isinstance(value, bool):
+            if not any(fits(value, kind) for kind in kinds):
                 names = " or ".join(_KIND_NAMES[kind] for kind in kinds if kind is not int or float not in kinds)
                 raise ValueError(f"TextRequest: {name} must be {names}, but it is {value!r:.60}; correct it.")
             if name in ("json_schema", "regex", "lark"):

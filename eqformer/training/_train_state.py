@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, PyTree
 from .._shapes import ArrayOrShape, as_tuple
 from ..parallel import Plan, shardings
 from .losses._loss_aux import init_loss_scale, LossScale
-from .optimizer._moments import is_preconditioner, MomentCodes, Preconditioner
+from .optimizer._moments import is_codes, is_preconditioner, Preconditioner
 from .optimizer._optimizer import check_optimizer, Optimizer
 
 
@@ -88,7 +88,7 @@ def _optimizer_spec(plan: Plan, moment: PyTree, spec: jax.sharding.PartitionSpec
     """Return the spec of an optimizer's array for a parameter; dims of size 1 are not sharded."""
     if is_preconditioner(moment):
         return _preconditioner_specs(plan, moment, spec)
-    if isinstance(moment, MomentCodes):
+    if is_codes(moment):
         parts = moment.levels, moment.scale
         specs = tuple(_optimizer_spec(plan, part, spec, parameter) for part in parts)
         return eqx.tree_at(lambda codes: (codes.levels, codes.scale), moment, specs)

@@ -8,8 +8,9 @@ from typing import Annotated
 from jaxtyping import Array, Key
 
 from ... import nn
+from ..._files import fits
 from .._attributes import Attribute, Count, Entry, Fields
-from .._config_types import Attributes, fits, NotNegative, Positive, PublishedConfig, Range, Size
+from .._config_types import Attributes, NotNegative, Positive, PublishedConfig, Range, Size
 from .._family import ModelConfig
 from .._weight_rules import Rule
 from ._common import leaf_paths

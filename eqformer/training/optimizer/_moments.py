@@ -99,7 +99,7 @@ def decompress_moments(moments: str, transform: optax.GradientTransformation, st
     """Return a stored state in float32 at least; this inverts `compress_moments` except for its rounding."""
     if moments == "float32":
         return state
-    if isinstance(state, CodedState):
+    if moments == "8bit":
         return map_moments(transform, _decode_if_coded, state.inner)
     return map_moments(transform, _widen, state)
 

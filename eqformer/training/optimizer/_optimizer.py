@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ... import nn
 from ._learning_rates import Rates
-from ._moments import CodedState, compress_moments, decompress_moments, map_moments, MOMENTS
+from ._moments import compress_moments, decompress_moments, map_moments, MOMENTS
 
 
 def trainable(model: PyTree) -> PyTree:
@@ -119,7 +119,7 @@ class Optimizer(eqx.Module):
 
     def gradient_point(self, model: PyTree, state: PyTree) -> PyTree:
         """Return the model at which a step computes gradients: the model itself, unless its weights are averages."""
-        if not isinstance(state, ScheduleFreeState):
+        if self.average is None:
             return model
         parameters, untrained = partition_trained(model, self.trained)
         points = self._interpolate(nn.in_float32(parameters), state)
@@ -138,7 +138,7 @@ class Optimizer(eqx.Module):
         def add_update(value: Array, update: Array) -> Array:
             return value + learning_rate.astype(value.dtype) * update
 
-        if isinstance(state, ScheduleFreeState):
+        if self.average is not None:
             updates, inner = self._transform_updates(gradients, state.inner, self._interpolate(wide, state))
             max_rate = jnp.maximum(state.max_rate, learning_rate.astype(state.max_rate.dtype))
             weight_sum = state.weight_sum + max_rate**2
@@ -153,7 +153,7 @@ class Optimizer(eqx.Module):
 
     def map_fast_weights(self, function: Callable[[PyTree], PyTree], state: PyTree) -> PyTree:
         """Return the state with `function` of the weights that updates move, if these are not the parameters."""
-        if not isinstance(state, ScheduleFreeState):
+        if self.average is None:
             return state
         return eqx.tree_at(lambda s: s.fast, state, function(state.fast))
 
@@ -178,14 +178,20 @@ class Optimizer(eqx.Module):
         `function` also takes that parameter's leaves of `like_parameters` (trees like the trained parameters, such as
         partition specs). Counters become `other`.
         """
-        if isinstance(state, ScheduleFreeState):
-            inner = self.map_state(function, state.inner, *like_parameters, other=other)
-            parts = inner, jax.tree.map(function, state.fast, *like_parameters), other, other
-            return eqx.tree_at(lambda s: (s.inner, s.fast, s.weight_sum, s.max_rate), state, parts)
-        if isinstance(state, CodedState):
-            inner = self.map_state(function, state.inner, *like_parameters, other=other)
-            return eqx.tree_at(lambda s: (s.inner, s.coded), state, (inner, other), is_leaf=is_none)
-        return map_moments(self.transform, function, state, *like_parameters, other=lambda _: other)
+        if self.average is None:
+            return self._map_stored(function, state, *like_parameters, other=other)
+        inner = self._map_stored(function, state.inner, *like_parameters, other=other)
+        parts = inner, jax.tree.map(function, state.fast, *like_parameters), other, other
+        return eqx.tree_at(lambda s: (s.inner, s.fast, s.weight_sum, s.max_rate), state, parts)
+
+    def _map_stored(
+        self, function: Callable[..., PyTree], state: PyTree, *like_parameters: PyTree, other: PyTree
+    ) -> PyTree:
+        """Apply `map_state` to the transformation's state, as `compress_moments` stores it."""
+        if self.moments != "8bit":
+            return map_moments(self.transform, function, state, *like_parameters, other=lambda _: other)
+        inner = map_moments(self.transform, function, state.inner, *like_parameters, other=lambda _: other)
+        return eqx.tree_at(lambda s: (s.inner, s.coded), state, (inner, other), is_leaf=is_none)
 
     def describe(self, model: PyTree) -> list[str]:
         """Return a line for each named optimizer: how many arrays and parameters of a model it trains, and which.
