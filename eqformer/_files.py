@@ -4,29 +4,28 @@ Each dataclass is written with the name of its class; reading runs no code.
 """
 
 import dataclasses
-import functools
 import io
 import json
 import math
 import os
 import stat
 import types
-import typing
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, overload, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import UInt8
+
+from ._annotation_checks import violated_annotation
 
 
 JsonValue: TypeAlias = Any
 """A value of a JSON text, of any type until a caller checks it."""
 JsonObject: TypeAlias = dict[str, JsonValue]
 """An object of a JSON text, by name."""
-T = TypeVar("T")
 MAX_JSON_BYTES = 1 << 27  # The largest published files, indices and tokenizers, have 10 to 40 MB.
 MAX_JSON_DEPTH = 200  # Far below Python's recursion limit, since functions over the values recurse too.
 _FILE_KINDS: Mapping[int, str] = types.MappingProxyType(
@@ -134,33 +133,6 @@ def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) 
     if not isinstance(value, dict):
         raise ValueError(f"{os.fspath(path)}: it holds no JSON object.")
     return value
-
-
-@overload
-def fits(value: object, field_type: type[T]) -> TypeGuard[T]: ...
-@overload
-def fits(value: object, field_type: object) -> bool: ...
-def fits(value: object, field_type: object) -> bool:
-    """Return whether a value of a JSON text is of a type. A whole number is also a float; True and False are none.
-
-    The type is a class, a class with a range (`Annotated`), or a union, a list, a tuple or a dict of types.
-    """
-    origin, args = typing.get_origin(field_type), typing.get_args(field_type)
-    if origin is Annotated:
-        return fits(value, args[0]) and value in args[1]
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, option) for option in args)
-    if origin in (list, tuple, dict):
-        if not isinstance(value, origin):
-            return False
-        if origin is dict:
-            return all(fits(name, args[0]) and fits(item, args[1]) for name, item in value.items())
-        has_any_length = origin is list or args[1:] == (...,)
-        args = args[:1] * len(value) if has_any_length else args
-        return len(value) == len(args) and all(map(fits, value, args))
-    if field_type in (int, float):
-        return isinstance(value, int if field_type is int else int | float) and not isinstance(value, bool)
-    return not isinstance(field_type, type) or isinstance(value, field_type)
 
 
 def write_atomic(path: str | Path, content: str | Callable[[Path], object]) -> None:
@@ -337,19 +309,3 @@ def _check_types(kind: Any, fields: Mapping[str, Any], source: str) -> None:
                 f"{source}: {kind.__name__}.{name} must be of {hint}, but is {value!r:.100}; write the file "
                 "anew by the command that began the run."
             )
-
-
-_type_hints = functools.cache(typing.get_type_hints)
-
-
-def violated_annotation(kind: Any, name: str, value: Any) -> Any:
-    """Return the annotation of a dataclass's field if the value is of another type; None if it fits."""
-    from beartype import BeartypeConf  # Imported here, since the package imports this file at once.
-    from beartype.door import is_bearable
-
-    try:
-        hint = _type_hints(kind)[name]
-    except NameError:  # The annotations of a class in a user's file may name types that only type checkers know.
-        return None
-    numbers = BeartypeConf(is_pep484_tower=True)  # An integer is a float too, as in annotations.
-    return None if is_bearable(value, hint, conf=numbers) else hint

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, PyTree
 
-from ._array_checks import checked_fields
+from ._annotation_checks import checked_fields
 
 
 LEGEND = {

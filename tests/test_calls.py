@@ -19,7 +19,7 @@ from jaxtyping import Int
 
 import eqformer
 from eqformer import generation, kernels, nn, training
-from eqformer._array_checks import ArrayRule, checked, rules_of
+from eqformer._annotation_checks import ArrayRule, checked, rules_of
 from eqformer.training.optimizer import _optimizer
 
 

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, UInt
 
-from .._files import fits, JsonObject, parse_json
+from .._annotation_checks import fits
+from .._files import JsonObject, parse_json
 from ._chat_template import ChatTemplate, find_replies, Message
 from ._documents import digest, Document, TextSource
 from ._files import files

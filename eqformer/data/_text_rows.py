@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from .._files import fits, parse_json
+from .._annotation_checks import fits
+from .._files import parse_json
 from .._shapes import Batch, LabelBatch
 from ._conversations import describe_fields, EncodedExample, RowEncoder
 from ._documents import digest, Document, TextSource

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Bool, Float, Int, Key, PyTree
 
-from .._array_checks import checked
+from .._annotation_checks import checked
 from .._shapes import Array
 from ._decode import decode_until, prefill, ProgramSizes, Rows, SamplingState
 from ._model import Model

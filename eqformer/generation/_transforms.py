@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._array_checks import checked, checked_fields
+from .._annotation_checks import checked, checked_fields
 from ..nn import at_least_float32
 
 

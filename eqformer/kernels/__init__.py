@@ -55,9 +55,9 @@ from ._quantized_matmul import (
     decode_matrix as decode_matrix,
     DecodedMatmul as DecodedMatmul,
     QuantizedMatmulCall as QuantizedMatmulCall,
+    QuantizedMatmulGpu as QuantizedMatmulGpu,
     repeat_groups as repeat_groups,
 )
-from ._quantized_matmul_gpu import QuantizedMatmulGpu as QuantizedMatmulGpu
 from ._recurrent_step import (
     initial_state as initial_state,
     RECURRENT_STEP as RECURRENT_STEP,

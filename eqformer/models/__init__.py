@@ -61,7 +61,6 @@ from .families._cohere import Cohere2Config as Cohere2Config, CohereConfig as Co
 from .families._deepseek import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config, DeepSeekV32Config as DeepSeekV32Config
 from .families._ernie45 import Ernie45Config as Ernie45Config, Ernie45MoEConfig as Ernie45MoEConfig
-from .families._eurobert import EuroBERTConfig as EuroBERTConfig
 from .families._exaone4 import Exaone4Config as Exaone4Config, ExaoneMoEConfig as ExaoneMoEConfig
 from .families._falcon_h1 import FalconH1Config as FalconH1Config
 from .families._gemma import Gemma2Config as Gemma2Config, Gemma3Config as Gemma3Config, GemmaConfig as GemmaConfig
@@ -100,8 +99,11 @@ from .families._lfm2 import LFM2Config as LFM2Config, LFM2MoEConfig as LFM2MoECo
 from .families._llama import (
     ArceeConfig as ArceeConfig,
     CWMConfig as CWMConfig,
+    EuroBERTConfig as EuroBERTConfig,
     HeliumConfig as HeliumConfig,
     LlamaConfig as LlamaConfig,
+    SeedOSSConfig as SeedOSSConfig,
+    SmolLM3Config as SmolLM3Config,
 )
 from .families._llama4 import Llama4Config as Llama4Config
 from .families._mamba2 import BambaConfig as BambaConfig, Mamba2Config as Mamba2Config
@@ -114,7 +116,7 @@ from .families._mistral import (
 )
 from .families._modernbert import ModernBERTConfig as ModernBERTConfig
 from .families._muse_glimmer import MuseGlimmerConfig as MuseGlimmerConfig
-from .families._nanochat import NanoChatConfig as NanoChatConfig
+from .families._nanochat import NanoChatConfig as NanoChatConfig, SpeedrunConfig as SpeedrunConfig
 from .families._nemotron_h import NemotronHConfig as NemotronHConfig
 from .families._nomic_bert import GTEConfig as GTEConfig, NomicBERTConfig as NomicBERTConfig
 from .families._olmo import (
@@ -125,8 +127,7 @@ from .families._olmo import (
     OLMoEConfig as OLMoEConfig,
 )
 from .families._olmo_hybrid import OlmoHybridConfig as OlmoHybridConfig
-from .families._phi3 import Phi3Config as Phi3Config
-from .families._phimoe import PhiMoEConfig as PhiMoEConfig
+from .families._phi import Phi3Config as Phi3Config, PhiMoEConfig as PhiMoEConfig
 from .families._qwen import (
     Dots1Config as Dots1Config,
     Qwen2Config as Qwen2Config,
@@ -139,9 +140,6 @@ from .families._qwen3_next import (
     Qwen35Config as Qwen35Config,
     Qwen35MoEConfig as Qwen35MoEConfig,
 )
-from .families._seed_oss import SeedOSSConfig as SeedOSSConfig
-from .families._smollm3 import SmolLM3Config as SmolLM3Config
-from .families._speedrun import SpeedrunConfig as SpeedrunConfig
 from .families._switch import GShardConfig as GShardConfig, SwitchConfig as SwitchConfig
 from .families._t5 import T5Config as T5Config
 from .families._t5gemma import T5Gemma2Config as T5Gemma2Config, T5GemmaConfig as T5GemmaConfig

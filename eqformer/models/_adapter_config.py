@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from typing import Any, Generic, NoReturn, TypeVar
 
-from .._files import fits, JsonObject
+from .._annotation_checks import fits
+from .._files import JsonObject
 from .._shapes import as_tuple
 from ._config_types import as_list, FieldType, Index, Length, Number
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .._files import fits
+from .._annotation_checks import fits
 from .._shapes import as_tuple
 from ._config_types import Attributes, convert, describe_type, FieldType, format_value, PublishedConfig, REQUIRED
 

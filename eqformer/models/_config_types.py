@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn, TypeAlias
 
-from .._files import fits
+from .._annotation_checks import fits
 
 
 Attributes: TypeAlias = dict[str, Any]

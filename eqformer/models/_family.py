@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import jax
 from jaxtyping import Array, Key
 
-from .._files import fits
+from .._annotation_checks import fits
 from ..nn import (
     ACTIVATIONS,
     ClassificationHead,

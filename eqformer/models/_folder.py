@@ -14,8 +14,9 @@ import ml_dtypes  # noqa: F401  # lets numpy know bfloat16
 import numpy as np
 from jaxtyping import UInt8
 
+from .._annotation_checks import fits
 from .._failures import foreign_call, load_extra
-from .._files import check_regular, few_names, fits, is_there, map_bytes, parse_json, read_json
+from .._files import check_regular, few_names, is_there, map_bytes, parse_json, read_json
 from ._config_types import as_list, format_value, Index
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeGuard
 
-from .._files import fits, JsonObject
+from .._annotation_checks import fits
+from .._files import JsonObject
 from ._config_types import PublishedConfig
 from ._folder import CONFIG
 from ._gguf_file import GGUF

@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Key
 
-from .._array_checks import checked
+from .._annotation_checks import checked
 from ..nn import Transformer
 from . import families
 from ._family import check_config, Classifier, Family, ModelConfig

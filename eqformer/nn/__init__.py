@@ -64,6 +64,8 @@ from ._dtype import (
 from ._embedding import (
     Embedding as Embedding,
     LearnedPositions as LearnedPositions,
+    matrices as matrices,
+    Matrix as Matrix,
     PerLayerEmbedding as PerLayerEmbedding,
     PerLayerGate as PerLayerGate,
     PerLayerInputs as PerLayerInputs,
@@ -88,7 +90,6 @@ from ._lora import (
     with_lora as with_lora,
     without_lora as without_lora,
 )
-from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import (
     ACTIVATIONS as ACTIVATIONS,
     clipped_gelu as clipped_gelu,
@@ -212,15 +213,22 @@ from ._transformer import (
     Transformer as Transformer,
     without_head as without_head,
 )
-from .attention._attention import Attention as Attention
+from .attention._attention import (
+    Attention as Attention,
+    ValueEmbeddedAttention as ValueEmbeddedAttention,
+    ValueEmbedding as ValueEmbedding,
+)
 from .attention._compressed_attention import (
     CompressedAttention as CompressedAttention,
     EntryIndexer as EntryIndexer,
     KeyCompressor as KeyCompressor,
 )
 from .attention._compressed_cache import VectorCache as VectorCache
-from .attention._cross_attention import CrossAttention as CrossAttention, MergedAttention as MergedAttention
-from .attention._cross_layer_attention import CrossLayerAttention as CrossLayerAttention
+from .attention._cross_attention import (
+    CrossAttention as CrossAttention,
+    CrossLayerAttention as CrossLayerAttention,
+    MergedAttention as MergedAttention,
+)
 from .attention._indexer import Indexer as Indexer, KeySelection as KeySelection
 from .attention._latent_attention import LatentAttention as LatentAttention
 from .attention._rotary import (
@@ -238,10 +246,6 @@ from .attention._rotary import (
     YarnScaling as YarnScaling,
 )
 from .attention._scores import LogTemperature as LogTemperature, RelativeBias as RelativeBias, Scores as Scores
-from .attention._value_embedding import (
-    ValueEmbeddedAttention as ValueEmbeddedAttention,
-    ValueEmbedding as ValueEmbedding,
-)
 from .experts import _dispatch
 from .experts._balance import (
     BalanceLoss as BalanceLoss,

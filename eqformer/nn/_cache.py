@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Num, PyTree
 
-from .._array_checks import checked, checked_fields
+from .._annotation_checks import checked, checked_fields
 from .._shapes import ArrayOrShape
 from ..kernels import CACHE_WRITE, CacheWriteCall, round_up_slots
 from ._dtype import dequantize_rows, float_dtype, quantize_rows

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._array_checks import ArgumentRule, check_arguments, check_cache, rules_of, Sizes
+from .._annotation_checks import ArgumentRule, check_arguments, check_cache, rules_of, Sizes
 from .._shapes import ArrayOrShape
 
 

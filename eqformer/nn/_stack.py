@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from .._array_checks import checked
+from .._annotation_checks import checked
 from ._block import (
     check_caches,
     count_layer_inputs,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, UInt
 
-from .._array_checks import checked, checked_fields
+from .._annotation_checks import checked, checked_fields
 from ._module import map_modules, modules, take_members
 
 

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from .._array_checks import checked
+from .._annotation_checks import checked
 from .._shapes import as_tuple
 from ..kernels import apply_softcap
 from ._cache import check_cached

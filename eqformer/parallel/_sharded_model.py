@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from .._array_checks import checked
+from .._annotation_checks import checked
 from .._shapes import is_shape
 from ._mesh import BATCH_AXES, is_spec, PIPE, TENSOR
 from ._plan import Plan

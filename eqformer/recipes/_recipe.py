@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from .._files import violated_annotation
+from .._annotation_checks import violated_annotation
 from .._shapes import Batch
 from ..data import Packing
 from ..models import Classifier, ModelConfig

@@ -5,7 +5,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from .._files import few_names, fits, JsonObject, JsonValue, parse_json
+from .._annotation_checks import fits
+from .._files import few_names, JsonObject, JsonValue, parse_json
 from ..generation import MAX_ALTERNATIVES
 from ..text import TextRequest
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from .._array_checks import checked
+from .._annotation_checks import checked
 from ..parallel._mesh import axis_sizes, FSDP, Layout, partition_specs, TENSOR
 from ..parallel._shard_map import filter_shard_map, own_part, vary
 from ..parallel._sharded_cache import pad_batch, pad_tokens, round_to_multiple

@@ -15,17 +15,19 @@ from ._generate_texts import (
 )
 from ._grammars import Grammar as Grammar
 from ._llm import LLM as LLM, prepare_to_decode as prepare_to_decode
-from ._load import load as load, load_llm as load_llm, make_llm as make_llm
-from ._prompt_file import complete_file as complete_file, FileSummary as FileSummary
-from ._rollouts import read_prompts as read_prompts, Reward as Reward, Rollouts as Rollouts, Sample as Sample
-from ._run_folder import (
+from ._load import (
     export_run as export_run,
     is_run as is_run,
+    load as load,
+    load_llm as load_llm,
     load_run_classifier as load_run_classifier,
     load_run_encoder as load_run_encoder,
     load_run_model as load_run_model,
     load_run_tokenizer as load_run_tokenizer,
+    make_llm as make_llm,
 )
+from ._prompt_file import complete_file as complete_file, FileSummary as FileSummary
+from ._rollouts import read_prompts as read_prompts, Reward as Reward, Rollouts as Rollouts, Sample as Sample
 from ._text_classifier import (
     Classification as Classification,
     load_classifier as load_classifier,

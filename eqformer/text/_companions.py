@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .. import data, models, nn
-from .._files import fits, JsonObject, parse_json, read_json, read_utf8
+from .._annotation_checks import fits
+from .._files import JsonObject, parse_json, read_json, read_utf8
 from ..models import PublishedConfig
 
 

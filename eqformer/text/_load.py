@@ -1,25 +1,28 @@
 """`load`: the model of a published folder, a GGUF file or a run, with its tokenizer and chat template."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 
-from .. import data, generation, models, parallel, training
-from ._companions import load_tokenizer, MODULES, read_begin_id, read_chat_template
-from ._llm import LLM, prepare_to_decode
-from ._run_folder import (
-    decode_run_weights,
-    is_run,
-    load_run_classifier,
-    load_run_encoder,
-    open_run_tokenizer,
-    read_run_recipe,
-    restore_run_model,
+from .. import data, generation, models, nn, parallel, training
+from .._files import dataclass_from_json, read_json, read_utf8, UnknownKindError
+from ._companions import (
+    EmbeddingHead,
+    encoder_files,
+    EncoderFiles,
+    load_tokenizer,
+    MODULES,
+    read_begin_id,
+    read_chat_template,
+    read_encoder_files,
 )
-from ._text_classifier import load_classifier
-from ._text_encoder import load_encoder
+from ._llm import LLM, prepare_to_decode
+from ._text_classifier import load_classifier, reads_token_types, TextClassifier
+from ._text_encoder import load_encoder, TextEncoder
 
 
 _MODEL_FILES = ("config.json", "adapter_config.json", MODULES)
@@ -189,3 +192,240 @@ def make_llm(
     ends = dict.fromkeys([tokenizer.end_of_text, *models.read_eos_token_ids(folder)])
     begin_id = read_begin_id(folder, tokenizer)
     return LLM(model, tokenizer, read_chat_template(folder), tuple(ends), special_tokens, max_length, begin_id)
+
+
+# Folders of runs, as `recipes.train` and scripts/pretrain.py write them.
+
+
+class RunRecipe(NamedTuple):
+    """The parts of a run's recipe that the trained model depends on."""
+
+    model: models.ModelConfig
+    precision: nn.Precision
+    execution: nn.Execution
+    lora: training.Lora
+    quantized: Mapping[str, Any]
+    """The formats of the weights that stay quantized, by path."""
+    tokenizer: Path | None
+    """The file that the run was given as its tokenizer."""
+    end_of_text: str | None
+    published: Path | None
+    """The published model that the run began from."""
+    seq: int
+    """The tokens of a row that the run trained on."""
+    loss: str = "next-token"
+    """The loss of the run."""
+    pooling: str = "mean"
+    """How a text encoder makes the vector of a text."""
+    similarity: str = "cosine"
+    """The function by which the vectors of a text encoder are compared."""
+    labels: tuple[str, ...] = ()
+    """The names of a classifier's labels; empty for a run of another loss."""
+    label_pooling: str | None = None
+    """How a classifier makes the vector of a text; None: as in the family's published classifiers."""
+
+    @property
+    def is_of_encoder(self) -> bool:
+        """Whether the run trains a text encoder."""
+        return self.loss in ("contrastive", "mlm")
+
+    @property
+    def classifier(self) -> models.Classifier | None:
+        """The sizes of the run's classifier; None for a run of another loss."""
+        is_classifier = self.loss == "classification"
+        return models.Classifier(len(self.labels), pooling=self.label_pooling) if is_classifier else None
+
+    def shapes(self) -> nn.Transformer:
+        """Return the shapes of the trained model, without the fp8 products that only training uses."""
+        return nn.without_fp8(eqx.filter_eval_shape(self._build))
+
+    def _build(self) -> nn.Transformer:
+        model = models.build(self.model, classifier=self.classifier, key=jax.random.key(0))
+        model = nn.with_quantized_formats(model, self.quantized)
+        model = nn.without_head(model) if self.loss == "contrastive" else model
+        return self.lora.apply(self.precision.apply(self.execution.apply(model)), key=jax.random.key(0))
+
+
+def is_run(path: str | Path) -> bool:
+    """Return whether a path is the folder of a run."""
+    return training.RunFolder(path).recipe.is_file()
+
+
+def load_run_model(path: str | Path, plan: parallel.Plan | None = None) -> nn.Transformer:
+    """Load the model of a run's latest checkpoint, on one device or sharded by a plan.
+
+    The model has no fp8 products. The recipe is read as data: no code of the folder runs. Raises a `ValueError` for a
+    run without a checkpoint, and for a recipe with classes that this process does not know: first import the code that
+    registers a family of your own.
+    """
+    return restore_run_model(path, read_run_recipe(path), plan)
+
+
+def restore_run_model(path: str | Path, recipe: RunRecipe, plan: parallel.Plan | None = None) -> nn.Transformer:
+    """Load the model of a run's latest checkpoint, with the run's recipe."""
+    with training.RunFolder(path).checkpointer() as checkpointer:
+        if checkpointer.latest_step is None:
+            raise ValueError(f"load({str(path)!r}): the run has no checkpoint yet; let it train on.")
+        return training.restore_model(checkpointer, recipe.shapes(), plan)
+
+
+def decode_run_weights(model: nn.Transformer, recipe: RunRecipe) -> nn.Transformer:
+    """Merge the low-rank changes of a run's model into its weights, and decode the weights that stay quantized."""
+    merged = nn.merge_lora(model)
+    return nn.cast(nn.dequantize(merged), recipe.precision.parameters) if recipe.quantized else merged
+
+
+def load_run_tokenizer(path: str | Path) -> data.ByteTokenizer | data.FileTokenizer:
+    """Load the tokenizer of a run: the run's own file, its published model's, or else the byte tokenizer."""
+    return open_run_tokenizer(path, read_run_recipe(path))
+
+
+def open_run_tokenizer(path: str | Path, recipe: RunRecipe) -> data.ByteTokenizer | data.FileTokenizer:
+    """Load the tokenizer of a run, with the run's recipe."""
+    if recipe.tokenizer is not None:
+        copy = training.RunFolder(path).tokenizer
+        return data.FileTokenizer(copy if copy.exists() else recipe.tokenizer, end_of_text=recipe.end_of_text)
+    if recipe.published is None:
+        return data.ByteTokenizer()
+    copy = training.RunFolder(path).published
+    return load_tokenizer(copy if copy.exists() else recipe.published, end_of_text=recipe.end_of_text)
+
+
+def load_run_encoder(path: str | Path, plan: parallel.Plan | None = None) -> TextEncoder:
+    """Load the text encoder of a run's latest checkpoint, for a run with the loss `contrastive` or `mlm`.
+
+    The encoder reads at most `seq` tokens of a text, as the run did. After the loss `contrastive` it has the prompts,
+    and the layer that divides vectors by their length, of the folder that the run began from. Raises a `ValueError` for
+    a run with another loss.
+    """
+    recipe = read_run_recipe(path)
+    if not recipe.is_of_encoder:
+        raise ValueError(f"load_run_encoder({str(path)!r}): the run's loss is {recipe.loss}, not one of text encoders.")
+    model = nn.without_head(nn.merge_lora(restore_run_model(path, recipe, plan)))
+    tokenizer, published = open_run_tokenizer(path, recipe), _published_encoder(path, recipe)
+    head, options = EmbeddingHead(nn.Pooling((recipe.pooling,))), {}
+    if published is not None:
+        head = EmbeddingHead(head.pooling, published.head.layers)
+        options = {name: getattr(published, name) for name in ("prompts", "default_prompt", "includes_prompt")}
+    model = model if plan is None else plan.shard(model)
+    options |= {"max_length": recipe.seq, "similarity_name": recipe.similarity, "plan": plan}
+    return TextEncoder(model, head, tokenizer, **options)
+
+
+def _published_encoder(path: str | Path, recipe: RunRecipe) -> EncoderFiles | None:
+    """Return what the folder of a run on groups states about its text encoder; None without such a statement."""
+    folder = training.RunFolder(path).published
+    return read_encoder_files(folder) if recipe.loss == "contrastive" and (folder / MODULES).exists() else None
+
+
+def load_run_classifier(path: str | Path, plan: parallel.Plan | None = None) -> TextClassifier:
+    """Load the classifier of a run's latest checkpoint, of the loss `classification`.
+
+    It reads texts as the run has: of at most `seq` tokens. Raises a `ValueError` for a run of another loss.
+    """
+    recipe, published = read_run_recipe(path), training.RunFolder(path).published
+    if recipe.classifier is None:
+        raise ValueError(f"load_run_classifier({str(path)!r}): the run's loss is {recipe.loss}, not classification.")
+    model, tokenizer = nn.merge_lora(restore_run_model(path, recipe, plan)), open_run_tokenizer(path, recipe)
+    model = model if plan is None else plan.shard(model)
+    options: dict[str, Any] = {"max_length": recipe.seq, "activation": "identity", "plan": plan}
+    return TextClassifier(model, tokenizer, recipe.labels, reads_types=reads_token_types(published), **options)
+
+
+def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -> None:
+    """Write the model of a run's latest checkpoint as a published folder, with its tokenizer.
+
+    With `adapter`, the low-rank changes of a run with LoRA are written alone, as peft does; otherwise they are merged
+    into the weights, and quantized weights are decoded. Raises a `ValueError` as `load_run_model` and `models.save` do.
+    """
+    recipe, published = read_run_recipe(path), training.RunFolder(path).published
+    if recipe.classifier is not None and adapter:
+        raise ValueError(f"export_run({str(path)!r}, adapter=True): an adapter has no classifier; export the model.")
+    model = restore_run_model(path, recipe)
+    if adapter:
+        base = None if recipe.published is None else str(recipe.published)
+        models.save_adapter(model, target, config=recipe.model, base=base)
+        return
+    options: dict[str, Any] = {"config": recipe.model}
+    open_tokenizer = functools.cache(lambda: open_run_tokenizer(path, recipe))
+    if (published / "config.json").exists():
+        options = {"like": published}
+    elif published.exists():  # The run began from a GGUF file, so the copied files include no config.json.
+        options["attributes"] = {"eos_token_id": models.read_eos_token_ids(published) or None}
+        options["files"] = {file.name: read_utf8(file) for file in published.iterdir()}
+    else:
+        tokenizer = open_tokenizer()
+        ids = {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None}
+        options |= {"attributes": ids, "files": data.tokenizer_files(tokenizer, max_length=recipe.seq)}
+    if recipe.classifier is not None:
+        labels = _label_attributes(recipe, published, open_tokenizer())
+        options["attributes"] = {**options.get("attributes", {}), **labels}
+    if recipe.is_of_encoder:
+        embed, similarity = recipe.model.embed, recipe.similarity
+        statements = {"similarity": similarity, "published": _published_encoder(path, recipe)}
+        files = encoder_files(recipe.pooling, channels=embed, max_length=recipe.seq, **statements)
+        options["files"] = {**options.get("files", {}), **files}
+    models.save(decode_run_weights(model, recipe), target, **options)
+
+
+def _label_attributes(
+    recipe: RunRecipe, published: Path, tokenizer: data.ByteTokenizer | data.FileTokenizer
+) -> dict[str, Any]:
+    """Return the attributes of `config.json` that state the labels of a run's classifier, and its padding."""
+    names = dict(enumerate(recipe.labels))
+    attributes: dict[str, Any] = {"id2label": {str(number): name for number, name in names.items()}}
+    attributes["label2id"] = {name: number for number, name in names.items()}
+    attributes["problem_type"] = "single_label_classification"
+    # transformers reads several texts at once only if it knows the padding.
+    stated = read_json(published / "config.json") if (published / "config.json").exists() else {}
+    (row,) = tokenizer.encode_texts(["a"])
+    if stated.get("pad_token_id") is None and row.ids[-1] != tokenizer.end_of_text:
+        attributes["pad_token_id"] = tokenizer.end_of_text
+    return attributes
+
+
+def read_run_recipe(path: str | Path) -> RunRecipe:
+    """Read the recipe of a run."""
+    file = training.RunFolder(path).recipe
+    recipe: Any = read_json(file).get("recipe")
+    try:
+        return _parse_recipe(file, recipe)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: this is not a recipe that a run wrote ({type(error).__name__}: {error}).") from error
+
+
+def _parse_recipe(file: Path, recipe: Mapping[str, Any]) -> RunRecipe:
+    contrastive, classification = recipe.get("contrastive") or {}, recipe.get("classification") or {}
+    text, read = recipe.get("text") or {}, functools.partial(_read_part, file, recipe)
+    config = read("model")
+    if not isinstance(config, models.ModelConfig):
+        raise TypeError(f"model is {config!r:.100}")
+    return RunRecipe(
+        model=config,
+        precision=read("precision") or nn.Precision(),
+        execution=read("execution") or nn.Execution(),
+        lora=read("lora") or training.Lora(),
+        quantized=read_json(training.RunFolder(file.parent).quantized) if recipe.get("weights") == "quantized" else {},
+        tokenizer=Path(text["tokenizer"]) if text.get("tokenizer") else None,
+        end_of_text=text.get("end_of_text"),
+        published=Path(recipe["published"]) if recipe.get("published") else None,
+        seq=recipe["seq"],
+        loss=recipe.get("loss") or "next-token",
+        pooling=contrastive.get("pooling") or "mean",
+        similarity=contrastive.get("similarity") or "cosine",
+        labels=tuple(classification.get("labels") or ()),
+        label_pooling=classification.get("pooling"),
+    )
+
+
+def _read_part(file: Path, recipe: Mapping[str, Any], name: str) -> Any:
+    """Return one part of a recipe, None if the recipe lacks it; raise a `ValueError` for an unknown class."""
+    kinds = [nn.Precision, nn.Execution, training.Lora, *nn.RotaryScaling.__subclasses__()]
+    kinds += [family.config for family in models.FAMILIES.values()]
+    try:
+        return dataclass_from_json(recipe.get(name), {kind.__name__: kind for kind in kinds}, str(file))
+    except UnknownKindError as error:
+        raise ValueError(
+            f"{file}: the recipe names the class {error.kind}, which eqformer does not define; import your code that "
+            "defines the class and registers its family by models.register, and load the run again."
+        ) from error

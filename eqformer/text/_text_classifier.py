@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .. import data, models, nn, parallel
-from .._files import fits, JsonObject, read_json
+from .._annotation_checks import fits
+from .._files import JsonObject, read_json
 from ..data import EncodedText
 from ._companions import read_lengths
 from ._text_encoder import check_texts, hidden_vectors, limit_length, load_text_tokenizer, map_batches, Texts

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from .. import data, generation
-from .._files import fits
+from .._annotation_checks import fits
 from ._generate_texts import check_draft_ids, StopStrings, TextAssembler
 from ._grammars import Grammar, GrammarCompiler
 

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from .. import nn
-from .._array_checks import checked
+from .._annotation_checks import checked
 from ..kernels import cpu_or
 from ..parallel import Plan
 from ._gradients import make_execution

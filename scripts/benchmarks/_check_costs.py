@@ -16,10 +16,10 @@ def main(kind: str, file: str) -> None:
         from jaxtyping import install_import_hook
 
         install_import_hook("eqformer", "beartype.beartype")
-    from eqformer import _array_checks
+    from eqformer import _annotation_checks
 
     if kind == "none":
-        _array_checks.check_arguments = lambda *args, **options: None
+        _annotation_checks.check_arguments = lambda *args, **options: None
     Path(file).write_text(json.dumps(_seconds()), encoding="utf-8")
 
 

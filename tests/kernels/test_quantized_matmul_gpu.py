@@ -11,7 +11,7 @@ import pytest
 from haste import put
 
 from eqformer import kernels, nn
-from eqformer.kernels import _quantized_matmul_gpu as quantized
+from eqformer.kernels import _quantized_matmul as quantized
 from eqformer.kernels._op import dispatch_with_derivative
 
 
@@ -83,7 +83,7 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_the_product_in_float64(name):
     call = call_of(CASES[name])
-    assert quantized.QuantizedMatmulGpu().supports(call) is None
+    assert kernels.QuantizedMatmulGpu().supports(call) is None
     product = eqx.filter_jit(kernels.QuantizedMatmulGpu(interpret=True).run)(call)
     assert product.dtype == call.x.dtype and product.shape == (CASES[name].rows, OUTPUTS)
     right = wanted(call)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from ..._array_checks import checked_fields
+from ..._annotation_checks import checked_fields
 from ..._mask import ChosenKeys, HasPositions, Mask, OF_SOURCE
 from .._op import Call
 from .._platform import Result

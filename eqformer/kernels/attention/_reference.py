@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Num
 
-from ..._array_checks import checked
+from ..._annotation_checks import checked
 from .._platform import at_least_float32
 from ._call import apply_softcap, AttentionCall, lowest, RotatedChannels
 

@@ -12,7 +12,7 @@ from .._family import DecoderConfig, Family
 from .._weight_rules import Rule
 from ._common import attention_weights, decoder_attributes, gated_weights, LAYER
 from ._decoder import activation_of, attention, damping, decoder, gated_mlp, norm
-from ._state_spaces import mamba2, mamba_weights, NetSizes, STATED_MAMBA_ATTRIBUTES
+from ._mamba2 import mamba2, mamba_weights, NetSizes, STATED_MAMBA_ATTRIBUTES
 
 
 @dataclasses.dataclass(frozen=True)

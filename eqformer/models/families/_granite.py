@@ -18,8 +18,8 @@ from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, leaf_paths, LLAMA_WEIGHTS, PRE_NORMS
 from ._decoder import activation_of, attention, decoder, gated_mlp, pre_norm_block, rotary_of
+from ._mamba2 import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
 from ._mixtures import mixture
-from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

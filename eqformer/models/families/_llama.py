@@ -1,7 +1,10 @@
 """Llama 2 and 3 (Touvron et al. 2023; Dubey et al. 2024): pre-norm, grouped queries, rotary, gated silu.
 
-AFM (Arcee AI 2025) has squared ReLUs without gates, Helium (Kyutai 2025) rotates neighboring channels together, and the
-Code World Model (Meta FAIR 2025) has windows in three of four layers.
+Close variants of Llama are in this file too. AFM (Arcee AI 2025) has squared ReLUs without gates, Helium (Kyutai 2025)
+rotates neighboring channels together, and the Code World Model (Meta FAIR 2025) has windows in three of four layers.
+SmolLM3 (Bakouch et al. 2025) has no rotary positions in each fourth layer (arXiv:2501.18795), Seed-OSS (ByteDance Seed
+2025) has biased queries, keys and values, and EuroBERT (Boizard et al. 2025, arXiv:2503.05500) is an encoder that is
+trained on masked tokens.
 """
 
 import dataclasses
@@ -9,13 +12,13 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Llama3Scaling, MLP, Transformer, YarnScaling
-from .._attributes import Activation, Attribute, Ignore
+from ...nn import Block, Llama3Scaling, Mask, MLP, Transformer, YarnScaling
+from .._attributes import Activation, Attribute, Expect, Ignore
 from .._config_types import Index, Length, NotNegative, Positive, PublishedConfig
 from .._family import DecoderConfig, Family
-from .._layer_attributes import Windows
+from .._layer_attributes import every, NoRotaryLayers, SwitchedWindows, Windows
 from .._rotary_attributes import RotaryPositions
-from ._common import decoder_attributes, LLAMA_WEIGHTS
+from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LLAMA_WEIGHTS, PRE_NORMS, StatedHeadSize
 from ._decoder import activation_of, attention, damping, decoder, gated_mlp, layer_windows, pre_norm_block, rotary_of
 
 
@@ -242,4 +245,161 @@ CWM = Family(
         Activation(),
     ),
     LLAMA_WEIGHTS,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmolLM3Config(DecoderConfig):
+    """The config of a SmolLM3."""
+
+    no_rotary_layers: tuple[Index, ...]
+    """The numbers of the layers without rotary positions."""
+    theta: Positive = 5_000_000.0
+    window: Length | None = None
+    """The number of tokens that the layers of `window_layers` see."""
+    window_layers: tuple[Index, ...] = ()
+    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    mlp_bias: bool = False
+    """Whether feed-forward layers have biases."""
+    tied: bool = True
+    max_seq: Length = 65_536
+
+
+def build_smollm3(config: SmolLM3Config, *, key: Key[Array, ""]) -> Transformer:
+    """Return a SmolLM3 with random weights."""
+
+    def block(kind: tuple[bool, int | None], key: Key[Array, ""]) -> Block:
+        is_rotated, window = kind
+        mixer, feed_forward = jax.random.split(key)
+        rotary = rotary_of(config, config.head_size, scaling=config.scaling) if is_rotated else None
+        attended = attention(config, window=window, bias=config.bias, rotary=rotary, key=mixer)
+        return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
+
+    kinds = [(layer not in config.no_rotary_layers, window) for layer, window in enumerate(layer_windows(config))]
+    return decoder(config, block, kinds, key=key)
+
+
+_SMOLLM3_PRESETS = {
+    "smollm3-byte-400k": SmolLM3Config(
+        vocab=256, embed=64, layers=8, heads=4, kv_heads=2, mlp=192, no_rotary_layers=every(4, 8), theta=10_000.0
+    ),
+    "smollm3-3b": SmolLM3Config(
+        vocab=128_256, embed=2048, layers=36, heads=16, kv_heads=4, mlp=11_008, no_rotary_layers=every(4, 36)
+    ),
+}
+
+SMOLLM3 = Family(
+    "smollm3",
+    SmolLM3Config,
+    build_smollm3,
+    _SMOLLM3_PRESETS,
+    "SmolLM3ForCausalLM",
+    "smollm3",
+    (
+        *decoder_attributes(RotaryPositions(2_000_000.0), kv_heads=4, tied=True, max_seq=32_768),
+        NoRotaryLayers(),
+        SwitchedWindows(None, NoRotaryLayers()),
+        Activation(),
+        Attribute("bias", "attention_bias", False),
+        Attribute("mlp_bias", "mlp_bias", False),
+    ),
+    LLAMA_WEIGHTS,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeedOSSConfig(DecoderConfig):
+    """The config of a Seed-OSS."""
+
+    theta: Positive = 10_000_000.0
+    bias: bool = True
+    """Whether queries, keys and values have biases."""
+    output_bias: bool = False
+    """Whether the attention's output has a bias."""
+    mlp_bias: bool = False
+    """Whether the feed-forward layers' maps have biases."""
+    max_seq: Length = 524_288
+
+
+def build_seed_oss(config: SeedOSSConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Seed-OSS with random weights."""
+
+    def block(key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(config, bias=config.bias, output_bias=config.output_bias, key=mixer)
+        return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
+
+    return decoder(config, block, key=key)
+
+
+_SEED_OSS_PRESETS = {
+    "seed-oss-byte-500k": SeedOSSConfig(
+        256, 96, 4, 6, 2, 256, head_dim=16, theta=1e4, output_bias=True, mlp_bias=True, tied=True
+    ),
+    "seed-oss-36b": SeedOSSConfig(155_136, 5120, 64, 80, 8, 27_648, head_dim=128),
+}
+
+SEED_OSS = Family(
+    "seed_oss",
+    SeedOSSConfig,
+    build_seed_oss,
+    _SEED_OSS_PRESETS,
+    "SeedOssForCausalLM",
+    "seed_oss",
+    (
+        *decoder_attributes(kv_heads=8, max_seq=524_288),
+        StatedHeadSize(128),
+        Attribute("bias", "attention_bias", True),
+        Attribute("output_bias", "attention_out_bias", False),
+        Attribute("mlp_bias", "mlp_bias", False),
+        Activation(),
+        Ignore("residual_dropout"),  # a setting of training
+    ),
+    (*EDGES, *ATTENTION, *PRE_NORMS, *gated_weights(bias=True)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class EuroBERTConfig(DecoderConfig):
+    """The config of a EuroBERT."""
+
+    _: dataclasses.KW_ONLY
+    theta: Positive = 250_000.0
+    eps: NotNegative = 1e-5
+    max_seq: Length = 8192
+
+
+def build_eurobert(config: EuroBERTConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a EuroBERT with random weights."""
+
+    def block(key: Key[Array, ""]) -> Block:
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, mask=Mask(is_causal=False), key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key))
+
+    return decoder(config, block, key=key)
+
+
+_EUROBERT_PRESETS = {
+    "eurobert-byte-200k": EuroBERTConfig(256, 64, 4, 4, 2, 96),
+    "eurobert-210m": EuroBERTConfig(128_256, 768, 12, 12, 12, 3072),
+    "eurobert-610m": EuroBERTConfig(128_256, 1152, 26, 18, 6, 4096),
+    "eurobert-2.1b": EuroBERTConfig(128_256, 2304, 32, 18, 6, 6144),
+}
+
+EUROBERT = Family(
+    *("eurobert", EuroBERTConfig, build_eurobert, _EUROBERT_PRESETS, "EuroBertForMaskedLM", "eurobert"),
+    (
+        *decoder_attributes(max_seq=8192),
+        Activation(),
+        Expect("attention_bias", False),
+        Expect("mlp_bias", False),
+        Ignore("is_causal"),  # The model is an encoder, whatever the value is.
+        Ignore("classifier_pooling", "clf_pooling", "mask_token_id"),
+        Ignore("bos_token", "eos_token", "pad_token", "mask_token"),  # The tokenizer has them, too.
+    ),
+    LLAMA_WEIGHTS,
+    classifier=None,  # The scores of its classifiers are means over tokens.
 )

@@ -13,8 +13,8 @@ from .._family import DecoderConfig, Family
 from .._weight_rules import Rule
 from ._common import attention_weights, KeyHeads
 from ._decoder import activation_of, attention, damping, decoder, norm
+from ._mamba2 import beside_mamba, mamba2, mamba_weights, NetSizes, STEP_LIMITS, StepLimits
 from ._mixtures import mixture
-from ._state_spaces import beside_mamba, mamba2, mamba_weights, NetSizes, STEP_LIMITS, StepLimits
 
 
 # The letters of layers in a pattern, by their names in newer and older configurations.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from ..._array_checks import checked
+from ..._annotation_checks import checked
 from .._contracts import Aux, FeedForward, Routed
 from .._dtype import multiply_float32
 from .._linear import Linear, LinearMap

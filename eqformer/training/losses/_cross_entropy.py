@@ -19,7 +19,7 @@ from jax.core import ShapedArray
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ... import nn
-from ..._array_checks import checked
+from ..._annotation_checks import checked
 from ...nn import in_float32
 from ...parallel import vary, varying_axes
 from ...program import inner_jaxprs

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from ..._array_checks import checked
+from ..._annotation_checks import checked
 from ..._shapes import Batch, DistillationBatch
 from ...nn import Tokens
 from ...parallel import vary_like

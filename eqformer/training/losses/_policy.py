@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from ..._array_checks import checked
+from ..._annotation_checks import checked
 from ..._shapes import PolicyBatch
 from ...nn import in_float32, Tokens
 from ...parallel import sum_rows, vary_like

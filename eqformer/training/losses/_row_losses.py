@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ... import nn
-from ..._array_checks import checked
+from ..._annotation_checks import checked
 from ..._shapes import Batch, LabelBatch
 from ...nn import Tokens
 from ...parallel import gather_rows, replicate_rows, sum_row_vectors, sum_rows

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ... import nn
-from ..._array_checks import checked
+from ..._annotation_checks import checked
 from ..._shapes import Batch, PreferenceBatch
 from ...nn import packed_in_order, positions_like, Source, token_keys, Tokens, with_source
 from ...parallel import sum_rows, vary_like

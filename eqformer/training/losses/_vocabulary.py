@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..._array_checks import checked
+from ..._annotation_checks import checked
 
 
 @runtime_checkable

@@ -1,8 +1,8 @@
-"""Checks of array arguments against their shape annotations, with one rule and one error text for all public calls.
+"""Checks of values against annotations: arrays in public calls, values of JSON, and fields of dataclasses.
 
-A check reads shapes and dtypes in Python, so under `jax.jit` it runs while a program is traced and leaves nothing in
-the program. The check runs before jaxtyping's check, so that its short error text is also seen with jaxtyping's import
-hook.
+The arrays of all public calls have one rule and one error text. Their check reads shapes and dtypes in Python, so under
+`jax.jit` it runs while a program is traced and leaves nothing in the program. It runs before jaxtyping's check, so that
+its short error text is also seen with jaxtyping's import hook.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import numbers
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -313,3 +313,45 @@ def _describe_value(value: object) -> str:
     if value is None or shape is None:
         return "none" if value is None else f"of type {type(value).__name__}"
     return f"of type {type(value).__name__} and shape {tuple(shape)}"
+
+
+# Plain values: of JSON texts, and of dataclasses.
+
+
+def fits(value: object, field_type: object) -> bool:
+    """Return whether a value of a JSON text is of a type. A whole number is also a float; True and False are none.
+
+    The type is a class, a class with a range (`Annotated`), or a union, a list, a tuple or a dict of types.
+    """
+    origin, args = typing.get_origin(field_type), typing.get_args(field_type)
+    if origin is Annotated:
+        return fits(value, args[0]) and value in args[1]
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, option) for option in args)
+    if origin in (list, tuple, dict):
+        if not isinstance(value, origin):
+            return False
+        if origin is dict:
+            return all(fits(name, args[0]) and fits(item, args[1]) for name, item in value.items())
+        has_any_length = origin is list or args[1:] == (...,)
+        args = args[:1] * len(value) if has_any_length else args
+        return len(value) == len(args) and all(map(fits, value, args))
+    if field_type in (int, float):
+        return isinstance(value, int if field_type is int else int | float) and not isinstance(value, bool)
+    return not isinstance(field_type, type) or isinstance(value, field_type)
+
+
+_type_hints = functools.cache(typing.get_type_hints)
+
+
+def violated_annotation(kind: Any, name: str, value: Any) -> Any:
+    """Return the annotation of a dataclass's field if the value is of another type; None if it fits."""
+    from beartype import BeartypeConf  # Imported here, since the package imports this file at once.
+    from beartype.door import is_bearable
+
+    try:
+        hint = _type_hints(kind)[name]
+    except NameError:  # The annotations of a class in a user's file may name types that only type checkers know.
+        return None
+    numbers = BeartypeConf(is_pep484_tower=True)  # An integer is a float too, as in annotations.
+    return None if is_bearable(value, hint, conf=numbers) else hint
