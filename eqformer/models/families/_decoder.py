@@ -96,7 +96,7 @@ class _GatedMLPOptions(TypedDict, total=False):
     output_std: float | None
 
 
-class _DecoderEnds(TypedDict, total=False):
+class DecoderEnds(TypedDict, total=False):
     """Arguments of `decoder` for the parts before and after the layers."""
 
     embedding_norm: nn.Norm | None
@@ -376,7 +376,7 @@ def decoder(
     block: Callable[[Key[Array, ""]], nn.Layer],
     *,
     key: Key[Array, ""],
-    **ends: Unpack[_DecoderEnds],
+    **ends: Unpack[DecoderEnds],
 ) -> nn.Transformer:
     """Return a decoder whose layers are all alike."""
     ...
@@ -389,7 +389,7 @@ def decoder(
     kinds: Sequence[LayerKind | Together[LayerKind]],
     *,
     key: Key[Array, ""],
-    **ends: Unpack[_DecoderEnds],
+    **ends: Unpack[DecoderEnds],
 ) -> nn.Transformer:
     """Return a decoder with a kind for each layer."""
     ...
@@ -401,7 +401,7 @@ def decoder(
     kinds: Sequence[LayerKind | Together[LayerKind]] | None = None,
     *,
     key: Key[Array, ""],
-    **ends: Unpack[_DecoderEnds],
+    **ends: Unpack[DecoderEnds],
 ) -> nn.Transformer:
     """Return a decoder: a table of embeddings, layers of these kinds, a norm and a head.
 

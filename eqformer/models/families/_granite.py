@@ -5,11 +5,13 @@ Mamba-2 in most layers, attention without positions in a few, and experts beside
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-from jaxtyping import Array, Key
+from jaxtyping import Array, Float, Key
 
-from ...nn import Attention, Block, GatedMLP, GateNorm, Mamba2Mixer, MoE, Scores, Transformer
+from ...nn import Attention, Block, GatedMLP, GateNorm, Mamba2Mixer, Mixer, MoE, Scores, Transformer
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Unpublished
 from .._config_types import Attributes, Index, Length, NotNegative, Number, OptionalSize, PublishedConfig, Size
 from .._family import DecoderConfig, Family
@@ -17,7 +19,16 @@ from .._layer_attributes import every, LayerTypes
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, leaf_paths, LLAMA_WEIGHTS, PRE_NORMS
-from ._decoder import activation_of, attention, decoder, gated_mlp, pre_norm_block, rotary_of
+from ._decoder import (
+    activation_of,
+    attention,
+    decoder,
+    DecoderEnds,
+    FeedForwardLayer,
+    gated_mlp,
+    pre_norm_block,
+    rotary_of,
+)
 from ._mamba2 import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
 from ._mixtures import mixture
 
@@ -46,15 +57,44 @@ class GraniteConfig(DecoderConfig):
 def build_granite(config: GraniteConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Granite with random weights."""
 
-    def block(key: Key[Array, ""]) -> Block:
+    def layers(key: Key[Array, ""]) -> tuple[Attention, GatedMLP]:
         mixer, feed_forward = jax.random.split(key)
-        attended = attention(
-            config, bias=config.bias, scores=Scores(config.attention_scale), output_std=None, key=mixer
-        )
         gated = gated_mlp(config, bias=config.mlp_bias, output_std=None, key=feed_forward)
-        return pre_norm_block(config, attended, gated, residual_scale=config.residual_scale)
+        return granite_attention(config, key=mixer), gated
 
-    return decoder(config, block, embedding_scale=config.embedding_scale, logit_scale=1 / config.logit_divisor, key=key)
+    return granite_decoder(config, layers, key=key)
+
+
+def granite_attention(
+    config: GraniteConfig, *, sinks: Float[Array, "heads"] | None = None, key: Key[Array, ""], **options: Any
+) -> Attention:
+    """Return an attention with the config's factor of the scores; `options` are further arguments of `attention`."""
+    scores = Scores(config.attention_scale, sinks=sinks)
+    return attention(config, bias=config.bias, scores=scores, output_std=None, key=key, **options)
+
+
+def granite_decoder(
+    config: GraniteConfig,
+    layers: Callable[..., tuple[Mixer, FeedForwardLayer]],
+    kinds: Sequence[Any] | None = None,
+    *,
+    key: Key[Array, ""],
+) -> Transformer:
+    """Return a decoder with the config's factors of embeddings, sublayers and logits.
+
+    Args:
+        config: The config.
+        layers: A function that builds the mixer and the feed-forward layer of a block: `layers(key)` or, with `kinds`,
+            `layers(kind, key)`.
+        kinds: The kind of each block; None: all blocks are alike.
+        key: The key of the weights.
+    """
+
+    def block(*kind_and_key: Any) -> Block:
+        return pre_norm_block(config, *layers(*kind_and_key), residual_scale=config.residual_scale)
+
+    ends: DecoderEnds = {"embedding_scale": config.embedding_scale, "logit_scale": 1 / config.logit_divisor}
+    return decoder(config, block, key=key, **ends) if kinds is None else decoder(config, block, kinds, key=key, **ends)
 
 
 def _granite(embed: int, heads: int, mlp: int, head_dim: int, logit_divisor: float) -> GraniteConfig:
@@ -155,14 +195,11 @@ def build_granite_moe(config: GraniteMoEConfig | GraniteMoESharedConfig, *, key:
     """Return a Granite 3 with experts, with random weights."""
     shared_mlp = config.shared_mlp if isinstance(config, GraniteMoESharedConfig) else 0
 
-    def block(key: Key[Array, ""]) -> Block:
+    def layers(key: Key[Array, ""]) -> tuple[Attention, MoE]:
         keys = jax.random.split(key, 4)
-        scores = Scores(config.attention_scale)
-        attended = attention(config, bias=config.bias, scores=scores, output_std=None, key=keys[0])
-        mixed = granite_mixture(config, shared_mlp, keys[1:])
-        return pre_norm_block(config, attended, mixed, residual_scale=config.residual_scale)
+        return granite_attention(config, key=keys[0]), granite_mixture(config, shared_mlp, keys[1:])
 
-    return decoder(config, block, embedding_scale=config.embedding_scale, logit_scale=1 / config.logit_divisor, key=key)
+    return granite_decoder(config, layers, key=key)
 
 
 def granite_mixture(config: GraniteMoEConfig, shared_mlp: int, keys: Key[Array, "3"]) -> MoE:
@@ -290,24 +327,16 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
 
     def mixer(is_attention: bool, key: Key[Array, ""]) -> Attention | Mamba2Mixer:
         if is_attention:
-            scores = Scores(config.attention_scale)
-            return attention(config, bias=config.bias, rotary=rotary, scores=scores, output_std=None, key=key)
+            return granite_attention(config, rotary=rotary, key=key)
         gate_norm = GateNorm(config.eps)
         return mamba2(config, activation=activation_of(config), gate_norm=gate_norm, output_std=None, key=key)
 
-    def block(is_attention: bool, key: Key[Array, ""]) -> Block:
+    def layers(is_attention: bool, key: Key[Array, ""]) -> tuple[Attention | Mamba2Mixer, MoE | GatedMLP]:
         mixer_key, feed_forward = jax.random.split(key)
-        layer = dense_or_mixture(feed_forward)
-        return pre_norm_block(config, mixer(is_attention, mixer_key), layer, residual_scale=config.residual_scale)
+        return mixer(is_attention, mixer_key), dense_or_mixture(feed_forward)
 
-    return decoder(
-        config,
-        block,
-        [layer in config.attention_layers for layer in range(config.layers)],
-        embedding_scale=config.embedding_scale,
-        logit_scale=1 / config.logit_divisor,
-        key=key,
-    )
+    kinds = [layer in config.attention_layers for layer in range(config.layers)]
+    return granite_decoder(config, layers, kinds, key=key)
 
 
 def _granite4(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from ...nn import Block, GatedMLP, MoE, Scores, Transformer
+from ...nn import Attention, GatedMLP, MoE, Transformer
 from .._attributes import Activation, Attribute, Count, Entry, Fields
 from .._config_types import Attributes, Index, Length, NotNegative, PublishedConfig
 from .._family import Family
@@ -18,9 +18,11 @@ from .._layer_attributes import layers_of, Windows
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import decoder_attributes, LAYER, leaf_paths, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, layer_windows, pre_norm_block, rotary_of
+from ._decoder import gated_mlp, layer_windows, rotary_of
 from ._granite import (
     GRANITE,
+    granite_attention,
+    granite_decoder,
     granite_mixture,
     GRANITE_MOE,
     GraniteConfig,
@@ -81,28 +83,14 @@ def build_granite_moe_swa(config: GraniteMoESWAConfig, *, key: Key[Array, ""]) -
 def _build_swa(
     config: _WindowsAndBases, feed_forward: Callable[[Key[Array, ""]], GatedMLP | MoE], key: Key[Array, ""]
 ) -> Transformer:
-    def block(kind: tuple[int | None, float], key: Key[Array, ""]) -> Block:
+    def layers(kind: tuple[int | None, float], key: Key[Array, ""]) -> tuple[Attention, GatedMLP | MoE]:
         (window, theta), (mixer_key, feed_forward_key) = kind, jax.random.split(key)
-        attended = attention(
-            config,
-            window=window,
-            bias=config.bias,
-            rotary=rotary_of(config, config.head_size, theta=theta, scaling=config.scaling) if theta else None,
-            scores=Scores(config.attention_scale, sinks=jnp.zeros(config.heads, jnp.float32)),
-            output_std=None,
-            key=mixer_key,
-        )
-        return pre_norm_block(config, attended, feed_forward(feed_forward_key), residual_scale=config.residual_scale)
+        rotary = rotary_of(config, config.head_size, theta=theta, scaling=config.scaling) if theta else None
+        sinks = jnp.zeros(config.heads, jnp.float32)
+        attended = granite_attention(config, sinks=sinks, window=window, rotary=rotary, key=mixer_key)
+        return attended, feed_forward(feed_forward_key)
 
-    kinds = list(zip(layer_windows(config), config.thetas, strict=True))
-    return decoder(
-        config,
-        block,
-        kinds,
-        embedding_scale=config.embedding_scale,
-        logit_scale=1 / config.logit_divisor,
-        key=key,
-    )
+    return granite_decoder(config, layers, list(zip(layer_windows(config), config.thetas, strict=True)), key=key)
 
 
 class _LayerThetas(Entry):
