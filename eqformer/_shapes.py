@@ -1,4 +1,4 @@
-"""Names of dims, `LEGEND`, for shape annotations, einops patterns, layouts and messages; and the class `Batch`.
+"""Names of dims, `LEGEND`, for shape annotations, einops patterns, layouts and messages; batches; helpers for sizes.
 
 The output dims of a parameter come first (`heads head_dim embed`), as in published checkpoints. A tensor has a `dim`; a
 mesh has an `axis`.
@@ -18,12 +18,12 @@ from ._annotation_checks import checked_fields
 
 LEGEND = {
     "batch": "examples",
-    "seq": "tokens a call is given",
+    "seq": "tokens of a call",
     "kv_seq": "tokens that may be attended to",
     "embed": "channels of the residual stream",
     "streams": "residual streams of a token, in models with several",
-    "mixes": "weights with which a layer reads, writes and mixes streams",
-    "uses": "what such weights are used for",
+    "stream_logits": "logits of the weights with which a layer reads, writes and mixes streams",
+    "uses": "uses of such weights: reading, writing, mixing",
     "heads": "query heads",
     "kv_heads": "key and value heads",
     "head_dim": "channels of a head",
@@ -75,6 +75,14 @@ def is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
 def as_tuple(values: T | Iterable[T]) -> tuple[T, ...]:
     """Return a single value (a string counts as one), or the values of an iterable, as a tuple."""
     return tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else cast(tuple[T], (values,))
+
+
+def next_power_of_two(number: int, least: int = 1) -> int:
+    """Return the smallest power of two that is not below the number, nor below `least`, itself a power of two.
+
+    Sizes that are rounded up in this way are few, so that compiled programs are reused.
+    """
+    return max(least, 1 << (number - 1).bit_length())
 
 
 @checked_fields

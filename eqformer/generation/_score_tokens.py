@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from .._shapes import next_power_of_two
 from ..nn import dims, right_padded, Source, Tokens, with_source
 from ._model import depends_on_length, Model
 from ._prompts import BUCKET, check_ids, round_up
@@ -150,7 +151,7 @@ def _score_groups(
     owner = np.repeat(np.arange(len(prompts)), [len(rows) for rows in continuations]).tolist()
     count = len(new)
     new, owner = _repeat_last(new, full_size), _repeat_last(owner, full_size)
-    prompts = _repeat_last(prompts, None if full_size is None else 1 << (len(prompts) - 1).bit_length())
+    prompts = _repeat_last(prompts, None if full_size is None else next_power_of_two(len(prompts)))
     ids, lengths = _pad(prompts, model.max_seq)
     targets, counts = _pad(new, None)
     # The model does not read the last id. If each row has one id, the model reads nothing after the prompts.

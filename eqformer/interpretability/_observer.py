@@ -230,8 +230,8 @@ def _find_observer() -> Observer | None:
     return observer if isinstance(observer, Observer) else None
 
 
-# Callers that sum in another dtype call a linear map's `product` in place of its `__call__`; blocks call `branch`.
-_OBSERVED_METHODS = {"__call__", "branch", "product"}
+# Callers that sum in another dtype call a linear map's `product` in place of its `__call__`; blocks call `run_branch`.
+_OBSERVED_METHODS = {"__call__", "run_branch", "product"}
 
 
 def _output_dims(module: nn.Module, method: Callable[..., Any]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
+from .._shapes import next_power_of_two
 from ._capture import capture
 from ._points import find_nodes
 
@@ -74,13 +75,13 @@ def _route(
 
 def _pad(ids: Sequence[int], limit: int | None) -> tuple[Int[Array, "1 seq"], nn.Tokens]:
     """Return a row of ids, padded to a power of two or to the limit, and its tokens."""
-    width = max(_LEAST_WIDTH, 1 << (len(ids) - 1).bit_length())
+    width = next_power_of_two(len(ids), least=_MIN_WIDTH)
     padded = np.zeros((1, width if limit is None else min(width, limit)), np.int32)
     padded[0, : len(ids)] = ids
     return jnp.asarray(padded), nn.right_padded(jnp.asarray([len(ids)], jnp.int32), padded.shape[1])
 
 
-_LEAST_WIDTH = 64
+_MIN_WIDTH = 64
 _IN_STACK = re.compile(r"stacks\[(\d+)\]\.blocks\.(?:blocks\[(\d+)\]\.)?")
 
 
@@ -89,7 +90,7 @@ def _find_routers(model: PyTree) -> list[tuple[int, str]]:
     routers: list[tuple[int, str]] = []
     for node in find_nodes(model) if isinstance(model, nn.LanguageModel) else ():
         match = _IN_STACK.match(node.path)
-        if match and isinstance(node.module, nn.Router) and not node.module.facts().gives_slots:
+        if match and isinstance(node.module, nn.Router) and not node.module.facts().expert_choice:
             stack, member = int(match[1]), int(match[2] or 0)
             first = sum(len(earlier) * len(earlier.blocks.members) for earlier in model.stacks[:stack])
             step, suffix = len(model.stacks[stack].blocks.members), node.path.removeprefix(f"stacks[{stack}].blocks")

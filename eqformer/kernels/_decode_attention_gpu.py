@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from .._shapes import next_power_of_two
 from ._op import Implementation
 from ._platform import E4M3, gpu_capability, Ref, varying_of
 from ._triton import (
@@ -23,7 +24,6 @@ from ._triton import (
     full_span,
     is_inside,
     load_part,
-    next_power_of_2,
     padded_dim,
     PaddedSpan,
     pallas_and_triton,
@@ -63,7 +63,7 @@ class FlashDecodingGpu(Implementation[DecodeCall, Array]):
             return f"it takes keys and values in {query.dtype}, int8 or fp8, not {[str(x.dtype) for x in keys]}"
         if any(x.dtype == E4M3 for x in keys) and gpu_capability() < FP8_CAPABILITY:
             return f"Triton reads fp8 on GPUs of compute capability {FP8_CAPABILITY} and above"
-        if SMALLEST_DIM * next_power_of_2(max(x.shape[-1] for x in keys)) > _QUERY_NUMBERS:
+        if SMALLEST_DIM * next_power_of_two(max(x.shape[-1] for x in keys)) > _QUERY_NUMBERS:
             widest, limit = max(x.shape[-1] for x in keys), _QUERY_NUMBERS // SMALLEST_DIM
             return f"it takes heads of up to {limit} channels, not {widest}"
         if importlib.util.find_spec(TRITON) is None:
@@ -172,10 +172,10 @@ def _attend_to_chunks(
     pl, triton = pallas_and_triton()
 
     rows, kv_heads, kv_seq, v_dim = (parts[0].key if value is None else value).shape
-    group, widest = parts[0].query.shape[2], next_power_of_2(max(v_dim, *(part.key.shape[-1] for part in parts)))
+    group, widest = parts[0].query.shape[2], next_power_of_two(max(v_dim, *(part.key.shape[-1] for part in parts)))
     program_heads = min(padded_dim(group), _QUERY_NUMBERS // widest)
     shares = -(-group // program_heads)
-    block = max(SMALLEST_DIM, min(_BLOCK_NUMBERS // widest, next_power_of_2(kv_seq)))
+    block = max(SMALLEST_DIM, min(_BLOCK_NUMBERS // widest, next_power_of_two(kv_seq)))
     blocks = -(-kv_seq // block)
     chunk_blocks = -(-blocks // min(blocks, -(-_PROGRAMS // (rows * kv_heads * shares))))
     chunks = -(-blocks // chunk_blocks)

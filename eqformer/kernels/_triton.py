@@ -7,6 +7,7 @@ from typing import cast, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from .._shapes import next_power_of_two
 from ._platform import Ref
 
 
@@ -56,9 +57,4 @@ def is_inside(*spans: PaddedSpan) -> Bool[Array, "..."]:
 
 def padded_dim(size: int) -> int:
     """Return the size of a dim on tensor cores: a power of two, at least 16."""
-    return max(SMALLEST_DIM, next_power_of_2(size))
-
-
-def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is not below the number."""
-    return 1 << (number - 1).bit_length()
+    return next_power_of_two(size, least=SMALLEST_DIM)

@@ -63,7 +63,7 @@ def load(
         mesh: A mesh without a plan stands for `Plan(mesh, zero=3)`, which shards every array that it can.
         plan: The plan that places the arrays.
         dtype: The dtype of all leaves, also a short name such as `bf16`; None: each leaf has its published dtype, or
-            one that is wide enough for all layers. Fields marked `nn.float32_at_least` have at least float32.
+            one that is wide enough for all layers. Fields marked `nn.float32_field` have at least float32.
         weights: `"decoded"`: quantized weights are decoded to `dtype`, which by default is float32 for GGUF and the
             dtype of the configuration otherwise. `"quantized"`: linear maps hold codes and scales
             (`nn.QuantizedLinear`), with the same logits.

@@ -133,7 +133,7 @@ from ._module import (
     dims_table as dims_table,
     ensemble as ensemble,
     field_dim_names as field_dim_names,
-    float32_at_least as float32_at_least,
+    float32_field as float32_field,
     float32_flags as float32_flags,
     format_table as format_table,
     has_shape as has_shape,

@@ -111,10 +111,10 @@ class Residual(Sublayer):
         index: int | None = None,
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """Add the branch to `x`; the keys of dropout are folded with `index`, or with 0 outside of a block."""
-        added, cache, aux = self.branch(x, tokens, cache, index=index)
+        added, cache, aux = self.run_branch(x, tokens, cache, index=index)
         return apply_norm(self.sum_norm, x + added), cache, aux
 
-    def branch(
+    def run_branch(
         self,
         x: Float[Array, "*batch seq embed"],
         tokens: Tokens | None = None,
@@ -237,7 +237,7 @@ class ParallelResidual(Sublayer):
             self.branches, split_layer_inputs(self.branches, tokens), split_cache(self.branches, cache), strict=True
         )
         for number, (branch, branch_tokens, branch_cache) in enumerate(per_branch):
-            y, new_cache, aux = branch.branch(normed, branch_tokens, branch_cache, index=number)
+            y, new_cache, aux = branch.run_branch(normed, branch_tokens, branch_cache, index=number)
             outputs.append(y)
             new_caches.append(new_cache)
             auxes.append(aux)

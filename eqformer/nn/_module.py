@@ -48,7 +48,7 @@ class Module(eqx.Module):
 
 
 # Methods by which modules call one another; their calls get names and checks.
-_CALLS = {"__call__", "encode", "embed", "unembed", "branch", "product", "normalize", "slots", "sorted_rows"}
+_CALLS = {"__call__", "encode", "embed", "unembed", "run_branch", "product", "normalize", "slots", "sorted_rows"}
 # The module whose call is being traced; None outside of calls. A module does not know which other module holds it, and
 # in which field, so its name is found through the caller.
 _RUNNING: contextvars.ContextVar[eqx.Module | None] = contextvars.ContextVar("running", default=None)
@@ -184,12 +184,12 @@ def _visible_name(field: str) -> str:
     return "" if field == "inner" else field
 
 
-def named_by(attribute: str, *, float32_at_least: bool = False) -> Any:
+def named_by(attribute: str, *, keeps_float32: bool = False) -> Any:
     """Return a field whose dims differ from instance to instance: the instance's `attribute` holds their names.
 
-    With `float32_at_least`, the array stays float32 at least when a model is cast.
+    With `keeps_float32`, the array stays float32 at least when a model is cast.
     """
-    return eqx.field(metadata={"named_by": attribute} | ({"float32_at_least": True} if float32_at_least else {}))
+    return eqx.field(metadata={"named_by": attribute} | ({"keeps_float32": True} if keeps_float32 else {}))
 
 
 def ensemble(dim: str) -> Any:
@@ -203,12 +203,12 @@ def take_members(modules: PyTree, index: int | slice) -> PyTree:
     return eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)
 
 
-def float32_at_least() -> Any:
+def float32_field() -> Any:
     """Return a field whose array stays float32 at least when a model is cast.
 
     It is for arrays whose rounding would change decisions, such as the choice of experts.
     """
-    return eqx.field(metadata={"float32_at_least": True})
+    return eqx.field(metadata={"keeps_float32": True})
 
 
 def dims(model: PyTree) -> PyTree:
@@ -234,11 +234,11 @@ def field_dim_names(tree: PyTree) -> PyTree:
 
 
 def float32_flags(model: PyTree) -> PyTree:
-    """Return a tree like `model` of flags: whether the field of each leaf is `float32_at_least`."""
+    """Return a tree like `model` of flags: whether the field of each leaf is `float32_field`."""
 
     def is_wide(path: tuple, _: object) -> bool:
         fields = [field for _, field in _nodes_on_path(model, path)]
-        return bool(fields) and fields[-1] is not None and "float32_at_least" in fields[-1].metadata
+        return bool(fields) and fields[-1] is not None and "keeps_float32" in fields[-1].metadata
 
     return jax.tree_util.tree_map_with_path(is_wide, model)
 

@@ -53,7 +53,7 @@ class Precision:
 def cast(tree: PyTree, dtype: str) -> PyTree:
     """Return the tree with its floating-point arrays cast to `dtype`.
 
-    Fields marked `float32_at_least` stay float32 or wider.
+    Fields marked `float32_field` stay float32 or wider.
     """
     name = float_dtype(dtype, f"cast(dtype={dtype!r})")
     wide = at_least_float32(jnp.dtype(name))

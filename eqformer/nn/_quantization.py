@@ -54,8 +54,8 @@ class QuantizedLinear(LinearMap):
     form: str = eqx.field(static=True)
     scale_dims: tuple[str, ...] = eqx.field(static=True)
     codes: UInt8[Array, "..."] = named_by("weight_dims")
-    scales: Float[Array, "..."] | UInt8[Array, "..."] = named_by("scale_dims", float32_at_least=True)
-    zeros: UInt8[Array, "..."] | Float[Array, "..."] | None = named_by("scale_dims", float32_at_least=True)
+    scales: Float[Array, "..."] | UInt8[Array, "..."] = named_by("scale_dims", keeps_float32=True)
+    zeros: UInt8[Array, "..."] | Float[Array, "..."] | None = named_by("scale_dims", keeps_float32=True)
     bias: Float[Array, "..."] | None = named_by("outputs")
 
     def __init__(

@@ -16,7 +16,7 @@ from ._block import Residual
 from ._contracts import Mixer, Routed, Sublayer
 from ._dtype import at_least_float32, broadcast_float32
 from ._model_contracts import StreamExpansion, StreamMap, StreamMerge
-from ._module import float32_at_least
+from ._module import float32_field
 from ._norm import Norm
 from ._tokens import Tokens, tokens_or_default, with_row_layout_of
 
@@ -46,9 +46,9 @@ class StreamWeights(StreamMap):
     sizes: tuple[int, ...] = eqx.field(static=True)
     """The number of weights of each use."""
     eps: float = eqx.field(static=True)
-    weight: Float[Array, "mixes streams embed"] = float32_at_least()
-    base: Float[Array, "mixes"] = float32_at_least()
-    scale: Float[Array, "uses"] = float32_at_least()
+    weight: Float[Array, "stream_logits streams embed"] = float32_field()
+    base: Float[Array, "stream_logits"] = float32_field()
+    scale: Float[Array, "uses"] = float32_field()
 
     def __init__(
         self,
@@ -206,16 +206,18 @@ class HyperConnection(Sublayer):
     ) -> tuple[Float[Array, "*batch streams seq embed"], PyTree, PyTree]:
         """Mix the streams of `x`, and write the branch's output to each of them."""
         tokens = _tokens_of_streams(tokens_or_default(tokens, x.shape[:-1], cache), x)
-        read, write, *mix = self.weights(x)
-        y, cache, aux = self.branch.branch(_sum_streams(x, jax.nn.sigmoid(read) + self.eps), tokens, cache, index=index)
+        read_logits, write_logits, *mix_logits = self.weights(x)
+        branch_input = _sum_streams(x, jax.nn.sigmoid(read_logits) + self.eps)
+        y, cache, aux = self.branch.run_branch(branch_input, tokens, cache, index=index)
         wide, streams = at_least_float32(x.dtype), x.shape[-3]
         mixed = x.astype(wide)
         if self.mixing is not None:
-            matrix = _mix_matrix(self.mixing, mix[0].reshape(*mix[0].shape[:-1], streams, streams))
+            (logits,) = mix_logits
+            matrix = _mix_matrix(self.mixing, logits.reshape(*logits.shape[:-1], streams, streams))
             # The dims: rows, the old stream, the new stream, tokens, channels.
             by_stream = jnp.moveaxis(matrix, -3, -1)[..., None]
             mixed = jnp.sum(by_stream * mixed[..., :, None, :, :], axis=-4)
-        write = self.write_scale * jax.nn.sigmoid(write) + self.write_eps
+        write = self.write_scale * jax.nn.sigmoid(write_logits) + self.write_eps
         added = jnp.swapaxes(write, -1, -2)[..., None] * y.astype(wide)[..., None, :, :]
         return (mixed + added).astype(x.dtype), cache, aux
 
@@ -261,8 +263,8 @@ class MergeStreams(StreamMerge):
 
     def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Return the norm of the sum."""
-        (read,) = self.weights(x)
-        return self.norm(_sum_streams(x, jax.nn.sigmoid(read) + self.eps))
+        (logits,) = self.weights(x)
+        return self.norm(_sum_streams(x, jax.nn.sigmoid(logits) + self.eps))
 
 
 def _sum_streams(

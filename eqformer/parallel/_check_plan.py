@@ -308,12 +308,12 @@ def _check_mixture(plan: Placement, path: str, moe: nn.ExpertMixture) -> None:
     """
     facts = moe.router.facts()
     _check_choice_scope(plan, path, moe.router, facts.among)
-    if not facts.gives_slots:
+    if not facts.expert_choice:
         _check_choice_scope(plan, path, moe.dispatch, moe.dispatch.among(facts))
     linears: list[nn.LinearMap] = []
     without_linears = nn.map_linears(linears.append, moe.experts)
     splits = plan.size(EXPERT) > 1 or plan.size(TENSOR) > 1
-    if splits and not facts.gives_slots and any(map(nn.has_shape, jax.tree.leaves(without_linears))):
+    if splits and not facts.expert_choice and any(map(nn.has_shape, jax.tree.leaves(without_linears))):
         raise ValueError(
             f"Plan over expert={plan.size(EXPERT)}, tensor={plan.size(TENSOR)}: {path} has experts with parameters "
             "that are not those of a linear map, and choices are brought to split experts as rows sorted by expert; "

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._shapes import as_tuple
 from ._mesh import CONTEXT, EXPERT, PIPE, TENSOR
-from ._shard_map import vary as vary_over, vary_like
+from ._shard_map import vary, vary_like
 
 
 STATE = "state"
@@ -91,10 +91,13 @@ COLLECTIVES: dict[str, str] = {
 }
 
 
-def vary(name: str, tree: PyTree, axes: str | Iterable[str]) -> PyTree:
-    """Mark arrays as varying over `axes` too; the backward pass sums their gradients, the forward sends nothing."""
+def sum_gradients(name: str, tree: PyTree, axes: str | Iterable[str]) -> PyTree:
+    """Return the arrays, marked as varying over `axes` too: the backward pass sums their gradients over the axes.
+
+    The forward pass sends nothing.
+    """
     with jax.named_scope(name):
-        return vary_over(tree, as_tuple(axes))
+        return vary(tree, as_tuple(axes))
 
 
 def psum(name: str, x: PyTree, axes: str | tuple[str, ...]) -> PyTree:

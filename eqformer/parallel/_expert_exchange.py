@@ -260,7 +260,7 @@ def run_padded_round(
     order, rank, sizes = nn.dispatch.sort_by_expert(to_experts(expert)[:, None], len(experts))
     received = nn.dispatch.take_rows(to_experts(rows), order, rank[:, None])
     even_load = min(choices.size, len(choice))
-    y = experts.sorted_rows(received, sizes, even=even_load // len(experts))
+    y = experts.sorted_rows(received, sizes, even_rows=even_load // len(experts))
     returned = nn.dispatch.take_rows(y, rank, order[:, None])
     returned = checkpoint_name(send.all_to_all("expert combine", returned, EXPERT, 0, 0), "product")
     outputs = nn.dispatch.take_rows_or_zeros(returned, slot.reshape(-1), choice[:, None])
@@ -296,7 +296,7 @@ def run_ragged_round(
     if weights is not None:
         rows = nn.dispatch.scale_rows(rows, weights.reshape(-1)[order])
     received = _send_rows("expert dispatch", len(rows), room, rows, to_experts, from_experts)
-    y = experts.sorted_rows(received, sizes, even=min(len(rows), room) // len(experts))
+    y = experts.sorted_rows(received, sizes, even_rows=min(len(rows), room) // len(experts))
     outputs = _send_rows("expert combine", room, len(rows), y, from_experts, to_experts)
     outputs = checkpoint_name(outputs, "product")
     return nn.dispatch.take_rows(outputs, rank.reshape(-1), order[:, None]).reshape(*rank.shape, x.shape[-1])

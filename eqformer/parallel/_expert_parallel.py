@@ -52,7 +52,7 @@ class SplitMixture(nn.Routed):
         if normed is not x:
             inputs = normed if self.stream is None else self.stream.to_routed(normed)
         inputs = self.inner.project_inputs(inputs)
-        if self._router().facts().gives_slots:
+        if self._router().facts().expert_choice:
             y, aux = self._run_slots(inputs, cast(nn.Slots, routing), tokens)
         else:
             routing = cast(nn.Routing, routing)
@@ -77,7 +77,7 @@ class SplitMixture(nn.Routed):
         tokens = math.prod(x.shape[:-1])
         # Maps to the experts' channels may be slices here, so that the width is asked of their result.
         row_bytes = jax.eval_shape(self.inner.project_inputs, x).shape[-1] * x.dtype.itemsize
-        gathers = facts.gives_slots or self._method(tokens, int(facts.choices), row_bytes) == "gather"
+        gathers = facts.expert_choice or self._method(tokens, int(facts.choices), row_bytes) == "gather"
         return checkpoint_name(x, "own tokens") if gathers else x
 
     def _method(self, tokens: int, top_k: int, row_bytes: int) -> str:
@@ -116,8 +116,8 @@ class SplitMixture(nn.Routed):
         assert isinstance(router, Sliced)
         if self._splits_tokens and router.whole.facts().among != "token":
             routing = router.whole(self._gather_rows(x), tokens.fold_in(nn.ROUTER))
-            gives_slots = router.whole.facts().gives_slots
-            return routing if gives_slots else jax.tree.map(stream.routed.take_local, routing)
+            expert_choice = router.whole.facts().expert_choice
+            return routing if expert_choice else jax.tree.map(stream.routed.take_local, routing)
         routing = router.whole(x, device_tokens)
         if self._splits_tokens or not router.is_split:
             return routing

@@ -168,7 +168,7 @@ class Placement(ParallelConfig):
     def expert_method_of(self, model: nn.LanguageModel, moe: nn.ExpertMixture, tokens: int) -> str:
         """Return how `tokens` tokens of a device reach experts on other devices: `"gather"` or `"exchange"`."""
         facts = moe.router.facts()
-        if facts.gives_slots:
+        if facts.expert_choice:
             return "gather"
         row_bytes = moe.expert_width(model.embedding.weight.shape[-1]) * jnp.dtype(model.compute_dtype).itemsize
         sizes = {"devices": self.size(EXPERT), "exchange": self.exchange, "row_bytes": row_bytes}

@@ -349,7 +349,7 @@ def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
     for moe in nn.modules(stack, (nn.ExpertMixture,)):
         facts = moe.router.facts()
         vector = moe.expert_width(model.embedding.weight.shape[-1]) * _activation_bytes(model)  # bytes
-        top_k = 0 if facts.gives_slots else int(facts.choices)  # choices made by experts need no sending to experts
+        top_k = 0 if facts.expert_choice else int(facts.choices)  # choices made by experts need no sending to experts
         method = plan.expert_method_of(model, moe, int(tokens))
         if method == "exchange":
             sent = plan.exchange.sent(int(tokens) * top_k, devices)

@@ -257,9 +257,9 @@ class Recipe:
         return self.loss in ("dpo", "ipo", "orpo", "kto")
 
     @property
-    def is_of_encoder(self) -> bool:
-        """Whether the loss is one of text encoders and classifiers, which write no text."""
-        return self.loss in ("contrastive", "mlm", "classification")
+    def writes_text(self) -> bool:
+        """Whether the trained model writes text; text encoders and classifiers write none."""
+        return self.loss not in ("contrastive", "mlm", "classification")
 
     @property
     def has_text_rows(self) -> bool:

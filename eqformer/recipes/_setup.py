@@ -267,7 +267,7 @@ def check(recipe: Recipe, *, trains: bool = True, directory: RunDirectory | None
     with name_flags_in_errors(recipe):  # The library makes its own checks.
         training.LossSpikes(**dataclasses.asdict(recipe.spikes))
         shapes = model_shapes(recipe, directory)
-        if trains and recipe.is_of_encoder:
+        if trains and not recipe.writes_text:
             _check_encoder(recipe, shapes)
         elif trains:
             training.check_next_token(shapes, seq=recipe.seq)

@@ -134,7 +134,7 @@ def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
         options = getattr(recipe, field)
         if recipe.loss != loss and options != type(options)():
             raise ValueError(f"--loss {recipe.loss}: --{field} is for --loss {loss}; leave it out.")
-    if not recipe.is_of_encoder:
+    if recipe.writes_text:
         return
     if recipe.evaluate_every:
         raise ValueError(f"--loss {recipe.loss} --evaluate-every: a text encoder writes no text; leave it out.")

@@ -269,7 +269,7 @@ class Trainer:
             writers.write(row)
             self.last.update(row)
 
-        has_samples = recipe.sample_every and not recipe.is_of_encoder
+        has_samples = recipe.sample_every and recipe.writes_text
         draw = lambda run: on_first_process(self.directory.draw_metrics)
         show_last = lambda run: show(run.step, metrics_line(self.last), run.is_due(recipe.log_every))
         return [
@@ -281,9 +281,7 @@ class Trainer:
                     self.spikes,
                     self.stop,
                     *self._evaluations(write_row, draw),
-                    training.Validation(
-                        recipe.validate_every, self._validate, write_row, has_bits=not recipe.is_of_encoder
-                    ),
+                    training.Validation(recipe.validate_every, self._validate, write_row, has_bits=recipe.writes_text),
                     every(recipe.validate_every, draw),
                     every(1, show_last),
                     training.Checkpoints(recipe.checkpoint_every, checkpointer, self._metadata, self.states),

@@ -61,12 +61,12 @@ def load(
     is_encoder = is_published and ((path / MODULES).exists() or models.is_encoder(path))
     call = f"load({str(source)!r})"
     run = read_run_recipe(path) if path.is_dir() and is_run(path) else None
-    if run is not None and (run.is_of_encoder or run.classifier is not None):
+    if run is not None and (run.trains_encoder or run.classifier is not None):
         if dtype is not None or weights != "decoded" or predictor or throughput:
             raise ValueError(
                 f"{call}: a run's text encoder or classifier has no dtype, weights, predictor or throughput to choose."
             )
-        return load_run_encoder(path, plan) if run.is_of_encoder else load_run_classifier(path, plan)
+        return load_run_encoder(path, plan) if run.trains_encoder else load_run_classifier(path, plan)
     if not is_classifier and not is_encoder:
         return _load_llm(call, path, plan, dtype, weights, predictor, throughput, progress)
     if predictor or throughput:
@@ -225,7 +225,7 @@ class RunRecipe(NamedTuple):
     """How a classifier makes the vector of a text; None: as in the family's published classifiers."""
 
     @property
-    def is_of_encoder(self) -> bool:
+    def trains_encoder(self) -> bool:
         """Whether the run trains a text encoder."""
         return self.loss in ("contrastive", "mlm")
 
@@ -299,7 +299,7 @@ def load_run_encoder(path: str | Path, plan: parallel.Plan | None = None) -> Tex
     a run with another loss.
     """
     recipe = read_run_recipe(path)
-    if not recipe.is_of_encoder:
+    if not recipe.trains_encoder:
         raise ValueError(f"load_run_encoder({str(path)!r}): the run's loss is {recipe.loss}, not one of text encoders.")
     model = nn.without_head(nn.merge_lora(restore_run_model(path, recipe, plan)))
     tokenizer, published = open_run_tokenizer(path, recipe), _published_encoder(path, recipe)
@@ -360,7 +360,7 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
     if recipe.classifier is not None:
         labels = _label_attributes(recipe, published, open_tokenizer())
         options["attributes"] = {**options.get("attributes", {}), **labels}
-    if recipe.is_of_encoder:
+    if recipe.trains_encoder:
         embed, similarity = recipe.model.embed, recipe.similarity
         statements = {"similarity": similarity, "published": _published_encoder(path, recipe)}
         files = encoder_files(recipe.pooling, channels=embed, max_length=recipe.seq, **statements)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .. import data, models, nn, parallel
+from .._shapes import next_power_of_two
 from ..data import EncodedText
 from ._companions import check_truncation_side, EmbeddingHead, MODULES, read_encoder_files, stated_max_length
 
@@ -248,7 +249,7 @@ def map_batches(
 
 def padded_width(length: int) -> int:
     """Return the width of rows for texts of up to `length` tokens: a power of two, or three quarters of one."""
-    width = max(_MIN_WIDTH, 1 << (length - 1).bit_length())
+    width = next_power_of_two(length, least=_MIN_WIDTH)
     return width * 3 // 4 if length <= width * 3 // 4 and width > _MIN_WIDTH else width
 
 
@@ -257,7 +258,7 @@ def _pad_batch(rows: Sequence[EncodedText], batch_size: int, devices: int) -> tu
 
     Rows of one token fill the batch up to a power of two (at most `batch_size`), and then to a multiple of the devices.
     """
-    count = -(-min(batch_size, 1 << (len(rows) - 1).bit_length()) // devices) * devices
+    count = -(-min(batch_size, next_power_of_two(len(rows))) // devices) * devices
     width = padded_width(max(len(row.ids) for row in rows))
     ids, types = np.zeros((2, count, width), np.int32)
     lengths = np.ones(count, np.int32)

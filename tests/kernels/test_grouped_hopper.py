@@ -96,14 +96,14 @@ def gated(embed=128, mlp=192, dtype: Any = jnp.bfloat16):
     return jax.tree.map(its, eqx.filter_eval_shape(make, jax.random.key(0)))
 
 
-def gradients_of(experts, rows=256, even=None):
+def gradients_of(experts, rows=256, even_rows=None):
     """The gradients of experts and rows, and what they take."""
     arrays, static = eqx.partition(experts, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     x = jax.ShapeDtypeStruct((rows, experts.mlps.down.shape[-2]), jax.tree.leaves(arrays)[0].dtype)
 
     def run(arrays, x, sizes):
         def total(arrays, x):
-            y = eqx.combine(arrays, static).sorted_rows(x, sizes, even=even)
+            y = eqx.combine(arrays, static).sorted_rows(x, sizes, even_rows=even_rows)
             return jnp.sum(y.astype(jnp.float32) ** 2)
 
         return jax.grad(total, (0, 1))(arrays, x)
@@ -139,7 +139,7 @@ def test_programs_for_hopper_have_kernels_and_no_others(with_compiler):
 def test_other_platforms_widths_and_dtypes_have_none(with_compiler):
     assert kernels(gated(), platform="cpu") == kernels(gated(), gpu="NVIDIA A100-SXM4-80GB") == 0
     assert kernels(gated(embed=96)) == kernels(gated(dtype=jnp.float32)) == 0
-    assert kernels(gated(), rows=1024, even=8) == 9  # however much room there is that an even load does not fill
+    assert kernels(gated(), rows=1024, even_rows=8) == 9  # however much room there is that an even load does not fill
 
 
 def test_results_vary_over_the_axes_that_rows_vary_over():

@@ -59,7 +59,7 @@ def test_products_and_gradients_are_those_of_a_loop(name):
 @pytest.mark.parametrize("rows,sizes,slots", [(1100, [257, 800], 550), (1101, [3, 1090], 550), (7, [3, 2], 0)])
 def test_slots_large_blocks_and_small_ones(rows, sizes, slots):
     assert _grouped_blocks.GroupSlots(jnp.array(sizes), rows).number == slots
-    assert _grouped_blocks.GroupSlots(jnp.array(sizes), rows, even=137).number == 137  # of rows for four devices
+    assert _grouped_blocks.GroupSlots(jnp.array(sizes), rows, even_rows=137).number == 137  # of rows for four devices
     arrays = given(rows, 2)
     expected = wanted(arrays, sizes)
     for one, other in zip(run(*arrays, np.array(sizes)), expected, strict=True):
@@ -166,7 +166,12 @@ def test_modules_in_blocks_and_in_ragged_products_are_those_of_a_loop(name):
             ("kernels", _grouped, {"kernel_for": lambda call: interpreted}),
             ("blocks", _grouped_blocks),
         )
-        for way, place, more in ((*blocked, {}), (*blocked, {"even": 11}), (*blocked, {"most": 50}), ragged):
+        for way, place, more in (
+            (*blocked, {}),
+            (*blocked, {"even_rows": 11}),
+            (*blocked, {"max_group_rows": 50}),
+            ragged,
+        ):
             y, kept = getattr(place, f"{way}_forward")(static.mlps, arrays.mlps, x, sizes, **more)
             given = (arrays.mlps, x, sizes, (*kept, y), direction)
             to_arrays, to_x = getattr(place, f"{way}_backward")(static.mlps, *given, **more)

@@ -225,7 +225,7 @@ def test_other_chips_have_kernels_of_16_bits_and_groups_of_equal_sizes_those_of_
     hopper = factors("cuda", "NVIDIA H100", narrow)
     assert factors("tpu", "TPU7x", narrow) == factors("cuda", "NVIDIA H100", experts) == [[]] * 9
     assert (
-        factors("cuda", "NVIDIA H200", narrow, even=8) == hopper
+        factors("cuda", "NVIDIA H200", narrow, even_rows=8) == hopper
         and factors("tpu", "TPU7x", narrow, max_group_rows=64) == []
     )
 

@@ -42,7 +42,7 @@ def test_cast_touches_floating_point_arrays_alone():
 class Chooses(eqx.Module):
     """A user's own module."""
 
-    wide: Float[Array, "n"] = nn.float32_at_least()
+    wide: Float[Array, "n"] = nn.float32_field()
     narrow: Float[Array, "n"]  # type: ignore[misc]  # no field has a default
 
 

@@ -69,7 +69,7 @@ def test_dropout_has_masks_of_their_own():
     @eqx.filter_jit
     def by_hand(module, x, number):
         normed = module.norm(x)
-        added = [dataclasses.replace(branch, dropout=None).branch(normed, tokens)[0] for branch in module.branches]
+        added = [dataclasses.replace(branch, dropout=None).run_branch(normed, tokens)[0] for branch in module.branches]
         keys = [tokens.fold_in(number).fold_in(branch_number).keys for branch_number in range(2)]
         return x + sum(dropout(y, branch_keys) for y, branch_keys in zip(added, keys, strict=True))
 

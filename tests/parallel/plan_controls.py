@@ -148,9 +148,9 @@ def untyped_entry(monkeypatch: Any) -> None:
 
 
 def _entry(monkeypatch: Any, enter: Callable[[Any], Any]) -> None:
-    name, entered = "column-parallel input", _collectives.vary
+    name, entered = "column-parallel input", _collectives.sum_gradients
     replaced = lambda which, *args: enter(args[0]) if which == name else entered(which, *args)
-    monkeypatch.setattr(_collectives, "vary", replaced)
+    monkeypatch.setattr(_collectives, "sum_gradients", replaced)
 
 
 def bias_before(monkeypatch: Any) -> None:

@@ -110,7 +110,7 @@ _PRESETS = {
 
 def _stream_weights(published: str, path: str, *variants: str) -> tuple[Rule, ...]:
     """Return the rules of a `StreamWeights` at a path, published under one of several prefixes of its arrays."""
-    pattern = "mixes (streams embed) -> mixes streams embed"
+    pattern = "stream_logits (streams embed) -> stream_logits streams embed"
     arrays = (("fn", "weight", pattern), ("base", "base", ""), ("scale", "scale", ""))
     return tuple(
         Rule(f"{prefix}{array}", f"{path}.{leaf}", pattern, variant=prefix != published)

@@ -197,8 +197,8 @@ def sum_experts(
     rows = take_rows(x, order // chosen.shape[-1], position.reshape(chosen.shape))
     if weighs_inputs:
         rows, weights = scale_rows(rows, weights.reshape(-1)[order]), (chosen >= 0).astype(weights.dtype)
-    even = chosen.size // (len(experts) * devices)
-    y = experts.sorted_rows(rows, sizes, even=even, max_group_rows=max_group_rows)
+    even_rows = chosen.size // (len(experts) * devices)
+    y = experts.sorted_rows(rows, sizes, even_rows=even_rows, max_group_rows=max_group_rows)
     return combine_choices(take_rows(y, position, order[:, None]).reshape(*chosen.shape, x.shape[-1]), weights)
 
 

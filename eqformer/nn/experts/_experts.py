@@ -58,13 +58,13 @@ class Experts(Module):
         x: Float[Array, "rows embed"],
         sizes: Int[Array, "experts"],
         *,
-        even: int | None = None,
+        even_rows: int | None = None,
         max_group_rows: int | None = None,
     ) -> Float[Array, "rows embed"]:
         """Run expert 0 on the first `sizes[0]` rows, expert 1 on the next `sizes[1]`, and so on.
 
-        Rows after those of the last expert give zeros. `even` is the number of rows of an expert with an even load, by
-        default an equal share of all rows. `max_group_rows` is a bound on the rows of an expert, if one is known.
+        Rows after those of the last expert give zeros. `even_rows` is the number of rows of an expert at an even load,
+        by default an equal share of all rows. `max_group_rows` is a bound on the rows of an expert, if one is known.
         Raises a `ValueError` if a parameter of an expert does not belong to a linear map from one dim to one dim.
         """
         if parameters := self._parameters_outside_maps():
@@ -73,7 +73,7 @@ class Experts(Module):
                 "one dim to one dim, and rows sorted by expert can run only such maps; dispatch by Capacity, which "
                 "runs any module."
             )
-        return run_grouped(self.mlps, x, sizes, even=even, max_group_rows=max_group_rows)
+        return run_grouped(self.mlps, x, sizes, even_rows=even_rows, max_group_rows=max_group_rows)
 
     def only_call_maps(self) -> bool:
         """Return whether experts use parameters only by calling linear maps, so that `sorted_rows` can run them."""
@@ -109,7 +109,7 @@ def run_grouped(
     x: Float[Array, "rows inputs"],
     sizes: Int[Array, "groups"],
     *,
-    even: int | None = None,
+    even_rows: int | None = None,
     max_group_rows: int | None = None,
 ) -> Float[Array, "rows outputs"]:
     """Return `modules[g](x[i])` for each row `i` of group `g`: the first `sizes[0]` rows are of group 0, and so on.
@@ -131,8 +131,8 @@ def run_grouped(
         modules: An ensemble over groups.
         x: The rows, sorted by group.
         sizes: The number of rows of each group.
-        even: The number of rows of a group with an even load; None: an equal share of all rows, including rows of no
-            group.
+        even_rows: The number of rows of a group with an even load; None: an equal share of all rows, including rows of
+            no group.
         max_group_rows: A bound on the rows of a group. Accelerators without kernels for such calls then give each
             group this many slots, and run no blocks.
     """
@@ -142,7 +142,7 @@ def run_grouped(
     # not vary.
     zero = grouped_blocks.varying_zero(arrays, x, sizes)
     arrays, x = jax.tree.map(functools.partial(_vary_as, zero), (arrays, x))
-    return _grouped_function(structure, tuple(leaves), even, max_group_rows, compilers())(
+    return _grouped_function(structure, tuple(leaves), even_rows, max_group_rows, compilers())(
         arrays, x, sizes.astype(jnp.int32)
     )
 
@@ -160,7 +160,7 @@ class _Passes(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _grouped_function(
-    structure: Hashable, leaves: tuple, even: int | None, max_group_rows: int | None, platforms: tuple[str, ...]
+    structure: Hashable, leaves: tuple, even_rows: int | None, max_group_rows: int | None, platforms: tuple[str, ...]
 ) -> Callable[[PyTree, Array, Array], Array]:
     """Return the function `run(arrays, x, sizes)` with its gradient.
 
@@ -169,14 +169,14 @@ def _grouped_function(
     static = jax.tree.unflatten(structure, leaves)
     partial = functools.partial
     default = _Passes(
-        partial(grouped_blocks.run_in_blocks_without_residuals, even=even),
-        partial(grouped_blocks.blocks_forward, even=even),
-        partial(grouped_blocks.blocks_backward, even=even),
+        partial(grouped_blocks.run_in_blocks_without_residuals, even_rows=even_rows),
+        partial(grouped_blocks.blocks_forward, even_rows=even_rows),
+        partial(grouped_blocks.blocks_backward, even_rows=even_rows),
     )
     in_slots = _Passes(
-        partial(grouped_blocks.run_in_blocks, even=even, max_group_rows=max_group_rows),
-        partial(grouped_blocks.blocks_forward, even=even, max_group_rows=max_group_rows),
-        partial(grouped_blocks.blocks_backward, even=even, max_group_rows=max_group_rows),
+        partial(grouped_blocks.run_in_blocks, even_rows=even_rows, max_group_rows=max_group_rows),
+        partial(grouped_blocks.blocks_forward, even_rows=even_rows, max_group_rows=max_group_rows),
+        partial(grouped_blocks.blocks_backward, even_rows=even_rows, max_group_rows=max_group_rows),
     )
     without_kernels = {"default": default} | dict.fromkeys(platforms, in_slots)
 

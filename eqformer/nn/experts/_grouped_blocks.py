@@ -102,16 +102,16 @@ def run_in_blocks(
     x: Array,
     sizes: Array,
     *,
-    even: int | None = None,
+    even_rows: int | None = None,
     max_group_rows: int | None = None,
 ) -> Array:
     """Return the rows' outputs, without residuals for gradients.
 
     Residuals would need memory, so there is room for a quarter more slots, which few loads exceed.
     """
-    even = even_load(sizes, len(x), even)
-    number = even * 5 // 4 if even >= FEWEST_SLOTS else 0
-    return compute_in_slots(static, arrays, x, sizes, GroupSlots(sizes, len(x), number, even, max_group_rows))[0]
+    even_rows = resolve_even_rows(sizes, len(x), even_rows)
+    number = even_rows * 5 // 4 if even_rows >= FEWEST_SLOTS else 0
+    return compute_in_slots(static, arrays, x, sizes, GroupSlots(sizes, len(x), number, even_rows, max_group_rows))[0]
 
 
 def blocks_forward(
@@ -120,14 +120,14 @@ def blocks_forward(
     x: Array,
     sizes: Array,
     *,
-    even: int | None = None,
+    even_rows: int | None = None,
     max_group_rows: int | None = None,
 ) -> tuple[Array, list[Array]]:
     """Return the rows' outputs, and the linear maps' outputs for the rows in slots, in the form of
     `GroupSlots.flatten`.
     """
     return compute_in_slots(
-        static, arrays, x, sizes, GroupSlots(sizes, len(x), even=even, max_group_rows=max_group_rows)
+        static, arrays, x, sizes, GroupSlots(sizes, len(x), even_rows=even_rows, max_group_rows=max_group_rows)
     )
 
 
@@ -161,7 +161,7 @@ def compute_in_slots(
         def run_block(start: Array, size: int, is_owned: Array | None, y: Array) -> Array:
             return _write_block(y, module(jax.lax.dynamic_slice_in_dim(x, start, size)), start, is_owned)
 
-        return _loop_over_blocks(run_block, y, *slots.remaining_rows(number), len(x), slots.even)
+        return _loop_over_blocks(run_block, y, *slots.remaining_rows(number), len(x), slots.even_rows)
 
     return slots.loop_over_groups(run_group, y), outputs
 
@@ -174,12 +174,12 @@ def blocks_backward(
     outputs: Sequence[Array],
     gradient: Array,
     *,
-    even: int | None = None,
+    even_rows: int | None = None,
     max_group_rows: int | None = None,
 ) -> tuple[PyTree, Array]:
     """Return the gradients of the parameters and of the rows; the last of `outputs` is the modules' output."""
     zero = varying_zero((arrays, outputs, gradient), x, sizes)
-    slots = GroupSlots(sizes, len(x), even=even, max_group_rows=max_group_rows)
+    slots = GroupSlots(sizes, len(x), even_rows=even_rows, max_group_rows=max_group_rows)
     wide = jax.tree.map(lambda a: a.astype(at_least_float32(a.dtype)), arrays)
     zeros = jax.tree.map(lambda a: jnp.full(a.shape, zero.astype(a.dtype)), wide), jnp.full(x.shape, zero)
 
@@ -205,30 +205,30 @@ def blocks_backward(
             totals = jax.tree.map(lambda total, grad: _add_to_group(total, grad, number), totals, array_grads)
             return totals, _write_block(x_grad, block_grad, start, is_owned)
 
-        return _loop_over_blocks(run_block, carry, *slots.remaining_rows(number), len(x), slots.even)
+        return _loop_over_blocks(run_block, carry, *slots.remaining_rows(number), len(x), slots.even_rows)
 
     grads = slots.run_if_used(run_slots, zeros)
     array_grads, x_grad = slots.loop_over_groups(run_group, grads) if len(x) else grads
     return jax.tree.map(lambda grad, a: grad.astype(a.dtype), array_grads, arrays), x_grad
 
 
-def even_load(sizes: Int[Array, "groups"], rows: int, even: int | None) -> int:
-    """Return the rows of a group with an even load: `even`, or an equal share of all rows if it is None."""
-    return rows // len(sizes) if even is None else even
+def resolve_even_rows(sizes: Int[Array, "groups"], rows: int, even_rows: int | None) -> int:
+    """Return the rows of a group with an even load: `even_rows`, or an equal share of all rows if it is None."""
+    return rows // len(sizes) if even_rows is None else even_rows
 
 
 class GroupSlots:
     """Slots for the first rows of each group, which are computed for all groups in one batched product.
 
-    The product copies no parameters. The other rows are computed afterwards. A group has as many slots as it has rows
-    with an `even` load (by default an equal share of all rows), and none if these are few. Slots are not used if loads
-    are so uneven that a quarter of the rows would have no slot. With `max_group_rows`, a bound on the rows of a
-    group, each group has this many slots, and there are no other rows.
+    The product copies no parameters. The other rows are computed afterwards. A group has `even_rows` slots (by default
+    an equal share of all rows), and none if these are few. Slots are not used if loads are so uneven that a quarter of
+    the rows would have no slot. With `max_group_rows`, a bound on the rows of a group, each group has this many slots,
+    and there are no other rows.
     """
 
     number: int
     """Slots of a group."""
-    even: int
+    even_rows: int
     """Rows of a group with an even load."""
     are_used: Bool[Array, ""]
 
@@ -237,11 +237,11 @@ class GroupSlots:
         sizes: Int[Array, "groups"],
         rows: int,
         number: int | None = None,
-        even: int | None = None,
+        even_rows: int | None = None,
         max_group_rows: int | None = None,
     ):
-        self.even = even = even_load(sizes, rows, even)
-        self.number, self.groups, self.count = (even if even >= FEWEST_SLOTS else 0), len(sizes), rows
+        self.even_rows = even_rows = resolve_even_rows(sizes, rows, even_rows)
+        self.number, self.groups, self.count = (even_rows if even_rows >= FEWEST_SLOTS else 0), len(sizes), rows
         self.number = self.number if number is None else number
         self.hold_all = max_group_rows is not None and rows > 0
         self.number = min(max_group_rows, rows) if max_group_rows is not None else self.number
@@ -250,7 +250,7 @@ class GroupSlots:
         slot = jnp.arange(self.number, dtype=jnp.int32)
         self._row, self._is_full = self.starts[:, None] + slot, slot < sizes[:, None]
         rows_in_slots = jnp.sum(self._is_full, dtype=jnp.int32)
-        self.are_used = rows_in_slots >= -(-3 * self.groups * even // 4)
+        self.are_used = rows_in_slots >= -(-3 * self.groups * even_rows // 4)
         self._first_remaining = jnp.where(self.are_used, self.starts + self.number, self.starts)
 
     def fill(self, rows: Array) -> Array:
@@ -326,15 +326,15 @@ def _loop_over_blocks(
     start: Array,
     end: Array,
     rows: int,
-    even: int,
+    even_rows: int,
 ) -> Carry:
     """Apply `step(start, size, is_owned, carry)` to each block of the rows from `start` to `end`.
 
     If a block contains other rows too, `is_owned` marks the rows between `start` and `end`; otherwise it is None.
     Blocks have 16 to 256 rows: the larger an even load, the larger the blocks.
     """
-    even = 2 ** max(0, even.bit_length() - 1)
-    sizes = (max(64, min(256, even)), 64 if even >= 256 else 32) if even >= FEWEST_SLOTS else (32, 16)
+    even_rows = 2 ** max(0, even_rows.bit_length() - 1)
+    sizes = (max(64, min(256, even_rows)), 64 if even_rows >= 256 else 32) if even_rows >= FEWEST_SLOTS else (32, 16)
     large, small = (min(rows, size) for size in sizes)
     number = (end - start) // large
     carry = jax.lax.fori_loop(0, number, lambda n, carry: step(start + n * large, large, None, carry), carry)
@@ -376,28 +376,28 @@ LARGE_GROUP = 2**23
 
 
 def run_in_blocks_without_residuals(
-    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even: int | None = None
+    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even_rows: int | None = None
 ) -> Array:
     """Return the rows' outputs on CPUs, in slots if copies of the groups' weights would cost more than empty slots.
 
     A block of rows copies its group's weights out of the ensemble. One batched product for the slots of all groups
     copies no weights. Blocks are faster if few groups have rows, and for many rows of groups with small weights.
     """
-    even = even_load(sizes, len(x), even)
+    even_rows = resolve_even_rows(sizes, len(x), even_rows)
     # Slots are used only for 32 bits and more. In 16 bits, fused operations round less often, so that quantized maps,
     # which are always computed in blocks, would give other results.
     is_wide = jnp.finfo(x.dtype).bits >= 32
-    use_slots = is_wide and even >= 2 and _are_slots_cheaper(static, arrays, even)
-    number = max(FEWEST_SLOTS, even * 5 // 4) if use_slots else 0
-    slots = GroupSlots(sizes, len(x), min(number, len(x)), even)
+    use_slots = is_wide and even_rows >= 2 and _are_slots_cheaper(static, arrays, even_rows)
+    number = max(FEWEST_SLOTS, even_rows * 5 // 4) if use_slots else 0
+    slots = GroupSlots(sizes, len(x), min(number, len(x)), even_rows)
     return compute_in_slots(static, arrays, x, sizes, slots, _WEIGHT_LEFT_PASSES)[0]
 
 
-def _are_slots_cheaper(static: PyTree, arrays: PyTree, even: int) -> bool:
+def _are_slots_cheaper(static: PyTree, arrays: PyTree, even_rows: int) -> bool:
     if not all(isinstance(linear, DenseMap) for linear in linear_maps(static)):
         return False  # Quantized maps would be decoded for all groups at once.
     is_large = sum(array[0].nbytes for array in jax.tree.leaves(arrays)) >= LARGE_GROUP
-    return is_large or even < FEWEST_SLOTS
+    return is_large or even_rows < FEWEST_SLOTS
 
 
 def _multiply_weight_left(linear: LinearMap, x: Array) -> Array:

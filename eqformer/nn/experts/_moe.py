@@ -172,12 +172,12 @@ class MoE(ExpertMixture):
                 f"MoE(router, experts): the router chooses among {facts.experts} experts and there are {len(experts)}; "
                 "build both for one number."
             )
-        if losses and facts.gives_slots:
+        if losses and facts.expert_choice:
             raise ValueError(
                 f"MoE({name}, losses={losses}): experts that choose their tokens are equally busy by "
                 "construction; pass no losses."
             )
-        if weighs_inputs and facts.gives_slots:
+        if weighs_inputs and facts.expert_choice:
             raise ValueError(
                 f"MoE({name}, weighs_inputs=True): experts that choose their tokens weigh their outputs; "
                 "leave weighs_inputs out, or take a router by which tokens choose."
@@ -235,7 +235,7 @@ def aux_of_slots(slots: Slots, tokens: Tokens, x: Float[Array, "*batch seq embed
 
 def chooses_experts(model: Transformer) -> bool:
     """Return whether the model has a mixture whose tokens choose their experts, as `first_experts` needs."""
-    return any(not moe.router.facts().gives_slots for moe in modules(model, ExpertMixture))
+    return any(not moe.router.facts().expert_choice for moe in modules(model, ExpertMixture))
 
 
 @checked

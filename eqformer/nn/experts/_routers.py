@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Num
 from .._dtype import at_least_float32
 from .._linear import Linear, LinearMap
 from .._model_contracts import ReadsIds
-from .._module import float32_at_least
+from .._module import float32_field
 from .._norm import Norm
 from .._tokens import Tokens
 from . import _routing as routing
@@ -91,7 +91,7 @@ class TopKRouter(routing.Router):
     logit_scale: float = eqx.field(static=True)
     expert_scale: Float[Array, "candidates"] | None
     normalise_eps: float = eqx.field(static=True)
-    selection_bias: Float[Array, "candidates"] | None = float32_at_least()
+    selection_bias: Float[Array, "candidates"] | None = float32_field()
 
     def __init__(
         self,
@@ -479,4 +479,4 @@ class ExpertChoiceRouter(routing.Router):
 
     def facts(self) -> routing.RouterFacts:
         """State that experts choose their tokens, so that a token takes `factor` experts on average."""
-        return routing.RouterFacts(self.linear.sizes["candidates"], self.factor, self.per, gives_slots=True)
+        return routing.RouterFacts(self.linear.sizes["candidates"], self.factor, self.per, expert_choice=True)

@@ -68,13 +68,13 @@ class RouterFacts:
     - `choices`: the most experts a token takes; the average where experts choose their tokens.
     - `among`: the tokens that a choice depends on, all of which one device must hold: "token" for the token alone,
       "sequence" for its row, or "batch" for all tokens of the call.
-    - `gives_slots`: whether experts choose their tokens, so that the router returns `Slots`.
+    - `expert_choice`: whether experts choose their tokens, so that the router returns `Slots`.
     """
 
     experts: int
     choices: int | float
     among: str
-    gives_slots: bool = False
+    expert_choice: bool = False
 
 
 class Router(Module):

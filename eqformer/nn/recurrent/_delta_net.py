@@ -13,7 +13,7 @@ from .._cache import RecurrentCache
 from .._contracts import Mixer, MixerFacts
 from .._linear import Linear, LinearMap
 from .._mlp import silu
-from .._module import float32_at_least
+from .._module import float32_field
 from .._norm import RMSNorm
 from .._tokens import Tokens, tokens_or_default
 from ._convolution import CausalConv, check_sizes, draw_step_bias, init_recurrent_cache, normalize, RecurrentInputs
@@ -163,7 +163,7 @@ class ChannelDeltaNet(Mixer):
     chunk: int = eqx.field(static=True)
     activation: Callable[[Array], Array] = eqx.field(static=True)
     lowest_log_decay: float | None = eqx.field(static=True)
-    decay_bias: Float[Array, "heads head_dim"] = float32_at_least()
+    decay_bias: Float[Array, "heads head_dim"] = float32_field()
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class ResidualStream(abc.ABC):
 
     def gather(self, name: str, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """Return all tokens and features; the gradient is summed, and scattered if the stream is split."""
-        return send.vary(name, x, TENSOR) if self.dim is None else send.all_gather(name, x, TENSOR, self.dim)
+        return send.sum_gradients(name, x, TENSOR) if self.dim is None else send.all_gather(name, x, TENSOR, self.dim)
 
     def reduce(self, name: str, y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """Return this device's part of the sum of all devices' `y`: the sum, or its slice if the stream is split."""
@@ -130,7 +130,7 @@ class SplitNorm(nn.Module):
 
         def mean(y: Array, what: str) -> Array:
             local_mean, name = self.inner.mean(y, what), _MEAN_NAMES[what]
-            return send.vary(name, send.pmean(name, local_mean, self.axis), self.axis)
+            return send.sum_gradients(name, send.pmean(name, local_mean, self.axis), self.axis)
 
         return self.inner.normalize(x, mean)
 
@@ -144,7 +144,7 @@ class SplitStreamWeights(nn.Module):
         """Return the weights of each use, from this device's features of all streams."""
 
         def add(sums: Array) -> Array:
-            return send.vary("stream weights", send.psum("stream weights", sums, TENSOR), TENSOR)
+            return send.sum_gradients("stream weights", send.psum("stream weights", sums, TENSOR), TENSOR)
 
         return self.inner.project(x, add, jax.lax.axis_size(TENSOR))
 
