@@ -60,7 +60,8 @@ class LabelledPacking:
     `cut_note` describes this number in words. Padding is as in `DocumentPacking`. The `mismatched` rows of a batch
     combine each row's prompt with the completion of the previous row in the file (the first row takes the last row's
     completion). KTO's reference point is the mean log-ratio of the mismatched rows. Raises a `ValueError` for a store
-    of other documents, and for a prompt so long that no token of one of the two completions fits into the row.
+    of other documents, and for a prompt so long that no token of its own completion, or of the mismatched one, fits
+    into the row.
     """
 
     documents = 1

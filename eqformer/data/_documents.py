@@ -82,7 +82,8 @@ def texts(documents: Mapping[str, str], *, name: str = "texts") -> TextSource:
     )
 
 
-# Distributions of Python package, trim or generate these modules differently. Tests are excluded too.
+# Builds of Python by different distributors package, trim or generate these modules differently. Tests are excluded
+# too.
 _EXCLUDED_MODULES = {
     *("__hello__", "__phello__", "distutils", "ensurepip", "idlelib", "lib2to3", "test", "tkinter", "venv"),
     *("turtle", "turtledemo"),

@@ -55,8 +55,8 @@ class TokenStore:
     weights: Float[np.ndarray, "tokens"] | None = None
     """The loss weight of each token of chat data; None: all tokens are trained on."""
     cuts: Int[np.ndarray, "cuts"] | None = None
-    """The ends of the replies of chat data, as indices of tokens, at which a long conversation may be cut; of rows of
-    whole texts the ends of `EncodedExample`."""
+    """The indices of tokens at which a long document may be cut: the ends of the replies in chat data, and the
+    `reply_ends` of an `EncodedExample` in other data of a `RowEncoder`."""
     labels: Int[np.ndarray, "documents"] | None = None
     """1 for a desirable completion of chat data and 0 for an undesirable one, or the number of a text's label; -1 for a
     row without a label."""
@@ -117,8 +117,8 @@ def open_store(
         split: `"train"` or `"validation"`.
         validation: The share of the documents that is held out for validation.
         split_by: "document" holds out whole documents. "position", for sources of few documents, holds out the end of
-            each document: about the share `validation` of its characters, from the beginning of a line or word on where
-            one is near (see `find_held_out`).
+            each document: about the share `validation` of its characters. The held-out part begins with a line or a
+            word if one begins nearby (see `find_held_out`).
         progress: Called with the bytes done and the total bytes (0: unknown).
         verify: Whether to compare the checksums of an existing cache (about half a second per gigabyte) and not only
             the sizes.
@@ -189,7 +189,7 @@ def _folder_name(
 
 
 def find_held_out(text: str, share: float) -> int:
-    """Return the index of the first held-out character, at or somewhat before the last `share` of a text.
+    """Return the index of the first held-out character: where the last `share` of a text begins, or somewhat before.
 
     The index moves towards the beginning of the text, to the nearest beginning of a line, or else of a word, by at most
     `share` of the text's characters.

@@ -33,8 +33,8 @@ class TaskResults(NamedTuple):
     """Results of tasks, as lm-evaluation-harness computes them."""
 
     metrics: Mapping[str, Mapping[str, float]]
-    """The metrics of each task by name, such as `{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`. A metric of a filter
-    other than none is named `metric (filter)`."""
+    """The metrics of each task by name, such as `{"arc_easy": {"acc": 0.61, "acc_stderr": 0.01}}`. A metric that the
+    harness computes after a filter is named `metric (filter)`."""
     samples: Mapping[str, Sequence[Mapping[str, Any]]]
     """Per task, the harness' record of each document: requests, answers and scores."""
     report: Mapping[str, Any]
@@ -76,7 +76,7 @@ class TaskResults(NamedTuple):
         return accuracies
 
     def _chance(self, name: str) -> float:
-        """Return the accuracy of guessing the answers of a task or a group, in which documents count alike."""
+        """Return the accuracy of guessing the answers of a task or a group; all documents of a group count equally."""
         chances = [chance for task in self._list_tasks(name) for chance in self._document_chances(task)]
         return sum(chances) / len(chances) if chances else 0.0
 

@@ -23,8 +23,8 @@ class TextScores(NamedTuple):
     tokens: int
     """The number of scored tokens."""
     text_bytes: int
-    """The number of UTF-8 bytes of the scored tokens. The first token of a text is not scored: its bytes are not
-    counted, with an even share of a character's bytes if the token ends inside a character."""
+    """The number of UTF-8 bytes of the scored tokens. The bytes of a text's first token, which is not scored, are not
+    counted. If this token ends inside a character, it has an even share of the character's bytes."""
 
     @property
     def perplexity(self) -> float:
@@ -62,9 +62,9 @@ def evaluate_texts(
 
     A text is read in windows of `window` tokens that begin `stride` tokens apart. In each window after the first, only
     tokens that no earlier window has scored are scored, so every token but those of the first window has at least
-    `window - stride` tokens of context. This is the sliding window of transformers' documentation. The first token of a
-    text has nothing before it and is not scored; where the tokenizer puts a beginning of text there, all tokens of the
-    text are scored.
+    `window - stride` tokens of context. This is the sliding window of transformers' documentation. The first token has
+    nothing before it and is not scored. If the tokenizer adds a beginning of text, this is the first token, so all
+    tokens of the text itself are scored.
 
     Args:
         llm: The model with its tokenizer.

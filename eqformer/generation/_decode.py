@@ -70,7 +70,7 @@ class Alternatives(eqx.Module):
         index: tuple[Int[Array, "batch _"], Int[Array, "batch new"]],
         done: Bool[Array, "batch"],
     ) -> "Alternatives":
-        """Return the alternatives with those of new tokens, written at `index`; `done` rows ask for none."""
+        """Return the alternatives with those of new tokens, written at `index`; rows that are `done` get none."""
         count = self.ids.shape[2]
         shape = (*logits.shape[:2], count)
         # Log-probabilities of all ids are computed inside the branch: an operand of `cond` is written to memory also in

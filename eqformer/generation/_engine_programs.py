@@ -106,7 +106,7 @@ def read_chunk(chunk: Chunk, cache: PyTree) -> tuple[Float[Array, "batch embed"]
 
 @eqx.filter_jit(donate="all-except-first")
 def read_encoder_prompt(prompt: Chunk, cache: PyTree) -> tuple[Float[Array, "batch embed"], PyTree]:
-    """Read a whole prompt with the model's encoder, and the start id after it.
+    """Read a whole prompt with the model's encoder, and then the start id with its decoder.
 
     Returns the hidden vector of the start id, and the cache, which is donated.
     """

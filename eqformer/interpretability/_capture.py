@@ -124,8 +124,9 @@ def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) 
     logits, _ = patched(ids)
     ```
 
-    The patched model is a model: it generates, may be captured, jitted and differentiated, with respect to its weights
-    and to arrays that a function holds as a pytree (`jax.tree_util.Partial`, an `equinox.Module`).
+    The patched model can be used like any model: it generates, and it may be captured, jitted and differentiated.
+    Derivatives may be with respect to its weights, and to the arrays of functions that are pytrees
+    (`jax.tree_util.Partial`, an `equinox.Module`).
 
     A call that does not run a patched module raises an error: `unembed` for the head, `encode` for all other modules.
     One case is not checked, because the call cannot tell whether an earlier call was patched: with a cache and without
@@ -363,9 +364,9 @@ def capture(model: nn.Module, paths: Sequence[str], *, plan: DevicePlan | None =
     Args:
         model: A language model, a patched model, or a single module, such as a block.
         paths: Paths as `value_paths(model)` lists them.
-        plan: The plan that sharded the model, a language model. The call takes ids and tokens of all rows. Each device
-            computes its part of the values, as in training or, with a cache from the result's `init_cache`, as in
-            generation, and the values are global arrays. None: the call runs where the model's arrays are.
+        plan: The plan that sharded the model, which must be a language model. The call takes ids and tokens of all
+            rows, and returns global arrays, of which each device computes a part. It runs as in training or, with a
+            cache from the result's `init_cache`, as in generation. None: the call runs where the model's arrays are.
 
     Raises:
         ValueError: For a path that names no value, with the nearest paths; from the call, for a value that the call

@@ -167,7 +167,7 @@ def _explain_unknown(key: str, nodes: dict[str, Node]) -> str:
 
 
 def _list_nearest(key: str, keys: list[str], stack: str, layer: int | None) -> str:
-    """Return the paths most like `key`, as text; a layer is counted from 0, even if it was counted from the end."""
+    """Return the paths most like `key`, as text, with the number of the layer counted from 0."""
     matches = difflib.get_close_matches(key, keys, n=4, cutoff=0.4) or keys[:4]
     with_layer = lambda match: (
         match if layer is None else match.replace(join_path(stack, "blocks"), f"{stack}[{layer}]", 1)

@@ -112,8 +112,8 @@ def with_classifier(
 ) -> Transformer:
     """Return a model of a config with a classifier of random weights in the place of its head.
 
-    It is the classifier that `build(config, classifier=classifier, key=key)` has. Raises a `ValueError` if the family
-    has no classifiers.
+    Its weights are those of the classifier that `build(config, classifier=classifier, key=key)` returns. Raises a
+    `ValueError` if the family has no classifiers.
     """
     return _add_classifier(f"with_classifier(model, {config!r}, {classifier})", model, config, classifier, key)
 

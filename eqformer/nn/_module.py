@@ -108,7 +108,7 @@ def _with_name_and_checks(method: Callable[..., Result]) -> Callable[..., Result
 
 
 def _with_checked_key(class_name: str, construct: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that raises a `ValueError` for a `key` that is no key; without such an argument, itself."""
+    """Return the constructor with a check of its `key`, or the constructor itself if it has no such argument."""
     rules = {name: rule for name, rule in rules_of(inspect.signature(construct)).items() if name == "key"}
     if not rules:
         return construct

@@ -191,7 +191,7 @@ def _piece_call(call: AttentionCall, piece: str) -> AttentionCall:
 
 
 def _piece_mask(call: AttentionCall, *, is_causal: bool) -> kernels.Mask | kernels.ChosenKeys:
-    """Return the mask of a call within one piece of keys: of a `Mask` the window alone is kept."""
+    """Return the mask of a call within one piece of keys; of a `Mask` it keeps only the window."""
     return kernels.Mask(is_causal, call.mask.window) if isinstance(call.mask, kernels.Mask) else call.mask
 
 

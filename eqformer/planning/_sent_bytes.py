@@ -341,7 +341,7 @@ def _context(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
 
 
 def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float) -> Iterator[Sent]:
-    """Yield the bytes of tokens, choices and weights to the experts, results back, and gradients of all but choices.
+    """Yield the bytes of tokens, choices and weights to experts, of results, and of gradients of all but choices.
 
     An exchange counts as a single round.
     """
@@ -379,7 +379,7 @@ def _pipeline(plan: parallel.Plan, model: nn.LanguageModel, tokens: float) -> fl
 
 
 def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float, float]:
-    """Return the channels per token of queries, keys, values and outputs on a device, of one head each at least."""
+    """Return the channels per token of a device's queries, keys, values and outputs: at least one head of each."""
     least = plan.size(CONTEXT) if plan.context_method == "heads" else 1
     attends = mixer.facts().attends
     if attends is None:

@@ -133,8 +133,8 @@ def run_attention(choice: Choice, call: AttentionCall) -> Float[Array, "*batch s
 def flash_choice(choice: Choice) -> FlashChoice | None:
     """Return the chosen kernels that have a backward pass, with a fallback whose passes fit theirs.
 
-    None without such kernels, and also with them if the fallback is neither a kernel nor `BlockwiseAttention`: the call
-    is then differentiated through the fallback.
+    Return None without such kernels. Return None also if the fallback is neither a kernel nor `BlockwiseAttention`, so
+    that the call is differentiated through the fallback.
     """
     kernels = tuple((platform, kernel) for platform, kernel in choice.by_platform if isinstance(kernel, FlashAttention))
     if isinstance(choice.fallback, FlashAttention) or (kernels and isinstance(choice.fallback, BlockwiseAttention)):
@@ -184,13 +184,13 @@ class PiecewiseAttention(Operation[AttentionCall, Array]):
 
     @abc.abstractmethod
     def weights(self, call: AttentionCall) -> Float[Array, "*batch heads seq kv_seq"]:
-        """Return the weights of the softmax over all keys of the row: for all of these keys, or for the call's keys."""
+        """Return weights of the softmax over all keys of the row: of all these keys, or of the call's keys alone."""
 
     @abc.abstractmethod
     def weigh_values(
         self, weights: Float[Array, "*batch heads seq kv_seq"], call: AttentionCall
     ) -> Float[Array, "*batch seq heads v_dim"]:
-        """Return the output of the call for weights such as `weights` returns."""
+        """Return the output of the call for weights in the form in which `weights` returns them."""
 
 
 def blockwise_of(core: Operation) -> BlockwiseAttention | None:

@@ -95,7 +95,7 @@ class _UnstatedKeyHeads(Entry):
 
 
 class _RepeatedRotary(Entry):
-    """Attributes by which releases of transformers since 4.45 repeat those for rotary positions, with equal values."""
+    """Attributes that repeat those for rotary positions, as transformers writes them since release 4.45."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return no field; refuse a value other than the repeated one."""

@@ -29,8 +29,8 @@ class LinearPasses(NamedTuple):
     forward: Callable[[LinearMap, Array], Array]
     """Returns the output for a map and its input."""
     backward: Callable[[MatmulPrecision, Parameters, Array, Array], tuple[Parameters, Array]]
-    """Returns the gradients of the parameters and of the input, for the precision of the map's products, the
-    parameters, the input and the gradient of the output."""
+    """Returns the gradients of the parameters and of the input. Its arguments are the precision of the map's products,
+    the parameters, the input and the gradient of the output."""
 
 
 def call_in_place_of_linears(module: PyTree, call: Callable[[Any, Array], Array]) -> PyTree:
@@ -107,7 +107,7 @@ def run_in_blocks(
 ) -> Array:
     """Return the rows' outputs, without residuals for gradients.
 
-    Residuals would need memory, so there is room for a quarter more slots, which few loads exceed.
+    Without residuals, there is memory for a quarter more slots than an even load needs; few loads exceed them.
     """
     even_rows = resolve_even_rows(sizes, len(x), even_rows)
     number = even_rows * 5 // 4 if even_rows >= FEWEST_SLOTS else 0

@@ -30,11 +30,11 @@ index."""
 class ExpertMixture(Routed):
     """A mixture of experts: the contract of `MoE`, by which tokens and experts may be on different devices.
 
-    A call is `combine(x, project_outputs(y))`, where `y` is each token's weighted sum of its experts for
-    `project_inputs(normalize_inputs(x))`. Over a mesh a device holds some of the experts, and may hold some of the
-    tokens or features of `x`. `normalize_inputs` and `combine` are computed on what a device holds of the stream: apart
-    from norms and layers of the contracts, they may apply only elementwise functions. `project_inputs` and
-    `project_outputs` are given all features of a token, and every device runs the whole of their maps.
+    A call is `combine(x, project_outputs(y))`. For each token, `y` is the weighted sum of the outputs of its experts,
+    which read `project_inputs(normalize_inputs(x))`. Over a mesh a device holds some of the experts, and may hold some
+    of the tokens or features of `x`. `normalize_inputs` and `combine` are computed on what a device holds of the
+    stream: apart from norms and layers of the contracts, they may apply only elementwise functions. `project_inputs`
+    and `project_outputs` are given all features of a token, and every device runs the whole of their maps.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.

@@ -84,7 +84,7 @@ def place_layers(depths: Sequence[int], part_of: PartOf) -> list[LayerRows]:
 
 
 def layer_order(layers: int, part_of: PartOf) -> Int[np.ndarray, "rows"]:
-    """Return the order in which the layers of a single stack lie on the devices; `layers` for a row of padding.
+    """Return the order in which a single stack's layers lie on the devices; a row of padding is number `layers`.
 
     `take_layer_rows(array, layer_order(...))`, split evenly over the devices, gives each its layers.
     """

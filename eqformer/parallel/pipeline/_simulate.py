@@ -59,12 +59,12 @@ class Simulation:
     lock_step: Timing
     """Times if a tick lasts as long as its longest device."""
     in_flight: Int[np.ndarray, "entries"]
-    """After each entry, on its device: the chunks' microbatches between forward and backward."""
+    """After each entry: the microbatches that its device's chunks have between forward and backward."""
     deferred: Int[np.ndarray, "entries"]
-    """After each entry, on its device: the chunks' microbatches between backward and weight entry."""
+    """After each entry: the microbatches that its device's chunks have between backward and weight entry."""
 
     def peak(self, in_flight: float = 1.0, deferred: float = 1.0) -> Float[np.ndarray, "stages"]:
-        """Return the peak memory of each device, with these weights for a chunk's microbatch in flight or deferred.
+        """Return the peak memory of each device: `in_flight` and `deferred`, times these numbers, added up.
 
         `peak(1.0, 0.0)` counts inputs between forward and backward (M_B), `peak(0.0, 1.0)` those between backward and
         weight entry (M_W). Divide by `schedule.chunks` for microbatches of whole devices.

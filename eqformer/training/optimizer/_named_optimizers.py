@@ -66,7 +66,7 @@ def schedule_free_adamw(
     matrices: PyTree = None,
     trained: Trained = trainable,
 ) -> Optimizer:
-    """Return schedule-free AdamW (arXiv 2405.15682), which needs no descent of the rate: take constant rates.
+    """Return schedule-free AdamW (arXiv 2405.15682), for which the learning rate need not fall: take a constant rate.
 
     The model's weights are averages of those that the updates move, and gradients are computed between the two. The
     average replaces AdamW's mean of gradients, so both take the same memory. Validation, samples and checkpoints have
