@@ -143,8 +143,8 @@ def _attend(settings: ScoreSettings, call: DecodeCall, stored: StoredArrays) -> 
 
     def select_scales(scales: Array | None, stored_scales: Array | None) -> Array | None:
         # The stored scales of a batch row are one block of all heads and all slots, which is fetched once for the row's
-        # heads. So a block of keys must hold all slots too. If the heads do not fill vectors, compilers store scales in
-        # another order. In both other cases the kernel gets the call's scales.
+        # heads. So a block of keys must hold all slots too, and the heads must fill vectors, since compilers store
+        # scales in another order otherwise. In all other cases the kernel gets the call's scales.
         if stored_scales is None or block < kv_seq or kv_heads % _SUBLANES:
             return if_given(to_row_scales, scales)
         return stored_scales.reshape(1 if stored.layer is None else len(stored_scales), batch, kv_heads, kv_seq)

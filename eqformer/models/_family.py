@@ -330,8 +330,8 @@ class Family:
     aliases: tuple[str, ...] = ()
     """Further `model_type`s of its models."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Arrays that some folders hold a second time under a name of the head, to which transformers ties them: for each
-    such name, the path of the leaf that the array equals."""
+    """The names of arrays that some folders hold although transformers ties them to other arrays, such as the weight of
+    a tied head; each with the path of the leaf that it equals."""
     classifier: ClassifierTable | None = DECODER_CLASSIFIER
     """How its classifiers of texts and of tokens are published; None: there are none."""
     predictor: PredictorTable | None = None

@@ -86,7 +86,7 @@ class ContextAttention(kernels.PiecewiseAttention):
     def weigh_values(
         self, weights: Float[Array, "*batch heads seq kv_seq"], call: kernels.AttentionCall
     ) -> Float[Array, "*batch seq heads v_dim"]:
-        """Return the sums of the values of all devices by weights."""
+        """Return the sums of all devices' values, multiplied by the weights."""
         return kernels.weigh_values(weights, self._with_all_keys(call).value, call.query.dtype)
 
     def _with_all_keys(self, call: kernels.AttentionCall) -> kernels.AttentionCall:
@@ -320,13 +320,13 @@ class SplitCacheAttention(kernels.PiecewiseAttention):
     def weigh_values(
         self, weights: Float[Array, "*batch heads seq kv_seq"], call: kernels.AttentionCall
     ) -> Float[Array, "*batch seq heads v_dim"]:
-        """Return the sums of the values in all slots by weights."""
+        """Return the sums of the values in all slots, multiplied by the weights."""
         output = kernels.weigh_values(weights, call.value, weights.dtype)
         return send.psum("split cache sums", output, CONTEXT).astype(call.query.dtype)
 
     def _attend_to_piece(self, call: kernels.AttentionCall) -> tuple[Array, Array, Array, Array]:
-        """Return the output for the device's slots, the sums of the exponentials of its scores and of all devices', and
-        the logarithm of the factor that both sums leave out."""
+        """Return the output for the device's slots; the sum of the exponentials of its scores, and that of all devices;
+        and the logarithm of the factor by which both sums are divided."""
         mask = cast(kernels.Mask, call.mask)
         settings = kernels.blockwise.BlockwiseSettings(
             mask, call.scale, call.softcap, require_blockwise(self.inner).block

@@ -335,7 +335,7 @@ def ragged_runs(
 
 
 def _send_rows(name: str, sent: int, received: int, rows: Array, runs: Runs, back: Runs) -> Array:
-    """Send `sent` rows to other devices, which have room for `received`; their gradients come by the runs `back`."""
+    """Send `sent` rows to other devices, which have room for `received`; gradients return by the runs `back`."""
 
     @jax.custom_vjp
     def run(rows: Float[Array, "sent embed"], runs: Runs, back: Runs) -> Float[Array, "received embed"]:

@@ -39,9 +39,10 @@ def pipeline_gradients(
 
     The model is `last(edges, stage(blocks, ... first(edges, piece)), piece) -> (sum, count)` with one `stage` per part.
     The functions may use collectives over other axes. A device keeps the residuals of its parts, in as many slots as
-    are in use at once; or, with `remat`, only their inputs, and runs a part again in its backward entry, so that the
-    forward entry of the model's last part does nothing. The last part's backward entry computes the loss. An idle
-    device computes nothing. If any device sends a message over a link in a tick, all devices send one over that link.
+    are in use at once. With `remat` it keeps only the inputs of its parts, and runs a part again in its backward entry;
+    the forward entry of the model's last part then has nothing to do. The last part's backward entry computes the loss.
+    An idle device computes nothing. If any device sends a message over a link in a tick, all devices send one over that
+    link.
 
     Sum, count and the gradients of `edges` are reduced over `pipe`; over axes that the data vary over they are partial
     sums, to be reduced once by the caller. Gradients are summed in float32 at least and are None for arrays that are
