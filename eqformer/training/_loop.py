@@ -1,6 +1,6 @@
 """The training loop: steps one after another, with callbacks between them, and what happens to runs that diverge.
 
-After a spike of the loss, the run returns to its last checkpoint and continues without the batches since.
+After a spike of the loss, the run returns to its last checkpoint, and continues without the batches that followed it.
 """
 
 import contextlib
