@@ -12,7 +12,7 @@ import numbers
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxtyping import PyTree
 Annotation = Any  # a type annotation, such as one of jaxtyping's
 Function = TypeVar("Function", bound=Callable[..., object])
 Class = TypeVar("Class", bound=type)
+T = TypeVar("T")
 # For each name of dims: its sizes, one for `batch` and any number for `*batch`, and the argument that decided them.
 Sizes = dict[str, tuple[tuple[int, ...], str]]
 
@@ -318,7 +319,7 @@ def _describe_value(value: object) -> str:
 # Plain values: of JSON texts, and of dataclasses.
 
 
-def fits(value: object, field_type: object) -> bool:
+def fits(value: object, field_type: type[T] | object) -> TypeGuard[T]:
     """Return whether a value of a JSON text is of a type. A whole number is also a float; True and False are none.
 
     The type is a class, a class with a range (`Annotated`), or a union, a list, a tuple or a dict of types.
@@ -328,11 +329,11 @@ def fits(value: object, field_type: object) -> bool:
         return fits(value, args[0]) and value in args[1]
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, option) for option in args)
-    if origin in (list, tuple, dict):
+    if origin is dict:
+        return isinstance(value, dict) and fits([*value], list[args[0]]) and fits([*value.values()], list[args[1]])
+    if origin in (list, tuple):
         if not isinstance(value, origin):
             return False
-        if origin is dict:
-            return all(fits(name, args[0]) and fits(item, args[1]) for name, item in value.items())
         has_any_length = origin is list or args[1:] == (...,)
         args = args[:1] * len(value) if has_any_length else args
         return len(value) == len(args) and all(map(fits, value, args))

@@ -257,7 +257,7 @@ def read_labelled_text(row: object, *, location: str) -> LabelledText:
     fields = dict(row) if isinstance(row, dict) else {}
     text, pair, label = fields.pop("text", None), fields.pop("text_pair", None), fields.pop("label", None)
     texts = (text,) if pair is None else (text, pair)
-    if fields or not fits(label, str | int) or not fits(texts, tuple[str, ...]):
+    if fields or not fits(label, str | int) or not fits(texts, tuple[str] | tuple[str, str]):
         raise ValueError(
             f"{location} must have `text`, a text, and `label`, a name or a whole number, and may have `text_pair`, "
             f"the second text of a pair, but has {describe_fields(row)}; rename the fields."

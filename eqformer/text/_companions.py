@@ -269,7 +269,7 @@ def _list_modules(path: Path) -> list[tuple[str, str]]:
     listed = []
     for module in modules:
         kind, name = module.get("type"), module.get("path")
-        if not fits((kind, name), tuple[str, str]):
+        if not isinstance(kind, str) or not isinstance(name, str):
             raise ValueError(f"{path / MODULES}: a module is {module!r}; each has a type and a path, which are texts.")
         listed.append((kind.rpartition(".")[2], name))
     return listed
