@@ -100,12 +100,19 @@ class DecoderEnds(TypedDict, total=False):
     """Arguments of `decoder` for the parts before and after the layers."""
 
     embedding_norm: nn.Norm | None
+    """A norm of the embeddings; by default none."""
     final_norm: nn.Norm | Callable[[Array], Array]
+    """The norm before the head; by default an `RMSNorm` of the config's `eps`."""
     embedding_scale: float | None
+    """A factor of the embeddings."""
     expand: nn.StreamExpansion | None
+    """Makes several residual streams of the embeddings."""
     logit_scale: float | None
+    """A factor of the logits."""
     logit_softcap: float | None
+    """A bound of the logits."""
     logit_bias: bool
+    """Whether the logits have a bias."""
 
 
 LayerKind = TypeVar("LayerKind", bound=Hashable)
@@ -410,10 +417,7 @@ def decoder(
         block: A function that builds a layer: `block(key)` or, with `kinds`, `block(kind, key)`.
         kinds: The kind of each layer; None: all layers are alike.
         key: The key of the weights.
-        **ends: The parts before and after the layers: `embedding_norm`, a norm of the embeddings (by default none);
-            `final_norm`, the norm before the head (by default an `RMSNorm` of the config's `eps`); `embedding_scale`
-            and `logit_scale`, factors; `logit_softcap`, a bound of logits; `logit_bias`, whether logits have a bias;
-            `expand`, which makes several residual streams of the embeddings.
+        **ends: The parts before and after the layers, as `DecoderEnds` describes them.
     """
     embedding_key, layer_key, head_key = jax.random.split(key, 3)
     if kinds is None:
