@@ -192,7 +192,7 @@ class HarnessModel(TemplateLM):
         if starts:
             ends = range(1, len(ids) + 1)
             count = bisect_right(ends, min(starts), key=lambda end: len(tokenizer.decode_prompt(ids[:end])))
-            # The next token may begin with text before the stop string.
+            # A token may contain both the end of the text and the beginning of the stop string.
             length = min(starts) - len(tokenizer.decode_prompt(ids[:count]))
             before = tokenizer.decode(ids[:count])
             text = before + tokenizer.decode(ids[: count + 1])[len(before) :][:length]

@@ -162,7 +162,7 @@ def _load_task(manager: Any, task: Any) -> list[Any]:
     """Return a loaded task or group; for a tag of several tasks, each of these."""
     try:
         loaded = manager.load([dict(task) if isinstance(task, Mapping) else task])
-    except Exception as error:  # The harness lets every error of a configuration and of a download through.
+    except Exception as error:  # Configurations and downloads fail with errors of any class.
         name = task.get("task") if isinstance(task, Mapping) else task
         raise ValueError(
             f"load_tasks(...): lm-evaluation-harness cannot load the task {name!r} ({type(error).__name__}: {error}); "

@@ -40,7 +40,7 @@ class PatchedModel(nn.LanguageModel):
     inner: nn.LanguageModel
     patches: Patches
 
-    # These properties return any pytree: `equinox.tree_at` reads them while placeholders stand in place of the modules.
+    # The return type is any pytree, since `equinox.tree_at` reads these properties with placeholders for the modules.
     @property
     def embedding(self) -> PyTree:
         """The model's table of token embeddings."""

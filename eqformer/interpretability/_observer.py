@@ -256,7 +256,7 @@ def _annotated_dims(annotation: object) -> str:
 
 def _name_dims(value: PyTree, dims: str) -> PyTree:
     """Return a tree like a value with a name for each dim of each array, separated by spaces."""
-    if isinstance(value, eqx.Module):  # Its fields name their dims, such as those of a `Routing`.
+    if isinstance(value, eqx.Module):  # A module, such as a `Routing`, whose annotations name the dims of its fields.
         return nn.dims(value)
     return jax.tree.map(lambda x: _expand_dims(dims.split(), x.ndim), value)
 

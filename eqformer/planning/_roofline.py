@@ -253,7 +253,7 @@ def roofline(
         hidden.append(CONTEXT)
     if plan.overlap != "none":
         hidden.append(TENSOR)
-    # Copies of residuals to the host run beside products too; `Roofline.seconds` adds what a pass waits for them.
+    # Residuals are copied to the host beside products too; `Roofline.seconds` adds the time that a pass waits for them.
     hidden.append(KEPT_ON_HOST)
     return Roofline(
         of_model + forward_reruns * forward,

@@ -343,7 +343,7 @@ class _Traffic:
     def _inner_fusion_reads(
         self, line: hlo_text.Instruction, index: int, body: Neighbors, is_computed: bool
     ) -> Iterator[float]:
-        """Yield the bytes that a fusion inside a fusion, and the readers of a view it returns, read of an operand."""
+        """Yield the bytes that a nested fusion reads of an operand; if it returns a view, the view's readers count."""
         inner = hlo_text.fusion_body(line, self._computations)
         parameter = _parameters(inner)[index]
         # Compilers for TPUs write the view of an array in another tiling as a fusion whose output aliases its operand.
@@ -370,7 +370,7 @@ def _returns_view(body: Neighbors, name: str) -> bool:
 def _count_written(line: hlo_text.Instruction, body: Neighbors) -> float:
     """Return the bytes that a fusion writes; an in-place update writes only the update."""
     results, outputs = hlo_text.split_arrays(line.result), hlo_text.fusion_outputs(body)
-    if line.opcode == "fusion-start":  # The type lists operands, results, and a number that the end waits for.
+    if line.opcode == "fusion-start":  # Its type lists operands, results, and a number that `fusion-done` waits for.
         results = results[len(line.operands) : -1]
     if len(outputs) != len(results):
         return float(hlo_text.main_memory_size(line.result))

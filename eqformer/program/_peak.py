@@ -229,9 +229,9 @@ class _Lifetimes:
 
 
 def _find_overwritten(lifetimes: _Lifetimes, operation: Operation, number: int, free: Collection[int]) -> int | None:
-    """Return the operand that an operation's result number `number` is written over; None if there is none.
+    """Return the operand that an operation's result `number` is written over; None if there is none.
 
-    Only `free` operands may be written over, which no later operation reads.
+    `free` are the operands that no later operation reads; only these may be written over.
     """
     if operation.kind == "scan":
         operand = lifetimes.root(operation.reads[operation.consts + number]) if number < operation.carry else -1
