@@ -14,7 +14,7 @@ from .._cache import check_cached, mask_overflow
 from .._contracts import Mixer, MixerFacts
 from .._dtype import at_least_float32, float_dtype
 from .._linear import Linear, LinearMap
-from .._module import ensemble, float32_at_least, Module
+from .._module import ensemble, float32_field, Module
 from .._norm import Norm, RMSNorm
 from .._tokens import Tokens, tokens_or_default
 from ._compressed_cache import CompressedCache, CompressorCache, VectorCache
@@ -43,7 +43,7 @@ class KeyCompressor(Module):
     gate: LinearMap
     norm: Norm
     rotary: Rotary
-    bias: Float[Array, "rate series entry_dim"] = float32_at_least()
+    bias: Float[Array, "rate series entry_dim"] = float32_field()
 
     def __init__(
         self,

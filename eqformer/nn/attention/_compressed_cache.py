@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from ..._array_checks import checked, checked_fields
+from ..._annotation_checks import checked, checked_fields
 from .._cache import capacity_of, empty_slots, index_layer, SlotCache, slots_for, store_slots, zeros_with_scales
 from .._dtype import dequantize_rows, quantize_rows
 from .._tokens import Tokens
