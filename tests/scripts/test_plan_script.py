@@ -141,7 +141,7 @@ def test_bad_input_is_one_clear_error(flags, message):
             "BlockwiseAttention (--execution.core blockwise asks for it)",
         ),
         (
-            "v5e:1x2 --mesh.context 2 --context-method gather --seq 256",
+            "v5e:1x2 --recipe llama --mesh.context 2 --context-method gather --seq 256",
             "BlockwiseAttention; not a kernel: keys are gath",
         ),
     ],
@@ -360,7 +360,7 @@ def test_where_nothing_fits_the_part_that_is_too_large_is_named(report, monkeypa
 @pytest.mark.grid
 def test_models_are_made_once_for_all_meshes(report, monkeypatch):
     built, build = [], _setup.build_model
-    monkeypatch.setattr(_setup, "build_model", lambda recipe: built.append(recipe) or build(recipe))
+    monkeypatch.setattr(_setup, "build_model", lambda *arguments: built.append(arguments) or build(*arguments))
     report(f"{TIGHT} --memory 1k")
     assert len(built) <= 3  # the recipe's, and one in another precision
 

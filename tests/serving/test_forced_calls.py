@@ -98,7 +98,7 @@ def follows_schema(call):
 
 
 @needs_grammar
-@pytest.mark.by_default("tags after reasoning", "a name with arguments")
+@pytest.mark.by_default("tags after reasoning")
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_a_random_model_writes_valid_calls(tmp_path, form):
     app = make_chat(tmp_path, TEMPLATES[form])
