@@ -106,8 +106,9 @@ def map_bytes(path: str | os.PathLike[str]) -> UInt8[np.ndarray, "bytes"]:
 def parse_json(text: str | bytes, *, unique: bool = True) -> JsonValue:
     """Return the value of a JSON text.
 
-    Raises a `ValueError` for a text that is not JSON, that nests deeper than `MAX_JSON_DEPTH`, or, with `unique`, in
-    which an object has a name twice. The message is the reason alone; the caller adds the file's name.
+    Raises a `ValueError` for a text that is not JSON, that nests deeper than `MAX_JSON_DEPTH`, that has an integer of
+    more than 4,300 digits, or, with `unique`, in which an object has a name twice. The message is the reason alone; the
+    caller adds the file's name.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique_names if unique else None)
@@ -116,6 +117,10 @@ def parse_json(text: str | bytes, *, unique: bool = True) -> JsonValue:
         raise ValueError(f"it nests deeper than {MAX_JSON_DEPTH} levels") from None
     except MemoryError:
         raise ValueError("it takes more memory than this machine has") from None
+    except ValueError as error:
+        if str(error).startswith("Exceeds the limit"):  # Python's own advice is to change a setting of the interpreter.
+            raise ValueError("it has an integer of more than 4,300 digits") from None
+        raise
     return value
 
 

@@ -160,6 +160,12 @@ def test_the_depth_of_json_is_counted():
     assert parse_json('{"a": 1, "a": 2}', unique=False) == {"a": 2}
 
 
+def test_integers_of_json_have_a_largest_length():
+    assert parse_json("9" * 4300) == 10**4300 - 1
+    with pytest.raises(ValueError, match="^it has an integer of more than 4,300 digits$"):
+        parse_json('{"a": ' + "9" * 4301 + "}")
+
+
 def test_failures_of_other_libraries_are_one_error():
     PanicException = type("PanicException", (BaseException,), {})
     for error in (PanicException("index out of bounds\nmore"), MemoryError(), RecursionError("deep"), KeyError("x")):
