@@ -37,9 +37,7 @@ def compressed(rate, top_k=0):
 
     def make():
         compressor = nn.KeyCompressor(embed=EMBED, dim=6, rate=rate, series=2 if top_k else 1, rotary=rotary, key=KEY)
-        sizes = dict(
-            embed=EMBED, groups=2, group_heads=2, head_dim=6, q_latent=5, group_rank=3, window=3, rotary=rotary
-        )
+        sizes: Any = dict(embed=EMBED, groups=2, group_heads=2, head_dim=6, q_latent=5, group_rank=3, window=3)
         indexer = (
             nn.EntryIndexer(compressor, embed=EMBED, q_latent=5, heads=16, top_k=top_k, key=KEY) if top_k else None
         )
