@@ -1,13 +1,27 @@
-"""Architectures of GGUF files: llama.cpp's names of numbers and arrays, and what its converter does to arrays."""
+"""Architectures of GGUF files: the family of each, and llama.cpp's names of its numbers and arrays."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 
 import numpy as np
 from jaxtyping import Shaped
 
 from .._files import JsonObject
+from ._gguf_conversions import (
+    order_rotated_pairs,
+    order_tiled_heads,
+    read_biases,
+    read_conv_layers,
+    read_gemma4,
+    read_gemma_scores,
+    read_glm_options,
+    read_growth,
+    read_latents,
+    read_latents_of_v2,
+    read_oss_scaling,
+    restore_qwen35,
+    subtract_one,
+)
 from ._gguf_file import GGUF, Order
 
 
@@ -55,10 +69,14 @@ class Architecture:
     """A function that returns the published values of an array of one dim, given its name."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The index of a dim of size 1 that files leave out, by the array's name."""
+    eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    """The name of the number that norms add, in files and as published."""
     edges: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Published names of arrays outside of the layers that not all architectures have."""
-    has_key_heads_by_layer: bool = False
-    """Whether files have a list of the key heads of each layer, 0 for a layer without attention."""
+    lists: tuple[str, ...] = ()
+    """Sizes that may be lists with a number for each layer; the largest one is read, and `implied` reads the others."""
+    has_latents: bool = False
+    """Whether keys and values are computed from latents, so that the widths of keys and values are those of latents."""
     has_predictors: bool = False
     """Whether files count predictors of further tokens among the layers."""
 
@@ -66,16 +84,6 @@ class Architecture:
 def _experts(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
     maps = {f"ffn_{name}_exps": f"{prefix}experts.{{}}.{published}" for name, published in names.items()}
     return {"ffn_gate_inp": f"{prefix}gate"} | maps
-
-
-def _gemma_scores(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the attribute whose square root divides the attention scores.
-
-    Like llama.cpp, this recognizes the two 27B models by their numbers of layers.
-    """
-    is_largest = config["num_hidden_layers"] in (46, 62)
-    width = config["hidden_size"] // config["num_attention_heads"]
-    return {"query_pre_attn_scalar": width if is_largest else config["head_dim"]}
 
 
 _FOUR_NORMS = {
@@ -90,98 +98,6 @@ _LOCAL = {
     "attention.sliding_window_pattern": "sliding_window_pattern",
 }
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-
-
-def _rotated_pairs(file: GGUF, name: str) -> Order:
-    """Return the published order of the rows of queries and keys; in files, channels that form a pair are neighbors."""
-    match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", name)
-    if match is None:
-        return None, None
-    kind = file.values["general.architecture"]
-    heads = file.values[f"{kind}.attention.head_count"]
-    heads = heads if match[1] == "q" else file.values.get(f"{kind}.attention.head_count_kv", heads)
-    rows = file.tensors[name].shape[0]
-    if rows % (2 * heads):
-        raise ValueError(f"{file.call}: {name} has {rows} rows, which {heads} heads of pairs of channels cannot have.")
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1), None
-
-
-def _minus_one(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
-    """Subtract the 1 that files add to norms' scales."""
-    return array - array.dtype.type(1) if name.endswith("norm.weight") else array
-
-
-def _tiled_heads(file: GGUF, name: str) -> Order:
-    """Return the published order of a delta net's value heads.
-
-    Files have the first value head of each key head, then the second of each, and so on.
-    """
-    kind = file.values["general.architecture"]
-    keys, heads, key_width, inner = (
-        file.values[f"{kind}.ssm.{size}"] for size in ("group_count", "time_step_rank", "state_size", "inner_size")
-    )
-    part = name.partition(".")[2].partition(".")[2]  # without the number of the layer
-    width = 1 if part in _PER_HEAD else inner // heads
-    start = 2 * keys * key_width if part in ("attn_qkv.weight", "ssm_conv1d.weight") else 0
-    if part not in (*_PER_HEAD, *_PER_CHANNEL):
-        return None, None
-    by_columns, shape = part == "ssm_out.weight", file.tensors[name].shape
-    if heads % keys or shape[1 if by_columns else 0] != start + heads * width:
-        raise ValueError(f"{file.call}: {name} has shape {shape}, which {heads} heads of {width} cannot have.")
-    order = np.arange(heads * width).reshape(heads // keys, keys, width).swapaxes(0, 1).reshape(-1) + start
-    order = np.concatenate([np.arange(start), order])
-    return (None, order) if by_columns else (order, None)
-
-
-_PER_HEAD = ("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias")
-_PER_CHANNEL = ("attn_gate.weight", "attn_qkv.weight", "ssm_conv1d.weight", "ssm_out.weight")
-
-
-def _qwen35_values(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
-    """Return published values: files add 1 to most norms' scales, and hold a function of the decay rates."""
-    if name.endswith(".ssm_a"):
-        if not (array < 0).all():
-            raise ValueError(f"{name} holds a number that is not below 0, but all decay rates must be below 0")
-        return np.log(-array)
-    return array if name.endswith(".ssm_norm.weight") else _minus_one(name, array)
-
-
-def _conv_layers(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return which layers have attention, and other attributes of LFM2."""
-    heads = file.listed("lfm2.attention.head_count_kv")
-    return {
-        "layer_types": ["full_attention" if number else "conv" for number in heads],
-        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in file.tensors),
-        "block_auto_adjust_ff_dim": False,
-        "norm_eps": config["rms_norm_eps"],
-        "rms_norm_eps": None,
-        "head_dim": None,
-    }
-
-
-def _oss_scaling(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return gpt-oss's YaRN scaling, whose bounds are not rounded."""
-    scaling = config.get("rope_scaling")
-    return {"rope_scaling": scaling | {"truncate": False}} if isinstance(scaling, dict) else {}
-
-
-def _growth(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the scaling of Ministral 3, with the growth of scores and the magnitude of YaRN."""
-    growth, strength = config["llama_4_scaling_beta"], config["mscale_all_dim"]
-    added = {"llama_4_scaling_beta": growth} | ({"mscale": strength, "mscale_all_dim": strength} if strength else {})
-    scaling = {"rope_type": "default"} | (config.get("rope_scaling") or {}) | added
-    return {"rope_scaling": scaling, "llama_4_scaling_beta": None, "mscale_all_dim": None}
-
-
-def _glm_options(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the switches that the file's arrays and numbers imply."""
-    return {
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
-        "norm_topk_prob": config["norm_topk_prob"] is True,
-        **{name: config[name] or 1 for name in ("n_group", "topk_group", "routed_scaling_factor")},
-        **{name: config[name] or 0 for name in ("n_shared_experts", "first_k_dense_replace")},
-    }
 
 
 _EXPERT_MAPS = {name: f"{name}_proj" for name in _MAPS}
@@ -211,14 +127,99 @@ _QWEN35 = Architecture(
         "linear_value_head_dim": config["linear_value_head_dim"] // config["linear_num_value_heads"]
     },
     unread=("rope.dimension_sections",),  # positions of images, which are equal for text
-    order=_tiled_heads,
-    restore=_qwen35_values,
+    order=order_tiled_heads,
+    restore=restore_qwen35,
     left_out={"ssm_conv1d": 1, "ffn_gate_inp_shexp": 0},
     has_predictors=True,
 )
+_DEEPSEEK2 = Architecture(
+    "deepseek_v2",
+    {
+        **_experts("mlp.", _EXPERT_MAPS),
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_k_b": "self_attn.k_b_proj.{}",
+        "attn_v_b": "self_attn.v_b_proj.{}",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in _MAPS},
+    },
+    sizes={
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "rope.dimension_count": "qk_rope_head_dim",
+        "expert_count": "n_routed_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+    numbers={
+        "attention.q_lora_rank": "q_lora_rank",
+        "attention.key_length_mla": "qk_nope_head_dim",
+        "attention.value_length_mla": "v_head_dim",
+        "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+        "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+    },
+    implied=read_latents_of_v2,
+    unread=("attention.key_length", "attention.value_length"),  # the widths of latents, which other sizes state
+    has_latents=True,
+    has_predictors=True,
+)
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", order=_rotated_pairs),
+    "llama": Architecture("llama", order=order_rotated_pairs),
+    "arcee": Architecture("arcee", order=order_rotated_pairs, implied=read_biases),
+    "smollm3": Architecture("smollm3", order=order_rotated_pairs, implied=read_biases),
+    "granite": Architecture(
+        "granite",
+        numbers={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        order=order_rotated_pairs,
+        implied=read_biases,
+    ),
+    "ernie4_5": Architecture("ernie4_5"),
+    "seed_oss": Architecture(
+        "seed_oss",
+        {"post_attention_norm": "post_attention_layernorm"},
+        implied=lambda config, file: (
+            read_biases(config, file) | {"attention_out_bias": "blk.0.attn_output.bias" in file.tensors}
+        ),
+    ),
+    "olmo2": Architecture(
+        "olmo2",
+        {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+        implied=lambda config, file: {"attention_bias": "blk.0.attn_q.bias" in file.tensors},
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        eps=("attention.layer_norm_epsilon", "norm_epsilon"),
+        implied=lambda config, file: {"use_bias": "blk.0.attn_q.bias" in file.tensors},
+    ),
     "qwen2": Architecture("qwen2"),
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        {
+            **_experts("mlp.", _EXPERT_MAPS),
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in _MAPS},
+        },
+        sizes={
+            **_EXPERTS,
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        left_out={"ffn_gate_inp_shexp": 0},
+    ),
     "qwen3": Architecture("qwen3"),
     "qwen3moe": Architecture(
         "qwen3_moe",
@@ -243,17 +244,55 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
         },
     ),
-    "gemma": Architecture("gemma", restore=_minus_one),
+    "gemma": Architecture("gemma", restore=subtract_one),
     "gemma2": Architecture(
-        "gemma2", _FOUR_NORMS, numbers={**_WINDOW, **_SOFTCAPS}, implied=_gemma_scores, restore=_minus_one
+        "gemma2", _FOUR_NORMS, numbers={**_WINDOW, **_SOFTCAPS}, implied=read_gemma_scores, restore=subtract_one
     ),
     "gemma3": Architecture(
         "gemma3_text",
         _FOUR_NORMS,
         numbers={**_WINDOW, **_SOFTCAPS, **_LOCAL},
-        implied=_gemma_scores,
-        restore=_minus_one,
+        implied=read_gemma_scores,
+        restore=subtract_one,
     ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        {
+            **_FOUR_NORMS,
+            "ffn_norm": "pre_feedforward_layernorm",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            **{f"post_ffw_norm_{number}": f"post_feedforward_layernorm_{number}" for number in (1, 2)},
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps": "experts.{}.gate_up_proj",
+            "ffn_down_exps": "experts.{}.down_proj",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "layer_output_scale.weight": "layer_scalar",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+        },
+        sizes={"attention.key_length_swa": "head_dim_swa"},
+        numbers={
+            **_WINDOW,
+            "final_logit_softcapping": "final_logit_softcapping",
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        implied=read_gemma4,
+        unread=("attention.value_length_swa", "rope.dimension_count_swa"),  # as many as a head's channels
+        edges={
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        lists=("attention.head_count_kv", "feed_forward_length", "attention.sliding_window_pattern"),
+    ),
+    "deepseek2": _DEEPSEEK2,
     "phi3": Architecture("phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, numbers=_WINDOW),
     "gpt-oss": Architecture(
         "gpt_oss",
@@ -270,7 +309,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "expert_feed_forward_length": "intermediate_size",
         },
         numbers=_WINDOW,
-        implied=_oss_scaling,
+        implied=read_oss_scaling,
     ),
     "mistral3": Architecture(
         "ministral3",
@@ -278,8 +317,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "attention.temperature_scale": "llama_4_scaling_beta",
             "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
         },
-        implied=_growth,
-        order=_rotated_pairs,
+        implied=read_growth,
+        order=order_rotated_pairs,
     ),
     "lfm2": Architecture(
         "lfm2",
@@ -293,10 +332,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             **{f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")},
         },
         sizes={"shortconv.l_cache": "conv_L_cache"},
-        implied=_conv_layers,
+        implied=read_conv_layers,
         left_out={"shortconv.conv": 1},
         edges={"token_embd_norm": "model.embedding_norm"},
-        has_key_heads_by_layer=True,
+        lists=("attention.head_count_kv",),
     ),
     "glm4moe": Architecture(
         "glm4_moe",
@@ -319,15 +358,34 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "expert_group_count": "n_group",
             "expert_group_used_count": "topk_group",
         },
-        implied=_glm_options,
+        implied=read_glm_options,
         expected={"expert_gating_func": 2},  # sigmoids
         has_predictors=True,
     ),
 }
-# GGUF calls Mixtral "llama" too; a file with expert_count > 0 is Mixtral.
-MIXTRAL = Architecture(
+_MIXTRAL = Architecture(
     "mixtral",
     _experts("block_sparse_moe.", {"gate": "w1", "up": "w3", "down": "w2"}),
     numbers={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    order=_rotated_pairs,
+    order=order_rotated_pairs,
 )
+_DEEPSEEK_V3 = dataclasses.replace(
+    _DEEPSEEK2, model_type="deepseek_v3", implied=read_latents, expected={"expert_gating_func": 2}
+)
+
+
+def architecture_of(file: GGUF) -> Architecture:
+    """Return the architecture of a file.
+
+    GGUF calls Mixtral "llama" too, with an `expert_count` above 0, and DeepSeek-V3 "deepseek2", whose choice of experts
+    has a bias.
+    """
+    kind = file.values["general.architecture"]
+    if kind == "llama" and file.values.get("llama.expert_count"):
+        return _MIXTRAL
+    if kind == "deepseek2" and f"blk.{file.values.get(_FIRST_DENSE, 0)}.exp_probs_b.bias" in file.tensors:
+        return _DEEPSEEK_V3
+    return ARCHITECTURES[kind]
+
+
+_FIRST_DENSE = "deepseek2.leading_dense_block_count"

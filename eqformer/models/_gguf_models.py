@@ -8,8 +8,9 @@ import numpy as np
 from jaxtyping import Shaped
 
 from .._files import JsonObject
-from ._config_types import PublishedConfig
-from ._gguf_architectures import Architecture, ARCHITECTURES, LAYER, MIXTRAL
+from ._config_types import LayerCount, PublishedConfig
+from ._gguf_architectures import Architecture, architecture_of, ARCHITECTURES, LAYER
+from ._gguf_conversions import numbers_by_layer
 from ._gguf_file import DIVISORS, DTYPE, GGUF
 from .formats import Coded
 
@@ -20,7 +21,7 @@ _NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?(?:\.(\d+))?"
 
 def table_names_of(file: GGUF) -> dict[str, str | None]:
     """Return the name in the family's table of each array; None for the arrays of predictors, which are not read."""
-    architecture = _architecture(file)
+    architecture = architecture_of(file)
     table, layers = {**LAYER, **architecture.layer}, _layers(file, architecture)
     edges = {**_EDGES, **architecture.edges}
 
@@ -47,16 +48,10 @@ def _layers(file: GGUF, architecture: Architecture) -> int:
     return file.values[f"{kind}.block_count"] - predictors
 
 
-def _architecture(file: GGUF) -> Architecture:
-    """Return the architecture; GGUF calls Mixtral "llama" too, with an `expert_count` above 0."""
-    kind = file.values["general.architecture"]
-    return MIXTRAL if kind == "llama" and file.values.get(f"{kind}.expert_count") else ARCHITECTURES[kind]
-
-
 def _axis_left_out(file: GGUF, name: str) -> int | None:
     """Return the place of a dim of size 1 that published folders have and the file leaves out; None: there is none."""
     match = _NAME.fullmatch(name)
-    axis = _architecture(file).left_out.get(match[2] if match else "")
+    axis = architecture_of(file).left_out.get(match[2] if match else "")
     return axis if axis is not None and len(file.tensors[name].shape) == axis + 1 else None
 
 
@@ -71,12 +66,12 @@ def coded_of(file: GGUF, name: str) -> Coded | None:
     tensor = file.tensors[name]
     if len(tensor.shape) != 2 or _axis_left_out(file, name) is not None:
         return None
-    return Coded(tensor.form, tensor.parts(_architecture(file).order(file, name)), tensor.shape, DTYPE)
+    return Coded(tensor.form, tensor.parts(architecture_of(file).order(file, name)), tensor.shape, DTYPE)
 
 
 def plain_of(file: GGUF, name: str) -> Shaped[np.ndarray, "*dims"]:
     """Return a small array as published folders have it."""
-    architecture, array = _architecture(file), file.read(name)
+    architecture, array = architecture_of(file), file.read(name)
     rows, _ = architecture.order(file, name)
     array = array if rows is None else array[rows]
     try:
@@ -95,21 +90,21 @@ def configuration_of(file: GGUF) -> JsonObject:
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         published.refuse("it has no token_embd.weight, the table of embeddings.")
-    architecture, size = _architecture(file), _SizeReader(published, file, kind)
+    architecture, size = architecture_of(file), _SizeReader(published, file, kind)
     heads, embed = size.read("attention.head_count"), size.read("embedding_length")
     config = {
         "model_type": architecture.model_type,
         "vocab_size": table.shape[0],
         "hidden_size": embed,
-        "num_hidden_layers": size.read("block_count"),
+        "num_hidden_layers": published.checked(f"{kind}.block_count", size.read("block_count"), LayerCount),
         "intermediate_size": size.read(_width(file, kind)),
         "num_attention_heads": heads,
-        "num_key_value_heads": _key_heads(published, file, kind) or size.read("attention.head_count_kv", heads),
-        "rms_norm_eps": published.number(f"{kind}.attention.layer_norm_rms_epsilon"),
+        "num_key_value_heads": size.read("attention.head_count_kv", heads),
+        architecture.eps[1]: published.number(f"{kind}.{architecture.eps[0]}"),
         "rope_theta": published.number(f"{kind}.rope.freq_base", 10_000.0),
         "max_position_embeddings": published.count(f"{kind}.context_length", 2048),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        **_head(published, size, kind, embed // heads),
+        **({} if architecture.has_latents else _head(published, size, kind, embed // heads)),
         **_scaling(published, kind, file),
     }
     if architecture.has_predictors:
@@ -120,25 +115,12 @@ def configuration_of(file: GGUF) -> JsonObject:
         config[attribute] = published.take(f"{kind}.{name}", None) or None
     for name, value in architecture.expected.items():
         published.expect(f"{kind}.{name}", value)
-    for name in architecture.unread:
+    for name in (*architecture.unread, *architecture.lists):
         published.take(f"{kind}.{name}", None)
     config |= architecture.implied(config, file)
     published.expect(f"{kind}.vocab_size", table.shape[0])
     published.finish_strictly(lambda name, value: _is_without_effect(name.removeprefix(f"{kind}."), value))
     return config
-
-
-def _key_heads(published: PublishedConfig, file: GGUF, kind: str) -> int | None:
-    """Return the key heads of all layers that have some; None for an architecture that states one number."""
-    if not _architecture(file).has_key_heads_by_layer:
-        return None
-    name = f"{kind}.attention.head_count_kv"
-    heads, layers = file.listed(name), published.count(f"{kind}.block_count")
-    published.take(name)
-    numbers = {*heads} - {0}
-    if len(heads) != layers or len(numbers) != 1 or not all(type(number) is int and number >= 0 for number in heads):
-        published.refuse(f"{name}={heads}: it must have {layers} numbers, each 0 or one other number.")
-    return numbers.pop()
 
 
 def _width(file: GGUF, kind: str) -> str:
@@ -152,12 +134,17 @@ class _SizeReader:
     """Sizes of a model's arrays, none of which may exceed the number of elements of the file's largest array."""
 
     def __init__(self, published: PublishedConfig, file: GGUF, kind: str):
-        self._published, self._kind = published, kind
+        self._published, self._file, self._kind = published, file, kind
         self._most = max(math.prod(tensor.shape) for tensor in file.tensors.values())
 
     def read(self, name: str, *default: int) -> int:
-        """Return a size; refuse a size that no array of the file can have."""
-        value = self._published.count(f"{self._kind}.{name}", *default)
+        """Return a size, the largest one of a list by layers; refuse a size that no array of the file can have."""
+        full_name = f"{self._kind}.{name}"
+        if name in architecture_of(self._file).lists:
+            self._published.take(full_name, None)
+            value = max(numbers_by_layer(self._file, name, self._published.count(f"{self._kind}.block_count")))
+        else:
+            value = self._published.count(full_name, *default)
         if value > self._most:
             self._published.refuse(
                 f"{self._kind}.{name}={value}, but the largest array of the file has {self._most} numbers."
@@ -245,7 +232,7 @@ def _scaling(published: PublishedConfig, kind: str, file: GGUF) -> JsonObject:
     if magnitude != 1:
         published.refuse(f"{key}attn_factor={magnitude}: without YaRN or LongRoPE it must be 1.")
     if for_all is not None:
-        return _llama3(published, kind, for_all)
+        return _proportional(for_all) or _llama3(published, kind, for_all)
     is_linear = scaling_type == "linear" and factor != 1
     return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if is_linear else {}
 
@@ -280,6 +267,18 @@ def _longrope(
 def _decimals(numbers: Shaped[np.ndarray, "pairs"]) -> list[float]:
     """Return the shortest decimals that round to these float32s: 1.1 instead of 1.10000002."""
     return [float(str(number)) for number in numbers]
+
+
+def _proportional(divisors: Shaped[np.ndarray, "pairs"]) -> JsonObject:
+    """Return the scaling that rotates the first pairs, and divides the frequencies of all other pairs by a number that
+    makes them 0; an empty object for other divisors."""
+    rotated = int(np.sum(divisors == 1))
+    if rotated == len(divisors) or not (divisors[:rotated] == 1).all() or not (divisors[rotated:] >= _INFINITE).all():
+        return {}
+    return {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": rotated / len(divisors)}}
+
+
+_INFINITE = 1e30  # the divisor of the frequencies of pairs that are not rotated
 
 
 def _llama3(published: PublishedConfig, kind: str, divisors: Shaped[np.ndarray, "pairs"]) -> JsonObject:

@@ -1,5 +1,6 @@
 """Models in one file of GGUF: read as the `gguf` package and transformers do, and files that are something else."""
 
+import dataclasses
 import json
 import struct
 import sys
@@ -25,6 +26,7 @@ from eqformer.parallel import make_mesh, Plan
 
 RECORDED = json.loads((FIXTURES / "gguf.json").read_text())
 CONVERTED = json.loads((FIXTURES / "gguf_models.json").read_text())
+OF_CONVERTER = json.loads((FIXTURES / "gguf_converted.json").read_text())
 FILES = {name: (FIXTURES / f"{name}.gguf").read_bytes() for name in RECORDED}
 
 
@@ -118,6 +120,28 @@ def test_a_converted_model_is_the_one_before(name, tmp_path):
     models.save(models.load(path, dtype="float32"), tmp_path / "plain", config=config)
     back = load_file(tmp_path / "plain" / "model.safetensors")
     assert {key: checksum(array) for key, array in back.items()} == kept["arrays"]
+
+
+def with_stated_heads(config: Any) -> Any:
+    """The config with the channels of a head, which a file states and folders of some families leave out."""
+    return dataclasses.replace(config, head_dim=config.head_size) if hasattr(config, "head_size") else config
+
+
+@pytest.mark.by_default("gemma4", "deepseek2 v3")
+@pytest.mark.parametrize("name", OF_CONVERTER)
+def test_a_file_of_llama_cpps_converter_is_the_model_before(name, tmp_path):
+    """Its config, and its arrays bit for bit."""
+    kept = OF_CONVERTER[name]
+    with np.load(FIXTURES / "gguf_converted.npz") as files:
+        (tmp_path / "a.gguf").write_bytes(files[name].tobytes())
+    (tmp_path / "config.json").write_text(json.dumps(kept["config"]))
+    config = models.read_config(tmp_path / "a.gguf")
+    assert with_stated_heads(config) == with_stated_heads(models.read_config(tmp_path))
+    model = models.load(tmp_path / "a.gguf")
+    models.save(model, tmp_path / "plain", config=config)
+    back = load_file(tmp_path / "plain" / "model.safetensors")
+    assert {key: checksum(array) for key, array in back.items()} == kept["arrays"]
+    assert {checksum(array[..., ::-1]) for array in back.values() if array.ndim > 1}.isdisjoint(kept["arrays"].values())
 
 
 @pytest.mark.parametrize("name", ("qwen3moe", "mixtral"))

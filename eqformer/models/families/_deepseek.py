@@ -273,6 +273,14 @@ LATENT_WEIGHTS = (
         _INTO,
         groups="heads",
     ),
+    # GGUF files have an array of each head for the keys, turned, and one for the values.
+    Rule(
+        f"{_ATTENTION}k_b_proj.{{expert}}.weight",
+        "mixer.layer.key_up.weight",
+        "inputs width -> width inputs",
+        variant=True,
+    ),
+    Rule(f"{_ATTENTION}v_b_proj.{{expert}}.weight", "mixer.layer.value_up.weight", variant=True),
     Rule(f"{_ATTENTION}o_proj.weight", "mixer.layer.output.weight", "embed (heads width) -> embed heads width"),
     Rule(f"{_ATTENTION}o_proj.bias", "mixer.layer.output.bias"),
     Rule(f"{_ATTENTION}q_proj.weight", _QUERIES, _INTO, groups="heads", lacks="mixer.layer.query_down"),

@@ -203,6 +203,13 @@ GEMMA4_WEIGHTS = (
     Rule(f"{LAYER}router.per_expert_scale", f"{_ROUTER}.expert_scale"),
     Rule(f"{LAYER}experts.gate_up_proj", (f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"), axis=1),
     Rule(f"{LAYER}experts.down_proj", f"{_EXPERTS}.down.weight"),
+    # GGUF files have arrays of each expert.
+    Rule(
+        f"{LAYER}experts.{{expert}}.gate_up_proj.weight",
+        (f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"),
+        variant=True,
+    ),
+    Rule(f"{LAYER}experts.{{expert}}.down_proj.weight", f"{_EXPERTS}.down.weight", variant=True),
     *gated_weights(f"{_DENSE}.layer"),
     Rule(
         "model.embed_tokens_per_layer.weight",

@@ -1,0 +1,213 @@
+"""Conversions by llama.cpp beside renaming, and how they are reversed: orders of rows, values, attributes."""
+
+import re
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from .._files import JsonObject
+from ._gguf_file import GGUF, Order
+
+
+def read_gemma_scores(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the attribute whose square root divides the attention scores.
+
+    Like llama.cpp, this recognizes the two 27B models by their numbers of layers.
+    """
+    is_largest = config["num_hidden_layers"] in (46, 62)
+    width = config["hidden_size"] // config["num_attention_heads"]
+    return {"query_pre_attn_scalar": width if is_largest else config["head_dim"]}
+
+
+def order_rotated_pairs(file: GGUF, name: str) -> Order:
+    """Return the published order of the rows of queries and keys; in files, channels that form a pair are neighbors."""
+    match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)", name)
+    if match is None:
+        return None, None
+    kind = file.values["general.architecture"]
+    heads = file.values[f"{kind}.attention.head_count"]
+    heads = heads if match[1] == "q" else file.values.get(f"{kind}.attention.head_count_kv", heads)
+    rows = file.tensors[name].shape[0]
+    if rows % (2 * heads):
+        raise ValueError(f"{file.call}: {name} has {rows} rows, which {heads} heads of pairs of channels cannot have.")
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1), None
+
+
+def subtract_one(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
+    """Subtract the 1 that files add to norms' scales."""
+    return array - array.dtype.type(1) if name.endswith("norm.weight") else array
+
+
+def order_tiled_heads(file: GGUF, name: str) -> Order:
+    """Return the published order of a delta net's value heads.
+
+    Files have the first value head of each key head, then the second of each, and so on.
+    """
+    kind = file.values["general.architecture"]
+    keys, heads, key_width, inner = (
+        file.values[f"{kind}.ssm.{size}"] for size in ("group_count", "time_step_rank", "state_size", "inner_size")
+    )
+    part = name.partition(".")[2].partition(".")[2]  # without the number of the layer
+    width = 1 if part in _PER_HEAD else inner // heads
+    start = 2 * keys * key_width if part in ("attn_qkv.weight", "ssm_conv1d.weight") else 0
+    if part not in (*_PER_HEAD, *_PER_CHANNEL):
+        return None, None
+    by_columns, shape = part == "ssm_out.weight", file.tensors[name].shape
+    if heads % keys or shape[1 if by_columns else 0] != start + heads * width:
+        raise ValueError(f"{file.call}: {name} has shape {shape}, which {heads} heads of {width} cannot have.")
+    order = np.arange(heads * width).reshape(heads // keys, keys, width).swapaxes(0, 1).reshape(-1) + start
+    order = np.concatenate([np.arange(start), order])
+    return (None, order) if by_columns else (order, None)
+
+
+_PER_HEAD = ("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias")
+_PER_CHANNEL = ("attn_gate.weight", "attn_qkv.weight", "ssm_conv1d.weight", "ssm_out.weight")
+
+
+def restore_qwen35(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
+    """Return published values: files add 1 to most norms' scales, and hold a function of the decay rates."""
+    if name.endswith(".ssm_a"):
+        if not (array < 0).all():
+            raise ValueError(f"{name} holds a number that is not below 0, but all decay rates must be below 0")
+        return np.log(-array)
+    return array if name.endswith(".ssm_norm.weight") else subtract_one(name, array)
+
+
+def numbers_by_layer(file: GGUF, name: str, layers: int, item_type: type[int] = int) -> list[int]:
+    """Return a number or, with `bool`, a flag of each layer, which a file states once or as a list; raises a
+    `ValueError` for a list of another length, and for other items."""
+    full_name = f"{file.values['general.architecture']}.{name}"
+    stated = file.values.get(full_name)
+    numbers: list[Any] = file.listed(full_name) if isinstance(stated, str) else [stated] * layers
+    if len(numbers) != layers or not all(type(number) is item_type and number >= 0 for number in numbers):
+        items = "flags" if item_type is bool else "whole numbers of at least 0"
+        raise ValueError(f"{file.call}: {full_name}={numbers}: it must have {layers} {items}.")
+    return numbers
+
+
+def read_biases(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return whether the maps of attention and feed-forward layers have biases."""
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+    }
+
+
+def read_conv_layers(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return which layers have attention, and other attributes of LFM2."""
+    name, layers = "attention.head_count_kv", config["num_hidden_layers"]
+    heads = numbers_by_layer(file, name, layers)
+    if len({*heads} - {0}) != 1:
+        raise ValueError(
+            f"{file.call}: lfm2.{name}={heads}: it must have {layers} numbers, each 0 or one other number."
+        )
+    return {
+        "layer_types": ["full_attention" if number else "conv" for number in heads],
+        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in file.tensors),
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": config["rms_norm_eps"],
+        "rms_norm_eps": None,
+        "head_dim": None,
+    }
+
+
+def read_gemma4(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the attributes of Gemma 4 that files state in another way; raises a `ValueError` for layers that a
+    configuration cannot describe."""
+    layers, reading, head_dim = config["num_hidden_layers"], config["num_kv_shared_layers"] or 0, config["head_dim"]
+    is_local = numbers_by_layer(file, "attention.sliding_window_pattern", layers, bool)
+    all_heads, widths = (
+        numbers_by_layer(file, name, layers) for name in ("attention.head_count_kv", "feed_forward_length")
+    )
+    heads = [{all_heads[layer] for layer in range(layers) if is_local[layer] is local} for local in (False, True)]
+    first = widths[0]
+    is_wider = widths == [first] * (layers - reading) + [2 * first] * reading and reading > 0
+    if any(len(numbers) != 1 for numbers in heads) or (widths != [first] * layers and not is_wider):
+        raise ValueError(
+            f"{file.call}: gemma4.attention.head_count_kv={all_heads}, feed_forward_length={widths}: layers of a type "
+            f"must have one number of key heads, and all layers but the last {reading}, twice as wide, must be alike."
+        )
+    full_layers = [layer for layer in range(layers - reading) if not is_local[layer]]
+    shares = not all(f"blk.{layer}.attn_v.weight" in file.tensors for layer in full_layers)
+    (full_heads,), (local_heads,) = heads
+    of_full_layers = {"head_dim": head_dim, "num_key_value_heads": full_heads}
+    ids = file.tensors.get("per_layer_token_embd.weight")
+    full = {"rope_type": "default"} | (config.get("rope_scaling") or {}) | {"rope_theta": config["rope_theta"]}
+    local = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"] or 10_000.0}
+    return {
+        "layer_types": ["sliding_attention" if local else "full_attention" for local in is_local],
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+        **dict.fromkeys(("rope_scaling", "rope_theta", "rope_local_base_freq", "head_dim_swa")),
+        "head_dim": config["head_dim_swa"],
+        "num_key_value_heads": local_heads,
+        "attention_k_eq_v": shares,
+        "num_global_key_value_heads": full_heads if shares else None,
+        "per_layer_config": None if shares else {str(n): of_full_layers for n in range(layers) if not is_local[n]},
+        "global_head_dim": head_dim,
+        "intermediate_size": first,
+        "use_double_wide_mlp": is_wider,
+        "enable_moe_block": bool(config["num_experts"]),
+        "hidden_size_per_layer_input": config["hidden_size_per_layer_input"] or 0,
+        "vocab_size_per_layer_input": None if ids is None else ids.shape[0],
+        "num_kv_shared_layers": reading,
+    }
+
+
+def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the attributes of DeepSeek-V2 and V3 that files state in another way; raises a `ValueError` for widths of
+    heads that do not fit."""
+    rope_dim, key, value = (config[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    if key is None or value is None:  # Older files state the widths of heads in the place of those of latents.
+        key, value = (file.values.get(f"deepseek2.attention.{part}_length") for part in ("key", "value"))
+    if type(key) is not int or type(value) is not int or key <= rope_dim:
+        raise ValueError(
+            f"{file.call}: deepseek2.attention.key_length_mla={key}, value_length_mla={value}: they must be whole "
+            f"numbers, the first above rope.dimension_count={rope_dim}."
+        )
+    scaling, strength = config.get("rope_scaling"), config["mscale_all_dim"]
+    if scaling and strength:
+        # The converter multiplies the strength by 0.1; llama.cpp takes the magnitude of cosines and sines as 1.
+        scaling = scaling | dict.fromkeys(("mscale", "mscale_all_dim"), float(str(np.float32(strength * 10))))
+    return {
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_nope_head_dim": key - rope_dim,
+        "v_head_dim": value,
+        "head_dim": None,
+        "rope_scaling": scaling,
+        "mscale_all_dim": None,
+        "norm_topk_prob": config["norm_topk_prob"] is True,
+        **{name: config[name] or 1 for name in ("n_group", "topk_group", "routed_scaling_factor")},
+        **{name: config[name] or 0 for name in ("n_shared_experts", "first_k_dense_replace")},
+    }
+
+
+def read_latents_of_v2(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the attributes of DeepSeek-V2, which chooses experts among all of them or among those of some groups."""
+    attributes = read_latents(config, file)
+    return attributes | {"topk_method": "greedy" if attributes["n_group"] == 1 else "group_limited_greedy"}
+
+
+def read_oss_scaling(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return gpt-oss's YaRN scaling, whose bounds are not rounded."""
+    scaling = config.get("rope_scaling")
+    return {"rope_scaling": scaling | {"truncate": False}} if isinstance(scaling, dict) else {}
+
+
+def read_growth(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the scaling of Ministral 3, with the growth of scores and the magnitude of YaRN."""
+    growth, strength = config["llama_4_scaling_beta"], config["mscale_all_dim"]
+    added = {"llama_4_scaling_beta": growth} | ({"mscale": strength, "mscale_all_dim": strength} if strength else {})
+    scaling = {"rope_type": "default"} | (config.get("rope_scaling") or {}) | added
+    return {"rope_scaling": scaling, "llama_4_scaling_beta": None, "mscale_all_dim": None}
+
+
+def read_glm_options(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the switches that the file's arrays and numbers imply."""
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "norm_topk_prob": config["norm_topk_prob"] is True,
+        **{name: config[name] or 1 for name in ("n_group", "topk_group", "routed_scaling_factor")},
+        **{name: config[name] or 0 for name in ("n_shared_experts", "first_k_dense_replace")},
+    }
