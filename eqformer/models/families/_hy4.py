@@ -124,7 +124,7 @@ _GATED = ("linear_gate", "up_proj", "down_proj")
 _OTHERS = {rule.name for rule in (*GATED, *MIXTURE[1:], *SHARED)}
 _WEIGHTS = (
     *(
-        dataclasses.replace(rule, variant=rule.name in _OTHERS)
+        dataclasses.replace(rule, variant=rule.variant or rule.name in _OTHERS)
         for rule in DSA_WEIGHTS
         if rule.name != "model.norm.weight"
     ),
