@@ -60,6 +60,7 @@ from .families._bert import (
 from .families._cohere import Cohere2Config as Cohere2Config, CohereConfig as CohereConfig
 from .families._deepseek import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config, DeepSeekV32Config as DeepSeekV32Config
+from .families._deepseek_v4 import DeepSeekV4Config as DeepSeekV4Config
 from .families._ernie45 import Ernie45Config as Ernie45Config, Ernie45MoEConfig as Ernie45MoEConfig
 from .families._exaone4 import Exaone4Config as Exaone4Config, ExaoneMoEConfig as ExaoneMoEConfig
 from .families._falcon_h1 import FalconH1Config as FalconH1Config

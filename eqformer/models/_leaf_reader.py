@@ -62,7 +62,10 @@ class LeafGroup(NamedTuple):
         """
         if self.maps:
             return read_map_codes(arrays, name, index, rule, self.maps)
-        array = arrays.read(name, self.dtype, index, map_function, buffer)
+        if rule.ids_below:
+            array = arrays.read_ids(name, rule.ids_below)
+        else:
+            array = arrays.read(name, self.dtype, index, map_function, buffer)
         return [rule.to_leaf(array, number) for number in range(len(rule.paths))]
 
 

@@ -340,12 +340,15 @@ def _dtypes(
     """Return the dtype of the leaves that each rule fills.
 
     It is `dtype` or, if that is None, the narrowest dtype in which no array of the rule is rounded. Fields that ask for
-    it have float32 at least.
+    it have float32 at least. Tables of whole numbers have int32.
     """
     flags = jax.tree_util.tree_leaves_with_path(nn.float32_flags(shapes))
     float32_paths = {nn.path_name(path) for path, is_float32 in flags if is_float32}
     dtypes = []
     for rule in rules:
+        if rule.ids_below:
+            dtypes.append("int32")
+            continue
         rule_dtype = dtype or str(nn.lossless_dtype(*{arrays.dtype(name) for name in rule.published_names()}))
         is_float32 = not float32_paths.isdisjoint(rule.paths)
         dtypes.append(str(nn.at_least_float32(jnp.dtype(rule_dtype))) if is_float32 else rule_dtype)

@@ -144,6 +144,16 @@ class PublishedArrays:
             pass
         return decoded.T if coded.form.transposed else decoded
 
+    def read_ids(self, name: str, below: int) -> Shaped[np.ndarray, "..."]:
+        """Return an array of whole numbers from 0 on; raises a `ValueError` unless all are below this number."""
+        array = (
+            self._read_plain(self._stored[name]) if self._folder is None else self._folder.read_any(self._stored[name])
+        )
+        is_whole = np.issubdtype(array.dtype, np.integer)
+        if not is_whole or (array.size and not (array.min() >= 0 and array.max() < below)):
+            raise ValueError(f"it is of {array.dtype}, and must hold whole numbers from 0 to {below - 1}")
+        return array
+
     def unexplained(self, names: Iterable[str]) -> str:
         """Return the first of these arrays that has a dtype of codes although no format is stated; empty if none
         has."""

@@ -79,6 +79,8 @@ class ResolvedRule:
     sliced_dims: int = 0
     """The number of leading dims that `slice_rule` has removed; the rule is for one index of each."""
     variant: bool = False
+    ids_below: int = 0
+    """The array holds whole numbers below this one; 0: it holds floats."""
 
     def with_shapes(self, shapes: Sequence[Shape]) -> "ResolvedRule":
         """Return the rule for leaves of these shapes."""
@@ -158,6 +160,8 @@ class ResolvedRule:
     def to_published(self, parts: Sequence[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
         """Return the published array of these parts: the values of each leaf at one index of its outer dims."""
         arrays = [_to_published(part, self.patterns[number], self.groups) for number, part in enumerate(parts)]
+        if self.ids_below:
+            arrays = [array.astype(np.int64) for array in arrays]  # as torch stores whole numbers
         if len(arrays) == 1:
             return arrays[0]
         groups, shape = self._groups(arrays[0].shape), arrays[0].shape
@@ -220,6 +224,9 @@ class Rule:
     """The rule applies only to a model or layer that has nothing at this path."""
     variant: bool = False
     """Whether the rule replaces the other rules for its leaves, if a folder has its arrays."""
+    ids_below: str = ""
+    """The field of the config above all numbers of an array of whole numbers, such as a table of experts; an empty
+    text: the array holds floats."""
     part: str = ""
     """The part of the model whose layers `{layer}` counts: `"encoder"`, or empty for the model itself."""
 
@@ -292,6 +299,7 @@ def _resolve(
         rule.interleaved,
         groups,
         variant=rule.variant,
+        ids_below=getattr(config, rule.ids_below) if rule.ids_below else 0,
     )
 
 

@@ -42,6 +42,8 @@ UNUSED = {
     "deepseek_v2": {"head_dim", "qk_head_dim"},
     "deepseek_v3": {"head_dim", "qk_head_dim", "num_nextn_predict_layers"},
     "deepseek_v32": {"head_dim", "qk_head_dim", "first_k_dense_replace"},  # the last said again by mlp_layer_types
+    "deepseek_v4": {"rope_theta", "compress_rope_theta", "qk_rope_head_dim"}  # said again
+    | {"num_nextn_predict_layers", "router_jitter_noise"},
     "eurobert": {"classifier_pooling", "mask_token_id"},
     "mpnet": {"attention_probs_dropout_prob"},
     **dict.fromkeys(("bert", "gte", "nomic_bert", "roberta"), {"attention_probs_dropout_prob", "classifier_dropout"}),

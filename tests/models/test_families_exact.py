@@ -41,11 +41,13 @@ def test_logits_and_gradients_in_float64(name, tmp_path, record_property):
             model, ids, read_for(model, ids)
         )
         logits = np.asarray(logits)[..., ::8]
-        rules = format_of("test", None, config, model)[0].rules(config, model)
+        rules = [rule for rule in format_of("test", None, config, model)[0].rules(config, model) if not rule.ids_below]
         found = {key: sketch(key, array) for key, array in published_arrays(rules, gradient)}
     difference = np.max(np.abs(logits - expected)) / np.std(expected)
     record_property("exact", float(difference))
     assert difference <= 1e-10 < np.max(np.abs(logits.astype(np.float32) - expected)) / np.std(expected)
+    tables = {key for key in want if key.endswith("tid2eid")}  # whole numbers have no gradient
+    want = {key: one for key, one in want.items() if key not in tables}
     assert found.keys() == want.keys()
     for key in [key for key in want if key.endswith(BUFFERS)]:
         assert want.pop(key)[0] == 0 < found.pop(key)[0]

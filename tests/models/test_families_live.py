@@ -201,18 +201,32 @@ def test_in_bfloat16_those_arrays_stay_float32_that_do_in_transformers(name, tmp
     as_asked += ("lm_head.weight", ".sinks", "weights_proj.weight", "k_norm.weight", "k_norm.bias")
     # So are Ling 3's convolutions and rates of decay.
     as_asked += ("conv1d.weight", "attention.A_log")
+    if name.startswith("deepseek_v4 "):  # all norms, and sinks
+        as_asked += ("norm.weight", "attn_sink")
     kept = {name for name in wide if not name.endswith(as_asked)}
     numbers, ours = models.read_config(tmp_path / "theirs"), models.load(tmp_path / "theirs", dtype="bfloat16")
     models.save(ours, tmp_path / "ours", config=numbers)
     folder = Folder(tmp_path / "ours")
     biases = {name for name in folder.names if name.endswith("e_score_correction_bias")}  # MiniMax-M2's here alone
-    assert {name for name in folder.names if folder.dtype(name) == "float32"} == kept | biases
+    assert {name for name in folder.names if folder.dtype_in_file(name) == "F32"} == kept | biases
     assert bool(biases) == any(key.endswith("correction_bias") for key in shapes)
+
+
+_DEEPSEEK_V4 = (
+    *((".attn_hc.", ".hc_attn_"), (".ffn_hc.", ".hc_ffn_"), (".self_attn.", ".attn."), (".mlp.", ".ffn.")),
+    *((".compressor.indexer.", ".indexer.compressor."), ("position_bias", "ape"), ("kv_norm", "norm")),
+    *((".sinks", ".attn_sink"), ("e_score_correction_bias", "bias"), ("q_a_norm", "q_norm")),
+    *(("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm")),
+)
 
 
 def _published(name: str, shapes: dict[str, Any]) -> str:
     """The name in a folder of what transformers gives another while it runs."""
     found = re.sub(r"^model(?=\..*\.mixer\.)", "backbone", name.replace("gate.moe", "moe")).replace("forget_gate.", "")
+    if any(key.endswith("hc_attn_fn") for key in shapes):  # DeepSeek-V4
+        for old, new in _DEEPSEEK_V4:
+            found = found.replace(old, new)
+        return found
     found = found.replace("attn_hc.", "hc_pre.hc_attn_layer.hc_").replace("ffn_hc.", "hc_pre.hc_mlp_layer.hc_")
     found = found.replace("model.hc_head.hc_", "model.hc_pre.hc_head.hc_head_")
     older = (found.replace(".mlp.", ".block_sparse_moe."), found.replace(".gate.e_score", ".e_score"))

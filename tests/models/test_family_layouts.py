@@ -19,11 +19,16 @@ from eqformer.training import make_gradient_function, next_token_loss
 
 
 ROUNDING = 4e-5  # twice the logits': fourteen layers of random weights magnify it
+# In the first layer the streams are alike, so that the gradient of their maps is a small difference. In float64 it is
+# that of one device to 1e-10; in float32 one device differs from it by 6e-5, and the plans by 1e-4.
+ROUNDINGS = {"deepseek_v4 plain": 2e-4}
 ROWS, SEQ = 4, 24
 EIGHT = (("experts", 8),)  # the cases' odd numbers of experts do not split
 DEEPER = {  # of families whose cases hold one period each
     "bailing_hybrid plain": (("layers", 4), ("attention_layers", (1, 3)), ("first_dense", 0)),
     "gemma3_text capped": (("layers", 4), ("window_layers", (0, 2))),
+    "deepseek_v4 plain": (("layers", 4), ("sparse_layers", (0, 2)), ("heavy_layers", (1, 3)), ("hash_layers", ())),
+    "deepseek_v4 yarn": (("sparse_layers", ()), ("heavy_layers", (0, 2)), ("hash_layers", (0, 1, 2, 3))),
     "hy_v4 plain": (("layers", 4), ("first_dense", 0)),
     "hy_v4 shared choices": (("layers", 4), ("first_dense", 0), ("dense_layers", ()), ("reading_layers", (1, 3))),
     "kimi_linear plain": (("layers", 4), ("attention_layers", (1, 3)), ("first_dense", 0)),
@@ -66,8 +71,9 @@ def assert_same(plan: Plan, name: str, changes: Changes = ()) -> None:
     model, microbatches = model_of(name, changes), plan.microbatches if name in MIXTURES else 1
     want = of_one_device(name, changes, microbatches)
     got = under(plan, model, batch_of(model, ROWS, SEQ))
-    assert differences(got, want, ROUNDING) == {}
-    assert differences(got._replace(total=got.total * (1 + 1e-4)), want, ROUNDING)  # the comparison can tell
+    rounding = ROUNDINGS.get(name, ROUNDING)
+    assert differences(got, want, rounding) == {}
+    assert differences(got._replace(total=got.total * (1 + 3 * rounding)), want, rounding)  # the comparison can tell
 
 
 def plan_over(sizes: dict[str, int], **choices: Any) -> Plan:

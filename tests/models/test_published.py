@@ -74,6 +74,7 @@ BY_DEFAULT = {
     "granite_swa bases",
     "granitemoe_swa shared",
     "hy_v3 chosen dense layers",
+    "deepseek_v4 yarn",
     "hy_v4 shared choices",
     "olmo_hybrid chosen layers",
     "cwm windows",

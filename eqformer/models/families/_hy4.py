@@ -108,7 +108,7 @@ _PRESETS = {
 }
 
 
-def _stream_weights(published: str, path: str, *variants: str) -> tuple[Rule, ...]:
+def stream_weights(published: str, path: str, *variants: str) -> tuple[Rule, ...]:
     """Return the rules of a `StreamWeights` at a path, published under one of several prefixes of its arrays."""
     pattern = "stream_logits (streams embed) -> stream_logits streams embed"
     arrays = (("fn", "weight", pattern), ("base", "base", ""), ("scale", "scale", ""))
@@ -129,11 +129,11 @@ _WEIGHTS = (
         if rule.name != "model.norm.weight"
     ),
     Rule("model.norm.weight", "norm.norm.weight"),
-    *_stream_weights("model.hc_pre.hc_head.hc_head_", "norm.weights", "model.hc_head.hc_pre.hc_head_"),
+    *stream_weights("model.hc_pre.hc_head.hc_head_", "norm.weights", "model.hc_head.hc_pre.hc_head_"),
     *(
         rule
         for layer, path in (("attn", "mixer"), ("mlp", "feed_forward"))
-        for rule in _stream_weights(
+        for rule in stream_weights(
             f"{LAYER}hc_pre.hc_{layer}_layer.hc_", f"{path}.weights", f"{LAYER}hc_{layer}_layer.hc_pre.hc_"
         )
     ),
