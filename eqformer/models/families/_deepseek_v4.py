@@ -333,9 +333,9 @@ class _TwoRotaries(Entry):
             main = {"rope_theta": theta, "partial_rotary_factor": 1.0} | main
             compress = {"rope_theta": compressed_theta, "partial_rotary_factor": 1.0} | compress
             theta = published.checked("rope_parameters.main.rope_theta", main["rope_theta"], Positive)
-            place = "rope_parameters.compress"
-            compressed_theta = published.checked(f"{place}.rope_theta", compress.pop("rope_theta"), Positive)
-            part = published.checked(f"{place}.partial_rotary_factor", compress.pop("partial_rotary_factor"), Fraction)
+            prefix = "rope_parameters.compress"
+            compressed_theta = published.checked(f"{prefix}.rope_theta", compress.pop("rope_theta"), Positive)
+            part = published.checked(f"{prefix}.partial_rotary_factor", compress.pop("partial_rotary_factor"), Fraction)
             # Transformers drops other parameters beside the two, so only the name of a scaling is checked.
             if parameters.get("rope_type", "default") not in ROPE_TYPES:
                 published.refuse(f"rope_type={parameters['rope_type']!r} is not known.")
