@@ -114,7 +114,7 @@ def test_trees_with_more_than_arrays_come_back_whole():
 
     plan = Plan(mesh, zero=3)
     got = init_sharded(make, placed_by(plan), jax.random.key(1), 3.0)
-    assert got["name"] == "text" and got["scale"] == 3.0 and got["mlp"].activation is jax.nn.relu
+    assert got["name"] == "text" and got["scale"] == 3.0 and got["mlp"].activation.function is jax.nn.relu
     weight = got["mlp"].up.weight
     assert weight.addressable_shards[0].data.shape == (16, 32) and len(weight.addressable_shards) == 8
     assert jnp.isfinite(got["mlp"](jnp.ones((2, 64)))).all()

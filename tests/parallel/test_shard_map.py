@@ -103,8 +103,14 @@ def test_other_things_than_arrays_go_in_and_come_out(mesh, way):
     x = grid()
 
     def body(tree, name, mlp, nothing):
-        assert name == "text" and nothing is None and tree["number"] == 3 and mlp.activation is jax.nn.relu
-        return {"x": tree["x"] * tree["number"], "name": name + "!", "mlp": mlp, "relu": mlp.activation, "none": None}
+        assert name == "text" and nothing is None and tree["number"] == 3 and mlp.activation.function is jax.nn.relu
+        return {
+            "x": tree["x"] * tree["number"],
+            "name": name + "!",
+            "mlp": mlp,
+            "relu": mlp.activation.function,
+            "none": None,
+        }
 
     mlp = nn.MLP(embed=8, mlp=16, activation=jax.nn.relu, key=jax.random.key(0))
     tree = {"x": x, "number": 3}

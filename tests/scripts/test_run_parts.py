@@ -153,7 +153,6 @@ def test_a_broken_configuration_is_named(text, folder):
     [
         ("--model {folder} --run-dir runs/a", "--model {folder} --run-dir runs/a: one model is read"),
         ("--run-dir runs/a --dtype bfloat16", "--dtype bfloat16: a run's model"),
-        ("--run-dir runs/a --weights quantized", "--weights quantized: a run's weights are as its recipe says"),
         ("--model {folder} --dtype int8", "error: --dtype int8: 'int8' is no floating-point dtype"),
         ("--model {folder} --simulate 0", "--simulate 0: it counts devices"),
     ],
