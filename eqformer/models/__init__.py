@@ -96,7 +96,7 @@ from .families._hunyuan import (
 from .families._hy4 import Hy4Config as Hy4Config
 from .families._jaxformer import JAXformerConfig as JAXformerConfig
 from .families._kimi_linear import KimiLinearConfig as KimiLinearConfig
-from .families._lfm2 import LFM2Config as LFM2Config, LFM2MoEConfig as LFM2MoEConfig
+from .families._lfm2 import LFM2Config as LFM2Config, LFM2MoEConfig as LFM2MoEConfig, LFM3Config as LFM3Config
 from .families._llama import (
     ArceeConfig as ArceeConfig,
     CWMConfig as CWMConfig,
@@ -108,6 +108,7 @@ from .families._llama import (
 )
 from .families._llama4 import Llama4Config as Llama4Config
 from .families._mamba2 import BambaConfig as BambaConfig, Mamba2Config as Mamba2Config
+from .families._mellum import MellumConfig as MellumConfig
 from .families._minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
 from .families._mistral import (
     Ministral3Config as Ministral3Config,
@@ -141,6 +142,7 @@ from .families._qwen3_next import (
     Qwen35Config as Qwen35Config,
     Qwen35MoEConfig as Qwen35MoEConfig,
 )
+from .families._stablelm import StableLMConfig as StableLMConfig
 from .families._switch import GShardConfig as GShardConfig, SwitchConfig as SwitchConfig
 from .families._t5 import T5Config as T5Config
 from .families._t5gemma import T5Gemma2Config as T5Gemma2Config, T5GemmaConfig as T5GemmaConfig

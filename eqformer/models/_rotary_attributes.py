@@ -189,11 +189,12 @@ class RotaryWithGrowth(Entry):
         return {"rope_parameters": {"rope_type": "default"} | parameters | {rotary_scaling.ORIGINAL: every}}
 
 
-_PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
-
-
+@dataclasses.dataclass(frozen=True)
 class ProportionalRotaryByType(Entry):
     """Rotary positions by type of layer, where layers without a window may rotate a part of the pairs (Gemma 4)."""
+
+    part: float = 0.25
+    """The part of the pairs that layers without a window rotate if the attribute is missing."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta`, `scaling`, `local_theta` and `local_scaling`."""
@@ -202,7 +203,7 @@ class ProportionalRotaryByType(Entry):
         if by_type and missing:
             published.refuse(f"rope_parameters do not state {missing[0]}; state both types of layer.")
         local = read_local_rotary(published, 10_000.0, "rope_local_base_freq")
-        parameters = dict(_parameters_of_type(by_type, rotary_scaling.FULL) if by_type else _PROPORTIONAL)
+        parameters = dict(_parameters_of_type(by_type, rotary_scaling.FULL) if by_type else self._default)
         if parameters.pop("rope_type", "default") != "proportional":
             theta, scaling = read_rotary(published, 1_000_000.0, rotary_scaling.FULL)
             return {"theta": theta, "scaling": scaling} | local
@@ -220,6 +221,11 @@ class ProportionalRotaryByType(Entry):
             return _write_by_type(config, _write_parameters(config))
         parameters = {"rope_type": "proportional", "rope_theta": config.theta}
         return _write_by_type(config, parameters | {"partial_rotary_factor": scaling.part, "factor": scaling.factor})
+
+    @property
+    def _default(self) -> Attributes:
+        """The parameters of layers without a window in configurations without parameters."""
+        return {"rope_type": "proportional", "partial_rotary_factor": self.part, "rope_theta": 1_000_000.0}
 
 
 _PART = "partial_rotary_factor"

@@ -69,6 +69,7 @@ UNUSED = {
     "hy_v3": {"enable_moe_fp32_combine"},  # of rounding
     "kimi_linear": {"head_dim", "qk_head_dim"},
     "llama4_text": {"interleave_moe_layer_step"},  # said again by moe_layers
+    "mellum": {"mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers"},
     "minimax_m2": {"rotary_dim"},  # said again by partial_rotary_factor
     "mamba2": {"chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank"}
     | {"time_step_min", "time_step_max", "time_step_floor"},

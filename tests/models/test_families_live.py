@@ -143,6 +143,8 @@ DEFAULTS = {
     "gpt2": "gpt2",
     "gpt_oss": "gpt-oss-120b",
     "lfm2_moe": "lfm2-8b-a1b",
+    "lfm3": "lfm3-1.7b",
+    "stablelm": "stablelm-3b-4e1t",
     "llama": "llama-2-7b",
     "mamba2": "mamba-codestral-7b",
     "minimax_m2": "minimax-m2",

@@ -16,7 +16,7 @@ from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import decoder_attributes, LAYER, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, layer_windows, rotary_of
+from ._decoder import attention, decoder, gated_mlp, head_layer_norm, layer_windows, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,22 +37,15 @@ class CohereConfig(DecoderConfig):
 
 def build_cohere(config: CohereConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Command R with random weights."""
-    size = config.head_size
-
-    def head_norm(heads: str, count: int) -> LayerNorm | None:
-        if not config.qk_norm:
-            return None
-        sizes = {heads: count, "head_dim": size}
-        return LayerNorm(f"{heads} head_dim", over="head_dim", scale=True, bias=False, eps=config.eps, **sizes)
 
     def block(key: Key[Array, ""]) -> ParallelResidual:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(
             config,
             bias=config.bias,
-            query_norm=head_norm("heads", config.heads),
-            key_norm=head_norm("kv_heads", config.kv_heads),
-            rotary=rotary_of(config, size, interleaved=True, scaling=config.scaling),
+            query_norm=head_layer_norm(config, "heads") if config.qk_norm else None,
+            key_norm=head_layer_norm(config, "kv_heads") if config.qk_norm else None,
+            rotary=rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling),
             key=mixer,
         )
         return _parallel(config, attended, gated_mlp(config, key=feed_forward))

@@ -6,7 +6,7 @@ Layers of several kinds are divided into runs of a repeated pattern, with a stac
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, overload, Protocol, runtime_checkable, TypedDict, TypeVar, Unpack
+from typing import Generic, Literal, overload, Protocol, runtime_checkable, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ class _AttentionOptions(TypedDict, total=False):
     key_norm: nn.Norm | None
     value_norm: nn.Norm | None
     rotary: nn.PositionEncoding | None
-    gate: bool
+    gate: bool | Literal["heads"]
     scores: nn.Scores | None
     mask: nn.Mask | None
 
@@ -241,6 +241,13 @@ def head_norms(
         "query_norm": norm(config, query_dims, offset=offset, scale=scale),
         "key_norm": norm(config, key_dims, offset=offset, scale=scale),
     }
+
+
+def head_layer_norm(config: DecoderConfig, heads: str) -> nn.LayerNorm:
+    """Return a `LayerNorm` of the channels of a head, with a scale for each of the config's `"heads"` or
+    `"kv_heads"`."""
+    sizes = {heads: getattr(config, heads), "head_dim": config.head_size}
+    return nn.LayerNorm(f"{heads} head_dim", over="head_dim", bias=False, eps=config.eps, **sizes)
 
 
 def attention(

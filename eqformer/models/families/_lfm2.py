@@ -1,4 +1,7 @@
-"""LFM2 and 2.5 (Liquid AI 2025, arXiv:2511.23404): short convolutions, and attention in some layers; mixtures too."""
+"""LFM2 and 2.5 (Liquid AI 2025, arXiv:2511.23404): short convolutions, and attention in some layers; mixtures too.
+
+LFM3 (Liquid AI 2026) has attention with windows and gates too, and norms before and after sublayers.
+"""
 
 import dataclasses
 import functools
@@ -7,15 +10,26 @@ from collections.abc import Iterable
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Attention, Block, GatedShortConv, MoE, Transformer
+from ...nn import Attention, Block, GatedShortConv, MoE, ProportionalScaling, RotaryScaling, Transformer
 from .._attributes import Attribute, Count, Entry, Expect, Fields, Ignore, Unpublished
 from .._config_types import Attributes, Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
-from .._layer_attributes import LayerTypes
-from .._rotary_attributes import RotaryPositions
+from .._layer_attributes import layers_of, LayerTypes
+from .._rotary_attributes import ProportionalRotaryByType, RotaryPositions
 from .._weight_rules import Rule
-from ._common import attention_weights, EDGES, gated_weights, HeadSize, KeyHeads, LAYER, norm_weights, SIZES, WIDTH
-from ._decoder import attention, damping, decoder, gated_mlp, head_norms, pre_norm_block
+from ._common import (
+    attention_weights,
+    EDGES,
+    gated_weights,
+    head_norm_weights,
+    HeadSize,
+    KeyHeads,
+    LAYER,
+    norm_weights,
+    SIZES,
+    WIDTH,
+)
+from ._decoder import attention, damping, decoder, four_norm_block, gated_mlp, head_norms, pre_norm_block, rotary_of
 from ._mixtures import mixture, small_expert
 
 
@@ -229,5 +243,123 @@ LFM2_MOE = Family(
         Rule(f"{_MIXTURE}gate.weight", "feed_forward.layer.router.linear.weight"),
         Rule(f"{_MIXTURE}expert_bias", "feed_forward.layer.router.selection_bias"),
         *gated_weights(_EXPERTS, prefix=f"{_MIXTURE}experts.{{expert}}.", names=("w1", "w3", "w2")),
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LFM3Config(ConvConfig):
+    """The config of an LFM3."""
+
+    window_layers: tuple[Index, ...]
+    """The numbers of further layers with attention, which see a `window`."""
+    window: Length = 256
+    """The number of tokens that the layers of `window_layers` see."""
+    gated: bool = True
+    """Whether each head's output is multiplied by a gate."""
+    sandwich: bool = True
+    """Whether sublayers have norms of their outputs too."""
+    head_dim: Size = 128
+    scaling: RotaryScaling | None = ProportionalScaling(0.5)
+    local_theta: Positive = 10_000.0
+    """The base of rotary positions in layers with a window."""
+    local_scaling: RotaryScaling | None = None
+    """The scaling of rotary positions in layers with a window; None: none."""
+    taps: Size = 7
+
+
+def build_lfm3(config: LFM3Config, *, key: Key[Array, ""]) -> Transformer:
+    """Return an LFM3 with random weights."""
+    size = config.head_size
+    rotary_by_type = {
+        _TYPES[0]: rotary_of(config, size, scaling=config.scaling),
+        _TYPES[1]: rotary_of(config, size, theta=config.local_theta, scaling=config.local_scaling),
+    }
+
+    def mixer(layer_type: str, key: Key[Array, ""]) -> Attention | GatedShortConv:
+        if layer_type == _TYPES[2]:
+            return _mixer(config, False, key)
+        return attention(
+            config,
+            window=config.window if layer_type == _TYPES[1] else None,
+            gate="heads" if config.gated else False,
+            rotary=rotary_by_type[layer_type],
+            **head_norms(config),
+            key=key,
+        )
+
+    def block(layer_type: str, key: Key[Array, ""]) -> Block:
+        mixer_key, feed_forward = jax.random.split(key)
+        make = four_norm_block if config.sandwich else pre_norm_block
+        return make(config, mixer(layer_type, mixer_key), gated_mlp(config, key=feed_forward))
+
+    return decoder(config, block, _types_of(config), key=key)
+
+
+_TYPES = ("full_attention", "sliding_attention", "conv")
+
+
+def _types_of(config: LFM3Config) -> list[str]:
+    """Return the type of each layer, as it is published."""
+    full, local = set(config.attention_layers), set(config.window_layers)
+    return [_TYPES[0] if n in full else _TYPES[1] if n in local else _TYPES[2] for n in range(config.layers)]
+
+
+class _ThreeTypes(Entry):
+    """The layers with attention to whole rows and to windows; by default the third and the fifth of four."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `attention_layers` and `window_layers`; refuse lists of other lengths and types."""
+        layers, types = layers_of(published), published.listed("layer_types", str)
+        if types is None:
+            types = [_TYPES[0] if n % 4 == 2 else _TYPES[1] if n % 4 == 0 and n else _TYPES[2] for n in range(layers)]
+        if len(types) != layers or set(types) - {*_TYPES}:
+            published.refuse(f"layer_types={types} must name {layers} layers, each {', '.join(map(repr, _TYPES))}.")
+        numbers = [tuple(n for n, name in enumerate(types) if name == layer_type) for layer_type in _TYPES]
+        return {"attention_layers": numbers[0], "window_layers": numbers[1]}
+
+    def write(self, config: LFM3Config) -> Attributes:
+        """Return a type for each layer."""
+        return {"layer_types": _types_of(config)}
+
+
+_LFM3_PRESETS = {
+    "lfm3-byte-500k": LFM3Config(
+        256, 96, 5, 6, 2, 256, attention_layers=(2,), window_layers=(4,), window=64, head_dim=16, theta=1e4, bias=True
+    ),
+    "lfm3-1.7b": LFM3Config(
+        128_000, 2048, 24, 16, 4, 7680, attention_layers=(*range(2, 24, 4),), window_layers=(*range(4, 24, 4),)
+    ),
+}
+
+LFM3 = Family(
+    "lfm3",
+    LFM3Config,
+    build_lfm3,
+    _LFM3_PRESETS,
+    "Lfm3ForCausalLM",
+    "lfm3",
+    (
+        *(*SIZES, WIDTH, KeyHeads(4), HeadSize(128), ProportionalRotaryByType(0.5), _ThreeTypes()),
+        Attribute("window", "sliding_window", 256),
+        Attribute("eps", "norm_eps", 1e-5),
+        Attribute("tied", "tie_word_embeddings", True),
+        Attribute("max_seq", "max_position_embeddings", 128_000),
+        Attribute("taps", "conv_L_cache", 7),
+        Attribute("bias", "conv_bias", False),
+        Expect("attention_bias", False),
+        Attribute("gated", "use_attention_gate", True),
+        Attribute("sandwich", "use_sandwich_norm", True),
+        *(Expect("hidden_act", "silu", written=False), Unpublished("activation", "silu", "all layers have it")),
+    ),
+    (
+        *(dataclasses.replace(rule, name=rule.name.replace(".norm.", ".embedding_norm.")) for rule in EDGES),
+        *(dataclasses.replace(rule, needs=f"{_MIXER}conv") for rule in _CONV_WEIGHTS),
+        *(dataclasses.replace(rule, lacks=f"{_MIXER}conv") for rule in attention_weights()),
+        *head_norm_weights(),
+        Rule(f"{LAYER}self_attn.gate_proj.weight", f"{_MIXER}gate.weight"),
+        *norm_weights(mixer="operator_norm", feed_forward="ffn_norm"),
+        *norm_weights(mixer_output="post_operator_norm", feed_forward_output="post_ffn_norm"),
+        *gated_weights(prefix=f"{LAYER}feed_forward.", names=("w1", "w3", "w2")),
     ),
 )

@@ -1,0 +1,119 @@
+"""Mellum 2 (JetBrains 2026): a Qwen3-MoE with windows in some layers, whose rotary positions have their own base."""
+
+import dataclasses
+import functools
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, RotaryScaling, Transformer
+from .._attributes import Activation, Attribute, Count, Ignore
+from .._config_types import Index, Length, NotNegative, Positive, Size
+from .._family import DecoderConfig, Family
+from .._layer_attributes import all_but_every, Windows
+from .._rotary_attributes import RotaryByType
+from ._common import decoder_attributes, LLAMA_WEIGHTS
+from ._decoder import attention, decoder, gated_mlp, head_norms, layer_windows, pre_norm_block, rotary_of
+from ._mixtures import choice_attributes, LayerMixtures, MIXTURE, mixture, small_expert
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MellumConfig(DecoderConfig):
+    """The config of a Mellum 2; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+
+    expert_mlp: Size
+    """Hidden features of an expert."""
+    experts: Size = 64
+    """The number of experts of a layer."""
+    top_k: Size = 8
+    """The number of experts that each token chooses."""
+    normalise: bool = True
+    """Whether a token's weights are divided by their sum."""
+    balance: NotNegative = 0.001
+    """The weight of `LoadBalance`, over the batch."""
+    first_dense: Index = 0
+    """The number of layers at the beginning without experts."""
+    dense_layers: tuple[Index, ...] = ()
+    """The numbers of later layers without experts."""
+    window_layers: tuple[Index, ...]
+    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    window: Length | None = 1024
+    """The number of tokens that the layers of `window_layers` see."""
+    theta: Positive = 500_000.0
+    local_theta: Positive = 10_000.0
+    """The base of rotary positions in layers with a window."""
+    local_scaling: RotaryScaling | None = None
+    """The scaling of rotary positions in layers with a window; None: none."""
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    max_seq: Length = 131_072
+
+    @property
+    def mixtures(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
+
+
+def build_mellum(config: MellumConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Mellum 2 with random weights."""
+    rotary = rotary_of(config, config.head_size, scaling=config.scaling)
+    local_rotary = rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
+
+    def block(kind: tuple[int | None, bool], key: Key[Array, ""]) -> Block:
+        window, is_mixture = kind
+        mixer, router, experts = jax.random.split(key, 3)
+        attended = attention(
+            config,
+            window=window,
+            bias=config.bias,
+            rotary=rotary if window is None else local_rotary,
+            **head_norms(config),
+            key=mixer,
+        )
+        if not is_mixture:
+            return pre_norm_block(config, attended, gated_mlp(config, key=experts))
+        expert = functools.partial(small_expert, config)
+        mixed = mixture(config, expert, normalise=config.normalise, router=router, experts=experts)
+        return pre_norm_block(config, attended, mixed)
+
+    return decoder(config, block, list(zip(layer_windows(config), config.mixtures)), key=key)
+
+
+_PRESETS = {
+    "mellum-byte-500k": MellumConfig(
+        *(256, 64, 4, 4, 2, 128),
+        expert_mlp=32,
+        experts=16,
+        top_k=4,
+        window=64,
+        window_layers=all_but_every(4, 4),
+        head_dim=16,
+        theta=10_000.0,
+        tied=True,
+    ),
+    "mellum2-12b-a2.5b": MellumConfig(
+        98_304, 2304, 28, 32, 4, 7168, expert_mlp=896, head_dim=128, window_layers=all_but_every(4, 28)
+    ),
+}
+
+MELLUM = Family(
+    "mellum",
+    MellumConfig,
+    build_mellum,
+    _PRESETS,
+    "MellumForCausalLM",
+    "mellum",
+    (
+        *decoder_attributes(RotaryByType(500_000.0, 10_000.0, scaled=False), head_dim=128, kv_heads=4, max_seq=131_072),
+        Windows(1024, lambda published, layers: ()),
+        *choice_attributes(64, 8, normalise=True),
+        Count("expert_mlp", "moe_intermediate_size", 896),
+        LayerMixtures(),
+        Attribute("bias", "attention_bias", False),
+        Activation(),
+        # A module that predicts one token further, which is not read, as in transformers.
+        Ignore("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
+    ),
+    (*LLAMA_WEIGHTS, *MIXTURE),
+    ignored_prefixes=("mtp.",),
+)
