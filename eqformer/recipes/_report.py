@@ -89,21 +89,26 @@ class Screen:
 
     @contextmanager
     def counting(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Show a progress bar as `bar` does or, without a terminal, a line at most every five seconds."""
+        """Show a progress bar as `bar` does or, without a terminal, a line at most every five seconds.
+
+        The time that is left is computed from the amounts since the first one that is done, because what comes before
+        it may be a compilation, or the work of an earlier command.
+        """
         if self.console is not None:
             with self.bar() as show:
                 yield show
             return
-        start_times: dict[str, float] = {}
+        first: dict[str, tuple[float, int]] = {}
         last = time.monotonic()
 
         def line(title: str, done: int, total: int) -> None:
             nonlocal last
             now = time.monotonic()
-            started = start_times.setdefault(title, now)
+            started, first_done = first.setdefault(title, (now, done)) if done else (now, 0)
             if now - last >= SECONDS_A_LINE:
-                last = now
-                eta = f", ETA {_format_time((now - started) / done * (total - done))}" if done and total else ""
+                last, newly_done = now, done - first_done
+                has_rate = total and now > started and newly_done > 0
+                eta = f", ETA {_format_time((now - started) / newly_done * (total - done))}" if has_rate else ""
                 self.note(f"{title}: {done} of {total}{eta}")
 
         yield line

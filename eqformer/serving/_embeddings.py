@@ -104,8 +104,9 @@ class EmbeddingService(Service):
         """Return the tokens of a request's texts; raise a `RequestError` if the request breaks a rule."""
         prompts = self.encoder.prompts
         if request.prompt_name is not None and request.prompt_name not in prompts:
-            known = ", ".join(map(repr, prompts)) or "none"
-            message = f"prompt_name is {request.prompt_name[:80]!r}, but the model's prompts are {known}; name one."
+            known = ", ".join(map(repr, prompts))
+            rule = f"the model's prompts are {known}; name one" if prompts else "the model has no prompts; leave it out"
+            message = f"prompt_name is {request.prompt_name[:80]!r}, but {rule}."
             raise RequestError(400, message, parameter="prompt_name")
         if request.dimensions is not None and request.dimensions > self._channels:
             message = f"dimensions is {request.dimensions:,}, but a vector has {self._channels:,}; ask for fewer."

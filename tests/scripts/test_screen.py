@@ -90,15 +90,16 @@ def test_an_interrupt_at_any_time_is_one_line_and_no_traceback():
 def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
     """With the time that is left and, of one call that takes long, the time that it has taken."""
     monkeypatch.setattr(_report, "SECONDS_A_LINE", 0.0)
-    with _report.Screen(errors=True).counting() as show:
-        show("plans", 0, 4)
-        show("plans", 2, 4)
+    with monkeypatch.context() as clock, _report.Screen(errors=True).counting() as show:
+        for seconds, done in ((0, 0), (100, 5), (103, 6)):  # compiling, and what an earlier command has done
+            clock.setattr(time, "monotonic", lambda seconds=seconds: 1e6 + seconds)
+            show("rows", done, 8)
     monkeypatch.setattr(_report, "SECONDS_A_LINE", 0.01)
     with _report.Screen(errors=True).working("compiling"):
         time.sleep(0.05)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:3] == ["plans: 0 of 4", "plans: 2 of 4, ETA 0:00:00", "compiling"]
-    assert lines[3] == "compiling: 0:00:00 so far"
+    assert lines[:3] == ["rows: 0 of 8", "rows: 5 of 8", "rows: 6 of 8, ETA 0:00:06"]
+    assert lines[3:5] == ["compiling", "compiling: 0:00:00 so far"]
     monkeypatch.setattr(_report, "SECONDS_A_LINE", 60.0)  # the control
     with _report.Screen(errors=True).counting() as show:
         show("plans", 1, 4)
