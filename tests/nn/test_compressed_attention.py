@@ -45,14 +45,13 @@ def compressed(rate: int = 0, series: int = 1, top_k: int = 0, **options: Any) -
             embed=EMBED,
             groups=GROUPS,
             group_heads=GROUP_HEADS,
-            head_dim=DIM,
             q_latent=Q_LATENT,
             group_rank=3,
             rotary=rotary,
             compressor=compressor(DIM) if rate else None,
             norm_eps=1e-3,
             key=KEY,
-            **{"window": WINDOW, "indexer": indexer, **options},
+            **{"head_dim": DIM, "window": WINDOW, "indexer": indexer, **options},
         )
 
     return random_module(make)
@@ -242,10 +241,20 @@ def test_caches_of_8_bits_keep_open_blocks_exact_and_rows_end_at_the_capacity():
         layer(x[:, :11], nn.positions_like((1, 11)), tight)
 
 
+def test_tokens_beyond_a_capacity_below_the_blocks_have_no_finite_output():
+    """Without the values of tokens that are not stored, a later block would have a wrong key."""
+    layer, x = compressed(rate=4, series=2, window=3), normal(7, 1, 8, EMBED)
+    expected = np.asarray(eqx.filter_jit(lambda x: layer(x)[0])(x))
+    y, _ = decode(layer, x, range(1, 9), layer.init_cache((1,), 5))
+    assert np.allclose(y[:, :5], expected[:, :5], atol=2e-5) and np.isnan(y[:, 5:]).all()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: compressed(window=0), r"CompressedAttention\(window=0"),
+        (lambda: compressed(chunk=0), r"CompressedAttention\(window=4, chunk=0"),
+        (lambda: compressed(rate=2, head_dim=10), r"head_dim=10, compressor=...\): the compressor's keys have 8"),
         (lambda: compressed(rate=2, series=0), r"KeyCompressor\(rate=2, series=0"),
         (lambda: compressed(rate=2, top_k=-1), r"EntryIndexer\(top_k=-1\)"),
         (lambda: compressed(rate=3, indexer=compressed(**KINDS["selected blocks"]).indexer), "of the same rate"),

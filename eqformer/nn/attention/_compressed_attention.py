@@ -32,11 +32,12 @@ class KeySet(NamedTuple):
 class KeyCompressor(Module):
     """One key for each block of `rate` tokens (DeepSeek-V4, DeepSeek-AI 2026, sections 2.3.1 and 2.3.2).
 
-    A block holds the tokens at positions `n * rate` to `(n + 1) * rate - 1` of a document. Its key is the norm of a
-    weighted mean of its tokens' values, rotated to the block's first position. Each channel has its own weights: a
-    softmax over the tokens of `gate(x) + bias`, where `bias` depends on the place in the block. With two `series`,
-    blocks overlap: the mean is over the first series of values of the block before, and over the second series of the
-    block itself. An incomplete block has no key.
+    A block holds the tokens at positions `n * rate` to `(n + 1) * rate - 1` of a document. Its key is the
+    normalized weighted mean of its tokens' values, rotated to the block's first position. Each channel has its own
+    weights: a softmax over the tokens of `gate(x) + bias`, where `bias` depends on the place in the block. With two
+    `series`, blocks overlap: a mean is over the first series of values of the block before, and over the second series
+    of the block itself. A block has no key before its last token. Tokens before the first of a row are left out of a
+    mean, also if the row begins within a document.
     """
 
     value: LinearMap
@@ -87,7 +88,7 @@ class KeyCompressor(Module):
 
         Without a cache, the blocks are those in `x`, whose rows may hold several documents.
         """
-        # Under a plan the maps may gather tokens, so the shapes of rows are those of the products.
+        # Under a plan `x` may have only some tokens of each row, and the maps return all of them.
         products, rate = jnp.stack([self.value(x), self.gate(x)], axis=-3), self.bias.shape[0]
         if cache is not None:
             products = cache.gathered.round(products)
@@ -158,7 +159,10 @@ class KeyCompressor(Module):
 def _find_ends(
     tokens: Tokens, rate: int, *, has_cache: bool
 ) -> tuple[Int[Array, "*batch blocks"], Int[Array, "*batch blocks"]]:
-    """Return the row index and the position of each token that completes a block; position -1 for surplus ends."""
+    """Return the index in its row and the position of each token that completes a block.
+
+    As many are returned as a row can have; after the last one, positions are -1.
+    """
     positions = tokens.positions
     # With a cache, a block that began in an earlier call may be completed beside the whole blocks of this call.
     count = -(-positions.shape[-1] // rate) if has_cache else positions.shape[-1] // rate
@@ -181,7 +185,7 @@ def rotate_last(
 ) -> Float[Array, "*batch seq heads channels"]:
     """Rotate the last `rotary.dim` channels of `x`, by frequencies that do not depend on the length."""
     passing, rotated = x[..., : -rotary.dim], x[..., -rotary.dim :]
-    any_length = jnp.zeros((*positions.shape[:-1], 1), jnp.int32)
+    any_length = jnp.zeros((*positions.shape[:-1], 1), jnp.int32)  # The frequencies do not depend on it.
     return jnp.concatenate([passing, rotary(rotated, positions, any_length)], axis=-1)
 
 
@@ -238,14 +242,15 @@ class IndexedKeys(NamedTuple):
 
 
 class CompressedAttention(Mixer):
-    """DeepSeek-V4's attention (DeepSeek-AI 2026, section 2.3): a window of tokens, and compressed keys before it.
+    """DeepSeek-V4's attention (DeepSeek-AI 2026, section 2.3): a window of tokens, and compressed keys of blocks.
 
     One head of keys, which are values too, serves all query heads. A query sees the keys of the last `window` tokens,
     its own included, and with a `compressor` the keys of all blocks of tokens that are complete at its position; with
     an `indexer` only the best of these. Keys of both kinds share one softmax with a sink for each head. The last
     channels of queries and keys are rotated, and those of the output are rotated back by the query's position, so that
-    an output depends on distances only. Heads are in `groups` of `group_heads`; each group has a map to `group_rank`
-    channels, and the output is a map of all groups' channels. Tokens of a document must be in reading order.
+    an output depends on distances only. There are `groups` groups of `group_heads` heads; each group has a map to
+    `group_rank` channels, and the output is a map of all groups' channels. The dim `heads` counts groups, and plans
+    split it. Tokens of a document must be in reading order.
     """
 
     query_down: LinearMap
@@ -299,10 +304,16 @@ class CompressedAttention(Mixer):
             chunk: Queries whose scores are in memory at a time.
             key: For the weights.
         """
-        if window < 1 or rotary.depends_on_length:
+        if window < 1 or chunk < 1 or rotary.depends_on_length:
             raise ValueError(
-                f"CompressedAttention(window={window}, rotary={rotary}): a query sees its own token, and keys are "
-                "cached rotated; give a window of at least 1, and a rotary whose scaling does not depend on the length."
+                f"CompressedAttention(window={window}, chunk={chunk}, rotary={rotary}): a query sees its own token, "
+                "and keys are cached rotated; give a window and a chunk of at least 1, and a rotary whose scaling does "
+                "not depend on the length."
+            )
+        if compressor is not None and compressor.bias.shape[-1] != head_dim:
+            raise ValueError(
+                f"CompressedAttention(head_dim={head_dim}, compressor=...): the compressor's keys have "
+                f"{compressor.bias.shape[-1]} channels; make it with dim={head_dim}."
             )
         if indexer is not None and (compressor is None or indexer.compressor.bias.shape[0] != compressor.bias.shape[0]):
             raise ValueError(
@@ -351,9 +362,8 @@ class CompressedAttention(Mixer):
             keys, past = cache.window.round(keys), _read_past(cache.window, tokens, keys.dtype)
             cache = dataclasses.replace(cache, window=cache.window.store(keys, tokens))
         attended = self._attend(query, KeySet(keys, tokens), past, entries, index)
-        if cache is not None:
-            for slots in (cache.window, *([] if cache.compressor is None else [cache.compressor.entries])):
-                attended = mask_overflow(attended, tokens, slots)
+        for slots in jax.tree.leaves(cache, is_leaf=lambda node: isinstance(node, VectorCache)):
+            attended = mask_overflow(attended, tokens, slots)
         backwards = dataclasses.replace(self.rotary, reverse=not self.rotary.reverse)
         attended = rotate_last(backwards, attended, tokens.positions).reshape(by_group)
         return self.output(_map_groups(self.group_down, attended)), cache
@@ -427,7 +437,7 @@ class CompressedAttention(Mixer):
                     keys,
                     mask=ChosenKeys(visible),
                     tokens=tokens,
-                    kv_tokens=Tokens(jnp.zeros(keys.shape[:-2], jnp.int32)),
+                    kv_tokens=Tokens(jnp.zeros(keys.shape[:-2], jnp.int32)),  # unread: the mask chooses all keys
                     scale=query.shape[-1] ** -0.5,
                     sinks=self.sinks.reshape(-1),
                 )
@@ -445,7 +455,8 @@ class CompressedAttention(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> CompressedCache:
         """Return an empty cache for rows of up to `capacity` tokens.
 
-        It holds the keys of a window of tokens in a rolling buffer, and a compressed key for each block of tokens.
+        It holds the keys of a window of tokens in a rolling buffer and, for the layer and for its indexer, a compressed
+        key for each block of tokens, and values and gates of the last tokens.
         """
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         (channels,) = self.key.output_shape
@@ -469,7 +480,7 @@ def _tokens_of_rows(tokens: Tokens, shape: tuple[int, ...]) -> Tokens:
 
 
 def _read_past(window: VectorCache, tokens: Tokens, dtype: jnp.dtype) -> KeySet:
-    """Return the keys in the cache, without those at or after the first of these tokens, which take their places."""
+    """Return the keys in the cache, without those at or after the first of these tokens, which a rollback left."""
     vectors, positions = window.read(dtype)
     new = jnp.where(tokens.positions >= 0, tokens.positions, jnp.iinfo(jnp.int32).max)
     first = jnp.min(new, axis=-1, keepdims=True)
