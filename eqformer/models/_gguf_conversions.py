@@ -1,4 +1,7 @@
-"""Conversions by llama.cpp beside renaming, and how they are reversed: orders of rows, values, attributes."""
+"""Conversions of llama.cpp beside renaming, and their inverse: orders of rows, values of arrays, and attributes.
+
+A function `read_...` takes the attributes so far and returns others that replace them; None removes one.
+"""
 
 import re
 from typing import Any
@@ -21,7 +24,7 @@ def read_gemma_scores(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def order_rotated_pairs(file: GGUF, name: str) -> Order:
-    """Return the published order of the rows of queries and keys; in files, channels that form a pair are neighbors."""
+    """Return the published order of the rows of queries and keys, whose rotated pairs are neighbors in files."""
     match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)", name)
     if match is None:
         return None, None
@@ -42,17 +45,17 @@ def subtract_one(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.nda
 def order_tiled_heads(file: GGUF, name: str) -> Order:
     """Return the published order of a delta net's value heads.
 
-    Files have the first value head of each key head, then the second of each, and so on.
+    Files have the first value head of each key head, then the second of each, and so on. Other arrays have no order.
     """
+    part = name.partition(".")[2].partition(".")[2]  # without the number of the layer
+    if part not in (*_PER_HEAD, *_PER_CHANNEL):
+        return None, None
     kind = file.values["general.architecture"]
     keys, heads, key_width, inner = (
         file.values[f"{kind}.ssm.{size}"] for size in ("group_count", "time_step_rank", "state_size", "inner_size")
     )
-    part = name.partition(".")[2].partition(".")[2]  # without the number of the layer
     width = 1 if part in _PER_HEAD else inner // heads
     start = 2 * keys * key_width if part in ("attn_qkv.weight", "ssm_conv1d.weight") else 0
-    if part not in (*_PER_HEAD, *_PER_CHANNEL):
-        return None, None
     by_columns, shape = part == "ssm_out.weight", file.tensors[name].shape
     if heads % keys or shape[1 if by_columns else 0] != start + heads * width:
         raise ValueError(f"{file.call}: {name} has shape {shape}, which {heads} heads of {width} cannot have.")
@@ -66,7 +69,7 @@ _PER_CHANNEL = ("attn_gate.weight", "attn_qkv.weight", "ssm_conv1d.weight", "ssm
 
 
 def restore_qwen35(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
-    """Return published values: files add 1 to most norms' scales, and hold a function of the decay rates."""
+    """Return published values: files add 1 to most norms' scales, and have `-exp(A_log)` as `ssm_a`."""
     if name.endswith(".ssm_a"):
         if not (array < 0).all():
             raise ValueError(f"{name} holds a number that is not below 0, but all decay rates must be below 0")
@@ -75,10 +78,13 @@ def restore_qwen35(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.n
 
 
 def numbers_by_layer(file: GGUF, name: str, layers: int, item_type: type[int] = int) -> list[int]:
-    """Return a number or, with `bool`, a flag of each layer, which a file states once or as a list; raises a
-    `ValueError` for a list of another length, and for other items."""
+    """Return a number for each layer or, with `bool`, a flag; a file states one for all layers, or a list.
+
+    Raises a `ValueError` for a list of another length, and for other items.
+    """
     full_name = f"{file.values['general.architecture']}.{name}"
     stated = file.values.get(full_name)
+    # `values` has a text in the place of a list.
     numbers: list[Any] = file.listed(full_name) if isinstance(stated, str) else [stated] * layers
     if len(numbers) != layers or not all(type(number) is item_type and number >= 0 for number in numbers):
         items = "flags" if item_type is bool else "whole numbers of at least 0"
@@ -126,7 +132,7 @@ def read_gemma4(config: JsonObject, file: GGUF) -> JsonObject:
     if any(len(numbers) != 1 for numbers in heads) or (widths != [first] * layers and not is_wider):
         raise ValueError(
             f"{file.call}: gemma4.attention.head_count_kv={all_heads}, feed_forward_length={widths}: layers of a type "
-            f"must have one number of key heads, and all layers but the last {reading}, twice as wide, must be alike."
+            f"must have one number of key heads, and all layers one width, or the last {reading} twice that width."
         )
     full_layers = [layer for layer in range(layers - reading) if not is_local[layer]]
     shares = not all(f"blk.{layer}.attn_v.weight" in file.tensors for layer in full_layers)
@@ -160,6 +166,7 @@ def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
     rope_dim, key, value = (config[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     if key is None or value is None:  # Older files state the widths of heads in the place of those of latents.
         key, value = (file.values.get(f"deepseek2.attention.{part}_length") for part in ("key", "value"))
+    # `key` counts all channels of a head, of which `rope_dim` are rotated.
     if type(key) is not int or type(value) is not int or key <= rope_dim:
         raise ValueError(
             f"{file.call}: deepseek2.attention.key_length_mla={key}, value_length_mla={value}: they must be whole "
@@ -167,7 +174,8 @@ def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
         )
     scaling, strength = config.get("rope_scaling"), config["mscale_all_dim"]
     if scaling and strength:
-        # The converter multiplies the strength by 0.1; llama.cpp takes the magnitude of cosines and sines as 1.
+        # The converter multiplies the strength by 0.1, which is undone here up to the rounding of float32; llama.cpp
+        # takes the magnitude of cosines and sines as 1.
         scaling = scaling | dict.fromkeys(("mscale", "mscale_all_dim"), float(str(np.float32(strength * 10))))
     return {
         "num_key_value_heads": config["num_attention_heads"],
@@ -176,9 +184,7 @@ def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
         "head_dim": None,
         "rope_scaling": scaling,
         "mscale_all_dim": None,
-        "norm_topk_prob": config["norm_topk_prob"] is True,
-        **{name: config[name] or 1 for name in ("n_group", "topk_group", "routed_scaling_factor")},
-        **{name: config[name] or 0 for name in ("n_shared_experts", "first_k_dense_replace")},
+        **_read_mixture(config),
     }
 
 
@@ -202,12 +208,19 @@ def read_growth(config: JsonObject, file: GGUF) -> JsonObject:
     return {"rope_scaling": scaling, "llama_4_scaling_beta": None, "mscale_all_dim": None}
 
 
+def _read_mixture(config: JsonObject) -> JsonObject:
+    """Return how experts are chosen; files leave out what a model does not have."""
+    return {
+        "norm_topk_prob": config["norm_topk_prob"] is True,
+        **{name: config[name] or 1 for name in ("n_group", "topk_group", "routed_scaling_factor")},
+        **{name: config[name] or 0 for name in ("n_shared_experts", "first_k_dense_replace")},
+    }
+
+
 def read_glm_options(config: JsonObject, file: GGUF) -> JsonObject:
     """Return the switches that the file's arrays and numbers imply."""
     return {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
-        "norm_topk_prob": config["norm_topk_prob"] is True,
-        **{name: config[name] or 1 for name in ("n_group", "topk_group", "routed_scaling_factor")},
-        **{name: config[name] or 0 for name in ("n_shared_experts", "first_k_dense_replace")},
+        **_read_mixture(config),
     }

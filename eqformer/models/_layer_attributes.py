@@ -1,7 +1,7 @@
 """Entries for attributes that differ between layers: windows, rotary positions, experts, kinds of attention."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Annotated, Protocol, runtime_checkable
 
 from ._attributes import Entry, Fields
@@ -81,6 +81,13 @@ class Period:
         return (all_but_every if self.but else every)(period, layers)
 
 
+def check_layer_types(published: PublishedConfig, name: str, types: Sequence[str], known: Collection[str]) -> None:
+    """Refuse the attribute `name` unless it has one of the known types for each layer."""
+    layers = layers_of(published)
+    if len(types) != layers or {*types} - {*known}:
+        published.refuse(f"{name}={types} must name {layers} layers, each one of {sorted(known)}.")
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerTypes(Entry):
     """`layer_types`: the layers of the first type are in the config's field `name`, the others are of the second type.
@@ -104,9 +111,7 @@ class LayerTypes(Entry):
         elif self.published is not None:
             type_of = dict(zip(self.published, self.types))
             types = [type_of.get(name, name) for name in types]
-        if len(types) != layers or set(types) - {*self.types}:
-            known = " or ".join(map(repr, sorted(self.types)))
-            published.refuse(f"layer_types={types} must name {layers} layers, each {known}.")
+        check_layer_types(published, "layer_types", types, self.types)
         return {self.name: tuple(number for number, name in enumerate(types) if name == self.types[0])}
 
     def write(self, config: WithLayers) -> Attributes:

@@ -131,17 +131,19 @@ def with_stated_heads(config: Any) -> Any:
 @pytest.mark.parametrize("name", OF_CONVERTER)
 def test_a_file_of_llama_cpps_converter_is_the_model_before(name, tmp_path):
     """Its config, and its arrays bit for bit."""
-    kept = OF_CONVERTER[name]
+    recorded = OF_CONVERTER[name]
     with np.load(FIXTURES / "gguf_converted.npz") as files:
         (tmp_path / "a.gguf").write_bytes(files[name].tobytes())
-    (tmp_path / "config.json").write_text(json.dumps(kept["config"]))
+    (tmp_path / "config.json").write_text(json.dumps(recorded["config"]))
     config = models.read_config(tmp_path / "a.gguf")
     assert with_stated_heads(config) == with_stated_heads(models.read_config(tmp_path))
     model = models.load(tmp_path / "a.gguf")
     models.save(model, tmp_path / "plain", config=config)
     back = load_file(tmp_path / "plain" / "model.safetensors")
-    assert {key: checksum(array) for key, array in back.items()} == kept["arrays"]
-    assert {checksum(array[..., ::-1]) for array in back.values() if array.ndim > 1}.isdisjoint(kept["arrays"].values())
+    assert {key: checksum(array) for key, array in back.items()} == recorded["arrays"]
+    assert {checksum(array[..., ::-1]) for array in back.values() if array.ndim > 1}.isdisjoint(
+        recorded["arrays"].values()
+    )
 
 
 @pytest.mark.parametrize("name", ("qwen3moe", "mixtral"))

@@ -3,12 +3,23 @@
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
-from plan_models import batch_of, model_of
-from plan_parity import Case, of_one_device, of_plan as afresh, Outcome, program_under, total_of_plan
+from plan_models import batch_of, model_of, plan_over
+from plan_parity import (
+    Case,
+    differences,
+    of_one_device,
+    of_plan as afresh,
+    Outcome,
+    place,
+    program_under,
+    total_of_plan,
+)
 
-from eqformer import nn
+from eqformer import generation, nn
+from eqformer.parallel import ShardedModel
 from eqformer.planning import counted_bytes, sent_bytes, sum_by_cause
 from eqformer.program import list_transfers, read_hlo
 
@@ -43,6 +54,25 @@ def ran(model: str, mesh: tuple, choices: tuple) -> tuple[Outcome, Any]:
 def of_plan(case: Case) -> Outcome:
     """What the plan makes of the model; the same for all tests but those that break something."""
     return ran(case.model, (*case.mesh.items(),), (*case.choices.items(),))[0] if case.remat == "none" else afresh(case)
+
+
+def float64_differences(case: Case) -> dict[str, float]:
+    """What differs by more than rounding from one device, if all is computed in float64."""
+    with jax.enable_x64(True):
+        case = case._replace(dtypes=("float64", "float64"))
+        return differences(afresh(case), of_one_device(case), 1e-12)
+
+
+def write_texts(model: Any) -> Any:
+    """Texts after two prompts, sampled with one key, and their log-probabilities."""
+    options: Any = {"transforms": generation.sampling(temperature=0.8), "key": jax.random.key(1)}
+    return generation.generate(model, [[3, 5, 7, 9, 11], [2]], max_new_tokens=9, log_probabilities=True, **options)
+
+
+def texts_over(name: str, mesh: dict[str, int]) -> tuple[Any, Any]:
+    """The texts of a model over a mesh, and on one device."""
+    model, plan = model_of(name), plan_over(mesh)
+    return write_texts(ShardedModel(place(model, plan), plan)), write_texts(model)
 
 
 def is_seen(case: Case) -> bool:

@@ -1,16 +1,10 @@
 """Attention to windows and compressed keys under plans: as on one device, leaf by leaf, in training and decoding."""
 
-from typing import Any
-
-import jax
 import numpy as np
 import pytest
-from contract_cases import afresh, named, of_plan
-from plan_models import model_of, plan_over
-from plan_parity import Case, differences, of_one_device, place
-
-from eqformer import generation
-from eqformer.parallel import ShardedModel
+from contract_cases import float64_differences, named, of_plan, texts_over, write_texts
+from plan_models import model_of
+from plan_parity import Case, differences, of_one_device
 
 
 ROUNDING = 250 * float(np.finfo(np.float32).eps)
@@ -43,9 +37,7 @@ def test_gradients_are_those_of_one_device(case):
 @pytest.mark.grid
 @pytest.mark.parametrize("case", [EVERY_RUN[0], GRID[2]], ids=lambda case: case.name)
 def test_in_float64_the_difference_is_rounding(case):
-    with jax.enable_x64(True):
-        case = case._replace(dtypes=("float64", "float64"))
-        assert differences(afresh(case), of_one_device(case), 1e-12) == {}
+    assert float64_differences(case) == {}
 
 
 @pytest.mark.parametrize(
@@ -63,13 +55,7 @@ def test_meshes_that_would_split_rows_or_groups_are_refused(mesh, message):
 @pytest.mark.grid
 @pytest.mark.parametrize("mesh", [{"pipe": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}])
 def test_text_is_one_devices(mesh):
-    model, plan = model_of(SELECTED), plan_over(mesh)
-    options: Any = {"max_new_tokens": 9, "log_probabilities": True, "key": jax.random.key(1)}
-    options["transforms"] = generation.sampling(temperature=0.8)
-    prompts = [[3, 5, 7, 9, 11], [2]]
-    text: Any = generation.generate(ShardedModel(place(model, plan), plan), prompts, **options)
-    texts: Any = [generation.generate(m, prompts, **options) for m in (model, model_of("sublayers"))]
-    alone, other = texts
+    text, alone = texts_over(SELECTED, mesh)
     assert np.array_equal(text.ids, alone.ids)
     assert np.allclose(text.log_probabilities, alone.log_probabilities, atol=2e-5)
-    assert not np.array_equal(other.ids, alone.ids)
+    assert not np.array_equal(write_texts(model_of("sublayers")).ids, alone.ids)

@@ -1,17 +1,12 @@
 """Experts by the ids of tokens under plans: as on one device, leaf by leaf, and as text."""
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract_cases import afresh, named, of_plan
-from plan_models import model_of, plan_over
-from plan_parity import Case, differences, of_one_device, place
+from contract_cases import afresh, named, of_plan, texts_over
+from plan_parity import Case, differences, of_one_device
 
-from eqformer import generation, nn
-from eqformer.parallel import ShardedModel
+from eqformer import nn
 
 
 ROUNDING = 100 * float(np.finfo(np.float32).eps)
@@ -43,12 +38,6 @@ def test_other_tokens_ids_are_seen(monkeypatch):
 
 @pytest.mark.grid
 def test_text_is_one_devices():
-    model, plan = model_of("hashed"), plan_over({"expert": 2, "tensor": 2, "pipe": 2})
-    options: Any = {"max_new_tokens": 9, "log_probabilities": True, "key": jax.random.key(1)}
-    options["transforms"] = generation.sampling(temperature=0.8)
-    texts: Any = [
-        generation.generate(m, [[3, 5, 7, 9, 11], [2]], **options)
-        for m in (ShardedModel(place(model, plan), plan), model)
-    ]
+    texts = texts_over("hashed", {"expert": 2, "tensor": 2, "pipe": 2})
     assert np.array_equal(texts[0].ids, texts[1].ids) and len({*texts[1].ids[0].tolist()}) > 2
     assert np.allclose(texts[0].log_probabilities, texts[1].log_probabilities, atol=2e-5)

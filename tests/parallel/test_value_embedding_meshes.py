@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract_cases import afresh, named, of_plan
+from contract_cases import afresh, float64_differences, named, of_plan
 from plan_models import model_of, plan_over
 from plan_parity import Case, differences, of_one_device
 
@@ -39,9 +39,7 @@ def test_gradients_are_those_of_one_device(case):
 @pytest.mark.grid
 @pytest.mark.parametrize("case", [GRID[3], GRID[8]], ids=lambda case: case.name)
 def test_in_float64_the_difference_is_rounding(case):
-    with jax.enable_x64(True):
-        case = case._replace(dtypes=("float64", "float64"))
-        assert differences(afresh(case), of_one_device(case), 1e-12) == {}
+    assert float64_differences(case) == {}
 
 
 @pytest.mark.grid

@@ -6,7 +6,6 @@ best compressed keys of small blocks (sparse layers). The first mixtures choose 
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +26,7 @@ from .._config_types import (
     Size,
 )
 from .._family import Family, ModelConfig
-from .._layer_attributes import layers_of
+from .._layer_attributes import check_layer_types, layers_of
 from .._rotary_scaling import (
     either_rotary_parameters,
     make_scaling,
@@ -241,14 +240,6 @@ _RATIOS = {0: _TYPES[""], 4: _TYPES["sparse"], 128: _TYPES["heavy"]}
 _HASHED, _ROUTED = "hash_moe", "moe"
 
 
-def _check_types(published: PublishedConfig, name: str, types: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return the type of each layer; refuse lists of other lengths and types."""
-    layers = layers_of(published)
-    if len(types) != layers or {*types} - {*known}:
-        published.refuse(f"{name}={types} must name {layers} layers, each one of {sorted(known)}.")
-    return [*types]
-
-
 class _AttentionTypes(Entry):
     """`layer_types`, or the older `compress_ratios`; without both, two heavy layers and then both kinds in turn."""
 
@@ -262,7 +253,7 @@ class _AttentionTypes(Entry):
         if types is None:
             later = [_TYPES["sparse" if layer % 2 else "heavy"] for layer in range(layers_of(published))]
             types = ([_TYPES["heavy"]] * 2 + later)[: len(later)]
-        types = _check_types(published, "layer_types", types, [*_TYPES.values()])
+        check_layer_types(published, "layer_types", types, _TYPES.values())
         of_type = lambda blocks: tuple(layer for layer, name in enumerate(types) if name == _TYPES[blocks])
         return {"heavy_layers": of_type("heavy"), "sparse_layers": of_type("sparse")}
 
@@ -280,7 +271,7 @@ class _MixtureTypes(Entry):
         if types is None:
             layers = layers_of(published)
             types = ([_HASHED] * hashed + [_ROUTED] * layers)[:layers] if hashed < layers else [_HASHED] * layers
-        types = _check_types(published, "mlp_layer_types", types, (_HASHED, _ROUTED))
+        check_layer_types(published, "mlp_layer_types", types, (_HASHED, _ROUTED))
         return {"hash_layers": tuple(layer for layer, name in enumerate(types) if name == _HASHED)}
 
     def write(self, config: DeepSeekV4Config) -> Attributes:

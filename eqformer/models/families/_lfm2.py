@@ -14,7 +14,7 @@ from ...nn import Attention, Block, GatedShortConv, MoE, ProportionalScaling, Ro
 from .._attributes import Attribute, Count, Entry, Expect, Fields, Ignore, Unpublished
 from .._config_types import Attributes, Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
-from .._layer_attributes import layers_of, LayerTypes
+from .._layer_attributes import check_layer_types, layers_of, LayerTypes
 from .._rotary_attributes import ProportionalRotaryByType, RotaryPositions
 from .._weight_rules import Rule
 from ._common import (
@@ -313,8 +313,7 @@ class _ThreeTypes(Entry):
         layers, types = layers_of(published), published.listed("layer_types", str)
         if types is None:
             types = [_TYPES[0] if n % 4 == 2 else _TYPES[1] if n % 4 == 0 and n else _TYPES[2] for n in range(layers)]
-        if len(types) != layers or set(types) - {*_TYPES}:
-            published.refuse(f"layer_types={types} must name {layers} layers, each {', '.join(map(repr, _TYPES))}.")
+        check_layer_types(published, "layer_types", types, _TYPES)
         numbers = [tuple(n for n, name in enumerate(types) if name == layer_type) for layer_type in _TYPES]
         return {"attention_layers": numbers[0], "window_layers": numbers[1]}
 

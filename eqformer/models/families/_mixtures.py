@@ -12,7 +12,7 @@ from ... import nn
 from .._attributes import Attribute, Count, Entry, Fields
 from .._config_types import Attributes, Index, NotNegative, Number, OptionalSize, Positive, PublishedConfig, Size
 from .._family import DecoderConfig
-from .._layer_attributes import layers_of
+from .._layer_attributes import check_layer_types
 from .._weight_rules import Rule
 from ._common import gated_weights, LAYER
 from ._decoder import gated_mlp, WithMLP
@@ -298,11 +298,9 @@ class LayerMixtures(Entry):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `first_dense` and `dense_layers`; refuse other types of layers, and lists of another length."""
-        layers = layers_of(published)
         if (types := published.listed("mlp_layer_types", str)) is None:
             return {}
-        if len(types) != layers or {*types} - {"dense", "sparse"}:
-            published.refuse(f"mlp_layer_types={types} must name {layers} layers, each 'dense' or 'sparse'.")
+        check_layer_types(published, "mlp_layer_types", types, ("dense", "sparse"))
         first = [*types, "sparse"].index("sparse")
         later = tuple(layer for layer, kind in enumerate(types) if kind == "dense" and layer > first)
         return {"first_dense": first, "dense_layers": later}
