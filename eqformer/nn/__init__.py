@@ -218,6 +218,7 @@ from .attention._attention import (
     ValueEmbeddedAttention as ValueEmbeddedAttention,
     ValueEmbedding as ValueEmbedding,
 )
+from .attention._block_indexer import BlockIndexedAttention as BlockIndexedAttention, BlockIndexer as BlockIndexer
 from .attention._compressed_attention import (
     CompressedAttention as CompressedAttention,
     EntryIndexer as EntryIndexer,

@@ -47,6 +47,18 @@ def compressed(rate, top_k=0):
     return random_module(make)
 
 
+def blocked():
+    """Each key head of a query sees its two best blocks of two tokens."""
+    norms = {f"{name}_norm": nn.RMSNorm("index_dim", index_dim=6) for name in ("query", "key")}
+    sizes: Any = {"embed": EMBED, "kv_heads": 2, "rotary": nn.Rotary(4, 100.0), "key": KEY}
+
+    def make():
+        indexer = nn.BlockIndexer(dim=6, block=2, top_k=2, **norms, **sizes)
+        return nn.BlockIndexedAttention(indexer, heads=4, head_dim=4, **sizes)
+
+    return random_module(make)
+
+
 LATE_SHARPER = nn.Scores(temperature=nn.LogTemperature(3, 0.5))
 
 
@@ -96,6 +108,7 @@ KINDS = {
     "mamba2": lambda: random_module(
         nn.Mamba2Mixer, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY
     ),
+    "blocked": blocked,
     "compressed": lambda: compressed(3),
     "compressed and selected": lambda: compressed(2, top_k=2),
     "short convolution": lambda: random_module(nn.GatedShortConv, embed=EMBED, taps=4, bias=True, key=KEY),

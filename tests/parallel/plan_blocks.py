@@ -320,7 +320,18 @@ def compressed(key: Any, rate: int = 0, top_k: int = 0) -> nn.Block:
     return nn.Block(nn.Residual(mixer, norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm()))
 
 
+def blocked(key: Any) -> nn.Block:
+    """Like MiniMax-M3: each key head of a query sees the best blocks of keys, by an indexer."""
+    one, two, three = jax.random.split(key, 3)
+    norms = {f"{name}_norm": nn.RMSNorm("index_dim", index_dim=6) for name in ("query", "key")}
+    sizes: dict[str, Any] = {"embed": EMBED, "kv_heads": 4, "rotary": nn.Rotary(4, 1e4)}
+    indexer = nn.BlockIndexer(dim=6, block=3, top_k=2, **norms, **sizes, key=three)
+    mixer = nn.BlockIndexedAttention(indexer, heads=HEADS, head_dim=HEAD_DIM, core=CORE, **sizes, key=one)
+    return nn.Block(nn.Residual(mixer, norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm()))
+
+
 BLOCKS: dict[str, tuple[Make, ...]] = {
+    "blocked": (blocked,),
     "compressed": (functools.partial(compressed, rate=4),),
     "compressed and selected": (functools.partial(compressed, rate=2, top_k=3),),
     "streams": (streams,),

@@ -1,4 +1,4 @@
-"""Attention to windows and compressed keys under plans: as on one device, leaf by leaf, in training and decoding."""
+"""Attention to compressed keys and to selected blocks under plans: as on one device, in training and decoding."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,16 @@ from plan_parity import Case, differences, of_one_device
 
 ROUNDING = 250 * float(np.finfo(np.float32).eps)
 SELECTED = "compressed and selected"
-EVERY_RUN = [Case(SELECTED, {"tensor": 2}, {"residual": "sequence"})]
+EVERY_RUN = [
+    Case(SELECTED, {"tensor": 2}, {"residual": "sequence"}),
+    Case("blocked", {"tensor": 2}, {"residual": "sequence"}),
+]
 GRID = [
+    Case("blocked", {"tensor": 8}, {"residual": "feature"}),  # two devices share a key head
+    Case("blocked", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "replicated"}, "full"),
+    Case("blocked", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 2}),
+    Case("blocked lora", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1}),
+    Case("blocked int8", {"tensor": 2}, {"residual": "replicated"}),
     Case(SELECTED, {"tensor": 2}, {"residual": "feature"}),
     Case(SELECTED, {"tensor": 2}, {"residual": "replicated"}, "products"),
     Case("compressed", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "sequence"}, "full"),
@@ -35,27 +43,29 @@ def test_gradients_are_those_of_one_device(case):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("case", [EVERY_RUN[0], GRID[2]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*EVERY_RUN, GRID[7]], ids=lambda case: case.name)
 def test_in_float64_the_difference_is_rounding(case):
     assert float64_differences(case) == {}
 
 
 @pytest.mark.parametrize(
-    ("mesh", "message"),
+    ("name", "mesh", "message"),
     [
-        ({"context": 2}, "CompressedAttention"),
-        ({"tensor": 4}, "has 2 of it and the axis 4 devices"),
+        (SELECTED, {"context": 2}, "CompressedAttention"),
+        (SELECTED, {"tensor": 4}, "has 2 of it and the axis 4 devices"),
+        ("blocked", {"context": 2}, "BlockIndexedAttention"),
     ],
 )
-def test_meshes_that_would_split_rows_or_groups_are_refused(mesh, message):
+def test_meshes_that_would_split_rows_or_groups_are_refused(name, mesh, message):
     with pytest.raises(ValueError, match=message):
-        of_plan(Case(SELECTED, mesh, {}))
+        of_plan(Case(name, mesh, {}))
 
 
 @pytest.mark.grid
+@pytest.mark.parametrize("name", [SELECTED, "blocked"])
 @pytest.mark.parametrize("mesh", [{"pipe": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}])
-def test_text_is_one_devices(mesh):
-    text, alone = texts_over(SELECTED, mesh)
+def test_text_is_one_devices(name, mesh):
+    text, alone = texts_over(name, mesh)
     assert np.array_equal(text.ids, alone.ids)
     assert np.allclose(text.log_probabilities, alone.log_probabilities, atol=2e-5)
     assert not np.array_equal(write_texts(model_of("sublayers")).ids, alone.ids)

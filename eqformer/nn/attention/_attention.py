@@ -136,6 +136,13 @@ class Attention(Mixer):
         """Attend among the tokens of `x` and, with a cache, to its tokens; the new tokens are stored in the cache."""
         # `Residual(shares=)` asks for the keys and values, so that a later layer can attend to them too.
         is_shared, cache = unwrap_request(cache)
+        attended, shared, cache = self._attend(self.core, x, tokens, cache)
+        return attended, answer_request(is_shared, shared, cache)
+
+    def _attend(
+        self, core: Operation, x: Float[Array, "*batch seq embed"], tokens: Tokens | None, cache: KVCache | None
+    ) -> tuple[Float[Array, "*batch seq embed"], SharedKV, KVCache | None]:
+        """Attend by this core; return the output, the keys and values, and the new cache."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         query, key, value = self._project(x, tokens)
         query, key, value = self._normalize(query, key, value)
@@ -146,12 +153,12 @@ class Attention(Mixer):
         query, key = rotation.after_cache(query, key, kv_tokens)
         call = self.scores.call(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens)
         # A single query reads its keys where the cache stores them, if they are stored rotated.
-        attended = compute_attention(self.core, call, None if rotation.on_read else cache)
+        attended = compute_attention(core, call, None if rotation.on_read else cache)
         # Tokens beyond the capacity of the cache are not stored, so their outputs are NaN.
         attended = mask_overflow(attended, tokens, cache)
         attended = apply_gate(self.gate, x, attended)
         shared = SharedKV(key, value, None if kv_tokens is None else kv_tokens.positions)
-        return self.output(attended), answer_request(is_shared, shared, cache)
+        return self.output(attended), shared, cache
 
     def _project(
         self, x: Float[Array, "*batch _ embed"], tokens: Tokens

@@ -129,7 +129,7 @@ class Indexer(Module):
             return best_indices(queries, keys, mask(tokens, kv_tokens), self.top_k)
 
         shape = queries.weight.shape[:-1]
-        return KeySelection(_map_query_chunks(best_keys, tokens, shape, queries, self.chunk), self.chunk)
+        return KeySelection(map_query_chunks(best_keys, tokens, shape, queries, self.chunk), self.chunk)
 
 
 def best_indices(
@@ -184,13 +184,13 @@ class KeySelection(eqx.Module):
 
         shape = call.query.shape[:-2]
         tokens = Tokens(call.tokens.positions, call.tokens.segments)
-        return _map_query_chunks(attend_chunk, tokens, shape, (call.query, self.indices), self.chunk)
+        return map_query_chunks(attend_chunk, tokens, shape, (call.query, self.indices), self.chunk)
 
 
 Arrays = TypeVar("Arrays", bound=tuple[Array, ...])
 
 
-def _map_query_chunks(
+def map_query_chunks(
     function: Callable[[Tokens, Arrays], Array], tokens: Tokens, shape: tuple[int, ...], arrays: Arrays, size: int
 ) -> Shaped[Array, "..."]:
     """Apply `function(tokens, arrays)` to `size` tokens at a time; the first dims of all arrays are `shape`."""
