@@ -28,6 +28,16 @@ class WithRotaryFraction(rotary_scaling.WithRotary, Protocol):
 
 
 @runtime_checkable
+class WithLocalRotaryFraction(WithLocalRotary, Protocol):
+    """Fields of a config whose layers with a window rotate a part of their own of a head's channels."""
+
+    @property
+    def rotary_fraction(self) -> float: ...
+    @property
+    def local_rotary_fraction(self) -> float: ...
+
+
+@runtime_checkable
 class WithTemperature(rotary_scaling.WithRotary, Protocol):
     """Fields of a config whose scaling multiplies attention scores."""
 
@@ -156,6 +166,54 @@ class RotaryWithTemperature(Entry):
         return attributes | {"rope_scaling": attributes["rope_scaling"] | dict.fromkeys(names, temperature)}
 
 
+_PART = "partial_rotary_factor"
+
+
+@dataclasses.dataclass(frozen=True)
+class PartRotaryByType(Entry):
+    """Base, scaling and rotated part of a head's channels, for layers with full attention and with windows (Laguna).
+
+    The attribute is `rope_parameters` by type of layer.
+    """
+
+    thetas: tuple[float, float]
+    """The bases of both types of layer if the attribute is missing."""
+    fractions: tuple[float, float]
+    """The parts of both types of layer if the attribute is missing."""
+    fraction: float = 1.0
+    """The part of a type that states none, and no scaling; with a scaling, transformers rotates all channels."""
+    older: tuple[str, str] = ("rope_theta", "rope_local_base_freq")
+    """The attributes of publishers' own programs for both bases; without `rope_parameters`, they must be `thetas`."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `theta`, `scaling` and `rotary_fraction`, and the same of layers with a window."""
+        by_type, fields = _parameters_by_type(published), Fields()
+        missing = [layer_type for layer_type in rotary_scaling.TYPES if not _parameters_of_type(by_type, layer_type)]
+        if by_type and missing and missing[0] in (published.listed("layer_types", str) or rotary_scaling.TYPES):
+            published.refuse(f"rope_parameters do not state {missing[0]}; state both types of layer.")
+        for number, (layer_type, prefix) in enumerate(zip(rotary_scaling.TYPES, ("", "local_"), strict=True)):
+            parameters = _parameters_of_type(by_type, layer_type)
+            is_scaled = parameters.get("rope_type", "default") != "default"
+            default = (1.0 if is_scaled else self.fraction) if parameters else self.fractions[number]
+            older, default_theta = self.older[number], self.thetas[number]
+            theta, scaling = read_rotary(published, default_theta, layer_type, (older, None), (_PART,))
+            if not by_type and theta != default_theta:
+                published.refuse(
+                    f"{older}={theta}: transformers takes {default_theta} without rope_parameters; state the base "
+                    "there, by type of layer."
+                )
+            fraction = _first(parameters.get(_PART), default)
+            fields |= {f"{prefix}theta": theta, f"{prefix}scaling": scaling, f"{prefix}rotary_fraction": fraction}
+        return fields
+
+    def write(self, config: WithLocalRotaryFraction) -> Attributes:
+        """Return the parameters by type of layer."""
+        attributes = _write_by_type(config, _write_parameters(config))
+        for layer_type, fraction in zip(rotary_scaling.TYPES, (config.rotary_fraction, config.local_rotary_fraction)):
+            attributes["rope_parameters"][layer_type][_PART] = fraction
+        return attributes
+
+
 _GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")
 
 
@@ -226,9 +284,6 @@ class ProportionalRotaryByType(Entry):
     def _default(self) -> Attributes:
         """The parameters of layers without a window in configurations without parameters."""
         return {"rope_type": "proportional", "partial_rotary_factor": self.part, "rope_theta": 1_000_000.0}
-
-
-_PART = "partial_rotary_factor"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,7 +99,7 @@ def _check_llama3(scaling: nn.Llama3Scaling, config: object, theta: str, refuse:
 
 
 def _check_longrope(scaling: nn.LongRopeScaling, config: object, theta: str, refuse: Callable[[str], NoReturn]) -> None:
-    pairs = _rotated_channels(config) // 2
+    pairs = _rotated_channels(config, theta.removesuffix("theta")) // 2
     for attribute, divisors in (("short_factor", scaling.short_divisors), ("long_factor", scaling.long_divisors)):
         if len(divisors) != pairs:
             refuse(f"{attribute} has {len(divisors)} numbers for {pairs} pairs of channels; give one a pair.")
@@ -112,11 +112,11 @@ Their argument `theta` is the name of the config's field that holds the base.
 """
 
 
-def _rotated_channels(config: Any) -> int:
+def _rotated_channels(config: Any, prefix: str) -> int:
     if (channels := getattr(config, "rope_dim", None)) is not None:
         return channels
     head_size = getattr(config, "head_size", None) or config.embed // config.heads
-    return int(head_size * getattr(config, "rotary_fraction", 1.0))
+    return int(head_size * getattr(config, f"{prefix}rotary_fraction", 1.0))
 
 
 def make_scaling(

@@ -147,6 +147,7 @@ DEFAULTS = {
     "stablelm": "stablelm-3b-4e1t",
     "llama": "llama-2-7b",
     "mamba2": "mamba-codestral-7b",
+    "mimo_v2_flash": "mimo-v2-flash",
     "minimax_m2": "minimax-m2",
     "mistral": "mistral-7b-v0.1",
     "mistral4": "mistral4-119b",

@@ -23,8 +23,8 @@ JITTED = eqx.filter_jit(lambda module, x, tokens: module(x, tokens)[0])
 
 
 def make(heads=4, kv_heads=2, **options: Any):
-    sizes = dict(embed=EMBED, heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIM)
-    options = {"rotary": nn.Rotary(HEAD_DIM, 100.0), **options}
+    sizes = dict(embed=EMBED, heads=heads, kv_heads=kv_heads)
+    options = {"head_dim": HEAD_DIM, "rotary": nn.Rotary(HEAD_DIM, 100.0), **options}
     return random_module(nn.Attention, **sizes, **options, key=KEY)
 
 
@@ -54,6 +54,7 @@ CORNERS = {
     "scale": lambda: make(scores=nn.Scores(1.3)),
     "gate": lambda: make(gate=True),
     "gate of heads": lambda: make(gate="heads"),
+    "values of fewer channels": lambda: make(head_dim=(HEAD_DIM, 3), gate=True, bias=True),
     "temperature": lambda: make(scores=nn.Scores(temperature=nn.LogTemperature(2, 0.7))),
     "norms after the rotation": lambda: make(
         rotary=nn.RotaryThenNorm(**head_norms(), rotary=nn.Rotary(HEAD_DIM, 100.0)),

@@ -14,7 +14,7 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._family import DecoderConfig
-from .._rotary_attributes import WithRotaryFraction
+from .._rotary_attributes import WithLocalRotaryFraction, WithRotaryFraction
 
 
 FeedForwardLayer = nn.FeedForward | nn.Routed
@@ -62,6 +62,14 @@ class WithPartRotary(WithRotaryFraction, Protocol):
     def head_size(self) -> int: ...
 
 
+@runtime_checkable
+class WithLocalPartRotary(WithLocalRotaryFraction, Protocol):
+    """Fields of a config whose layers with a window rotate a part of their own of each head's channels."""
+
+    @property
+    def head_size(self) -> int: ...
+
+
 class _HeadNorms(TypedDict):
     """Arguments of `nn.Attention` for the norms of queries and keys."""
 
@@ -72,7 +80,7 @@ class _HeadNorms(TypedDict):
 class _AttentionOptions(TypedDict, total=False):
     """Arguments of `nn.Attention` that a family may choose; `attention` computes the others from the config."""
 
-    head_dim: int
+    head_dim: int | tuple[int, int]
     kv_heads: int | None
     bias: bool
     output_bias: bool | None
@@ -310,15 +318,31 @@ def part_rotary(config: WithPartRotary, *, interleaved: bool = False) -> nn.Rota
     rotated together with the next channel of the head, as in transformers. Raises a `ValueError` if there is no next
     channel, or for a scaling that does not support such a pair.
     """
-    stated, scaling = int(config.head_size * config.rotary_fraction), config.scaling
+    return _rotate_part(config, config.rotary_fraction, config.theta, config.scaling, interleaved)
+
+
+def local_part_rotary(config: WithLocalPartRotary) -> nn.Rotary:
+    """Return the `part_rotary` of layers with a window, by the config's `local_` fields."""
+    return _rotate_part(config, config.local_rotary_fraction, config.local_theta, config.local_scaling, False, "local_")
+
+
+def _rotate_part(
+    config: WithPartRotary | WithLocalPartRotary,
+    fraction: float,
+    theta: float,
+    scaling: nn.RotaryScaling | None,
+    interleaved: bool,
+    prefix: str = "",
+) -> nn.Rotary:
+    stated = int(config.head_size * fraction)
     channels = stated + stated % 2
     if not 0 < channels <= config.head_size or (stated % 2 and isinstance(scaling, nn.DynamicScaling | nn.YarnScaling)):
         raise ValueError(
-            f"{type(config).__name__}(head_dim={config.head_size}, rotary_fraction={config.rotary_fraction}, "
-            f"scaling={scaling}): {stated} channels would be rotated, but channels are rotated in pairs; give a "
-            "partial_rotary_factor with an even number of channels."
+            f"{type(config).__name__}(head_dim={config.head_size}, {prefix}rotary_fraction={fraction}, "
+            f"{prefix}scaling={scaling}): {stated} channels would be rotated, but channels are rotated in pairs; give "
+            "a partial_rotary_factor with an even number of channels."
         )
-    return nn.Rotary(channels, config.theta ** (channels / stated), interleaved, scaling)
+    return nn.Rotary(channels, theta ** (channels / stated), interleaved, scaling)
 
 
 def activation_of(config: object, name: str = "activation") -> Callable[[Array], Array]:

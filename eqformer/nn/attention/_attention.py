@@ -67,7 +67,7 @@ class Attention(Mixer):
         *,
         embed: int,
         heads: int,
-        head_dim: int,
+        head_dim: int | tuple[int, int],
         kv_heads: int | None = None,
         bias: bool = False,
         output_bias: bool | None = None,
@@ -87,7 +87,7 @@ class Attention(Mixer):
         Args:
             embed: Channels of the input and the output.
             heads: Heads of queries.
-            head_dim: Channels of a head.
+            head_dim: Channels of a head. A pair: of its queries and keys, and of its values (MiMo-V2-Flash).
             kv_heads: Heads of keys and values, a divisor of `heads`; None: as many.
             bias: Whether queries, keys, values and gates have biases.
             output_bias: Whether the output has a bias; None: as `bias`.
@@ -114,13 +114,17 @@ class Attention(Mixer):
             )
         keys = jax.random.split(key, 5)
         output_bias = bias if output_bias is None else output_bias
+        head_dim, v_dim = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
         q_sizes = {"embed": embed, "heads": heads, "head_dim": head_dim}
-        kv_sizes = {"embed": embed, "kv_heads": kv_heads, "head_dim": head_dim}
+        kv_sizes = {"embed": embed, "kv_heads": kv_heads}
+        # The channels of values have a name of their own only if their number differs.
+        name = "head_dim" if v_dim == head_dim else "v_dim"
+        v_sizes, output_sizes = kv_sizes | {name: v_dim}, {"embed": embed, "heads": heads, name: v_dim}
         self.query = Linear("embed -> heads head_dim", bias=bias, key=keys[0], **q_sizes)
-        self.key = Linear("embed -> kv_heads head_dim", bias=bias, key=keys[1], **kv_sizes)
-        self.value = Linear("embed -> kv_heads head_dim", bias=bias, key=keys[2], **kv_sizes)
-        self.output = Linear("heads head_dim -> embed", bias=output_bias, std=output_std, key=keys[3], **q_sizes)
-        self.gate = make_gate(gate, bias=bias, key=keys[4], **q_sizes)
+        self.key = Linear("embed -> kv_heads head_dim", bias=bias, key=keys[1], **kv_sizes, head_dim=head_dim)
+        self.value = Linear(f"embed -> kv_heads {name}", bias=bias, key=keys[2], **v_sizes)
+        self.output = Linear(f"heads {name} -> embed", bias=output_bias, std=output_std, key=keys[3], **output_sizes)
+        self.gate = make_gate(gate, embed=embed, heads=heads, head_dim=v_dim, bias=bias, key=keys[4])
         self.query_norm, self.key_norm, self.value_norm = query_norm, key_norm, value_norm
         self.rotary = rotary
         self.scores = Scores() if scores is None else scores
@@ -165,7 +169,7 @@ class Attention(Mixer):
     ) -> tuple[
         Float[Array, "*rows seq heads head_dim"],
         Float[Array, "*rows seq kv_heads head_dim"],
-        Float[Array, "*rows seq kv_heads head_dim"],
+        Float[Array, "*rows seq kv_heads v_dim"],
     ]:
         """Return queries, keys and values. Under a plan, the maps may gather tokens, or exchange rows for heads."""
         query, key = self.query(x), self.key(x)
@@ -175,11 +179,11 @@ class Attention(Mixer):
         self,
         query: Float[Array, "*batch seq heads head_dim"],
         key: Float[Array, "*batch seq kv_heads head_dim"],
-        value: Float[Array, "*batch seq kv_heads head_dim"],
+        value: Float[Array, "*batch seq kv_heads v_dim"],
     ) -> tuple[
         Float[Array, "*batch seq heads head_dim"],
         Float[Array, "*batch seq kv_heads head_dim"],
-        Float[Array, "*batch seq kv_heads head_dim"],
+        Float[Array, "*batch seq kv_heads v_dim"],
     ]:
         """Apply the norms of queries, keys and values, if there are any."""
         value = value if self.value_norm is None else self.value_norm(value)
@@ -302,7 +306,7 @@ class ValueEmbeddedAttention(Attention):
     ) -> tuple[
         Float[Array, "*rows seq heads head_dim"],
         Float[Array, "*rows seq kv_heads head_dim"],
-        Float[Array, "*rows seq kv_heads head_dim"],
+        Float[Array, "*rows seq kv_heads v_dim"],
     ]:
         """Return queries, keys, and values with their embeddings."""
         if tokens.ids is None:
