@@ -8,17 +8,26 @@ from jaxtyping import Shaped
 
 from .._files import JsonObject
 from ._gguf_conversions import (
+    order_joined_heads,
     order_rotated_pairs,
     order_tiled_heads,
+    read_attention_bias,
     read_biases,
     read_conv_layers,
+    read_ernie_layers,
     read_gemma4,
     read_gemma_scores,
     read_glm_options,
     read_growth,
     read_latents,
     read_latents_of_v2,
+    read_magnitudes,
+    read_mamba2,
+    read_mixture,
     read_oss_scaling,
+    read_partial_rotary,
+    read_windows,
+    restore_decay,
     restore_qwen35,
     subtract_one,
 )
@@ -69,10 +78,14 @@ class Architecture:
     """A function that returns the published values of an array of one dim, given its name."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The index of a dim of size 1 that files leave out, by the array's name."""
+    flat: tuple[str, ...] = ()
+    """Names of arrays that published folders have in one dim, and files in two."""
     eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     """The name of the number that norms add, in files and as published."""
     edges: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Published names of arrays outside of the layers that not all architectures have."""
+    prefix: str = "model.layers."
+    """The published names of a layer's arrays before the layer's number."""
     lists: tuple[str, ...] = ()
     """Sizes that may be lists with a number for each layer; the largest one is read, and `implied` reads the others."""
     has_latents: bool = False
@@ -100,7 +113,46 @@ _LOCAL = {
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 
 
+_ROUTED = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_ROUTED_OPTIONS = {
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+_SIGMOID = {"expert_gating_func": 2}
+_SCALES = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 _EXPERT_MAPS = {name: f"{name}_proj" for name in _MAPS}
+_MIXTRAL_MAPS = {"gate": "w1", "up": "w3", "down": "w2"}
+_SHARED_EXPERTS = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in _MAPS}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
+_GRANITE_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **{f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{name}_proj" for name in _MAPS},
+    **{f"ffn_{name}_shexp": f"shared_mlp.{name}_proj" for name in _MAPS},
+}
+_HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_MAMBA = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
 _QWEN35 = Architecture(
     "qwen3_5_text",
     {
@@ -145,31 +197,41 @@ _DEEPSEEK2 = Architecture(
         "attn_q_a_norm": "self_attn.q_a_layernorm",
         "attn_kv_a_norm": "self_attn.kv_a_layernorm",
         "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-        **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in _MAPS},
+        **_SHARED_EXPERTS,
     },
     sizes={
         "attention.kv_lora_rank": "kv_lora_rank",
         "rope.dimension_count": "qk_rope_head_dim",
-        "expert_count": "n_routed_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
+        **_ROUTED,
     },
     numbers={
         "attention.q_lora_rank": "q_lora_rank",
         "attention.key_length_mla": "qk_nope_head_dim",
         "attention.value_length_mla": "v_head_dim",
         "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
-        "expert_shared_count": "n_shared_experts",
-        "leading_dense_block_count": "first_k_dense_replace",
-        "expert_weights_scale": "routed_scaling_factor",
-        "expert_weights_norm": "norm_topk_prob",
-        "expert_group_count": "n_group",
-        "expert_group_used_count": "topk_group",
+        **_ROUTED_OPTIONS,
     },
     implied=read_latents_of_v2,
     unread=("attention.key_length", "attention.value_length"),  # the widths of latents, which other sizes state
     has_latents=True,
     has_predictors=True,
+)
+_LFM2 = Architecture(
+    "lfm2",
+    {
+        "attn_norm": "operator_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "ffn_norm": "ffn_norm",
+        **{f"ffn_{name}": f"feed_forward.{published}" for name, published in _MIXTRAL_MAPS.items()},
+        **{f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")},
+    },
+    sizes={"shortconv.l_cache": "conv_L_cache"},
+    implied=lambda config, file: read_conv_layers(config, file) | {"block_auto_adjust_ff_dim": False},
+    left_out={"shortconv.conv": 1},
+    edges={"token_embd_norm": "model.embedding_norm"},
+    lists=("attention.head_count_kv",),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", order=order_rotated_pairs),
@@ -177,12 +239,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "smollm3": Architecture("smollm3", order=order_rotated_pairs, implied=read_biases),
     "granite": Architecture(
         "granite",
-        numbers={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
+        numbers=_SCALES,
         order=order_rotated_pairs,
         implied=read_biases,
     ),
@@ -196,8 +253,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "olmo2": Architecture(
         "olmo2",
-        {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
-        implied=lambda config, file: {"attention_bias": "blk.0.attn_q.bias" in file.tensors},
+        _POST_NORMS,
+        implied=read_attention_bias,
     ),
     "starcoder2": Architecture(
         "starcoder2",
@@ -320,22 +377,239 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         implied=read_growth,
         order=order_rotated_pairs,
     ),
-    "lfm2": Architecture(
-        "lfm2",
-        {
-            "attn_norm": "operator_norm",
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "ffn_norm": "ffn_norm",
-            **{f"ffn_{name}": f"feed_forward.{w}" for name, w in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
-            **{f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")},
+    "lfm2": _LFM2,
+    "lfm2moe": dataclasses.replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        layer={
+            **_LFM2.layer,
+            **_experts("feed_forward.", _MIXTRAL_MAPS),
+            "exp_probs_b.bias": "feed_forward.expert_bias",
         },
-        sizes={"shortconv.l_cache": "conv_L_cache"},
-        implied=read_conv_layers,
-        left_out={"shortconv.conv": 1},
-        edges={"token_embd_norm": "model.embedding_norm"},
+        sizes={**_LFM2.sizes, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+        numbers={"leading_dense_block_count": "num_dense_layers"},
+        implied=lambda config, file: (
+            read_conv_layers(config, file)
+            | {
+                "num_dense_layers": config["num_dense_layers"] or 0,
+                "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in file.tensors),
+            }
+        ),
+        expected=_SIGMOID,
+    ),
+    "olmoe": Architecture(
+        "olmoe",
+        _experts("mlp.", _EXPERT_MAPS),
+        sizes=_EXPERTS,
+        implied=lambda config, file: read_attention_bias(config, file) | {"norm_topk_prob": False},
+    ),
+    "phimoe": Architecture(
+        "phimoe",
+        _experts("block_sparse_moe.", _MIXTRAL_MAPS),
+        sizes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        numbers=_WINDOW,
+        implied=lambda config, file: (
+            read_attention_bias(config, file)
+            | read_magnitudes(config, file)
+            | {"lm_head_bias": "output.bias" in file.tensors}
+        ),
+    ),
+    "command-r": Architecture(
+        "cohere",
+        numbers={"logit_scale": "logit_scale"},
+        implied=lambda config, file: (
+            read_attention_bias(config, file)
+            | {"use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors, "logit_scale": config["logit_scale"] or 1.0}
+        ),
+        eps=_LAYER_NORM,
+    ),
+    "cohere2": Architecture(
+        "cohere2",
+        sizes={"attention.sliding_window": "sliding_window"},
+        numbers={"logit_scale": "logit_scale"},
+        implied=lambda config, file: read_attention_bias(config, file) | read_windows(config, file, 4),
+        unread=("attention.sliding_window_pattern",),
+        eps=_LAYER_NORM,
+    ),
+    "glm4": Architecture(
+        "glm4",
+        {
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        implied=lambda config, file: read_attention_bias(config, file) | read_partial_rotary(config, file),
+        has_predictors=True,
+    ),
+    "granitemoe": Architecture(
+        "granitemoe",
+        _GRANITE_EXPERTS,
+        sizes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        numbers=_SCALES,
+        implied=read_attention_bias,
+        order=order_rotated_pairs,
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        {**_GRANITE_EXPERTS, **_MAMBA, **{f"ffn_{name}": f"shared_mlp.{name}_proj" for name in _MAPS}},
+        sizes={
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups",
+            "ssm.time_step_rank": "mamba_n_heads",
+            "ssm.inner_size": "mamba_d_head",
+        },
+        numbers={
+            **_SCALES,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+        implied=read_mamba2,
+        order=order_rotated_pairs,
+        restore=restore_decay,
+        left_out={"ssm_conv1d": 1},
+        flat=("ssm_a", "ssm_d", "ssm_norm"),
         lists=("attention.head_count_kv",),
+    ),
+    "exaone4": Architecture(
+        "exaone4",
+        _POST_NORMS,
+        numbers=_WINDOW,
+        implied=lambda config, file: read_windows(config, file, 4 if config["num_hidden_layers"] == 64 else 0),
+        unread=("attention.sliding_window_pattern",),
+        has_predictors=True,
+    ),
+    "minimax-m2": Architecture(
+        "minimax_m2",
+        {
+            **_experts("block_sparse_moe.", _MIXTRAL_MAPS),
+            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+        },
+        sizes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        implied=read_partial_rotary,
+        expected=_SIGMOID,
+        unread=("expert_feed_forward_length",),  # repeats the width
+    ),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        {
+            **_experts("mlp.", _EXPERT_MAPS),
+            **_SHARED_EXPERTS,
+            "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
+        },
+        sizes={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        numbers={
+            "expert_shared_count": "moe_num_shared_experts",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        implied=read_ernie_layers,
+        unread=("expert_shared_feed_forward_length",),  # a quotient that is not the width of the arrays
+    ),
+    "dots1": Architecture(
+        "dots1",
+        {
+            **_experts("mlp.", _EXPERT_MAPS),
+            **_SHARED_EXPERTS,
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        },
+        sizes=_ROUTED,
+        numbers=_ROUTED_OPTIONS,
+        implied=lambda config, file: (
+            read_attention_bias(config, file) | read_mixture(config, file) | {"sliding_window": None}
+        ),
+        expected=_SIGMOID,
+    ),
+    "stablelm": Architecture(
+        "stablelm",
+        numbers={"use_parallel_residual": "use_parallel_residual"},
+        implied=lambda config, file: (
+            read_partial_rotary(config, file)
+            | {
+                "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+                "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,
+            }
+        ),
+        eps=_LAYER_NORM,
+    ),
+    "gptneox": Architecture(
+        "gpt_neox",
+        {
+            "attn_norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        implied=lambda config, file: {
+            "rotary_pct": config.get("partial_rotary_factor", 1.0),
+            **dict.fromkeys(("partial_rotary_factor", "head_dim", "num_key_value_heads")),
+            "use_parallel_residual": file.values.get("gptneox.use_parallel_residual", True),
+            "attention_bias": "blk.0.attn_qkv.bias" in file.tensors,
+        },
+        unread=("use_parallel_residual",),
+        order=order_joined_heads,
+        edges={
+            "token_embd": "gpt_neox.embed_in",
+            "output_norm": "gpt_neox.final_layer_norm",
+            "output": "embed_out",
+        },
+        prefix="gpt_neox.layers.",
+        eps=_LAYER_NORM,
+    ),
+    "jais2": Architecture("jais2", implied=read_biases, eps=_LAYER_NORM),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", _HUNYUAN, implied=read_attention_bias),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe",
+        {
+            **_HUNYUAN,
+            **_experts("mlp.", _EXPERT_MAPS),
+            "ffn_gate_inp": "mlp.gate.wg",
+            **{f"ffn_{name}_shexp": f"mlp.shared_mlp.{name}_proj" for name in _MAPS},
+        },
+        sizes={
+            "expert_count": "num_experts",
+            "expert_used_count": "moe_topk",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "num_shared_expert",
+        },
+        implied=read_attention_bias,
+        unread=("expert_shared_feed_forward_length",),  # repeats the width
+    ),
+    "afmoe": Architecture(
+        "afmoe",
+        {
+            **_experts("mlp.", _EXPERT_MAPS),
+            **_SHARED_EXPERTS,
+            "ffn_gate_inp": "mlp.router.gate",
+            "exp_probs_b.bias": "mlp.expert_bias",
+            "attn_gate": "self_attn.gate_proj",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        sizes={**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+        numbers={
+            **_WINDOW,
+            "expert_shared_count": "num_shared_experts",
+            "leading_dense_block_count": "num_dense_layers",
+            "expert_weights_scale": "route_scale",
+        },
+        implied=lambda config, file: (
+            read_windows(config, file, 4)
+            | {name: config[name] or 0 for name in ("num_shared_experts", "num_dense_layers")}
+            # llama.cpp multiplies embeddings by the root of their width.
+            | {"route_scale": config["route_scale"] or 1.0, "mup_enabled": True}
+        ),
+        expected=_SIGMOID,
+        unread=("attention.sliding_window_pattern",),
     ),
     "glm4moe": Architecture(
         "glm4_moe",
@@ -343,48 +617,42 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             **_experts("mlp.", _EXPERT_MAPS),
             "post_attention_norm": "post_attention_layernorm",
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-            **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in _MAPS},
+            **_SHARED_EXPERTS,
         },
-        sizes={
-            "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
-        numbers={
-            "expert_shared_count": "n_shared_experts",
-            "leading_dense_block_count": "first_k_dense_replace",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-        },
+        sizes=_ROUTED,
+        numbers=_ROUTED_OPTIONS,
         implied=read_glm_options,
-        expected={"expert_gating_func": 2},  # sigmoids
+        expected=_SIGMOID,
         has_predictors=True,
     ),
 }
 _MIXTRAL = Architecture(
     "mixtral",
-    _experts("block_sparse_moe.", {"gate": "w1", "up": "w3", "down": "w2"}),
+    _experts("block_sparse_moe.", _MIXTRAL_MAPS),
     numbers={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     order=order_rotated_pairs,
 )
-_DEEPSEEK_V3 = dataclasses.replace(
-    _DEEPSEEK2, model_type="deepseek_v3", implied=read_latents, expected={"expert_gating_func": 2}
+_GRANITE_MOE_SHARED = dataclasses.replace(
+    ARCHITECTURES["granitemoe"],
+    model_type="granitemoeshared",
+    numbers={**_SCALES, "expert_shared_feed_forward_length": "shared_intermediate_size"},
 )
+_DEEPSEEK_V3 = dataclasses.replace(_DEEPSEEK2, model_type="deepseek_v3", implied=read_latents, expected=_SIGMOID)
 
 
 def architecture_of(file: GGUF) -> Architecture:
     """Return the architecture of a file.
 
-    GGUF calls Mixtral "llama" too, with an `expert_count` above 0, and DeepSeek-V3 "deepseek2", whose choice of experts
-    has a bias.
+    GGUF calls Mixtral "llama" too, with an `expert_count` above 0, DeepSeek-V3 "deepseek2", whose choice of experts has
+    a bias, and Granite with a shared expert "granitemoe".
     """
     kind = file.values["general.architecture"]
     if kind == "llama" and file.values.get("llama.expert_count"):
         return _MIXTRAL
     if kind == "deepseek2" and f"blk.{file.values.get(_FIRST_DENSE, 0)}.exp_probs_b.bias" in file.tensors:
         return _DEEPSEEK_V3
+    if kind == "granitemoe" and file.values.get("granitemoe.expert_shared_feed_forward_length"):
+        return _GRANITE_MOE_SHARED
     return ARCHITECTURES[kind]
 
 

@@ -4,7 +4,6 @@ A function `read_...` takes the attributes so far and returns others that replac
 """
 
 import re
-from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
@@ -30,11 +29,27 @@ def order_rotated_pairs(file: GGUF, name: str) -> Order:
         return None, None
     kind = file.values["general.architecture"]
     heads = file.values[f"{kind}.attention.head_count"]
-    heads = heads if match[1] == "q" else file.values.get(f"{kind}.attention.head_count_kv", heads)
+    if match[1] == "k" and f"{kind}.attention.head_count_kv" in file.values:
+        heads = max(file.numbers_by_layer("attention.head_count_kv", file.values[f"{kind}.block_count"]))
     rows = file.tensors[name].shape[0]
     if rows % (2 * heads):
         raise ValueError(f"{file.call}: {name} has {rows} rows, which {heads} heads of pairs of channels cannot have.")
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1), None
+
+
+def order_joined_heads(file: GGUF, name: str) -> Order:
+    """Return the published order of joined rows: queries, keys and values of each head, and not all queries first."""
+    if ".attn_qkv." not in name:
+        return None, None
+    heads, rows = (
+        file.values[f"{file.values['general.architecture']}.attention.head_count"],
+        file.tensors[name].shape[0],
+    )
+    if rows % (3 * heads):
+        raise ValueError(
+            f"{file.call}: {name} has {rows} rows, which {heads} heads of queries, keys and values cannot."
+        )
+    return np.arange(rows).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1), None
 
 
 def subtract_one(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
@@ -68,28 +83,23 @@ _PER_HEAD = ("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias")
 _PER_CHANNEL = ("attn_gate.weight", "attn_qkv.weight", "ssm_conv1d.weight", "ssm_out.weight")
 
 
+def restore_decay(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
+    """Return the published logarithms of decay rates: files have `-exp(A_log)` as `ssm_a`."""
+    if not name.endswith(".ssm_a"):
+        return array
+    if not (array < 0).all():
+        raise ValueError(f"{name} holds a number that is not below 0, but all decay rates must be below 0")
+    return np.log(-array)
+
+
 def restore_qwen35(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
     """Return published values: files add 1 to most norms' scales, and have `-exp(A_log)` as `ssm_a`."""
-    if name.endswith(".ssm_a"):
-        if not (array < 0).all():
-            raise ValueError(f"{name} holds a number that is not below 0, but all decay rates must be below 0")
-        return np.log(-array)
-    return array if name.endswith(".ssm_norm.weight") else subtract_one(name, array)
+    return restore_decay(name, array) if ".ssm_" in name else subtract_one(name, array)
 
 
-def numbers_by_layer(file: GGUF, name: str, layers: int, item_type: type[int] = int) -> list[int]:
-    """Return a number for each layer or, with `bool`, a flag; a file states one for all layers, or a list.
-
-    Raises a `ValueError` for a list of another length, and for other items.
-    """
-    full_name = f"{file.values['general.architecture']}.{name}"
-    stated = file.values.get(full_name)
-    # `values` has a text in the place of a list.
-    numbers: list[Any] = file.listed(full_name) if isinstance(stated, str) else [stated] * layers
-    if len(numbers) != layers or not all(type(number) is item_type and number >= 0 for number in numbers):
-        items = "flags" if item_type is bool else "whole numbers of at least 0"
-        raise ValueError(f"{file.call}: {full_name}={numbers}: it must have {layers} {items}.")
-    return numbers
+def read_attention_bias(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return whether the maps of attention layers have biases."""
+    return {"attention_bias": any(name.endswith("attn_q.bias") for name in file.tensors)}
 
 
 def read_biases(config: JsonObject, file: GGUF) -> JsonObject:
@@ -100,18 +110,23 @@ def read_biases(config: JsonObject, file: GGUF) -> JsonObject:
     }
 
 
+def _attention_types(config: JsonObject, file: GGUF, other: str) -> list[str]:
+    """Return the types of the layers, of which those without key heads are of the `other` type."""
+    name, layers = "attention.head_count_kv", config["num_hidden_layers"]
+    heads = file.numbers_by_layer(name, layers)
+    if len({*heads} - {0}) != 1:
+        kind = file.values["general.architecture"]
+        raise ValueError(
+            f"{file.call}: {kind}.{name}={heads}: it must have {layers} numbers, each 0 or one other number."
+        )
+    return ["full_attention" if number else other for number in heads]
+
+
 def read_conv_layers(config: JsonObject, file: GGUF) -> JsonObject:
     """Return which layers have attention, and other attributes of LFM2."""
-    name, layers = "attention.head_count_kv", config["num_hidden_layers"]
-    heads = numbers_by_layer(file, name, layers)
-    if len({*heads} - {0}) != 1:
-        raise ValueError(
-            f"{file.call}: lfm2.{name}={heads}: it must have {layers} numbers, each 0 or one other number."
-        )
     return {
-        "layer_types": ["full_attention" if number else "conv" for number in heads],
+        "layer_types": _attention_types(config, file, "conv"),
         "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in file.tensors),
-        "block_auto_adjust_ff_dim": False,
         "norm_eps": config["rms_norm_eps"],
         "rms_norm_eps": None,
         "head_dim": None,
@@ -122,9 +137,9 @@ def read_gemma4(config: JsonObject, file: GGUF) -> JsonObject:
     """Return the attributes of Gemma 4 that files state in another way; raises a `ValueError` for layers that a
     configuration cannot describe."""
     layers, reading, head_dim = config["num_hidden_layers"], config["num_kv_shared_layers"] or 0, config["head_dim"]
-    is_local = numbers_by_layer(file, "attention.sliding_window_pattern", layers, bool)
+    is_local = file.numbers_by_layer("attention.sliding_window_pattern", layers, bool)
     all_heads, widths = (
-        numbers_by_layer(file, name, layers) for name in ("attention.head_count_kv", "feed_forward_length")
+        file.numbers_by_layer(name, layers) for name in ("attention.head_count_kv", "feed_forward_length")
     )
     heads = [{all_heads[layer] for layer in range(layers) if is_local[layer] is local} for local in (False, True)]
     first = widths[0]
@@ -135,7 +150,10 @@ def read_gemma4(config: JsonObject, file: GGUF) -> JsonObject:
             f"must have one number of key heads, and all layers one width, or the last {reading} twice that width."
         )
     full_layers = [layer for layer in range(layers - reading) if not is_local[layer]]
-    shares = not all(f"blk.{layer}.attn_v.weight" in file.tensors for layer in full_layers)
+    has_values = {f"blk.{layer}.attn_v.weight" in file.tensors for layer in full_layers}
+    if len(has_values) > 1:
+        raise ValueError(f"{file.call}: attn_v.weight: all layers with full attention must have it, or none.")
+    shares = has_values == {False}
     (full_heads,), (local_heads,) = heads
     of_full_layers = {"head_dim": head_dim, "num_key_value_heads": full_heads}
     ids = file.tensors.get("per_layer_token_embd.weight")
@@ -164,13 +182,15 @@ def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
     """Return the attributes of DeepSeek-V2 and V3 that files state in another way; raises a `ValueError` for widths of
     heads that do not fit."""
     rope_dim, key, value = (config[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    suffix = "_mla"
     if key is None or value is None:  # Older files state the widths of heads in the place of those of latents.
+        suffix = ""
         key, value = (file.values.get(f"deepseek2.attention.{part}_length") for part in ("key", "value"))
     # `key` counts all channels of a head, of which `rope_dim` are rotated.
     if type(key) is not int or type(value) is not int or key <= rope_dim:
         raise ValueError(
-            f"{file.call}: deepseek2.attention.key_length_mla={key}, value_length_mla={value}: they must be whole "
-            f"numbers, the first above rope.dimension_count={rope_dim}."
+            f"{file.call}: deepseek2.attention.key_length{suffix}={key}, value_length{suffix}={value}: they must be "
+            f"whole numbers, the first above rope.dimension_count={rope_dim}."
         )
     scaling, strength = config.get("rope_scaling"), config["mscale_all_dim"]
     if scaling and strength:
@@ -184,7 +204,7 @@ def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
         "head_dim": None,
         "rope_scaling": scaling,
         "mscale_all_dim": None,
-        **_read_mixture(config),
+        **read_mixture(config, file),
     }
 
 
@@ -208,7 +228,7 @@ def read_growth(config: JsonObject, file: GGUF) -> JsonObject:
     return {"rope_scaling": scaling, "llama_4_scaling_beta": None, "mscale_all_dim": None}
 
 
-def _read_mixture(config: JsonObject) -> JsonObject:
+def read_mixture(config: JsonObject, file: GGUF) -> JsonObject:
     """Return how experts are chosen; files leave out what a model does not have."""
     return {
         "norm_topk_prob": config["norm_topk_prob"] is True,
@@ -222,5 +242,71 @@ def read_glm_options(config: JsonObject, file: GGUF) -> JsonObject:
     return {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
-        **_read_mixture(config),
+        **read_mixture(config, file),
+    }
+
+
+def read_windows(config: JsonObject, file: GGUF, period: int = 0) -> JsonObject:
+    """Return which layers have a window: those of a list, or else all but the last of each `period` of layers.
+
+    The file states the list, or another period. Without a period, all layers without a list have full attention.
+    """
+    layers, name = (
+        config["num_hidden_layers"],
+        f"{file.values['general.architecture']}.attention.sliding_window_pattern",
+    )
+    stated = file.values.get(name, period)
+    if isinstance(stated, str):
+        is_local = file.numbers_by_layer("attention.sliding_window_pattern", layers, bool)
+    elif type(stated) is int and stated >= 0:
+        is_local = [stated > 0 and layer % stated < stated - 1 for layer in range(layers)]
+    else:
+        raise ValueError(f"{file.call}: {name}={stated!r}: it must be a whole number or a list.")
+    is_local = is_local if config["sliding_window"] else [False] * layers
+    return {"layer_types": ["sliding_attention" if local else "full_attention" for local in is_local]}
+
+
+def read_partial_rotary(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return a head's channels and the part of them that is rotated, which differ from the family's defaults."""
+    width = config["hidden_size"] // config["num_attention_heads"]
+    return {"head_dim": config["head_dim"] or width, "partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
+
+
+def read_magnitudes(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return LongRoPE's scaling with the magnitudes of short and long rows, which the family states."""
+    scaling = config.get("rope_scaling")
+    if not scaling:
+        return {}
+    magnitude = file.values.get("phimoe.rope.scaling.attn_factor", 1.0)
+    plain = {name: value for name, value in scaling.items() if name != "attention_factor"}
+    return {"rope_scaling": plain | {"short_mscale": magnitude, "long_mscale": magnitude}}
+
+
+def read_mamba2(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the attributes of Granite 4 that files state in another way."""
+    heads, inner, embed = config["mamba_n_heads"], config["mamba_d_head"], config["hidden_size"]
+    if inner % heads or inner % embed:
+        kind = file.values["general.architecture"]
+        raise ValueError(
+            f"{file.call}: {kind}.ssm.inner_size={inner}: it must be a multiple of ssm.time_step_rank={heads} and of "
+            f"embedding_length={embed}."
+        )
+    is_rotated = file.values.get("granitehybrid.rope.scaling.finetuned", True)
+    return {
+        "layer_types": _attention_types(config, file, "linear_attention"),
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // embed,
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in file.tensors),
+        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in file.tensors),
+        "position_embedding_type": "rope" if is_rotated else "nope",
+        **{name: config[name] or 0 for name in ("num_local_experts", "num_experts_per_tok")},
+    }
+
+
+def read_ernie_layers(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return which layers of an ERNIE 4.5 have experts, and other attributes that files leave out."""
+    return {
+        "use_bias": "blk.0.attn_q.bias" in file.tensors,
+        "moe_layer_end_index": config["num_hidden_layers"] - 1,
+        **{name: config[name] or 0 for name in ("moe_layer_start_index", "moe_num_shared_experts")},
     }

@@ -137,6 +137,20 @@ class GGUF:
             return self._texts(count)
         return self._take(count * struct.calcsize(_NUMBERS[kind])).view(f"<{_NUMBERS[kind]}").tolist()
 
+    def numbers_by_layer(self, name: str, layers: int, item_type: type[int] = int) -> list[int]:
+        """Return a number for each layer or, with `bool`, a flag; a file states one for all layers, or a list.
+
+        The name leaves out the architecture. Raises a `ValueError` for a list of another length, and for other items.
+        """
+        full_name = f"{self.values['general.architecture']}.{name}"
+        stated = self.values.get(full_name)
+        # `values` has a text in the place of a list.
+        numbers: list[Any] = self.listed(full_name) if isinstance(stated, str) else [stated] * layers
+        if len(numbers) != layers or not all(type(number) is item_type and number >= 0 for number in numbers):
+            items = "flags" if item_type is bool else "whole numbers of at least 0"
+            raise ValueError(f"{self.call}: {full_name}={numbers}: it must have {layers} {items}.")
+        return numbers
+
     def _refuse(self, text: str) -> NoReturn:
         raise ValueError(f"{self.path}: it cannot be read as a GGUF file: {text}.")
 

@@ -10,7 +10,6 @@ from jaxtyping import Shaped
 from .._files import JsonObject
 from ._config_types import LayerCount, PublishedConfig
 from ._gguf_architectures import Architecture, architecture_of, ARCHITECTURES, LAYER
-from ._gguf_conversions import numbers_by_layer
 from ._gguf_file import DIVISORS, DTYPE, GGUF
 from .formats import Coded
 
@@ -30,7 +29,7 @@ def table_names_of(file: GGUF) -> dict[str, str | None]:
         layer, kind, part, expert = match.groups() if match else (None, "", None, None)
         if layer is not None and architecture.has_predictors and int(layer) >= layers:
             return None
-        names, prefix = (edges, "") if layer is None else (table, f"model.layers.{layer}.")
+        names, prefix = (edges, "") if layer is None else (table, f"{architecture.prefix}{layer}.")
         if (known := names.get(kind if part is None else f"{kind}.{part}")) is not None and expert is None:
             return f"{prefix}{known}"
         known = names.get(kind)
@@ -55,16 +54,24 @@ def _axis_left_out(file: GGUF, name: str) -> int | None:
     return axis if axis is not None and len(file.tensors[name].shape) == axis + 1 else None
 
 
+def _is_flat(file: GGUF, name: str) -> bool:
+    """Return whether published folders have an array in one dim, whatever dims the file gives it."""
+    match = _NAME.fullmatch(name)
+    return match is not None and match[2] in architecture_of(file).flat
+
+
 def shape_of(file: GGUF, name: str) -> tuple[int, ...]:
     """Return the published shape of an array that is not coded."""
     shape, axis = file.tensors[name].shape, _axis_left_out(file, name)
+    if _is_flat(file, name):
+        return (math.prod(shape),)
     return shape if axis is None else (*shape[:axis], 1, *shape[axis:])
 
 
 def coded_of(file: GGUF, name: str) -> Coded | None:
     """Return an array of two dims as codes, which are decoded when the array is read; None for other arrays."""
     tensor = file.tensors[name]
-    if len(tensor.shape) != 2 or _axis_left_out(file, name) is not None:
+    if len(tensor.shape) != 2 or _axis_left_out(file, name) is not None or _is_flat(file, name):
         return None
     return Coded(tensor.form, tensor.parts(architecture_of(file).order(file, name)), tensor.shape, DTYPE)
 
@@ -142,7 +149,7 @@ class _SizeReader:
         full_name = f"{self._kind}.{name}"
         if name in architecture_of(self._file).lists:
             self._published.take(full_name, None)
-            value = max(numbers_by_layer(self._file, name, self._published.count(f"{self._kind}.block_count")))
+            value = max(self._file.numbers_by_layer(name, self._published.count(f"{self._kind}.block_count")))
         else:
             value = self._published.count(full_name, *default)
         if value > self._most:

@@ -18,7 +18,7 @@ from .._family import DecoderConfig, Family
 from .._layer_attributes import every, LayerTypes
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
-from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, leaf_paths, LLAMA_WEIGHTS, PRE_NORMS
+from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, leaf_paths, LLAMA_WEIGHTS, PRE_NORMS
 from ._decoder import (
     activation_of,
     attention,
@@ -238,10 +238,15 @@ _GRANITE_MOE_SHARED_PRESETS = {
 
 
 def joined_weights(name: str, path: str, axis: int = 0) -> tuple[Rule, ...]:
-    """Return the rules for a gated layer, or gated experts, published with `gate` and `up` as one array."""
+    """Return the rules for a gated layer, or gated experts, published with `gate` and `up` as one array.
+
+    In GGUF files, all three maps are arrays of their own, also those of each expert.
+    """
+    apart = gated_weights(path[:-1], prefix=f"{name}experts.{{expert}}." if axis else name)
     return (
         Rule(f"{name}input_linear.weight", leaf_paths(("gate", "up"), "weight", path), axis=axis),
         Rule(f"{name}output_linear.weight", f"{path}down.weight"),
+        *(dataclasses.replace(rule, variant=True) for rule in apart),
     )
 
 
@@ -261,11 +266,11 @@ def moe_attributes(rotary: Entry = RotaryPositions()) -> tuple[Entry, ...]:
     )
 
 
-_MOE_WEIGHTS = (
+_ROUTED_WEIGHTS = (
     Rule(f"{_MOE}router.layer.weight", f"{_MIXED}router.linear.weight"),
     *joined_weights(_MOE, f"{_MIXED}experts.mlps.", axis=1),
-    *joined_weights(_DENSE, f"{_MIXED}shared."),
 )
+_MOE_WEIGHTS = (*_ROUTED_WEIGHTS, *joined_weights(_DENSE, f"{_MIXED}shared."))
 GRANITE_MOE = Family(
     "granitemoe",
     GraniteMoEConfig,
@@ -274,7 +279,7 @@ GRANITE_MOE = Family(
     "GraniteMoeForCausalLM",
     "granitemoe",
     moe_attributes(),
-    (*LLAMA_WEIGHTS, *_MOE_WEIGHTS[:3]),
+    (*LLAMA_WEIGHTS, *_ROUTED_WEIGHTS),
 )
 GRANITE_MOE_SHARED = Family(
     "granitemoeshared",
@@ -300,8 +305,8 @@ class GraniteHybridConfig(NetSizes, GraniteConfig):
     """Whether the attention has rotary positions."""
     experts: OptionalSize = 0
     """Experts of a layer; 0: there are none."""
-    top_k: Size = 2
-    """The number of experts that each token chooses."""
+    top_k: OptionalSize = 2
+    """The number of experts that each token chooses; no effect without experts."""
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     max_seq: Length = 131_072
@@ -411,7 +416,7 @@ GRANITE_HYBRID = Family(
         _PositionKind(),
         Count("shared_mlp", "shared_intermediate_size", 1024),
         Count("experts", "num_local_experts", 8, minimum=0),
-        Count("top_k", "num_experts_per_tok", 2),
+        Count("top_k", "num_experts_per_tok", 2, minimum=0),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Activation(),
         Attribute("bias", "attention_bias", False),
