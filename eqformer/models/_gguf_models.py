@@ -9,8 +9,9 @@ from jaxtyping import Shaped
 
 from .._files import JsonObject
 from ._config_types import LayerCount, PublishedConfig
-from ._gguf_architectures import Architecture, architecture_of, ARCHITECTURES, LAYER
+from ._gguf_architectures import Architecture, LAYER
 from ._gguf_file import DIVISORS, DTYPE, GGUF
+from ._gguf_mixtures import architecture_of, ARCHITECTURES
 from .formats import Coded
 
 

@@ -19,8 +19,8 @@ from test_published import FIXTURES
 
 from eqformer import models, nn
 from eqformer.data import FileTokenizer, has_chat_template
-from eqformer.models._gguf_architectures import ARCHITECTURES
 from eqformer.models._gguf_file import GGUF
+from eqformer.models._gguf_mixtures import ARCHITECTURES
 from eqformer.models.formats import BLOCKS, PACKAGED
 from eqformer.nn import Llama3Scaling
 from eqformer.parallel import make_mesh, Plan

@@ -1,0 +1,441 @@
+"""Architectures of GGUF files with experts or with layers of several kinds, and the architecture of a file."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from ._gguf_architectures import Architecture, DENSE, FOUR_NORMS, HUNYUAN, MAPS, SCALES, WINDOW
+from ._gguf_conversions import (
+    order_rotated_pairs,
+    order_tiled_heads,
+    read_attention_bias,
+    read_conv_layers,
+    read_ernie_layers,
+    read_gemma4,
+    read_glm_options,
+    read_latents,
+    read_latents_of_v2,
+    read_magnitudes,
+    read_mamba2,
+    read_mixture,
+    read_oss_scaling,
+    read_partial_rotary,
+    read_windows,
+    restore_decay,
+    restore_qwen35,
+)
+from ._gguf_file import GGUF
+
+
+def _experts(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
+    maps = {f"ffn_{name}_exps": f"{prefix}experts.{{}}.{published}" for name, published in names.items()}
+    return {"ffn_gate_inp": f"{prefix}gate"} | maps
+
+
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_ROUTED = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_ROUTED_OPTIONS = {
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+_SIGMOID = {"expert_gating_func": 2}
+_EXPERT_MAPS = {name: f"{name}_proj" for name in MAPS}
+_MIXTRAL_MAPS = {"gate": "w1", "up": "w3", "down": "w2"}
+_SHARED_EXPERTS = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in MAPS}
+_GRANITE_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **{f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{name}_proj" for name in MAPS},
+    **{f"ffn_{name}_shexp": f"shared_mlp.{name}_proj" for name in MAPS},
+}
+_MAMBA = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_QWEN35 = Architecture(
+    "qwen3_5_text",
+    {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+    },
+    sizes={
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+        "ssm.inner_size": "linear_value_head_dim",
+        "full_attention_interval": "full_attention_interval",
+    },
+    implied=lambda config, file: {
+        "linear_value_head_dim": config["linear_value_head_dim"] // config["linear_num_value_heads"]
+    },
+    unread=("rope.dimension_sections",),  # positions of images, which are equal for text
+    order=order_tiled_heads,
+    restore=restore_qwen35,
+    left_out={"ssm_conv1d": 1, "ffn_gate_inp_shexp": 0},
+    has_predictors=True,
+)
+_DEEPSEEK2 = Architecture(
+    "deepseek_v2",
+    {
+        **_experts("mlp.", _EXPERT_MAPS),
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_k_b": "self_attn.k_b_proj.{}",
+        "attn_v_b": "self_attn.v_b_proj.{}",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        **_SHARED_EXPERTS,
+    },
+    sizes={
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "rope.dimension_count": "qk_rope_head_dim",
+        **_ROUTED,
+    },
+    numbers={
+        "attention.q_lora_rank": "q_lora_rank",
+        "attention.key_length_mla": "qk_nope_head_dim",
+        "attention.value_length_mla": "v_head_dim",
+        "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+        **_ROUTED_OPTIONS,
+    },
+    implied=read_latents_of_v2,
+    unread=("attention.key_length", "attention.value_length"),  # the widths of latents, which other sizes state
+    has_latents=True,
+    has_predictors=True,
+)
+_LFM2 = Architecture(
+    "lfm2",
+    {
+        "attn_norm": "operator_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "ffn_norm": "ffn_norm",
+        **{f"ffn_{name}": f"feed_forward.{published}" for name, published in _MIXTRAL_MAPS.items()},
+        **{f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")},
+    },
+    sizes={"shortconv.l_cache": "conv_L_cache"},
+    implied=lambda config, file: read_conv_layers(config, file) | {"block_auto_adjust_ff_dim": False},
+    left_out={"shortconv.conv": 1},
+    edges={"token_embd_norm": "model.embedding_norm"},
+    lists=("attention.head_count_kv",),
+)
+ARCHITECTURES: Mapping[str, Architecture] = {
+    **DENSE,
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        {
+            **_experts("mlp.", _EXPERT_MAPS),
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in MAPS},
+        },
+        sizes={
+            **_EXPERTS,
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        left_out={"ffn_gate_inp_shexp": 0},
+    ),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        _experts("mlp.", _EXPERT_MAPS),
+        numbers={**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+        implied=lambda config, file: {"norm_topk_prob": True},
+    ),
+    "qwen35": _QWEN35,
+    "qwen35moe": dataclasses.replace(
+        _QWEN35,
+        model_type="qwen3_5_moe_text",
+        layer={
+            **_QWEN35.layer,
+            **_experts("mlp.", _EXPERT_MAPS),
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in MAPS},
+        },
+        sizes={
+            **_QWEN35.sizes,
+            **_EXPERTS,
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+    ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        {
+            **FOUR_NORMS,
+            "ffn_norm": "pre_feedforward_layernorm",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            **{f"post_ffw_norm_{number}": f"post_feedforward_layernorm_{number}" for number in (1, 2)},
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps": "experts.{}.gate_up_proj",
+            "ffn_down_exps": "experts.{}.down_proj",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "layer_output_scale.weight": "layer_scalar",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+        },
+        sizes={"attention.key_length_swa": "head_dim_swa"},
+        numbers={
+            **WINDOW,
+            "final_logit_softcapping": "final_logit_softcapping",
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        implied=read_gemma4,
+        unread=("attention.value_length_swa", "rope.dimension_count_swa"),  # as many as a head's channels
+        edges={
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        lists=("attention.head_count_kv", "feed_forward_length", "attention.sliding_window_pattern"),
+    ),
+    "deepseek2": _DEEPSEEK2,
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        {
+            **_experts("mlp.", _EXPERT_MAPS),
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+            "attn_sinks.weight": "self_attn.sinks",
+            **{f"ffn_{name}_exps.bias": f"mlp.experts.{name}_proj_bias" for name in MAPS},
+        },
+        sizes={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        numbers=WINDOW,
+        implied=read_oss_scaling,
+    ),
+    "lfm2": _LFM2,
+    "lfm2moe": dataclasses.replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        layer={
+            **_LFM2.layer,
+            **_experts("feed_forward.", _MIXTRAL_MAPS),
+            "exp_probs_b.bias": "feed_forward.expert_bias",
+        },
+        sizes={**_LFM2.sizes, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+        numbers={"leading_dense_block_count": "num_dense_layers"},
+        implied=lambda config, file: (
+            read_conv_layers(config, file)
+            | {
+                "num_dense_layers": config["num_dense_layers"] or 0,
+                "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in file.tensors),
+            }
+        ),
+        expected=_SIGMOID,
+    ),
+    "olmoe": Architecture(
+        "olmoe",
+        _experts("mlp.", _EXPERT_MAPS),
+        sizes=_EXPERTS,
+        implied=lambda config, file: read_attention_bias(config, file) | {"norm_topk_prob": False},
+    ),
+    "phimoe": Architecture(
+        "phimoe",
+        _experts("block_sparse_moe.", _MIXTRAL_MAPS),
+        sizes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        numbers=WINDOW,
+        implied=lambda config, file: (
+            read_attention_bias(config, file)
+            | read_magnitudes(config, file)
+            | {"lm_head_bias": "output.bias" in file.tensors}
+        ),
+    ),
+    "granitemoe": Architecture(
+        "granitemoe",
+        _GRANITE_EXPERTS,
+        sizes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        numbers=SCALES,
+        implied=read_attention_bias,
+        order=order_rotated_pairs,
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        {**_GRANITE_EXPERTS, **_MAMBA, **{f"ffn_{name}": f"shared_mlp.{name}_proj" for name in MAPS}},
+        sizes={
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups",
+            "ssm.time_step_rank": "mamba_n_heads",
+            "ssm.inner_size": "mamba_d_head",
+        },
+        numbers={
+            **SCALES,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+        implied=read_mamba2,
+        order=order_rotated_pairs,
+        restore=restore_decay,
+        left_out={"ssm_conv1d": 1},
+        flat=("ssm_a", "ssm_d", "ssm_norm"),
+        lists=("attention.head_count_kv",),
+    ),
+    "minimax-m2": Architecture(
+        "minimax_m2",
+        {
+            **_experts("block_sparse_moe.", _MIXTRAL_MAPS),
+            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+        },
+        sizes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        implied=read_partial_rotary,
+        expected=_SIGMOID,
+        unread=("expert_feed_forward_length",),  # repeats the width
+    ),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        {
+            **_experts("mlp.", _EXPERT_MAPS),
+            **_SHARED_EXPERTS,
+            "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
+        },
+        sizes={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        numbers={
+            "expert_shared_count": "moe_num_shared_experts",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        implied=read_ernie_layers,
+        unread=("expert_shared_feed_forward_length",),  # a quotient that is not the width of the arrays
+    ),
+    "dots1": Architecture(
+        "dots1",
+        {
+            **_experts("mlp.", _EXPERT_MAPS),
+            **_SHARED_EXPERTS,
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        },
+        sizes=_ROUTED,
+        numbers=_ROUTED_OPTIONS,
+        implied=lambda config, file: (
+            read_attention_bias(config, file) | read_mixture(config, file) | {"sliding_window": None}
+        ),
+        expected=_SIGMOID,
+    ),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe",
+        {
+            **HUNYUAN,
+            **_experts("mlp.", _EXPERT_MAPS),
+            "ffn_gate_inp": "mlp.gate.wg",
+            **{f"ffn_{name}_shexp": f"mlp.shared_mlp.{name}_proj" for name in MAPS},
+        },
+        sizes={
+            "expert_count": "num_experts",
+            "expert_used_count": "moe_topk",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "num_shared_expert",
+        },
+        implied=read_attention_bias,
+        unread=("expert_shared_feed_forward_length",),  # repeats the width
+    ),
+    "afmoe": Architecture(
+        "afmoe",
+        {
+            **_experts("mlp.", _EXPERT_MAPS),
+            **_SHARED_EXPERTS,
+            "ffn_gate_inp": "mlp.router.gate",
+            "exp_probs_b.bias": "mlp.expert_bias",
+            "attn_gate": "self_attn.gate_proj",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        sizes={**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+        numbers={
+            **WINDOW,
+            "expert_shared_count": "num_shared_experts",
+            "leading_dense_block_count": "num_dense_layers",
+            "expert_weights_scale": "route_scale",
+        },
+        implied=lambda config, file: (
+            read_windows(config, file, 4)
+            | {name: config[name] or 0 for name in ("num_shared_experts", "num_dense_layers")}
+            # llama.cpp multiplies embeddings by the root of their width.
+            | {"route_scale": config["route_scale"] or 1.0, "mup_enabled": True}
+        ),
+        expected=_SIGMOID,
+        unread=("attention.sliding_window_pattern",),
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        {
+            **_experts("mlp.", _EXPERT_MAPS),
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            **_SHARED_EXPERTS,
+        },
+        sizes=_ROUTED,
+        numbers=_ROUTED_OPTIONS,
+        implied=read_glm_options,
+        expected=_SIGMOID,
+        has_predictors=True,
+    ),
+}
+_MIXTRAL = Architecture(
+    "mixtral",
+    _experts("block_sparse_moe.", _MIXTRAL_MAPS),
+    numbers={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    order=order_rotated_pairs,
+)
+_GRANITE_MOE_SHARED = dataclasses.replace(
+    ARCHITECTURES["granitemoe"],
+    model_type="granitemoeshared",
+    numbers={**SCALES, "expert_shared_feed_forward_length": "shared_intermediate_size"},
+)
+_DEEPSEEK_V3 = dataclasses.replace(_DEEPSEEK2, model_type="deepseek_v3", implied=read_latents, expected=_SIGMOID)
+_FIRST_DENSE = "deepseek2.leading_dense_block_count"
+
+
+def architecture_of(file: GGUF) -> Architecture:
+    """Return the architecture of a file.
+
+    GGUF calls Mixtral "llama" too, with an `expert_count` above 0, DeepSeek-V3 "deepseek2", whose choice of experts has
+    a bias, and Granite with a shared expert "granitemoe".
+    """
+    kind = file.values["general.architecture"]
+    if kind == "llama" and file.values.get("llama.expert_count"):
+        return _MIXTRAL
+    if kind == "deepseek2" and f"blk.{file.values.get(_FIRST_DENSE, 0)}.exp_probs_b.bias" in file.tensors:
+        return _DEEPSEEK_V3
+    if kind == "granitemoe" and file.values.get("granitemoe.expert_shared_feed_forward_length"):
+        return _GRANITE_MOE_SHARED
+    return ARCHITECTURES[kind]
