@@ -171,6 +171,24 @@ def test_a_file_of_llama_cpps_converter_is_the_model_before(name, converted, tmp
     )
 
 
+LLAMA_CPP = np.load(FIXTURES / "gguf_logits.npz")
+LLAMA_CPP_IDS = jax.numpy.array([[3, 7, 1, 20, 9, 9, 14, 2, 30, 5, 11, 28]])
+# llama.cpp rounds the inputs of a GELU to 16 bits.
+WITH_GELU = {"gemma4": 0.05, "gemma4 experts": 0.05, "gptneox": 3e-3, "starcoder2": 3e-3}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", LLAMA_CPP)
+def test_logits_of_a_file_are_those_of_llama_cpp(name, converted, tmp_path):
+    (tmp_path / "a.gguf").write_bytes(converted[name].tobytes())
+    model: Any = models.load(tmp_path / "a.gguf")
+    with jax.default_matmul_precision("highest"):
+        logits = np.asarray(model(LLAMA_CPP_IDS)[0][0])
+    expected, bound = LLAMA_CPP[name], WITH_GELU.get(name, 1e-5)
+    assert np.abs(logits - expected).max() < bound * expected.std()
+    assert np.abs(logits[::-1] - expected).max() > 0.5 * expected.std()
+
+
 @pytest.mark.parametrize("name", ("qwen3moe", "mixtral"))
 def test_a_tokenizer_gives_the_ids_of_the_one_before(name, tmp_path):
     expected = CONVERTED[name]["tokenizer"]
