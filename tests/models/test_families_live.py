@@ -142,6 +142,7 @@ DEFAULTS = {
     "glm_moe_dsa": "glm-5",
     "gpt2": "gpt2",
     "gpt_oss": "gpt-oss-120b",
+    "laguna": "laguna-xs.2",
     "lfm2_moe": "lfm2-8b-a1b",
     "lfm3": "lfm3-1.7b",
     "stablelm": "stablelm-3b-4e1t",

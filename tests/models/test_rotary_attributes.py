@@ -54,7 +54,7 @@ def test_of_layers_types_the_older_scaling_must_be_that_of_layers_without_a_wind
         numbers_of(config | {"rope_parameters": said, "rope_scaling": LINEAR | {"factor": 8.0}})
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "modernbert", "gemma4_text", "mimo_v2_flash"])
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "modernbert", "gemma4_text", "mimo_v2_flash", "laguna"])
 @pytest.mark.parametrize("said", [{"rope_theta": 77.0}, {"rope_type": "default", "rope_theta": 77.0}, LINEAR])
 def test_rope_parameters_of_all_layers_are_refused_where_types_have_their_own(family, said):
     """Transformers looks the types up in them, finds none, and takes its defaults."""

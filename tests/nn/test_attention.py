@@ -54,6 +54,8 @@ CORNERS = {
     "scale": lambda: make(scores=nn.Scores(1.3)),
     "gate": lambda: make(gate=True),
     "gate of heads": lambda: make(gate="heads"),
+    "gate of softplus": lambda: make(bias=True).with_gate(activation="softplus", key=jax.random.key(1)),
+    "gate of heads by softplus": lambda: make().with_gate(by_heads=True, activation="softplus", key=jax.random.key(1)),
     "values of fewer channels": lambda: make(head_dim=(HEAD_DIM, 3), gate=True, bias=True),
     "temperature": lambda: make(scores=nn.Scores(temperature=nn.LogTemperature(2, 0.7))),
     "norms after the rotation": lambda: make(
@@ -103,7 +105,9 @@ def literal(module, x, places, visible):
     sinks = None if scores.sinks is None else wide(scores.sinks)
     y = attend(query, key, value, visible, scores.scale_of(HEAD_DIM), sinks, scores.softcap)
     if module.gate is not None:
-        factors = 1 / (1 + np.exp(-linear(x, module.gate)))
+        logits = linear(x, module.gate)
+        is_softplus = float(module.gate_activation(jnp.ones(()))) > 1
+        factors = np.log1p(np.exp(logits)) if is_softplus else 1 / (1 + np.exp(-logits))
         y = y * (factors if factors.ndim == 4 else factors[..., None])
     return linear(y, module.output)
 
@@ -115,6 +119,7 @@ def run(module, x, places=PLACES, segments=None):
 
 # What "all at once" has too, and what others of these have, is for the grid alone.
 GRID = ("input biases alone", "one head", "multi-head", "scale", "sinks", "softcap", "gate", "temperature", "window")
+GRID += ("gate of heads by softplus",)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ class _HeadNorms(TypedDict):
 class _AttentionOptions(TypedDict, total=False):
     """Arguments of `nn.Attention` that a family may choose; `attention` computes the others from the config."""
 
+    heads: int
     head_dim: int | tuple[int, int]
     kv_heads: int | None
     bias: bool
@@ -268,6 +269,7 @@ def attention(
     """Return causal attention with rotary positions; `options` are arguments of `Attention`, which take precedence."""
     size = config.head_size
     arguments: _AttentionOptions = {
+        "heads": config.heads,
         "head_dim": size,
         "kv_heads": config.kv_heads,
         "output_std": damping(config) * (config.heads * size) ** -0.5,
@@ -275,7 +277,7 @@ def attention(
     }
     if "rotary" not in options:
         arguments["rotary"] = rotary_of(config, size, scaling=config.scaling)
-    return nn.Attention(embed=config.embed, heads=config.heads, **(arguments | options), key=key)
+    return nn.Attention(embed=config.embed, **(arguments | options), key=key)
 
 
 def causal_mask(window: int | None) -> nn.Mask:

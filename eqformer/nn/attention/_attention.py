@@ -1,9 +1,10 @@
 """Softmax attention: multi-head, multi-query and grouped-query attention as one module; and with value embeddings."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
@@ -11,8 +12,9 @@ from jaxtyping import Array, Float, Int, Key
 from ...kernels import ATTENTION, causal, Mask, Operation
 from .._cache import KVCache, mask_overflow, store_keys
 from .._contracts import Attends, LinearMap, Mixer, MixerFacts
-from .._dtype import lookup_rows
+from .._dtype import at_least_float32, lookup_rows
 from .._linear import Linear
+from .._mlp import FixedActivation
 from .._model_contracts import EmbeddingTable
 from .._norm import Norm
 from .._tokens import answer_request, SharedKV, SharedValue, ShareRequest, Tokens, tokens_or_default, unwrap_request
@@ -30,13 +32,24 @@ def make_gate(
 
 
 def apply_gate(
-    gate: LinearMap | None, x: Float[Array, "*rows _ embed"], attended: Float[Array, "*batch seq heads v_dim"]
+    gate: LinearMap | None,
+    x: Float[Array, "*rows _ embed"],
+    attended: Float[Array, "*batch seq heads v_dim"],
+    activation: Callable[[Array], Array] = jax.nn.sigmoid,
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Multiply what heads attended to by the sigmoids of the gate's map of `x`; without a gate, return it unchanged."""
+    """Multiply what heads attended to by the activation of the gate's map of `x`; without a gate, return it
+    unchanged."""
     if gate is None:
         return attended
-    factors = jax.nn.sigmoid(gate(x))
+    factors = activation(gate(x))
     return attended * (factors if factors.ndim == attended.ndim else factors[..., None])
+
+
+def _softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jax.nn.softplus(x.astype(at_least_float32(x.dtype))).astype(x.dtype)
+
+
+_GATES: dict[str, Callable[[Array], Array]] = {"sigmoid": jax.nn.sigmoid, "softplus": _softplus}
 
 
 class Attention(Mixer):
@@ -58,6 +71,7 @@ class Attention(Mixer):
     value_norm: Norm | None
     rotary: PositionEncoding | None
     gate: LinearMap | None
+    gate_activation: FixedActivation
     scores: Scores
     mask: Mask
     core: Operation
@@ -125,11 +139,26 @@ class Attention(Mixer):
         self.value = Linear(f"embed -> kv_heads {name}", bias=bias, key=keys[2], **v_sizes)
         self.output = Linear(f"heads {name} -> embed", bias=output_bias, std=output_std, key=keys[3], **output_sizes)
         self.gate = make_gate(gate, embed=embed, heads=heads, head_dim=v_dim, bias=bias, key=keys[4])
+        self.gate_activation = FixedActivation(jax.nn.sigmoid)
         self.query_norm, self.key_norm, self.value_norm = query_norm, key_norm, value_norm
         self.rotary = rotary
         self.scores = Scores() if scores is None else scores
         self.mask = causal() if mask is None else mask
         self.core = ATTENTION if core is None else core
+
+    def with_gate(
+        self, *, by_heads: bool = False, activation: Literal["sigmoid", "softplus"] = "sigmoid", key: Key[Array, ""]
+    ) -> "Attention":
+        """Return the layer with a gate without biases: each head's output is multiplied by a function of the input.
+
+        The function is the activation of a linear map, and Laguna's is a softplus. Each channel has its own factor or,
+        with `by_heads`, all channels of a head have the same.
+        """
+        (heads, _), (_, v_dim), (embed,) = self.query.output_shape, self._value_shape, self.output.output_shape
+        kind = "heads" if by_heads else True
+        gate = make_gate(kind, embed=embed, heads=heads, head_dim=v_dim, bias=False, key=key)
+        replaced = gate, FixedActivation(_GATES[activation])
+        return eqx.tree_at(lambda a: (a.gate, a.gate_activation), self, replaced, is_leaf=lambda node: node is None)
 
     def __call__(
         self,
@@ -160,7 +189,7 @@ class Attention(Mixer):
         attended = compute_attention(core, call, None if rotation.on_read else cache)
         # Tokens beyond the capacity of the cache are not stored, so their outputs are NaN.
         attended = mask_overflow(attended, tokens, cache)
-        attended = apply_gate(self.gate, x, attended)
+        attended = apply_gate(self.gate, x, attended, self.gate_activation)
         shared = SharedKV(key, value, None if kv_tokens is None else kv_tokens.positions)
         return self.output(attended), shared, cache
 
