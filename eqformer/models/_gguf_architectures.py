@@ -16,6 +16,7 @@ from ._gguf_conversions import (
     read_attention_bias,
     read_biases,
     read_gemma_scores,
+    read_gpt2_sizes,
     read_growth,
     read_partial_rotary,
     read_windows,
@@ -203,6 +204,29 @@ DENSE: Mapping[str, Architecture] = {
             }
         ),
         eps=_LAYER_NORM,
+    ),
+    "gpt2": Architecture(
+        "gpt2",
+        {
+            "attn_norm": "ln_1",
+            "attn_qkv.weight": "attn.c_attn.linear.weight",
+            "attn_qkv.bias": "attn.c_attn.bias",
+            "attn_output.weight": "attn.c_proj.linear.weight",
+            "attn_output.bias": "attn.c_proj.bias",
+            "ffn_norm": "ln_2",
+            "ffn_up.weight": "mlp.c_fc.linear.weight",
+            "ffn_up.bias": "mlp.c_fc.bias",
+            "ffn_down.weight": "mlp.c_proj.linear.weight",
+            "ffn_down.bias": "mlp.c_proj.bias",
+        },
+        implied=read_gpt2_sizes,
+        edges={
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+        },
+        prefix="transformer.h.",
+        eps=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
     ),
     "gptneox": Architecture(
         "gpt_neox",

@@ -242,6 +242,7 @@ def read_glm_options(config: JsonObject, file: GGUF) -> JsonObject:
     return {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        **read_partial_rotary(config, file),
         **read_mixture(config, file),
     }
 
@@ -309,4 +310,33 @@ def read_ernie_layers(config: JsonObject, file: GGUF) -> JsonObject:
         "use_bias": "blk.0.attn_q.bias" in file.tensors,
         "moe_layer_end_index": config["num_hidden_layers"] - 1,
         **{name: config[name] or 0 for name in ("moe_layer_start_index", "moe_num_shared_experts")},
+    }
+
+
+def read_gpt2_sizes(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the sizes under the names of GPT-2, which has no rotary positions."""
+    names = {
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+    }
+    width = config["intermediate_size"]
+    return {
+        **dict.fromkeys((*names.values(), "intermediate_size", "num_key_value_heads", "rope_theta", "head_dim")),
+        **{name: config[known] for name, known in names.items()},
+        "n_inner": None if width == 4 * config["hidden_size"] else width,
+    }
+
+
+def read_recurrent_layers(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the widths of heads and, if the file lists recurrent layers, the types of all layers."""
+    value_width = config["linear_value_head_dim"] // config["linear_num_value_heads"]
+    widths = read_partial_rotary(config, file) | {"linear_value_head_dim": value_width}
+    name = "attention.recurrent_layers"
+    if f"{file.values['general.architecture']}.{name}" not in file.values:
+        return widths
+    is_recurrent = file.numbers_by_layer(name, config["num_hidden_layers"], bool)
+    return widths | {
+        "layer_types": ["linear_attention" if recurrent else "full_attention" for recurrent in is_recurrent]
     }

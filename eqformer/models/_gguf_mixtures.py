@@ -19,6 +19,7 @@ from ._gguf_conversions import (
     read_mixture,
     read_oss_scaling,
     read_partial_rotary,
+    read_recurrent_layers,
     read_windows,
     restore_decay,
     restore_qwen35,
@@ -85,14 +86,28 @@ _QWEN35 = Architecture(
         "ssm.inner_size": "linear_value_head_dim",
         "full_attention_interval": "full_attention_interval",
     },
-    implied=lambda config, file: {
-        "linear_value_head_dim": config["linear_value_head_dim"] // config["linear_num_value_heads"]
-    },
+    implied=read_recurrent_layers,
     unread=("rope.dimension_sections",),  # positions of images, which are equal for text
     order=order_tiled_heads,
     restore=restore_qwen35,
     left_out={"ssm_conv1d": 1, "ffn_gate_inp_shexp": 0},
     has_predictors=True,
+)
+_QWEN35_MOE = dataclasses.replace(
+    _QWEN35,
+    model_type="qwen3_5_moe_text",
+    layer={
+        **_QWEN35.layer,
+        **_experts("mlp.", _EXPERT_MAPS),
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in MAPS},
+    },
+    sizes={
+        **_QWEN35.sizes,
+        **_EXPERTS,
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
 )
 _DEEPSEEK2 = Architecture(
     "deepseek_v2",
@@ -166,21 +181,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         implied=lambda config, file: {"norm_topk_prob": True},
     ),
     "qwen35": _QWEN35,
-    "qwen35moe": dataclasses.replace(
-        _QWEN35,
-        model_type="qwen3_5_moe_text",
-        layer={
-            **_QWEN35.layer,
-            **_experts("mlp.", _EXPERT_MAPS),
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in MAPS},
-        },
-        sizes={
-            **_QWEN35.sizes,
-            **_EXPERTS,
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        },
+    "qwen35moe": _QWEN35_MOE,
+    "qwen3next": dataclasses.replace(
+        _QWEN35_MOE,
+        model_type="qwen3_next",
+        layer={**_QWEN35_MOE.layer, "ssm_ba": "linear_attn.in_proj_ba"},
+        implied=read_recurrent_layers,
+        order=lambda file, name: (None, None),
+        unread=("attention.recurrent_layers",),
     ),
     "gemma4": Architecture(
         "gemma4_text",

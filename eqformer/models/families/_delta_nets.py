@@ -114,6 +114,9 @@ NET_WEIGHTS = _net_weights(
         groups="net_kv_heads",
     ),
     Rule(f"{_NET}in_proj_ba.weight", leaf_paths(("rate", "decay"), "weight"), groups="net_kv_heads"),
+    # GGUF files have gates apart, and all queries first.
+    Rule(f"{_NET}in_proj_qkv.weight", leaf_paths(("query", "key", "value"), "weight"), _HEADS, variant=True),
+    Rule(f"{_NET}in_proj_z.weight", "mixer.layer.gate.weight", _HEADS, variant=True),
 )
 # The input maps are published one after another (Qwen3.5).
 SPLIT_NET_WEIGHTS = _net_weights(

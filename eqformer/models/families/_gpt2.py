@@ -52,6 +52,11 @@ WEIGHTS = (
     Rule(f"{_LAYER}mlp.c_proj.weight", "feed_forward.layer.down.weight", _TURNED),
     Rule(f"{_LAYER}mlp.c_proj.bias", "feed_forward.layer.down.bias"),
     *(Rule(f"transformer.ln_f.{leaf}", f"norm.{leaf}") for leaf in ("weight", "bias")),
+    # GGUF files have maps with outputs first.
+    Rule(f"{_LAYER}attn.c_attn.linear.weight", leaf_paths(_QKV, "weight"), "(h d) embed -> h d embed", variant=True),
+    Rule(f"{_LAYER}attn.c_proj.linear.weight", "mixer.layer.output.weight", "embed (h d) -> embed h d", variant=True),
+    Rule(f"{_LAYER}mlp.c_fc.linear.weight", "feed_forward.layer.up.weight", variant=True),
+    Rule(f"{_LAYER}mlp.c_proj.linear.weight", "feed_forward.layer.down.weight", variant=True),
 )
 
 
