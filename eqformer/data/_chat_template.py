@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, object]
 Span = tuple[int, int]
+_CONTINUATION_MARK = "EQFORMER_CONTINUES_HERE "
+"""Mark after a content that is continued. Its space shows whether a template trims white space after a content."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
 
@@ -77,17 +79,49 @@ class ChatTemplate:
                 )
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **options: object
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **options: object,
     ) -> str:
         """Return the conversation as one text.
 
         Each message has a `role` (`system`, `user`, `assistant`) and a `content`. With `add_generation_prompt`, the
-        text ends with the header of the assistant's next message. `options` are further variables of the template
-        (`enable_thinking=False`). The text names special tokens; `FileTokenizer.encode_prompt` encodes the names as the
-        tokens. Raises a `ValueError` if the template refuses the conversation, or exceeds a limit.
+        text ends with the header of the assistant's next message. With `continue_final_message`, the text ends with the
+        content of the final message instead, which is the beginning of an answer. `options` are further variables of
+        the template (`enable_thinking=False`). The text names special tokens; `FileTokenizer.encode_prompt` encodes the
+        names as the tokens. Raises a `ValueError` if the template refuses the conversation, exceeds a limit, or changes
+        the content that is to be continued.
         """
+        if continue_final_message:
+            return self._render_unfinished(messages, **options)
         pieces = self._render_pieces(messages, add_generation_prompt=add_generation_prompt, **options)
         return "".join(piece.text for piece in pieces)
+
+    def _render_unfinished(self, messages: Sequence[Mapping[str, object]], **options: object) -> str:
+        """Return the conversation as a text that ends with the content of the final message.
+
+        The content is rendered with a mark after it, and the text ends before the mark, as in transformers: the
+        template shows where it writes the content, and whether it trims white space.
+        """
+        call = "ChatTemplate.render(continue_final_message=True)"
+        content = messages[-1].get("content") if messages else None
+        if not isinstance(content, str):
+            raise ValueError(
+                f"{call}: the content of the final message is continued, but it is {content!r:.80}; let the "
+                "conversation end with a message whose content is a text."
+            )
+        marked = [*messages[:-1], {**messages[-1], "content": content + _CONTINUATION_MARK}]
+        pieces = self._render_pieces(marked, add_generation_prompt=False, **options)
+        before, mark, after = "".join(piece.text for piece in pieces).rpartition(_CONTINUATION_MARK.strip())
+        if not mark or content.strip() not in before:
+            raise ValueError(
+                f"{call}: the final message {content.strip()!r:.80} is continued, but the template in {self._file} "
+                "writes that message in another way; leave out continue_final_message, or change the message."
+            )
+        return before if after.startswith(" ") else before.rstrip()
 
     def render_by_message(
         self, messages: Sequence[Mapping[str, object]], **options: object

@@ -62,17 +62,7 @@ class HarnessModel(TemplateLM):
         template = self.llm.chat_template
         if template is None:
             raise ValueError("evaluate_tasks(apply_chat_template=True): the model has no chat template; leave it out.")
-        if add_generation_prompt:
-            return template.render(chat_history)
-        text = template.render(chat_history, add_generation_prompt=False)
-        last = chat_history[-1]["content"].strip()
-        before, last_found, _ = text.rpartition(last) if last else (text, "", "")
-        if last_found != last:
-            raise ValueError(
-                f"evaluate_tasks(apply_chat_template=True): the task continues its last message, {last!r:.80}, but the "
-                "chat template writes that message in another way; leave apply_chat_template out for this task."
-            )
-        return before + last
+        return template.render(chat_history, continue_final_message=not add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return a name of the template for the harness' records."""

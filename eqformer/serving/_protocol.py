@@ -16,6 +16,7 @@ MAX_STOPS = 16
 """Maximum number of strings that may end one text."""
 MAX_BIASES = 1024
 """Maximum number of ids with a bias of their logits."""
+_TEMPLATE_ARGUMENTS = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _MAX_SEED = 2**63 - 1
 _MAX_NUMBER = 1e9  # the largest number in a field; NaN fails the comparison with it, too
@@ -229,8 +230,14 @@ def parse_chat(fields: Fields, *, max_texts: int) -> ChatRequest:
         reason = "tool_choice asks for a call of a tool, but response_format for another JSON; leave one of them out."
         raise RequestError(400, reason, parameter="tool_choice")
     template_options = fields.take("chat_template_kwargs", {})
-    if not isinstance(template_options, dict) or {"messages", "tools", "add_generation_prompt"} & {*template_options}:
+    if not isinstance(template_options, dict) or _TEMPLATE_ARGUMENTS & {*template_options}:
         raise fields.error("chat_template_kwargs", "an object of further variables of the template", template_options)
+    continues, adds_header = _answer_start(fields)
+    if not adds_header:
+        template_options = template_options | {"add_generation_prompt": False}
+        if forced_tools:
+            reason = "tool_choice forces an answer that begins with a call; give auto or none, or leave it out."
+            raise RequestError(400, reason, parameter="tool_choice")
     has_log_probs = fields.flag("logprobs")
     alternatives = fields.integer("top_logprobs", 0, MAX_ALTERNATIVES)
     if alternatives and not has_log_probs:
@@ -242,6 +249,8 @@ def parse_chat(fields: Fields, *, max_texts: int) -> ChatRequest:
     fields.refuse("modalities", (["text"],), "the models write text")
     fields.finish()
     _check_count(options.count, max_texts)
+    settings = dataclasses.replace(options.settings, continue_final_message=continues)
+    options = dataclasses.replace(options, settings=settings)
     return ChatRequest(model, messages, tools, forced_tools, schema, template_options, options)
 
 
@@ -443,6 +452,16 @@ def _tools(fields: Fields) -> tuple[list[JsonObject], list[JsonObject]]:
     if not forced_tools:
         raise fields.error("tool_choice", "none or auto, unless tools have the function to call", choice)
     return tools, forced_tools
+
+
+def _answer_start(fields: Fields) -> tuple[bool, bool]:
+    """Return whether the answer continues the final message, and whether it begins after its header, the default."""
+    continues = fields.flag("continue_final_message")
+    adds_header = fields.flag("add_generation_prompt", not continues)
+    if continues and adds_header:
+        reason = "continue_final_message goes on with the last message, and add_generation_prompt begins another one."
+        raise RequestError(400, reason, parameter="continue_final_message")
+    return continues, adds_header
 
 
 def _schema(fields: Fields) -> JsonObject | None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -77,6 +78,18 @@ class Prompt:
     def length(self) -> int:
         """Number of prompt tokens."""
         return len(self.ids)
+
+    @property
+    def field(self) -> str:
+        """The field of the request's body that holds the prompt."""
+        return "prompt" if self.messages is None else "messages"
+
+    @property
+    def grammar_field(self) -> str | None:
+        """The field of the request's body that asks for the grammar; None: there is no grammar."""
+        if self.grammar is None:
+            return None
+        return "response_format" if self.grammar.kind == "json_schema" else "tool_choice"
 
 
 class Service(abc.ABC):
@@ -177,29 +190,36 @@ class TextService(Service):
 
     async def encode_completion(self, request: CompletionRequest) -> list[Prompt]:
         """Return the prompts of a completion; raise a `RequestError` for a prompt that cannot be continued."""
-        with _as_bad_request():
+        with _as_bad_request("prompt"):
             rows = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in request.prompts])
         prompts = [Prompt(ids) for ids in rows]
         for prompt in prompts:
-            self._check_length(prompt, request.options)
+            self._check(prompt, request.options)
         return prompts
 
     async def encode_chat(self, request: ChatRequest) -> Prompt:
         """Return the prompt of a chat; raise a `RequestError` for a conversation that cannot be answered."""
         options = request.template_options | ({"tools": request.tools} if request.tools else {})
 
+        tokens = functools.partial(
+            self.llm.chat_tokens,
+            request.messages,
+            continue_final_message=request.options.settings.continue_final_message,
+        )
+
         def encode() -> tuple[list[int], Grammar | None]:
-            ids = self.llm.chat_tokens(request.messages, options)
-            if request.tools and ids == self.llm.chat_tokens(request.messages, request.template_options):
-                raise ValueError("the model's chat template leaves out tools; send the request without tools")
+            ids = tokens(options)
+            if request.tools and ids == tokens(request.template_options):
+                reason = "tools: the model's chat template leaves out tools; send the request without tools."
+                raise RequestError(400, reason, parameter="tools")
             if request.forced_tools:
                 return self._force_call(request, options, ids)
             return ids, None if request.schema is None else Grammar("json_schema", request.schema)
 
-        with _as_bad_request():
+        with _as_bad_request("messages"):
             ids, grammar = await asyncio.to_thread(encode)
         prompt = Prompt(ids, request.messages, grammar, keeps_special_tokens=bool(request.tools))
-        self._check_length(prompt, request.options)
+        self._check(prompt, request.options)
         return prompt
 
     async def start(self, prompt: Prompt, options: TextOptions, example: int) -> AsyncGenerator[TextPiece, None]:
@@ -230,7 +250,7 @@ class TextService(Service):
             )
             return engine.stream(request, prompt_ids=prompt.ids, decoder=decoder)
 
-        with _as_bad_request():
+        with _as_bad_request(prompt.grammar_field or "the body"):
             # Compiling a grammar takes time, so a thread does it while the event loop serves other requests.
             pieces = await asyncio.to_thread(make_stream)
         return self._observe(engine, pieces)
@@ -298,7 +318,7 @@ class TextService(Service):
                     is_first = False
                 result = piece.result
                 if result is not None and result.finish_reason == "error":
-                    raise RequestError(500, result.error)
+                    raise RequestError(500, _without_call(result.error))
                 yield piece
         except (GeneratorExit, asyncio.CancelledError):
             if result is None:
@@ -336,13 +356,15 @@ class TextService(Service):
         ends = [tokenizer.decode_prompt([number]) for number in self.llm.end_ids]
         call_format = template and find_call_format(template, request.messages, options, ends)
         if not template or call_format is None:
-            raise ValueError(
+            reason = (
                 "tool_choice: the model's chat template writes calls of tools in a format that is not known here, so "
-                "no call can be forced; leave tool_choice out, or give auto or none"
+                "no call can be forced; leave tool_choice out, or give auto or none."
             )
+            raise RequestError(400, reason, parameter="tool_choice")
         if call_format.lead:
             ids = self.llm.chat_tokens(request.messages, options, lead=call_format.lead)
-        return ids, call_format.grammar(request.forced_tools, self._marker_ids)
+        with _as_bad_request("tools"):
+            return ids, call_format.grammar(request.forced_tools, self._marker_ids)
 
     @functools.cached_property
     def _marker_ids(self) -> dict[str, int]:
@@ -355,14 +377,26 @@ class TextService(Service):
             raise RequestError(400, message, parameter="prompt")
         return ids
 
+    def _check(self, prompt: Prompt, options: TextOptions) -> None:
+        """Raise a `RequestError` for what the engine would refuse; errors name fields of the request's body."""
+        vocab = self.llm.model.vocab
+        for field, ids in ((prompt.field, prompt.ids), ("logit_bias", options.settings.logit_bias)):
+            if (outside := next((number for number in ids if number >= vocab), None)) is not None:
+                message = f"{field}: the token id {outside} is unknown; the model's {vocab:,} ids are 0 to {vocab - 1}."
+                raise RequestError(400, message, parameter=field)
+        if prompt.grammar is not None and self._has_draft:
+            field = prompt.grammar_field
+            reason = "this server generates with a draft, by which no text can be restricted; leave it out."
+            raise RequestError(400, f"{field}: {reason}", parameter=field)
+        self._check_length(prompt, options)
+
     def _check_length(self, prompt: Prompt, options: TextOptions) -> None:
         """Raise a `RequestError` if a prompt and its new tokens exceed a limit."""
         limits, capacity = self.limits, self.engine.engine.capacity
         longest = capacity - 1 if limits.prompt_tokens is None else min(limits.prompt_tokens, capacity - 1)
         if prompt.length > longest:
             message = f"the prompt has {prompt.length:,} tokens, but at most {longest:,} are read; shorten it."
-            parameter = "prompt" if prompt.messages is None else "messages"
-            raise RequestError(400, message, parameter=parameter, code="context_length_exceeded")
+            raise RequestError(400, message, parameter=prompt.field, code="context_length_exceeded")
         new = options.settings.max_new_tokens or 0
         if new > limits.new_tokens:
             message = f"max_tokens is {new:,}, but at most {limits.new_tokens:,} are generated; ask for fewer."
@@ -407,12 +441,21 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
 
 
 @contextlib.contextmanager
-def _as_bad_request() -> Iterator[None]:
-    """Raise a `RequestError` of status 400 in place of a `ValueError` or an `ImportError` of the block."""
+def _as_bad_request(field: str) -> Iterator[None]:
+    """Raise a `RequestError` of status 400 in place of a `ValueError` or an `ImportError` of the block.
+
+    `field` is the field of the request's body that is at fault.
+    """
     try:
         yield
     except (ValueError, ImportError) as error:
-        raise RequestError(400, str(error)) from error
+        parameter = None if field == "the body" else field
+        raise RequestError(400, f"{field}: {_without_call(str(error))}", parameter=parameter) from error
+
+
+def _without_call(message: str) -> str:
+    """Return a message of the library without the call at its beginning, which clients of the server do not make."""
+    return re.sub(r"^[\w.]+(\(.*?\)(: | (?=needs))|: )", "", message, count=1, flags=re.DOTALL)
 
 
 class _SpecialTokenDecoder:

@@ -47,10 +47,12 @@ class GenerateOptions(TypedDict, total=False):
 
 
 class ChatOptions(GenerateOptions, total=False):
-    """Keyword arguments of `LLM.chat`: those of `GenerateOptions`, and one more."""
+    """Keyword arguments of `LLM.chat`: those of `GenerateOptions`, and two more."""
 
     template_options: Mapping[str, object]
     """Further variables of the chat template, such as `{"enable_thinking": False}`."""
+    continue_final_message: bool
+    """Whether to continue the final message instead of answering it; False by default."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,18 +121,21 @@ class LLM:
         messages: Messages | Sequence[Messages],
         *,
         template_options: Mapping[str, Any] = _NOTHING,
+        continue_final_message: bool = False,
         stream: bool = False,
         log_probs: bool = False,
         **options: Unpack[GenerateOptions],
     ) -> Result:
         """Answer a conversation, or each conversation of a list, in the model's chat template.
 
-        Raises what `generate` raises, and a `ValueError` if there is no chat template or the template refuses the
-        messages.
+        Raises what `generate` raises, and a `ValueError` if there is no chat template, the template refuses the
+        messages, or the final message cannot be continued.
 
         Args:
             messages: Messages such as `{"role": "user", "content": "Why is the sky blue?"}`, or a list of such lists.
             template_options: Further variables of the template, such as `{"enable_thinking": False}`.
+            continue_final_message: Whether to continue the final message, which is the beginning of an answer, instead
+                of answering it. The result is the new text only.
             stream: Whether to return an iterator over the pieces of the answer while it is generated.
             log_probs: Whether to return the answer as a `Completion`, with its ids and their log-probabilities.
             **options: The `GenerateOptions`, such as `max_new_tokens`, `stop` and `temperature`.
@@ -140,20 +143,27 @@ class LLM:
         settings = Settings.from_options("chat", options)
         is_single = any(isinstance(message, Mapping) for message in messages)
         conversations = [messages] if is_single else messages
-        texts = [self._render(conversation, template_options) for conversation in conversations]
+        texts = [self._render(messages, template_options, continue_final_message) for messages in conversations]
         rows = [self._encode_rendered(text) for text in texts]
-        encoded = Prompts(texts, rows, None)
+        is_continued = continue_final_message and self.model.start is None
+        encoded = Prompts(texts, rows, rows if is_continued else None)
         results = generate_texts(self, encoded, "chat", settings, stream=stream, log_probs=log_probs)
         return results[0] if is_single else results
 
     def chat_tokens(
-        self, messages: Messages, template_options: Mapping[str, Any] = _NOTHING, *, lead: str = ""
+        self,
+        messages: Messages,
+        template_options: Mapping[str, Any] = _NOTHING,
+        *,
+        continue_final_message: bool = False,
+        lead: str = "",
     ) -> list[int]:
         """Return the ids of a conversation as the model reads it, up to the answer's header and then its `lead`.
 
-        Raises a `ValueError` if there is no chat template or the template refuses the messages.
+        With `continue_final_message`, the ids end with the content of the final message. Raises a `ValueError` if there
+        is no chat template, the template refuses the messages, or the final message cannot be continued.
         """
-        return self._encode_rendered(self._render(messages, template_options) + lead)
+        return self._encode_rendered(self._render(messages, template_options, continue_final_message) + lead)
 
     def engine(
         self,
@@ -242,7 +252,7 @@ class LLM:
     def _encode_rendered(self, text: str) -> list[int]:
         return self.tokenizer.encode_prompt(text, add_special_tokens=False).tolist()
 
-    def _render(self, messages: Any, template_options: Mapping[str, Any]) -> str:
+    def _render(self, messages: Any, template_options: Mapping[str, Any], continue_final_message: bool) -> str:
         """Return a conversation as the text that the model reads."""
         if self.chat_template is None:
             raise ValueError(
@@ -254,7 +264,8 @@ class LLM:
                 "'content': 'a question'}]."
             )
         self.chat_template.check_roles(messages, "chat(messages)")
-        return self.chat_template.render(messages, **template_options)
+        options = {**template_options, "continue_final_message": True} if continue_final_message else template_options
+        return self.chat_template.render(messages, **options)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return the ids of a context and of its continuation."""

@@ -60,6 +60,8 @@ class TextRequest:
     """Number of the likeliest ids that a stream reports beside each sampled id."""
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further variables of the chat template, such as `{"enable_thinking": False}`."""
+    continue_final_message: bool = False
+    """Whether to continue the final message of a list of messages, instead of answering it."""
 
     def with_fields(self, fields: Mapping[str, Any]) -> "TextRequest":
         """Return the request with the values of a JSON object's fields.
@@ -96,6 +98,7 @@ _KIND_NAMES: Mapping[type, str] = {
     int: "an integer",
     float: "a number",
     str: "a text",
+    bool: "true or false",
     list: "a list",
     dict: "an object",
     type(None): "null",
@@ -118,6 +121,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "seed": (int,),
     "example": (int, _NULL),
     "template_options": (dict,),
+    "continue_final_message": (bool,),
     "json_schema": (dict, str),
     "regex": (str,),
     "lark": (str,),
@@ -311,7 +315,8 @@ class TextEngine:
         encoded = self.encode(request, position, prompt_ids)
         is_text = isinstance(request.prompt, str) or not isinstance(request.prompt[0], Mapping)
         # Answers to messages, and the texts of a model with an encoder, do not continue the text of the prompt.
-        continued = encoded.prompt if is_text and self.llm.model.start is None else ()
+        is_continued = (is_text or request.continue_final_message) and self.llm.model.start is None
+        continued = encoded.prompt if is_continued else ()
         stream = data.TextStream(decoder or self.llm.tokenizer, continued)
         return _TextRow(encoded, TextAssembler(stream, self.llm.end_ids, StopStrings(request.stop)))
 
@@ -329,7 +334,8 @@ class TextEngine:
                 f"{type(prompt).__name__}; give one of them."
             )
         elif any(isinstance(message, Mapping) for message in prompt):
-            ids = self.llm.chat_tokens(prompt, request.template_options)
+            is_continued = request.continue_final_message
+            ids = self.llm.chat_tokens(prompt, request.template_options, continue_final_message=is_continued)
         else:
             ids = list(prompt)
         if not len(ids):

@@ -52,6 +52,42 @@ def test_a_conversation_is_rendered(tmp_path):
     assert template.render(TALK[:1], add_generation_prompt=False, tools=["é"]).endswith('[\n "é"\n]')
 
 
+ASKED = "{% if add_generation_prompt %}<a>{% endif %}"
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}" + ASKED
+SPACED = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} </s>{% endfor %}"
+UNFINISHED = {
+    "trimmed": (MARKED, "Yes, ", "<s><|system|>Be brief.\n<|user|>Hé <b>?\n<|assistant|>Yes,"),
+    "as it is": (PLAIN, "Yes, ", "<system>Be brief.<end>\n<user>Hé <b>?<end>\n<assistant>Yes, "),
+    "in spaces": (SPACED, "Yes, ", "[system] Be brief. </s>[user] Hé <b>? </s>[assistant] Yes, "),
+    "a text of the user": (PLAIN, "Be brief.", "<system>Be brief.<end>\n<user>Hé <b>?<end>\n<assistant>Be brief."),
+    "empty": (PLAIN, "", "<system>Be brief.<end>\n<user>Hé <b>?<end>\n<assistant>"),
+}
+
+
+@pytest.mark.parametrize("name", UNFINISHED)
+def test_a_final_message_is_continued(tmp_path, name):
+    source, content, expected = UNFINISHED[name]
+    template = ChatTemplate(folder_of(tmp_path, source))
+    messages = [*TALK[:2], {"role": "assistant", "content": content}]
+    assert template.render(messages, continue_final_message=True) == expected
+    assert template.render(messages, add_generation_prompt=False) != expected  # the control: a finished message
+
+
+@pytest.mark.parametrize(
+    "source,content,words",
+    [
+        (PLAIN, None, "the content of the final message is continued, but it is None"),
+        ("{{ messages[0].content }}", "b", "final message 'b' is continued, but the template in .* another way"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "b", "the final message 'b' is continued"),
+        (MARKED.replace("{{ message.content | trim }}", "{{ raise_exception('no') }}"), "b", "refuses .*no"),
+    ],
+)
+def test_final_messages_that_cannot_be_continued(tmp_path, source, content, words):
+    template = ChatTemplate(folder_of(tmp_path, source))
+    with pytest.raises(ValueError, match=words):
+        template.render([TALK[1], {"role": "assistant", "content": content}], continue_final_message=True)
+
+
 def test_templates_in_the_settings(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}"}]
     folder = folder_of(tmp_path, None, chat_template=named)
@@ -147,3 +183,20 @@ def test_as_transformers_renders(tmp_path, tokenizer_json):
         assert ours.render(TALK, add_generation_prompt=answer) == expected
         ids = theirs(expected, add_special_tokens=False)["input_ids"]
         assert tokenizer.encode_prompt(expected, add_special_tokens=False).tolist() == ids
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", UNFINISHED)
+def test_a_final_message_is_continued_as_in_transformers(tmp_path, tokenizer_json, name):
+    transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    source, content, expected = UNFINISHED[name]
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_json), bos_token="<s>", eos_token="</s>", chat_template=source
+    )
+    messages = [*TALK[:2], {"role": "assistant", "content": content}]
+    assert theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True) == expected
+    refused = {"role": "assistant", "content": "b"}
+    theirs.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ValueError, match="continue_final_message"):  # as ours refuses it
+        theirs.apply_chat_template([TALK[1], refused], tokenize=False, continue_final_message=True)

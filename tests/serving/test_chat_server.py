@@ -4,7 +4,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from test_completions_server import events, generate_texts, make_app, SCRIPT, send
+from test_completions_server import events, generate_texts, INTERNAL, make_app, SCRIPT, send
 from text_cases import scripted, TEMPLATE
 
 from eqformer import data
@@ -182,7 +182,8 @@ def test_answers_follow_a_schema(tmp_path):
     assert json.loads(follows.json()["choices"][0]["message"]["content"])["a"] in (1, 2)
     with pytest.raises(ValueError):
         json.loads(plain.json()["choices"][0]["message"]["content"])
-    assert broken.status_code == 400 and "grammar" in broken.json()["error"]["message"]
+    assert broken.status_code == 400 and broken.json()["error"]["param"] == "response_format"
+    assert broken.json()["error"]["message"].startswith("response_format: the grammar cannot be read")
 
 
 @pytest.mark.skipif(not find_spec("llguidance"), reason="the extra `grammar` is not installed")
@@ -218,6 +219,9 @@ BAD_CHATS = {
     "logprobs": (1, "yes"),
     "max_tokens": (0, -5, "1"),
     "modalities": (["audio"],),
+    "continue_final_message": (1, "yes"),
+    "add_generation_prompt": (0, []),
+    "logit_bias": ({"256": 1},),
 }
 
 
@@ -229,12 +233,73 @@ def test_bad_settings_of_chats_are_refused(tmp_path, name):
     field = "messages" if are_messages else name
     for value, response in zip(values, send(app, *[{"messages": ASK, field: value} for value in values], path=CHAT)):
         assert response.status_code == 400 and len(response.json()["error"]["message"]) < 500, (value, response.text)
+        assert not INTERNAL.search(response.json()["error"]["message"]), response.text
 
 
 def test_models_without_a_template_or_tools_say_so(tmp_path):
     silent = writer(None)
     (response,) = send(make_app(silent), {"messages": ASK}, path=CHAT)
-    assert response.status_code == 400 and "chat template" in response.json()["error"]["message"]
+    assert response.status_code == 400 and response.json()["error"]["message"].startswith("messages: the model has no")
     llm = writer(template(tmp_path, TEMPLATE))
     (response,) = send(make_app(llm), {"messages": ASK, "tools": [WEATHER]}, path=CHAT)
-    assert response.status_code == 400 and "tools" in response.json()["error"]["message"]
+    assert response.status_code == 400 and response.json()["error"]["message"].startswith("tools: ")
+
+
+TOOL_MESSAGE = {"role": "tool", "content": "x"}
+FORM = {"type": "json_object"}
+ERRORS = {
+    "template": ({"messages": [TOOL_MESSAGE]}, "messages", "messages: the template in chat_template.jinja refuses"),
+    "unfinished": (
+        {"messages": [{"role": "assistant", "content": "a"}], "continue_final_message": True, "max_tokens": 200},
+        "max_tokens",
+        "the prompt has 12 tokens and 200 are asked for",
+    ),
+    "both": (
+        {"messages": ASK, "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "continue_final_message goes on with the last message, and add_generation_prompt begins another one",
+    ),
+    "forced": (
+        {"messages": ASK, "continue_final_message": True, "tools": [WEATHER], "tool_choice": "required"},
+        "tool_choice",
+        "tool_choice forces an answer that begins with a call",
+    ),
+    "draft": ({"messages": ASK, "response_format": FORM}, "response_format", "response_format: this server generates"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_fields_of_the_body(tmp_path, name):
+    body, parameter, words = ERRORS[name]
+    llm = writer(template(tmp_path, TOOLS_TEMPLATE + TEMPLATE))
+    app = make_app(llm, draft=llm) if name == "draft" else make_app(llm)
+    (response,) = send(app, {"max_tokens": 4} | body, path=CHAT)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == parameter, error
+    assert error["message"].startswith(words) and not INTERNAL.search(error["message"]), error
+
+
+def test_an_error_of_the_library_names_a_call():
+    """A control of the tests above: without the server the call is named."""
+    with pytest.raises(ValueError) as raised:
+        scripted(SCRIPT).chat(ASK)
+    assert INTERNAL.search(str(raised.value))
+
+
+def test_the_beginning_of_an_answer_is_continued(tmp_path):
+    llm = writer(template(tmp_path, TEMPLATE.replace("content }}", "content }}$")))
+    messages = [*ASK, {"role": "assistant", "content": "Well, "}]
+    plain = {"messages": messages, "max_tokens": 9, "temperature": 0}
+    body = plain | {"continue_final_message": True}
+    bodies = (body, body | {"add_generation_prompt": False}, body | {"stream": True})
+    continued, explicit, streamed = send(make_app(llm), *bodies, path=CHAT)
+    (expected,) = generate_texts(llm, "<user>Hi$<assistant>Well, ", max_new_tokens=9)
+    (answer,) = generate_texts(llm, "<user>Hi$<assistant>Well, $<assistant>", max_new_tokens=9)
+    (bare,) = generate_texts(llm, "<user>Hi$<assistant>Well, $", max_new_tokens=9)
+    content = lambda response: response.json()["choices"][0]["message"]["content"]
+    assert content(continued) == content(explicit) == expected.text
+    pieces = [choice["delta"].get("content", "") for event in events(streamed) for choice in event["choices"]]
+    assert "".join(pieces) == expected.text
+    answered, headless = send(make_app(llm), plain, plain | {"add_generation_prompt": False}, path=CHAT)
+    assert [content(answered), content(headless)] == [answer.text, bare.text]
+    assert len({expected.text, answer.text, bare.text}) == 3  # the control: the three prompts differ

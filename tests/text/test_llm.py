@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from text_cases import scripted, small_model, USER
+from text_cases import scripted, small_model, TEMPLATE, USER
 
 from eqformer import data, generation
 from eqformer.generation._prompts import explain_full_memory, pad_prompts
-from eqformer.text import Completion, LLM
+from eqformer.text import Completion, LLM, TextRequest
 from eqformer.text._generate_texts import Settings
 
 
@@ -159,6 +159,42 @@ def test_chats_are_answered_in_the_template(llm):
     assert chatty.chat([USER], max_new_tokens=8, template_options={"mark": "!"}) == other
     assert "".join(chatty.chat([USER], max_new_tokens=8, stream=True)) == answer
     assert chatty.chat([USER], max_new_tokens=8, log_probs=True).text == answer
+
+
+class Trimming(data.ByteTokenizer):
+    """A tokenizer that leaves out a space at the beginning of a text, as those of SentencePiece do."""
+
+    def decode(self, ids):
+        return super().decode(ids).removeprefix(" ")
+
+
+def test_a_continued_answer_keeps_its_first_space(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    chatty = scripted("<user>Hi<assistant>Well, then.<assistant> not")
+    chatty = dataclasses.replace(chatty, tokenizer=Trimming(), chat_template=data.ChatTemplate(tmp_path))
+    messages = [USER, {"role": "assistant", "content": "Well,"}]
+    request = TextRequest(messages, max_new_tokens=6, continue_final_message=True)
+    by_engine = [result.text for result in chatty.engine(slots=2, capacity=64).run([request])]
+    assert [chatty.chat(messages, max_new_tokens=6, continue_final_message=True)] == by_engine == [" then."]
+    (tmp_path / "chat_template.jinja").write_text("<user>Hi<assistant>Well,")
+    finished = dataclasses.replace(chatty, chat_template=data.ChatTemplate(tmp_path))
+    assert finished.chat(messages, max_new_tokens=6) == "then."  # the control: the same ids as an answer of its own
+
+
+def test_the_beginning_of_an_answer_is_continued(llm, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE.replace("content }}", "content }}$"))
+    chatty = dataclasses.replace(llm, chat_template=data.ChatTemplate(tmp_path))
+    messages = [USER, {"role": "assistant", "content": "Well, "}]
+    expected = llm.generate("<user>Hi$<assistant>Well, ", max_new_tokens=8)
+    continued = chatty.chat(messages, max_new_tokens=8, continue_final_message=True)
+    assert continued == expected != chatty.chat(messages, max_new_tokens=8)
+    streamed = chatty.chat(messages, max_new_tokens=8, continue_final_message=True, stream=True)
+    request = TextRequest(messages, max_new_tokens=8)
+    rows = [request.with_fields({"continue_final_message": wanted}) for wanted in (True, False)]
+    by_engine, answer = sorted(chatty.engine(slots=2, capacity=64).run(rows), key=lambda result: result.number)
+    assert "".join(streamed) == by_engine.text == expected != answer.text
+    with pytest.raises(ValueError, match="continue_final_message must be true or false, but it is 1"):
+        request.with_fields({"continue_final_message": 1})
 
 
 @pytest.mark.parametrize(
