@@ -64,7 +64,12 @@ from .families._deepseek_v4 import DeepSeekV4Config as DeepSeekV4Config
 from .families._ernie45 import Ernie45Config as Ernie45Config, Ernie45MoEConfig as Ernie45MoEConfig
 from .families._exaone4 import Exaone4Config as Exaone4Config, ExaoneMoEConfig as ExaoneMoEConfig
 from .families._falcon_h1 import FalconH1Config as FalconH1Config
-from .families._gemma import Gemma2Config as Gemma2Config, Gemma3Config as Gemma3Config, GemmaConfig as GemmaConfig
+from .families._gemma import (
+    Gemma2Config as Gemma2Config,
+    Gemma3Config as Gemma3Config,
+    GemmaConfig as GemmaConfig,
+    VaultGemmaConfig as VaultGemmaConfig,
+)
 from .families._gemma4 import Gemma4Config as Gemma4Config
 from .families._glm import (
     GLM4Config as GLM4Config,

@@ -1,8 +1,8 @@
 """Gemma (arXiv:2403.08295), Gemma 2 (arXiv:2408.00118) and the text models of Gemma 3 (arXiv:2503.19786).
 
 Gemma has scaled embeddings, norm weights added to 1, gated GELU and wide heads. Gemma 2 adds four norms a layer,
-softcaps, and a window in every other layer. Gemma 3 has five layers with a window per layer without, norms of queries
-and keys, and no softcaps.
+softcaps, and a window in every other layer. VaultGemma is a Gemma 2 with two norms. Gemma 3 has five layers with a
+window per layer without, norms of queries and keys, and no softcaps.
 """
 
 import dataclasses
@@ -11,14 +11,23 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Attention, Block, LinearScaling, Mask, Mixer, RotaryScaling, Scores, Transformer
-from .._attributes import Activation, Attribute, Expect, Fields, Ignore, Nullable, published_activations
+from ...nn import Attention, Block, GatedMLP, LinearScaling, Mask, Mixer, RotaryScaling, Scores, Transformer
+from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore, Nullable, published_activations
 from .._config_types import Attributes, Index, Length, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryByType
 from . import _decoder as decoders
-from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, head_norm_weights, LLAMA_WEIGHTS
+from ._common import (
+    ATTENTION,
+    decoder_attributes,
+    EDGES,
+    FOUR_NORMS,
+    GATED,
+    head_norm_weights,
+    LLAMA_WEIGHTS,
+    norm_weights,
+)
 from ._decoder import attention, causal_mask, decoder, four_norm_block, gated_mlp, layer_windows, norm, pre_norm_block
 
 
@@ -136,10 +145,13 @@ def gemma2_model(
 
 def gemma2_block(config: Gemma2Config, mask: Mask, key: Key[Array, ""]) -> Block:
     """Return a layer whose attention has this mask."""
+    return four_norm_block(config, *_sublayers(config, mask, key), offset=1.0)
+
+
+def _sublayers(config: Gemma2Config, mask: Mask, key: Key[Array, ""]) -> tuple[Attention, GatedMLP]:
     mixer, feed_forward = jax.random.split(key)
     attended = attention(config, mask=mask, bias=config.bias, output_std=None, scores=scores_of(config), key=mixer)
-    gated = gated_mlp(config, output_std=None, key=feed_forward)
-    return four_norm_block(config, attended, gated, offset=1.0)
+    return attended, gated_mlp(config, output_std=None, key=feed_forward)
 
 
 def scores_of(config: Gemma2Config) -> Scores:
@@ -160,6 +172,18 @@ GEMMA2_PRESETS = {
     "gemma2-27b": dataclasses.replace(_gemma2(4608, 46, 32, 16, 36_864), head_dim=128, query_scalar=144),
 }
 
+_GEMMA2_ATTRIBUTES: tuple[Entry, ...] = (
+    *decoder_attributes(head_dim=256, kv_heads=4, tied=True, max_seq=8192),
+    Windows(4096, Period(2, but=True)),
+    Attribute("query_scalar", "query_pre_attn_scalar", 256),
+    Nullable("score_softcap", "attn_logit_softcapping", 50.0),
+    Nullable("logit_softcap", "final_logit_softcapping", 30.0),
+    Activation("gelu_pytorch_tanh", "hidden_activation"),
+    Attribute("bias", "attention_bias", False),
+    Expect("use_bidirectional_attention", False, written=False),
+    Ignore("hidden_act", "cache_implementation", "sliding_window_size"),  # nothing reads these
+)
+
 GEMMA2 = Family(
     "gemma2",
     Gemma2Config,
@@ -167,18 +191,41 @@ GEMMA2 = Family(
     GEMMA2_PRESETS,
     "Gemma2ForCausalLM",
     "gemma2",
-    (
-        *decoder_attributes(head_dim=256, kv_heads=4, tied=True, max_seq=8192),
-        Windows(4096, Period(2, but=True)),
-        Attribute("query_scalar", "query_pre_attn_scalar", 256),
-        Nullable("score_softcap", "attn_logit_softcapping", 50.0),
-        Nullable("logit_softcap", "final_logit_softcapping", 30.0),
-        Activation("gelu_pytorch_tanh", "hidden_activation"),
-        Attribute("bias", "attention_bias", False),
-        Expect("use_bidirectional_attention", False, written=False),
-        Ignore("hidden_act", "cache_implementation", "sliding_window_size"),  # nothing reads these
-    ),
+    _GEMMA2_ATTRIBUTES,
     (*EDGES, *ATTENTION, *GATED, *FOUR_NORMS),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VaultGemmaConfig(Gemma2Config):
+    """The config of a VaultGemma."""
+
+
+def build_vaultgemma(config: VaultGemmaConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a VaultGemma with random weights."""
+
+    def block(window: int | None, key: Key[Array, ""]) -> Block:
+        return pre_norm_block(config, *_sublayers(config, causal_mask(window), key), offset=1.0)
+
+    return gemma2_model(config, block, key=key)
+
+
+_VAULTGEMMA_PRESETS = {
+    "vaultgemma-byte-500k": VaultGemmaConfig(
+        256, 96, 4, 4, 2, 256, window_layers=(0, 2), window=128, head_dim=32, query_scalar=32, max_seq=512
+    ),
+    "vaultgemma-1b": VaultGemmaConfig(256_000, 1152, 26, 4, 4, 6912, window_layers=(), max_seq=1024),
+}
+
+VAULTGEMMA = Family(
+    "vaultgemma",
+    VaultGemmaConfig,
+    build_vaultgemma,
+    _VAULTGEMMA_PRESETS,
+    "VaultGemmaForCausalLM",
+    "vaultgemma",
+    _GEMMA2_ATTRIBUTES,
+    (*EDGES, *ATTENTION, *GATED, *norm_weights(mixer="input_layernorm", feed_forward="pre_feedforward_layernorm")),
 )
 
 
