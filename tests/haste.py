@@ -151,13 +151,41 @@ def jax_moves() -> Iterator[None]:
 
 
 _ABSTRACT_DRAWS = [False]
+_SHAPES: dict[tuple, Any] = {}
+
+
+def _identify_shapes(function: Any, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+    """Return everything that the shapes of a model depend on, or None for calls other than `models.shapes` makes.
+
+    A test loads and saves a model of one config several times, and each time the shapes of the model are traced again.
+    """
+    name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if name != ("eqformer.models._registry", "build") or len(args) != 1:
+        return None
+    import jax  # here, since flags are made before JAX is first used
+
+    from eqformer.models import _registry
+
+    presets = _registry.presets() if isinstance(args[0], str) else {}
+    config = presets.get(args[0], args[0])
+    family = next((family for family in _registry.FAMILIES.values() if type(config) is family.config), None)
+    options = tuple((name, kwargs[name]) for name in sorted(kwargs) if name != "key")
+    context = _ABSTRACT_DRAWS[0], jax.config.read("jax_enable_x64"), jax.sharding.get_abstract_mesh()
+    # The representation tells numbers of different types apart, which Python takes for equal.
+    identity = config, repr(config), family and family.build, options, context
+    try:
+        hash(identity)
+    except TypeError:  # a config with a field that has no hash
+        return None
+    return identity
 
 
 def skip_abstract_draws() -> None:
     """Trace a normal draw as zeros of its shape where `equinox.filter_eval_shape` needs the shape alone.
 
     To trace `jax.random.normal` takes half of the time of `models.shapes`, which each load of a model calls. Only draws
-    of the evaluated function itself are left out: JAX keeps what is traced within a `jit` for later calls.
+    of the evaluated function itself are left out: JAX keeps what is traced within a `jit` for later calls. The shapes
+    of a model are kept for the next call with an equal config.
     """
     import equinox as eqx  # here, since flags are made before JAX is first used
     import jax
@@ -188,7 +216,15 @@ def skip_abstract_draws() -> None:
 
     @functools.wraps(evaluate)
     def filter_eval_shape(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return evaluate(run, function, *args, **kwargs)
+        identity = _identify_shapes(function, args, kwargs)
+        if identity not in _SHAPES:
+            result = evaluate(run, function, *args, **kwargs)
+            if identity is None:
+                return result
+            if len(_SHAPES) >= 256:
+                _SHAPES.clear()
+            _SHAPES[identity] = result
+        return _SHAPES[identity]
 
     jax.random.normal, eqx.filter_eval_shape = normal, filter_eval_shape
     _ABSTRACT_DRAWS[0] = True

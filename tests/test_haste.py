@@ -1,5 +1,6 @@
 """Quick checks find what jaxtyping and beartype find, and bind as `inspect` does; numpy moves arrays as JAX does."""
 
+import dataclasses
 import functools
 import inspect
 import typing
@@ -157,6 +158,33 @@ def test_shapes_without_draws_are_those_with_them(preset):
     with traced_draws():
         expected = models.shapes(preset)
     assert eqx.tree_equal(models.shapes(preset), expected)
+
+
+def test_shapes_are_kept_for_an_equal_config_alone():
+    config: Any = models.preset("llama-byte-1m")
+    kept = models.shapes(config)
+    assert models.shapes(dataclasses.replace(config)) is kept is models.shapes("llama-byte-1m")
+    narrower = models.shapes(dataclasses.replace(config, vocab=config.vocab - 1))
+    assert narrower.embedding.weight.shape[0] == kept.embedding.weight.shape[0] - 1
+    with jax.enable_x64(True):
+        assert models.shapes(config) is not kept
+    assert models.shapes(config, classifier=models.Classifier(2)).classifier is not None and kept.classifier is None
+    family = models.FAMILIES["llama"]
+    config_type: Any = type("Mine", (type(config),), {})
+    mine = config_type(**vars(config))
+    registered = dataclasses.replace(
+        family,
+        name="mine",
+        config=config_type,
+        presets={},
+        model_type=None,
+        aliases=(),
+        architecture="",
+        multimodal=(),
+        build=lambda config, *, key: models.build("gpt2-byte-1m", key=key),
+    )
+    models.register(registered)
+    assert len(jax.tree.leaves(models.shapes(mine))) == len(jax.tree.leaves(models.shapes("gpt2-byte-1m")))
 
 
 def test_draws_are_left_out_of_shapes_alone():

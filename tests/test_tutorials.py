@@ -1,7 +1,8 @@
 """The tutorials run as they stand, and print what their notebooks store.
 
-The default run gives large notebooks a small model and few steps by the variables of their `parameters` cell. The grid
-runs them as stored, with SmolLM2 where its file is at hand, and compares what they print.
+The default run executes the two that compile the least. The grid gives large notebooks a small model and few steps by
+the variables of their `parameters` cell, and also runs them as stored, with SmolLM2 where its file is at hand, and
+compares what they print.
 """
 
 import base64
@@ -49,6 +50,7 @@ def small_parameters(name: str, folder: Path) -> dict[str, object]:
     return {"MODEL": str(published_folder(folder / "small", chat_template__jinja=TEMPLATE)), "NEW_TOKENS": 4}
 
 
+@pytest.mark.by_default("look_inside")
 @pytest.mark.parametrize("name", sorted({*NOTEBOOKS} - {"build_a_model"}))
 def test_a_tutorial_runs_with_small_settings(name, execute, tmp_path):
     notebook = execute.read_notebook(TUTORIALS / f"{name}.ipynb")

@@ -314,6 +314,8 @@ def format_of(
 
 def lacks_head(model: Transformer, config: ModelConfig) -> bool:
     """Return whether a model is one of this config without its head, and the config's models have one to leave out."""
+    if model.head is not None or model.classifier is not None:
+        return False
     expected = model_shapes(config)
     base = without_head(expected)
     return _shapes(model) == _shapes(base) != _shapes(expected)

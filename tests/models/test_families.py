@@ -241,14 +241,14 @@ def shapes_of(name_or_numbers):
     return shapes(name_or_numbers)
 
 
-def _one_a_family(names):
-    """The names; those by default are a family's smallest."""
-    family_of = {name: family for family, its in FAMILIES.items() for name in its.presets}
-    smallest = {family_of[name]: name for name in sorted(names, key=lambda name: -PUBLISHED[name])}
+def _one_a_file(names):
+    """Return the names; the smallest of each file of families runs by default."""
+    file_of = {name: family.config.__module__ for family in FAMILIES.values() for name in family.presets}
+    smallest = {file_of[name]: name for name in sorted(names, key=lambda name: -PUBLISHED[name])}
     return [pytest.param(name, marks=[] if name in smallest.values() else pytest.mark.grid) for name in names]
 
 
-@pytest.mark.parametrize("name", _one_a_family(PUBLISHED))
+@pytest.mark.parametrize("name", _one_a_file(PUBLISHED))
 def test_a_preset_has_the_published_number_of_parameters(name):
     shapes = shapes_of(name)
     assert parameter_count(shapes) == PUBLISHED[name]
@@ -265,23 +265,32 @@ def test_every_large_preset_is_counted():
     assert {name for names in published.values() for name in names if "-byte-" not in name} == set(PUBLISHED)
 
 
-def test_every_family_has_a_preset_under_one_million_parameters():
-    for family in FAMILIES.values():
-        assert any(parameter_count(shapes_of(name)) < 1_000_000 for name in family.presets if "-byte-" in name)
+FIRST_OF_FILES = {family.config.__module__: family.name for family in [*FAMILIES.values()][::-1]}.values()
+
+
+def _families():
+    """Return the names of all families; one of each file runs by default."""
+    return [pytest.param(name, marks=[] if name in FIRST_OF_FILES else pytest.mark.grid) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("family", _families())
+def test_every_family_has_a_preset_under_one_million_parameters(family):
+    counts = [parameter_count(shapes_of(name)) for name in FAMILIES[family].presets if "-byte-" in name]
+    assert min(counts) < 1_000_000 < parameter_count(shapes_of("gpt2"))
 
 
 def dims_of(model):
     return {dim for names in jax.tree.leaves(dims(model)) if isinstance(names, str) for dim in names.split()}
 
 
-SMALL = {next(name for name in family.presets if "-byte-" in name) for family in FAMILIES.values()}
+SMALL = {next(name for name in FAMILIES[family].presets if "-byte-" in name) for family in FIRST_OF_FILES}
 
 
 @pytest.mark.parametrize(
     "preset", [name if name in SMALL else pytest.param(name, marks=pytest.mark.grid) for name in presets()]
 )
 def test_every_dim_of_a_model_is_in_the_legend(preset):
-    """Of each family a small model, whose shapes are known from above."""
+    """By default a small model of each file of families, whose shapes are known from above."""
     assert {"vocab", "embed", "layers"} <= dims_of(shapes_of(preset)) <= {*LEGEND, "_"}
 
 
@@ -359,8 +368,12 @@ def _paths(table, model):
     }
 
 
+@pytest.mark.grid
 def test_every_rule_of_weights_is_of_some_model():
-    """A rule whose path leads nowhere is passed over, so that biases need no conditions: none leads nowhere always."""
+    """A rule whose path leads nowhere is passed over, so that biases need no conditions: none leads nowhere always.
+
+    By default each family is loaded and saved, which finds weights without a rule.
+    """
     found, llama = set(), FAMILIES["llama"]
     for family in FAMILIES.values():
         for name in family.presets:
@@ -372,8 +385,12 @@ def test_every_rule_of_weights_is_of_some_model():
             found |= _paths((*family.weights, *table.weights), model)
     tables = [*(family.weights for family in FAMILIES.values()), *(table.weights for table in classifiers)]
     assert {(rule.part, rule.path) for table in tables for rule in table} == found
-    wrong = dataclasses.replace(llama.weights[0], path="embeding.weight")
-    assert _paths([wrong], shapes_of("llama-byte-1m")) == set()
+
+
+def test_a_rule_whose_path_leads_nowhere_is_seen():
+    rule, model = FAMILIES["llama"].weights[0], shapes_of("llama-byte-1m")
+    assert _paths([rule], model) == {(rule.part, rule.path)}
+    assert _paths([dataclasses.replace(rule, path="embeding.weight")], model) == set()
 
 
 def test_a_rule_that_needs_or_lacks_a_part_says_nothing_of_other_layers():

@@ -69,13 +69,13 @@ def float32s(name):
     return max(2e-5, 2 * RECORDED[name]["rounding"])
 
 
-# A case of each family, that which says the most of its layers; the others are of the grid.
+# A case of each family, the smallest one with all kinds of its layers; the others are of the grid.
 BY_DEFAULT = {
     "granite_swa bases",
     "granitemoe_swa shared",
     "hy_v3 chosen dense layers",
-    "deepseek_v4 yarn",
-    "hy_v4 shared choices",
+    "deepseek_v4 plain",
+    "hy_v4 plain",
     "olmo_hybrid chosen layers",
     "cwm windows",
     "glm plain",
@@ -113,17 +113,17 @@ BY_DEFAULT = {
     "cohere normed",
     "deepseek_v2 groups",
     "deepseek_v32 chosen keys",
-    "deepseek_v3 two strengths of yarn",
+    "deepseek_v3 yarn",
     "gemma narrow heads",
     "gemma2 odd",
-    "gemma3_text leftover",
+    "gemma3_text both scaled",
     "glm4 wide",
     "gpt2 plain",
-    "gpt_oss layers left over",
+    "gpt_oss no scaling",
     "granite untied",
     "granitemoehybrid experts",
     "llama llama3",
-    "llama4_text some dense",
+    "llama4_text chosen layers",
     "mamba2 one group, steps within limits",
     "mistral wide heads",
     "mixtral window",
@@ -155,7 +155,7 @@ BY_DEFAULT = {
     "minimax_m2 plain",
     "ministral3 plain",
     "muse_glimmer_text chosen layers",
-    "modernbert biased",
+    "modernbert untied and biased",
     "mistral4 plain",
     "qwen3_5_moe_text yarn",
     "qwen3_5_text chosen layers",
@@ -167,6 +167,16 @@ BY_DEFAULT = {
 # The default run reads and writes these cases and leaves their logits to the grid: most of their layers are layers of
 # the other cases too.
 LOGITS_IN_GRID = {
+    "glm4 wide",
+    "ministral3 plain",
+    "seed_oss biased",
+    "ernie4_5 biased",
+    "exaone4 chosen layers",
+    "mistral wide heads",
+    "gemma narrow heads",
+    "roberta plain",
+    "distilbert narrow",
+    "eurobert tied",
     "granite_swa bases",
     "bailing_hybrid unbounded",
     "phimoe biased",

@@ -57,6 +57,7 @@ def difference(one, other):
 OF_TEXTS = [name for name in CLASSIFIERS if "tokens" not in name]
 
 
+@pytest.mark.by_default("bert reranker", "llama reward", "modernbert mean")
 @pytest.mark.parametrize("name", OF_TEXTS)
 def test_scores_are_transformers_logits(name, classifiers, logits):
     classifier = classifiers(name)
@@ -102,6 +103,7 @@ def test_labels_and_probabilities(classifiers, logits):
     assert default.labels == ("LABEL_0", "LABEL_1")
 
 
+@pytest.mark.by_default("bert tokens", "qwen3 tokens")
 @pytest.mark.parametrize("name", [name for name in CLASSIFIERS if "tokens" in name])
 def test_tokens_have_labels(name, classifiers, logits):
     classifier = classifiers(name)
@@ -120,6 +122,10 @@ def test_tokens_have_labels(name, classifiers, logits):
         classifier.score("a dog")
 
 
+@pytest.mark.by_default(
+    *("bert tokens", "distilbert labels", "gte tokens", "llama padded by its end"),
+    *("modernbert mean", "nomic_bert labels", "roberta reranker"),
+)
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_folders_go_back_out(name, folders, tmp_path):
     source = folders(name)
@@ -182,6 +188,7 @@ def test_a_pooling_that_no_attribute_states_is_not_saved(name, tmp_path):
     assert not (tmp_path / "folder").exists()
 
 
+@pytest.mark.by_default("gpt2-byte-1m", "llama-byte-1m")
 @pytest.mark.parametrize("name", ["gpt2-byte-1m", "gpt-neox-byte-500k", "llama-byte-1m"])
 def test_names_of_decoders_classifiers(name, tmp_path):
     """GPT-2's and GPT-NeoX's heads for tokens have a name of their own in transformers; Llama's have one name."""

@@ -39,6 +39,7 @@ def difference(one, other):
     return np.max(np.abs(np.asarray(one) - other))
 
 
+@pytest.mark.by_default("bert mean", "distilbert without prompts", "gemma3 dense", "modernbert several", "roberta cls")
 @pytest.mark.parametrize("name", RECORDED)
 def test_vectors_are_those_of_sentence_transformers(name, encoders, vectors):
     encoder = encoders(name)
