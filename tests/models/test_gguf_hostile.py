@@ -14,6 +14,7 @@ from test_gguf import made, SAID, text
 from test_published import FIXTURES
 
 from eqformer import models
+from eqformer.models._gguf_conversions import read_latents, read_mamba2, read_windows
 from eqformer.models._gguf_file import GGUF
 from eqformer.models._gguf_models import (
     _is_without_effect,
@@ -223,3 +224,44 @@ def test_key_heads_by_layer_must_be_of_each_layer(monkeypatch):
         monkeypatch.setattr(file, "listed", lambda name, heads=heads: heads)
         with pytest.raises(ValueError, match="head_count_kv=.*: it must have 2 (whole )?numbers"):
             configuration_of(file)
+
+
+def header(kind: str, **values: Any) -> Any:
+    """A file without arrays that has these values, whose names leave out the architecture."""
+    named = {f"{kind}.{name.replace('__', '.')}": value for name, value in values.items()}
+    file: Any = object.__new__(GGUF)
+    file.call, file.values, file.tensors = "a.gguf", named | {"general.architecture": kind}, {}
+    return file
+
+
+SIZES = {"num_hidden_layers": 2, "sliding_window": 4, "hidden_size": 8, "mamba_n_heads": 3, "mamba_d_head": 16}
+LATENTS = {"qk_rope_head_dim": 4, "qk_nope_head_dim": None, "v_head_dim": None, "rope_scaling": None}
+UNFIT = {
+    "a pattern that is no number": (
+        lambda: read_windows(SIZES, header("cohere2", attention__sliding_window_pattern=True)),
+        "cohere2.attention.sliding_window_pattern=True: it must be a whole number or a list",
+    ),
+    "heads of no width": (
+        lambda: read_mamba2(SIZES, header("granitehybrid")),
+        "granitehybrid.ssm.inner_size=16: it must be a multiple of ssm.time_step_rank=3 and of embedding_length=8",
+    ),
+    "widths of an older DeepSeek": (
+        lambda: read_latents(LATENTS, header("deepseek2", attention__key_length=4, attention__value_length=4)),
+        "deepseek2.attention.key_length=4, value_length=4: they must be whole numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_numbers_that_do_not_fit_a_family_are_named(name):
+    convert, words = UNFIT[name]
+    with pytest.raises(ValueError, match=f"a.gguf: {words}"):
+        convert()
+
+
+def test_windows_follow_a_list_or_a_period():
+    types = read_windows(SIZES | {"num_hidden_layers": 4}, header("cohere2"), 4)["layer_types"]
+    assert types == ["sliding_attention"] * 3 + ["full_attention"]
+    stated = read_windows(SIZES, header("cohere2", attention__sliding_window_pattern=2), 4)["layer_types"]
+    assert stated == ["sliding_attention", "full_attention"]
+    assert {*read_windows(SIZES | {"sliding_window": None}, header("afmoe"), 4)["layer_types"]} == {"full_attention"}
