@@ -33,6 +33,7 @@ def test_packed_rows_of_an_encoder_are_as_each_alone_and_no_cache_is_made(tmp_pa
         model.init_cache(1, 24)
 
 
+@pytest.mark.by_default("bert plain")
 @pytest.mark.parametrize("name", ["bert plain", "roberta plain", "distilbert plain"])
 def test_padding_changes_no_token(name, tmp_path):
     """Ids of padding count for nothing, and rows of any width have the same numbers."""

@@ -20,6 +20,7 @@ from eqformer.models.formats import Format, FORMATS, read_format, UNREAD
 from eqformer.parallel import make_mesh, Plan
 
 
+@pytest.mark.by_default("fp8 blocks", "int4 with zeros", "gptq", "awq", "nvfp4", "int8 by row", "mxfp4", "fp8 experts")
 @pytest.mark.parametrize("name", ALL_CASES)
 def test_a_folder_is_the_model_that_a_plain_formula_decodes(name, tmp_path):
     """Saved again, it is a folder of plain arrays, bit for bit those of the formula, rounded once."""
