@@ -363,3 +363,11 @@ def put(x: Any, dtype: Any = None) -> Any:
     import jax  # here, since flags are made before it is first used
 
     return jax.device_put(np.asarray(x, dtype))
+
+
+def same_trees(first: Any, second: Any) -> bool:
+    """Return whether two models are equal; numpy compares them, since JAX would compile programs for each shape."""
+    import equinox as eqx  # here, since flags are made before JAX is first used
+    import jax
+
+    return bool(eqx.tree_equal(*jax.device_get((first, second))))

@@ -11,6 +11,7 @@ import pytest
 from family_weights import ids_of, weight
 from format_cases import CASES
 from format_folders import same_bits
+from haste import same_trees
 from safetensors.numpy import load_file, save_file
 from test_published import close, FIXTURES, RECORDED as FAMILIES, run
 
@@ -89,7 +90,7 @@ def test_a_tower_is_its_family_under_any_of_its_names(name, tmp_path):
         }
         assert renamed.keys() != arrays.keys()
         store(tmp_path / prefix, renamed | other_arrays, config)
-        assert eqx.tree_equal(loaded(tmp_path / prefix, r"mtp\. \(1\), visual\. \(1\)\.$"), want)
+        assert same_trees(loaded(tmp_path / prefix, r"mtp\. \(1\), visual\. \(1\)\.$"), want)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_what_is_left_unread_is_told_and_the_rest_is_a_model_by_itself(name, tmp
     }
     assert back.keys() == own.keys() and len(texts) < len(arrays)
     assert all(np.array_equal(back[key], array) for key, array in own.items())
-    assert eqx.tree_equal(models.load(tmp_path / "text"), model)  # and nothing is told
+    assert same_trees(models.load(tmp_path / "text"), model)  # and nothing is told
 
 
 def apart(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -151,7 +152,7 @@ def test_experts_of_a_whole_are_read_with_inputs_or_outputs_first(tmp_path):
     model = loaded(tmp_path / "whole")
     write(tmp_path / "published", "qwen3_vl_moe")
     save_file(turned(arrays), tmp_path / "published" / "model.safetensors")
-    assert eqx.tree_equal(loaded(tmp_path / "published"), model)
+    assert same_trees(loaded(tmp_path / "published"), model)
     models.save(model, tmp_path / "out", like=tmp_path / "published", whole=True)
     back = load_file(tmp_path / "out" / "model.safetensors")
     assert all(np.array_equal(back[key], array) for key, array in turned(arrays).items())
@@ -193,7 +194,7 @@ def test_back_in_the_whole_folder_all_else_is_untouched(name, tmp_path):
     assert same_bits(back[tables[0]], arrays[tables[0]] + 1)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == RECORDED[name]["config"]
     assert {file: (tmp_path / "out" / file).read_text() for file in kept} == kept
-    assert eqx.tree_equal(loaded(tmp_path / "out"), changed)
+    assert same_trees(loaded(tmp_path / "out"), changed)
 
 
 def test_a_stored_head_of_a_tied_whole_goes_with_its_table(tmp_path):
@@ -212,7 +213,7 @@ def test_newer_and_older_names_are_the_same_arrays(tmp_path):
     newer = lambda key: "model." + key.replace("language_model.model.", "language_model.")
     newer_head = lambda key: key.removeprefix("language_model.") if "lm_head" in key else newer(key)
     save_file({newer_head(key): array for key, array in arrays.items()}, tmp_path / "model.safetensors")
-    assert eqx.tree_equal(loaded(tmp_path, r"model.multi_modal_projector. \(4\), model.vision_tower. \(11\)\."), want)
+    assert same_trees(loaded(tmp_path, r"model.multi_modal_projector. \(4\), model.vision_tower. \(11\)\."), want)
     twice = {newer_head(key): array for key, array in arrays.items() if "embed_tokens" in key}
     save_file(arrays | twice, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"language_model.model.embed_tokens.weight and model.language_model.emb"):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_weights import ids_of, LENGTH, source_of, weight
+from haste import same_trees
 from safetensors.numpy import load_file, save_file
 
 from eqformer import kernels, models, nn
@@ -341,7 +342,7 @@ def test_experts_are_read_one_by_one_or_as_one_array_of_a_layer(tmp_path):
         fused[f"{prefix}gate_up_proj"] = np.concatenate([of(prefix, "gate"), of(prefix, "up")], axis=1)
         fused[f"{prefix}down_proj"] = of(prefix, "down")
     save_file(fused, tmp_path / "model.safetensors")
-    assert eqx.tree_equal(models.load(tmp_path), want)
+    assert same_trees(models.load(tmp_path), want)
     models.save(want, tmp_path / "back", like=tmp_path)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == fused.keys() and all(np.array_equal(back[name], array) for name, array in fused.items())
@@ -358,7 +359,7 @@ def test_dense_layers_of_mixtures_are_read_by_either_name(tmp_path):
     theirs = {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): array for name, array in arrays.items()}
     assert theirs.keys() != arrays.keys()
     save_file(theirs, tmp_path / "model.safetensors")
-    assert eqx.tree_equal(models.load(tmp_path), want)
+    assert same_trees(models.load(tmp_path), want)
     models.save(want, tmp_path / "back", like=tmp_path)
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == theirs.keys()
 
@@ -386,7 +387,7 @@ def test_a_stored_head_of_a_tied_model_is_its_table_or_a_head_of_its_own(name, t
     arrays = write(tmp_path, name)
     want, table = models.load(tmp_path), arrays["model.embed_tokens.weight"]
     save_file(arrays | {"lm_head.weight": table.copy()}, tmp_path / "model.safetensors")
-    assert eqx.tree_equal(models.load(tmp_path), want)
+    assert same_trees(models.load(tmp_path), want)
     other = table.copy()
     other[-1, -1] += 1
     config = json.loads((tmp_path / "config.json").read_text())
@@ -398,9 +399,9 @@ def test_a_stored_head_of_a_tied_model_is_its_table_or_a_head_of_its_own(name, t
     assert np.array_equal(flagged.head.weight, other) and np.array_equal(flagged.embedding.weight, table)
     models.save(flagged, tmp_path / "again", like=tmp_path)
     with pytest.warns(UserWarning, match="both are read"):
-        assert eqx.tree_equal(models.load(tmp_path / "again"), flagged)
+        assert same_trees(models.load(tmp_path / "again"), flagged)
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    assert eqx.tree_equal(models.load(tmp_path), flagged)
+    assert same_trees(models.load(tmp_path), flagged)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(arrays | {"lm_head.weight": table[:-1]}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"lm_head.weight: it has shape"), warnings.catch_warnings():
@@ -408,7 +409,7 @@ def test_a_stored_head_of_a_tied_model_is_its_table_or_a_head_of_its_own(name, t
         models.load(tmp_path)
     without = {key: array for key, array in arrays.items() if key != "model.embed_tokens.weight"}
     save_file(without | {"lm_head.weight": table}, tmp_path / "model.safetensors")  # the one table, by the other name
-    assert eqx.tree_equal(models.load(tmp_path), want)
+    assert same_trees(models.load(tmp_path), want)
 
 
 @pytest.mark.grid
@@ -422,7 +423,7 @@ def test_keys_of_layers_that_read_others_are_left_where_they_are(tmp_path):
     }
     save_file(arrays | extra, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match=r"load\(.*are left unread: model.layers.3. \(1\), model.layers.5. \(2\)\.$"):
-        assert eqx.tree_equal(models.load(tmp_path), want)
+        assert same_trees(models.load(tmp_path), want)
     save_file(arrays | {"model.layers.2.self_attn.k_bias": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"in no rule: model.layers.2.self_attn.k_bias \(1\)"):
         models.load(tmp_path)

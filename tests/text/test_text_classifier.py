@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from encoder_folders import CLASSIFIERS, FIXTURES, PAIRS, TEXTS, write_encoder
+from haste import same_trees
 from nn_reference import random_module
 from safetensors.numpy import load_file
 
@@ -43,11 +44,6 @@ def folders(tmp_path_factory):
 def classifiers(folders):
     """Each recorded classifier, which is loaded when it is first asked for."""
     return functools.cache(lambda name: text.load_classifier(folders(name)))
-
-
-def same_trees(one, other):
-    """Whether two models are equal, compared by numpy: JAX would compile programs for each shape."""
-    return eqx.tree_equal(*jax.device_get((one, other)))
 
 
 def difference(one, other):
