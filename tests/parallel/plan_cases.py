@@ -26,7 +26,7 @@ EVERY_RUN = [
         {"replica": 2, "pipe": 2},
         {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2},
     ),
-    Case("gpt2", {"tensor": 2}, {"residual": "feature", "overlap": "bidirectional"}, "products"),
+    Case("jaxformer", {"tensor": 2}, {"residual": "feature", "overlap": "bidirectional"}, "products"),
     Case(
         "llama",
         {"fsdp": 2, "pipe": 2, "context": 2},
@@ -44,12 +44,17 @@ EVERY_RUN = [
         {"fsdp": 2, "pipe": 2, "context": 2},
         {"zero": 2, "schedule": "zb-h1", "microbatches": 2, "context_method": "gather"},
     ),
-    Case("llama", {"expert": 2, "pipe": 2}, {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2}),
+    Case(
+        "llama",
+        {"expert": 2, "pipe": 2, "tensor": 2},
+        {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2, "residual": "replicated"},
+    ),
     Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2, "stage_remat": True}),
-    Case("jaxformer", {"tensor": 2}, {"residual": "replicated"}),
 ]
 FURTHER = [
-    Case("jaxformer", {"tensor": 2}, {"residual": "feature", "overlap": "bidirectional"}, "products"),
+    Case("gpt2", {"tensor": 2}, {"residual": "feature", "overlap": "bidirectional"}, "products"),
+    Case("jaxformer", {"tensor": 2}, {"residual": "replicated"}),
+    Case("llama", {"expert": 2, "pipe": 2}, {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2}),
     Case("jaxformer", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}, "products"),
     *(
         EVERY_RUN[0]._replace(
@@ -57,7 +62,7 @@ FURTHER = [
         )
         for mesh in ({"fsdp": 2, "pipe": 2, "tensor": 2}, {"replica": 2, "pipe": 2, "tensor": 2})
     ),
-    EVERY_RUN[-3]._replace(mesh={"replica": 2, "pipe": 2}),
+    Case("llama", {"replica": 2, "pipe": 2}, {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2}),
     Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 0.5}),
 ]
 EVERY_STEP = [

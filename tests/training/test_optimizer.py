@@ -230,7 +230,8 @@ def test_updates_of_spectral_size(trained, name, by_hand):
         training.optimizer(name, model, rate=RATE, update_size="frobenius")
 
 
-@pytest.mark.parametrize("name", [*ALL, pytest.param("soap", marks=pytest.mark.grid)])
+@pytest.mark.by_default("adamw", "normuon")
+@pytest.mark.parametrize("name", [*ALL, "soap"])
 def test_groups_of_parameters_have_rates_of_their_own(trained, name):
     model, gradients, _ = trained
     steps = [
@@ -266,7 +267,8 @@ def test_polar_express_ends_nearer_to_an_orthogonal_matrix():
     assert worst["polar-express"] < 0.16 and worst["quintic"] > 0.5, worst
 
 
-@pytest.mark.parametrize("name", [*ALL[:-1], pytest.param("soap", marks=pytest.mark.grid)])
+@pytest.mark.by_default("adamw", "muon")
+@pytest.mark.parametrize("name", [*ALL[:-1], "soap"])
 def test_only_weights_that_move_towards_zero_decay_cautiously(name, make_model):
     model = make_model(layers=1)
     gradients = random_gradients(model, seed=1)[:1]
