@@ -117,6 +117,7 @@ from .families._mamba2 import BambaConfig as BambaConfig, Mamba2Config as Mamba2
 from .families._mellum import MellumConfig as MellumConfig
 from .families._mimo_v2 import MiMoV2FlashConfig as MiMoV2FlashConfig
 from .families._minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
+from .families._minimax_m3 import MiniMaxM3Config as MiniMaxM3Config
 from .families._mistral import (
     Ministral3Config as Ministral3Config,
     Mistral4Config as Mistral4Config,

@@ -71,6 +71,7 @@ UNUSED = {
     "llama4_text": {"interleave_moe_layer_step"},  # said again by moe_layers
     "mellum": {"mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers"},
     "minimax_m2": {"rotary_dim"},  # said again by partial_rotary_factor
+    "minimax_m3_vl_text": {"rotary_dim", "router_jitter_noise"},  # without effect in transformers
     "mamba2": {"chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank"}
     | {"time_step_min", "time_step_max", "time_step_floor"},
     "modernbert": {

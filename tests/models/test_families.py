@@ -189,6 +189,7 @@ PUBLISHED |= {"dots.llm1": 142_774_381_696, "k-exaone-236b-a23b": 236_571_156_35
 PUBLISHED |= {"solar-open-100b": 102_651_799_552, "cwm-32b": 32_581_097_472, "flex-olmo-7x7b": 33_270_665_216}
 PUBLISHED |= {"jais-2-8b": 8_090_401_280, "olmo-hybrid-7b": 7_430_870_688}
 PUBLISHED |= {"deepseek-v4-flash": 284_332_240_471}
+PUBLISHED |= {"minimax-m3": 426_174_572_928}
 PUBLISHED |= {"stablelm-3b-4e1t": 2_795_443_200, "stablelm-2-1.6b": 1_644_515_328, "stablelm-2-12b": 12_143_185_920}
 PUBLISHED |= {"lfm3-1.7b": 1_728_801_536, "mellum2-12b-a2.5b": 12_149_923_072}
 PUBLISHED |= {"vaultgemma-1b": 1_038_741_120}
@@ -230,6 +231,7 @@ SEVERAL_STACKS = (
     "lfm2-",
     "lfm3-",
     "mimo-v2-",
+    "minimax-m3",
     "modernbert-",
     "t5gemma2-1b",
     "t5gemma2-4b",

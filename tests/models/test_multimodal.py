@@ -23,6 +23,7 @@ UNREAD = {
     "gemma3": r"multi_modal_projector\. \(2\), vision_tower\. \(32\)\.$",
     "gemma4": r"",
     "kimi_k25": r"model\.mm_projector\. \(\d+\), model\.vision_tower\. \(\d+\)\.$",
+    "minimax_m3_vl": r"multi_modal_projector\. \(4\), patch_merge_mlp\. \(4\), vision_tower\. \(\d+\)\.$",
     "muse_glimmer": r"model\.vision_adapter\. \(2\), model\.vision_projection\. \(1\), model\.vision_tower\. \(22\)\.$",
     "qwen3_5": r"model\.visual\. \(\d+\)\.$",
     "qwen3_5_moe": r"model\.visual\. \(\d+\)\.$",
@@ -121,7 +122,7 @@ def test_what_is_left_unread_is_told_and_the_rest_is_a_model_by_itself(name, tmp
     texts = {key: array for key, array in arrays.items() if key.startswith(TEXTS)}
     own = {
         key.replace("model.language_model.", "model.").removeprefix("language_model."): array
-        for key, array in (apart(texts) if name == "qwen3_vl_moe" else texts).items()
+        for key, array in BY_ITSELF.get(name, dict)(texts).items()
     }
     assert back.keys() == own.keys() and len(texts) < len(arrays)
     assert all(np.array_equal(back[key], array) for key, array in own.items())
@@ -139,6 +140,31 @@ def apart(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             found |= {f"{stem}experts.{number}.{part}.weight": values for part, values in parts}
         found |= {} if names else {key: array}
     return found
+
+
+def joined(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """MiniMax-M3's arrays by their names in a folder of the text model alone, with gates before what they multiply."""
+    found, experts = {}, {}
+    for key, array in arrays.items():
+        name = key.replace("self_attn.index_", "self_attn.indexer.").replace("block_sparse_moe.", "mlp.")
+        name = name.replace("mlp.e_score", "mlp.gate.e_score")
+        stem, _, last = name.rpartition("experts.")
+        if stem and last[0].isdigit():
+            experts.setdefault(f"{stem}experts.", {})[last.removesuffix(".weight")] = array
+        elif "gate_proj" in name:
+            both = [array, arrays[key.replace("gate_proj", "up_proj")]]
+            found[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(both)
+        elif "up_proj" not in name:
+            found[name] = array
+    for stem, its in experts.items():
+        first, second, down = (
+            np.stack([its[f"{number}.{part}"] for number in range(5)]) for part in ("w1", "w3", "w2")
+        )
+        found |= {f"{stem}gate_up_proj": np.concatenate([first, second], axis=1), f"{stem}down_proj": down}
+    return found
+
+
+BY_ITSELF = {"minimax_m3_vl": joined, "qwen3_vl_moe": apart}
 
 
 def turned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,0 +1,330 @@
+"""MiniMax-M3 (MiniMax 2026): attention to blocks of keys that an indexer selects, and experts beside a shared expert.
+
+The first layers attend to whole rows, and have no experts. The text model is published within folders of
+`minimax_m3_vl`, whose arrays have other names than those that transformers writes for the text model alone.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Key
+
+from ... import nn
+from .._attributes import Attribute, Count, Entry, Expect, Fields, Ignore, Unpublished
+from .._config_types import (
+    Attributes,
+    Fraction,
+    Index,
+    Length,
+    NotNegative,
+    Number,
+    OptionalSize,
+    Positive,
+    PublishedConfig,
+    Size,
+)
+from .._family import DecoderConfig, Family, MultimodalModel
+from .._layer_attributes import check_layer_types, layers_of
+from .._rotary_attributes import RotaryFraction, RotaryPositions
+from .._weight_rules import Rule
+from ._common import (
+    ATTENTION,
+    decoder_attributes,
+    EDGES,
+    gated_weights,
+    head_norm_weights,
+    JOINED_GATED,
+    LAYER,
+    PRE_NORMS,
+)
+from ._decoder import attention, damping, decoder, gated_mlp, head_norms, norm, part_rotary, pre_norm_block
+from ._mixtures import FUSED, LayerMixtures, mixture, SELECTION_BIAS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MiniMaxM3Config(DecoderConfig):
+    """The config of a MiniMax-M3; `mlp` is the width of an expert."""
+
+    dense_mlp: Size = 12_288
+    """Hidden features of a layer without experts."""
+    shared_mlp: Size = 3072
+    """Hidden features of the shared expert."""
+    experts: Size = 128
+    """The number of experts of a layer."""
+    top_k: Size = 4
+    """The number of experts that each token chooses."""
+    scale: Number = 2.0
+    """A factor of the experts' weights."""
+    first_dense: Index = 0
+    """The number of layers at the beginning without experts."""
+    dense_layers: tuple[Index, ...] = ()
+    """The numbers of later layers without experts."""
+    activation: str = "quick_gelu"
+    limit: Positive = 7.0
+    """The bound of the two factors of hidden features: the gate and the other map's output."""
+    sparse_layers: tuple[Index, ...] = ()
+    """The numbers of the layers with an indexer; all other layers attend to all keys."""
+    index_dim: Size = 128
+    """Channels of a small query or key of the indexer."""
+    block: Size = 128
+    """Tokens of a block of keys."""
+    top_blocks: Size = 16
+    """The number of blocks that a query sees in layers with an indexer."""
+    local_blocks: OptionalSize = 1
+    """The number of last blocks that are always among these."""
+    head_dim: Size = 128
+    rotary_fraction: Fraction = 0.5
+    """The part of a head's channels that has rotary positions."""
+    theta: Positive = 5_000_000.0
+    balance: NotNegative = 0.001
+    """The weight of `LoadBalance`, over the batch."""
+    max_seq: Length = 524_288
+
+    @property
+    def mixtures(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
+
+
+class _M3Layer(NamedTuple):
+    """A kind of layer: whether it has an indexer, and whether it has experts."""
+
+    is_sparse: bool
+    is_mixture: bool
+
+
+def build_minimax_m3(config: MiniMaxM3Config, *, key: Key[Array, ""]) -> nn.Transformer:
+    """Return a MiniMax-M3 with random weights."""
+    gated = functools.partial(gated_mlp, config, limit=config.limit, offset=1.0)
+
+    def block(kind: _M3Layer, key: Key[Array, ""]) -> nn.Block:
+        mixer, feed_forward = jax.random.split(key)
+        if not kind.is_mixture:
+            layer = gated(mlp=config.dense_mlp, key=feed_forward)
+        else:
+            router, experts, shared = jax.random.split(feed_forward, 3)
+            layer = mixture(
+                config,
+                lambda key: gated(key=key),
+                shared=gated(mlp=config.shared_mlp, key=shared),
+                balance_normalise=True,
+                score="sigmoid",
+                normalise=True,
+                scale=config.scale,
+                balanced=True,
+                router=router,
+                experts=experts,
+            )
+        return pre_norm_block(config, _attention(config, kind.is_sparse, mixer), layer, offset=1.0)
+
+    kinds = [_M3Layer(layer in config.sparse_layers, is_mixture) for layer, is_mixture in enumerate(config.mixtures)]
+    return decoder(config, block, kinds, final_norm=norm(config, offset=1.0), key=key)
+
+
+def _attention(config: MiniMaxM3Config, is_sparse: bool, key: Key[Array, ""]) -> nn.Attention:
+    """Return the attention of a layer, with or without an indexer."""
+    rotary, (mixer, index) = part_rotary(config), jax.random.split(key)
+    norms = head_norms(config, offset=1.0)
+    if not is_sparse:
+        return attention(config, rotary=rotary, **norms, key=mixer)
+    indexer = nn.BlockIndexer(
+        embed=config.embed,
+        kv_heads=config.kv_heads,
+        dim=config.index_dim,
+        block=config.block,
+        top_k=config.top_blocks,
+        local=config.local_blocks,
+        query_norm=norm(config, "index_dim", offset=1.0),
+        key_norm=norm(config, "index_dim", offset=1.0),
+        rotary=rotary,
+        key=index,
+    )
+    return nn.BlockIndexedAttention(
+        indexer,
+        embed=config.embed,
+        heads=config.heads,
+        head_dim=config.head_size,
+        kv_heads=config.kv_heads,
+        output_std=damping(config) * (config.heads * config.head_size) ** -0.5,
+        rotary=rotary,
+        **norms,
+        key=mixer,
+    )
+
+
+_FULL, _SPARSE, _OF_INDEXER = "full_attention", "minimax_m3_sparse", "sparse_attention_config"
+# The attributes of the indexer, and the publishers' names of them within `sparse_attention_config`.
+_INDEXER = {
+    "index_dim": ("index_head_dim", "sparse_index_dim", 128),
+    "block": ("index_block_size", "sparse_block_size", 128),
+    "top_blocks": ("index_topk_blocks", "sparse_topk_blocks", 16),
+    "local_blocks": ("index_local_blocks", "sparse_local_block", 1),
+}
+_INDEX_HEADS = ("index_n_heads", "sparse_num_index_heads", 4)
+
+
+class _IndexerSizes(Entry):
+    """The layers with an indexer and its sizes, as attributes of their own or in the publishers' object."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `sparse_layers` and the sizes; the object's sizes take precedence, and a list of types of layers."""
+        nested, layers = published.nested(_OF_INDEXER), layers_of(published)
+        flags = nested.pop("sparse_attention_freq", None)
+
+        def read_size(name: str, older: str, default: int, minimum: int = 1) -> int:
+            size = published.count(name, default, minimum)
+            kind = OptionalSize if minimum == 0 else Size
+            return published.checked(f"{_OF_INDEXER}.{older}", nested.pop(older, size), kind)
+
+        sizes = {field: read_size(*names, field != "local_blocks") for field, names in _INDEXER.items()}
+        index_heads, kv_heads = read_size(*_INDEX_HEADS), published.count("num_key_value_heads", 4)
+        types = published.listed("layer_types", str)
+        if types is None and flags is not None:
+            types = [_SPARSE if flag else _FULL for flag in _read_flags(published, "sparse_attention_freq", flags)]
+        types = [_FULL] * layers if types is None else types
+        check_layer_types(published, "layer_types", types, (_FULL, _SPARSE))
+        sparse_layers = tuple(layer for layer, name in enumerate(types) if name == _SPARSE)
+        if sparse_layers and index_heads != kv_heads:
+            published.refuse(
+                f"{_INDEX_HEADS[0]}={index_heads}: an indexer selects blocks for each key head, and there are "
+                f"{kv_heads}."
+            )
+        disabled = nested.pop("sparse_disable_index_value", None)
+        if disabled is not None:
+            without = _read_flags(published, "sparse_disable_index_value", disabled)
+            if not all(without[layer] for layer in sparse_layers if layer < len(without)):
+                published.refuse(f"sparse_disable_index_value={without}: an indexer has no values in this family.")
+        for name, value in (("use_sparse_attention", True), ("sparse_score_type", "max"), ("sparse_init_block", 0)):
+            if (stated := nested.pop(name, value)) != value:
+                published.refuse(f"{_OF_INDEXER}: {name}={stated!r} is not supported; it must be {value!r}.")
+        if nested:
+            published.refuse(f"{_OF_INDEXER} has attributes that are not known: {sorted(nested)}.")
+        return {"sparse_layers": sparse_layers} | sizes
+
+    def write(self, config: MiniMaxM3Config) -> Attributes:
+        """Return the attributes of transformers."""
+        types = [_SPARSE if layer in config.sparse_layers else _FULL for layer in range(config.layers)]
+        sizes = {names[0]: getattr(config, field) for field, names in _INDEXER.items()}
+        return sizes | {_INDEX_HEADS[0]: config.kv_heads, "layer_types": types}
+
+
+def _read_flags(published: PublishedConfig, name: str, flags: object) -> list[bool]:
+    """Return a list with a flag for each layer; refuse a list of other values, or of another length."""
+    stated = [bool(flag) for flag in published.checked(name, flags, list[Index])]
+    if len(stated) != (layers := layers_of(published)):
+        published.refuse(f"{name}={flags} must have a flag for each of the model's {layers} layers.")
+    return stated
+
+
+class _Mixtures(Entry):
+    """`mlp_layer_types`, or the publishers' `moe_layer_freq`, a flag for each layer; without both all have experts."""
+
+    _types = LayerMixtures()
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `first_dense` and `dense_layers`."""
+        flags = published.take("moe_layer_freq", None)
+        if fields := self._types.read(published):
+            return fields
+        flags = [True] * layers_of(published) if flags is None else _read_flags(published, "moe_layer_freq", flags)
+        first = [*flags, True].index(True)
+        later = tuple(layer for layer, is_mixture in enumerate(flags) if layer > first and not is_mixture)
+        return {"first_dense": first, "dense_layers": later}
+
+    def write(self, config: MiniMaxM3Config) -> Attributes:
+        """Return the list."""
+        return self._types.write(config)
+
+
+class _RotatedChannels(RotaryFraction):
+    """The part of a head that is rotated; other readers than transformers read its number of channels."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `rotary_fraction`. The number of channels has no effect, as in transformers."""
+        published.take("rotary_dim", None)
+        return super().read(published)
+
+    def write(self, config: MiniMaxM3Config) -> Attributes:
+        """Return both attributes."""
+        return super().write(config) | {"rotary_dim": int(config.head_size * config.rotary_fraction)}
+
+
+_SIZES: dict[str, Any] = {"first_dense": 1, "sparse_layers": (1, 2, 3), "dense_mlp": 128, "shared_mlp": 32}
+_PRESETS = {
+    "minimax-m3-byte-500k": MiniMaxM3Config(
+        *(256, 64, 4, 4, 2, 32),
+        **{"experts": 12, "head_dim": 16, "index_dim": 16, "block": 16, "top_blocks": 4, "theta": 1e4, "tied": True},
+        **_SIZES,
+    ),
+    "minimax-m3": MiniMaxM3Config(200_064, 6144, 60, 64, 4, 3072, first_dense=3, sparse_layers=tuple(range(3, 60))),
+}
+
+_FEED_FORWARD, _OLDER = "feed_forward.layer", f"{LAYER}block_sparse_moe."
+_SHARED, _EXPERTS = f"{_FEED_FORWARD}.shared", f"{_FEED_FORWARD}.experts.mlps"
+_INDEX_PARTS = ("q_proj", "query"), ("k_proj", "key"), ("q_norm", "query_norm"), ("k_norm", "key_norm")
+
+
+def _indexer_weights(prefix: str) -> tuple[Rule, ...]:
+    patterns = {"query": "(heads index_dim) embed -> heads index_dim embed"}
+    return tuple(
+        Rule(f"{prefix}{name}.weight", f"mixer.layer.indexer.{part}.weight", patterns.get(part, ""))
+        for name, part in _INDEX_PARTS
+    )
+
+
+# The names of arrays in folders of the whole model, which are read there alone.
+_PUBLISHED = (
+    *gated_weights(),
+    *gated_weights(_SHARED, prefix=f"{_OLDER}shared_experts."),
+    *gated_weights(_EXPERTS, prefix=f"{_OLDER}experts.{{expert}}.", names=("w1", "w3", "w2")),
+    Rule(f"{_OLDER}gate.weight", f"{_FEED_FORWARD}.router.linear.weight"),
+    Rule(f"{_OLDER}e_score_correction_bias", f"{_FEED_FORWARD}.router.selection_bias"),
+    *_indexer_weights(f"{LAYER}self_attn.index_"),
+)
+MINIMAX_M3 = Family(
+    "minimax_m3",
+    MiniMaxM3Config,
+    build_minimax_m3,
+    _PRESETS,
+    "MiniMaxM3VLForCausalLM",
+    "minimax_m3_vl_text",
+    (
+        *decoder_attributes(RotaryPositions(5_000_000.0), head_dim=128, kv_heads=4, max_seq=524_288),
+        _RotatedChannels(1.0),
+        _IndexerSizes(),
+        _Mixtures(),
+        Count("experts", ("num_local_experts", "num_experts"), 128),
+        Count("top_k", "num_experts_per_tok", 4),
+        Count("dense_mlp", "dense_intermediate_size", 12_288),
+        Count("shared_mlp", "shared_intermediate_size", 3072),
+        Attribute("scale", "routed_scaling_factor", 2.0),
+        Attribute("limit", "swiglu_limit", 7.0),
+        Attribute("balance", "router_aux_loss_coef", 0.001),
+        Expect("hidden_act", "silu", "swigluoai"),
+        Unpublished("activation", "quick_gelu", "all layers have it whatever is said"),
+        Expect("swiglu_alpha", 1.702),
+        Expect("scoring_func", "sigmoid", written=False),
+        Expect("use_routing_bias", True, written=False),
+        Expect("use_gemma_norm", True, written=False),
+        Expect("use_qk_norm", True, written=False),
+        Expect("qk_norm_type", "per_head", written=False),
+        Expect("attention_output_gate", False, written=False),
+        Expect("n_shared_experts", 1, written=False),
+        Ignore("router_jitter_noise"),  # has no effect in transformers
+        Ignore("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),  # of predictors, which are not read
+    ),
+    (
+        *(*EDGES, *ATTENTION, *head_norm_weights(), *PRE_NORMS, *JOINED_GATED, SELECTION_BIAS),
+        Rule(f"{LAYER}mlp.gate.weight", f"{_FEED_FORWARD}.router.linear.weight"),
+        Rule(f"{LAYER}mlp.shared_experts.gate_up_proj.weight", (f"{_SHARED}.gate.weight", f"{_SHARED}.up.weight")),
+        Rule(f"{LAYER}mlp.shared_experts.down_proj.weight", f"{_SHARED}.down.weight"),
+        *(dataclasses.replace(rule, variant=False) for rule in FUSED),
+        *_indexer_weights(f"{LAYER}self_attn.indexer."),
+    ),
+    multimodal=(
+        MultimodalModel("minimax_m3_vl", weights=tuple(dataclasses.replace(rule, variant=True) for rule in _PUBLISHED)),
+    ),
+    ignored_prefixes=("mtp.",),
+)
