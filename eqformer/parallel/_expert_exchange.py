@@ -1,11 +1,12 @@
 """Dispatch of tokens to experts on other devices: the choice between a gather and an exchange, and the exchange.
 
-In an exchange each choice is sent to its expert's device and back, in rounds, until every choice has had a slot.
+A choice is a pair of a token and one of its `top_k` experts. An exchange sends the token of each choice to the expert's
+device and the expert's output back, in rounds, until every choice has had a slot.
 
 A round is padded or ragged. A padded round is an all-to-all with equally many slots for each pair of devices, for
 platforms without ragged all-to-alls, such as CPUs. A ragged round sends only the rows that exist. For a ragged round
 each device sorts its choices by expert, and sends a run of rows to each expert. The receiving device writes the runs in
-the order of its experts, so it does not sort again.
+the order of its experts, and need not sort the rows again.
 """
 
 import functools
@@ -29,36 +30,37 @@ from ._shard_map import vary, vary_like
 
 ExpertMethod = Literal["auto", "gather", "exchange"]
 MAX_GATHERED_BYTES = 2**30
-"""The most bytes of gathered rows that a device allocates at once; without a limit some layers would need terabytes."""
+"""Limit of the bytes of gathered rows that a device allocates at once; some layers would otherwise need terabytes."""
 LEAST_SLOTS = 64
-"""The fewest slots for a pair of devices in an exchange; fewer would often overflow by chance, and need a second
-round."""
+"""Minimum of the slots for a pair of devices in an exchange; fewer slots would often overflow by chance, and need a
+second round."""
 RAGGED_FACTOR, PADDED_FACTOR = 1.25, 2.0
 """Default slots of a round, relative to an even load; loads of pairs of devices vary more than loads of devices."""
 
 
 class Exchange(NamedTuple):
-    """All-to-alls that exchange choices, ragged or padded, and their room in a round."""
+    """Kind of the all-to-alls that exchange choices, ragged or padded, and the relative number of slots in a round."""
 
     is_ragged: bool
     factor: float
-    """Room relative to an even load: of a device or, padded, of a pair of devices."""
+    """Slots relative to an even load: of a receiving device (ragged) or of a pair of devices (padded)."""
 
-    def room(self, choices: int, devices: int) -> int:
-        """Return a device's slots in a round, if each device has `choices` choices.
+    def count_slots(self, choices: int, devices: int) -> int:
+        """Return the slots of a round, if each device has `choices` choices.
 
-        Ragged, they are slots for the choices of all devices; padded, for the choices of each device.
+        A ragged round has that many slots for all rows that a device receives, a padded round for the rows of each
+        pair of devices.
         """
         return nn.dispatch.slots_per_expert(self.factor, choices * (devices if self.is_ragged else 1), devices)
 
-    def sent(self, choices: int, devices: int) -> int:
-        """Return the vectors that a device with `choices` choices sends in a round of an even load, to itself too."""
-        room = self.room(choices, devices)
-        return min(choices, room) if self.is_ragged else devices * room
+    def count_sent(self, choices: int, devices: int) -> int:
+        """Return the number of vectors that a device sends in a round at an even load, including those to itself."""
+        slots = self.count_slots(choices, devices)
+        return min(choices, slots) if self.is_ragged else devices * slots
 
 
 def exchange_on(platform: str, factor: float | None) -> Exchange:
-    """Return the exchange of a platform (XLA for CPUs has no ragged all-to-all); `factor=None` takes the default."""
+    """Return the exchange for a platform (XLA for CPUs has no ragged all-to-all); `factor=None` takes the default."""
     is_ragged = platform in ("tpu", "gpu")
     return Exchange(is_ragged, (RAGGED_FACTOR if is_ragged else PADDED_FACTOR) if factor is None else factor)
 
@@ -69,31 +71,34 @@ def choose_expert_method(
     """Return `"gather"` or `"exchange"`: `method` itself or, for `"auto"`, the cheaper one; both are exact.
 
     A gather sends each device all tokens of every other device. An exchange sends `top_k / devices` times as many
-    vectors, and a padded one `factor` times that number. The exchange is chosen if it sends no more vectors than the
-    gather. It may send twice as many where a gather would make room for more than `MAX_GATHERED_BYTES`, because an
-    exchange handles fewer rows. For few tokens, as in decoding, the gather is chosen.
+    vectors, and a padded exchange `factor` times that number. The exchange is chosen if it sends no more vectors than
+    the gather. If a gather would allocate more than `MAX_GATHERED_BYTES`, the exchange may send up to twice as many
+    vectors, since it allocates fewer rows. For few tokens, such as a decode step's, the gather is chosen.
 
     Args:
         method: `"auto"`, `"gather"` or `"exchange"`.
-        tokens: Tokens of a device in a microbatch.
-        top_k: Experts of a token.
-        devices: Devices that the experts are split over.
-        exchange: How choices would be exchanged.
+        tokens: Number of tokens of a device in a microbatch.
+        top_k: Number of experts of a token.
+        devices: Number of devices that the experts are split over.
+        exchange: The all-to-alls that would exchange the choices.
         row_bytes: Bytes of a token's vector.
     """
     if method != "auto":
         return method
     is_large = devices * tokens * top_k * row_bytes > MAX_GATHERED_BYTES
-    sent = exchange.sent(tokens * top_k, devices)
+    sent = exchange.count_sent(tokens * top_k, devices)
     return "exchange" if LEAST_SLOTS * devices <= sent <= devices * tokens * (1 + is_large) else "gather"
 
 
-def count_pieces(tokens: int, room_bytes: int) -> int:
-    """Return the number of equal pieces of tokens into which a gather of `room_bytes` is cut."""
+def count_pieces(tokens: int, gathered_bytes: int) -> int:
+    """Return the smallest number of equal pieces of the tokens of which each gathers at most `MAX_GATHERED_BYTES`.
+
+    There is at most one piece per token. `gathered_bytes` are those of a gather of all tokens at once.
+    """
     return next(
         pieces
         for pieces in range(1, tokens + 1)
-        if not tokens % pieces and room_bytes <= MAX_GATHERED_BYTES * pieces or pieces == tokens
+        if not tokens % pieces and gathered_bytes <= MAX_GATHERED_BYTES * pieces or pieces == tokens
     )
 
 
@@ -101,36 +106,38 @@ def count_pieces(tokens: int, room_bytes: int) -> int:
 
 
 class PaddedQueues(NamedTuple):
-    """A device's queues of choices for every device of the axis, of which a round takes the next few."""
+    """Queues, one per device of the axis, of this device's choices; a round takes the next choices of each queue."""
 
     choices: Int[Array, "tokens top_k"]
-    turn: Int[Array, "tokens top_k"]
+    round_of_choice: Int[Array, "tokens top_k"]
     """Round of each choice."""
-    slot: Int[Array, "tokens top_k"]
-    """Slot of each choice in its round, among those for its device."""
+    slot_of_choice: Int[Array, "tokens top_k"]
+    """Slot of each choice in its round, among the slots for the device of its expert."""
     rounds: Int[Array, ""]
-    """Rounds until all queues of all devices of the axis are empty."""
+    """Number of rounds until all queues of all devices of the axis are empty."""
 
 
 class RaggedQueues(NamedTuple):
-    """For each device, a queue of all devices' choices of its experts, sorted by expert and then by sending device.
+    """Queues, one per device, of the choices of that device's experts by all devices, as seen from this device.
 
-    A round takes the next choices of each queue, as many as the round has slots for.
+    A queue is sorted by expert and then by sender. A round takes as many of the next choices as it has slots.
     """
 
     order: Int[Array, "choices"]
     """This device's choices sorted by expert."""
     rank: Int[Array, "tokens top_k"]
-    """Index of each choice in that order."""
+    """Index of each choice in `order`."""
     counts: Int[Array, "devices devices experts"]
-    """Number of choices that each device has for each expert of every device."""
+    """Numbers of choices: `counts[sender, owner, expert]` is that of `sender` for an expert on `owner`."""
     rounds: Int[Array, ""]
-    """Rounds until all queues are empty."""
+    """Number of rounds until all queues are empty."""
 
 
 Queues = PaddedQueues | RaggedQueues
 Round = Callable[..., Float[Array, "tokens top_k embed"]]
 """Function of frozen arrays, queues, the round's number and differentiable inputs."""
+RoundOfExperts = Callable[..., Float[Array, "tokens top_k embed"]]
+"""Function of experts, slots, queues, the round's number, tokens and, to weight the tokens, weights of choices."""
 
 
 def exchange_choices(
@@ -142,47 +149,48 @@ def exchange_choices(
     *,
     weighs_inputs: bool,
 ) -> Float[Array, "tokens embed"]:
-    """Return the sum of all devices' experts for this device's tokens; exact, whatever the load.
+    """Return, for each token of this device, the weighted sum of its chosen experts' outputs, whatever their devices.
 
-    A round has `factor` times the slots that even loads need: on each device for the choices sent to it or, if padded,
-    for each pair of devices. Only uneven loads take further rounds; if all choices are of one of `n` devices, there are
-    `n / factor` rounds. Further rounds run in a loop. The backward pass is a loop too: it computes each round again,
-    keeps no residuals of a round, and sums gradients over rounds in float32 at least. There is no second derivative and
-    no forward mode.
+    The sum is exact for any load. A round has `factor` times the slots that an even load needs. Ragged rounds count
+    slots per receiving device, padded rounds per pair of devices. Only uneven loads take further rounds; if all choices
+    are for the same one of `n` devices, there are `n / factor` rounds. The first round saves its residuals. Further
+    rounds run in a loop, save none, and are recomputed in the backward pass, which sums gradients over rounds in
+    float32 at least. There is no second derivative and no forward mode.
 
     Args:
         experts: Experts of this device.
         x: Tokens of this device.
         choices: The chosen experts of each token, numbered over all devices; -1 adds nothing.
         weights: Weights of the choices.
-        exchange: The all-to-alls by which choices are sent, and their room.
-        weighs_inputs: Whether tokens are weighted, and not the experts' outputs.
+        exchange: The kind of the all-to-alls that send choices, and the slots of a round.
+        weighs_inputs: Whether weights multiply the experts' inputs; otherwise they multiply the outputs.
     """
     make_queues: Callable[..., Queues] = make_ragged_queues if exchange.is_ragged else make_padded_queues
-    run_round: Round = run_ragged_round if exchange.is_ragged else run_padded_round
-    room = exchange.room(choices.size, jax.lax.axis_size(EXPERT))
-    queues = make_queues(choices, len(experts), room)
+    run_round: RoundOfExperts = run_ragged_round if exchange.is_ragged else run_padded_round
+    slots = exchange.count_slots(choices.size, jax.lax.axis_size(EXPERT))
+    queues = make_queues(choices, len(experts), slots)
     trainable, fixed = eqx.partition(experts, nn.is_trainable)
     frozen, static = eqx.partition(fixed, eqx.is_array)
-    # Mark all as varying over the same axes, so that the transpose sums gradients once, outside of the rounds.
+    # Mark all arrays as varying over the same axes, so that the transpose sums gradients once, outside of the rounds.
     trainable, x, frozen, weights = vary_like((trainable, x, frozen, weights), trainable, x, frozen, choices, weights)
 
     def run_experts(
         frozen: PyTree, queues: Queues, number: int | Array, trainable: PyTree, *inputs: Array | None
     ) -> Float[Array, "tokens top_k embed"]:
-        return run_round(eqx.combine(trainable, frozen, static), room, queues, number, *inputs)
+        return run_round(eqx.combine(trainable, frozen, static), slots, queues, number, *inputs)
 
     outputs = _repeat_rounds(run_experts)(frozen, queues, trainable, x, weights if weighs_inputs else None)
     return nn.dispatch.combine_choices(outputs, jnp.ones_like(weights) if weighs_inputs else weights)
 
 
 def _repeat_rounds(run_round: Round) -> Callable[..., Float[Array, "tokens top_k embed"]]:
-    """Return a function of frozen arrays, queues and inputs that joins the outputs of all rounds.
+    """Return a function that runs `run_round` for all rounds and joins their outputs, with a custom backward pass.
 
-    A round gives zeros for the choices of all other rounds. The function is differentiable by its inputs.
+    Its arguments are frozen arrays, queues and differentiable inputs. The outputs of a round are zero for the choices
+    of all other rounds.
     """
 
-    def repeat(first: PyTree, queues: Queues, add_round: Callable[[Array, PyTree], PyTree]) -> PyTree:
+    def loop_over_further_rounds(first: PyTree, queues: Queues, add_round: Callable[[Array, PyTree], PyTree]) -> PyTree:
         def continues(carry: tuple[Array, PyTree]) -> Array:
             return carry[0] < queues.rounds
 
@@ -195,9 +203,10 @@ def _repeat_rounds(run_round: Round) -> Callable[..., Float[Array, "tokens top_k
     def run_further_rounds(first: Array, frozen: PyTree, queues: Queues, *inputs: PyTree) -> Array:
         def add_round(number: Array, total: Array) -> Array:
             outputs = run_round(frozen, queues, number, *inputs)
-            return jnp.where(outputs == 0, total, outputs)  # A choice has one round, so nothing is summed.
+            # Each choice is in one round and zero in all others, so select instead of add.
+            return jnp.where(outputs == 0, total, outputs)
 
-        return repeat(first, queues, add_round)
+        return loop_over_further_rounds(first, queues, add_round)
 
     @jax.custom_vjp
     def run(frozen: PyTree, queues: Queues, *inputs: PyTree) -> Array:
@@ -217,25 +226,25 @@ def _repeat_rounds(run_round: Round) -> Callable[..., Float[Array, "tokens top_k
             grads = jax.vjp(functools.partial(run_round, frozen, queues, number), *inputs)[1](gradient)
             return jax.tree.map(operator.add, total, jax.tree.map(widen, grads))
 
-        total = repeat(jax.tree.map(widen, pull_back(gradient)), queues, add_round)
+        total = loop_over_further_rounds(jax.tree.map(widen, pull_back(gradient)), queues, add_round)
         return None, None, *jax.tree.map(lambda total, x: total.astype(x.dtype), total, inputs)
 
     run.defvjp(forward, backward)
     return run
 
 
-def make_padded_queues(choices: Int[Array, "tokens top_k"], experts: int, room: int) -> PaddedQueues:
-    """Return the queues of this device's choices, with `room` slots a round and `experts` experts a device."""
+def make_padded_queues(choices: Int[Array, "tokens top_k"], experts: int, slots: int) -> PaddedQueues:
+    """Return the queues of this device's choices, for `slots` slots per round and `experts` experts per device."""
     rank = nn.dispatch.rank_of_choice(jnp.where(choices < 0, -1, choices // experts), jax.lax.axis_size(EXPERT))
-    rounds = jnp.max(jnp.where(choices < 0, -1, rank), initial=-1) // room + 1
-    # All devices that exchange must leave the loop together.
+    rounds = jnp.max(jnp.where(choices < 0, -1, rank), initial=-1) // slots + 1
+    # All devices of the exchange must leave the loop together.
     rounds = send.pmax("exchange rounds", vary(rounds, [EXPERT]), EXPERT)
-    return PaddedQueues(choices, rank // room, rank % room, rounds)
+    return PaddedQueues(choices, rank // slots, rank % slots, rounds)
 
 
 def run_padded_round(
     experts: nn.Experts,
-    room: int,
+    slots: int,
     queues: PaddedQueues,
     number: int | Array,
     x: Float[Array, "tokens embed"],
@@ -246,9 +255,9 @@ def run_padded_round(
     If there are weights, they multiply the tokens.
     """
     choices = queues.choices
-    is_in_round = (choices >= 0) & (queues.turn == number)
-    slot = jnp.where(is_in_round, choices // len(experts) * room + queues.slot, -1)
-    choice = nn.dispatch.choice_of_slot(slot, jax.lax.axis_size(EXPERT) * room)
+    is_in_round = (choices >= 0) & (queues.round_of_choice == number)
+    slot = jnp.where(is_in_round, choices // len(experts) * slots + queues.slot_of_choice, -1)
+    choice = nn.dispatch.choice_of_slot(slot, jax.lax.axis_size(EXPERT) * slots)
     rows = nn.dispatch.take_rows_or_zeros(x, choice // choices.shape[-1], slot)
     if weights is not None:
         rows = nn.dispatch.scale_rows(rows, nn.dispatch.weight_of_slot(slot, weights, len(choice)))
@@ -267,20 +276,20 @@ def run_padded_round(
     return outputs.reshape(*choices.shape, x.shape[-1])
 
 
-def make_ragged_queues(choices: Int[Array, "tokens top_k"], experts: int, room: int) -> RaggedQueues:
-    """Return the queues of all devices' choices, with `room` slots a round and `experts` experts a device."""
+def make_ragged_queues(choices: Int[Array, "tokens top_k"], experts: int, slots: int) -> RaggedQueues:
+    """Return the queues of all devices' choices, for `slots` slots per round and `experts` experts per device."""
     devices = jax.lax.axis_size(EXPERT)
     nn.dispatch.check_indices(f"an exchange among {devices} devices", "choices", devices * choices.size)
     order, rank, sizes = nn.dispatch.sort_by_expert(choices, devices * experts)
     counts = send.all_gather("tokens per expert", sizes, EXPERT, stacks=True).reshape(devices, devices, experts)
-    # All devices that exchange have the same counts, so that they leave the loop together.
-    rounds = (jnp.max(jnp.sum(counts, axis=(0, 2), dtype=jnp.int32)) + (room - 1)) // room
+    # All devices of the exchange compute the same number of rounds, so they leave the loop together.
+    rounds = (jnp.max(jnp.sum(counts, axis=(0, 2), dtype=jnp.int32)) + (slots - 1)) // slots
     return RaggedQueues(order, rank.reshape(choices.shape), counts, rounds)
 
 
 def run_ragged_round(
     experts: nn.Experts,
-    room: int,
+    slots: int,
     queues: RaggedQueues,
     number: int | Array,
     x: Float[Array, "tokens embed"],
@@ -291,33 +300,35 @@ def run_ragged_round(
     If there are weights, they multiply the tokens.
     """
     order, rank = queues.order, queues.rank
-    to_experts, from_experts, sizes = ragged_runs(queues.counts, jax.lax.axis_index(EXPERT), number * room, room)
+    to_experts, from_experts, sizes = ragged_runs(queues.counts, jax.lax.axis_index(EXPERT), number * slots, slots)
     rows = nn.dispatch.take_rows(x, order // rank.shape[-1], rank)
     if weights is not None:
         rows = nn.dispatch.scale_rows(rows, weights.reshape(-1)[order])
-    received = _send_rows("expert dispatch", len(rows), room, rows, to_experts, from_experts)
-    y = experts.sorted_rows(received, sizes, even_rows=min(len(rows), room) // len(experts))
-    outputs = _send_rows("expert combine", room, len(rows), y, from_experts, to_experts)
+    received = _send_rows("expert dispatch", len(rows), slots, rows, to_experts, from_experts)
+    y = experts.sorted_rows(received, sizes, even_rows=min(len(rows), slots) // len(experts))
+    outputs = _send_rows("expert combine", slots, len(rows), y, from_experts, to_experts)
     outputs = checkpoint_name(outputs, "product")
     return nn.dispatch.take_rows(outputs, rank.reshape(-1), order[:, None]).reshape(*rank.shape, x.shape[-1])
 
 
 def ragged_runs(
-    counts: Int[Array, "devices devices experts"], device: Int[Array, ""], first: int | Array, room: int
+    counts: Int[Array, "devices devices experts"], device: Int[Array, ""], first_slot: int | Array, slots: int
 ) -> tuple[Runs, Runs, Int[Array, "experts"]]:
-    """Return a device's runs to the experts' devices, its runs back, and how many rows each of its experts gets.
+    """Return the runs that a device sends in a round, the runs back, and the number of rows of each of its experts.
 
-    The round has the choices from `first` on of each device's queue.
+    The round takes `slots` choices of each device's queue, from index `first_slot` on.
     """
     by_device = counts.reshape(len(counts), -1)
     sender_starts = (jnp.cumsum(by_device, axis=1) - by_device).reshape(counts.shape)
-    # Dims of a queue: the device that has the experts, the expert, the sender.
+    # Dims of `queue`: the device of the experts, the expert, the sender.
     queue = jnp.moveaxis(counts, 0, 2)
     flat_queue = queue.reshape(len(queue), -1)
     queue_starts = jnp.moveaxis((jnp.cumsum(flat_queue, axis=1) - flat_queue).reshape(queue.shape), 2, 0)
-    start, end = (jnp.clip(index, first, first + room) for index in (queue_starts, queue_starts + counts))
+    start, end = (jnp.clip(index, first_slot, first_slot + slots) for index in (queue_starts, queue_starts + counts))
     sizes = end - start
-    source, target = (jnp.where(sizes > 0, index, 0) for index in (sender_starts + start - queue_starts, start - first))
+    source, target = (
+        jnp.where(sizes > 0, index, 0) for index in (sender_starts + start - queue_starts, start - first_slot)
+    )
 
     def take_sent(array: Array) -> Array:
         return jax.lax.dynamic_index_in_dim(array, device, 0, keepdims=False)
@@ -335,7 +346,7 @@ def ragged_runs(
 
 
 def _send_rows(name: str, sent: int, received: int, rows: Array, runs: Runs, back: Runs) -> Array:
-    """Send `sent` rows to other devices, which have room for `received`; gradients return by the runs `back`."""
+    """Send `sent` rows to other devices, which have slots for `received` rows; gradients return by the runs `back`."""
 
     @jax.custom_vjp
     def run(rows: Float[Array, "sent embed"], runs: Runs, back: Runs) -> Float[Array, "received embed"]:

@@ -1,8 +1,8 @@
 """Fully sharded parameters: split over devices, and gathered while they are used (ZeRO-3, arXiv:1910.02054).
 
 Gradients of gathered parameters are summed over uses, microbatches and devices in float32 at least. JAX gives the
-gradient of an array in that array's dtype and shape, so a 16-bit array is not differentiated itself: its values are
-used, and its gradient is that of a gradient proxy, zeros in float32 whose values are never read.
+gradient of an array in that array's dtype and shape. The forward pass therefore uses a 16-bit array's values, and the
+gradient goes to a gradient proxy instead: float32 zeros whose values are never read.
 """
 
 import equinox as eqx
@@ -20,7 +20,7 @@ from ._shard_map import vary_like
 
 
 class Gathered(nn.Module):
-    """Block whose arrays are split over devices; they are gathered when it is called, and not kept.
+    """Block whose arrays are split over `fsdp`, all-gathered at each call, and not saved as residuals.
 
     The backward pass gathers again, and reduce-scatters gradients in float32 at least.
     """
@@ -28,15 +28,16 @@ class Gathered(nn.Module):
     inner: PyTree
     """The block."""
     dims: tuple[int | None, ...] = eqx.field(static=True)
-    """For each array the dim that is split, or None."""
+    """For each array, the dim that is split, or None."""
     dtypes: tuple[str, ...] = eqx.field(static=True)
-    """The dtype in which each array is gathered and used."""
-    keeps: bool = eqx.field(static=True, default=False)
-    """Whether the caller runs the block under `jax.checkpoint`, which keeps no parameters; else the block does so."""
+    """For each array, the dtype in which it is gathered and used."""
+    is_checkpointed: bool = eqx.field(static=True, default=False)
+    """Whether the caller runs the block under `jax.checkpoint`. If not, the block checkpoints itself, and saves all
+    results but gathered arrays."""
     values: PyTree = None
-    """None, or a tuple with the values of arrays for which `inner` has a gradient proxy, and None for the others."""
+    """For each array, its values if `inner` holds its gradient proxy, else None; or None for all arrays."""
     steps: TorusSteps = eqx.field(static=True, default=TorusSteps())
-    """Steps in which arrays are gathered over a torus, and gradients scattered (`Plan.torus_steps`)."""
+    """Steps in which arrays are gathered over a torus, and gradients scattered (`Placement.torus_steps`)."""
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Call the block."""
@@ -45,7 +46,7 @@ class Gathered(nn.Module):
         def run(arrays: PyTree, values: PyTree, args: tuple[PyTree, ...]) -> PyTree:
             return eqx.combine(self._gather(arrays, values), static)(*args)
 
-        if not self.keeps:
+        if not self.is_checkpointed:
             run = jax.checkpoint(run, policy=_saves_all_but_gathered, prevent_cse=False)
         return run(arrays, self.values, args)
 
@@ -62,11 +63,11 @@ class Gathered(nn.Module):
 
 
 class Scattered(nn.Module):
-    """Block whose arrays have gradients of another dtype (16-bit arrays) or shape (split by ZeRO-2).
+    """Block whose gradients differ from its arrays in dtype (16-bit arrays) or shape (scattered by ZeRO-2).
 
-    `inner` is the block with gradient proxies for such arrays, and `values` has their values, None for the others.
-    `dims` has the dim along which each gradient is scattered as soon as it is computed, or None, and `steps` how (see
-    `Gathered`).
+    `inner` is the block with gradient proxies for such arrays. `values` has, for each array, its values if `inner`
+    holds its gradient proxy, else None. `dims` has the dim along which each gradient is scattered as soon as it is
+    computed, or None. `steps` are those of `Gathered`.
     """
 
     inner: PyTree
@@ -93,8 +94,10 @@ class Scattered(nn.Module):
 
 
 def _saves_all_but_gathered(primitive: Primitive, *_: object, **parameters: object) -> bool:
-    """Return whether `jax.checkpoint` saves a result: not that of an all-gather, nor a reshaped or cast copy of one."""
-    # Reshaping, transposing or casting again costs nothing.
+    """Return whether `jax.checkpoint` saves the result of a primitive.
+
+    Not saved are all-gathers over `fsdp`, and all reshapes, casts and transposes, which cost little to redo.
+    """
     is_gather = primitive.name.startswith("all_gather") and parameters.get("axis_name") == (FSDP,)
     return not is_gather and primitive.name not in ("reshape", "convert_element_type", "transpose")
 
@@ -115,7 +118,7 @@ def grad_proxy(x: Array) -> Array:
 
 
 def route_gradient(value: Array, proxy: Array, dim: int | None = None, steps: TorusSteps = _ONE_STEP) -> Array:
-    """Return `value`, whose gradient goes to `proxy`: as it is or, with `dim`, summed and scattered along that dim."""
+    """Return `value`, and send its gradient to `proxy`: unchanged, or reduce-scattered along `dim` if `dim` is set."""
     return _route(dim, steps, vary_like(value, proxy), proxy)
 
 
@@ -125,18 +128,18 @@ def gather(
     dtype: str,
     value: Array | None = None,
     steps: TorusSteps = _ONE_STEP,
-    used: str | None = None,
+    result_dtype: str | None = None,
 ) -> Array:
     """All-gather an array that `fsdp` splits along `dim`, in `dtype`; reduce its gradient in float32 at least.
 
-    If `leaf` is a gradient proxy, `value` is the parameter. `steps` are `Placement.torus_steps`. With `used`, the
-    gathered array is cast to that dtype, and its gradient arrives in that dtype.
+    If `leaf` is a gradient proxy, `value` is the parameter. `steps` are `Placement.torus_steps`. With
+    `result_dtype`, the gathered array is cast to that dtype, and its gradient arrives in that dtype.
     """
     if dim is None:
         return leaf if value is None else route_gradient(value, leaf)
     if not nn.is_trainable(leaf):
-        return _gather_forward(dim, dtype, steps, used or dtype, None, leaf)
-    return _gather(dim, dtype, steps, used or dtype, None if value is None else vary_like(value, leaf), leaf)
+        return _gather_forward(dim, dtype, steps, result_dtype or dtype, None, leaf)
+    return _gather(dim, dtype, steps, result_dtype or dtype, None if value is None else vary_like(value, leaf), leaf)
 
 
 def scatter(gradient: Array, dim: int, steps: TorusSteps = _ONE_STEP) -> Array:
@@ -148,21 +151,23 @@ def scatter(gradient: Array, dim: int, steps: TorusSteps = _ONE_STEP) -> Array:
     return send.psum_scatter("gradients over fsdp", wide, FSDP, dim, steps=steps.scatter)
 
 
-def _gather_forward(dim: int, dtype: str, steps: TorusSteps, used: str, value: Array | None, leaf: Array) -> Array:
+def _gather_forward(
+    dim: int, dtype: str, steps: TorusSteps, result_dtype: str, value: Array | None, leaf: Array
+) -> Array:
     shard = (leaf if value is None else value).astype(dtype)
-    return send.all_gather("weights over fsdp", shard, FSDP, dim, steps=steps.gather).astype(used)
+    return send.all_gather("weights over fsdp", shard, FSDP, dim, steps=steps.gather).astype(result_dtype)
 
 
 def _gather_with_residuals(
-    dim: int, dtype: str, steps: TorusSteps, used: str, value: Array | None, leaf: Array
+    dim: int, dtype: str, steps: TorusSteps, result_dtype: str, value: Array | None, leaf: Array
 ) -> tuple[Array, Array]:
-    return _gather_forward(dim, dtype, steps, used, value, leaf), jnp.zeros((), leaf.dtype)
+    return _gather_forward(dim, dtype, steps, result_dtype, value, leaf), jnp.zeros((), leaf.dtype)
 
 
 def _gather_backward(
-    dim: int, dtype: str, steps: TorusSteps, used: str, like: Array | np.ndarray, gradient: Array
+    dim: int, dtype: str, steps: TorusSteps, result_dtype: str, dtype_holder: Array | np.ndarray, gradient: Array
 ) -> tuple[None, Array]:
-    return None, scatter(gradient, dim, steps).astype(like.dtype)
+    return None, scatter(gradient, dim, steps).astype(dtype_holder.dtype)
 
 
 _gather = jax.custom_vjp(_gather_forward, nondiff_argnums=(0, 1, 2, 3))
@@ -178,9 +183,9 @@ def _route_with_residuals(dim: int | None, steps: TorusSteps, value: Array, prox
 
 
 def _route_backward(
-    dim: int | None, steps: TorusSteps, like: Array | np.ndarray, gradient: Array
+    dim: int | None, steps: TorusSteps, dtype_holder: Array | np.ndarray, gradient: Array
 ) -> tuple[None, Array]:
-    return None, (gradient if dim is None else scatter(gradient, dim, steps)).astype(like.dtype)
+    return None, (gradient if dim is None else scatter(gradient, dim, steps)).astype(dtype_holder.dtype)
 
 
 _route = jax.custom_vjp(_route_forward, nondiff_argnums=(0, 1))
@@ -192,12 +197,12 @@ _route.defvjp(_route_with_residuals, _route_backward)
 
 def gather_parameter(leaf: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
     """All-gather a parameter that is split along `dim` over `tensor`; sum its gradient in float32 at least."""
-    gather = _gather_over_tensor if is_trainable(leaf) else _gather_over_tensor_forward
-    return gather(dim % leaf.ndim, leaf)
+    gather_leaf = _gather_over_tensor if is_trainable(leaf) else _gather_over_tensor_forward
+    return gather_leaf(dim % leaf.ndim, leaf)
 
 
 def gather_module(module: PyTree, dims: tuple[int | None, ...]) -> PyTree:
-    """All-gather a module's arrays, each along its entry of `dims`; None leaves an array as it is."""
+    """All-gather a module's arrays, each along its entry of `dims`; None leaves an array unchanged."""
     arrays, static = eqx.partition(module, eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)
     pairs = zip(leaves, dims, strict=True)

@@ -1,4 +1,4 @@
-"""Global values of arrays that devices compute in parts: activations inside a model, and rows' vectors in a loss.
+"""Global values of arrays that devices compute in parts: activations of a model, and one vector per row in a loss.
 
 The names of an array's dims say which mesh axes may split each dim. The sizes of the whole array and of a device's part
 say which of these axes do.
@@ -31,7 +31,8 @@ _AXES_OF_DIM: dict[str, tuple[str, ...]] = {
     "experts": (EXPERT, TENSOR),
 }
 _OTHER_DIM = (TENSOR,)
-# A vocabulary that the axis does not divide is padded. Equal groups of devices share each of fewer key heads.
+# A vocabulary that the axis does not divide is padded. If there are fewer key heads than devices, equal
+# groups of devices hold one key head each.
 _PADDED_DIM, _SHARED_DIM = "vocab", "kv_heads"
 
 ON_EACH_DEVICE = PartitionSpec(*AXES)
@@ -42,7 +43,8 @@ ON_EACH_DEVICE = PartitionSpec(*AXES)
 class Split:
     """The mesh axes that split each dim of a global array, and the axes over which devices hold copies.
 
-    `copied` has only axes over which the devices' arrays may differ by their types, such as gathered arrays.
+    `copied` lists the axes that the part's type varies over but that split no dim. The copies may still be equal, for
+    example after an all-gather.
     """
 
     axes: tuple[tuple[str, ...], ...]
@@ -54,22 +56,26 @@ class DeviceParts:
     """Conversions between global values and this device's parts of them; for use inside `filter_shard_map`.
 
     A global value has its tokens in reading order. `shape` and `dims` are the shape of the global value and the names
-    of its dims, as `nn.dims` writes them. Raises a `ValueError` for a part whose sizes no split of the dims explains.
+    of its dims, in the format of `nn.dims`. The methods raise a `ValueError` if no split of the dims gives the sizes
+    of the part.
     """
 
     plan: Placement
 
     def gather(self, part: Shaped[Array, "..."], shape: tuple[int, ...], dims: str) -> Shaped[Array, "..."]:
         """Return the global value on each device; the backward pass sums the gradients of the devices' parts."""
-        for dim, axes in enumerate(split_of(self.plan, part, shape, dims).axes):
+        for dim, axes in enumerate(find_split(self.plan, part, shape, dims).axes):
             if axes:
                 part = _take_first_copies(send.all_gather("values of all devices", part, axes, dim), dim, shape[dim])
             part = _reorder(self.plan, part, dim, dims, axes, to_reading=True)
         return part
 
     def take_local(self, value: Shaped[Array, "..."], part: Shaped[Array, "..."], dims: str) -> Shaped[Array, "..."]:
-        """Return this device's part of a global value; `part` is an array like it."""
-        for dim, axes in enumerate(split_of(self.plan, part, value.shape, dims).axes):
+        """Return this device's part of a global value.
+
+        `part` has the shape and the varying axes of the result.
+        """
+        for dim, axes in enumerate(find_split(self.plan, part, value.shape, dims).axes):
             value = _reorder(self.plan, value, dim, dims, axes, to_reading=False)
             if axes:
                 size = part.shape[dim] * _product(self.plan, axes)
@@ -80,9 +86,9 @@ class DeviceParts:
 
 
 def _reorder(plan: Placement, x: Array, dim: int, dims: str, axes: tuple[str, ...], *, to_reading: bool) -> Array:
-    """Return a global array with the tokens of a dim moved from the order of `context_order`, or to this order.
+    """Move the tokens of a dim of a global array from the order of `context_order` to reading order, or back.
 
-    Only `seq` has this order; the slots of caches, `kv_seq`, are split in their own order.
+    Only the dim `seq` is in the order of `context_order`; the slots of caches, `kv_seq`, are in order.
     """
     if CONTEXT not in axes or dims.split()[dim] == "kv_seq":
         return x
@@ -91,7 +97,10 @@ def _reorder(plan: Placement, x: Array, dim: int, dims: str, axes: tuple[str, ..
 
 
 def _take_first_copies(x: Array, dim: int, size: int) -> Array:
-    """Return `size` entries of a dim: the first of equally many copies of each, without padding at the end."""
+    """Keep one copy of each of the `size` entries of a dim, which has equally many copies of each entry in a row.
+
+    Padding at the end of the dim is dropped.
+    """
     copies = max(1, x.shape[dim] // max(1, size))
     return jax.lax.slice_in_dim(x, 0, size * copies, copies, dim)
 
@@ -100,15 +109,15 @@ def _product(plan: Placement, axes: tuple[str, ...]) -> int:
     return math.prod(plan.size(axis) for axis in axes)
 
 
-def split_of(plan: Placement, part: ArrayOrShape, shape: tuple[int, ...], dims: str) -> Split:
-    """Return how a global array of a shape is split, of which `part` is a device's part."""
-    return find_split(plan, part.shape, varying_axes(part), shape, dims)
+def find_split(plan: Placement, part: ArrayOrShape, shape: tuple[int, ...], dims: str) -> Split:
+    """Return the `Split` of a global array with this shape, given one device's part."""
+    return find_split_of_shapes(plan, part.shape, varying_axes(part), shape, dims)
 
 
-def find_split(
+def find_split_of_shapes(
     plan: Placement, part_shape: tuple[int, ...], varying: frozenset[str], shape: tuple[int, ...], dims: str
 ) -> Split:
-    """Return how a global array of a shape is split into parts of a shape that vary over some axes."""
+    """Return the `Split` of a global array with this shape, given the shape and varying axes of one device's part."""
     free = [axis for axis in AXES if axis in varying and plan.size(axis) > 1]
     axes_by_dim: list[tuple[str, ...]] = []
     for name, size, part_size in zip(dims.split(), shape, part_shape, strict=True):
@@ -116,9 +125,9 @@ def find_split(
         axes = _axes_that_split(plan, candidates, name, size, part_size)
         if axes is None:
             raise ValueError(
-                f"a value with the dims {dims!r} has the sizes {shape} on one device, and {part_shape} on each device "
-                f"of the plan; no split of {name!r} over {' and '.join(candidates) or 'no axis'} explains this, so "
-                "the parts cannot be joined; name the value of another module."
+                f"the dims {dims!r} have the sizes {shape} in the global value and {part_shape} on each device; no "
+                f"split of {name!r} over {' and '.join(candidates) or 'no axis'} gives these sizes, so the parts "
+                "cannot be joined; request another module's value."
             )
         free = [axis for axis in free if axis not in axes]
         axes_by_dim.append(axes)
@@ -128,7 +137,7 @@ def find_split(
 def _axes_that_split(
     plan: Placement, candidates: list[str], name: str, size: int, part_size: int
 ) -> tuple[str, ...] | None:
-    """Return the first of the candidates that split a dim into parts of a size; None if no axes do."""
+    """Return the fewest candidates that together split a dim into parts of a size; None if no subset does."""
     for count in range(len(candidates) + 1):
         for axes in itertools.combinations(candidates, count):
             pieces = _product(plan, axes)
@@ -147,10 +156,10 @@ def stack_devices(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 def join_parts(
     plan: Placement, parts: Shaped[Array, "..."], split: Split, shape: tuple[int, ...], dims: str
 ) -> Shaped[Array, "..."]:
-    """Return a global array of the parts that `stack_devices` returned on all devices.
+    """Return the global array whose parts `stack_devices` returned on all devices.
 
-    `shape` and `dims` are the shape of the global array and the names of its dims. Numbers of which devices hold copies
-    that differ become NaN, or the smallest integer.
+    `shape` and `dims` are the shape of the global array and the names of its dims. Entries whose copies differ between
+    devices become NaN, the smallest integer, or False.
     """
     used = [axis for axes in split.axes for axis in axes]
     copied = [AXES.index(axis) for axis in split.copied]
@@ -180,8 +189,8 @@ def _smallest(dtype: jnp.dtype) -> int:
 def sum_row_vectors(x: Float[Array, "batch seq embed"]) -> tuple[Float[Array, "batch embed"], int]:
     """Return the sum over each row's tokens on all devices, and the number of devices that the row is split over.
 
-    All devices that share a row compute the loss of its vector, so a loss divides by their number; gradients are then
-    those of one device. Outside of `shard_map` these are the sums of `x`, and 1.
+    All devices that share a row compute the loss of its vector, so divide the loss by that number; its gradients then
+    equal those on one device. Outside of `shard_map`, return the sums of `x`, and 1.
     """
     sums, devices = jnp.sum(x, axis=1), 1
     if CONTEXT in varying_axes(x):
@@ -192,9 +201,9 @@ def sum_row_vectors(x: Float[Array, "batch seq embed"]) -> tuple[Float[Array, "b
 
 
 def replicate_rows(x: Float[Array, "batch *features"]) -> Float[Array, "batch *features"]:
-    """Return values of rows that all devices of `tensor` have computed alike, typed as replicated over them.
+    """Return row values that all `tensor` devices computed identically, typed as replicated over `tensor`.
 
-    It is their mean, so that each device has its share of the gradient.
+    The result is their `pmean`, so each of n devices gets `1/n` of the gradient.
     """
     return send.pmean("row vectors over tensor", x, TENSOR) if TENSOR in varying_axes(x) else x
 
@@ -202,8 +211,8 @@ def replicate_rows(x: Float[Array, "batch *features"]) -> Float[Array, "batch *f
 def gather_rows(x: Float[Array, "batch embed"]) -> tuple[Float[Array, "rows embed"], int | Int[Array, ""]]:
     """Return the rows of all devices that split the batch, and the index of this device's first row among them.
 
-    The backward pass sums each row's gradients over the devices and returns them to the row's device. Outside of
-    `shard_map` these are the rows of `x`, and 0.
+    The backward pass sums each row's gradients over the devices and returns the sum to the row's device. Outside of
+    `shard_map`, return the rows of `x`, and 0.
     """
     axes = tuple(axis for axis in BATCH_AXES if axis in varying_axes(x))
     if not axes:

@@ -58,7 +58,7 @@ class ParallelConfig:
     """Choices of how a model runs over the axes of a mesh. Plain data: a `Plan` checks it."""
 
     zero: Literal[0, 1, 2, 3] = 0
-    """What --mesh.fsdp splits: 0 rows only, 1 also the optimizer's state, 2 also gradients, 3 also parameters."""
+    """ZeRO stage over --mesh.fsdp: 0 splits only rows, 1 also optimizer state, 2 also gradients, 3 also parameters."""
     residual: StreamKind = "replicated"
     """The residual stream over --mesh.tensor: replicated, or split by tokens or by features."""
     overlap: Overlap = "none"
@@ -66,7 +66,7 @@ class ParallelConfig:
     context_method: ContextMethod = "ring"
     """How attention reads other devices' tokens: by a ring of keys and values, a gather of them, or heads (Ulysses)."""
     expert_method: ExpertMethod = "auto"
-    """How tokens reach experts: a gather of all tokens, an exchange of choices (all-to-all), or the cheaper of both."""
+    """How tokens reach experts: a gather of all tokens, an exchange of choices (all-to-all), or the cheaper one."""
     expert_factor: float | None = None
     """Slots of an exchange's round, relative to an even load; by default 1.25 per device, on CPUs 2 per device pair."""
     schedule: ScheduleName | Maker | Schedule = "1f1b"
@@ -74,13 +74,13 @@ class ParallelConfig:
     microbatches: int = 1
     """Number of microbatches of a batch; they go through --mesh.pipe or, without it, run one after another."""
     stage_remat: bool = False
-    """Keep only the inputs of stages, and recompute stages in the backward pass; always so with spread edges."""
+    """Keep only the inputs of stages, and recompute stages in the backward pass; always on with --edges spread."""
     chunks: int = 1
     """Parts of the model that each stage holds: any number for interleaved and looping, 2 for zb-v and dualpipe-v."""
     edges: Literal["ends", "spread"] = "ends"
     """Embedding and loss are computed by the first and last stage or, with --schedule gpipe, spread over all stages."""
     smallest: int = 1024
-    """Arrays of fewer entries are not split over --mesh.fsdp."""
+    """Smallest number of entries of an array that --mesh.fsdp splits."""
     optimizer_memory: Literal["device", "pinned_host"] = "device"
     """Where the optimizer's state lies between steps: on the devices, or in the memory of their hosts."""
 
@@ -96,7 +96,7 @@ def option_values(name: str) -> tuple[str | int, ...]:
 
 
 def check_values(config: ParallelConfig) -> None:
-    """Raise a `ValueError` for a field whose value is none of its allowed values."""
+    """Raise a `ValueError` for a field with a value that is not allowed."""
     for field in dataclasses.fields(ParallelConfig):
         name, value, allowed = field.name, getattr(config, field.name), option_values(field.name)
         is_custom_schedule = name == "schedule" and not isinstance(value, str)
@@ -104,8 +104,8 @@ def check_values(config: ParallelConfig) -> None:
             raise ValueError(f"Plan({name}={value!r}): the choices are {', '.join(map(str, allowed))}.")
     if config.expert_factor is not None and not 0 < config.expert_factor < math.inf:
         raise ValueError(
-            f"Plan(expert_factor={config.expert_factor}): a device, or on CPUs a pair of devices, has that many times "
-            "the room that even loads need in a round of an exchange; give a positive and finite number, such as 1.25."
+            f"Plan(expert_factor={config.expert_factor}): this is the number of slots in a round of an "
+            "exchange, relative to an even load; give a positive and finite number, such as 1.25."
         )
     for name, value in (("microbatches", config.microbatches), ("chunks", config.chunks)):
         if not isinstance(value, numbers.Integral) or value < 1:
@@ -136,10 +136,11 @@ class Placement(ParallelConfig):
         return "cpu" if device is None else device.platform
 
     def layout(self, *, splits_fsdp: bool) -> Layout:
-        """Return the layout of arrays that `fsdp` does not split or, with `splits_fsdp`, of those it splits."""
+        """Return the layout of arrays that `fsdp` does not split or, with `splits_fsdp`, of arrays that it splits."""
         tensor_dims = *make_residual_stream(self.residual).split_dims, "vocab"
         dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys(tensor_dims, TENSOR)}
-        # Stages may not divide the layers in reading order; in pipeline order they do.
+        # The number of stages need not divide the layers of a model in reading order. In pipeline order it does,
+        # because of padding.
         lenient, moving = frozenset({"kv_heads", "vocab"}), frozenset({"layers"})
         return Layout(dims, lenient, FSDP if splits_fsdp else None, self.smallest, moving)
 
@@ -162,7 +163,7 @@ class Placement(ParallelConfig):
 
     @property
     def exchange(self) -> Exchange:
-        """The kind and the room of the all-to-alls of `expert_method="exchange"`."""
+        """The kind of the all-to-alls of `expert_method="exchange"`, and the relative number of slots in a round."""
         return exchange_on(self.platform, self.expert_factor)
 
     def expert_method_of(self, model: nn.LanguageModel, moe: nn.ExpertMixture, tokens: int) -> str:
@@ -178,8 +179,8 @@ class Placement(ParallelConfig):
     def torus_steps(self) -> TorusSteps:
         """Numbers of devices in each step of the scatters of gradients and the gathers of parameters over `fsdp`.
 
-        A scatter has two steps if the axis is a whole square or box of a torus, a gather if the axis is a box: one step
-        for the last side and one for the remaining sides.
+        Two steps are one for the last side of a torus and one for the remaining sides. See `_mesh.torus_steps` for when
+        there are two steps.
         """
         return TorusSteps() if self.devices is None else torus_steps(self.devices, FSDP)
 
@@ -210,12 +211,13 @@ class Placement(ParallelConfig):
 
     @property
     def reruns_stages(self) -> bool:
-        """Whether a stage's backward pass runs its layers forward again, whatever their `remat` keeps."""
+        """Whether a stage's backward pass runs its layers forward again, regardless of the layers' `remat`."""
         return self.spreads_edges or (self.is_pipelined and self.stage_remat)
 
     @property
     def aux_spec(self) -> PartitionSpec:
-        """Spec of routed layers' aux: split like the layers where a schedule runs them, else replicated."""
+        """Spec of the auxiliary outputs of routed layers: split like the layers if a schedule runs them, else
+        replicated."""
         return PartitionSpec(PIPE) if self.runs_schedule else PartitionSpec()
 
     @property
@@ -228,11 +230,11 @@ class Placement(ParallelConfig):
         return make_schedule(self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks)
 
     def shard(self, tree: PyTree, take: stage_layers.TakeRows | None = None) -> PyTree:
-        """Return a model, or a tree like it, as programs of this plan take it; `unshard` undoes it.
+        """Return a model, or a tree like it, in this plan's shardings and layer order.
 
-        Its arrays are placed by `parameter_specs` and, in a pipeline, the layers are where the stages hold them (see
-        `pipeline._pipelined_stack`). Shapes, and arrays inside of a trace, are not placed. A caller that moves large
-        arrays itself passes `take(x, order)`, which returns an array's rows in an order, and nothing is placed.
+        `unshard` restores the layer order. Arrays are placed by `parameter_specs`; in a pipeline, the layers of stacks
+        are in the order of the stages (see `pipeline._pipelined_stack`). Shapes, and arrays inside of a trace, are not
+        placed. `take(x, order)` replaces the function that reorders rows; then nothing is placed.
         """
         moved = (
             stage_layers.order_for_pipeline(tree, self.timetable().part_of, take or stage_layers.take_layer_rows)
@@ -242,11 +244,11 @@ class Placement(ParallelConfig):
         return moved if take is not None else self._place(moved)
 
     def unshard(self, tree: PyTree, take: stage_layers.TakeRows = stage_layers.take_layer_rows) -> PyTree:
-        """Return a model, or a tree like it such as its gradients, with the layers in the order of the model."""
+        """Return a model, or a tree like it such as its gradients, with the layers in reading order."""
         return stage_layers.order_for_reading(tree, self.timetable().part_of, take) if self.is_pipelined else tree
 
     def unshard_aux(self, aux: PyTree, model: nn.LanguageModel) -> PyTree:
-        """Return the aux of a sharded model's layers in the order of the model."""
+        """Return the auxiliary outputs of a sharded model's layers in reading order."""
         return stage_layers.rows_to_layers(aux, self._rows(model)) if self.is_pipelined else aux
 
     def _place(self, tree: PyTree) -> PyTree:
@@ -258,7 +260,7 @@ class Placement(ParallelConfig):
         return eqx.combine(jax.device_put(arrays, shardings(self.parameter_specs(arrays), self.mesh)), static)
 
     def shapes(self, model: nn.LanguageModel) -> nn.LanguageModel:
-        """Return the shapes of the sharded model, for a model or its shapes that may be sharded already."""
+        """Return the shapes of the sharded model. `model` has arrays or shapes, and may already be sharded."""
         is_plain = all(len(stack) == stack.depth for stack in model.stacks)
         return eqx.filter_eval_shape(self.shard if is_plain else lambda model: model, model)
 
@@ -269,7 +271,7 @@ class Placement(ParallelConfig):
         """Put each row's tokens in the order in which they are split over `context`.
 
         `batch` is a `Batch`, or another tree of arrays of the same rows. The lengths of documents, which cannot be
-        computed from a piece of a row, are added to its tokens.
+        computed from a piece of a row, are added to `tokens`.
         """
         if self.size(CONTEXT) == 1:
             return batch, tokens
@@ -286,21 +288,20 @@ class Placement(ParallelConfig):
         return jnp.take(x, np.argsort(context_order(self.context_method, x.shape[1], self.size(CONTEXT))), axis=1)
 
     def leaves(self, model: nn.LanguageModel) -> PyTree:
-        """Return a tree like `model`, which is sharded, with a `Leaf` for each array."""
+        """Return a tree like the sharded `model`, with a `Leaf` for each array."""
         if self.is_pipelined:
             self._check_pipeline_order(model)
         axes = *self.batch_axes, CONTEXT
         return make_leaves(model, self.parameter_specs(model), self.state_specs(model), axes, self.stream)
 
     def _check_pipeline_order(self, model: nn.LanguageModel) -> None:
-        """Raise a `ValueError` for a model that is not sharded where stages hold unequal numbers of layers."""
+        """Raise a `ValueError` if stacks lack the rows of padding that `shard` adds."""
         rows = self._rows(model)
         actual, wanted = [len(stack) for stack in model.stacks], [len(stack.layer_of_row) for stack in rows]
         if actual != wanted:
             raise ValueError(
-                f"Plan over pipe={self.size(PIPE)}: a model whose stacks have {[stack.depth for stack in rows]} layers "
-                f"lies in {wanted} rows on the stages, some of them padding, but this one has {actual}; give "
-                "plan.shard(model)."
+                f"Plan over pipe={self.size(PIPE)}: stacks of {[stack.depth for stack in rows]} layers need {wanted} "
+                f"rows, padding included, but have {actual}; pass plan.shard(model)."
             )
 
 
@@ -319,17 +320,17 @@ class Leaf:
     """Axes over which a device's gradient is a partial sum."""
     dtype: str
     """Dtype in which the array is used; empty for random keys."""
-    sent: str = ""
-    """Dtype in which the array is gathered: `dtype`, or for vocabulary tables the narrower one of matmuls."""
+    gather_dtype: str = ""
+    """Dtype in which the array is gathered: `dtype`; for vocabulary tables, the compute dtype if it has fewer bytes."""
 
     @property
     def fsdp_dim(self) -> int | None:
-        """Dim that the state, or also the array, is split on over the axis `fsdp`."""
+        """Dim along which `fsdp` splits the optimizer state, and with ZeRO-3 the array; None if neither is split."""
         return dim_over(self.state_spec, FSDP)
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """Axes of `partial` over which the gradient is summed and not scattered."""
+        """Axes of `partial` over which the gradient is summed but not scattered."""
         return tuple(axis for axis in self.partial if axis != FSDP or self.fsdp_dim is None)
 
 
@@ -357,11 +358,12 @@ def make_leaves(
             return Leaf(None, None, (), "")
         state_spec = state_spec if nn.is_trainable(x) else spec  # An array that is not trained has no state.
         gradient_axes = axes + (TENSOR,) * is_partial
-        dtype = sent = "" if jnp.issubdtype(x.dtype, jax.dtypes.extended) else str(x.dtype)
+        dtype = gather_dtype = "" if jnp.issubdtype(x.dtype, jax.dtypes.extended) else str(x.dtype)
         if matrix is not None and not is_wide:
-            sent = narrower_dtype(model.compute_dtype, dtype) if matrix.table else model.compute_dtype
-            dtype = dtype if matrix.table else sent
-        return Leaf(spec, state_spec, tuple(axis for axis in gradient_axes if axis not in axes_of(spec)), dtype, sent)
+            gather_dtype = narrower_dtype(model.compute_dtype, dtype) if matrix.table else model.compute_dtype
+            dtype = dtype if matrix.table else gather_dtype
+        partial = tuple(axis for axis in gradient_axes if axis not in axes_of(spec))
+        return Leaf(spec, state_spec, partial, dtype, gather_dtype)
 
     arrays, *spec_columns = jax.tree.leaves(model), *map(structure.flatten_up_to, (specs, state_specs))
     rows = zip(arrays, *spec_columns, partial_flags, matrices, wide_flags, strict=True)
@@ -369,13 +371,13 @@ def make_leaves(
 
 
 def narrower_dtype(compute_dtype: str, dtype: str) -> str:
-    """Return the compute dtype where it has fewer bytes than a parameter's dtype, else the parameter's."""
+    """Return the compute dtype if it has fewer bytes than a parameter's dtype, else the parameter's dtype."""
     is_narrower = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(compute_dtype).itemsize < jnp.dtype(dtype).itemsize
     return compute_dtype if is_narrower else dtype
 
 
 def _is_used_before_cast(model: nn.LanguageModel) -> PyTree:
-    """Flag arrays that are used in their own dtype, before a cast to the compute dtype, and must be sent in it.
+    """Flag arrays that are used in their own dtype, before a cast to the compute dtype, and must be gathered in it.
 
     Routers compute in float32. Position vectors are added, and token vectors scaled, before the cast.
     """
@@ -392,9 +394,9 @@ def _has_partial_gradient(model: nn.LanguageModel, stream: ResidualStream | None
     """Flag arrays that are replicated over `tensor` and used with split activations, so their gradients are partial.
 
     With a replicated stream these are the arrays in mixers, feed-forward layers and experts, except for biases that are
-    added after the reduction; and the tables at the ends of the model, of which each device uses a part. Layers from
-    outside of this package may have arrays whose dims name the stream's dim, or none. Such arrays may be used with
-    split or with replicated activations, and JAX's types of varying values then decide where gradients are summed.
+    added after the reduction; and the tables at the ends of the model, of which each device uses a part. User-defined
+    layers may have arrays with a dim `embed`, or without named dims. Their flags stay False: JAX's varying types decide
+    where their gradients are summed.
     """
     if stream is None or not stream.is_whole:
         return _flag_all(model, stream is not None)
@@ -428,7 +430,7 @@ def _vocabulary_tables(model: nn.LanguageModel) -> list[PyTree]:
 
 
 def _names_split_dims(layer: PyTree) -> PyTree:
-    """Flag arrays that are a map's, or have names of dims of which none is the stream's."""
+    """Flag arrays of linear maps, and other arrays with named dims of which none is `embed`."""
 
     def flag(node: PyTree, names: PyTree) -> PyTree:
         return _flag_all(node, True) if nn.is_map(node) else bool(names) and "embed" not in names

@@ -13,7 +13,7 @@ from .. import nn
 from . import _collectives as send
 from ._check_plan import check_model, check_parallel_config, check_rows
 from ._fully_sharded import gather, Gathered, grad_proxy, has_wider_grad, route_gradient, scatter, Scattered
-from ._global_values import DeviceParts, join_parts, ON_EACH_DEVICE, Split, split_of, stack_devices
+from ._global_values import DeviceParts, find_split, join_parts, ON_EACH_DEVICE, Split, stack_devices
 from ._mesh import AXES, axes_of, AXIS_TYPES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._placement import Leaf, Placement
 from ._shard_map import filter_shard_map, vary, vary_like, varying_axes
@@ -106,7 +106,9 @@ class OnDevice:
         steps = self.plan.torus_steps
         if self.plan.zero == 3 and leaf.spec is not None:
             # Gathered once: both ends of the model may use the array, and no backward pass needs it.
-            return gather(parameter, leaf.fsdp_dim, leaf.sent, x if has_wider_grad(x) else None, steps, leaf.dtype)
+            return gather(
+                parameter, leaf.fsdp_dim, leaf.gather_dtype, x if has_wider_grad(x) else None, steps, leaf.dtype
+            )
         dim = leaf.fsdp_dim if self.plan.zero == 2 else None
         return parameter if dim is None and not has_wider_grad(x) else route_gradient(x, parameter, dim, steps)
 
@@ -266,7 +268,7 @@ class Plan(Placement):
                 results, cache = run_on_cache_pieces(call_on_device, model, plan, rows[0], (), rows[1], cache)
             parts = structure.flatten_up_to(results)
             named = zip(parts, jax.tree.leaves(shapes), jax.tree.leaves(dims), strict=True)
-            splits[:] = [split_of(plan, x, shape.shape, names) for x, shape, names in named]
+            splits[:] = [find_split(plan, x, shape.shape, names) for x, shape, names in named]
             return [stack_devices(x) for x in parts], cache
 
         in_specs = plan.parameter_specs(model), row_specs, PartitionSpec(), cache_specs

@@ -276,15 +276,15 @@ def with_chunked_tables(
     chunked = chunked_tables(shapes)
     embedding, head, inputs = model.embedding, model.head, model.parts.layer_inputs
     if inputs is not None and chunked.inputs and inputs_table(leaves).fsdp_dim is not None:
-        table = shard_table(inputs_table, inputs_table(leaves).sent)
+        table = shard_table(inputs_table, inputs_table(leaves).gather_dtype)
         layer_embedding = ChunkedEmbedding(inputs.embedding, table)
         model = eqx.tree_at(lambda m: m.parts.layer_inputs.embedding, model, layer_embedding)
     if chunked.ids and ids_table(leaves).fsdp_dim is not None:
-        table = shard_table(ids_table, ids_table(leaves).sent)
+        table = shard_table(ids_table, ids_table(leaves).gather_dtype)
         embedding = ChunkedEmbedding(embedding, table)
         if chunked.logits and head is None:
             sent = narrower_dtype(model.compute_dtype, ids_table(leaves).dtype)
             embedding = ChunkedTiedEmbedding(embedding, shard_table(ids_table, sent))
     if chunked.logits and isinstance(head, nn.DenseMap) and head_table(leaves).fsdp_dim is not None:
-        head = ChunkedHead(head, shard_table(head_table, head_table(leaves).sent))
+        head = ChunkedHead(head, shard_table(head_table, head_table(leaves).gather_dtype))
     return eqx.tree_at(lambda m: (m.embedding, m.head), model, (embedding, head), is_leaf=lambda node: node is None)

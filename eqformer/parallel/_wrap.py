@@ -1,4 +1,4 @@
-"""Wrapping of a plain model's modules for a device, by the `nn` interface (`Mixer`, `Norm`, ...) of each module."""
+"""Wrap a model's modules for one device of the mesh, by the `nn` class (`Mixer`, `Norm`, ...) of each module."""
 
 import functools
 import operator
@@ -21,7 +21,7 @@ from .tensor._vocabulary import features_to_rows, HeadInput, logits_parts, Sourc
 
 
 Mode = Literal["train", "serve"]
-"""What a model is wrapped for: losses and their gradients, or text with caches."""
+"""Mode of a wrapped model: `train` computes losses and gradients, `serve` decodes with KV caches."""
 
 
 def split_over_tensor(
@@ -58,7 +58,7 @@ def split_over_tensor(
         return _replicate_layer(module, spec, stream)
 
     def wrap_mixture(mixture: nn.ExpertMixture, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
-        # Experts stay as they are; the router, and linear maps that are no part of a layer, are gathered when called.
+        # Experts stay split. The arrays of the router, and of linear maps outside of layers, are gathered when called.
         gathered = (nn.Router, nn.LinearMap)
 
         def is_part(node: object) -> bool:
@@ -92,10 +92,10 @@ def split_over_tensor(
 
 
 def split_over_context(model: PyTree, method: str, mode: Mode = "train") -> PyTree:
-    """Replace every attention's core by one that sees only this device's segment of each sequence.
+    """Replace every attention core by one that takes a segment of each sequence and attends to all segments.
 
-    In the mode `"serve"` the cache is split into segments, and the sequence is not. Raises a `ValueError` if the model
-    has a mixer that needs whole sequences, such as a recurrence.
+    In the mode `"serve"` only the KV cache is split: every device has all query tokens. Raises a `ValueError` if the
+    model has a mixer that needs whole sequences, such as a recurrence.
     """
 
     def split_mixer(mixer: nn.Mixer) -> nn.Mixer:
@@ -116,13 +116,13 @@ def _is_unwrapped_mixer(node: object) -> bool:
 
 
 def split_mixtures(model: PyTree, method: str, exchange: Exchange, stream: ResidualStream | None) -> PyTree:
-    """Replace every mixture of experts by one for the experts, and tokens, that this device holds."""
+    """Replace every mixture of experts by a `SplitMixture`, which holds this device's experts and takes its tokens."""
     split = functools.partial(SplitMixture, method=method, exchange=exchange, stream=stream)
     return nn.map_modules(split, model, nn.ExpertMixture)
 
 
 def _replicate_plain_layer(module: PyTree, spec: PyTree, field: str, stream: ResidualStream) -> PyTree:
-    """Wrap the layer in a module's field to run whole on every device if it implements no `nn` interface of layers."""
+    """Wrap the layer in a module's field to run in full on every device, if the layer is of no `nn` layer class."""
     layer = getattr(module, field)
     if not tensor.is_plain(layer):
         return module
@@ -154,7 +154,7 @@ def _split_encoder(
 ) -> nn.Encoder:
     """Split an encoder's embedding, and gather its output once for all cross-attentions.
 
-    The encoder's layers are already wrapped; `plain` is the encoder before that.
+    The layers of `encoder` are already wrapped; `plain` is the encoder before wrapping.
     """
     encoder = eqx.tree_at(lambda m: m.norm, encoder, SourceOutput(encoder.norm, stream))
     if plain.embedding is None:
@@ -167,7 +167,7 @@ def _split_encoder(
 def _split_vocabulary(
     model: nn.LanguageModel, specs: PyTree, names: PyTree, stream: ResidualStream, vocab: int
 ) -> list[PyTree]:
-    """Return the embedding and, if the model has them, head and logits' bias: the rows of a device's own ids."""
+    """Return the wrapped embedding and, if the model has them, this device's rows of the head and the logit bias."""
     is_tied = model.head is None
     embedding = _split_embedding(model.embedding, specs.embedding, names.embedding, stream, vocab, is_tied=is_tied)
     parts = zip(*map(logits_parts, (model, specs, names)), strict=True)
@@ -183,9 +183,9 @@ def _split_embedding(
 
 
 def _vocab_rows(table: Array, spec: jax.sharding.PartitionSpec, names: str) -> Array:
-    """Return this device's rows of a table with a dim `vocab`; gather an array without the dim."""
+    """Return this device's rows of a table with a dim `vocab`; gather an array without that dim."""
     dims, split_dim = names.split(), dim_over(spec, TENSOR)
-    if "vocab" not in dims:  # A factor of the head, which is applied to all features.
+    if "vocab" not in dims:  # A low-rank factor of the head has no dim `vocab`, and multiplies all features.
         return table if split_dim is None else gather_parameter(table, split_dim)
     vocab_dim = dims.index("vocab")
     if split_dim is None:

@@ -138,7 +138,9 @@ def place_arrays(
     for x, leaf, spec, trained in zip(*trees, strict=True):
         if spec is not None and jnp.issubdtype(x.dtype, jnp.floating):
             shard, is_trained = jax.sharding.NamedSharding(plan.mesh, spec).shard_shape(x.shape), trained is not None
-            yield _PlacedArray(x, shard, leaf.fsdp_dim, leaf.sent, leaf.reduced, layers.get(id(leaf), 0), is_trained)
+            yield _PlacedArray(
+                x, shard, leaf.fsdp_dim, leaf.gather_dtype, leaf.reduced, layers.get(id(leaf), 0), is_trained
+            )
 
 
 def _state(plan: parallel.Plan, model: nn.LanguageModel, trained_model: nn.LanguageModel) -> Iterator[Sent]:
@@ -352,7 +354,7 @@ def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
         top_k = 0 if facts.expert_choice else int(facts.choices)  # choices made by experts need no sending to experts
         method = plan.expert_method_of(model, moe, int(tokens))
         if method == "exchange":
-            sent = plan.exchange.sent(int(tokens) * top_k, devices)
+            sent = plan.exchange.count_sent(int(tokens) * top_k, devices)
             # A ragged exchange sends the number of choices of each expert; a padded one sends each choice's expert.
             numbers = devices * facts.experts if plan.exchange.is_ragged else sent
             vectors, choices, weights = sent * vector, numbers * 4, 0.0

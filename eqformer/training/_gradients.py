@@ -353,7 +353,7 @@ def _gather_in_float32(leaves: PyTree) -> PyTree:
         if not leaf.dtype or not jnp.issubdtype(leaf.dtype, jnp.inexact):  # no array, or one that has no gradient
             return leaf
         dtype = str(nn.at_least_float32(jnp.dtype(leaf.dtype)))
-        return dataclasses.replace(leaf, dtype=dtype, sent=dtype)
+        return dataclasses.replace(leaf, dtype=dtype, gather_dtype=dtype)
 
     return eqx.tree_at(lambda m: m.stacks, jax.tree.map(widen, leaves), leaves.stacks)
 

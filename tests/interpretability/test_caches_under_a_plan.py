@@ -130,7 +130,7 @@ def test_values_of_a_rolling_cache_are_those_of_one_device():
     cache, tokens = values[1].output[1], nn.Tokens(jnp.full((8, 1), 300, jnp.int32))
     step = capture(plan.shard(model), [WEIGHTS], plan=plan)(ids[:, 300:301], tokens, cache)
     assert compare(step, expected[2], [WEIGHTS]) == set()
-    with pytest.raises(ValueError, match="no split of 'kv_seq' over context explains this"):
+    with pytest.raises(ValueError, match="no split of 'kv_seq' over context gives these sizes"):
         run_calls(plan.shard(model), [WEIGHTS], plan, calls[:1], ids)
 
 

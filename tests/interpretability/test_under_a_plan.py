@@ -148,7 +148,7 @@ def test_values_need_the_order_of_tokens_and_the_axes_of_dims(change, wrong, mon
 def test_names_and_sizes_tell_the_axes_of_each_dim(shape, dims, part, axes, split, copied):
     plan = Plan(jax.sharding.AbstractMesh((1, 2, 1, 1, 2, 2), AXES))
     expected = _global_values.Split(tuple(split), copied)
-    assert _global_values.find_split(plan, part, frozenset(axes), shape, dims) == expected
+    assert _global_values.find_split_of_shapes(plan, part, frozenset(axes), shape, dims) == expected
 
 
 def test_copies_that_differ_are_no_numbers():
@@ -164,8 +164,10 @@ def test_copies_that_differ_are_no_numbers():
 
 def test_a_part_that_no_axis_explains_is_refused():
     plan = Plan(jax.sharding.AbstractMesh((1, 2, 1, 1, 2, 2), AXES))
-    with pytest.raises(ValueError, match=r"\(8, 6, 4\) on one device.*\(8, 2, 4\).*no split of 'seq' over no axis"):
-        _global_values.find_split(plan, (8, 2, 4), frozenset({"fsdp"}), (8, 6, 4), "batch seq embed")
+    with pytest.raises(
+        ValueError, match=r"\(8, 6, 4\) in the global value.*\(8, 2, 4\).*no split of 'seq' over no axis"
+    ):
+        _global_values.find_split_of_shapes(plan, (8, 2, 4), frozenset({"fsdp"}), (8, 6, 4), "batch seq embed")
 
 
 def make_patches(change):

@@ -27,7 +27,11 @@ CHOICES = {
         r"expert_method='send'\): the choices are auto, gather, ex",
     ),
     "expert factor": ({"expert": 2}, {"expert_factor": 0.0}, r"Plan\(expert_factor=0.0\): .* give a positive and fin"),
-    "no end of slots": ({"expert": 2}, {"expert_factor": float("inf")}, r"factor=inf\): .* in a round of an exchange"),
+    "no end of slots": (
+        {"expert": 2},
+        {"expert_factor": float("inf")},
+        r"factor=inf\): .* slots in a round .* a positive and finite number",
+    ),
     "chunks": ({"pipe": 2}, {"chunks": -1}, r"Plan\(chunks=-1\): .* at least 1"),
     "nothing to overlap": (
         {"tensor": 2},

@@ -56,7 +56,9 @@ def test_padding_is_zero_and_goes_again():
     assert jax.tree.structure(sharded) == jax.tree.structure(model)
     with pytest.raises(ValueError, match="has 1 rows before it is moved, but this one has 4; give shard a plain model"):
         plan.shard(sharded)
-    with pytest.raises(ValueError, match=r"whose stacks have \[1, 5\] layers lies in \[4, 8\] rows .* has \[1, 5\]"):
+    with pytest.raises(
+        ValueError, match=r"stacks of \[1, 5\] layers need \[4, 8\] rows, .* have \[1, 5\]; pass plan.shard"
+    ):
         plan.leaves(model)
 
 

@@ -238,6 +238,6 @@ def test_a_plan_exchanges_as_its_platform_does():
     assert [its.exchange for its in on.values()] == [Exchange(True, 1.25)] * 2
     assert [its.platform for its in on.values()] == ["gpu", "tpu"]
     assert planning.for_platform(on["tpu"], "tpu") is on["tpu"]
-    assert Exchange(True, 1.25).room(64, 8) == 80 and Exchange(False, 1.25).room(64, 8) == 10
-    assert Exchange(True, 1.25).sent(64, 8) == 64 and Exchange(False, 1.25).sent(64, 8) == 80
-    assert Exchange(True, 0.5).sent(64, 8) == 32 and Exchange(True, 100.0).room(64, 8) == 8 * 64
+    assert Exchange(True, 1.25).count_slots(64, 8) == 80 and Exchange(False, 1.25).count_slots(64, 8) == 10
+    assert Exchange(True, 1.25).count_sent(64, 8) == 64 and Exchange(False, 1.25).count_sent(64, 8) == 80
+    assert Exchange(True, 0.5).count_sent(64, 8) == 32 and Exchange(True, 100.0).count_slots(64, 8) == 8 * 64

@@ -161,7 +161,7 @@ def test_tables_cross_in_the_compute_dtype_where_nothing_is_computed_before_they
         plan = Case(name, {"fsdp": 2}, {"zero": 3, "smallest": 1}).plan
         outside = eqx.tree_at(lambda m: m.stacks, plan.leaves(model), ())
         leaves = jax.tree_util.tree_leaves_with_path(outside, is_leaf=lambda node: isinstance(node, _placement.Leaf))
-        found = {nn.path_name(path) for path, leaf in leaves if leaf.sent == "bfloat16"}
+        found = {nn.path_name(path) for path, leaf in leaves if leaf.gather_dtype == "bfloat16"}
         assert found == narrow and all(leaf.dtype in ("float32", "") for _, leaf in leaves)
 
 
