@@ -88,6 +88,19 @@ def check_layer_types(published: PublishedConfig, name: str, types: Sequence[str
         published.refuse(f"{name}={types} must name {layers} layers, each one of {sorted(known)}.")
 
 
+_Flag = Annotated[int, Range(0, 1)]
+
+
+def flagged_layers(published: PublishedConfig, name: str) -> tuple[int, ...] | None:
+    """Return the numbers of the layers with a 1 in the attribute `name`, a flag for each layer; None without it."""
+    flags, layers = published.listed(name, _Flag), layers_of(published)
+    if flags is None:
+        return None
+    if len(flags) != layers:
+        published.refuse(f"{name}={flags} must have a flag for each of the model's {layers} layers.")
+    return tuple(number for number, flag in enumerate(flags) if flag)
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerTypes(Entry):
     """`layer_types`: the layers of the first type are in the config's field `name`, the others are of the second type.

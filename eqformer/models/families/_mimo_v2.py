@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +20,23 @@ from .._config_types import (
     OptionalSize,
     Positive,
     PublishedConfig,
-    Range,
     Size,
 )
 from .._family import Family
-from .._layer_attributes import layers_of, Windows
+from .._layer_attributes import flagged_layers, Windows
 from .._rotary_attributes import PartRotaryByType
 from .._weight_rules import Rule
 from ._common import decoder_attributes, LAYER, LLAMA_WEIGHTS
 from ._decoder import attention, damping, decoder, gated_mlp, layer_windows, local_part_rotary, norm, part_rotary
-from ._mixtures import ExpertGroupCount, LayerMixtures, MIXTURE, mixture, SELECTION_BIAS, SigmoidMoEConfig, small_expert
+from ._mixtures import (
+    ExpertGroupCount,
+    FlaggedMixtures,
+    MIXTURE,
+    mixture,
+    SELECTION_BIAS,
+    SigmoidMoEConfig,
+    small_expert,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,45 +126,19 @@ def _feed_forward(config: MiMoV2FlashConfig, is_mixture: bool, key: Key[Array, "
     )
 
 
-_FLAG = Annotated[int, Range(0, 1)]
-
-
-def _flagged(published: PublishedConfig, name: str) -> tuple[int, ...] | None:
-    """Return the numbers of the layers with a 1 in an attribute of the publisher's own program; None without it."""
-    flags, layers = published.listed(name, _FLAG), layers_of(published)
-    if flags is None:
-        return None
-    if len(flags) != layers:
-        published.refuse(f"{name}={flags} must have a flag for each of the model's {layers} layers.")
-    return tuple(number for number, flag in enumerate(flags) if flag)
-
-
 def _local(published: PublishedConfig, layers: int) -> Iterable[int]:
     """Return the layers with a window; by default all but the first and every sixth."""
-    flagged = _flagged(published, "hybrid_layer_pattern")
+    flagged = flagged_layers(published, "hybrid_layer_pattern")
     return (n for n in range(1, layers) if (n + 1) % 6) if flagged is None else flagged
 
 
-class _Windows(Windows):
+class _PublisherWindows(Windows):
     """Windows that the publisher's own program counts without the query's own token."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return both fields; `sliding_window_size` takes precedence, as in transformers."""
         fields, size = super().read(published), published.read("sliding_window_size", Length, None)
         return fields if size is None else fields | {"window": size + 1}
-
-
-class _Mixtures(LayerMixtures):
-    """`mlp_layer_types` or, in the publisher's own attributes, a flag for each layer with experts."""
-
-    def read(self, published: PublishedConfig) -> Fields:
-        """Return `first_dense` and `dense_layers`."""
-        fields, flagged = super().read(published), _flagged(published, "moe_layer_freq")
-        if fields or flagged is None:
-            return fields
-        layers = layers_of(published)
-        first = min(flagged, default=layers)
-        return {"first_dense": first, "dense_layers": tuple(n for n in range(first, layers) if n not in flagged)}
 
 
 class _RepeatedSizes(Entry):
@@ -213,11 +193,11 @@ MIMO_V2_FLASH = Family(
             max_seq=131_072,
         ),
         Attribute("eps", "rms_norm_eps", 1e-5),
-        _Windows(129, _local),
+        _PublisherWindows(129, _local),
         Count("v_dim", "v_head_dim", 128),
         Nullable("value_scale", "attention_value_scale", 0.707),
         Attribute("bias", "attention_bias", False),
-        _Mixtures(),
+        FlaggedMixtures(),
         Count("expert_mlp", "moe_intermediate_size", 2048),
         Count("experts", ("n_routed_experts", "num_local_experts"), 256),
         Count("top_k", "num_experts_per_tok", 8),

@@ -40,7 +40,7 @@ from ._common import (
     PRE_NORMS,
 )
 from ._decoder import attention, damping, decoder, gated_mlp, head_norms, norm, part_rotary, pre_norm_block
-from ._mixtures import FUSED, LayerMixtures, mixture, SELECTION_BIAS
+from ._mixtures import FlaggedMixtures, FUSED, mixture, SELECTION_BIAS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,27 +218,7 @@ def _read_flags(published: PublishedConfig, name: str, flags: object) -> list[bo
     return stated
 
 
-class _Mixtures(Entry):
-    """`mlp_layer_types`, or the publishers' `moe_layer_freq`, a flag for each layer; without both all have experts."""
-
-    _types = LayerMixtures()
-
-    def read(self, published: PublishedConfig) -> Fields:
-        """Return `first_dense` and `dense_layers`."""
-        flags = published.take("moe_layer_freq", None)
-        if fields := self._types.read(published):
-            return fields
-        flags = [True] * layers_of(published) if flags is None else _read_flags(published, "moe_layer_freq", flags)
-        first = [*flags, True].index(True)
-        later = tuple(layer for layer, is_mixture in enumerate(flags) if layer > first and not is_mixture)
-        return {"first_dense": first, "dense_layers": later}
-
-    def write(self, config: MiniMaxM3Config) -> Attributes:
-        """Return the list."""
-        return self._types.write(config)
-
-
-class _RotatedChannels(RotaryFraction):
+class _FractionAndChannels(RotaryFraction):
     """The part of a head that is rotated; other readers than transformers read its number of channels."""
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -292,9 +272,9 @@ MINIMAX_M3 = Family(
     "minimax_m3_vl_text",
     (
         *decoder_attributes(RotaryPositions(5_000_000.0), head_dim=128, kv_heads=4, max_seq=524_288),
-        _RotatedChannels(1.0),
+        _FractionAndChannels(1.0),
         _IndexerSizes(),
-        _Mixtures(),
+        FlaggedMixtures(),
         Count("experts", ("num_local_experts", "num_experts"), 128),
         Count("top_k", "num_experts_per_tok", 4),
         Count("dense_mlp", "dense_intermediate_size", 12_288),

@@ -12,7 +12,7 @@ from ... import nn
 from .._attributes import Attribute, Count, Entry, Fields
 from .._config_types import Attributes, Index, NotNegative, Number, OptionalSize, Positive, PublishedConfig, Size
 from .._family import DecoderConfig
-from .._layer_attributes import check_layer_types
+from .._layer_attributes import check_layer_types, flagged_layers, layers_of
 from .._weight_rules import Rule
 from ._common import gated_weights, LAYER
 from ._decoder import gated_mlp, WithMLP
@@ -308,6 +308,19 @@ class LayerMixtures(Entry):
     def write(self, config: WithDenseLayers) -> Attributes:
         """Return the list."""
         return {"mlp_layer_types": ["sparse" if is_mixture else "dense" for is_mixture in config.mixtures]}
+
+
+class FlaggedMixtures(LayerMixtures):
+    """`mlp_layer_types` or, in publishers' own attributes, `moe_layer_freq`: a flag for each layer with experts."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `first_dense` and `dense_layers`; the list of types takes precedence."""
+        fields, flagged = super().read(published), flagged_layers(published, "moe_layer_freq")
+        if fields or flagged is None:
+            return fields
+        layers = layers_of(published)
+        first = min(flagged, default=layers)
+        return {"first_dense": first, "dense_layers": tuple(n for n in range(first, layers) if n not in flagged)}
 
 
 class ExpertGroupCount(Count):
