@@ -32,8 +32,8 @@ class Gathered(nn.Module):
     dtypes: tuple[str, ...] = eqx.field(static=True)
     """For each array, the dtype in which it is gathered and used."""
     is_checkpointed: bool = eqx.field(static=True, default=False)
-    """Whether the caller runs the block under `jax.checkpoint`. If not, the block checkpoints itself, and saves all
-    results but gathered arrays."""
+    """Whether the caller runs the block under `jax.checkpoint`. If not, the block checkpoints itself, and saves no
+    gathered arrays and nothing that is cheap to compute from them."""
     values: PyTree = None
     """For each array, its values if `inner` holds its gradient proxy, else None; or None for all arrays."""
     steps: TorusSteps = eqx.field(static=True, default=TorusSteps())
