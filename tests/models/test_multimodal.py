@@ -144,7 +144,7 @@ def apart(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def joined(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """MiniMax-M3's arrays by their names in a folder of the text model alone, with gates before what they multiply."""
-    found, experts = {}, {}
+    renamed, experts = {}, {}
     for key, array in arrays.items():
         name = key.replace("self_attn.index_", "self_attn.indexer.").replace("block_sparse_moe.", "mlp.")
         name = name.replace("mlp.e_score", "mlp.gate.e_score")
@@ -153,15 +153,15 @@ def joined(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             experts.setdefault(f"{stem}experts.", {})[last.removesuffix(".weight")] = array
         elif "gate_proj" in name:
             both = [array, arrays[key.replace("gate_proj", "up_proj")]]
-            found[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(both)
+            renamed[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(both)
         elif "up_proj" not in name:
-            found[name] = array
+            renamed[name] = array
     for stem, its in experts.items():
         first, second, down = (
             np.stack([its[f"{number}.{part}"] for number in range(5)]) for part in ("w1", "w3", "w2")
         )
-        found |= {f"{stem}gate_up_proj": np.concatenate([first, second], axis=1), f"{stem}down_proj": down}
-    return found
+        renamed |= {f"{stem}gate_up_proj": np.concatenate([first, second], axis=1), f"{stem}down_proj": down}
+    return renamed
 
 
 BY_ITSELF = {"minimax_m3_vl": joined, "qwen3_vl_moe": apart}

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from nn_reference import linear, normal, random_module, rms, rotate, wide
+from selection_cases import check_gradients, check_replaced_tokens, decode
 
 from eqformer import nn
-from eqformer.nn._cache import quantize_caches, with_rollback
+from eqformer.nn._cache import quantize_caches
 
 
 KEY = jax.random.key(0)
@@ -122,17 +123,7 @@ def test_gradients_are_slopes_and_none_passes_through_the_indexer(kind):
         tokens = packed()
         x = jnp.asarray(rng.normal(size=(1, len(POSITIONS), EMBED)))
         real = jnp.asarray(POSITIONS >= 0)[:, None]
-        loss = lambda parts: jnp.sum(jnp.where(real, jnp.sin(parts[0](parts[1], tokens)[0]), 0))
-        gradient = eqx.filter_jit(eqx.filter_grad(loss))((layer, x))
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient[0].indexer))
-        leaves, structure = jax.tree.flatten((layer, x))
-        # The indexer's choice has no slope, so its weights stay.
-        small = {id(leaf) for leaf in jax.tree.leaves(layer.indexer)}
-        step = [np.zeros(v.shape) if id(v) in small else rng.normal(size=v.shape) for v in leaves]
-        run = jax.jit(lambda at: loss(structure.unflatten([v + at * d for v, d in zip(leaves, step)])))
-        slope = (float(run(1e-6)) - float(run(-1e-6))) / 2e-6
-        product = sum(float(np.sum(g * d)) for g, d in zip(jax.tree.leaves(gradient), step, strict=True))
-        assert product == pytest.approx(slope, rel=1e-6) and abs(slope) > 0.1
+        check_gradients(layer, x, tokens, real, rng)
 
 
 @pytest.mark.grid
@@ -150,19 +141,6 @@ def test_chunks_of_queries_make_no_matrix_of_the_row():
     layers = blocked(), blocked(chunk=8)
     programs = [str(jax.make_jaxpr(lambda x, layer=layer: layer(x)[0])(x)) for layer in layers]
     assert ["37,37]" in program for program in programs] == [True, False]
-
-
-def decode(layer: Any, x: Any, cuts: Any, cache: Any, positions: Any = None) -> tuple[np.ndarray, Any]:
-    """Return the outputs of pieces of rows that end at `cuts`, and the cache."""
-    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]) if positions is None else positions
-    outputs, start = [], 0
-    for stop in cuts:
-        y, cache = STEP(layer, x[:, start:stop], positions[:, start:stop], cache)
-        outputs, start = [*outputs, y], stop
-    return np.concatenate(outputs, axis=1), cache
-
-
-STEP: Any = eqx.filter_jit(lambda layer, x, positions, cache: layer(x, nn.Tokens(positions), cache))
 
 
 @BY_DEFAULT
@@ -185,13 +163,7 @@ def test_left_padding_and_pieces_of_any_length_decode_alike(kind):
 @pytest.mark.grid
 def test_tokens_that_are_replaced_leave_nothing_behind():
     layer, x, other = blocked(), normal(4, 1, 17, EMBED), normal(5, 1, 17, EMBED)
-    expected = eqx.filter_jit(lambda x: layer(x)[0])(x)
-    _, cache = decode(layer, x, (9,), with_rollback(layer.init_cache((1,), 24), 4))
-    positions = jnp.arange(17, dtype=jnp.int32)[None]
-    for start in (9, 11, 13):  # Of four new tokens each time, all are wrong, and two are right the second time.
-        _, cache = STEP(layer, other[:, start : start + 4], positions[:, start : start + 4], cache)
-        right, cache = STEP(layer, x[:, start : start + 2], positions[:, start : start + 2], cache)
-        assert np.allclose(right, expected[:, start : start + 2], atol=2e-5)
+    check_replaced_tokens(layer, x, other, 24)
 
 
 @pytest.mark.grid

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from nn_reference import linear, normal, random_module, rms, wide
+from selection_cases import check_gradients, check_replaced_tokens, decode
 
 from eqformer import nn
-from eqformer.nn._cache import quantize_caches, with_rollback
+from eqformer.nn._cache import quantize_caches
 
 
 KEY = jax.random.key(0)
@@ -158,19 +159,7 @@ def test_gradients_are_slopes(kind):
         tokens = nn.Tokens(jnp.asarray(POSITIONS)[None], jnp.asarray(SEGMENTS)[None])
         x = jnp.asarray(rng.normal(size=(1, len(POSITIONS), EMBED)))
         real = jnp.asarray(POSITIONS >= 0)[:, None]
-        loss = lambda parts: jnp.sum(jnp.where(real, jnp.sin(parts[0](parts[1], tokens)[0]), 0))
-        gradient = eqx.filter_jit(eqx.filter_grad(loss))((layer, x))
-        if layer.indexer is not None:
-            assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient[0].indexer))
-        leaves, structure = jax.tree.flatten((layer, x))
-        # The indexer's choice has no slope, so its weights stay.
-        still = eqx.tree_at(lambda parts: parts[0].indexer, (layer, x), None, is_leaf=lambda node: node is None)
-        frozen = {id(leaf) for leaf in leaves} - {id(leaf) for leaf in jax.tree.leaves(still)}
-        step = [np.zeros(v.shape) if id(v) in frozen else rng.normal(size=v.shape) for v in leaves]
-        run = jax.jit(lambda at: loss(structure.unflatten([v + at * d for v, d in zip(leaves, step)])))
-        slope = (float(run(1e-6)) - float(run(-1e-6))) / 2e-6
-        told = sum(float(np.sum(g * d)) for g, d in zip(jax.tree.leaves(gradient), step, strict=True))
-        assert told == pytest.approx(slope, rel=1e-6) and abs(slope) > 0.1
+        check_gradients(layer, x, tokens, real, rng)
 
 
 def test_chunks_of_queries_make_no_matrix_of_the_row():
@@ -181,19 +170,6 @@ def test_chunks_of_queries_make_no_matrix_of_the_row():
     programs = [str(jax.make_jaxpr(lambda x, layer=layer: layer(x)[0])(x)) for layer in (whole, chunked)]
     # 37 queries of 40 recent keys (3 of them padding) and 7 compressed ones.
     assert ["37,47]" in program for program in programs] == [True, False]
-
-
-def decode(layer: Any, x: Any, cuts: Any, cache: Any, positions: Any = None) -> tuple[np.ndarray, Any]:
-    """Return the outputs of pieces of rows that end at `cuts`, and the cache."""
-    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]) if positions is None else positions
-    outputs, start = [], 0
-    for stop in cuts:
-        y, cache = STEP(layer, x[:, start:stop], positions[:, start:stop], cache)
-        outputs, start = [*outputs, y], stop
-    return np.concatenate(outputs, axis=1), cache
-
-
-STEP: Any = eqx.filter_jit(lambda layer, x, positions, cache: layer(x, nn.Tokens(positions), cache))
 
 
 @BY_DEFAULT
@@ -215,13 +191,7 @@ def test_left_padding_and_pieces_of_any_length_decode_alike(kind):
 @pytest.mark.grid
 def test_tokens_that_are_replaced_leave_nothing_behind():
     layer, x, other = compressed(**KINDS["selected blocks"]), normal(4, 1, 17, EMBED), normal(5, 1, 17, EMBED)
-    expected = eqx.filter_jit(lambda x: layer(x)[0])(x)
-    y, cache = decode(layer, x, (9,), with_rollback(layer.init_cache((1,), 40), 4))
-    positions = jnp.arange(17, dtype=jnp.int32)[None]
-    for start in (9, 11, 13):  # Of four new tokens each time, all are wrong, and two are right the second time.
-        _, cache = STEP(layer, other[:, start : start + 4], positions[:, start : start + 4], cache)
-        right, cache = STEP(layer, x[:, start : start + 2], positions[:, start : start + 2], cache)
-        assert np.allclose(right, expected[:, start : start + 2], atol=2e-5)
+    check_replaced_tokens(layer, x, other, 40)
 
 
 @pytest.mark.grid

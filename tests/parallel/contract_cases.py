@@ -57,7 +57,7 @@ def of_plan(case: Case) -> Outcome:
 
 
 def float64_differences(case: Case) -> dict[str, float]:
-    """What differs by more than rounding from one device, if all is computed in float64."""
+    """Return the leaves that differ from one device's by more than rounding, if all is computed in float64."""
     with jax.enable_x64(True):
         case = case._replace(dtypes=("float64", "float64"))
         return differences(afresh(case), of_one_device(case), 1e-12)
