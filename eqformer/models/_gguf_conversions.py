@@ -27,7 +27,7 @@ def order_rotated_pairs(file: GGUF, name: str) -> Order:
     match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)", name)
     if match is None:
         return None, None
-    kind = file.values["general.architecture"]
+    kind = file.kind
     heads = file.values[f"{kind}.attention.head_count"]
     if match[1] == "k" and f"{kind}.attention.head_count_kv" in file.values:
         heads = max(file.numbers_by_layer("attention.head_count_kv", file.values[f"{kind}.block_count"]))
@@ -41,13 +41,10 @@ def order_joined_heads(file: GGUF, name: str) -> Order:
     """Return the published order of joined rows: queries, keys and values of each head, and not all queries first."""
     if ".attn_qkv." not in name:
         return None, None
-    heads, rows = (
-        file.values[f"{file.values['general.architecture']}.attention.head_count"],
-        file.tensors[name].shape[0],
-    )
+    heads, rows = file.values[f"{file.kind}.attention.head_count"], file.tensors[name].shape[0]
     if rows % (3 * heads):
         raise ValueError(
-            f"{file.call}: {name} has {rows} rows, which {heads} heads of queries, keys and values cannot."
+            f"{file.call}: {name} has {rows} rows, which {heads} heads of queries, keys and values cannot have."
         )
     return np.arange(rows).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1), None
 
@@ -65,9 +62,8 @@ def order_tiled_heads(file: GGUF, name: str) -> Order:
     part = name.partition(".")[2].partition(".")[2]  # without the number of the layer
     if part not in (*_PER_HEAD, *_PER_CHANNEL):
         return None, None
-    kind = file.values["general.architecture"]
     keys, heads, key_width, inner = (
-        file.values[f"{kind}.ssm.{size}"] for size in ("group_count", "time_step_rank", "state_size", "inner_size")
+        file.values[f"{file.kind}.ssm.{size}"] for size in ("group_count", "time_step_rank", "state_size", "inner_size")
     )
     width = 1 if part in _PER_HEAD else inner // heads
     start = 2 * keys * key_width if part in ("attn_qkv.weight", "ssm_conv1d.weight") else 0
@@ -115,9 +111,8 @@ def _attention_types(config: JsonObject, file: GGUF, other: str) -> list[str]:
     name, layers = "attention.head_count_kv", config["num_hidden_layers"]
     heads = file.numbers_by_layer(name, layers)
     if len({*heads} - {0}) != 1:
-        kind = file.values["general.architecture"]
         raise ValueError(
-            f"{file.call}: {kind}.{name}={heads}: it must have {layers} numbers, each 0 or one other number."
+            f"{file.call}: {file.kind}.{name}={heads}: it must have {layers} numbers, each 0 or one other number."
         )
     return ["full_attention" if number else other for number in heads]
 
@@ -252,10 +247,7 @@ def read_windows(config: JsonObject, file: GGUF, period: int = 0) -> JsonObject:
 
     The file states the list, or another period. Without a period, all layers without a list have full attention.
     """
-    layers, name = (
-        config["num_hidden_layers"],
-        f"{file.values['general.architecture']}.attention.sliding_window_pattern",
-    )
+    layers, name = config["num_hidden_layers"], f"{file.kind}.attention.sliding_window_pattern"
     stated = file.values.get(name, period)
     if isinstance(stated, str):
         is_local = file.numbers_by_layer("attention.sliding_window_pattern", layers, bool)
@@ -287,10 +279,9 @@ def read_mamba2(config: JsonObject, file: GGUF) -> JsonObject:
     """Return the attributes of Granite 4 that files state in another way."""
     heads, inner, embed = config["mamba_n_heads"], config["mamba_d_head"], config["hidden_size"]
     if inner % heads or inner % embed:
-        kind = file.values["general.architecture"]
         raise ValueError(
-            f"{file.call}: {kind}.ssm.inner_size={inner}: it must be a multiple of ssm.time_step_rank={heads} and of "
-            f"embedding_length={embed}."
+            f"{file.call}: {file.kind}.ssm.inner_size={inner}: it must be a multiple of ssm.time_step_rank={heads} and "
+            f"of embedding_length={embed}."
         )
     is_rotated = file.values.get("granitehybrid.rope.scaling.finetuned", True)
     return {
@@ -334,7 +325,7 @@ def read_recurrent_layers(config: JsonObject, file: GGUF) -> JsonObject:
     value_width = config["linear_value_head_dim"] // config["linear_num_value_heads"]
     widths = read_partial_rotary(config, file) | {"linear_value_head_dim": value_width}
     name = "attention.recurrent_layers"
-    if f"{file.values['general.architecture']}.{name}" not in file.values:
+    if f"{file.kind}.{name}" not in file.values:
         return widths
     is_recurrent = file.numbers_by_layer(name, config["num_hidden_layers"], bool)
     return widths | {

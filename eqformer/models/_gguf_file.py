@@ -104,6 +104,11 @@ class GGUF:
         return ()
 
     @property
+    def kind(self) -> str:
+        """The architecture, with which the names of its numbers begin."""
+        return self.values["general.architecture"]
+
+    @property
     def names(self) -> Set[str]:
         """Every array's name, except those of the frequencies' divisors."""
         return self.tensors.keys() - {*DIVISORS}
@@ -142,7 +147,7 @@ class GGUF:
 
         The name leaves out the architecture. Raises a `ValueError` for a list of another length, and for other items.
         """
-        full_name = f"{self.values['general.architecture']}.{name}"
+        full_name = f"{self.kind}.{name}"
         stated = self.values.get(full_name)
         # `values` has a text in the place of a list.
         numbers: list[Any] = self.listed(full_name) if isinstance(stated, str) else [stated] * layers

@@ -33,6 +33,7 @@ def _experts(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _ROUTED = {
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -54,6 +55,16 @@ _GRANITE_EXPERTS = {
     "ffn_gate_inp": "block_sparse_moe.router.layer",
     **{f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{name}_proj" for name in MAPS},
     **{f"ffn_{name}_shexp": f"shared_mlp.{name}_proj" for name in MAPS},
+}
+_QWEN_EXPERTS = {
+    **_experts("mlp.", _EXPERT_MAPS),
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in MAPS},
+}
+_QWEN_EXPERT_SIZES = {
+    **_EXPERTS,
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 _MAMBA = {
     "ssm_in": "mamba.in_proj",
@@ -96,18 +107,8 @@ _QWEN35 = Architecture(
 _QWEN35_MOE = dataclasses.replace(
     _QWEN35,
     model_type="qwen3_5_moe_text",
-    layer={
-        **_QWEN35.layer,
-        **_experts("mlp.", _EXPERT_MAPS),
-        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in MAPS},
-    },
-    sizes={
-        **_QWEN35.sizes,
-        **_EXPERTS,
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    },
+    layer={**_QWEN35.layer, **_QWEN_EXPERTS},
+    sizes={**_QWEN35.sizes, **_QWEN_EXPERT_SIZES},
 )
 _DEEPSEEK2 = Architecture(
     "deepseek_v2",
@@ -162,16 +163,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **DENSE,
     "qwen2moe": Architecture(
         "qwen2_moe",
-        {
-            **_experts("mlp.", _EXPERT_MAPS),
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in MAPS},
-        },
-        sizes={
-            **_EXPERTS,
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        },
+        _QWEN_EXPERTS,
+        sizes=_QWEN_EXPERT_SIZES,
         left_out={"ffn_gate_inp_shexp": 0},
     ),
     "qwen3moe": Architecture(
@@ -186,7 +179,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _QWEN35_MOE,
         model_type="qwen3_next",
         layer={**_QWEN35_MOE.layer, "ssm_ba": "linear_attn.in_proj_ba"},
-        implied=read_recurrent_layers,
         order=lambda file, name: (None, None),
         unread=("attention.recurrent_layers",),
     ),
@@ -237,11 +229,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "attn_sinks.weight": "self_attn.sinks",
             **{f"ffn_{name}_exps.bias": f"mlp.experts.{name}_proj_bias" for name in MAPS},
         },
-        sizes={
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
-        },
+        sizes={**_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size"},
         numbers=WINDOW,
         implied=read_oss_scaling,
     ),
@@ -274,7 +262,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phimoe": Architecture(
         "phimoe",
         _experts("block_sparse_moe.", _MIXTRAL_MAPS),
-        sizes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        sizes=_LOCAL_EXPERTS,
         numbers=WINDOW,
         implied=lambda config, file: (
             read_attention_bias(config, file)
@@ -285,7 +273,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granitemoe": Architecture(
         "granitemoe",
         _GRANITE_EXPERTS,
-        sizes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        sizes=_LOCAL_EXPERTS,
         numbers=SCALES,
         implied=read_attention_bias,
         order=order_rotated_pairs,
@@ -303,8 +291,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         numbers={
             **SCALES,
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
+            **_LOCAL_EXPERTS,
         },
         implied=read_mamba2,
         order=order_rotated_pairs,
@@ -319,7 +306,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             **_experts("block_sparse_moe.", _MIXTRAL_MAPS),
             "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
         },
-        sizes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        sizes=_LOCAL_EXPERTS,
         implied=read_partial_rotary,
         expected=_SIGMOID,
         unread=("expert_feed_forward_length",),  # repeats the width
@@ -421,7 +408,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 _MIXTRAL = Architecture(
     "mixtral",
     _experts("block_sparse_moe.", _MIXTRAL_MAPS),
-    numbers={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    numbers=_LOCAL_EXPERTS,
     order=order_rotated_pairs,
 )
 _GRANITE_MOE_SHARED = dataclasses.replace(
@@ -439,7 +426,7 @@ def architecture_of(file: GGUF) -> Architecture:
     GGUF calls Mixtral "llama" too, with an `expert_count` above 0, DeepSeek-V3 "deepseek2", whose choice of experts has
     a bias, and Granite with a shared expert "granitemoe".
     """
-    kind = file.values["general.architecture"]
+    kind = file.kind
     if kind == "llama" and file.values.get("llama.expert_count"):
         return _MIXTRAL
     if kind == "deepseek2" and f"blk.{file.values.get(_FIRST_DENSE, 0)}.exp_probs_b.bias" in file.tensors:

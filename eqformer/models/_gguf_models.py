@@ -43,7 +43,7 @@ def table_names_of(file: GGUF) -> dict[str, str | None]:
 
 def _layers(file: GGUF, architecture: Architecture) -> int:
     """Return the number of layers, without predictors of further tokens."""
-    kind = file.values["general.architecture"]
+    kind = file.kind
     predictors = file.values.get(f"{kind}.nextn_predict_layers", 0) if architecture.has_predictors else 0
     return file.values[f"{kind}.block_count"] - predictors
 

@@ -93,10 +93,13 @@ _Flag = Annotated[int, Range(0, 1)]
 
 def flagged_layers(published: PublishedConfig, name: str) -> tuple[int, ...] | None:
     """Return the numbers of the layers with a 1 in the attribute `name`, a flag for each layer; None without it."""
-    flags, layers = published.listed(name, _Flag), layers_of(published)
-    if flags is None:
-        return None
-    if len(flags) != layers:
+    flags = published.listed(name, _Flag)
+    return None if flags is None else numbers_of_flags(published, name, flags)
+
+
+def numbers_of_flags(published: PublishedConfig, name: str, flags: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of the layers whose flag is not 0; refuse the attribute `name` without a flag for each."""
+    if len(flags) != (layers := layers_of(published)):
         published.refuse(f"{name}={flags} must have a flag for each of the model's {layers} layers.")
     return tuple(number for number, flag in enumerate(flags) if flag)
 

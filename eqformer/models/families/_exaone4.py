@@ -25,7 +25,7 @@ from ._decoder import (
     pre_norm_block,
     rotary_of,
 )
-from ._mixtures import LayerMixtures, MIXTURE, SELECTION_BIAS, SHARED, SigmoidMoEConfig
+from ._mixtures import DenseLayersConfig, LayerMixtures, MIXTURE, SELECTION_BIAS, SHARED, SigmoidMoEConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,24 +103,17 @@ EXAONE4 = Family(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExaoneMoEConfig(SigmoidMoEConfig):
+class ExaoneMoEConfig(SigmoidMoEConfig, DenseLayersConfig):
     """The config of a K-EXAONE; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
 
     window: Length | None = 4096
     """The tokens that the layers of `window_layers` see; None: there are no windows, and all layers are rotated."""
     window_layers: tuple[Index, ...] = ()
     """The numbers of the layers that see a `window`; with a window, all other layers have no rotary positions."""
-    dense_layers: tuple[Index, ...] = ()
-    """The numbers of later layers without experts."""
     scale: Number = 2.5
     theta: Positive = 1_000_000.0
     eps: NotNegative = 1e-5
     max_seq: Length = 262_144
-
-    @property
-    def mixtures(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
-        return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
 
 
 def build_exaone_moe(config: ExaoneMoEConfig, *, key: Key[Array, ""]) -> Transformer:

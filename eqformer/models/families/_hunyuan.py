@@ -10,7 +10,7 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, RotaryThenNorm, Transformer
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Unpublished
-from .._config_types import as_list, Attributes, Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
+from .._config_types import as_list, Attributes, Length, NotNegative, Number, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import layers_of
 from .._rotary_attributes import RotaryPositions
@@ -28,7 +28,7 @@ from ._common import (
     StatedHeadSize,
 )
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block, rotary_of
-from ._mixtures import LayerMixtures, mixture, SigmoidMoEConfig
+from ._mixtures import DenseLayersConfig, LayerMixtures, mixture, SigmoidMoEConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,11 +217,9 @@ HUNYUAN_MOE = Family(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hy3Config(SigmoidMoEConfig):
+class Hy3Config(SigmoidMoEConfig, DenseLayersConfig):
     """The config of a Hy3; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
 
-    dense_layers: tuple[Index, ...] = ()
-    """The numbers of later layers without experts."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     experts: Size = 192
@@ -229,11 +227,6 @@ class Hy3Config(SigmoidMoEConfig):
     theta: Positive = 11_158_840.0
     eps: NotNegative = 1e-5
     max_seq: Length = 131_072
-
-    @property
-    def mixtures(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
-        return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
 
 
 def build_hy3(config: Hy3Config, *, key: Key[Array, ""]) -> Transformer:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, RotaryScaling, Transformer
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields
 from .._config_types import Attributes, Fraction, Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
-from .._family import DecoderConfig, Family
+from .._family import Family
 from .._layer_attributes import all_but_every, layers_of, Windows
 from .._rotary_attributes import PartRotaryByType
 from .._weight_rules import Rule
@@ -25,11 +25,11 @@ from ._decoder import (
     part_rotary,
     pre_norm_block,
 )
-from ._mixtures import LayerMixtures, MIXTURE, mixture, small_expert
+from ._mixtures import DenseLayersConfig, LayerMixtures, MIXTURE, mixture, small_expert
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LagunaConfig(DecoderConfig):
+class LagunaConfig(DenseLayersConfig):
     """The config of a Laguna; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` those of experts."""
 
     layer_heads: tuple[Size, ...] = ()
@@ -63,17 +63,9 @@ class LagunaConfig(DecoderConfig):
     scale: Number = 1.0
     """A factor of the experts' weights, which add up to 1 before."""
     first_dense: Index = 1
-    """The number of layers at the beginning without experts."""
-    dense_layers: tuple[Index, ...] = ()
-    """The numbers of later layers without experts."""
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     max_seq: Length = 131_072
-
-    @property
-    def mixtures(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
-        return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
 
 
 def build_laguna(config: LagunaConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -9,16 +9,16 @@ from jaxtyping import Array, Key
 from ...nn import Block, RotaryScaling, Transformer
 from .._attributes import Activation, Attribute, Count, Ignore
 from .._config_types import Index, Length, NotNegative, Positive, Size
-from .._family import DecoderConfig, Family
+from .._family import Family
 from .._layer_attributes import all_but_every, Windows
 from .._rotary_attributes import RotaryByType
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, layer_windows, pre_norm_block, rotary_of
-from ._mixtures import choice_attributes, LayerMixtures, MIXTURE, mixture, small_expert
+from ._mixtures import choice_attributes, DenseLayersConfig, LayerMixtures, MIXTURE, mixture, small_expert
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MellumConfig(DecoderConfig):
+class MellumConfig(DenseLayersConfig):
     """The config of a Mellum 2; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
 
     expert_mlp: Size
@@ -31,10 +31,6 @@ class MellumConfig(DecoderConfig):
     """Whether a token's weights are divided by their sum."""
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
-    first_dense: Index = 0
-    """The number of layers at the beginning without experts."""
-    dense_layers: tuple[Index, ...] = ()
-    """The numbers of later layers without experts."""
     window_layers: tuple[Index, ...]
     """The numbers of the layers that see a `window`; all other layers see whole rows."""
     window: Length | None = 1024
@@ -47,11 +43,6 @@ class MellumConfig(DecoderConfig):
     bias: bool = False
     """Whether the attention's four projections have biases."""
     max_seq: Length = 131_072
-
-    @property
-    def mixtures(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
-        return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
 
 
 def build_mellum(config: MellumConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -23,12 +23,13 @@ from .._config_types import (
     Size,
 )
 from .._family import Family
-from .._layer_attributes import flagged_layers, Windows
+from .._layer_attributes import all_but_every, flagged_layers, Windows
 from .._rotary_attributes import PartRotaryByType
 from .._weight_rules import Rule
 from ._common import decoder_attributes, LAYER, LLAMA_WEIGHTS
 from ._decoder import attention, damping, decoder, gated_mlp, layer_windows, local_part_rotary, norm, part_rotary
 from ._mixtures import (
+    DenseLayersConfig,
     ExpertGroupCount,
     FlaggedMixtures,
     MIXTURE,
@@ -40,7 +41,7 @@ from ._mixtures import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MiMoV2FlashConfig(SigmoidMoEConfig):
+class MiMoV2FlashConfig(SigmoidMoEConfig, DenseLayersConfig):
     """The config of a MiMo-V2-Flash; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
 
     window_layers: tuple[Index, ...]
@@ -63,17 +64,10 @@ class MiMoV2FlashConfig(SigmoidMoEConfig):
     """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
     """The scaling of rotary positions in layers with a window; None: none."""
-    dense_layers: tuple[Index, ...] = ()
-    """The numbers of later layers without experts."""
     experts: Size = 256
     shared: OptionalSize = 0
     eps: NotNegative = 1e-5
     max_seq: Length = 262_144
-
-    @property
-    def mixtures(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
-        return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
 
 
 def build_mimo_v2_flash(config: MiMoV2FlashConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -129,7 +123,7 @@ def _feed_forward(config: MiMoV2FlashConfig, is_mixture: bool, key: Key[Array, "
 def _local(published: PublishedConfig, layers: int) -> Iterable[int]:
     """Return the layers with a window; by default all but the first and every sixth."""
     flagged = flagged_layers(published, "hybrid_layer_pattern")
-    return (n for n in range(1, layers) if (n + 1) % 6) if flagged is None else flagged
+    return all_but_every(6, layers)[1:] if flagged is None else flagged
 
 
 class _PublisherWindows(Windows):
@@ -174,7 +168,7 @@ _PRESETS = {
     "mimo-v2-flash": MiMoV2FlashConfig(
         *(152_576, 4096, 48, 64, 4, 16_384),
         expert_mlp=2048,
-        window_layers=tuple(n for n in range(1, 48) if (n + 1) % 6),
+        window_layers=all_but_every(6, 48)[1:],
     ),
 }
 

@@ -25,8 +25,8 @@ from .._config_types import (
     PublishedConfig,
     Size,
 )
-from .._family import DecoderConfig, Family, MultimodalModel
-from .._layer_attributes import check_layer_types, layers_of
+from .._family import Family, MultimodalModel
+from .._layer_attributes import check_layer_types, layers_of, numbers_of_flags
 from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weight_rules import Rule
 from ._common import (
@@ -40,11 +40,11 @@ from ._common import (
     PRE_NORMS,
 )
 from ._decoder import attention, damping, decoder, gated_mlp, head_norms, norm, part_rotary, pre_norm_block
-from ._mixtures import FlaggedMixtures, FUSED, mixture, SELECTION_BIAS
+from ._mixtures import DenseLayersConfig, FlaggedMixtures, FUSED, mixture, SELECTION_BIAS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MiniMaxM3Config(DecoderConfig):
+class MiniMaxM3Config(DenseLayersConfig):
     """The config of a MiniMax-M3; `mlp` is the width of an expert."""
 
     dense_mlp: Size = 12_288
@@ -57,10 +57,6 @@ class MiniMaxM3Config(DecoderConfig):
     """The number of experts that each token chooses."""
     scale: Number = 2.0
     """A factor of the experts' weights."""
-    first_dense: Index = 0
-    """The number of layers at the beginning without experts."""
-    dense_layers: tuple[Index, ...] = ()
-    """The numbers of later layers without experts."""
     activation: str = "quick_gelu"
     limit: Positive = 7.0
     """The bound of the two factors of hidden features: the gate and the other map's output."""
@@ -81,11 +77,6 @@ class MiniMaxM3Config(DecoderConfig):
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     max_seq: Length = 524_288
-
-    @property
-    def mixtures(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
-        return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
 
 
 class _M3Layer(NamedTuple):
@@ -182,7 +173,8 @@ class _IndexerSizes(Entry):
         index_heads, kv_heads = read_size(*_INDEX_HEADS), published.count("num_key_value_heads", 4)
         types = published.listed("layer_types", str)
         if types is None and flags is not None:
-            types = [_SPARSE if flag else _FULL for flag in _read_flags(published, "sparse_attention_freq", flags)]
+            flagged = _flagged(published, "sparse_attention_freq", flags)
+            types = [_SPARSE if layer in flagged else _FULL for layer in range(layers)]
         types = [_FULL] * layers if types is None else types
         check_layer_types(published, "layer_types", types, (_FULL, _SPARSE))
         sparse_layers = tuple(layer for layer, name in enumerate(types) if name == _SPARSE)
@@ -192,10 +184,10 @@ class _IndexerSizes(Entry):
                 f"{kv_heads}."
             )
         disabled = nested.pop("sparse_disable_index_value", None)
-        if disabled is not None:
-            without = _read_flags(published, "sparse_disable_index_value", disabled)
-            if not all(without[layer] for layer in sparse_layers if layer < len(without)):
-                published.refuse(f"sparse_disable_index_value={without}: an indexer has no values in this family.")
+        if disabled is not None and not {*sparse_layers} <= {
+            *_flagged(published, "sparse_disable_index_value", disabled)
+        }:
+            published.refuse(f"sparse_disable_index_value={disabled}: an indexer has no values in this family.")
         for name, value in (("use_sparse_attention", True), ("sparse_score_type", "max"), ("sparse_init_block", 0)):
             if (stated := nested.pop(name, value)) != value:
                 published.refuse(f"{_OF_INDEXER}: {name}={stated!r} is not supported; it must be {value!r}.")
@@ -210,12 +202,9 @@ class _IndexerSizes(Entry):
         return sizes | {_INDEX_HEADS[0]: config.kv_heads, "layer_types": types}
 
 
-def _read_flags(published: PublishedConfig, name: str, flags: object) -> list[bool]:
-    """Return a list with a flag for each layer; refuse a list of other values, or of another length."""
-    stated = [bool(flag) for flag in published.checked(name, flags, list[Index])]
-    if len(stated) != (layers := layers_of(published)):
-        published.refuse(f"{name}={flags} must have a flag for each of the model's {layers} layers.")
-    return stated
+def _flagged(published: PublishedConfig, name: str, flags: object) -> tuple[int, ...]:
+    """Return the numbers of the layers with a flag in a list of `sparse_attention_config`."""
+    return numbers_of_flags(published, name, published.checked(name, flags, list[Index]))
 
 
 class _FractionAndChannels(RotaryFraction):

@@ -77,6 +77,21 @@ class SigmoidMoEConfig(SigmoidMixtureConfig):
         return sigmoid_mixture_beside_shared(self, key, normalise=self.normalise)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseLayersConfig(DecoderConfig):
+    """Base class of configs of decoders of which some layers have no experts."""
+
+    first_dense: Index = 0
+    """The number of layers at the beginning without experts."""
+    dense_layers: tuple[Index, ...] = ()
+    """The numbers of later layers without experts."""
+
+    @property
+    def mixtures(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
+
+
 @runtime_checkable
 class WithMixture(Protocol):
     """Fields of a config with mixtures of experts."""
