@@ -27,27 +27,27 @@ WHOLE_TIED_BYTES = 2**32
 """As `WHOLE_HEAD_BYTES`, for a table of both ids and logits: in chunks it is gathered and scattered for each use."""
 
 LookupSettings = tuple[int, str, int, TorusSteps]
-"""Fields of a `ShardedTable`: `dim`, `sent`, `rows` and `steps`."""
+"""Fields of a `ShardedTable`: `dim`, `gather_dtype`, `rows` and `steps`."""
 
 
 class ShardedTable(nn.Module):
     """A table of which this device holds a slice along `dim`; a chunk is `rows` rows of every device's slice.
 
-    `slice` may be a gradient proxy for `value`. Chunks are sent in the dtype `sent`, and their gradients are summed
-    over tokens and devices in float32 at least.
+    `slice` may be a gradient proxy for `value`. Chunks are gathered in `gather_dtype`, and their gradients are summed over
+    tokens and devices in float32 at least.
     """
 
     slice: Float[Array, "some_vocab some_embed"]
     value: Float[Array, "some_vocab some_embed"] | None
     dim: int = eqx.field(static=True)
-    sent: str = eqx.field(static=True)
+    gather_dtype: str = eqx.field(static=True)
     rows: int = eqx.field(static=True)
     steps: TorusSteps = eqx.field(static=True)
 
     def lookup_rows(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
         """Return one vector for each id; NaN for an id outside the table."""
         value = None if self.value is None else vary_like(self.value, self.slice)
-        settings = (self.dim, self.sent, self.rows, self.steps)
+        settings = (self.dim, self.gather_dtype, self.rows, self.steps)
         return _look_up(settings, value, self.slice, ids)
 
     def parts(self) -> tuple[PyTree, PyTree]:
@@ -62,7 +62,7 @@ class ShardedTable(nn.Module):
         """Return the rows of a chunk, in float32 at least, and the id of each: -1 for rows that pad the last chunk."""
         number, value = number_and_value
         wide = str(nn.at_least_float32(chunk.dtype))
-        rows = gather(chunk, self.dim, self.sent, value, self.steps, wide)
+        rows = gather(chunk, self.dim, self.gather_dtype, value, self.steps, wide)
         index = jnp.arange(len(rows))
         slice_rows, device = len(self.slice), index // self.rows
         row_of_slice = number * self.rows + index % self.rows
@@ -141,14 +141,14 @@ def _replace_weight(module: PyTree, rows: Array, ids: Array) -> tuple[nn.Module,
 
 
 def _look_up_forward(settings: LookupSettings, value: Array | None, table: Array, ids: Array) -> Array:
-    dim, sent, rows, steps = settings
+    dim, gather_dtype, rows, steps = settings
     values = table if value is None else value
     chunk_of_id, row_of_id = _locate_ids(values, dim, rows, ids)
     width = values.shape[1] * (jax.lax.axis_size(FSDP) if dim == 1 else 1)
 
     def look_up_in_chunk(x: Array, numbered_chunk: tuple[Array, Array]) -> tuple[Array, None]:
         number, chunk = numbered_chunk
-        gathered = send.all_gather("weights over fsdp", chunk.astype(sent), FSDP, dim, steps=steps.gather)
+        gathered = send.all_gather("weights over fsdp", chunk.astype(gather_dtype), FSDP, dim, steps=steps.gather)
         is_in_chunk = chunk_of_id == number
         vectors = gathered[jnp.where(is_in_chunk, row_of_id, 0)].astype(x.dtype)
         return jnp.where(is_in_chunk[..., None], vectors, x), None
@@ -259,17 +259,17 @@ def with_chunked_tables(
         parameters: The differentiated arrays: slices, or gradient proxies for them.
         leaves: The plan's `Leaf` of each array.
         shapes: Shapes of the whole model.
-        steps: Steps in which chunks are gathered and scattered (`Plan.torus_steps`).
+        steps: Steps in which chunks are gathered and scattered (`Placement.torus_steps`).
         has_tiles: Whether devices keep rows in tiles, as TPUs do.
     """
 
-    def shard_table(table_of: Callable[[PyTree], PyTree], sent: str) -> ShardedTable:
+    def shard_table(table_of: Callable[[PyTree], PyTree], gather_dtype: str) -> ShardedTable:
         value = table_of(shards)
         chunks, width = math.ceil(table_of(shapes).size * 4 / CHUNK_BYTES), table_of(shapes).shape[-1]
         rows = math.ceil(len(value) / chunks)
         rows = round_to_tiles(rows, width) if has_tiles else rows
         parameter, dim = table_of(parameters), table_of(leaves).fsdp_dim
-        return ShardedTable(parameter, value if has_wider_grad(value) else None, dim, sent, rows, steps)
+        return ShardedTable(parameter, value if has_wider_grad(value) else None, dim, gather_dtype, rows, steps)
 
     ids_table, head_table = operator.attrgetter("embedding.weight"), operator.attrgetter("head.weight")
     inputs_table = operator.attrgetter("parts.layer_inputs.embedding.weight")
@@ -283,8 +283,8 @@ def with_chunked_tables(
         table = shard_table(ids_table, ids_table(leaves).gather_dtype)
         embedding = ChunkedEmbedding(embedding, table)
         if chunked.logits and head is None:
-            sent = narrower_dtype(model.compute_dtype, ids_table(leaves).dtype)
-            embedding = ChunkedTiedEmbedding(embedding, shard_table(ids_table, sent))
+            gather_dtype = narrower_dtype(model.compute_dtype, ids_table(leaves).dtype)
+            embedding = ChunkedTiedEmbedding(embedding, shard_table(ids_table, gather_dtype))
     if chunked.logits and isinstance(head, nn.DenseMap) and head_table(leaves).fsdp_dim is not None:
         head = ChunkedHead(head, shard_table(head_table, head_table(leaves).gather_dtype))
     return eqx.tree_at(lambda m: (m.embedding, m.head), model, (embedding, head), is_leaf=lambda node: node is None)
