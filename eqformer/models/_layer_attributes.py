@@ -10,7 +10,8 @@ from ._rotary_scaling import FULL, SLIDING
 
 
 LAYERS = "num_hidden_layers"
-_FLAG = bool | Annotated[int, Range(0, 1)]
+_ZeroOrOne = Annotated[int, Range(0, 1)]
+_FLAG = bool | _ZeroOrOne
 LayerChoice = Callable[[PublishedConfig, int], Iterable[int]]
 """A function from a configuration and the number of layers to the numbers of some layers."""
 
@@ -88,12 +89,9 @@ def check_layer_types(published: PublishedConfig, name: str, types: Sequence[str
         published.refuse(f"{name}={types} must name {layers} layers, each one of {sorted(known)}.")
 
 
-_Flag = Annotated[int, Range(0, 1)]
-
-
 def flagged_layers(published: PublishedConfig, name: str) -> tuple[int, ...] | None:
     """Return the numbers of the layers with a 1 in the attribute `name`, a flag for each layer; None without it."""
-    flags = published.listed(name, _Flag)
+    flags = published.listed(name, _ZeroOrOne)
     return None if flags is None else numbers_of_flags(published, name, flags)
 
 

@@ -33,7 +33,7 @@ LookupSettings = tuple[int, str, int, TorusSteps]
 class ShardedTable(nn.Module):
     """A table of which this device holds a slice along `dim`; a chunk is `rows` rows of every device's slice.
 
-    `slice` may be a gradient proxy for `value`. Chunks are gathered in `gather_dtype`, and their gradients are summed over
+    `slice` may be a gradient proxy for `value`. Chunks are gathered in `gather_dtype`. Their gradients are summed over
     tokens and devices in float32 at least.
     """
 

@@ -53,6 +53,13 @@ def test_values_that_no_model_has_are_refused(name, value, words):
         numbers_of(WITHOUT | SAID | {name: value})
 
 
+@pytest.mark.parametrize(("name", "size"), [("head_dim", 192), ("v_head_dim", 128), ("num_key_value_heads", 8)])
+def test_sizes_of_windows_follow_from_defaults_too(name, size):
+    config = {key: value for key, value in (WITHOUT | SAID).items() if key != name}
+    with pytest.raises(ValueError, match=rf"swa_{name}=\d+, {name}=\d+: this family has {size} in all windows"):
+        numbers_of(config)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

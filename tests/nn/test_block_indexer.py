@@ -136,6 +136,18 @@ def test_few_blocks_are_all_seen_and_chunks_give_the_same():
     assert np.allclose(run(blocked(chunk=8)), expected, atol=1e-5) and not np.allclose(expected, dense, atol=1e-2)
 
 
+@pytest.mark.grid
+def test_keys_and_values_are_shared_on_request():
+    layer: Any = blocked()
+    x = normal(1, 1, 17, EMBED)
+    plain, (attended, answer) = layer(x), layer(x, None, nn.ShareRequest(None))
+    assert np.array_equal(attended, plain[0]) and answer.wrapped is None and plain[1] is None
+    attend: Any = nn.Attention.__call__
+    dense, expected = attend(layer, x, nn.positions_like((1, 17)), nn.ShareRequest(None))
+    assert jax.tree.all(jax.tree.map(np.array_equal, answer.value, expected.value))
+    assert not np.allclose(dense, attended, atol=1e-2)
+
+
 def test_chunks_of_queries_make_no_matrix_of_the_row():
     x = normal(1, 1, 37, EMBED)
     layers = blocked(), blocked(chunk=8)

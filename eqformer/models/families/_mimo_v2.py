@@ -52,7 +52,7 @@ class MiMoV2FlashConfig(SigmoidMoEConfig, DenseLayersConfig):
     v_dim: Size = 128
     """Channels of a head's value."""
     value_scale: Number | None = 0.707
-    """A factor of the values; None: none."""
+    """A factor of the values; None: 1."""
     bias: bool = False
     """Whether queries, keys and values have biases."""
     rotary_fraction: Fraction = 0.334
@@ -91,7 +91,7 @@ def build_mimo_v2_flash(config: MiMoV2FlashConfig, *, key: Key[Array, ""]) -> Tr
 
     def block(kind: tuple[int | None, bool], key: Key[Array, ""]) -> Block:
         (window, is_mixture), (mixer, feed_forward) = kind, jax.random.split(key)
-        # The scale of the values is a factor of the output too, because the output's map has no bias.
+        # Attention is linear in its values, and its output map has no bias: the output is scaled instead of the values.
         return Block(
             Residual(attended(window, mixer), norm(config), scale=config.value_scale),
             Residual(_feed_forward(config, is_mixture, feed_forward), norm(config)),
@@ -127,7 +127,7 @@ def _local(published: PublishedConfig, layers: int) -> Iterable[int]:
 
 
 class _PublisherWindows(Windows):
-    """Windows that the publisher's own program counts without the query's own token."""
+    """`Windows`, also by the publisher's `sliding_window_size`, which does not count the query's own token."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return both fields; `sliding_window_size` takes precedence, as in transformers."""
@@ -136,13 +136,19 @@ class _PublisherWindows(Windows):
 
 
 class _RepeatedSizes(Entry):
-    """Attributes of the publisher's own program for sizes of layers with a window, which follow from other sizes."""
+    """The publisher's `swa_` sizes of layers with a window, which must follow from the sizes of the other layers."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return no field; refuse other sizes."""
-        sizes = (("num_attention_heads", 1), ("num_key_value_heads", 2), ("head_dim", 1), ("v_head_dim", 1))
-        for name, factor in sizes:
-            local, size = published.read(f"swa_{name}", Size, None), published.read(name, Size, None)
+        # The factor of each size, and the size if the attribute is missing.
+        sizes = {
+            "num_attention_heads": (1, None),
+            "num_key_value_heads": (2, 4),
+            "head_dim": (1, 192),
+            "v_head_dim": (1, 128),
+        }
+        for name, (factor, default) in sizes.items():
+            local, size = published.read(f"swa_{name}", Size, None), published.read(name, Size, default)
             if local is not None and size is not None and local != factor * size:
                 published.refuse(f"swa_{name}={local}, {name}={size}: this family has {factor * size} in all windows.")
         return {}

@@ -1,4 +1,4 @@
-"""Attention to blocks of keys that an indexer selects: each key head of a query sees its own best blocks."""
+"""Attention to blocks of keys that an indexer selects, for each query and key head."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +16,10 @@ from .._dtype import at_least_float32
 from .._linear import Linear, LinearMap
 from .._module import Module
 from .._norm import Norm
-from .._tokens import Tokens, tokens_or_default
+from .._tokens import answer_request, SharedValue, ShareRequest, Tokens, tokens_or_default, unwrap_request
 from ._attention import Attention
 from ._compressed_cache import VectorCache
-from ._indexer import map_query_chunks
+from ._indexer import keep_selected, map_query_chunks
 from ._rotary import Rotary
 from ._scores import Scores
 
@@ -30,8 +30,9 @@ class BlockIndexer(Module):
     A block holds the tokens at positions `n * block` to `(n + 1) * block - 1` of a document. A block's score for the
     query at `t` and key head `h` is the largest `q_th . k_s` of those of its keys that the query may see. There is a
     small query `q` for each key head, and all heads share the small keys `k`. The `local` last blocks, the query's own
-    included, are always among the `top_k`. If scores are equal, the earliest block is taken. No gradient passes through
-    the indexer, so it would need a loss of its own in training.
+    included, are always among the `top_k`. If scores are equal, the block of the lowest number is taken, modulo the
+    number of blocks that a row may reach into. No gradient passes through the indexer, so it would need a loss of its
+    own in training.
     """
 
     query: LinearMap
@@ -68,8 +69,8 @@ class BlockIndexer(Module):
             block: Tokens of a block.
             top_k: Blocks that a query sees.
             local: Last blocks that a query always sees, among the `top_k`.
-            query_norm: The norm of the small queries, over `index_dim`.
-            key_norm: The norm of the small keys, over `index_dim`.
+            query_norm: The norm of the small queries, over a dim `index_dim` of size `dim`.
+            key_norm: The norm of the small keys, over the same dim.
             rotary: Rotary positions, whose frequencies must not depend on the length.
             chunk: Queries whose scores are in memory at a time.
             key: For the weights.
@@ -105,19 +106,19 @@ class BlockIndexer(Module):
         tokens: Tokens,
         kv_tokens: Tokens,
     ) -> "BlockSelection | None":
-        """Return the `top_k` best blocks of each query and key head; None if there are no more blocks.
+        """Return the `top_k` best blocks of each query and key head; None if the keys cannot reach into more blocks.
 
         The scores of `chunk` queries are in memory at a time.
 
         Args:
             x: The input.
             keys: The small keys.
-            mask: The keys from whose blocks a query may select.
+            mask: The keys that a query may see; the others do not count for the scores of their blocks.
             tokens: The tokens of the queries.
             kv_tokens: The tokens of the keys.
         """
-        # A document that begins within a block may reach into one block more. Blocks are numbered modulo their count,
-        # because a row may begin at any position of its document.
+        # A row may begin at any position of its document, and so within a block: its keys reach into up to one block
+        # more than they fill. Blocks are numbered modulo this count, so no two blocks of a document share a number.
         count = -(-keys.shape[-2] // self.block) + 1
         if count <= self.top_k:
             return None
@@ -126,13 +127,14 @@ class BlockIndexer(Module):
         query, keys = (jax.lax.stop_gradient(array).astype(wide) for array in (query, keys))
         key_blocks = jnp.broadcast_to(kv_tokens.positions, keys.shape[:-1]) // self.block % count
 
-        def best_blocks(tokens: Tokens, queries: tuple[Array]) -> Int[Array, "*batch chunk kv_heads top_k"]:
-            scores = jnp.einsum("...qhd,...kd->...hqk", queries[0], keys)
+        def best_blocks(tokens: Tokens, arrays: tuple[Array]) -> Int[Array, "*batch chunk kv_heads top_k"]:
+            (query,) = arrays
+            scores = jnp.einsum("...qhd,...kd->...hqk", query, keys)
             scores = jnp.where(mask(tokens, kv_tokens)[..., None, :, :], scores, -jnp.inf)
-            scores = _max_by_block(scores, key_blocks, count)
+            block_scores = _max_by_block(scores, key_blocks, count)
             distances = (tokens.positions[..., None] // self.block - jnp.arange(count, dtype=jnp.int32)) % count
-            is_local = (distances < self.local)[..., None, :, :] & (scores > -jnp.inf)
-            return jnp.moveaxis(jax.lax.top_k(jnp.where(is_local, jnp.inf, scores), self.top_k)[1], -3, -2)
+            is_local = (distances < self.local)[..., None, :, :] & (block_scores > -jnp.inf)
+            return jnp.moveaxis(jax.lax.top_k(jnp.where(is_local, jnp.inf, block_scores), self.top_k)[1], -3, -2)
 
         blocks = map_query_chunks(best_blocks, tokens, query.shape[:-2], (query,), self.chunk)
         return BlockSelection(blocks, key_blocks, count, self.chunk)
@@ -141,7 +143,7 @@ class BlockIndexer(Module):
 def _max_by_block(
     scores: Float[Array, "*batch kv_heads seq kv_seq"], key_blocks: Int[Array, "*batch kv_seq"], count: int
 ) -> Float[Array, "*batch kv_heads seq blocks"]:
-    """Return the largest score of each block's keys; minus infinity for blocks without keys."""
+    """Return the largest score of each block's keys; minus infinity for blocks without visible keys."""
 
     def max_in_row(scores: Float[Array, "kv_seq pairs"], blocks: Int[Array, "kv_seq"]) -> Float[Array, "blocks pairs"]:
         return jax.ops.segment_max(scores, blocks, count)
@@ -163,7 +165,7 @@ class BlockSelection(Operation[AttentionCall, Array]):
     key_blocks: Int[Array, "*batch kv_seq"]
     """The number of each key's block."""
     count: int = eqx.field(static=True)
-    """Blocks of a row."""
+    """The number of different block numbers."""
     chunk: int = eqx.field(static=True)
     """Queries whose scores are in memory at a time."""
 
@@ -178,29 +180,30 @@ class BlockSelection(Operation[AttentionCall, Array]):
         if (reason := self.supports(call)) is not None:
             raise ValueError(f"BlockSelection(call): {reason}; leave them out of the scores.")
         kv_heads = call.key.shape[-2]
-        # A key head and its queries become a row of their own, because each key head sees other keys.
+        # A key head and its query heads become a row of their own, because each key head has its own visible keys.
         key, value = (jnp.moveaxis(x, -2, -3)[..., None, :] for x in (call.key, call.value))
 
-        def attend_chunk(tokens: Tokens, chunk: tuple[Array, Array]) -> Float[Array, "*batch chunk heads v_dim"]:
-            query, blocks = chunk
-            is_selected = jnp.zeros((*blocks.shape[:-1], self.count), bool)
-            is_selected = jnp.put_along_axis(is_selected, blocks, True, -1, inplace=False)
+        def attend_chunk(tokens: Tokens, arrays: tuple[Array, Array]) -> Float[Array, "*batch chunk heads v_dim"]:
+            query, blocks = arrays
+            is_selected = keep_selected(jnp.ones((*blocks.shape[:-1], self.count), bool), blocks)
             is_selected = jnp.moveaxis(is_selected, -2, -3)
             visible = jnp.take_along_axis(is_selected, self.key_blocks[..., None, None, :], -1)
             visible &= call.mask(tokens, call.key_tokens)[..., None, :, :]
             attended = ReferenceAttention()(
                 AttentionCall(
-                    einops.rearrange(query, "... seq (heads group) dim -> ... heads seq group dim", heads=kv_heads),
+                    einops.rearrange(
+                        query, "... seq (kv_heads group) dim -> ... kv_heads seq group dim", kv_heads=kv_heads
+                    ),
                     key,
                     value,
                     mask=ChosenKeys(visible),
                     tokens=tokens,
-                    kv_tokens=Tokens(jnp.zeros(key.shape[:-2], jnp.int32)),  # unread: the mask chooses all keys
+                    kv_tokens=Tokens(jnp.zeros(key.shape[:-2], jnp.int32)),  # not read: the mask holds the visible keys
                     scale=call.scale,
                     softcap=call.softcap,
                 )
             )
-            return einops.rearrange(attended, "... heads seq group dim -> ... seq (heads group) dim")
+            return einops.rearrange(attended, "... kv_heads seq group dim -> ... seq (kv_heads group) dim")
 
         tokens = Tokens(call.tokens.positions, call.tokens.segments)
         return map_query_chunks(attend_chunk, tokens, call.query.shape[:-2], (call.query, self.blocks), self.chunk)
@@ -260,9 +263,13 @@ class BlockIndexedAttention(Attention):
         self.indexer = indexer
 
     def __call__(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: BlockIndexedCache | None = None
-    ) -> tuple[Float[Array, "*batch seq embed"], BlockIndexedCache | None]:
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: BlockIndexedCache | ShareRequest | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], BlockIndexedCache | SharedValue | None]:
         """Attend among the tokens of `x` and, with a cache, to its tokens; the new tokens are stored in the cache."""
+        is_shared, cache = unwrap_request(cache)
         tokens = kv_tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         index_keys, index_cache = self.indexer.index_keys(x, tokens), None
         if cache is not None:
@@ -271,10 +278,10 @@ class BlockIndexedAttention(Attention):
             kv_tokens = Tokens(positions)
         selection = self.indexer.select_blocks(x, index_keys, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens)
         core = self.core if selection is None else selection
-        attended, _, kv_cache = self._attend(core, x, tokens, None if cache is None else cache.attention)
-        if kv_cache is None or index_cache is None:
-            return attended, None
-        return attended, BlockIndexedCache(kv_cache, index_cache)
+        attended, shared, kv_cache = self._attend(core, x, tokens, None if cache is None else cache.attention)
+        if kv_cache is not None and index_cache is not None:
+            cache = BlockIndexedCache(kv_cache, index_cache)
+        return attended, answer_request(is_shared, shared, cache)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> BlockIndexedCache:
         """Return an empty cache for rows of up to `capacity` tokens."""
@@ -283,9 +290,9 @@ class BlockIndexedAttention(Attention):
         return BlockIndexedCache(attention, VectorCache.empty(batch, capacity, channels, attention.keys.dtype.name))
 
     def facts(self) -> MixerFacts:
-        """State that the layer runs on a slice of its heads, with the operations of attention to all selected blocks.
+        """State that the layer runs on a slice of its heads, with the operations of attention to `top_k` full blocks.
 
-        The indexer compares all keys of a row, so rows are not split.
+        The scores of the indexer are not counted. Each query is compared with all earlier keys, so rows are not split.
         """
         heads, channels = self.query.output_shape
         selected = self.indexer.top_k * self.indexer.block
