@@ -1,4 +1,4 @@
-"""Checks that a plan, a model and a batch fit together, before anything is compiled."""
+"""Checks, before anything is compiled, that a plan, a model and a batch fit together."""
 
 import dataclasses
 import math
@@ -18,12 +18,12 @@ from .tensor._vocabulary import logits_parts
 
 
 def check_parallel_config(plan: Placement) -> None:
-    """Raise a `ValueError` for an unknown choice, or for two that do not fit together."""
+    """Raise a `ValueError` for a plan with an unknown value, or with values that exclude each other."""
     axes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_types))
     if axes != dict(zip(AXES, AXIS_TYPES)):
         raise ValueError(
-            f"Plan(mesh): a mesh has the axes {', '.join(AXES)}, all of type Auto; this one has "
-            f"{', '.join(f'{axis} ({kind.name})' for axis, kind in axes.items())}; make it by make_mesh."
+            f"Plan(mesh): the mesh must have the axes {', '.join(AXES)}, all of type Auto, but has "
+            f"{', '.join(f'{axis} ({kind.name})' for axis, kind in axes.items())}; use make_mesh."
         )
     check_values(plan)
     _check_optimizer_memory(plan)
@@ -37,8 +37,8 @@ def check_parallel_config(plan: Placement) -> None:
     if plan.spreads_edges:
         if plan.schedule != "gpipe" or plan.chunks != 1:
             raise ValueError(
-                f"Plan(edges='spread', schedule={plan.schedule!r}, chunks={plan.chunks}): other schedules begin "
-                "backward passes before all microbatches are through, so that the last stage has to compute the loss; "
+                f"Plan(edges='spread', schedule={plan.schedule!r}, chunks={plan.chunks}): other schedules than GPipe "
+                "begin backward passes before all forward passes have ended, so the last stage must compute the loss; "
                 "take schedule='gpipe' with chunks=1, or edges='ends'."
             )
         if plan.microbatches % plan.size(PIPE):
@@ -49,6 +49,7 @@ def check_parallel_config(plan: Placement) -> None:
 
 
 def _check_optimizer_memory(plan: Placement) -> None:
+    """Raise a `ValueError` if the devices lack the memory kind for the optimizer state."""
     if plan.optimizer_memory == "device" or plan.devices is None:
         return
     device = plan.devices.flat[0]
@@ -61,16 +62,16 @@ def _check_optimizer_memory(plan: Placement) -> None:
 
 
 def _memory_kinds(device: Device) -> list[str]:
-    """Return the kinds of memory that a device has; none for GPUs that only a compiler knows."""
+    """Return the memory kinds of a device; an empty list for a GPU that exists only as a compilation target."""
     return [memory.kind for memory in device.addressable_memories()]
 
 
 def check_model(plan: Placement, model: nn.LanguageModel) -> None:
-    """Raise a `ValueError` where the plan's mesh cannot split this model; `model` may be shapes."""
+    """Raise a `ValueError` if the plan's mesh cannot split the model, which may consist of shapes."""
     check_model_class(model)
     if plan.is_pipelined:
         _check_sequence(plan, model)
-        # First: this message on depth is clearer than that of layouts on the dim `layers`.
+        # Check the depth first, because this message is clearer than that of a layout about the dim `layers`.
         check_depth(sum(stack.depth for stack in model.stacks), plan.size(PIPE), plan.timetable().chunks)
         _check_stages(plan, model)
         model = plan.shapes(model)
@@ -88,24 +89,24 @@ def check_model_class(model: object) -> None:
     """Raise a `ValueError` for anything but a `LanguageModel`."""
     if not isinstance(model, nn.LanguageModel):
         raise ValueError(
-            f"Plan.check(model): it is a {type(model).__name__}, and a plan runs an nn.LanguageModel, such as an "
-            "nn.Transformer of any layers; put the module into one, or lay it out by partition_specs and run it by "
-            "filter_shard_map."
+            f"Plan.check(model): a plan runs an nn.LanguageModel, such as an nn.Transformer of any layers, but the "
+            f"model is a {type(model).__name__}; put it into an nn.Transformer, or shard it by partition_specs and run "
+            "it by filter_shard_map."
         )
 
 
 def _check_sequence(plan: Placement, model: nn.LanguageModel) -> None:
-    """Refuse a pipeline of a model that does not say that its stacks run one after another."""
+    """Raise a `ValueError` if the model does not declare that its stacks run one after another."""
     if not model.runs_in_sequence:
         raise ValueError(
-            f"Plan over pipe={plan.size(PIPE)}: a {type(model).__name__} does not say that encode is its norm of its "
-            "stacks run one after another, and stages run no more than that; give it runs_in_sequence=True if so, or "
-            "leave out pipe."
+            f"Plan over pipe={plan.size(PIPE)}: stages can only run stacks one after another and then the norm, but "
+            f"{type(model).__name__} does not declare that its encode does just this; set runs_in_sequence=True if it "
+            "does, or leave out pipe."
         )
 
 
 def _check_stages(plan: Placement, model: nn.LanguageModel) -> None:
-    """Refuse residuals on the host, and layers that need more of earlier stages than the residual stream."""
+    """Raise a `ValueError` for residuals on the host, and for layers that read more than the residual stream."""
     reading_stacks = [number for number, stack in enumerate(model.stacks) if nn.shared_names_read(stack)]
     host_stacks = [number for number, stack in enumerate(model.stacks) if stack.remat.endswith("_on_host")]
     if host_stacks and not plan.reruns_stages:
@@ -113,25 +114,25 @@ def _check_stages(plan: Placement, model: nn.LanguageModel) -> None:
         raise ValueError(
             f"Plan over pipe={plan.size(PIPE)}: stacks[{host_stacks[0]}] has remat {remat!r}, but stages keep the "
             f"residuals of their backward pass on the devices; take remat {remat.removesuffix('_on_host')!r}, or "
-            "Plan(stage_remat=True), which keeps a stage's input alone."
+            "Plan(stage_remat=True), which keeps only a stage's input."
         )
     needs = [f"stacks[{number}] reads {_describe_shared(model.stacks[number])}" for number in reading_stacks]
     needs += [] if model.parts.layer_inputs is None else ["each layer is given a vector of each token (layer_inputs)"]
     if needs:
         raise ValueError(
-            f"Plan over pipe={plan.size(PIPE)}: {needs[0]}, and stages send the residual stream alone; leave out pipe, "
+            f"Plan over pipe={plan.size(PIPE)}: {needs[0]}, but stages send only the residual stream; leave out pipe, "
             "and split the model over fsdp, tensor or context."
         )
 
 
 def _describe_shared(stack: nn.LayerStack) -> str:
-    """Return what a stack reads from before it, in words."""
+    """Describe the values from before a stack that the stack reads."""
     reads_embedding = bool(nn.modules(stack, nn.EmbeddingSkip))
     return "the embedded tokens (EmbeddingSkip)" if reads_embedding else "keys that layers before it share"
 
 
 def _check_extra_inputs(plan: Placement, model: nn.LanguageModel) -> None:
-    """Refuse to split rows or features if a layer also reads a cross-attention source or a bias of scores."""
+    """Raise a `ValueError` if a layer reads a source or score bias that the plan's axes would have to split."""
     names = {"source": "another sequence", "bias": "a bias of scores"}
     for path, mixer in nn.named_modules(model, nn.Mixer):
         attends = mixer.facts().attends
@@ -147,7 +148,7 @@ def _check_extra_inputs(plan: Placement, model: nn.LanguageModel) -> None:
 
 
 def check_rows(plan: Placement, model: nn.LanguageModel, rows: int, seq: int, group: int = 1) -> None:
-    """Raise a `ValueError` if the rows of a microbatch, or the tokens of a row, do not divide over the devices."""
+    """Raise a `ValueError` if the devices do not divide the rows of a microbatch or the tokens of a row."""
     devices = math.prod(plan.size(axis) for axis in BATCH_AXES)
     if rows % (devices * plan.microbatches * group):
         pieces = "pieces" if group == 1 else f"pieces of whole groups of {group} rows"
@@ -176,17 +177,18 @@ def check_rows(plan: Placement, model: nn.LanguageModel, rows: int, seq: int, gr
 
 
 def _check_mixer(plan: Placement, path: str, mixer: nn.Mixer, seq: int) -> None:
+    """Raise a `ValueError` if the heads of a mixer or its rows cannot be split as the plan says."""
     size, tensor, facts, splits = plan.size(CONTEXT), plan.size(TENSOR), mixer.facts(), is_split(mixer)
     kv_heads = dim_size(mixer, "kv_heads") or dim_size(mixer, "heads") or tensor
     if splits and kv_heads % tensor and tensor % kv_heads:
         raise ValueError(
             f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, which neither split over {tensor} devices "
-            "nor are shared by equal groups of them; take an axis that divides them, or that they divide."
+            f"nor are shared by equal groups of them; take an axis that divides {kv_heads} or is a multiple of it."
         )
     if splits and kv_heads % tensor and not facts.shares_kv_heads:
         raise ValueError(
-            f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, and a norm over all query heads that read "
-            f"the same key head, so devices cannot share a key head; take an axis that divides {kv_heads}."
+            f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, and a norm over all query heads of a key "
+            f"head, so devices cannot share a key head; take an axis that divides {kv_heads}."
         )
     if size == 1:
         return
@@ -209,7 +211,7 @@ def _check_mixer(plan: Placement, path: str, mixer: nn.Mixer, seq: int) -> None:
 
 
 def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> None:
-    """Refuse modules that the axis `tensor` would split and that no wrapper can run on a slice."""
+    """Raise a `ValueError` for a module that the axis `tensor` splits and that no wrapper can run on a slice."""
     known = (
         nn.Mixer,
         nn.FeedForward,
@@ -223,7 +225,7 @@ def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> No
         nn.ScoreBias,
     )
     headless = _without_head(model)
-    plain_ids = {id(layer) for _, layer in plain_layers(headless)}  # Every device runs the whole of these.
+    plain_ids = {id(layer) for _, layer in plain_layers(headless)}  # Every device runs these layers in full.
 
     def is_known(node: object) -> bool:
         return isinstance(node, known) or id(node) in plain_ids
@@ -235,8 +237,8 @@ def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> No
         if splits and not is_known(node):
             raise ValueError(
                 f"Plan over tensor={plan.size(TENSOR)}: {nn.path_name(path)} would be split by the names of its dims, "
-                "but no transform knows how to run its module on a slice; name its dims otherwise, or make the module "
-                "an nn.Mixer or nn.FeedForward."
+                "but no transform knows how to run its module on a slice; rename the dims, or make the module an "
+                "nn.Mixer or nn.FeedForward."
             )
     if plan.stream is not None and plan.stream.splits_features:
         kv_paths = _kv_head_paths(model)
@@ -246,11 +248,12 @@ def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> No
 
 
 def _without_head(model: PyTree) -> PyTree:
+    """Return a model, or a tree like it, with None in place of head and logit bias."""
     return eqx.tree_at(logits_parts, model, [None] * len(logits_parts(model)))
 
 
 def _check_feature_layers(plan: Placement, model: nn.LanguageModel, known: tuple[type, ...]) -> None:
-    """Refuse parts of blocks that would be given a slice of each token's features and cannot run on one."""
+    """Raise a `ValueError` for a part of a block that cannot run on a slice of each token's features."""
     modules = [("norm", model.norm)]
     for path, sublayer in nn.named_modules(model, nn.ParallelResidual):
         norms = sublayer.norm, sublayer.output_norm, sublayer.sum_norm
@@ -263,15 +266,15 @@ def _check_feature_layers(plan: Placement, model: nn.LanguageModel, known: tuple
         if not isinstance(module, (*known, nn.RandomMask, NoneType)):
             raise ValueError(
                 f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} is a {type(module).__name__}, "
-                "which would get a slice of each token's features and compute as if it were all features; take "
+                "which would get a slice of each token's features and compute as if it had all features; take "
                 "residual='replicated' or 'sequence', or an nn.Mixer, nn.FeedForward, nn.ExpertMixture or nn.Norm."
             )
 
 
 def _check_shared_key_heads(plan: Placement, path: str, mixer: nn.Mixer, kv_paths: list[str]) -> None:
-    """Refuse arrays of key heads outside of linear maps if devices share key heads.
+    """Raise a `ValueError` if devices share key heads, and arrays outside of linear maps have a dim of key heads.
 
-    A linear map sums all key heads on every device, and then takes the device's head. Other arrays would stay whole.
+    A linear map computes all key heads on every device, and then takes one. Other arrays would keep all key heads.
     """
     kv_heads = dim_size(mixer, "kv_heads")
     if not is_split(mixer) or kv_heads is None or kv_heads % plan.size(TENSOR) == 0:
@@ -280,12 +283,12 @@ def _check_shared_key_heads(plan: Placement, path: str, mixer: nn.Mixer, kv_path
         raise ValueError(
             f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} has {kv_heads} key heads, fewer than "
             f"the axis has devices, and {', '.join(mixer_paths)} belongs to all key heads; take "
-            "residual='replicated' or 'sequence' or a smaller axis."
+            "residual='replicated' or 'sequence', or a smaller axis."
         )
 
 
 def _kv_head_paths(model: nn.LanguageModel) -> list[str]:
-    """Return the paths of arrays with key heads that belong to no map, and of norms over key heads."""
+    """Return the paths of arrays outside of maps with key heads, and of norms over key heads that have no arrays."""
     without_maps = nn.map_linears(lambda _: None, model)
     names = jax.tree_util.tree_leaves_with_path(nn.dims(without_maps))
     arrays = [nn.path_name(path) for path, dims in names if isinstance(dims, str) and "kv_heads" in dims.split()]
@@ -294,7 +297,7 @@ def _kv_head_paths(model: nn.LanguageModel) -> list[str]:
 
 
 class _Subtree:
-    """Subtree of specs as a leaf."""
+    """Wrapper that makes a subtree of specs a leaf."""
 
     def __init__(self, specs: PyTree):
         self.specs = specs
@@ -316,35 +319,35 @@ def _check_mixture(plan: Placement, path: str, moe: nn.ExpertMixture) -> None:
     if splits and not facts.expert_choice and any(map(nn.has_shape, jax.tree.leaves(without_linears))):
         raise ValueError(
             f"Plan over expert={plan.size(EXPERT)}, tensor={plan.size(TENSOR)}: {path} has experts with parameters "
-            "that are not those of a linear map, and choices are brought to split experts as rows sorted by expert; "
+            "outside of linear maps, but split experts run on rows sorted by expert, which only linear maps support; "
             "leave both axes at 1, or build the experts of nn.LinearMaps."
         )
     if plan.size(TENSOR) > 1:
         axis_of = plan.layout(splits_fsdp=False).dims
         for linear in linears:
             dims = (*linear.inputs, *linear.outputs)
-            if "rank" in dims:  # The other factor of the LoRA, or the map itself, is split.
+            if "rank" in dims:  # A LoRA factor: the other factor, or the map itself, is split.
                 continue
             if "embed" in dims and not any(axis_of.get(dim) == TENSOR for dim in dims if dim != "embed"):
                 raise ValueError(
                     f"Plan over tensor={plan.size(TENSOR)}: {path} has experts with a map from {linear.inputs} to "
-                    f"{linear.outputs}, and the axis splits no dim of it, so each device would compute the whole "
+                    f"{linear.outputs}, of which the axis splits no dim, so each device would compute the whole "
                     "product and the sum over devices would count it several times; name the hidden dim `mlp`."
                 )
 
 
 def _check_choice_scope(plan: Placement, path: str, module: nn.Router | nn.Dispatch, among: str) -> None:
-    """Refuse a router or dispatch whose choices depend on more tokens (`among`) than a device has."""
+    """Raise a `ValueError` for a router or dispatch whose choices depend on more tokens, `among`, than a device has."""
     context, rows, name = plan.size(CONTEXT), math.prod(map(plan.size, BATCH_AXES)), type(module).__name__
     if among != "token" and context > 1:
         raise ValueError(
-            f"Plan over context={context}: {path} has a {name}, whose choices depend on whole rows, and a device has "
-            "pieces of them; take another axis, a router by which each token chooses, and Dropless or a factor of "
-            "experts / top_k, which drop nothing."
+            f"Plan over context={context}: {path} has a {name}, whose choices depend on whole rows, but a device has "
+            "pieces of rows; take another axis, or a router by which each token chooses with Dropless or a factor of "
+            "experts / top_k, which drop no choices."
         )
     if among not in ("token", "sequence") and rows > 1:
         raise ValueError(
-            f"Plan over {rows} pieces of the batch: {path} has a {name}, whose choices depend on the whole batch, and "
+            f"Plan over {rows} pieces of the batch: {path} has a {name}, whose choices depend on the whole batch, but "
             "a device has some of its rows; take per='sequence'."
         )
 
@@ -352,7 +355,8 @@ def _check_choice_scope(plan: Placement, path: str, module: nn.Router | nn.Dispa
 def _check_8_bit_maps(plan: Placement, specs: PyTree) -> None:
     """Raise a `ValueError` for a map with 8-bit products that the axis `tensor` does not split.
 
-    Each device computes the gradient of its own heads, a partial sum. The sum of rounded parts is not the rounded sum.
+    Each device would compute and round a partial sum of the map's gradient, from its own heads. The sum of rounded
+    parts is not the rounded sum.
     """
     nodes = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda node: nn.is_map(node) or is_spec(node))
     for path, linear in nodes:

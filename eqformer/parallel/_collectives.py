@@ -1,7 +1,7 @@
-"""Collectives of the transforms, each with a name that the compiled program contains.
+"""Collectives of the parallel transforms, each with a name that the compiled program contains.
 
-The name is in the program's metadata (`op_name`), before that of the operation; a collective of the backward pass has
-the name of its forward collective. Profiles, byte counts, and tests that omit a collective all use these names.
+The name is in the metadata of the operation (`op_name`), as a scope. A collective of the backward pass has the name of
+its forward collective. Profiles, byte counts, and tests that leave out a collective use these names.
 """
 
 import functools
@@ -20,9 +20,9 @@ from ._shard_map import vary, vary_like
 
 
 STATE = "state"
-"""Reason of collectives for parameters and gradients, over all axes along which they are replicated or split."""
+"""Reason of collectives for parameters, gradients and losses, which may be over several axes."""
 
-# The reason of each collective: the axis that splits its operand, or the state that devices share.
+# Reason of each collective, by name: the axis that needs it, or `STATE`.
 COLLECTIVES: dict[str, str] = {
     "loss and token count": STATE,
     "row sums": CONTEXT,
@@ -92,9 +92,9 @@ COLLECTIVES: dict[str, str] = {
 
 
 def sum_gradients(name: str, tree: PyTree, axes: str | Iterable[str]) -> PyTree:
-    """Return the arrays, marked as varying over `axes` too: the backward pass sums their gradients over the axes.
+    """Mark arrays as varying over `axes` too, so that the backward pass sums their gradients over the axes.
 
-    The forward pass sends nothing.
+    The forward pass does not communicate.
     """
     with jax.named_scope(name):
         return vary(tree, as_tuple(axes))
@@ -129,9 +129,9 @@ def all_gather(
     stacks: bool = False,
     steps: Sequence[int] = (),
 ) -> Array:
-    """Concatenate all devices' pieces along `dim` or, with `stacks`, stack them along a new one.
+    """Concatenate the arrays of all devices along `dim`, or stack them along a new dim if `stacks`.
 
-    With `steps`, the pieces are gathered in several steps, in the reverse order of `psum_scatter` with the same steps.
+    With `steps`, arrays are gathered in several steps, in reverse order: it undoes `psum_scatter` with the same steps.
     """
     assert not (stacks and steps)
     for options in reversed(_step_options(steps)):
@@ -140,12 +140,11 @@ def all_gather(
 
 
 def psum_scatter(name: str, x: Array, axis: str, dim: int = 0, *, steps: Sequence[int] = ()) -> Array:
-    """Sum over an axis and return this device's slice of the sum along `dim`.
+    """Sum over an axis, and return this device's slice of the sum along `dim`.
 
-    With `steps`, the sum is scattered in several steps, each among that many devices; the product of the steps is the
-    size of the axis.
+    `steps` are the sizes of the groups of devices in several consecutive steps. Their product is the size of the axis.
     """
-    # If all dims in front of `dim` have size 1, XLA for TPUs all-reduces the whole array; so these dims are removed.
+    # If all dims before `dim` have size 1, XLA for TPUs all-reduces the full array. So remove these dims.
     dim %= x.ndim
     unit_dims = x.shape[:dim] if math.prod(x.shape[:dim]) == 1 else ()
     x = x.reshape(x.shape[len(unit_dims) :])
@@ -163,7 +162,7 @@ def all_to_all(
     *,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> Array:
-    """Exchange the parts of `x` along `split`, one for each device, and concatenate the received along `concat`."""
+    """Send a slice of `x` along `split` to each device, and concatenate the received slices along `concat`."""
     split, concat = split % x.ndim, concat % x.ndim
     return _call(
         "all_to_all", name, x, axis, split_axis=split, concat_axis=concat, axis_index_groups=groups, tiled=True
@@ -171,43 +170,44 @@ def all_to_all(
 
 
 class Runs(NamedTuple):
-    """Runs of rows that a device sends, the same number of runs to every device, and the sizes of runs it receives."""
+    """Runs of consecutive rows that a device sends, equally many to each device, and sizes of the runs it receives."""
 
     start: Int[Array, "runs"]
     """Index of the first row of each run."""
     size: Int[Array, "runs"]
     """Number of rows of each run."""
     target: Int[Array, "runs"]
-    """Index of the run's first row on the device that receives it."""
+    """Index of each run's first row on the receiving device."""
     received: Int[Array, "runs"]
-    """Numbers of rows of the runs that this device receives, from each device in turn."""
+    """Number of rows of each run that this device receives, ordered by sender."""
 
 
 def ragged_all_to_all(
     name: str, x: Shaped[Array, "rows embed"], axis: str, received: int, runs: Runs, back: Runs
 ) -> Shaped[Array, "received embed"]:
-    """Exchange runs of rows; return an array of `received` rows, zeros where no row arrives. CPUs cannot compile it.
+    """Exchange runs of rows; return an array of `received` rows, with zeros where no row arrives.
 
-    Do not differentiate this function: JAX's rule would exchange the offsets again, which the caller has as `back`.
+    `back` are the runs of the exchange in the opposite direction. XLA for CPUs cannot compile this function. Do not
+    differentiate it: JAX's rule would exchange offsets, which the caller already has in `back`.
     """
     x, runs, back = vary_like((x, runs, back), x, runs, back)
     return _call("ragged_all_to_all", name, x, axis, received=received, runs=runs, back=back)
 
 
 def ppermute(name: str, x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -> Array:
-    """Send the array of each pair's first device to its second."""
+    """Send the array of the first device of each pair to the second device of the pair."""
     return _call("ppermute", name, x, axis, perm=pairs)
 
 
 def _step_options(steps: Sequence[int]) -> list[dict[str, list[list[int]]]]:
-    """Return a collective's options in each step; without steps, one empty dict for the whole axis."""
+    """Return the options of a collective for each step; without steps, an empty dict for one step over the axis."""
     return [{"axis_index_groups": groups} for groups in _step_groups(steps)] if steps else [{}]
 
 
 def _step_groups(steps: Sequence[int]) -> list[list[list[int]]]:
-    """Return the groups of device indices of each step: in step `k`, indices of a group differ in digit `k` only.
+    """Return the groups of devices in each step.
 
-    The digits of an index are its coordinates in an array of shape `steps`.
+    If the devices of the axis are an array of shape `steps`, the groups of step `k` are the lines along dim `k`.
     """
     indices = np.arange(math.prod(steps)).reshape(steps)
     return [np.moveaxis(indices, step, -1).reshape(-1, size).tolist() for step, size in enumerate(steps)]
@@ -229,15 +229,15 @@ def _ragged(x: Array, axis: str | tuple[str, ...], *, received: int, runs: Runs,
 
 def _ragged_into_zeros(axis: str | tuple[str, ...], shape: tuple[int, ...], x: Array, runs: Runs, back: Runs) -> Array:
     """Exchange runs of rows into an array of zeros."""
-    # XLA would allocate constant zeros before a loop over layers and keep them during the loop, so these depend on `x`.
+    # These zeros depend on `x`, because XLA would allocate constant zeros before a loop over layers and keep them.
     zero = ((runs.size[0] < 0) & jnp.isnan(x[0, 0])).astype(x.dtype)
     return jax.lax.ragged_all_to_all(x, jnp.broadcast_to(zero, shape), *runs, axis_name=axis)
 
 
 def _ragged_into_empty(axis: str | tuple[str, ...], shape: tuple[int, ...], x: Array, runs: Runs, back: Runs) -> Array:
-    """Exchange runs of rows into an uninitialized array, and replace the rows that did not arrive by zeros.
+    """Exchange runs of rows into an uninitialized array, and set rows that did not arrive to zero.
 
-    TPUs take longer to write zeros, where a row is a tile, than to mask the rows afterwards.
+    On TPUs, where a row is a tile here, masking the rows takes less time than writing zeros before the exchange.
     """
     rows = jax.lax.ragged_all_to_all(x, vary_like(jax.lax.empty(shape, x.dtype), x), *runs, axis_name=axis)
     row = jnp.arange(len(rows), dtype=jnp.int32)[:, None]

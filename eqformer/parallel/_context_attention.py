@@ -1,6 +1,6 @@
-"""Context parallelism: the tokens of each row split over the devices of the axis `context`.
+"""Context parallelism: the tokens of each row are split over the devices of the axis `context`.
 
-Only attention mixes tokens, so only the attention is replaced; everything else runs on a device's own tokens.
+Only attention mixes tokens. So only attention cores are wrapped, and all other layers run on a device's own tokens.
 """
 
 import dataclasses
@@ -28,23 +28,25 @@ CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
 
 
 class ContextAttention(kernels.PiecewiseAttention):
-    """Attention of rows split over the mesh axis `context`; inside `shard_map` it takes the place of `inner`.
+    """Wrapper of an attention core for rows that are split over the axis `context`, for use inside `shard_map`.
 
-    Each device passes the queries, keys, values and tokens of its piece and gets its queries' outputs; pieces are in
-    the order of `context_order`. `method` decides what is sent (bytes per device for both passes, with `c` devices,
-    `T` tokens a row, and `n`, `m` bytes a token of queries or of keys and values):
+    A call gets the queries, keys, values and tokens of this device's piece of each row, and returns the outputs of its
+    queries. Pieces are in the order of `context_order`. `method` decides which arrays are sent. The numbers of bytes
+    are those that a device sends in a forward and a backward pass, for `c` devices, `T` tokens in a row, and `n` and
+    `m` bytes in a token's queries, and in its keys and values.
 
-    - `"ring"`: keys and values pass round a ring while each device attends to its current piece (arXiv:2310.01889);
-      a device has memory for two pieces; `3 m T (c-1)/c`. The kernels of `inner` compute it if they support the rows
-      in the order in which `Plan` stores them, else `BlockwiseAttention`, with the block of `inner`.
-    - `"gather"`: all keys and values are gathered, and gathered again in the backward pass; `3 m T (c-1)/c`. Any
-      `inner`. All but `DotProductAttention` name their output "attended". The output of an `inner` that does not is
-      computed again under `remat="products"`, which gathers once more.
-    - `"heads"`: an all-to-all gives each device whole rows of `heads / c` heads and a second one brings the outputs
-      back (DeepSpeed Ulysses, arXiv:2309.14509); `(4 n + 2 m) T (c-1)/c^2`. Any `inner`; `heads` must be a multiple
-      of `c`.
+    - `"ring"`: keys and values pass round a ring, and each device attends to the piece that it has (arXiv:2310.01889).
+      A device needs memory for two pieces, and sends `3 m T (c-1)/c` bytes. The kernels of `inner` run if they support
+      the pieces in the order in which `Plan` stores them; otherwise `BlockwiseAttention` runs, with the block size of
+      `inner`.
+    - `"gather"`: all keys and values are gathered, and gathered again in the backward pass. A device sends
+      `3 m T (c-1)/c` bytes. Any `inner` is possible. With `remat="products"`, an `inner` that does not name its output
+      "attended", such as `DotProductAttention`, runs again in the backward pass, with one more gather.
+    - `"heads"`: an all-to-all gives each device all tokens of `heads / c` heads, and another all-to-all returns the
+      outputs (DeepSpeed Ulysses, arXiv:2309.14509). A device sends `(4 n + 2 m) T (c-1)/c^2` bytes. Any `inner` is
+      possible; `heads` must be a multiple of `c`.
 
-    Raises `ValueError` while tracing for heads that do not split, and for a cache.
+    Raises a `ValueError` at trace time for heads that do not split, and for a call with a cache.
     """
 
     inner: kernels.Operation
@@ -57,22 +59,22 @@ class ContextAttention(kernels.PiecewiseAttention):
             require_blockwise(self.inner)
 
     def supports(self, call: kernels.AttentionCall) -> str | None:
-        """Return why the loop over blocks, for a ring, or else `inner` does not support the call; None if it does."""
+        """Return why a call is not supported, by blockwise attention for a ring, otherwise by `inner`; else None."""
         return require_blockwise(self.inner).supports(call) if self.method == "ring" else self.inner.supports(call)
 
     def __call__(self, call: kernels.AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
-        """Attend to the keys of all devices."""
+        """Return the attention of this device's queries to the keys of all devices."""
         if call.kv_tokens is not None:
             raise ValueError(
                 f"ContextAttention(method={self.method!r}) was given kv_tokens of shape "
-                f"{call.kv_tokens.positions.shape}, those of a cache: this attention is for calls without a cache; "
-                "wrap the model by ShardedModel, which splits a cache's slots."
+                f"{call.kv_tokens.positions.shape}, those of a cache, but only supports calls without a cache; wrap "
+                "the model in ShardedModel, which splits the slots of caches."
             )
         if jax.lax.axis_size(CONTEXT) > 1 and CONTEXT not in varying_axes(call.tokens.positions):
             raise ValueError(
                 f"ContextAttention(method={self.method!r}) was given positions that are the same on all devices of the "
-                f"axis {CONTEXT!r}, although each device has other tokens; pass a model the tokens of its piece, such "
-                "as those that a loss is called with under a plan, as model.encode(batch.ids, tokens)."
+                f"axis {CONTEXT!r}, although each device has other tokens; pass the model the tokens of its piece, "
+                "such as the argument `tokens` of a loss under a plan: model.encode(batch.ids, tokens)."
             )
         arrays = vary((call.query, call.key, call.value, call.tokens), (CONTEXT,))
         query, key, value, tokens = arrays
@@ -80,13 +82,13 @@ class ContextAttention(kernels.PiecewiseAttention):
         return {"ring": self._ring, "gather": self._gather, "heads": self._heads}[self.method](call)
 
     def weights(self, call: kernels.AttentionCall) -> Float[Array, "*batch heads seq kv_seq"]:
-        """Return the weights of the softmax for the keys of all devices, in reading order."""
+        """Return the softmax weights of this device's queries for the keys of all devices, in reading order."""
         return kernels.attention_probabilities(self._with_all_keys(call))
 
     def weigh_values(
         self, weights: Float[Array, "*batch heads seq kv_seq"], call: kernels.AttentionCall
     ) -> Float[Array, "*batch seq heads v_dim"]:
-        """Return the sums of all devices' values, multiplied by the weights."""
+        """Return the weighted sums of the values of all devices."""
         return kernels.weigh_values(weights, self._with_all_keys(call).value, call.query.dtype)
 
     def _with_all_keys(self, call: kernels.AttentionCall) -> kernels.AttentionCall:
@@ -110,7 +112,7 @@ class ContextAttention(kernels.PiecewiseAttention):
             return self.inner(_with_gathered_keys(call, kv_tokens))
 
         kv_tokens = _gather_tokens_in_reading_order(call.tokens)
-        # Gathered keys and values are not saved for the backward pass but gathered again.
+        # Do not save gathered keys and values for the backward pass; gather them again.
         attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names("attended"))
         return attend(call, kv_tokens)
 
@@ -120,7 +122,7 @@ class ContextAttention(kernels.PiecewiseAttention):
         seq, head = call.query.ndim - 3, call.query.ndim - 2
 
         def swap(x: Array) -> Array:
-            # Named for remat policies that save linear maps' results: these are saved instead, and not sent again.
+            # With this name, remat policies that save products of linear maps save this array, and it is sent once.
             return checkpoint_name(send.all_to_all("tokens to heads", x, CONTEXT, head, seq), "product")
 
         query, key, value = swap(call.query), *(swap(_repeat_heads(x, copies)) for x in (call.key, call.value))
@@ -134,30 +136,31 @@ class ContextAttention(kernels.PiecewiseAttention):
 
 
 def zigzag(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
-    """Return the order of a row's tokens in which piece `i` of `c` holds parts `i` and `2c-1-i` of `2c` equal parts.
+    """Return the order of a row's tokens in which piece `i` of `c` has parts `i` and `2c-1-i` of `2c` equal parts.
 
-    Under a causal mask, late queries see many keys and early queries few; paired like this, all pieces have equal work
-    at each step of the ring. `row[zigzag(seq, c)]` is the stored row. Raises `ValueError` unless `2 * pieces` divides
-    `seq`.
+    Under a causal mask, late queries see many keys and early queries see few. With an early and a late part in each
+    piece, all pieces have equal work in each step of the ring. The stored row is `row[zigzag(seq, c)]`. Raises a
+    `ValueError` unless `2 * pieces` divides `seq`.
     """
     if pieces < 1 or seq % (2 * pieces):
         raise ValueError(
-            f"zigzag(seq={seq}, pieces={pieces}): a row is cut into 2 * pieces = {2 * pieces} equal parts, which must "
-            f"divide seq; take seq={max(1, seq // max(1, 2 * pieces)) * 2 * max(1, pieces)} or fewer pieces."
+            f"zigzag(seq={seq}, pieces={pieces}): a row is cut into 2 * pieces = {2 * pieces} equal parts, so seq must "
+            f"be a multiple of this; take seq={max(1, seq // max(1, 2 * pieces)) * 2 * max(1, pieces)} or fewer pieces."
         )
     parts = np.arange(seq).reshape(2 * pieces, -1)
     return np.stack([parts[:pieces], parts[: pieces - 1 : -1]], axis=1).reshape(-1)
 
 
 def zigzag_inverse(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
-    """Return the order that puts a row stored in the order of `zigzag` back into reading order."""
+    """Return the order that undoes `zigzag`: `stored[zigzag_inverse(seq, c)]` is the row in reading order."""
     return np.argsort(zigzag(seq, pieces))
 
 
 def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
-    """Return the order in which `ContextAttention` needs rows to be stored before they are cut into `pieces`.
+    """Return the order in which rows must be stored before `ContextAttention` cuts them into `pieces`.
 
-    `zigzag` for `"ring"` and `"gather"`, reading order for `"heads"`, whose inner attention sees unsplit rows.
+    It is `zigzag` for `"ring"` and `"gather"`. It is reading order for `"heads"`, whose inner attention sees unsplit
+    rows.
     """
     if pieces == 1:
         return np.arange(seq)
@@ -174,16 +177,16 @@ def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
 def check_context(
     method: str, size: int, core: kernels.Operation, *, seq: int, heads: int, kv_heads: int, needs: Sequence[str] = ()
 ) -> None:
-    """Raise a `ValueError`, before anything is compiled, for an attention that cannot run on pieces of a row.
+    """Raise a `ValueError`, before anything is compiled, for an attention that cannot run on pieces of rows.
 
     Args:
         method: One of `CONTEXT_METHODS`.
-        size: The number of pieces of a row.
-        core: The operation that computes the attention.
-        seq: The tokens of an unsplit row.
-        heads: The heads of queries of one device, after a split over `tensor`.
-        kv_heads: The heads of keys and values of one device.
-        needs: The options among `softcap` and `sinks` that the core must compute.
+        size: Number of pieces of a row.
+        core: Operation that computes the attention.
+        seq: Number of tokens of an unsplit row.
+        heads: Number of query heads of a device, after a split over `tensor`.
+        kv_heads: Number of key heads of a device, after a split over `tensor`.
+        needs: Options of the attention, such as `softcap` and `sinks`, that the core must support.
     """
     ContextAttention(core, method)
     context_order(method, seq, size)
@@ -191,7 +194,7 @@ def check_context(
         _count_copies(size, heads, kv_heads, f"check_context('heads', size={size})")
     if method != "ring" and (lacking := kernels.unsupported_options(core, needs)):
         raise ValueError(
-            f"check_context({method!r}, core={core}): the core has no place for {' and '.join(lacking)}; take "
+            f"check_context({method!r}, core={core}): the core does not support {' and '.join(lacking)}; take "
             "core=kernels.BlockwiseAttention(), or method='ring', which computes by blocks itself."
         )
 
@@ -199,25 +202,28 @@ def check_context(
 def refuse_pieces(size: int, path: str, mixer: Mixer) -> NoReturn:
     """Raise a `ValueError` for a mixer that cannot run on pieces of rows, such as a recurrence."""
     raise ValueError(
-        f"Plan over context={size}: {path} has a {type(mixer).__name__}, which needs whole rows, as it reads tokens "
-        "one after another or chooses among all, and a device has pieces of rows; give the devices to another axis, "
-        "such as tensor, which splits its heads."
+        f"Plan over context={size}: {path} has a {type(mixer).__name__}, which needs whole rows, because it reads "
+        "tokens one after another or chooses among all tokens, but a device has pieces of rows; give the devices to "
+        "another axis, such as tensor, which splits heads."
     )
 
 
 def require_blockwise(core: kernels.Operation) -> kernels.BlockwiseAttention:
-    """Return the loop over blocks that computes the attention of `core` on a ring; raise a `ValueError` without one."""
+    """Return the blockwise attention that computes `core` on a ring; raise a `ValueError` if there is none."""
     if (loop := kernels.blockwise_of(core)) is not None:
         return loop
     raise ValueError(
-        f"ContextAttention({core}, method='ring'): the ring combines partial results by the logarithms of their sums, "
-        "which only the loop over blocks gives; take core=kernels.BlockwiseAttention(), or method='gather' or 'heads', "
-        "which run any core."
+        f"ContextAttention({core}, method='ring'): the ring combines partial results by their logsumexps, which this "
+        "core does not return; take core=kernels.BlockwiseAttention(), or method='gather' or 'heads', which run any "
+        "core."
     )
 
 
 def _count_copies(size: int, heads: int, kv_heads: int, call: str) -> int:
-    """Return how often each key head is sent, so that every device gets the key heads that its query heads need."""
+    """Return the number of copies of each key head that are sent, so that each device gets those of its query heads.
+
+    `call` begins the error messages.
+    """
     if heads % size:
         raise ValueError(
             f"{call}: {heads} query heads on a device do not split over {size} devices of the axis {CONTEXT!r}; take a "
@@ -226,7 +232,7 @@ def _count_copies(size: int, heads: int, kv_heads: int, call: str) -> int:
     if kv_heads % size and size % kv_heads:
         raise ValueError(
             f"{call}: {kv_heads} key heads on a device are neither a multiple nor a divisor of the {size} devices of "
-            f"the axis {CONTEXT!r}, so that no device could take whole groups; take a size that divides {kv_heads}, or "
+            f"the axis {CONTEXT!r}, so devices cannot get whole key heads; take a size that divides {kv_heads}, or "
             "method='ring' or 'gather', which leave heads alone."
         )
     return 1 if kv_heads % size == 0 else size // kv_heads
@@ -235,13 +241,13 @@ def _count_copies(size: int, heads: int, kv_heads: int, call: str) -> int:
 def _repeat_heads(
     x: Float[Array, "*batch seq kv_heads head_dim"], copies: int
 ) -> Float[Array, "*batch seq heads head_dim"]:
-    """Repeat each key head as often as it is sent."""
+    """Repeat each key head `copies` times."""
     repeated = broadcast_float32(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
     return repeated.reshape(*x.shape[:-2], -1, x.shape[-1])
 
 
 def _gather_tokens(tokens: kernels.TokenPositions) -> kernels.TokenPositions:
-    """Gather the tokens of all pieces, each of consecutive tokens."""
+    """Gather the tokens of all pieces, which are in reading order."""
     return jax.tree.map(lambda x: send.all_gather("token positions", x, CONTEXT, -1), tokens)
 
 
@@ -251,16 +257,16 @@ def _gather_tokens_in_reading_order(tokens: kernels.TokenPositions) -> kernels.T
 
 
 def _with_gathered_keys(call: kernels.AttentionCall, kv_tokens: kernels.TokenPositions) -> kernels.AttentionCall:
-    """Return the call with all pieces' keys and values, whose tokens are `kv_tokens`."""
+    """Return the call with the keys and values of all pieces, in reading order; their tokens are `kv_tokens`."""
     key, value = (_gather_in_reading_order(x, 3) for x in (call.key, call.value))
     return dataclasses.replace(call, key=key, value=value, kv_tokens=kv_tokens)
 
 
 def _gather_in_reading_order(x: Array, dims_from_end: int) -> Array:
-    """Gather all pieces of an array in the order of `zigzag`, and return it in reading order.
+    """Gather all pieces of an array, which are in the order of `zigzag`, and return the array in reading order.
 
-    The tokens are `dims_from_end` dims from the end. Masks use positions and would be right in any order; an operation
-    that skips blocks finds more empty blocks in reading order.
+    The dim of tokens is `x.ndim - dims_from_end`. Masks use positions, so they would be right in any order, but in
+    reading order a kernel that skips empty blocks finds more of them.
     """
     dim = x.ndim - dims_from_end
     pieces = send.all_gather("gathered keys and values", x, CONTEXT, stacks=True)
@@ -271,9 +277,9 @@ def _gather_in_reading_order(x: Array, dims_from_end: int) -> Array:
 
 
 def sum_rows(x: Float[Array, "batch seq"]) -> tuple[Float[Array, "batch"], int]:
-    """Return the sum over each row's tokens on all devices, and the number of devices that the row is split over.
+    """Return the sum over the tokens of each row on all devices, and the number of devices that split a row.
 
-    Outside of `shard_map` these are the sums of `x`, and 1.
+    Outside of `shard_map`, return the row sums of `x`, and 1.
     """
     sums = jnp.sum(x, axis=-1)
     if CONTEXT not in varying_axes(x):
@@ -285,20 +291,20 @@ def sum_rows(x: Float[Array, "batch seq"]) -> tuple[Float[Array, "batch"], int]:
 
 
 class SplitCacheAttention(kernels.PiecewiseAttention):
-    """Attention to KV caches whose slots are split over the axis `context`.
+    """Wrapper of an attention core for KV caches whose slots are split over the axis `context`.
 
-    Queries are replicated and attend to the keys that the device holds. The devices' results are combined by their
-    logsumexps, as in flash decoding with split keys: `2 + v_dim` numbers are reduced for each query and head.
+    Queries are replicated. Each device attends to the keys that it holds, and the results of the devices are combined
+    by their logsumexps, as in flash decoding with split keys. `2 + v_dim` numbers are reduced for each query and head.
     """
 
     inner: kernels.Operation
 
     def supports(self, call: kernels.AttentionCall) -> str | None:
-        """Return why the loop over blocks, which computes each device's part, does not support a call, or None."""
+        """Return why blockwise attention, which computes each device's part, does not support a call, else None."""
         return require_blockwise(self.inner).supports(call)
 
     def __call__(self, call: kernels.AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
-        """Attend to the slots of all devices."""
+        """Return the attention to the slots of all devices."""
         output, share, total, peak = self._attend_to_piece(call)
         combined = send.psum("split cache sums", output.astype(share.dtype) * share[..., None], CONTEXT)
         combined = (combined / total[..., None]).astype(output.dtype)
@@ -309,7 +315,7 @@ class SplitCacheAttention(kernels.PiecewiseAttention):
         )
 
     def weights(self, call: kernels.AttentionCall) -> Float[Array, "*batch heads seq kv_seq"]:
-        """Return the weights of the softmax over the slots of all devices, for the slots that the device holds."""
+        """Return the softmax weights of this device's slots; the softmax is over the slots of all devices."""
         _, share, total, peak = self._attend_to_piece(call)
         if call.sinks is not None:
             total = total + jnp.exp(call.sinks.astype(total.dtype) - peak)
@@ -320,13 +326,16 @@ class SplitCacheAttention(kernels.PiecewiseAttention):
     def weigh_values(
         self, weights: Float[Array, "*batch heads seq kv_seq"], call: kernels.AttentionCall
     ) -> Float[Array, "*batch seq heads v_dim"]:
-        """Return the sums of the values in all slots, multiplied by the weights."""
+        """Return the weighted sums of the values in the slots of all devices."""
         output = kernels.weigh_values(weights, call.value, weights.dtype)
         return send.psum("split cache sums", output, CONTEXT).astype(call.query.dtype)
 
     def _attend_to_piece(self, call: kernels.AttentionCall) -> tuple[Array, Array, Array, Array]:
-        """Return the output for the device's slots; the sum of the exponentials of its scores, and that of all devices;
-        and the logarithm of the factor by which both sums are divided."""
+        """Return the output for this device's slots, two sums of exponentials, and their scale.
+
+        The sums are those of the exponentials of this device's scores and of all devices' scores, both divided by
+        `exp(scale)`.
+        """
         mask = cast(kernels.Mask, call.mask)
         settings = kernels.blockwise.BlockwiseSettings(
             mask, call.scale, call.softcap, require_blockwise(self.inner).block
@@ -334,7 +343,7 @@ class SplitCacheAttention(kernels.PiecewiseAttention):
         tokens = kernels.TokenPositions(call.tokens.positions)
         arrays = vary((call.query, call.key, call.value, tokens, call.kv_tokens), (CONTEXT,))
         output, logsum = kernels.blockwise.attend(settings, *arrays)
-        # The maximum leaves the results as they are, so that it has no gradient.
+        # The results do not depend on the scale, so it needs no gradient.
         peak = send.pmax("split cache maxima", jax.lax.stop_gradient(logsum), CONTEXT)
         share = jnp.exp(logsum - peak)
         return output, share, send.psum("split cache sums", share, CONTEXT), peak

@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens are gathered on all devices of the axis `expert`, or sent to those with their experts."""
+"""Expert parallelism: devices of the axis `expert` gather all tokens, or exchange the tokens of each expert."""
 
 import dataclasses
 import functools
@@ -22,26 +22,29 @@ from .tensor._tensor import count_once, HEAD_DIMS, Sliced
 
 
 class SplitMixture(nn.Routed):
-    """Mixture of which this device holds some experts, and of each expert a slice of its hidden features.
+    """Mixture of experts whose experts are split over the axis `expert`, and their hidden features over `tensor`.
 
-    `method="gather"`: the tokens of all devices of the axis `expert` are gathered, each device computes what its own
-    experts add, and the sums are scattered back; exact. As all choices may be for one device, it is done in as many
-    pieces as keep the room for them below 1 GiB. `"exchange"`: each choice goes to its expert's device and back by
-    all-to-alls (DeepSpeed-MoE, arXiv:2201.05596), those of `exchange`, in rounds until all have had a slot; exact.
-    `"auto"`: the cheaper one (`choose_expert_method`). Each token is routed once, on one device. `stream` is the
-    residual stream over the axis `tensor`, None where the axis has one device: split tokens or features are gathered
-    for the experts.
+    `inner` has this device's experts. Each device routes its own tokens. There are two methods to send tokens to
+    experts on other devices, with the same results:
+
+    - `"gather"`: every device gathers the tokens of all devices of `expert` and computes the terms of its experts. The
+      sums are reduce-scattered. All choices may be for experts of one device, so the tokens are processed in as many
+      pieces as keep the gathered rows below 1 GiB.
+    - `"exchange"`: the all-to-alls of `exchange` send the token of each choice to the device of its expert, and the
+      output back, in rounds until every choice has had a slot (DeepSpeed-MoE, arXiv:2201.05596).
     """
 
     inner: nn.ExpertMixture
     method: str = eqx.field(static=True)
+    """`"gather"`, `"exchange"`, or `"auto"` for the cheaper method by `choose_expert_method`."""
     exchange: Exchange = eqx.field(static=True)
     stream: ResidualStream | None = eqx.field(static=True)
+    """Residual stream over `tensor`, gathered for the experts if it is split; None if the axis has one device."""
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], nn.Aux]:
-        """Return the layer's output for this device's tokens, and their `Aux`."""
+        """Return the layer's output for this device's tokens, and the aux."""
         x = self._name_gathered_tokens(x)
         inputs = x if self.stream is None else self.stream.to_routed(x)
         if tokens is None:
@@ -66,27 +69,28 @@ class SplitMixture(nn.Routed):
         return self.inner.combine(x, y), aux
 
     def _name_gathered_tokens(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
-        """Name this device's tokens for the remat policy `full` to keep, where the experts' devices gather them.
+        """Name this device's tokens for the remat policy `full` to save, if they will be gathered over `expert`.
 
-        XLA for GPUs begins all-gathers a turn of the backward loop early. To gather tokens that are not kept, it
-        recomputes the block's mixer a turn early, and once more in the turn that needs the mixer's other results.
+        In the backward loop over layers, XLA for GPUs begins an all-gather one iteration early. If the gathered tokens
+        are not saved, XLA recomputes the block's mixer an iteration early too, and again in the iteration that needs
+        the mixer's other results.
         """
         if jax.lax.axis_size(EXPERT) == 1 or self._splits_tokens:
             return x
         facts = self._router().facts()
         tokens = math.prod(x.shape[:-1])
-        # Maps to the experts' channels may be slices here, so that the width is asked of their result.
+        # The maps of `project_inputs` may hold slices here, so take the width from the shape of their result.
         row_bytes = jax.eval_shape(self.inner.project_inputs, x).shape[-1] * x.dtype.itemsize
         gathers = facts.expert_choice or self._method(tokens, int(facts.choices), row_bytes) == "gather"
         return checkpoint_name(x, "own tokens") if gathers else x
 
     def _method(self, tokens: int, top_k: int, row_bytes: int) -> str:
-        """Return how so many tokens of a device reach the experts of other devices."""
+        """Return the method for this number of tokens on each device."""
         sizes = {"tokens": tokens, "top_k": top_k, "devices": jax.lax.axis_size(EXPERT), "row_bytes": row_bytes}
         return choose_expert_method(self.method, **sizes, exchange=self.exchange)
 
     def _router(self) -> nn.Router:
-        """Return the router with gathered arrays."""
+        """Return the router, with its arrays gathered over `tensor` if they are split."""
         router = self.inner.router
         return router.whole if isinstance(router, Sliced) else router
 
@@ -99,17 +103,21 @@ class SplitMixture(nn.Routed):
         return self.stream is not None and self.stream.splits_features
 
     def _sum_tokens(self, x: Array) -> Array:
-        """Sum over all devices between which the batch's tokens are split."""
+        """Sum over all devices that split the tokens of the batch."""
         return _sum_over(x, (*BATCH_AXES, CONTEXT, *(TENSOR,) * self._splits_tokens))
 
     def _sum_row(self, x: Array) -> Array:
-        """Sum over the devices between which a row's tokens are split."""
+        """Sum over the devices that split the tokens of a row."""
         return _sum_over(x, (CONTEXT, *(TENSOR,) * self._splits_tokens))
 
     def _route(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens, device_tokens: nn.Tokens
     ) -> nn.Routing | nn.Slots:
-        """Route this device's tokens; a router whose choices depend on other tokens sees the whole rows, `tokens`."""
+        """Route this device's tokens.
+
+        `device_tokens` are the tokens of `x`. `tokens` are those of whole rows, for routers whose choices for a token
+        depend on other tokens of the row.
+        """
         router, stream, device_tokens = self.inner.router, self.stream, device_tokens.fold_in(nn.ROUTER)
         if stream is None:
             return router(x, device_tokens)
@@ -121,6 +129,7 @@ class SplitMixture(nn.Routed):
         routing = router.whole(x, device_tokens)
         if self._splits_tokens or not router.is_split:
             return routing
+        # All devices of `tensor` have routed the same tokens, so only one of them may contribute to the gradients.
 
         def count_leaf(leaf: Array) -> Array:
             return count_once(stream, leaf) if nn.is_trainable(leaf) else _mark_replicated(leaf)
@@ -136,17 +145,17 @@ class SplitMixture(nn.Routed):
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), tokens)
 
     def _gather_rows(self, x: Shaped[Array, "*batch seq dim"]) -> Shaped[Array, "*batch full_seq dim"]:
-        """Return all tokens of this device's rows, on every device of `tensor`."""
+        """Gather over `tensor` all tokens of this device's rows."""
         return x if self.stream is None else self.stream.routed.gather("expert input over tensor", x)
 
     def _sum_slices(self, y: Float[Array, "*batch full_seq embed"]) -> Float[Array, "*batch seq embed"]:
-        """Sum over slices of hidden features, for the tokens that `_gather_rows` was given."""
+        """Sum the outputs of slices of hidden features over `tensor`, and return this device's part of the stream."""
         return y if self.stream is None else self.stream.routed.reduce("expert output over tensor", y)
 
     def _run_choices(
         self, x: Float[Array, "*batch seq embed"], routing: nn.Routing, tokens: nn.Tokens
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
-        """Return the chosen experts' sum for each token, and the number of dropped choices."""
+        """Return for each token the sum of its chosen experts, and the number of dropped choices."""
         dispatch = self.inner.dispatch_for(tokens, routing)
         if self.stream is None and jax.lax.axis_size(EXPERT) == 1:
             return dispatch(self.inner.experts, x, routing, weighs_inputs=self.inner.weighs_inputs)
@@ -162,6 +171,7 @@ class SplitMixture(nn.Routed):
         return self._sum_slices(y.reshape(x.shape)), dropped
 
     def _run_over_devices(self, x: Array, choices: Array, weights: Array) -> Float[Array, "tokens embed"]:
+        """Return the sum of the chosen experts for this device's tokens, by gather or exchange."""
         tokens, top_k = choices.shape
         if self._method(tokens, top_k, x.shape[-1] * x.dtype.itemsize) == "gather":
             return self._run_gathered(x, choices, weights)
@@ -170,20 +180,21 @@ class SplitMixture(nn.Routed):
         return exchange_choices(experts, x, choices, weights, self.exchange, weighs_inputs=weighs_inputs)
 
     def _run_gathered(self, x: Array, choices: Array, weights: Array) -> Float[Array, "tokens embed"]:
-        """Return the sum of all devices' experts by gathers, piece by piece where the room would be too large."""
+        """Return the sum of the chosen experts for this device's tokens, by gathers of one or several pieces."""
         experts = self._device_experts()
-        rows = jax.lax.axis_size(EXPERT) * choices.size  # All of them may be for this device's experts.
+        rows = jax.lax.axis_size(EXPERT) * choices.size  # The choices of all devices may be for this device's experts.
         pieces = count_pieces(len(x), rows * x.shape[-1] * x.dtype.itemsize)
         if pieces == 1:
             return self._run_piece(experts, x, choices, weights)
-        # Pieces run one after another, and again in the backward pass, which keeps none of them and sums gradients.
+        # Run one piece after another. The backward pass recomputes each piece, and sums the gradients of the experts in
+        # float32 at least, so widen the experts here.
         experts = jax.tree.map(_widen_trainable, experts)
         arrays = tuple(array.reshape(pieces, -1, *array.shape[1:]) for array in (x, choices, weights))
         run_piece = jax.checkpoint(lambda piece: self._run_piece(experts, *piece), prevent_cse=False)
         return jax.lax.map(run_piece, arrays).reshape(x.shape)
 
     def _run_piece(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Float[Array, "tokens embed"]:
-        """Return the sum of all devices' experts for this device's tokens, gathered at once."""
+        """Return the sum of the chosen experts for this device's tokens, by one gather and one reduce-scatter."""
         x, choices, weights = map(_gather_for_experts, (x, choices, weights))
         device_choices = choices - jax.lax.axis_index(EXPERT) * len(experts)
         is_here = (device_choices >= 0) & (device_choices < len(experts)) & (choices >= 0)
@@ -192,16 +203,17 @@ class SplitMixture(nn.Routed):
         return send.psum_scatter("summed expert output", y, EXPERT)
 
     def _sum_experts(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
+        """Return the sum of this device's experts for all given tokens; choices are numbered within the device."""
         options = {"weighs_inputs": self.inner.weighs_inputs, "devices": jax.lax.axis_size(EXPERT)}
         return nn.dispatch.sum_experts(experts, x, choices, weights, **options)
 
     def _run_slots(
         self, x: Float[Array, "*batch seq embed"], slots: nn.Slots, tokens: nn.Tokens
     ) -> tuple[Float[Array, "*batch seq embed"], nn.Aux]:
-        """Return the sum of experts that have chosen tokens of whole rows, and the aux of their choices."""
+        """Return, for each token, the sum of the experts that chose it, and the aux; experts choose from whole rows."""
         x, experts = self._gather_rows(x), self._device_experts()
         aux = nn.aux_of_slots(slots, tokens, x)
-        if self.stream is not None:  # All devices of the axis have computed the same values.
+        if self.stream is not None:  # All devices of `tensor` have computed the same values.
             aux = jax.tree.map(_mark_replicated, aux)
             slots = slots if self._splits_tokens else jax.tree.map(self._gather_rows, slots)
         if jax.lax.axis_size(EXPERT) == 1:
@@ -215,7 +227,10 @@ class SplitMixture(nn.Routed):
         return self._sum_slices(send.psum_scatter("summed expert output", y, EXPERT)), aux
 
     def _device_experts(self) -> nn.Experts:
-        """Return this device's experts; as outputs are summed over `tensor`, only the first device adds biases."""
+        """Return this device's experts with slices of their hidden features.
+
+        Outputs will be summed over `tensor`, so output biases are zero on all devices of `tensor` but the first.
+        """
         if self.stream is None:
             return self.inner.experts
         experts = self.inner.experts
@@ -223,20 +238,24 @@ class SplitMixture(nn.Routed):
             experts = jax.tree.map(_split_hidden_features, experts, nn.dims(experts))
         is_first = jax.lax.axis_index(TENSOR) == 0
 
-        def with_bias_of_first(linear: nn.LinearMap) -> nn.LinearMap:
+        def zero_other_biases(linear: nn.LinearMap) -> nn.LinearMap:
             if linear.bias is None or linear.outputs != ("embed",):
                 return linear
             return eqx.tree_at(lambda m: m.bias, linear, jnp.where(is_first, linear.bias, 0))
 
-        return nn.map_linears(with_bias_of_first, experts)
+        return nn.map_linears(zero_other_biases, experts)
 
 
 def _widen_trainable(x: PyTree) -> PyTree:
+    """Cast a trainable array to float32 at least."""
     return x.astype(nn.at_least_float32(x.dtype)) if nn.is_trainable(x) else x
 
 
 def _sum_over(x: Array, axes: tuple[str, ...]) -> Array:
-    """Sum a few numbers over devices, named to be kept: to sum them again in the backward pass, all devices wait."""
+    """Sum a few numbers over devices, and name the sum for remat policies to save.
+
+    If the backward pass recomputed the sum, all devices would wait for each other once more.
+    """
     return checkpoint_name(send.psum("expert loads", vary(x, axes), axes), "product")
 
 
@@ -245,19 +264,19 @@ def _gather_for_experts(x: Array) -> Array:
 
 
 def _mark_replicated(x: Array) -> Array:
-    """Mark a value that all devices of `tensor` have computed alike as replicated."""
+    """Mark a value as replicated over `tensor`; all devices of `tensor` have computed the same value."""
     return send.pmax("replicated values", vary(x, [TENSOR]), TENSOR)
 
 
 def _split_hidden_features(leaf: PyTree, names: PyTree) -> PyTree:
-    """Split an expert's array by hidden features, where it was split by `embed`; gather one without a hidden dim."""
+    """Reshard an array of an expert from its dim `embed` to its hidden dim; gather it if it has no hidden dim."""
     if not eqx.is_array(leaf) or "embed" not in names.split():
         return leaf
     embed_dim = names.split().index("embed")
     hidden_dims = [dim for dim, name in enumerate(names.split()) if name in HEAD_DIMS]
     if not hidden_dims:
         return gather_parameter(leaf, embed_dim)
-    # Of two dims the last is split, which in a map is the one that it contracts.
+    # A layout splits the last of two dims of an axis. If this is the hidden dim, nothing is to be done.
     if embed_dim < hidden_dims[0]:
         return leaf
     return send.all_to_all("expert weights by hidden features", leaf, TENSOR, hidden_dims[0], embed_dim)

@@ -1,8 +1,9 @@
-"""Meshes with one axis for each way to split a model, and shardings of arrays over them from the names of dims.
+"""Meshes with one axis for each way to split a model, and shardings of arrays from the names of their dims.
 
-Devices along the busiest axes are neighbors in the network; the axes that send least go over slow links.
-`jax.make_mesh` refuses meshes that cut a side of a torus, and TPUs with two devices a chip, and does not say along
-which sides of the torus an axis lies. So devices are placed here, by their coordinates alone.
+The links between TPU chips form a torus, a grid whose sides close into rings. `make_mesh` arranges devices by their
+coordinates in the torus: neighbors along the axes with most traffic are neighbors in the torus, and the axes with
+least traffic cross the slow network between slices or hosts. `jax.make_mesh` is not used: on most TPUs it cannot split
+one side of the torus over two axes, and it does not tell along which sides an axis lies.
 """
 
 import collections
@@ -24,11 +25,11 @@ from .._prepare import single_run_options
 from .._shapes import as_tuple, ENSEMBLE_DIMS, is_shape
 
 
-# Names of the axes, spelled here and nowhere else.
+# Names of the axes. All other code uses these constants.
 
 REPLICA = "replica"  # Everything is replicated; the batch is split.
-FSDP = "fsdp"  # The batch is split, and so is the training state.
-EXPERT = "expert"  # The batch is split, and so are the experts of a mixture.
+FSDP = "fsdp"  # The batch and the training state are split.
+EXPERT = "expert"  # The batch and the experts of mixtures are split.
 PIPE = "pipe"  # The layers are split.
 CONTEXT = "context"  # The sequence is split.
 TENSOR = "tensor"  # Heads, hidden features and the vocabulary are split.
@@ -38,11 +39,11 @@ AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(AXES)
 BATCH_AXES = (REPLICA, FSDP, EXPERT)
 
 Device = Any
-"""A `jax.Device`, or a description of one with its attributes."""
-CALMEST_FIRST = (REPLICA, PIPE, FSDP, EXPERT, CONTEXT, TENSOR)
-"""Axes in the order in which they go over the slow network: those that send least come first."""
+"""A `jax.Device`, or an object with the same attributes."""
+LEAST_TRAFFIC_FIRST = (REPLICA, PIPE, FSDP, EXPERT, CONTEXT, TENSOR)
+"""Axes in the order in which they are laid over the slow network: the axis with least traffic comes first."""
 RING_AXES = (PIPE, CONTEXT, TENSOR)
-"""Axes whose devices pass messages round a ring."""
+"""Axes along which each device sends messages to the next device, and the last device to the first."""
 
 
 def make_mesh(
@@ -57,39 +58,40 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
     """Make a mesh with all six axes, most of size 1.
 
-    No size is guessed: if the sizes do not multiply to the number of devices, a `ValueError` says how many devices are
-    missing or left over. All other sizes make a mesh on every network. Neighbors along the last axes, `tensor` first,
-    are the closest in the hardware. The axis `replica` goes over the slow network between slices of TPUs and hosts of
-    GPUs (with `pipe`, then `fsdp`, if it is smaller than the number of slices or hosts).
+    Raises a `ValueError` if the sizes do not multiply to the number of devices; the message says how many are missing
+    or left over. Sizes with the right product are possible on every network. Neighbors along `tensor` are closest in
+    the hardware, then neighbors along `context`, and so on in reverse order of the arguments. The axis `replica`
+    crosses the slow network between slices of TPUs or hosts of GPUs. If `replica` is smaller than the number of slices
+    or hosts, `pipe` crosses the network too, then `fsdp`.
 
     Args:
-        replica: Devices among which rows are split and all state is replicated.
-        fsdp: Devices among which rows and, by the plan's `zero`, state are split.
-        expert: Devices among which rows and experts are split.
-        pipe: Stages of a pipeline, among which layers are split.
-        context: Devices among which a row's tokens are split.
-        tensor: Devices among which heads and features are split.
-        devices: Exactly the devices to use; None: all there are.
+        replica: Number of devices that split the batch, each with all training state.
+        fsdp: Number of devices that split the batch and, as the plan's `zero` says, the training state.
+        expert: Number of devices that split the batch and the experts.
+        pipe: Number of pipeline stages, which split the layers.
+        context: Number of devices that split the tokens of a row.
+        tensor: Number of devices that split heads, hidden features and the vocabulary.
+        devices: The devices to use, all of them; None for `jax.devices()`.
     """
     sizes = dict(zip(AXES, (replica, fsdp, expert, pipe, context, tensor), strict=True))
     call = f"make_mesh({', '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1)})"
     if wrong_sizes := {axis: size for axis, size in sizes.items() if size < 1}:
-        raise ValueError(f"{call}: an axis has at least one device; change {wrong_sizes}.")
+        raise ValueError(f"{call}: an axis has at least one device, but got {wrong_sizes}; give 1 or more.")
     devices = jax.devices() if devices is None else devices
-    wanted, available = math.prod(sizes.values()), len(devices)
-    if wanted > available:
+    needed, available = math.prod(sizes.values()), len(devices)
+    if needed > available:
         raise ValueError(
-            f"{call}: the axes multiply to {wanted} devices, but there are {available}; make an axis smaller, or "
-            f"simulate devices on a CPU (--simulate {-(-wanted // jax.process_count())}, or "
+            f"{call}: the axes multiply to {needed} devices, but there are {available}; make an axis smaller, or "
+            f"simulate devices on a CPU (--simulate {-(-needed // jax.process_count())}, or "
             "eqformer.prepare(devices=...))."
         )
-    if wanted < available:
-        idle = f"{available - wanted} of {available} devices would be left over"
-        larger = replica * (available // wanted)
-        fix = f"give them to an axis, such as replica={larger}, or " if available % wanted == 0 else ""
+    if needed < available:
+        idle = f"{available - needed} of {available} devices would be left over"
+        larger = replica * (available // needed)
+        fix = f"give them to an axis, such as replica={larger}, or " if available % needed == 0 else ""
         raise ValueError(
-            f"{call}: the axes multiply to {wanted} devices, and {idle}; {fix}pass "
-            f"devices=jax.devices()[:{wanted}] to leave them idle (commands: --simulate on a CPU, "
+            f"{call}: the axes multiply to {needed} devices, and {idle}; {fix}pass "
+            f"devices=jax.devices()[:{needed}] to leave them idle (commands: --simulate on a CPU, "
             "CUDA_VISIBLE_DEVICES on GPUs)."
         )
     return jax.sharding.Mesh(arrange_devices(devices, tuple(sizes.values())), AXES, axis_types=AXIS_TYPES)
@@ -101,12 +103,12 @@ def axis_sizes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> dict[str,
 
 
 def arrange_devices(devices: Sequence[Device], sizes: Sequence[int]) -> np.ndarray:
-    """Arrange devices in an array of shape `sizes`, a dim for each of `AXES`; the sizes multiply to their number.
+    """Arrange devices in an array of shape `sizes`, with a dim for each of `AXES`.
 
-    The axes that send least, `replica` first, go between several slices or hosts. Among devices that fast links join,
-    each axis gets sides of their torus, the busiest, `tensor`, first: the cores of a chip, then whole sides as far as
-    they fit, then pieces of sides. Devices of the axes that pass messages round a ring are in the order of a walk
-    between neighbors, which ends beside its start if possible.
+    The sizes multiply to the number of devices. Between slices or hosts lie the axes with least traffic, `replica`
+    first. Within a slice or host, each axis gets sides of the torus, and `tensor` chooses first: it takes the cores of
+    a chip, then whole sides if they fit, then pieces of sides. Devices along a ring axis follow a path from neighbor to
+    neighbor, which ends beside its start if possible.
     """
     networks = _split_by_network(devices)
     slow_sizes = _split_over_networks(len(networks), sizes)
@@ -118,40 +120,41 @@ def arrange_devices(devices: Sequence[Device], sizes: Sequence[int]) -> np.ndarr
 
 
 class TorusSteps(NamedTuple):
-    """Numbers of devices in the successive steps of a collective over an axis; empty for a single step."""
+    """Group sizes of the steps of a collective over an axis; an empty tuple means one step over the whole axis."""
 
     scatter: tuple[int, ...] = ()
-    """Steps of a reduce-scatter; the devices of the last step are neighbors in the order of the axis."""
+    """Group sizes of a reduce-scatter's steps, in order. The groups of the last step are neighbors along the axis."""
     gather: tuple[int, ...] = ()
-    """Steps of an all-gather, which runs from the last to the first."""
+    """Group sizes of an all-gather's steps, which run from the last entry to the first."""
 
 
 def torus_steps(devices: np.ndarray, axis: str) -> TorusSteps:
-    """Return the steps of scatters and gathers over an axis in which devices send the fewest bytes.
+    """Return the steps of reduce-scatters and all-gathers over an axis in which devices send the fewest bytes.
 
-    `devices` are those of a mesh, in its shape. To scatter in one step among all devices of a square or a box of a
-    torus, XLA's compiler for TPUs (libtpu 0.0.42, except on TPU7x) sums the whole array on every device. To gather in
-    one step among the devices of a box (on TPU7x too, whose chips have two devices), it sums arrays that are zero
-    except for a device's own piece. It sends only pieces if one step covers one side of the torus and another step the
-    remaining sides.
+    `devices` has the shape of the mesh. XLA's compiler for TPUs (libtpu 0.0.42) lowers two collectives of one step to
+    an all-reduce of the full array, if the axis covers a whole torus: a reduce-scatter over a square or over a box of
+    at least three sides (except on TPU7x), and an all-gather over such a box. For these collectives the result has two
+    steps, in which devices send only pieces: one step along a side of the torus, the other over the remaining sides.
+    The two cores of a TPU7x chip count as a side.
     """
-    line = np.moveaxis(devices, AXES.index(axis), -1).reshape(-1, devices.shape[AXES.index(axis)])[0]
-    network, networks = _network(line[0]), [_network(device) for device in devices.ravel()]
-    is_whole_network = all(_network(device) == network for device in line) and networks.count(network) == len(line)
-    if line[0].platform != "tpu" or not is_whole_network:
+    axis_devices = np.moveaxis(devices, AXES.index(axis), -1).reshape(-1, devices.shape[AXES.index(axis)])[0]
+    first, networks = axis_devices[0], [_network(device) for device in devices.ravel()]
+    is_one_network = all(_network(device) == _network(first) for device in axis_devices)
+    is_whole_network = is_one_network and networks.count(_network(first)) == len(axis_devices)
+    if first.platform != "tpu" or not is_whole_network:
         return TorusSteps()
-    coords = np.array([_torus_coords(device) for device in line])
+    coords = np.array([_torus_coords(device) for device in axis_devices])
     long_sides = [side for side in (len(set(column)) for column in coords.T.tolist()) if side > 1]
-    rows = coords.reshape(-1, long_sides[-1] if long_sides else 1, coords.shape[1])
-    is_side = (rows != rows[:, :1]).any(axis=(0, 1)).sum() == 1
-    steps = rows.shape[:2] if is_side else ()
+    lines = coords.reshape(-1, long_sides[-1] if long_sides else 1, coords.shape[1])
+    lie_along_one_side = (lines != lines[:, :1]).any(axis=(0, 1)).sum() == 1
+    steps = lines.shape[:2] if lie_along_one_side else ()
     is_square, is_box = len(long_sides) == 2 and long_sides[0] == long_sides[1] >= 4, len(long_sides) > 2
-    scatters = (is_square or is_box) and not line[0].device_kind.startswith("TPU7")
-    return TorusSteps(steps if scatters else (), steps if is_box else ())
+    scatters_in_steps = (is_square or is_box) and not first.device_kind.startswith("TPU7")
+    return TorusSteps(steps if scatters_in_steps else (), steps if is_box else ())
 
 
 def _split_by_network(devices: Sequence[Device] | np.ndarray) -> list[list[Device]]:
-    """Group devices that fast links join: slices of TPUs, hosts of GPUs; one group where these are unequal."""
+    """Group devices by fast network (a TPU slice or a GPU host); return one group if networks differ in size."""
     groups: dict[tuple[int, ...], list[Device]] = collections.defaultdict(list)
     for device in devices:
         groups[_network(device)].append(device)
@@ -160,7 +163,7 @@ def _split_by_network(devices: Sequence[Device] | np.ndarray) -> list[list[Devic
 
 
 def _network(device: Device) -> tuple[int, ...]:
-    """Return an identifier of the fast network that a device is in: its slice and, for a GPU, its host."""
+    """Return an identifier of a device's fast network: the slice and, for a GPU, the host."""
     slice_index = getattr(device, "slice_index", None) or 0
     if device.platform not in ("gpu", "cuda", "rocm"):
         return (slice_index,)
@@ -170,9 +173,9 @@ def _network(device: Device) -> tuple[int, ...]:
 
 
 def _split_over_networks(networks: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of pieces into which the slow network cuts each axis."""
+    """Return the number of pieces of each axis that lie in different fast networks; they multiply to `networks`."""
     pieces = [1] * len(sizes)
-    for axis in CALMEST_FIRST:
+    for axis in LEAST_TRAFFIC_FIRST:
         index = AXES.index(axis)
         pieces[index] = math.gcd(networks, sizes[index])
         networks //= pieces[index]
@@ -180,11 +183,15 @@ def _split_over_networks(networks: int, sizes: Sequence[int]) -> tuple[int, ...]
 
 
 def _torus_coords(device: Device) -> tuple[int, ...]:
+    """Return the coordinates of a device in its torus; the last is the core of the chip."""
     return *device.coords, getattr(device, "core_on_chip", 0)
 
 
 def _torus(devices: Sequence[Device]) -> np.ndarray:
-    """Arrange devices by the sides of their torus, a chip's cores last; in a line if not TPUs, or with gaps."""
+    """Arrange devices in an array with a dim for each side of the torus, the cores of a chip last.
+
+    If the devices are no TPUs, or have gaps in the torus, the array has one dim.
+    """
     line = np.empty(len(devices), object)
     line[:] = devices
     if devices[0].platform == "gpu":
@@ -201,46 +208,51 @@ def _torus(devices: Sequence[Device]) -> np.ndarray:
 
 
 def _arrange_torus(torus: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Arrange a torus' devices in an array with a dim for each axis."""
-    unused, pieces = np.array(torus.shape), np.ones((len(sizes), torus.ndim), int)
+    """Arrange the devices of a torus in an array with a dim for each axis."""
+    unused, lengths = np.array(torus.shape), np.ones((len(sizes), torus.ndim), int)
     for axis in reversed(range(len(sizes))):
-        pieces[axis] = _best_sides(torus.shape, unused, sizes[axis])
-        unused = unused // pieces[axis]
-    # Where axes share a side, the busier axis has neighbors: the innermost pieces are those of the last axis.
-    cut = torus.reshape(pieces.T.ravel())
-    arranged = cut.transpose(np.arange(cut.ndim).reshape(torus.ndim, len(sizes)).T.ravel()).reshape(sizes)
+        lengths[axis] = _choose_lengths(torus.shape, unused, sizes[axis])
+        unused = unused // lengths[axis]
+    # If several axes share a side, the last of them (that with most traffic) gets adjacent devices.
+    split = torus.reshape(lengths.T.ravel())  # For each side of the torus, a dim for each axis.
+    arranged = split.transpose(np.arange(split.ndim).reshape(torus.ndim, len(sizes)).T.ravel()).reshape(sizes)
     for name in RING_AXES:
         axis = AXES.index(name)
-        arranged = arranged.take(_walk([int(piece) for piece in pieces[axis] if piece > 1]), axis)
+        arranged = arranged.take(_neighbor_path([int(length) for length in lengths[axis] if length > 1]), axis)
     return arranged
 
 
-def _best_sides(shape: Sequence[int], unused: np.ndarray, size: int) -> tuple[int, ...]:
-    """Return the length of each side of a torus that an axis of `size` devices gets, out of the `unused` lengths."""
+def _choose_lengths(shape: Sequence[int], unused: np.ndarray, size: int) -> tuple[int, ...]:
+    """Return the length along each side of a torus that an axis of `size` devices gets.
+
+    `unused` are the lengths that other axes have left. The choice prefers, in this order: many cores of a chip, few
+    sides of which the axis gets only a piece, many sides, and great lengths along the first sides.
+    """
     *torus, cores = shape if len(shape) > 1 else (*shape, 1)
 
-    def rank(pieces: tuple[int, ...]) -> tuple:
-        *sides, chip_cores = pieces if len(shape) > 1 else (*pieces, 1)
-        cut_sides = sum(1 < piece < side for piece, side in zip(sides, torus, strict=True))
-        return -min(chip_cores, cores), cut_sides, -sum(piece > 1 for piece in sides), [-piece for piece in sides]
+    def rank(lengths: tuple[int, ...]) -> tuple:
+        *chip_lengths, chip_cores = lengths if len(shape) > 1 else (*lengths, 1)
+        split_sides = sum(1 < length < side for length, side in zip(chip_lengths, torus, strict=True))
+        used_sides = sum(length > 1 for length in chip_lengths)
+        return -min(chip_cores, cores), split_sides, -used_sides, [-length for length in chip_lengths]
 
-    divisors = [[piece for piece in range(1, side + 1) if side % piece == 0] for side in unused.tolist()]
-    fitting = [pieces for pieces in itertools.product(*divisors) if math.prod(pieces) == size]
+    divisors = [[length for length in range(1, side + 1) if side % length == 0] for side in unused.tolist()]
+    fitting = [lengths for lengths in itertools.product(*divisors) if math.prod(lengths) == size]
     return min(fitting, key=rank)
 
 
-def _walk(sides: Sequence[int]) -> list[int]:
-    """Return a walk through all cells of a box, by their numbers, from neighbor to neighbor.
+def _neighbor_path(sides: Sequence[int]) -> list[int]:
+    """Return the cells of a box, numbered in row-major order, in the order of a path from neighbor to neighbor.
 
-    In a rectangle with an even side the walk is round: it ends beside its start.
+    In a rectangle with an even side the path is closed: it ends beside its start.
     """
     if len(sides) == 2 and not all(side % 2 for side in sides):
         rows, columns = sides
-        if rows % 2:  # Only the other side is even: walk along it, in the transposed rectangle.
+        if rows % 2:  # Only the number of columns is even: transpose the rectangle.
             transposed = np.arange(rows * columns).reshape(rows, columns).T.ravel()
-            return [int(transposed[cell]) for cell in _walk((columns, rows))]
+            return [int(transposed[cell]) for cell in _neighbor_path((columns, rows))]
         outward: list[int] = []
-        for row in range(rows):  # To and fro through all columns but the first, by which the walk comes back.
+        for row in range(rows):  # Zigzag down through all columns but the first, then return up the first column.
             cells = range(row * columns + 1, (row + 1) * columns)
             outward += cells if row % 2 == 0 else reversed(cells)
         return [0, *outward, *(row * columns for row in range(rows - 1, 0, -1))]
@@ -253,13 +265,15 @@ def _walk(sides: Sequence[int]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Mesh axis that splits each named dim: `Layout({"heads": "tensor", "mlp": "tensor", "layers": "pipe"})`.
+    """Map from names of dims to the mesh axes that split them: `Layout({"heads": "tensor", "layers": "pipe"})`.
 
-    An axis splits at most one dim of an array. If several dims map to the same axis, the last of them is split; in a
-    linear map (outputs, then inputs) this is a contracted dim. If an axis does not divide its dim, a dim in `lenient`
-    stays whole, a dim in `moving` passes the axis to the largest other dim that the axis divides, and any other dim is
-    an error. `fsdp_axis` is the axis of fully sharded state: it splits every array of at least `smallest` entries, on
-    the largest dim that it divides, that no other axis splits, and that is no ensemble's.
+    An axis splits at most one dim of an array. If several dims of an array map to the same axis, the last of them is
+    split; in the weight of a linear map (outputs, then inputs) the last one is a contracted dim. If an axis does not
+    divide its dim, there are three cases: a dim in `lenient` is not split, a dim in `moving` leaves the axis to another
+    dim, and any other dim raises a `ValueError`. `fsdp_axis` needs no entry in `dims`, and splits one dim of every
+    array with at least `smallest` entries. The other dim of `moving` and the dim of `fsdp_axis` is the largest dim that
+    the axis divides and that no other axis splits, apart from `layers` and `experts`. If there is no such dim, the axis
+    does not split the array.
     """
 
     dims: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -272,8 +286,8 @@ class Layout:
 def partition_specs(model: PyTree, layout: Layout, mesh: Mesh | AbstractMesh) -> PyTree:
     """Return a tree like `model` with a `PartitionSpec` for each array, and None for all other leaves.
 
-    Works on arrays and on shapes. Raises a `ValueError` that names the array, the dim, its size, the axis and its size
-    where an axis does not divide a dim.
+    The leaves may be arrays or shapes. Raises a `ValueError` if an axis does not divide a dim that is neither `lenient`
+    nor `moving`; the message has the path of the array, the dim, the axis and their sizes.
     """
     sizes = axis_sizes(mesh)
     for name, axis in layout.dims.items():
@@ -303,28 +317,28 @@ def is_spec(node: object) -> TypeGuard[PartitionSpec]:
 
 
 def axes_by_dim(spec: PartitionSpec | None) -> list[tuple[str, ...]]:
-    """Return the axes that a spec splits each of its dims over; `()` for None."""
+    """Return, for each dim of a spec, the axes that split the dim; `()` for None."""
     return [as_tuple(entry or ()) for entry in spec or ()]
 
 
 def axes_of(spec: PartitionSpec | None) -> frozenset[str]:
-    """Return every axis that a spec splits over."""
+    """Return all axes in a spec."""
     return frozenset(itertools.chain(*axes_by_dim(spec)))
 
 
 def dim_over(spec: PartitionSpec | None, axis: str) -> int | None:
-    """Return the dim that a spec splits over `axis`, or None."""
+    """Return the index of the dim that a spec splits over `axis`, or None."""
     return next((dim for dim, axes in enumerate(axes_by_dim(spec)) if axis in axes), None)
 
 
 def init_sharded(
     make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: PyTree, shapes: PyTree | None = None
 ) -> PyTree:
-    """Return `make(*args)`, computed by all devices together, each its own shards.
+    """Return `make(*args)` in shards: every device computes only its own shards of each array.
 
-    No device, and no host, ever holds a whole model. `shardings` maps the shapes of the result to a tree of
-    `NamedSharding`s; where these `shapes` are known already, `make` is traced once and not twice. Random numbers are
-    functions of a key and an index in the array, so the values are those of one device, whatever the mesh.
+    No device or host ever holds a whole model. `shardings` maps the shapes of the result to a tree of `NamedSharding`s.
+    If these `shapes` are passed, `make` is traced once instead of twice. JAX's random numbers depend on the key and on
+    the index in the array, so the values are the same on every mesh.
     """
     shapes = eqx.filter_eval_shape(make, *args) if shapes is None else shapes
     lowered = lower_sharded(make, shardings, *args, shapes=shapes)
@@ -335,23 +349,24 @@ def init_sharded(
 def lower_sharded(
     make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: PyTree, shapes: PyTree | None = None
 ) -> jax.stages.Lowered:
-    """Lower the program of `init_sharded`: `.compile().memory_analysis()` gives the bytes that each device needs."""
+    """Lower the program of `init_sharded`, to compile it or to read its memory from `compile().memory_analysis()`."""
     shapes = eqx.filter_eval_shape(make, *args) if shapes is None else shapes
     with jax.default_device(None):
         return jax.jit(lambda: eqx.filter(make(*args), eqx.is_array), out_shardings=shardings(shapes)).lower()
 
 
-def _divisors(size: int) -> str:
+def _list_divisors(size: int) -> str:
+    """Return the divisors of a size, up to 64, as text."""
     return ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
 
 
 def _array_spec(
     layout: Layout, sizes: dict[str, int], path: str, names: list[str], shape: tuple[int, ...]
 ) -> PartitionSpec:
-    """Return the spec of the array at `path` with dims of these `names`."""
+    """Return the spec of the array at `path`, with these names of dims and this shape."""
     entries: list[str | None] = [None] * len(shape)
     used_axes: set[str] = set()
-    # Axes that may split any free dim, and the least number of entries of an array for it.
+    # Axes that may split any free dim, with the least number of entries of an array that they split.
     any_dim_axes = dict.fromkeys(() if layout.fsdp_axis is None else (layout.fsdp_axis,), layout.smallest)
     for dim in reversed(range(len(shape))):
         axis = layout.dims.get(names[dim])
@@ -364,8 +379,9 @@ def _array_spec(
                 any_dim_axes[axis] = 0
                 continue
             raise ValueError(
-                f"the layout splits dim {names[dim]!r} over axis {axis!r}, but {path} has {shape[dim]} of it and "
-                f"the axis {sizes[axis]} devices; take an axis that divides the dim: {_divisors(shape[dim])}."
+                f"the layout splits dim {names[dim]!r} over axis {axis!r}, but the dim has size {shape[dim]} in {path} "
+                f"and the axis has {sizes[axis]} devices; take an axis that divides {shape[dim]}: "
+                f"{_list_divisors(shape[dim])}."
             )
         entries[dim] = axis
         used_axes.add(axis)

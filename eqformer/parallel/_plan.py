@@ -1,4 +1,4 @@
-"""`Plan`: a mesh and choices, by which a plain model is laid out, checked and run; and what each device runs."""
+"""`Plan`, which runs a plain model over a mesh, and `OnDevice`, the functions that each device runs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,22 +34,23 @@ from .tensor._vocabulary import SplitVocabulary
 
 @dataclasses.dataclass(frozen=True)
 class OnDevice:
-    """A model under a plan as one device runs it; all methods are for use inside `filter_shard_map`.
-
-    `leaves` has the plan's `Leaf` of each array (`Placement.leaves`), `shapes` the shapes of the global model. `mode`
-    is what the model is wrapped for; in serving, `sharers` devices may have the same key head.
-    """
+    """Functions of one device for a model under a plan; all methods are for use inside `filter_shard_map`."""
 
     plan: Placement
     leaves: PyTree
+    """The plan's `Leaf` of each array (`Placement.leaves`)."""
     shapes: nn.LanguageModel
+    """Shapes of the global model."""
     mode: Mode = "train"
+    """Whether the model is wrapped for losses or for serving."""
     sharers: int = 1
+    """In serving, the number of devices of `tensor` that share each key head and split its cache by rows."""
 
     def parameters(self, model: nn.LanguageModel) -> PyTree:
-        """Return the arrays to differentiate: the model's shards, typed so that gradients stay partial sums.
+        """Return the arrays to differentiate by: the model's shards, typed so that gradients stay partial sums.
 
-        Arrays whose gradient is wider than they are, or is split (`zero=2`), are replaced by a proxy of zeros.
+        An array is replaced by a gradient proxy, which is zero, if its gradient has a wider dtype, or is split
+        (`zero=2`).
         """
 
         def parameter_of(leaf: Leaf, x: PyTree) -> PyTree:
@@ -64,7 +65,7 @@ class OnDevice:
         return jax.tree.map(parameter_of, self.leaves, model)
 
     def wrap(self, parameters: PyTree, model: nn.LanguageModel) -> nn.LanguageModel:
-        """Wrap the model for this device: it computes with the model's values; gradients go to `parameters`."""
+        """Wrap the model for this device; it computes with the model's values, and gradients go to `parameters`."""
         plan, leaves, shards, in_blocks = self.plan, self.leaves, model, self._combines_in_blocks(model)
         outside = [_set_stacks(tree, [(), ()]) for tree in (leaves, shards, parameters)]
         combine = self._block_parameter if in_blocks else self._combine
@@ -93,19 +94,19 @@ class OnDevice:
         return model
 
     def _combines_in_blocks(self, model: nn.LanguageModel) -> bool:
-        """Return whether blocks of layers combine values with gradient proxies each time they are called.
+        """Return whether blocks combine values with gradient proxies inside of each call.
 
-        A pipeline that loops over microbatches sums the gradients of the arrays that its stages receive, in the dtype
-        of these arrays; 16-bit values are therefore combined with their float32 proxies inside the blocks.
+        A pipeline's loop over microbatches sums the gradients of the arrays that its stages receive, in the dtypes of
+        these arrays. 16-bit values are therefore combined with their float32 proxies inside the blocks.
         """
         sums_wide_grads = self.plan.spreads_edges and any(map(has_wider_grad, jax.tree.leaves(model.stacks)))
         return self.plan.zero == 3 or self.plan.scatters_layers or sums_wide_grads
 
     def _combine(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
-        """Return an array with its value, whose gradient goes to the parameter; for use outside of blocks."""
+        """Return the value of an array outside of blocks, and send its gradient to the parameter."""
         steps = self.plan.torus_steps
         if self.plan.zero == 3 and leaf.spec is not None:
-            # Gathered once: both ends of the model may use the array, and no backward pass needs it.
+            # Gather here, once for all uses: embedding and head may be one array.
             return gather(
                 parameter, leaf.fsdp_dim, leaf.gather_dtype, x if has_wider_grad(x) else None, steps, leaf.dtype
             )
@@ -113,7 +114,10 @@ class OnDevice:
         return parameter if dim is None and not has_wider_grad(x) else route_gradient(x, parameter, dim, steps)
 
     def _block_parameter(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
-        """Return the array that receives a block's gradient; a pipeline scatters it after all microbatches."""
+        """Return the array that receives the gradient of a block's array.
+
+        With `zero=2` in a pipeline, the gradient is reduce-scattered here, once after all microbatches.
+        """
         if self.plan.zero != 2 or self.plan.scatters_layers or leaf.fsdp_dim is None:
             return parameter
         value = grad_proxy(x) if has_wider_grad(x) else x
@@ -128,7 +132,7 @@ class OnDevice:
 
         def value_of(x: Array, parameter: Array, leaf: Leaf) -> Array | None:
             has_proxy = has_wider_grad(x) or (self.plan.scatters_layers and leaf.fsdp_dim is not None)
-            # `pcast` outside of the scan over layers: inside, each layer's weights would be saved.
+            # Mark as varying outside of the scan over layers. Inside, the weights of each layer would be saved.
             return vary_like(x, parameter) if has_proxy else None
 
         stack_arrays = [jax.tree.leaves(eqx.filter(tree.blocks, eqx.is_array)) for tree in (shards, stack)]
@@ -141,7 +145,7 @@ class OnDevice:
         return eqx.tree_at(lambda s: s.blocks, stack, blocks)
 
     def wrap_forward(self, model: nn.LanguageModel) -> nn.LanguageModel:
-        """Return the model on this device for a pass without gradients, a pipeline's stages included."""
+        """Wrap the model for a forward pass without gradients on this device, as a stage if there is a pipeline."""
         wrapped = self.wrap(model, model)
         if not self.plan.is_pipelined or self.plan.spreads_edges:
             return wrapped
@@ -149,7 +153,7 @@ class OnDevice:
         return eqx.tree_at(lambda m: m.stacks, wrapped, rounds)
 
     def reduce(self, gradients: PyTree) -> PyTree:
-        """Reduce each gradient once over the axes on which it is partial, and scatter it if the state is split."""
+        """Sum each gradient over the axes on which it is a partial sum, and scatter it if the state is split."""
 
         def reduce_array(leaf: Leaf, gradient: Array | None) -> Array | None:
             if gradient is None:
@@ -161,17 +165,17 @@ class OnDevice:
         return jax.tree.map(reduce_array, self.leaves, gradients)
 
     def total(self, x: Array, axes: tuple[str, ...] | None = None, name: str = "loss and token count") -> Array:
-        """Return the sum over the devices of some axes, by default all between which tokens are split."""
+        """Return the sum over the devices of some axes, by default of all axes that split tokens."""
         axes = (*self.plan.batch_axes, CONTEXT) if axes is None else axes
         return send.psum(name, vary(x, axes), axes) if axes else x
 
     def replicate(self, x: Array) -> Array:
-        """Return a value that all devices of `tensor` have computed alike, typed as replicated over them."""
+        """Mark a value as replicated over `tensor`; all devices of `tensor` have computed the same value."""
         return send.pmax("replicated values", x, TENSOR) if TENSOR in varying_axes(x) else x
 
     @property
     def vocabulary(self) -> SplitVocabulary | None:
-        """Loss functions of logits that are split over devices; None if each device holds all logits."""
+        """Functions of split logits for losses; None if each device holds the logits of all ids."""
         return SplitVocabulary(self.shapes.vocab) if self.plan.size(TENSOR) > 1 else None
 
 
@@ -190,28 +194,28 @@ def _set_stacks(model: nn.LanguageModel, stacks: list[PyTree]) -> nn.LanguageMod
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Placement):
-    """A `ParallelConfig` on a mesh: `Plan(mesh, zero=3, residual="sequence")`.
+    """A mesh and the fields of a `ParallelConfig`: `Plan(mesh, zero=3, residual="sequence")`.
 
-    A plan takes and gives global arrays, laid out by its specs; each device works inside one `filter_shard_map`, with
-    the methods of `on_device(model)`.
+    The methods take and return global arrays, which are sharded by the plan's specs. Inside of one `filter_shard_map`,
+    each device runs the methods of `on_device(model)`.
     """
 
     def __post_init__(self):
         check_parallel_config(self)
 
     def check(self, model: nn.LanguageModel, *, rows: int, seq: int, group: int = 1) -> None:
-        """Raise a `ValueError`, before anything is compiled, where model, rows or tokens do not fit the mesh.
+        """Raise a `ValueError`, before anything is compiled, if model, rows or tokens do not fit the mesh.
 
-        `group` is the batch's: groups of so many rows are not split.
+        Consecutive groups of `group` rows stay on one device.
         """
         check_model(self, model)
         check_rows(self, model, rows, seq, group)
 
     def on_device(self, model: nn.LanguageModel, mode: Mode = "train", sharers: int = 1) -> OnDevice:
-        """Return the functions of one device for its slices of a model, which is global and may be of shapes.
+        """Return the functions of one device for a global model, or for its shapes.
 
-        `mode` says what the model is wrapped for: `"train"` for losses, `"serve"` for text with caches, in which
-        `sharers` devices have the same key head.
+        The model is wrapped for losses in the mode `"train"`, and for generation with caches in the mode `"serve"`. In
+        this mode, `sharers` devices of `tensor` share each key head and split its cache by rows.
         """
         return OnDevice(self, self.leaves(model), eqx.filter_eval_shape(lambda: model), mode, sharers)
 
@@ -226,21 +230,21 @@ class Plan(Placement):
         shapes: PyTree,
         dims: PyTree,
     ) -> tuple[PyTree, ShardedCache | None]:
-        """Return the results of a call on all devices, as global arrays, and the new cache.
+        """Run a function on all devices; return its results as global arrays, and the new cache.
 
-        The call is `call(device_model, ids, tokens, cache, inputs, parts)`, and returns its results and its cache. Each
-        device gets its rows and `DeviceParts`; without a cache, the model wrapped as for training and its tokens; with
-        a cache, the model wrapped as for generation, all tokens of its rows, and its part of the cache. Raises a
-        `ValueError` for a model, rows or tokens that do not fit the mesh, and for a result that is no part of a global
-        array.
+        Each device calls `call(device_model, ids, tokens, cache, inputs, parts)` with its rows of `ids` and with
+        `DeviceParts`. Without a cache, the model is wrapped for training, and a device has its tokens of each row. With
+        a cache, the model is wrapped for generation, and a device has all tokens of its rows and its part of the cache.
+        Raises a `ValueError` for a model, rows or tokens that do not fit the mesh, and for a result that is not a part
+        of a global array.
 
         Args:
-            call: Returns a tree of arrays, such as values inside the model, and the new cache.
-            model: The sharded model, which is not split into the stages of a pipeline (`without_stages`).
-            ids: The ids of all rows.
-            tokens: Their positions and documents.
-            cache: The cache of `init_cache`, or of an earlier call; None: no cache.
-            inputs: Further arrays, which all devices get whole.
+            call: Function that returns a tree of arrays, such as values inside the model, and the new cache.
+            model: The sharded model, without pipeline stages (`without_stages`).
+            ids: Ids of all rows.
+            tokens: Positions and documents of the ids.
+            cache: The result of `init_cache` or of an earlier call; None to run without a cache.
+            inputs: Further arrays, replicated on all devices.
             shapes: A tree like the results, with the shapes of the global arrays.
             dims: A tree like the results, with the names of their dims.
         """
@@ -284,7 +288,7 @@ class Plan(Placement):
     ) -> ShardedCache:
         """Return an empty cache for `run_forward`, for `batch` rows of up to `capacity` tokens.
 
-        The model is sharded and not split into stages (`without_stages`). Raises a `ValueError` for rows that the
+        The model is sharded, without pipeline stages (`without_stages`). Raises a `ValueError` for rows that the
         devices cannot split.
         """
         plan = self.for_serving()
@@ -295,13 +299,13 @@ class Plan(Placement):
         return dataclasses.replace(cache, arrays=CacheLayout(plan).init(shapes))
 
     def for_serving(self) -> "Plan":
-        """Return the plan that generates text on the same mesh: the residual stream is replicated over `tensor`."""
+        """Return the plan for generation on the same mesh, with a residual stream that is replicated over `tensor`."""
         zero = 3 if self.zero == 3 else 0
         experts = {"expert_method": self.expert_method, "expert_factor": self.expert_factor}
         return Plan(self.mesh, zero=zero, smallest=self.smallest, **experts)
 
     def check_serving(self, model: nn.LanguageModel, *, rows: int) -> None:
-        """Raise a `ValueError` where a model with caches, or its rows, do not fit the mesh."""
+        """Raise a `ValueError` if a model with caches, or the number of rows, does not fit the mesh."""
         self.check(model, rows=rows, seq=2 * self.size(CONTEXT))
         if self.size(TENSOR) > 1:
             check_replicated_mixers(model)
@@ -309,11 +313,11 @@ class Plan(Placement):
     def encode(
         self, model: nn.LanguageModel, ids: Int[Array, "batch seq"], tokens: nn.Tokens
     ) -> Float[Array, "batch seq embed"]:
-        """Return what `model.encode` of a sharded model returns for these rows, as one global array.
+        """Return the hidden vectors of `model.encode` for a sharded model, as one global array in reading order.
 
         Raises a `ValueError` for a model, rows or tokens that do not fit the mesh.
         """
-        # Nothing is stored for a backward pass, so only a pipeline needs microbatches.
+        # Without a backward pass no activations are saved, so only a pipeline needs microbatches.
         forward_plan = self if self.is_pipelined else dataclasses.replace(self, microbatches=1)
         forward_plan.check(model, rows=ids.shape[0], seq=ids.shape[1])
         device = self.on_device(model)
@@ -327,10 +331,10 @@ class Plan(Placement):
         return self.to_token_order(hidden)
 
     def without_stages(self, model: nn.LanguageModel) -> tuple["Plan", nn.LanguageModel]:
-        """Return a plan without stages and microbatches, and the model in the order in which that plan takes it.
+        """Return a plan without pipeline stages and microbatches, and the model with its layers in reading order.
 
-        The devices of the axis `pipe` split rows instead, and each has all layers. They join the axis `fsdp` or, in a
-        plan that splits experts, `expert`, so that the order of the devices in the mesh stays.
+        The devices of the axis `pipe` are added to the axis `fsdp` or, in a plan that splits experts, to `expert`. They
+        then split rows, and each has all layers. The order of the devices in the mesh does not change.
         """
         if not self.is_pipelined:
             return dataclasses.replace(self, microbatches=1), model

@@ -1,4 +1,4 @@
-"""One program run by several processes: how they connect, barriers, work of the first alone, and agreement."""
+"""Runs of several processes: connection, barriers, work of the first process, and checks that processes agree."""
 
 import hashlib
 import warnings
@@ -17,17 +17,17 @@ Result = TypeVar("Result")
 
 
 def connect(coordinator: str | None = None, processes: int | None = None, process_id: int | None = None) -> None:
-    """Connect this process to the other processes of a run; call it before JAX creates an array or looks for devices.
+    """Connect this process to the other processes of a run; call it before JAX creates an array or lists devices.
 
-    Without arguments, the processes are those of the launcher that has started this one: Slurm, Open MPI, Kubernetes or
-    a TPU pod. Without such a launcher nothing is done. If it cannot be looked for, a warning says why.
+    Without arguments, the processes are those that a launcher has started: Slurm, Open MPI, Kubernetes or a TPU pod. If
+    there is no launcher, the function does nothing. If the search for a launcher fails, a warning says why.
 
-    Raises a `ValueError` if the processes do not meet, or have different numbers of devices.
+    Raises a `ValueError` if the processes cannot connect, or have different numbers of devices.
 
     Args:
-        coordinator: The address of process 0, `host:port`, where the processes meet.
-        processes: The number of processes.
-        process_id: The number of this process, from 0.
+        coordinator: Address of process 0, `host:port`, to which the processes connect.
+        processes: Number of processes.
+        process_id: Index of this process, from 0.
     """
     if coordinator is None and not _is_in_cluster():
         return
@@ -45,20 +45,20 @@ def connect(coordinator: str | None = None, processes: int | None = None, proces
     if len(set(numbers.values())) > 1:
         raise ValueError(
             f"processes {', '.join(map(str, numbers))} have {', '.join(map(str, numbers.values()))} devices; give each "
-            "process of a run as many (--simulate or prepare(devices=) on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
+            "process of a run equally many (--simulate or prepare(devices=) on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
         )
 
 
 def _is_in_cluster() -> bool:
     """Return whether a launcher that JAX knows has started this process as one of several."""
     try:
-        # `jax.distributed.initialize` fails in a process without a cluster, so only its detection is called.
+        # Call only the detection of JAX, because `jax.distributed.initialize` fails in a process without a cluster.
         from jax._src.clusters import ClusterEnv
 
         kinds = (kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method)
         cluster = next((kind for kind in kinds if kind.is_env_present()), None)
         return cluster is not None and cluster.get_process_count() > 1
-    except Exception as error:  # Any error of a cluster's own library, or of another version of JAX.
+    except Exception as error:  # The library of a cluster, or another version of JAX, may raise any error.
         warnings.warn(
             f"no cluster could be looked for ({type(error).__name__}: {error}), so this process runs alone; a "
             "coordinator, the number of processes and a process id (--coordinator, --processes, --process-id) have it "
@@ -74,9 +74,10 @@ def is_first_process() -> bool:
 
 
 def on_all_processes(action: Callable[[], Result]) -> Result:
-    """Run `action` in every process and return its result; a barrier. If one process raises, all processes raise.
+    """Run `action` in every process, wait for all processes, and return the result.
 
-    The other processes raise a `ValueError` that names the process, so that none waits forever for one that has ended.
+    If `action` raises in one process, the other processes raise a `ValueError` that names the process. So no process
+    waits forever for a process that has ended.
     """
     if jax.process_count() == 1:
         return action()
@@ -90,31 +91,34 @@ def on_all_processes(action: Callable[[], Result]) -> Result:
     if failure is not None:
         raise failure
     if failed.size:
-        raise ValueError(f"process {failed[0]} could not go on, so neither can this one; its own message says why.")
+        raise ValueError(f"process {failed[0]} failed, so this process stops too; its own message says why.")
     return cast(Result, result)
 
 
 def on_first_process(action: Callable[[], Result]) -> Result | None:
-    """Run `action` in the first process and return its result, or None in others, which wait. If it raises, all do."""
+    """Run `action` in the first process and return its result, or None in the other processes, which wait.
+
+    If `action` raises, all processes raise, as in `on_all_processes`.
+    """
     return on_all_processes(lambda: action() if is_first_process() else None)
 
 
 def numbers_from_first_process(action: Callable[[], Sequence[float]], count: int) -> list[float]:
-    """Run `action` in the first process; return the `count` numbers that it returns there, bit for bit, in all.
+    """Run `action` in the first process; return its `count` numbers, with equal bits, in all processes.
 
-    If it raises, all processes raise, as in `on_all_processes`.
+    If `action` raises, all processes raise, as in `on_all_processes`.
     """
     numbers = on_first_process(action)
     if jax.process_count() == 1:
         assert numbers is not None
         return list(numbers)
-    # JAX would round float64 to float32, so that bytes are sent.
+    # Send bytes, because JAX would round float64 to float32.
     sent = np.asarray(np.zeros(count) if numbers is None else numbers, np.float64).view(np.uint8)
     return np.asarray(multihost_utils.broadcast_one_to_all(sent)).view(np.float64).tolist()
 
 
 def check_alike(values: Mapping[str, object]) -> None:
-    """Raise a `ValueError` in every process if the values (their `repr`s) differ between processes."""
+    """Raise a `ValueError` in every process if the `repr` of any value differs between processes."""
     digests = [list(hashlib.sha256(repr(value).encode()).digest()) for value in values.values()]
     # The dims of `all_digests` are processes, values and bytes.
     all_digests = multihost_utils.process_allgather(np.array(digests, np.uint8))
@@ -128,10 +132,10 @@ def check_alike(values: Mapping[str, object]) -> None:
 
 
 class Votes:
-    """Votes of all processes on stopping: all learn, at the same step, whether any of them was asked to stop.
+    """Votes of all processes on stopping: all processes learn at the same step whether any was asked to stop.
 
-    The votes of a step are summed on the devices while the next step is prepared, so that no process waits: the answer
-    is the result of the step before.
+    The devices sum the votes of a step while the next step is prepared. No process waits for this sum, so the answer of
+    a step is the result of the previous step.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh):
@@ -141,7 +145,10 @@ class Votes:
         self._pending: jax.Array | None = None
 
     def any(self, mine: bool) -> bool:
-        """Cast this process's vote; return whether any voted to stop at the step before (with one process: now)."""
+        """Cast this process's vote; return whether any process voted to stop in the previous step.
+
+        A single process gets its own vote back at once.
+        """
         if jax.process_count() == 1:
             return mine
         vote = np.full(self._shape, int(mine), np.int32)

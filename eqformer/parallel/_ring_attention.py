@@ -1,7 +1,7 @@
-"""Ring attention: over rows that are split over the devices of an axis, keys and values pass round a ring.
+"""Ring attention: rows are split over the devices of an axis, and keys and values pass round a ring of the devices.
 
-There are two ways to compute a piece: by blocks, for any mask and order, and by the kernels of accelerators, for rows
-in the order of `zigzag`.
+The attention to a piece of keys is computed by blocks, for any mask and order of tokens, or by kernels of accelerators,
+for rows in the order of `zigzag`.
 """
 
 import dataclasses
@@ -23,10 +23,11 @@ Results = TypeVar("Results")
 
 
 def _send_on(ring: Ring, tree: PyTree) -> PyTree:
+    """Send arrays to the next device of the ring, and return those of the previous device."""
     return shift(tree, ring.axis, name=ring.name)
 
 
-# By blocks.
+# Attention by blocks.
 
 
 def ring_attend(
@@ -37,12 +38,13 @@ def ring_attend(
     value: Float[Array, "*batch seq kv_heads v_dim"],
     tokens: TokenPositions,
 ) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
-    """Attend to the keys of all devices of the axis as `blockwise.attend` would (Liu et al., arXiv:2310.01889).
+    """Return output and logsumexp of the attention to the keys of all devices (Liu et al., arXiv:2310.01889).
 
-    Each device attends to the piece it has while the next piece arrives, and combines results by their logsumexps.
-    Received pieces are not saved: the backward pass sends keys and values round the ring again, together with their
-    gradients, which reach their owner with the last step, and recomputes probabilities from the total logsumexp. Keys
-    and values are sent `size - 1` times in each pass, and gradients as often, in the arrays' dtype.
+    The results are those of `blockwise.attend`. Each device attends to one piece while the next piece arrives, and
+    combines the results of pieces by their logsumexps. Received pieces are not saved. In the backward pass, keys and
+    values pass round the ring again, and each device recomputes probabilities from the total logsumexp. The gradients
+    of a piece pass round the ring too, and reach the piece's device with the last step. A device sends `size - 1`
+    pieces in each pass, and as many gradients, in the dtypes of the arrays.
     """
     arrays = blockwise.group_heads(query, key, value, tokens, None)
     arrays = vary(vary_like(arrays, arrays), (ring.axis,))
@@ -62,7 +64,7 @@ def _block_ring_primal(
 
     def step(carry: tuple, _) -> tuple[tuple, None]:
         result, piece = carry
-        next_piece = _send_on(ring, piece)  # Sent while this device computes.
+        next_piece = _send_on(ring, piece)  # While the pieces are sent, each device attends to the piece that it has.
         return (attend_piece(result, piece), next_piece), None
 
     piece = key, value, positions
@@ -104,7 +106,7 @@ def _block_ring_backward(
         return (next_piece, query_grad + query_grad_part, jax.tree.map(jnp.add, arrived_grads, piece_grads)), None
 
     # The device attends to its own piece first, while the next piece arrives. The gradients of a piece are sent one
-    # step behind the piece, so that they too overlap with the computation; they reach their owner with the last step.
+    # step after the piece, so that they overlap with the computation too. They reach their device with the last step.
     piece, size = (key, value, positions), ring.devices
     if size == 1:
         query_grad, local_grads = piece_gradients(piece)
@@ -127,25 +129,27 @@ def _block_ring_backward(
 _block_ring.defvjp(_block_ring_forward, _block_ring_backward)
 
 
-# By kernels, for rows in the order of `zigzag`. A device holds an early and a late part of each row. Its queries see
-# its own keys in the order of a causal mask. They see all early keys and no late keys of a device before it on the
-# ring; only its late queries come after the keys of a device behind it, and they see all of those. So no step needs
-# another mask than these, and each step but the first is half of the full work.
+# Attention by kernels, for causal masks and rows in the order of `zigzag`. A device holds an early and a late part of
+# each row. Its queries attend to its own keys under a causal mask. Of the keys of a device before it on the ring, all
+# its queries see the early half, and none sees the late half. Of the keys of a device after it, only its late queries
+# see any, and they see all. So a step needs a causal mask or no mask, and each step but the first is half of the work.
 
 KeyValuePiece = tuple[Array, Array, TokenPositions]
 
 
 class RingKernels(NamedTuple):
-    """The kernels for attention to a device's local piece, and to a piece whose keys are all before the queries."""
+    """Kernels for the pieces of keys that a device attends to."""
 
     local: flash.FlashChoice
+    """Kernel for the device's own piece, under a causal mask."""
     past: flash.FlashChoice
+    """Kernel for keys that are all before the queries, without a causal mask."""
 
 
 def choose_ring_kernels(core: kernels.Operation, devices: int, call: AttentionCall) -> RingKernels | None:
-    """Return the kernels of `core` for both kinds of pieces, or None if there are none.
+    """Return the kernels of `core` for both kinds of keys, or None if it has no kernels for them.
 
-    Raises a `ValueError` if `core` requires a kernel that does not support the pieces.
+    Raises a `ValueError` if `core` requires a kernel that does not support the keys.
     """
     reason = "over a ring it needs a causal mask without chunks, and rows known to be whole or in order"
     if _are_known_pieces(call, devices):
@@ -162,13 +166,13 @@ def choose_ring_kernels(core: kernels.Operation, devices: int, call: AttentionCa
         return None
     raise ValueError(
         f"{core} over {devices} devices of a ring cannot compute query {call.query.dtype}{list(call.query.shape)} "
-        f"under {call.mask}: {reason}; pass kernels.ATTENTION, which takes blocks where it must, or method='heads', "
-        "which gives it whole rows."
+        f"under {call.mask}: {reason}; pass kernels.ATTENTION, which computes by blocks if necessary, or "
+        "method='heads', which gives the core whole rows."
     )
 
 
 def _are_known_pieces(call: AttentionCall, devices: int) -> bool:
-    """Return whether a causal mask, in rows of known order, follows from the pieces' numbers alone."""
+    """Return whether the mask is causal and the order of tokens is known from the number of each piece."""
     tokens, mask = call.tokens, call.mask
     is_known = tokens.pieces == devices and tokens.whole_rows == devices * call.query.shape[-3]
     is_known = is_known and (tokens.segments is None or tokens.documents is not None)
@@ -176,7 +180,7 @@ def _are_known_pieces(call: AttentionCall, devices: int) -> bool:
 
 
 def _common_kernels(core: kernels.Op, local: AttentionCall, past: AttentionCall) -> RingKernels | None:
-    """Return the kernels that an op chooses for both pieces."""
+    """Return the kernels of an op on the platforms for which it chooses a kernel for both kinds of keys."""
     local_choice, past_choice = (kernels.flash_choice(core.choose(call)) for call in (local, past))
     if local_choice is None or past_choice is None:
         return None
@@ -187,11 +191,12 @@ def _common_kernels(core: kernels.Op, local: AttentionCall, past: AttentionCall)
 
 
 def _piece_call(call: AttentionCall, piece: str) -> AttentionCall:
+    """Return the call for this device's own keys, under a causal mask."""
     return dataclasses.replace(call, mask=_piece_mask(call, is_causal=True), piece=piece)
 
 
 def _piece_mask(call: AttentionCall, *, is_causal: bool) -> kernels.Mask | kernels.ChosenKeys:
-    """Return the mask of a call within one piece of keys; of a `Mask` it keeps only the window."""
+    """Return the mask within a piece of keys: of a `Mask` only the window is kept, `ChosenKeys` are unchanged."""
     return kernels.Mask(is_causal, call.mask.window) if isinstance(call.mask, kernels.Mask) else call.mask
 
 
@@ -203,7 +208,7 @@ def _past_call(
     tokens: TokenPositions | None = None,
     kv_tokens: TokenPositions | None = None,
 ) -> AttentionCall:
-    """Return the call of queries that see all of these keys."""
+    """Return the call for queries that see all given keys."""
     mask = _piece_mask(call, is_causal=False)
     tokens = call.tokens if tokens is None else tokens
     return dataclasses.replace(
@@ -212,14 +217,14 @@ def _past_call(
 
 
 def flash_ring_attend(choices: RingKernels, ring: Ring, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
-    """Return the attention of this device's queries to the keys of all devices, as `ring_attend` computes it."""
+    """Return the attention of this device's queries to the keys of all devices; like `ring_attend`, but by kernels."""
     merged = kernels.with_one_batch_dim(_piece_call(call, "own"))
     output = _flash_ring(choices, ring, vary(vary_like(merged, merged), (ring.axis,)))
     return output.reshape(*call.query.shape[:-1], call.value.shape[-1])
 
 
 def _flash_forward(choices: RingKernels, ring: Ring, call: AttentionCall) -> tuple[Array, Array]:
-    """Return the output and the logsumexp of all keys."""
+    """Return output and logsumexp of the attention to the keys of all devices."""
 
     def combine_piece(
         result: tuple[Array, Array], piece: KeyValuePiece, step_number: int | Array
@@ -231,7 +236,7 @@ def _flash_forward(choices: RingKernels, ring: Ring, call: AttentionCall) -> tup
 
     def step(carry: tuple, step_number: Array) -> tuple[tuple, None]:
         result, piece = carry
-        next_piece = _send_on(ring, piece)  # Sent while this device computes.
+        next_piece = _send_on(ring, piece)  # While the pieces are sent, each device attends to the piece that it has.
         return (combine_piece(result, piece, step_number), next_piece), None
 
     piece = call.key, call.value, call.tokens
@@ -253,7 +258,7 @@ _flash_ring = jax.custom_vjp(_flash_ring_primal, nondiff_argnums=(0, 1))
 
 
 def _flash_ring_forward(choices: RingKernels, ring: Ring, call: AttentionCall):
-    output, logsum = (checkpoint_name(x, "attended") for x in _flash_forward(choices, ring, call))  # for remat policies
+    output, logsum = (checkpoint_name(x, "attended") for x in _flash_forward(choices, ring, call))
     return output, (call, output, logsum)
 
 
@@ -301,7 +306,7 @@ _flash_ring.defvjp(_flash_ring_forward, _flash_ring_backward)
 def _attend_past(
     choice: flash.FlashChoice, ring: Ring, step_number: int | Array, call: AttentionCall, piece: KeyValuePiece
 ) -> tuple[Array, Array]:
-    """Return the output and sums of a device's queries over the piece that arrives in a step of the ring."""
+    """Return output and logsumexp of this device's queries for the piece that arrives in a step of the ring."""
 
     def see_early_keys() -> tuple[Array, Array]:
         key, value, kv_tokens = _halves(piece)[0]
@@ -325,7 +330,7 @@ def _attend_past_grads(
     piece: KeyValuePiece,
     results: tuple[Array, Array, Array],
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of queries, and of the keys and values that arrive in a step of the ring."""
+    """Return the gradients of the queries, and of the keys and values of the piece that arrives in a step."""
 
     def see_early_keys() -> tuple[Array, Array, Array]:
         key, value, kv_tokens = _halves(piece)[0]
@@ -352,7 +357,10 @@ def _branch_on_step(
     see_early_keys: Callable[[], Results],
     see_by_late_queries: Callable[[], Results],
 ) -> Results:
-    """Run the first function for a piece of a device before this one, and the second for a piece of a later device."""
+    """Return the first function's results if the piece is of a device before this one, else the second's.
+
+    In step `s`, a device has the piece of the device `s` places before it on the ring.
+    """
     return jax.lax.cond(jax.lax.axis_index(ring.axis) >= step_number, see_early_keys, see_by_late_queries)
 
 

@@ -1,4 +1,4 @@
-"""`jax.shard_map` over trees that hold more than arrays, and the mesh axes over which values inside it vary."""
+"""`jax.shard_map` for trees with leaves that are not arrays, and the mesh axes over which values inside of it vary."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -18,18 +18,18 @@ from ._mesh import axes_by_dim, axes_of, axis_sizes, is_spec
 def filter_shard_map(
     fn: Callable[..., PyTree], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., PyTree]:
-    """Run `fn` on each device, on its shards of the arguments' arrays; leaves that are not arrays are passed on.
+    """Return a function that runs `fn` on each device, with the device's shards of the arrays in the arguments.
 
-    `in_specs` is a tuple with, for each argument, a tree of `PartitionSpec`s, each for a whole subtree; `out_specs` is
-    such a tree for the result. None means replicated; the specs of leaves that are not arrays are ignored. Every mesh
-    axis is manual, and JAX checks over which axes values vary: a result that is declared replicated over an axis must
-    be provably so. Works eagerly, jitted and differentiated, for a layer or a whole loss. Raises a `ValueError` that
-    names the array if a spec does not fit it.
+    `in_specs` is a tuple with a tree of `PartitionSpec`s for each argument, and `out_specs` is such a tree for the
+    result. A spec may stand for a whole subtree. None means replicated. Leaves that are not arrays are passed to `fn`
+    unchanged, and their specs are ignored. Every mesh axis is manual, and JAX checks over which axes values vary: if a
+    spec says that a result is replicated over an axis, JAX must be able to prove it. The function can be called
+    eagerly, jitted and differentiated. Raises a `ValueError` with the path of the array if a spec does not fit it.
     """
     if not isinstance(in_specs, tuple | list):
         raise ValueError(
-            f"filter_shard_map: in_specs is a tuple with one entry an argument, not {in_specs!r}; for a function of "
-            "one argument write `(spec,)`."
+            f"filter_shard_map: in_specs must be a tuple with one entry per argument, not {in_specs!r}; for a function "
+            "of one argument write `(spec,)`."
         )
     sizes = axis_sizes(mesh)
     out_specs = jax.tree.map(
@@ -40,7 +40,7 @@ def filter_shard_map(
         if len(args) != len(in_specs):
             raise ValueError(
                 f"filter_shard_map: the function was called with {len(args)} arguments, but in_specs has "
-                f"{len(in_specs)} entries; give one entry an argument."
+                f"{len(in_specs)} entries; give one entry per argument."
             )
         arrays, static_args = eqx.partition(args, _is_array)
         leaves, structure = jax.tree.flatten(arrays)
@@ -66,17 +66,18 @@ def filter_shard_map(
 
 
 def varying_axes(x: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
-    """Return the manual mesh axes over which an array inside `shard_map` may differ; none outside of it."""
+    """Return the manual mesh axes over which an array inside `shard_map` may vary; an empty set outside of it."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
-    """Mark arrays as varying over `axes` too (`pcast`), values unchanged; its transpose sums over the added axes.
+    """Mark arrays as varying over `axes` too (`jax.lax.pcast`); values do not change.
 
-    Applied to a parameter before differentiation, it keeps each device's gradient a partial sum, to be reduced once.
+    The transpose sums gradients over the added axes. So if a loss is differentiated by a parameter that is already
+    marked, the gradient stays a partial sum on each device, to be reduced once.
     """
-    wanted = tuple(axes)
-    return jax.tree.map(lambda x: _vary_array(x, wanted) if eqx.is_array(x) else x, tree)
+    new_axes = tuple(axes)
+    return jax.tree.map(lambda x: _vary_array(x, new_axes) if eqx.is_array(x) else x, tree)
 
 
 def _vary_array(x: Array, axes: tuple[str, ...]) -> Array:
@@ -85,16 +86,16 @@ def _vary_array(x: Array, axes: tuple[str, ...]) -> Array:
 
 
 def vary_like(tree: PyTree, *examples: PyTree) -> PyTree:
-    """Mark arrays as varying over every axis that any array or shape of `examples` varies over.
+    """Mark arrays as varying over every axis over which any array or shape in `examples` varies.
 
-    The initial carry of a loop must vary over all axes that its results vary over.
+    Loops need this: JAX requires the initial carry to vary over all axes over which the results of the loop vary.
     """
     axes = frozenset[str]().union(*map(varying_axes, filter(nn.has_shape, jax.tree.leaves(examples))))
     return vary(tree, sorted(axes))
 
 
 def zeros(shapes: PyTree, *dims: int) -> PyTree:
-    """Return zeros for a tree of arrays or shapes, with `dims` in front; they vary over the axes of the arrays."""
+    """Return zeros of the shapes in a tree, with `dims` in front; they vary over the same axes as the tree's arrays."""
 
     def make_zeros(x: ArrayOrShape) -> Array:
         return vary(jnp.zeros((*dims, *x.shape), x.dtype), sorted(varying_axes(x)))
@@ -103,7 +104,7 @@ def zeros(shapes: PyTree, *dims: int) -> PyTree:
 
 
 def own_part(x: Array, axis: str | tuple[str, ...], dim: int) -> Array:
-    """Return this device's slice of a dim of an array that is replicated over an axis, or over several."""
+    """Return this device's slice, along `dim`, of an array that is replicated over one or several axes."""
     dim = dim % x.ndim
     size = x.shape[dim] // jax.lax.axis_size(axis)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, dim)
@@ -118,7 +119,7 @@ def _is_spec(node: object) -> bool:
 
 
 def _specs_by_leaf(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, PyTree, PyTree]]:
-    """Return path, leaf and spec of each leaf, from a tree of specs in which one may stand for a whole subtree."""
+    """Return path, leaf and spec of each leaf of `tree`; a spec in `specs` may stand for a whole subtree."""
     entries: list[tuple[str, PyTree, PyTree]] = []
 
     def add_subtree(path: tuple, spec: object, subtree: PyTree) -> None:
@@ -134,14 +135,14 @@ def _specs_by_leaf(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, Py
     except ValueError as error:
         values = "the arguments" if name == "in_specs" else "the result"
         raise ValueError(
-            f"filter_shard_map: the tree of {name} does not fit {values}; give specs in a tree like theirs, or one for "
-            f"a whole subtree. {error}"
+            f"filter_shard_map: the tree of {name} does not fit {values}; give a tree of the same structure, or one "
+            f"spec for a whole subtree. {error}"
         ) from error
     return entries
 
 
 def _check_argument(path: str, leaf: object, spec: PyTree, sizes: dict[str, int]) -> bool:
-    """Return whether a leaf is an array; refuse specs with dims that it lacks or axes that do not divide them."""
+    """Return whether a leaf is an array; raise a `ValueError` if the array and its spec do not fit."""
     if not _is_array(leaf):
         return False
     call = _check_spec(f"argument {path}", leaf, spec, sizes)
@@ -150,29 +151,32 @@ def _check_argument(path: str, leaf: object, spec: PyTree, sizes: dict[str, int]
         if leaf.shape[dim] % pieces:
             product = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
             raise ValueError(
-                f"{call}, which cuts dim {dim}, of {leaf.shape[dim]}, into {pieces} pieces ({product}); choose sizes "
-                "of which the second divides the first, or leave the dim whole."
+                f"{call}, which cuts dim {dim}, of size {leaf.shape[dim]}, into {pieces} pieces ({product}); choose a "
+                "number of pieces that divides the size, or leave the dim whole."
             )
     return True
 
 
 def _check_spec(value: str, leaf: AnyArray, spec: PyTree, sizes: dict[str, int]) -> str:
-    """Refuse a spec that is none, or has dims or axes that do not exist; return the beginning of error messages."""
+    """Raise a `ValueError` for a spec of a wrong type, or with too many dims or unknown axes.
+
+    Return the beginning of further error messages.
+    """
     call = f"filter_shard_map: {value} has shape {leaf.shape} and the spec {spec!r}"
     if not is_spec(spec):
-        raise ValueError(f"{call}, which is no PartitionSpec; write PartitionSpec('tensor'), say, or None.")
+        raise ValueError(f"{call}, which is no PartitionSpec; write for example PartitionSpec('tensor'), or None.")
     if len(spec) > leaf.ndim:
-        raise ValueError(f"{call}, which speaks of {len(spec)} dims; give at most {leaf.ndim} entries.")
+        raise ValueError(f"{call}, which has entries for {len(spec)} dims; give at most {leaf.ndim} entries.")
     if unknown := sorted(axes_of(spec) - sizes.keys()):
         raise ValueError(f"{call}, but the mesh has no axis {unknown}; its axes are {list(sizes)}.")
     return call
 
 
 def _check_result(path: str, leaf: AnyArray, spec: PyTree, sizes: dict[str, int]) -> None:
-    """Refuse a result that lacks dims of its spec, or varies over axes that the spec does not split it over."""
+    """Raise a `ValueError` for a result that does not fit its spec, or varies over axes that its spec leaves out."""
     call = _check_spec(f"result {path}".strip(), leaf, spec, sizes)
     if differs := sorted(varying_axes(leaf) - axes_of(spec)):
         raise ValueError(
-            f"{call}, by which it is the same on all devices of the axes {differs}, but it may differ there; reduce it "
-            "(jax.lax.psum or pmean over them, say), or name the axes in the spec."
+            f"{call}, by which it is replicated over the axes {differs}, but it may vary over them; reduce it over "
+            "these axes (for example by jax.lax.psum), or name the axes in the spec."
         )

@@ -1,9 +1,9 @@
-"""Caches of a model under a plan: the sharding of their arrays, pieces of slots, and key heads that devices share.
+"""KV caches and recurrent states under a plan: their sharding, and key heads that several devices share.
 
-Several devices of `tensor` may share a key head. A layout cannot say that devices hold the same slice. So the key heads
-are repeated: as many as there are devices, each as often as devices share it, and split like any heads. A cache of
-repeated heads would repeat its entries. Instead the devices that share a head split its cache by rows: they exchange
-their queries' heads for rows before they attend, and back after.
+If there are fewer key heads than devices of `tensor`, several devices use the same key head. The model's key heads are
+then repeated until there is one per device, because a layout cannot give several devices the same slice. The caches are
+not repeated: the devices that share a key head split its cache by batch rows. Before attention they exchange some query
+heads of all rows for all query heads of some rows, and after attention they exchange the outputs back.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from .tensor._tensor import dim_size, is_split, replicated_layers
 
 
 _SPLIT_DIMS = "heads", "kv_heads", "mlp"
-"""Dims of caches that the axis `tensor` splits."""
+"""Dims of caches that are split over `tensor`."""
 
 
 class ShardedCache(eqx.Module):
-    """The cache of a model under a plan, made by `Plan.init_cache` and read and returned by `Plan.run_forward`.
+    """Cache of a model under a plan, made by `Plan.init_cache`, and read and returned by `Plan.run_forward`.
 
-    The static fields are the arguments of `init_cache`. `capacity` is rounded up to a multiple of the devices that
+    The static fields are the arguments of `init_cache`, but `capacity` is rounded up to a multiple of the devices that
     split the slots.
     """
 
@@ -44,17 +44,16 @@ class ShardedCache(eqx.Module):
     rollback: int = eqx.field(static=True)
 
     def one_device_shapes(self, model: nn.LanguageModel) -> PyTree:
-        """Return the shapes of the same cache on one device, for the model that is not split."""
+        """Return the shapes that the cache has on a single device, for the unsplit model."""
         sizes = self.batch, self.capacity, self.dtype
         return eqx.filter_eval_shape(lambda model: model.init_cache(*sizes, rollback=self.rollback), model)
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """The sharding of caches under a plan: rows over the axes of the batch, slots over `context`, heads over `tensor`.
+    """Sharding of caches: rows over the batch axes, slots over `context`, heads over `tensor`, layers over `pipe`.
 
-    Layers are over `pipe`. Each group of `sharers` devices of `tensor` has the same key head, and splits its cache by
-    rows.
+    Each group of `sharers` devices of `tensor` has the same key head, and splits the key head's cache by rows.
     """
 
     plan: Placement
@@ -62,15 +61,15 @@ class CacheLayout:
 
     @property
     def row_groups(self) -> int:
-        """The number of groups of devices that have different rows."""
+        """Number of devices over all batch axes, which split the rows of the batch."""
         return math.prod(self.plan.size(axis) for axis in BATCH_AXES)
 
     def padded_rows(self, batch: int) -> int:
-        """Return `batch` rounded up to a multiple of the devices that rows, or their caches, are split over."""
+        """Return `batch` rounded up to a multiple of the devices that split the rows of the batch and of caches."""
         return round_to_multiple(batch, self.row_groups * self.sharers)
 
     def init(self, shapes: PyTree) -> PyTree:
-        """Return empty caches, sharded; `shapes` are those of caches that no device splits."""
+        """Return empty sharded caches; `shapes` are those of the unsplit caches."""
         pieces, tensor = self.plan.size(CONTEXT), self.plan.size(TENSOR)
 
         def padded_shape(names: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
@@ -78,7 +77,7 @@ class CacheLayout:
             if "kv_seq" in sizes:
                 sizes["kv_seq"] = round_to_multiple(sizes["kv_seq"], pieces)
             if "kv_heads" in sizes:
-                # A layer that reads another's keys has caches of no heads; its axis is split, too.
+                # A layer that reads another layer's keys has a cache with no heads, which must be split too.
                 sizes["kv_heads"] = max(sizes["kv_heads"], tensor)
             if "kv_heads" in sizes or self._is_split_by_sharers(x):
                 sizes["batch"] //= self.sharers
@@ -109,9 +108,9 @@ class CacheLayout:
         return jax.tree.map(spec_of, nn.dims(cache), cache)
 
     def put_row(self, cache: PyTree, rows: int, number: Int[Array, ""], single: PyTree) -> PyTree:
-        """Return a cache of `rows` rows whose row `number` is the row of `single`, a cache of one row.
+        """Return a cache of `rows` rows with row `number` replaced by the row of `single`, a cache of one row.
 
-        The devices that have the row get it from those that have the row of `single`.
+        The devices that hold the row receive it from the devices that hold the row of `single`.
         """
         rows_per_device = self.padded_rows(rows) // self.row_groups
         specs = self.specs(cache)
@@ -126,14 +125,17 @@ class CacheLayout:
         return run(cache, number, single)
 
     def _put_row(self, names: str, x: Array, new: Array, number: Int[Array, ""], rows_per_device: int) -> Array:
-        """Write the row of `new`, which is the first row of the first devices, into this device's part of an array."""
+        """Write the row of `new` into this device's part of an array, if the part has row `number`.
+
+        The first device along the batch axes has the row, as the first row of its part of `new`.
+        """
         axis = _cache_dims(names).index("batch")
         first = jax.lax.slice_in_dim(new, 0, 1, axis=axis)
         index, rows = number, x.shape[axis]
         if split_axes := tuple(mesh_axis for mesh_axis in BATCH_AXES if self.plan.size(mesh_axis) > 1):
             first = send.all_gather("cached rows", first, split_axes, stacks=True)[0]
             index = number - jax.lax.axis_index(split_axes) * rows_per_device
-        if rows < rows_per_device:  # Devices with the same key head split the rows.
+        if rows < rows_per_device:  # The devices that share a key head split the rows.
             sharer = jax.lax.axis_index(TENSOR) % self.sharers
             gathered = send.all_gather("cached rows of shared key heads", first, TENSOR, stacks=True)
             first = gathered[jax.lax.axis_index(TENSOR) - sharer]
@@ -142,7 +144,7 @@ class CacheLayout:
         return jnp.where((index >= 0) & (index < rows), updated, x)
 
     def _is_split_by_sharers(self, x: ArrayOrShape) -> bool:
-        """Return whether a cache's array has positions of rows that devices with the same key head split."""
+        """Return whether an array has positions of rows, and devices that share a key head split the rows."""
         return self.sharers > 1 and nn.is_position_array(x)
 
 
@@ -155,10 +157,10 @@ def run_on_cache_pieces(
     tokens: nn.Tokens,
     cache: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """Return `method(model, ids, *hidden_inputs, tokens, cache)` on a device that has a piece of each cache."""
+    """Return `method(model, ids, *hidden_inputs, tokens, cache)`; this device has a piece of each cache's slots."""
     pieces = plan.size(CONTEXT)
     if pieces > 1:
-        # A piece of a row does not tell how long its documents are.
+        # Compute the lengths of documents here, because a piece of the cache does not contain whole documents.
         lengths = jnp.broadcast_to(nn.document_lengths(tokens), ids.shape)
         tokens = dataclasses.replace(tokens, lengths=lengths)
         cache = nn.map_slot_caches(functools.partial(_as_piece, pieces=pieces), cache)
@@ -167,26 +169,25 @@ def run_on_cache_pieces(
 
 
 def check_replicated_mixers(model: nn.LanguageModel) -> None:
-    """Refuse mixers that every device runs in full, but whose caches have heads, which would be split."""
+    """Raise a `ValueError` for a mixer that every device runs in full, but whose cache has heads, which are split."""
     for path, mixer in replicated_layers(model):
         if not isinstance(mixer, nn.Mixer):
             continue
         names = jax.tree.leaves(nn.dims(eqx.filter_eval_shape(mixer.init_cache, (1,), 2)))
         if head_dims := {"heads", "kv_heads"} & set(" ".join(map(str, names)).split()):
             raise ValueError(
-                f"ShardedModel over {TENSOR}: {path} declares no head dim to split, and its cache has "
-                f"{' and '.join(head_dims)}, which are split; declare the dim in its facts(), or name the cache's dims "
-                "otherwise."
+                f"ShardedModel over {TENSOR}: the facts() of {path} declare no heads to split, but its cache has the "
+                f"dims {' and '.join(head_dims)}, which are split; declare the heads in facts(), or rename the dims."
             )
 
 
 def pad_batch(x: Int[Array, "batch seq"], rows: int, value: int) -> Int[Array, "padded_batch seq"]:
-    """Pad an array to `rows` rows, with rows of `value` at the end."""
+    """Pad an array with rows of `value` at the end, to `rows` rows."""
     return jnp.pad(x, [(0, rows - x.shape[0]), (0, 0)], constant_values=value)
 
 
 def pad_tokens(tokens: nn.Tokens, rows: int) -> nn.Tokens:
-    """Return the fields of tokens that a call with a cache reads, padded to `rows` rows at the end."""
+    """Pad tokens at the end to `rows` rows; only the fields that a call with a cache reads are returned."""
     lengths = None if tokens.lengths is None else pad_batch(tokens.lengths, rows, 0)
     source = tokens.source
     if source is not None:
@@ -201,7 +202,7 @@ def round_to_multiple(number: int, divisor: int) -> int:
 
 
 def _as_piece(cache: nn.SlotCache, pieces: int) -> nn.SlotCache:
-    """Mark a cache as this device's piece of one with `pieces` times as many slots."""
+    """Mark a cache as this device's piece of a cache with `pieces` times as many slots."""
     *outer, size = cache.positions.shape
     first = jnp.broadcast_to(jax.lax.axis_index(CONTEXT) * size, outer).astype(jnp.int32)
     return dataclasses.replace(cache, first=vary_like(first, cache.positions), capacity=size * pieces)
@@ -213,15 +214,19 @@ def _cache_dims(names: str) -> list[str]:
 
 
 def _is_held_by_each_device(names: str, x: ArrayOrShape) -> bool:
-    """Return whether a cache's array has no heads or channels to split, so that each device of `tensor` has its own."""
+    """Return whether an array has no heads or channels to split, so that each device of `tensor` has its own copy.
+
+    The copies lie in different rows of the global array.
+    """
     return not nn.is_position_array(x) and not {*_SPLIT_DIMS} & {*_cache_dims(names)}
 
 
 def count_sharers(model: PyTree, plan: Placement) -> int:
-    """Return how many devices of `tensor` share each key head and may split its cache by rows; 1 where none may.
+    """Return how many devices of `tensor` share each key head and split its cache by rows; 1 if caches are not split.
 
-    They may in mixers that say so (`MixerFacts.attends_by_rows`) and have nothing else for each head, such as sinks; in
-    pipelines rows go through in pieces, and caches are not split.
+    Caches are split if all mixers have the same number of devices per key head, allow it
+    (`MixerFacts.attends_by_rows`), and have no other arrays with a dim of heads, such as sinks. In a pipeline, caches
+    are not split, because microbatches already split the rows.
     """
     repeats = {_repeats(mixer, plan) for mixer in nn.modules(model, nn.Mixer)}
     if plan.size(PIPE) > 1 or len(repeats) != 1:
@@ -231,7 +236,7 @@ def count_sharers(model: PyTree, plan: Placement) -> int:
 
 
 def repeat_key_heads(model: PyTree, plan: Placement) -> PyTree:
-    """Return the model, or its shapes, with a key head for each device of `tensor` where there are fewer."""
+    """Repeat the key heads of a model, or of its shapes, until there is one for each device of `tensor`."""
     if all(_repeats(mixer, plan) == 1 for mixer in nn.modules(model, nn.Mixer)):
         return model
 
@@ -254,7 +259,7 @@ def repeat_key_heads(model: PyTree, plan: Placement) -> PyTree:
 
 
 def _repeats(mixer: nn.Mixer, plan: Placement) -> int:
-    """Return how many devices share each of a mixer's key heads."""
+    """Return the number of devices of `tensor` for each key head of a mixer, 1 if the key heads are not repeated."""
     kv_heads, devices = dim_size(mixer, "kv_heads"), plan.size(TENSOR)
     if not is_split(mixer) or kv_heads is None or kv_heads >= devices or devices % kv_heads:
         return 1
@@ -266,7 +271,7 @@ def _is_mixer(node: object) -> bool:
 
 
 def _has_only_maps(node: PyTree, names: PyTree) -> bool:
-    """Return whether a node is no mixer, or one that attends by rows and has nothing for each head but its maps."""
+    """Return whether a node is no mixer, or a mixer that attends by rows and has heads only in its maps."""
     if not _is_mixer(node):
         return True
     if not node.facts().attends_by_rows:

@@ -1,4 +1,4 @@
-"""A whole model sharded by a plan and called like the model, for generating text."""
+"""Models that are sharded by a plan for generation, and called like the model itself."""
 
 import abc
 import dataclasses
@@ -20,10 +20,7 @@ from ._sharded_cache import CacheLayout, count_sharers, pad_batch, pad_tokens, r
 
 
 class DistributedModel(eqx.Module):
-    """Base of models that run over devices and are used in the place of the model itself.
-
-    Vocabulary, positions and dtype are those of `model`.
-    """
+    """Base class of models that run over several devices and have the methods of `nn.LanguageModel` for generation."""
 
     model: eqx.AbstractVar[nn.LanguageModel]
 
@@ -38,7 +35,7 @@ class DistributedModel(eqx.Module):
     def decode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch vocab"], PyTree]:
-        """Read tokens of each row; return the logits of the token after the last one, and the new cache."""
+        """Return the logits of the token after the last one of each row, and the cache with the tokens stored."""
         hidden, cache, _ = self.encode(ids, tokens, cache)
         return self.unembed(hidden[:, -1]), cache
 
@@ -49,9 +46,9 @@ class DistributedModel(eqx.Module):
     def __call__(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "batch seq vocab"], PyTree]:
-        """Return logits of the next token after each token, and the cache with these tokens stored.
+        """Return the logits of the next token after each token, and the cache with these tokens stored.
 
-        The model's own call. Without a cache the tokens are stored in a temporary one, which is dropped.
+        Without a cache, the tokens are stored in a temporary cache, and the second result is None.
         """
         tokens = nn.tokens_or_default(tokens, ids.shape, cache)
         batch, seq = ids.shape
@@ -67,12 +64,12 @@ class DistributedModel(eqx.Module):
 
     @property
     def max_seq(self) -> int | None:
-        """Number of positions that the model knows; None for any number."""
+        """Largest number of positions of the model; None if it has no limit."""
         return self.model.max_seq
 
     @property
     def start(self) -> int | None:
-        """Id that each text of a model with an encoder begins with."""
+        """First id of each text of a model with an encoder, else None."""
         return self.model.start
 
     @property
@@ -82,24 +79,24 @@ class DistributedModel(eqx.Module):
 
 
 class ShardedModel(DistributedModel):
-    """Model sharded by `plan`, which encodes tokens, keeps caches and returns logits as one device would.
+    """Model sharded by `plan` that encodes tokens, stores caches and returns logits as on one device.
 
-    Inputs and outputs are global arrays. Rows are split over the axes of the batch (padded if there are too few),
-    layers with their caches over `pipe`, heads with their caches and the vocabulary over `tensor`, experts over
-    `expert`, and the slots of every cache over `context`: each device attends to the slots it has, and results are
-    combined by their logsumexps. With `zero=3` each layer's weights are gathered before it runs. The residual stream is
-    replicated, since a single token cannot be split. If `sharers` devices share a key head, each has the head, and the
-    head's cache for some of the rows. The last `predictor_stacks` stacks belong to a predictor of a further token.
-    Raises a `ValueError` if the model does not fit the mesh.
+    Inputs and outputs are global arrays. Rows are split over the axes of the batch (with padding), layers and their
+    caches over `pipe`, heads and their caches over `tensor`, the vocabulary over `tensor`, experts over `expert`, and
+    the slots of every cache over `context`. Each device attends to its own slots, and the results are combined by their
+    logsumexps. With `zero=3`, the weights of a layer are gathered before it runs. The residual stream is replicated,
+    because the single token of a decode step cannot be split. Raises a `ValueError` if the model does not fit the mesh.
     """
 
     model: nn.LanguageModel
     plan: Plan = eqx.field(static=True)
     sharers: int = eqx.field(static=True)
+    """Number of devices of `tensor` that share each key head and split its cache by rows; 1 if none do."""
     predictor_stacks: int = eqx.field(static=True)
+    """Number of stacks at the end of `model.stacks` that belong to a predictor of a further token."""
 
     def __init__(self, model: nn.LanguageModel, plan: Plan):
-        # A pipeline of all layers has the predictor's on its last stages.
+        # The predictor's layers are on the last stages of a pipeline, after the model's own layers.
         predictor = model.parts.predictor
         self.predictor_stacks = 0 if predictor is None else len(predictor.stacks)
         model = _append_predictor_stacks(model)
@@ -120,9 +117,9 @@ class ShardedModel(DistributedModel):
     def decode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch vocab"], PyTree]:
-        """Read tokens of each row; return the logits of the token after the last one, and the new cache.
+        """Return the logits of the token after the last one of each row, and the cache with the tokens stored.
 
-        Encoding and unembedding run in one program of each device.
+        Each device encodes and unembeds in one `shard_map`.
         """
         nn.check_cached(tokens, cache)
 
@@ -158,39 +155,39 @@ class ShardedModel(DistributedModel):
         run = self._per_device(rows, self._unembed_on_device)
         hidden_spec, logits_spec = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, *self._vocab_axes)
         logits = filter_shard_map(run, self.plan.mesh, (self._specs, hidden_spec), logits_spec)(self.model, x)
-        # Where the axis does not divide the vocabulary, its last columns are padding.
+        # If the axis does not divide the vocabulary, the last columns are padding.
         return logits[: hidden.shape[0], : self.vocab]
 
     @property
     def _vocab_axes(self) -> list[str]:
-        """The mesh axes that split the logits' vocabulary."""
+        """Mesh axes that split the vocabulary of the logits."""
         return [TENSOR] if self.plan.size(TENSOR) > 1 else []
 
     def _unembed_on_device(self, model: nn.LanguageModel, hidden: Array) -> Array:
-        """Return this device's part of the logits; hidden vectors are the same on all devices of the vocabulary."""
+        """Return the logits of this device's ids; `hidden` is replicated over the axes that split the vocabulary."""
         return model.unembed(vary(hidden, self._vocab_axes))
 
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
-        """Return an empty cache for `batch` rows of up to `capacity` tokens, sharded as the plan shards it."""
+        """Return an empty sharded cache for `batch` rows of up to `capacity` tokens."""
         shapes = self._unsharded_caches(batch, capacity, dtype, rollback)
         return self._layout.init(shapes[: len(shapes) - self.predictor_stacks])
 
     def init_predictor_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
-        """Return an empty cache for the predictor's layers, as `init_cache` does for the model's."""
+        """Return an empty sharded cache for the predictor's layers; the arguments are those of `init_cache`."""
         shapes = self._unsharded_caches(batch, capacity, dtype, rollback)
         return self._layout.init(shapes[len(shapes) - self.predictor_stacks :])
 
     def _unsharded_caches(self, batch: int, capacity: int, dtype: str | None, rollback: int) -> PyTree:
-        """Return the shapes of caches that no device splits, for each of the stacks."""
+        """Return the shapes of the unsplit caches of all stacks, the predictor's last."""
         rows = self._layout.padded_rows(batch)
         return eqx.filter_eval_shape(lambda: self.model.init_cache(rows, capacity, dtype, rollback=rollback))
 
     def put_cache_row(self, cache: PyTree, rows: int, number: Int[Array, ""], single: PyTree) -> PyTree:
-        """Return a cache of `rows` rows whose row `number` is the row of `single`, a cache of one row."""
+        """Return a cache of `rows` rows with row `number` replaced by the row of `single`, a cache of one row."""
         return self._layout.put_row(cache, rows, number, single)
 
     def cache_shapes(self, batch: int, capacity: int, dtype: str | None = None) -> PyTree:
-        """Return the shapes of the cache that `init_cache` returns, each with the sharding that the plan gives it."""
+        """Return the shapes and shardings of the cache that `init_cache` returns."""
         arrays, static = eqx.partition(eqx.filter_eval_shape(self.init_cache, batch, capacity, dtype), is_shape)
 
         def with_sharding(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -215,9 +212,9 @@ class ShardedModel(DistributedModel):
         cache: PyTree,
         out_spec: PartitionSpec = PartitionSpec(BATCH_AXES),
     ) -> tuple[Array, PyTree]:
-        """Return the vectors and the cache of a method of the model, which each device calls on its own rows.
+        """Call a method of the model on every device, with the device's rows, and return its vectors and cache.
 
-        `out_spec` says how the vectors are split.
+        `out_spec` is the spec of the vectors.
         """
         rows, batch = self._layout.padded_rows(ids.shape[0]), ids.shape[0]
         ids, tokens = pad_batch(ids, rows, 0), pad_tokens(tokens, rows)
@@ -245,14 +242,14 @@ class ShardedModel(DistributedModel):
 
 
 def _in_pipeline_order(model: nn.LanguageModel, plan: Plan) -> nn.LanguageModel:
-    """Put a model in pipeline order, with its rows of padding, where stages hold unequal numbers of layers."""
+    """Put a model in pipeline order, with rows of padding, if stages hold unequal numbers of layers."""
     if all(len(old) == len(new) for old, new in zip(model.stacks, plan.shapes(model).stacks, strict=True)):
         return model
     return plan.shard(model)
 
 
 def _append_predictor_stacks(model: nn.LanguageModel) -> nn.LanguageModel:
-    """Move the predictor's stacks behind the model's own."""
+    """Append the predictor's stacks to the model's stacks."""
     predictor = model.parts.predictor
     if predictor is None:
         return model

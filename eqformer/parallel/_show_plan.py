@@ -1,4 +1,4 @@
-"""Plans shown to a reader: a line on the choices, a table of a model, a text drawing of an array, and a picture."""
+"""Descriptions of plans and shardings: a summary line, a table of a model, a text drawing of an array, a picture."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,10 @@ from .pipeline._simulate import simulate
 
 
 def summary(plan: Placement, model: nn.LanguageModel, *, rows: int, seq: int) -> str:
-    """Return one line: the mesh, the choices that matter on it for batches of a model, and a pipeline's idle share."""
+    """Return a line with the mesh, the fields of the plan that matter on the mesh, and a pipeline's bubble.
+
+    `rows` and `seq` are the numbers of rows and tokens of a batch of the model.
+    """
     number, sizes = plan.mesh.size, axis_sizes(plan.mesh)
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "no axis is split"
     parts = [f"{number} device{'s' * (number > 1)}: {axes}"]
@@ -48,19 +51,20 @@ def summary(plan: Placement, model: nn.LanguageModel, *, rows: int, seq: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class ShardedArray:
-    """One array of a model and its sharding: `axes` has, for each dim, the axes of more than one device."""
+    """An array of a model, with its sharding."""
 
     path: str
     dims: tuple[str, ...]
     shape: tuple[int, ...]
     shard_shape: tuple[int, ...]
     axes: tuple[tuple[str, ...], ...]
+    """For each dim, the axes of more than one device that split it."""
     itemsize: int
     spec: PartitionSpec
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array."""
+        """Bytes of the full array."""
         return math.prod(self.shape) * self.itemsize
 
     @property
@@ -70,12 +74,12 @@ class ShardedArray:
 
     @property
     def dims_with_axes(self) -> str:
-        """Dims with the axis beside each that is split: `layers/pipe heads/tensor head_dim embed`."""
+        """Names of the dims, with the axes of split dims: `layers/pipe heads/tensor head_dim embed`."""
         return " ".join("/".join((name, *axes)) for name, axes in zip(self.dims, self.axes, strict=True))
 
 
 def sharded_arrays(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> list[ShardedArray]:
-    """List the arrays of a model, or of its shapes, with their shardings by `specs`."""
+    """Return the arrays of a model, or of its shapes, with their shardings in `specs`."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(model)
     names, leaf_specs = jax.tree.leaves(nn.dims(model)), structure.flatten_up_to(specs)
     arrays = []
@@ -100,7 +104,7 @@ def split_axes(ndim: int, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tup
 def devices_by_piece(
     shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
 ) -> dict[tuple[tuple[int, int], ...], list[int]]:
-    """Return the devices that hold each piece; a piece is its start and end along each dim."""
+    """Return the numbers of the devices that hold each piece; a piece is a pair of start and end for each dim."""
     devices: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for device, index in NamedSharding(mesh, spec).devices_indices_map(shape).items():
         piece = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
@@ -109,10 +113,9 @@ def devices_by_piece(
 
 
 def layout_table(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> str:
-    """Return a table of every array as text: path, dims with the axis beside each that is split, shapes, bytes, totals.
+    """Return a text table with path, dims and their axes, shapes and bytes of every array, and the total bytes.
 
-    `specs` is the result of `partition_specs` for the model or its shapes. The last line lists the arrays that every
-    device holds whole.
+    `specs` is the result of `partition_specs` for the model or its shapes. The last line lists the replicated arrays.
     """
     arrays = sharded_arrays(model, specs, mesh)
     rows = [("path", "dims", "shape", "a device", "bytes", "bytes a device")]
@@ -128,16 +131,16 @@ def layout_table(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> str
 
 
 def mesh_name(mesh: Mesh | AbstractMesh) -> str:
-    """Return the axes of more than one device and their sizes: `fsdp=2 tensor=4, 8 devices`."""
+    """Return the axes of more than one device with their sizes, as text: `fsdp=2 tensor=4, 8 devices`."""
     axes = " ".join(f"{axis}={size}" for axis, size in axis_sizes(mesh).items() if size > 1)
     return f"{axes}{', ' if axes else ''}{mesh.size} device{'s' * (mesh.size > 1)}"
 
 
 def draw_array(array: Array | np.ndarray | jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> str:
-    """Draw as text how an array, or the shape of one, is sharded: a box a piece, with its devices' numbers in it.
+    """Draw the sharding of an array, or of a shape, as text: a box for each piece, with the numbers of its devices.
 
-    Only dims that are split are drawn: the last to the right, the one before it downwards, and for each piece along
-    any others a separate drawing. Raises a `ValueError` where the spec does not fit the shape.
+    Only split dims are drawn: the last one to the right and the second to last downwards. If more dims are split, there
+    is a drawing for each piece along them. Raises a `ValueError` if the spec does not fit the shape.
     """
     shape = array.shape
     axes = _check_axes(shape, spec, mesh)
@@ -166,18 +169,18 @@ def draw_array(array: Array | np.ndarray | jax.ShapeDtypeStruct, spec: Partition
 
 
 def _check_axes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
-    """Return the axes that split each dim; raise a `ValueError` where the spec does not fit the shape."""
+    """Return the axes that split each dim; raise a `ValueError` if the spec does not fit the shape."""
     sizes = axis_sizes(mesh)
     call = f"draw_array: an array of shape {list(shape)} and the spec {spec}"
     if unknown := sorted(axes_of(spec) - sizes.keys()):
         raise ValueError(f"{call}: the mesh has no axis {unknown}; its axes are {list(sizes)}.")
     if len(spec) > len(shape):
-        raise ValueError(f"{call}: it speaks of {len(spec)} dims; give at most {len(shape)} entries.")
+        raise ValueError(f"{call}: the spec has entries for {len(spec)} dims; give at most {len(shape)} entries.")
     axes = split_axes(len(shape), spec, mesh)
     for dim, (size, dim_axes) in enumerate(zip(shape, axes)):
         pieces = math.prod(sizes[axis] for axis in dim_axes)
         if size % pieces:
-            raise ValueError(f"{call}: dim {dim}, of {size}, is cut into {pieces} pieces; leave it whole.")
+            raise ValueError(f"{call}: {pieces} pieces do not divide dim {dim}, of size {size}; leave it whole.")
     return axes
 
 
@@ -186,7 +189,7 @@ def _format_range(part: tuple[int, int]) -> str:
 
 
 def format_devices(devices: list[int]) -> str:
-    """Return `0-3` for a run of at least three numbers, else `0 4`."""
+    """Return the numbers of devices as text: `0-3` for at least three consecutive numbers, otherwise `0 4`."""
     is_run = len(devices) > 2 and devices[-1] - devices[0] == len(devices) - 1
     return f"{devices[0]}-{devices[-1]}" if is_run else " ".join(map(str, devices))
 
@@ -210,7 +213,7 @@ AXIS_COLORS = {
     TENSOR: "#1f6fb2",
 }
 INK, FAINT, BAR, FIRST_DEVICE, OTHER_DEVICES = "#1d2733", "#7b8794", "#c9ced5", "#34475c", "#dfe5ec"
-# Sizes in inches; a letter of the dims is LETTER_WIDTH wide.
+# Sizes in inches; LETTER_WIDTH is the width of a letter in the names of dims.
 ROW_HEIGHT, HEADING_HEIGHT, FOOTING_HEIGHT, LEAST_WIDTH = 0.5, 1.25, 0.55, 15.0
 LETTER_WIDTH = 0.0885
 BOXES_WIDTH, BARS_WIDTH = 3.6, 3.0
@@ -218,11 +221,11 @@ CALL = "plot_layout(model, specs, mesh, path)"
 
 
 def plot_layout(model: PyTree, specs: PyTree, mesh: Mesh, path: str | Path) -> None:
-    """Write a PNG with a row for each array: its dims, split ones in the color of their axis, its pieces, its bytes.
+    """Write a PNG with a row for each array, which shows its dims, its pieces and its bytes.
 
-    A box is cut into the pieces that devices hold, with the devices' numbers inside and gaps in the colors of the
-    axes; the pieces of device 0, or of the lowest number that exists, are dark. The bar shows the bytes of the array
-    and, dark, those that one device holds, the longest bar being the largest array. Needs matplotlib.
+    Split dims have the color of their axis. A box is cut into the pieces that devices hold, with the numbers of the
+    devices inside, and gaps in the colors of the axes. The pieces of the device with the lowest number are dark. A bar
+    shows the bytes of the array; its dark part shows the bytes on one device. Needs matplotlib.
     """
     figures = load_extra("matplotlib.figure", extra="train", call=CALL)
     arrays = sharded_arrays(model, specs, mesh)
@@ -257,7 +260,7 @@ def plot_layout(model: PyTree, specs: PyTree, mesh: Mesh, path: str | Path) -> N
 
 
 def _shorten_paths(paths: list[str]) -> tuple[str, list[str]]:
-    """Return the longest prefix, up to a dot, that most paths have, and the paths with an ellipsis in its place."""
+    """Return the longest prefix, up to a dot, that most paths share, and the paths with an ellipsis instead of it."""
     starts = [path[: index + 1] for path in paths for index, letter in enumerate(path) if letter == "."]
     common = [start for start in set(starts) if starts.count(start) > len(paths) / 2]
     prefix = max(common, key=len, default="")
@@ -317,7 +320,10 @@ def _draw_dims(axes: Axes, array: ShardedArray, x: float, y: float) -> None:
 
 
 def _draw_pieces(axes: Axes, array: ShardedArray, mesh: Mesh, x: float, y: float, height: float) -> None:
-    """Draw a box cut by each split dim in turn, first dims outermost; the one with the fewest cuts goes downwards."""
+    """Draw a box that is cut by each split dim in turn, from the first dim to the last.
+
+    If several dims are split, the dim with the fewest pieces is drawn downwards, and the others to the right.
+    """
     split_dims = [dim for dim, dim_axes in enumerate(array.axes) if dim_axes]
     pieces = devices_by_piece(array.shape, array.spec, mesh)
     if not split_dims:

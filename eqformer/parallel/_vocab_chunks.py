@@ -1,4 +1,4 @@
-"""Vocabulary tables that `fsdp` splits, chunk by chunk: no device ever holds a whole table, or its whole gradient."""
+"""Vocabulary tables that are split over `fsdp` and gathered in chunks: no device holds a full table or its gradient."""
 
 import math
 import operator
@@ -20,21 +20,25 @@ from ._shard_map import vary_like
 
 
 CHUNK_BYTES = 2**27
-"""Bytes of a chunk's float32 gradient."""
+"""Bytes of the float32 gradient of a chunk."""
 WHOLE_HEAD_BYTES = 2**30
-"""Bytes of a head's float32 gradient up to which logits are not chunked, since chunks take one more matmul."""
+"""Bytes of a head's float32 gradient up to which logits are not chunked, because chunks need one more matmul."""
 WHOLE_TIED_BYTES = 2**32
-"""As `WHOLE_HEAD_BYTES`, for a table of both ids and logits: in chunks it is gathered and scattered for each use."""
+"""Bytes of a tied table's float32 gradient up to which the table is not chunked.
+
+The limit is higher than that of a head, because chunks are gathered and scattered twice: for lookups and for logits.
+"""
 
 LookupSettings = tuple[int, str, int, TorusSteps]
-"""Fields of a `ShardedTable`: `dim`, `gather_dtype`, `rows` and `steps`."""
+"""Fields `dim`, `gather_dtype`, `rows` and `steps` of a `ShardedTable`."""
 
 
 class ShardedTable(nn.Module):
-    """A table of which this device holds a slice along `dim`; a chunk is `rows` rows of every device's slice.
+    """Vocabulary table that is split over `fsdp`, and gathered in chunks.
 
-    `slice` may be a gradient proxy for `value`. Chunks are gathered in `gather_dtype`. Their gradients are summed over
-    tokens and devices in float32 at least.
+    `slice` is this device's slice along `dim`, or a gradient proxy for the slice, which is then `value`. A chunk
+    consists of `rows` rows of every device's slice. Chunks are gathered in `gather_dtype`, in the given `steps`. Their
+    gradients are summed over tokens and devices in float32 at least.
     """
 
     slice: Float[Array, "some_vocab some_embed"]
@@ -45,13 +49,16 @@ class ShardedTable(nn.Module):
     steps: TorusSteps = eqx.field(static=True)
 
     def lookup_rows(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        """Return one vector for each id; NaN for an id outside the table."""
+        """Return a vector for each id, NaN for an id outside of the table."""
         value = None if self.value is None else vary_like(self.value, self.slice)
         settings = (self.dim, self.gather_dtype, self.rows, self.steps)
         return _look_up(settings, value, self.slice, ids)
 
     def parts(self) -> tuple[PyTree, PyTree]:
-        """Return the arguments of `gather_chunk`, with a dim of chunks in front: first the differentiated ones."""
+        """Return the arguments of `gather_chunk` for all chunks, with a dim of chunks in front.
+
+        The gradient is taken with respect to the first argument.
+        """
         chunks = _split_rows(self.slice, self.rows)
         values = None if self.value is None else _split_rows(self.value, self.rows)
         return chunks, (jnp.arange(len(chunks)), values)
@@ -59,7 +66,7 @@ class ShardedTable(nn.Module):
     def gather_chunk(
         self, chunk: Array, number_and_value: tuple[Array, Array | None]
     ) -> tuple[Array, Int[Array, "part"]]:
-        """Return the rows of a chunk, in float32 at least, and the id of each: -1 for rows that pad the last chunk."""
+        """Return the rows of a chunk, in float32 at least, and the id of each row, -1 for padding of the last chunk."""
         number, value = number_and_value
         wide = str(nn.at_least_float32(chunk.dtype))
         rows = gather(chunk, self.dim, self.gather_dtype, value, self.steps, wide)
@@ -70,42 +77,42 @@ class ShardedTable(nn.Module):
 
 
 class ChunkedEmbedding(nn.Module):
-    """An embedding, `inner`, that looks vectors up chunk by chunk, so that no device gathers the whole table."""
+    """Wrapper of an embedding that looks up vectors chunk by chunk, so that no device gathers the full table."""
 
     inner: nn.EmbeddingTable
     table: ShardedTable
 
     @property
     def weight(self) -> PyTree:  # an array, or the leaf that `tree_at` puts in its place
-        """The whole table."""
+        """The full table."""
         return self.inner.weight
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "..."]:
-        """Look up one vector for each id."""
+        """Return a vector for each id."""
         return self.inner.transform(self.table.lookup_rows(ids))
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Return logits by the whole table."""
+        """Return logits from the full table."""
         return nn.unembed(x, self.weight)
 
 
 class ChunkedTiedEmbedding(nn.ChunkedUnembedding):
-    """An embedding, `inner`, whose table also computes logits, chunk by chunk."""
+    """Wrapper of an embedding with a tied head: lookups and logits are computed chunk by chunk."""
 
     inner: ChunkedEmbedding
     table: ShardedTable
 
     @property
     def weight(self) -> PyTree:  # an array, or the leaf that `tree_at` puts in its place
-        """The whole table."""
+        """The full table."""
         return self.inner.weight
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        """Look up one vector a token."""
+        """Return a vector for each id."""
         return self.inner(ids)
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Return logits by the whole table."""
+        """Return logits from the full table."""
         return self.inner.unembed(x)
 
     def parts(self) -> tuple[PyTree, PyTree]:
@@ -118,13 +125,13 @@ class ChunkedTiedEmbedding(nn.ChunkedUnembedding):
 
 
 class ChunkedHead(nn.ChunkedUnembedding, nn.LinearWrapper):
-    """An output head, `inner`, that computes logits chunk by chunk."""
+    """Wrapper of an output head that computes logits chunk by chunk."""
 
     inner: nn.DenseMap
     table: ShardedTable
 
     def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return logits by the whole table."""
+        """Return logits from the full table."""
         return self.inner.product(x, dtype)
 
     def parts(self) -> tuple[PyTree, PyTree]:
@@ -174,7 +181,7 @@ def _look_up_backward(
     wide = gradient.astype(nn.at_least_float32(gradient.dtype))
 
     def scatter_chunk(number: Array) -> Array:
-        # The row behind the last one is out of bounds, so that its summand is dropped.
+        # For ids of other chunks, the row `count` is out of bounds, so that their gradients are dropped.
         row = jnp.where(chunk_of_id == number, row_of_id, count)
         zeros = vary_like(jnp.zeros((count, wide.shape[-1]), wide.dtype), wide, ids)
         partial_sum = zeros.at[row].add(wide, mode="drop")
@@ -189,31 +196,37 @@ _look_up.defvjp(_look_up_with_residuals, _look_up_backward)
 
 
 def _split_rows(table: Array, rows: int) -> Float[Array, "chunks rows some_embed"]:
-    """Split a device's slice into chunks of `rows` rows; the last is padded with zeros."""
+    """Split a device's slice into chunks of `rows` rows; the last chunk is padded with zeros."""
     padding = -len(table) % rows
     return (jnp.pad(table, [(0, padding), (0, 0)]) if padding else table).reshape(-1, rows, table.shape[1])
 
 
 def _locate_ids(table: Array, dim: int, rows: int, ids: Array) -> tuple[Array, Array]:
-    """Return the chunk of each id's row, -1 for an id outside the table, and the row in the gathered chunk."""
+    """Return for each id the number of its chunk, -1 if the id is outside of the table, and its row in this chunk.
+
+    The row is that in the gathered chunk, in which the rows of the devices follow each other.
+    """
     slice_rows = len(table)
-    # Where devices hold slices of features, each device has all rows, and the device's index is 0.
+    # If devices hold slices of features (`dim` is 1), each has all rows, and `device` is 0 for all ids of the table.
     device, row_of_slice = ids // slice_rows, ids % slice_rows
     is_in_table = (ids >= 0) & (device < (jax.lax.axis_size(FSDP) if dim == 0 else 1))
     return jnp.where(is_in_table, row_of_slice // rows, -1), device * rows + row_of_slice % rows
 
 
 class ChunkedTables(NamedTuple):
-    """Uses of a model's tables that are chunked: lookups of ids, logits, and lookups of layers' inputs."""
+    """Uses of a model's vocabulary tables, and whether each is chunked."""
 
     ids: bool
+    """Lookup of token embeddings."""
     logits: bool
+    """Logits, from the head or from a tied table."""
     inputs: bool
+    """Lookup of per-layer inputs."""
 
 
 def chunked_tables(model: nn.LanguageModel) -> ChunkedTables:
-    """Return the uses of tables that are chunked in a model, or its shapes, if `fsdp` splits the tables."""
-    size, head = model.embedding.weight.size * 4, model.head
+    """Return which uses of tables to chunk if `fsdp` splits the tables; `model` may consist of shapes."""
+    size, head = model.embedding.weight.size * 4, model.head  # bytes of the float32 gradient
     layer_inputs = model.parts.layer_inputs
     inputs = layer_inputs is not None and layer_inputs.embedding.weight.size * 4 > CHUNK_BYTES
     if model.parts.logit_bias is not None:  # A chunk of the logits would need its own chunk of the bias.
@@ -225,17 +238,18 @@ def chunked_tables(model: nn.LanguageModel) -> ChunkedTables:
 
 
 def _chunkable_weight(head: nn.LinearMap) -> ArrayOrShape | None:
-    """Return the weight of a head that can compute the logits of some ids from these ids' rows alone, else None."""
+    """Return the head's weight if logits of some ids can be computed from the rows of these ids alone, else None."""
     if not isinstance(head, nn.DenseMap) or head.products.operand_bits is not None or head.bias is not None:
         return None
     return head.weight
 
 
 def round_to_tiles(rows: int, width: int) -> int:
-    """Round many rows of a chunk up to whole tiles of TPUs, 16 rows of 16 bits; return few rows as they are.
+    """Round the rows of a chunk up to whole tiles of TPUs; return fewer rows than 16 tiles unchanged.
 
-    Tiles that two devices share are copied before rows are sent. A table whose vectors do not fill whole lanes is laid
-    out by columns, in tiles of 128 rows; with fewer rows each device would be sent the whole sum and keep a slice.
+    A tile has 16 rows of 16 bits. If a tile had rows of two devices, XLA would copy it before sending rows. If `width`
+    is no multiple of 128, XLA stores the table by columns, in tiles of 128 rows. A reduce-scatter of partial tiles
+    would then send each device the full sum, of which the device keeps a slice.
     """
     tile = 16 if width % 128 == 0 else 128
     return rows + -rows % tile if rows >= 16 * tile else rows
@@ -251,16 +265,16 @@ def with_chunked_tables(
     *,
     has_tiles: bool,
 ) -> nn.LanguageModel:
-    """Replace the large vocabulary tables that `fsdp` splits by chunked ones, in a model whose arrays are gathered.
+    """Wrap embedding, head and per-layer inputs to use their tables in chunks, where `chunked_tables` says so.
 
     Args:
         model: The model with gathered arrays.
-        shards: The model with this device's slices.
-        parameters: The differentiated arrays: slices, or gradient proxies for them.
+        shards: The model with this device's slices of the arrays.
+        parameters: The arrays to differentiate by: slices, or gradient proxies for slices.
         leaves: The plan's `Leaf` of each array.
-        shapes: Shapes of the whole model.
+        shapes: Shapes of the unsplit model.
         steps: Steps in which chunks are gathered and scattered (`Placement.torus_steps`).
-        has_tiles: Whether devices keep rows in tiles, as TPUs do.
+        has_tiles: Whether rows are stored in tiles, as on TPUs.
     """
 
     def shard_table(table_of: Callable[[PyTree], PyTree], gather_dtype: str) -> ShardedTable:

@@ -17,7 +17,7 @@ from ._fully_sharded import gather_parameter
 from ._mesh import CONTEXT, dim_over, TENSOR
 from .tensor import _tensor as tensor
 from .tensor._residual_stream import ResidualStream
-from .tensor._vocabulary import features_to_rows, HeadInput, logits_parts, SourceOutput, take_local_rows
+from .tensor._vocabulary import EncoderOutput, features_to_rows, HeadInput, logits_parts, take_local_rows
 
 
 Mode = Literal["train", "serve"]
@@ -156,7 +156,7 @@ def _split_encoder(
 
     The layers of `encoder` are already wrapped; `plain` is the encoder before wrapping.
     """
-    encoder = eqx.tree_at(lambda m: m.norm, encoder, SourceOutput(encoder.norm, stream))
+    encoder = eqx.tree_at(lambda m: m.norm, encoder, EncoderOutput(encoder.norm, stream))
     if plain.embedding is None:
         return encoder
     vocab = shapes.embedding.weight.shape[0]

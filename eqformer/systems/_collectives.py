@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree, Shaped
 
-from ..parallel._ring import circulate, collect, Ring
+from ..parallel._ring import circulate, Ring, ring_reduce_scatter
 
 
 Pieces = Shaped[np.ndarray, "devices ..."]
@@ -71,7 +71,7 @@ def ring_psum_scatter(x: Float[Array, "..."], axis: str, *, tiled: bool = False)
             f"make the dim {fix}."
         )
     take_part = functools.partial(jax.lax.dynamic_slice_in_dim, x, axis=0)
-    total = collect(Ring("ring", axis), x.shape[0] // devices, 0, take_part, x.dtype)
+    total = ring_reduce_scatter(Ring("ring", axis), x.shape[0] // devices, 0, take_part, x.dtype)
     return total if tiled else total[0]
 
 

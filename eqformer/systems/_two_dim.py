@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .. import nn
 from ..parallel import _collectives as send
 from ..parallel._mesh import FSDP, TENSOR
-from ..parallel._ring import circulate, collect, Ring
+from ..parallel._ring import circulate, Ring, ring_reduce_scatter
 from ..parallel._shard_map import own_part
 from ..parallel.tensor._collective_matmul import matmul_reduce_scatter
 from ..parallel.tensor._vocabulary import SplitEmbedding
@@ -266,7 +266,7 @@ def reduce_scatter_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq em
         total = partial_output(0, len(weight)).astype(y.dtype)
         return send.psum_scatter("row-parallel output", total, TENSOR, dim)
     ring = Ring("row-parallel output", TENSOR, overlap == "bidirectional")
-    return collect(ring, len(weight) // ring.devices, dim, partial_output, y.dtype)
+    return ring_reduce_scatter(ring, len(weight) // ring.devices, dim, partial_output, y.dtype)
 
 
 def up_projections(mlp: nn.FeedForward) -> dict[str, nn.LinearMap]:

@@ -112,9 +112,9 @@ def test_rows_and_tokens_that_do_not_fall_into_pieces(mesh, choices, rows, seq, 
 
 
 def test_axes_of_a_mesh_that_a_plan_does_not_know():
-    with pytest.raises(ValueError, match=r"has the axes replica, .* this one has data \(Auto\); make it by make_mesh"):
+    with pytest.raises(ValueError, match=r"must have the axes replica, .* but has data \(Auto\); use make_mesh"):
         Plan(jax.make_mesh((8,), ("data",), (AxisType.Auto,)))
-    with pytest.raises(ValueError, match=r"all of type Auto; this one has replica \(Explicit\)"):
+    with pytest.raises(ValueError, match=r"all of type Auto, but has replica \(Explicit\)"):
         Plan(jax.make_mesh((8, 1, 1, 1, 1, 1), AXES))
 
 
@@ -127,7 +127,7 @@ def test_what_is_not_checked_beforehand_is_checked_by_the_step():
 
     with pytest.raises(ValueError, match=r"8 rows do not fall into 2 x 6 equal pieces"):
         step(plan_over({"fsdp": 2, "pipe": 2}, microbatches=6))
-    with pytest.raises(ValueError, match=r"but .* has (48|8) of it and the axis 3"):
+    with pytest.raises(ValueError, match=r"but the dim has size (48|8) in .* and the axis has 3"):
         step(plan_over({"tensor": 3}))
 
 

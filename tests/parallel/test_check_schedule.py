@@ -55,39 +55,39 @@ def placed_otherwise(schedule, part_of):
 BROKEN = [
     (
         changed(one_f_one_b(3, 6), "forward", (2, 1, 2), (3, 1, 1)),
-        "tick 2, stage 1, microbatch 2, chunk 0: .* later than the forward of the part before it, .* has tick 2",
+        "tick 2, stage 1, microbatch 2, chunk 0: .* later than the forward entry of the previous part, .* in tick 2",
     ),
     (
         changed(one_f_one_b(3, 6), "backward", (5, 2, IDLE)),
-        "tick none, stage 2, microbatch 3, chunk 0: .* one backward, but it has none",
+        "at stage 2, microbatch 3, chunk 0: .* one backward entry, but there is none",
     ),
     (
         changed(gpipe(3, 6), "forward", (0, 2, 4)),
-        "tick 6, stage 2, microbatch 4, chunk 0: .* one forward, but it already had one at tick 0",
+        "tick 6, stage 2, microbatch 4, chunk 0: .* a single forward entry, but there is one at tick 0",
     ),
     (
         moved(one_f_one_b(3, 6), "forward", 1, -1),
-        "tick 0, stage 1, microbatch 0, chunk 0: .* later than the forward of the part before it, .* has tick 0; move",
+        "tick 0, stage 1, microbatch 0, chunk 0: .* later than the forward entry of the previous .* in tick 0; move",
     ),
     (
         moved(one_f_one_b(3, 6), "backward", 1, -1),
-        "tick 2, stage 1, microbatch 0, chunk 0: .* later than the backward of the part after it, .* has tick 2",
+        "tick 2, stage 1, microbatch 0, chunk 0: .* later than the backward entry of the next part, .* in tick 2",
     ),
     (
         moved(one_f_one_b(3, 6), "backward", 2, -1),
-        "tick 1, stage 2, microbatch 0, chunk 0: .* no earlier than the forward of the last part, .* has tick 2",
+        "tick 1, stage 2, microbatch 0, chunk 0: .* no earlier than the forward entry of this last part, .* in tick 2",
     ),
     (
         moved(looping(3, 3, 2), "forward", 2, 1),  # the ring: stage 0 needs what stage 2 had at tick 2
-        "tick 3, stage 0, microbatch 0, chunk 1: .* part before it, but that has tick 3; .* tick 4 or after",
+        "tick 3, stage 0, microbatch 0, chunk 1: .* previous part, which is in tick 3; .* tick 4 or later",
     ),
     (
         moved(zero_bubble(2, 3), "weight", 0, -2),
-        "stage 0, microbatch 0, chunk 0: .* weight entry no earlier than the backward of its part",
+        "stage 0, microbatch 0, chunk 0: .* weight entry no earlier than the backward entry of this part",
     ),
     (
         changed(one_f_one_b(2, 2), "weight", (3, 0, 1)),
-        "tick none, stage 0, microbatch 0, chunk 0: .* one weight, but it has none .* or none",
+        "at stage 0, microbatch 0, chunk 0: .* one weight entry, but there is none .* or for none",
     ),
     (changed(gpipe(2, 2), "forward", (0, 1, 2)), "entry 2 at tick 0, stage 1, but the rule is .* 0 to 1"),
     (
@@ -150,16 +150,16 @@ def test_changed_tables_are_refused_exactly_where_they_cannot_be_run(name):
 def test_no_stage_of_a_fused_table_can_be_a_tick_earlier():
     for table in (one_f_one_b(4, 6), interleaved(3, 6, 2)):
         for stage in range(1, table.stages):
-            with pytest.raises(ValueError, match="part before it"):
+            with pytest.raises(ValueError, match="entry of the previous part"):
                 simulate(moved(table, "forward", stage, -1))
         for stage in range(table.stages):
-            with pytest.raises(ValueError, match="part after it|last part"):
+            with pytest.raises(ValueError, match="entry of the next part|last part"):
                 simulate(moved(table, "backward", stage, -1))
 
 
 def test_a_placement_visits_each_device_once_a_chunk():
     for part_of in ([[0, 1], [2, 3]], [[0], [0]], [[1], [2]]):
-        with pytest.raises(ValueError, match=r"'mine': chunk c of the 2 devices .* but part_of is \[\["):
+        with pytest.raises(ValueError, match=r"'mine': chunk c of all 2 devices .* but part_of is \[\["):
             dataclasses.replace(gpipe(2, 1), name="mine", part_of=np.array(part_of))
 
 

@@ -231,11 +231,11 @@ def test_controls_a_wrong_ring_gives_wrong_numbers(monkeypatch):
         return errors(jax.jit(filter_shard_map(fn, mesh, *specs))(x, weight), x @ weight.T)[0]
 
     assert error() < 1e-6
-    right = _ring.pass_on
-    monkeypatch.setattr(_ring, "pass_on", lambda parts, axis, dim, **_: parts)
+    right = _ring.send_to_neighbors
+    monkeypatch.setattr(_ring, "send_to_neighbors", lambda parts, axis, dim, **_: parts)
     assert error() > 0.1  # nothing passed on
     backwards = lambda parts, *rest, **how: right((parts[0], *parts), *rest, **how)[1:]
-    monkeypatch.setattr(_ring, "pass_on", backwards)
+    monkeypatch.setattr(_ring, "send_to_neighbors", backwards)
     assert error() > 0.1  # the other way round
 
 

@@ -52,7 +52,7 @@ def test_in_float64_the_difference_is_rounding(case):
     ("name", "mesh", "message"),
     [
         (SELECTED, {"context": 2}, "CompressedAttention"),
-        (SELECTED, {"tensor": 4}, "has 2 of it and the axis 4 devices"),
+        (SELECTED, {"tensor": 4}, "the dim has size 2 in .* and the axis has 4 devices"),
         ("blocked", {"context": 2}, "BlockIndexedAttention"),
     ],
 )

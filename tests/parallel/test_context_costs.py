@@ -167,7 +167,7 @@ SIZES: Any = {"seq": 32, "heads": 8, "kv_heads": 8}
         ),
         (
             lambda: check_context("gather", 4, kernels.DotProductAttention(), **SIZES | {"needs": ("sinks",)}),
-            r"no place for sinks.*kernels.BlockwiseAttention\(\), or method='ring'",
+            r"does not support sinks.*kernels.BlockwiseAttention\(\), or method='ring'",
         ),
     ],
 )
@@ -185,6 +185,6 @@ def test_what_can_be_split_is_not_refused():
 
 def test_a_cache_is_refused():
     (query, key, value, _), tokens, _ = drawn(CASES["causal"], "float32")
-    with pytest.raises(ValueError, match=r"kv_tokens of shape \(2, 32\).*wrap the model by ShardedModel"):
+    with pytest.raises(ValueError, match=r"kv_tokens of shape \(2, 32\).*wrap the model in ShardedModel"):
         core = ContextAttention(kernels.BlockwiseAttention(), "ring")
         core(kernels.AttentionCall(query, key, value, mask=nn.causal(), tokens=tokens, kv_tokens=tokens, scale=1.0))

@@ -152,7 +152,7 @@ def test_what_is_whole_is_told_and_its_cache_is_not_split():
     (line,) = report.replicated_lines(Case("whole fading", {"tensor": 2}).plan, model)
     assert line.split(": ")[-1] == path
     assert report.replicated_lines(Case("fading", {"tensor": 2}).plan, model_of("fading")) == []
-    with pytest.raises(ValueError, match=r"sublayers\[0\].layer declares no head dim to split, and its cache has"):
+    with pytest.raises(ValueError, match=r"sublayers\[0\].layer declare no heads to split, but its cache has"):
         ShardedModel(model, Case("whole fading", {"tensor": 2}).plan)
 
 

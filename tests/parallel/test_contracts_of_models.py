@@ -345,7 +345,7 @@ def test_a_model_of_ones_own_writes_text_and_trains():
 def test_what_a_contract_says_is_checked_and_counted():
     """A model that skips is refused over stages; tables are matrices; positions bound rows; operations are counted."""
     model, skipping = eqx.filter_eval_shape(MAKE["all"]), eqx.filter_eval_shape(MAKE["skipping model"])
-    with pytest.raises(ValueError, match=r"pipe=2: a OwnModel does not say .* one after another.*leave out pipe"):
+    with pytest.raises(ValueError, match=r"pipe=2: .* one after another.* OwnModel does not declare .*leave out pipe"):
         plan_over({"pipe": 2}, microbatches=2).check(skipping, rows=8, seq=16)
     plan_over({"pipe": 2}, microbatches=2).check(model, rows=8, seq=16)
     assert nn.matrices(model).embedding.weight.table

@@ -54,7 +54,7 @@ def test_padding_is_zero_and_goes_again():
     unsharded = eqx.filter_jit(plan.unshard)(sharded)
     assert eqx.tree_equal(*(jax.device_get(row) for row in (unsharded, model)))
     assert jax.tree.structure(sharded) == jax.tree.structure(model)
-    with pytest.raises(ValueError, match="has 1 rows before it is moved, but this one has 4; give shard a plain model"):
+    with pytest.raises(ValueError, match="must have 1 rows, but one has 4; pass a plain model to shard"):
         plan.shard(sharded)
     with pytest.raises(
         ValueError, match=r"stacks of \[1, 5\] layers need \[4, 8\] rows, .* have \[1, 5\]; pass plan.shard"

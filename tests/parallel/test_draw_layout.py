@@ -132,7 +132,11 @@ def test_a_drawing_in_full(mesh):
 
 @pytest.mark.parametrize(
     "spec,words",
-    [(P("rows"), "no axis .'rows'."), (P("tensor"), "dim 0, of 3, is cut into 2 pieces"), (P(None, None), "at most 1")],
+    [
+        (P("rows"), "no axis .'rows'."),
+        (P("tensor"), "2 pieces do not divide dim 0, of size 3"),
+        (P(None, None), "at most 1"),
+    ],
     ids=str,
 )
 def test_a_spec_that_does_not_fit_is_refused(mesh, spec, words):

@@ -73,7 +73,7 @@ def test_a_lenient_dim_stays_whole_and_any_other_is_an_error(mesh):
     assert of("kv_heads head_dim embed", shape, mesh, dims=dims, lenient=frozenset({"kv_heads"})) == P(None, None, None)
     with pytest.raises(ValueError) as error:
         of("kv_heads head_dim embed", shape, mesh, dims=dims)
-    words = ["'kv_heads'", "'tensor'", "weight has 3 of it", "2 devices"]
+    words = ["'kv_heads'", "'tensor'", "size 3 in weight", "2 devices"]
     assert [word for word in words if word not in str(error.value)] == []
 
 
@@ -190,7 +190,9 @@ def test_published_sizes_are_laid_out_from_shapes_alone(mesh, name):
     shapes = shapes_of(name)
     layout = Plan(mesh, zero=3).layout(splits_fsdp=True)
     if name == "gpt2-xl":
-        with pytest.raises(ValueError, match="'heads' over axis 'tensor'.* has 25 of it and the axis 2 devices"):
+        with pytest.raises(
+            ValueError, match="'heads' over axis 'tensor'.* has size 25 in .* and the axis has 2 devices"
+        ):
             partition_specs(shapes, layout, mesh)
         return
     specs = by_path(partition_specs(shapes, layout, mesh))

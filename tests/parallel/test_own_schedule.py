@@ -90,7 +90,9 @@ def test_what_cannot_be_run_is_refused():
     late = table.forward.copy()
     late[0, 0] = parallel.IDLE
     choices = {"schedule": dataclasses.replace(table, forward=late), "microbatches": 2}
-    with pytest.raises(ValueError, match=r"stage 0, microbatch 0, chunk 0: the rule is one forward, but it has none"):
+    with pytest.raises(
+        ValueError, match=r"stage 0, microbatch 0, chunk 0: the rule is one forward entry, but there is none"
+    ):
         Case("eight layers", {"pipe": 2}, choices).plan.timetable()
     five = model_of("five layers")
     with pytest.raises(ValueError, match="more parts than layers"):

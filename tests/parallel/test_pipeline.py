@@ -295,13 +295,13 @@ def test_tables_that_cannot_run_are_refused():
         return Schedule("mine", ring_placement(2), 2, **tables)
 
     late = np.roll(good.forward[:, 0], 2)
-    with pytest.raises(ValueError, match="stage 1, microbatch 0, .* later than the forward of the part before it"):
+    with pytest.raises(ValueError, match="stage 1, microbatch 0, .* later than the forward entry of the previous part"):
         route_messages(table(forward=np.stack([late, good.forward[:, 1]], 1)))
-    with pytest.raises(ValueError, match="stage 0, microbatch 0, .* later than the backward of the part after it"):
+    with pytest.raises(ValueError, match="stage 0, microbatch 0, .* later than the backward entry of the next part"):
         route_messages(table(backward=good.backward[:, ::-1]))
-    with pytest.raises(ValueError, match="microbatch 0, .* one forward, but it has none"):
+    with pytest.raises(ValueError, match="microbatch 0, .* one forward entry, but there is none"):
         route_messages(table(forward=np.where(good.forward == 0, IDLE, good.forward)))
-    with pytest.raises(ValueError, match="one backward, but it already had one"):
+    with pytest.raises(ValueError, match="a single backward entry, but there is one"):
         route_messages(table(backward=np.where(good.backward == 1, 0, good.backward)))
 
 

@@ -208,11 +208,11 @@ def test_a_bias_added_before_the_sum_is_seen(mesh, mlp):
     "specs,args,words",
     [
         ((P(),), (1, 2), ["called with 2 arguments", "in_specs has 1 entries"]),
-        (P("tensor"), (1,), ["in_specs is a tuple", "`(spec,)`"]),
+        (P("tensor"), (1,), ["in_specs must be a tuple", "`(spec,)`"]),
         (("tensor",), (jnp.ones(4),), ["argument [0]", "no PartitionSpec"]),
-        ((P("tensor"),), (jnp.ones(6),), ["argument [0]", "(6,)", "dim 0, of 6, into 4 pieces (tensor=4)"]),
+        ((P("tensor"),), (jnp.ones(6),), ["argument [0]", "(6,)", "dim 0, of size 6, into 4 pieces (tensor=4)"]),
         ((P(("fsdp", "tensor")),), (jnp.ones(4),), ["into 8 pieces (fsdp=2 x tensor=4)"]),
-        ((P(None, "fsdp"),), (jnp.ones(4),), ["argument [0]", "speaks of 2 dims", "at most 1"]),
+        ((P(None, "fsdp"),), (jnp.ones(4),), ["argument [0]", "entries for 2 dims", "at most 1"]),
         ((P("rows"),), (jnp.ones(4),), ["no axis ['rows']", "'tensor'"]),
         ((P(), {"w": P()}), (1, {"v": jnp.ones(4)}), ["tree of in_specs does not fit the arguments"]),
         ((P(), P("fsdp")), (1, {"v": [jnp.ones(3)]}), ["argument [1]['v'][0]", "(3,)", "fsdp=2"]),
@@ -227,7 +227,7 @@ def test_arguments_that_do_not_fit_their_specs_are_refused(mesh, specs, args, wo
 
 def test_results_that_do_not_fit_their_specs_are_refused(mesh):
     run = lambda fn, out: filter_shard_map(fn, mesh, (P("tensor"),), out)(jnp.ones(4))
-    with pytest.raises(ValueError, match="result has shape .* speaks of 1 dims"):
+    with pytest.raises(ValueError, match="result has shape .* entries for 1 dims"):
         run(jnp.sum, P("tensor"))
     with pytest.raises(ValueError, match="tree of out_specs does not fit the result"):
         run(lambda x: [x, x], {"a": P("tensor")})

@@ -16,7 +16,7 @@ from test_narrow_sums import MEANT_OF_NARROW, not_meant, program_of
 from eqformer import models, nn
 from eqformer.nn import _stack
 from eqformer.parallel.tensor._tensor import PrecomputedMap
-from eqformer.parallel.tensor._vocabulary import SourceOutput
+from eqformer.parallel.tensor._vocabulary import EncoderOutput
 from eqformer.training import make_gradient_function, next_token_loss
 
 
@@ -51,7 +51,7 @@ def test_loss_and_gradients_are_those_of_one_device(mesh, choices, monkeypatch):
     assert float(jnp.max(jnp.abs(table(want)))) > 1e-2
     if plan.residual == "sequence":  # each device's own part of the source in the place of all others'
         own = lambda self, x: jnp.concatenate([self.inner(x)] * 2, axis=-2)
-        monkeypatch.setattr(SourceOutput, "__call__", own)
+        monkeypatch.setattr(EncoderOutput, "__call__", own)
         assert abs(total_under(plan, model, batch) / float(want.total) - 1) > 1e-4
 
 

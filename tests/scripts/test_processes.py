@@ -98,7 +98,7 @@ def test_two_processes_refuse_together_train_and_stop_together(tmp_path):
         assert text.count("error: ") == 3
         assert "process 1 differs from process 0 in --seed, --mesh; start all" in text
         assert f"process 1 differs from process 0 in --run-dir {folder}; start all" in text
-    assert "holds other things than a run" in texts[0] and "process 0 could not go on" in texts[1]
+    assert "holds other things than a run" in texts[0] and "process 0 failed, so this" in texts[1]
     assert [path.name for path in folders[1].iterdir()] == [".lock"]
 
 
@@ -147,7 +147,7 @@ def test_what_the_first_process_cannot_write_ends_both(file, reason, tmp_path):
         directory.begin(command.recipe, command.run)
     (tmp_path / "run" / file).mkdir()
     first, second = outputs(both(*run), code=2)
-    assert reason in first and "process 0 could not go on" in second
+    assert reason in first and "process 0 failed, so this" in second
 
 
 REWARDS = """
@@ -185,7 +185,7 @@ def test_two_processes_sample_together_as_one_process_would(tmp_path):
     processes = [start_code(code, where, number, line) for number in range(2)]
     first, second = outputs(processes)
     assert "it raised KeyError: 'answer'; correct the function" in first and not (tmp_path / "broken").exists()
-    assert "process 0 could not go on" in second and second.count("error: ") == 1
+    assert "process 0 failed, so this" in second and second.count("error: ") == 1
     assert "goes on at step 4" in first and "step 8/8" in first and "step 8/8" not in second
     assert {*(tmp_path / "two.log").read_text().split()} == {str(processes[0].pid)}
 

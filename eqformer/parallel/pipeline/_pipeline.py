@@ -1,4 +1,4 @@
-"""The executor of any pipeline schedule: a scan over ticks in which each device follows its column of the table."""
+"""Execution of pipeline schedules: a scan over ticks, in which each device runs its column of the schedule's tables."""
 
 import dataclasses
 import functools
@@ -20,7 +20,9 @@ from ._schedule import IDLE, Link, route_messages, Schedule, TickActions
 
 
 Seed = Float[Array, ""] | int
+"""Cotangent of the loss sum: the gradients are those of the loss sum times this number."""
 ModelPart = Callable[..., PyTree]
+"""One of the functions `first`, `stage` and `last` of `pipeline_gradients`."""
 
 
 def pipeline_gradients(
@@ -35,40 +37,45 @@ def pipeline_gradients(
     remat: bool = False,
     seed: Seed = 1,
 ) -> tuple[PyTree, ...]:
-    """Return loss sum, count and gradients of the sum over all microbatches, by a schedule; call it in `shard_map`.
+    """Compute loss sum, count and gradients of all microbatches in the order of a schedule, inside `shard_map`.
 
-    The model is `last(edges, stage(blocks, ... first(edges, piece)), piece) -> (sum, count)` with one `stage` per part.
-    The functions may use collectives over other axes. A device keeps the residuals of its parts, in as many slots as
-    are in use at once. With `remat` it keeps only the inputs of its parts, and runs a part again in its backward entry;
-    the forward entry of the model's last part then has nothing to do. The last part's backward entry computes the loss.
-    An idle device computes nothing. If any device sends a message over a link in a tick, all devices send one over that
-    link.
+    For each microbatch `piece`, the model is `x = first(edges, piece)`, then `x = stage(blocks, x, piece)` for each
+    part of the model, then `last(edges, x, piece)`, which returns a loss sum and a count. `edges` are the parameters
+    outside of the layers. The functions may use collectives over axes other than `pipe`.
 
-    Sum, count and the gradients of `edges` are reduced over `pipe`; over axes that the data vary over they are partial
-    sums, to be reduced once by the caller. Gradients are summed in float32 at least and are None for arrays that are
-    not floating-point. If the schedule is split, the weight gradients of `nn.DenseMap`s in `blocks` are computed in
-    the weight entries (see `_residuals`); all other gradients come with the backward entries.
+    A device stores the residuals of its parts' forward entries, in as many slots as are used at once. With `remat` it
+    stores only the inputs of its parts, and runs a part again in the backward entry. The backward entry of the model's
+    last part also computes the loss, so with `remat` the last part's forward entry does nothing. Idle devices compute
+    nothing. Messages are collective: in a tick in which any device sends a message over a link, all devices send one.
+
+    The loss sum, the count and the gradients of `edges` are summed over `pipe`. Over axes that the data vary over, all
+    results are partial sums, for the caller to reduce once. Gradients are summed in float32 at least. They are None for
+    arrays that are not floating-point. If the schedule is split, the weight gradients of `nn.DenseMap`s in `blocks` are
+    computed in weight entries (see `_residuals`), and all other gradients in backward entries.
+
+    The result is `(sum, count, gradients)`, or `(sum, count, aux, gradients)` with `has_aux`. The gradients are a pair
+    like `parameters`.
 
     Args:
-        schedule: The entries of each device and tick; messages go as its placement says.
-        first: The model before the layers.
-        stage: A part of the model, `stage(part of blocks, x, piece) -> x`.
-        last: The model after the layers, and the loss.
-        parameters: `(edges, blocks)`: `edges` replicated over the axis `pipe`, `blocks` this device's layers, each
-            array with a leading `layers` dim that holds `chunks` equal groups in turn.
-        data: Microbatches, with a leading dim `microbatches`, replicated over the axis.
-        has_aux: Whether a stage returns `(x, aux)`, of `nn.Aux` with a leading `layers` dim: their losses join the
-            loss sum, and their sums over microbatches are returned third.
+        schedule: Entries of each device in each tick, and the placement of the parts.
+        first: Function of `edges` and a microbatch: the model before the layers.
+        stage: Function of the layers of a part, `x` and a microbatch.
+        last: Function of `edges`, `x` and a microbatch: the model after the layers, and the loss.
+        parameters: `(edges, blocks)`: `edges` are replicated over the axis `pipe`. `blocks` are this device's layers:
+            the leading dim of each array has the layers of the device's first chunk, then those of the next, and so on.
+        data: Arrays with a leading dim `microbatches`, replicated over the axis.
+        has_aux: Whether a stage returns `(x, aux)`, where `aux` has values of `nn.Aux` with a leading dim of layers.
+            The losses of the aux are added to the loss sum, and its sum over microbatches is returned.
         remat: Whether a part runs forward again in its backward entry.
-        seed: The factor of the loss sum for the gradients.
+        seed: Cotangent of the loss sum.
     """
     if (devices := jax.lax.axis_size(PIPE)) != schedule.stages:
         raise ValueError(
             f"pipeline_gradients(schedule={schedule.name!r}): the schedule is for {schedule.stages} stages, but the "
-            f"axis {PIPE!r} has {devices} devices; make one as the other."
+            f"axis {PIPE!r} has {devices} devices; make the two numbers equal."
         )
     data = vary(data, [PIPE])
-    # Typed as varying like the data, so that gradients stay partial sums and nothing is reduced within the loop.
+    # Mark the parameters as varying like the data, so that gradients stay partial sums and the loop reduces nothing.
     parameters = vary_like(parameters, data)
 
     def stage_without_aux(*args: PyTree) -> tuple[PyTree, None]:
@@ -76,35 +83,44 @@ def pipeline_gradients(
 
     functions = (first, stage if has_aux else stage_without_aux, last)
     executor = _Executor(schedule, functions, parameters, data, remat, seed)
-    state, _ = jax.lax.scan(executor.tick, executor.initial_state(), executor.own_actions())
+    state, _ = jax.lax.scan(executor.run_tick, executor.initial_state(), executor.local_actions())
     sums = state.sums
-    # Loss sums and gradients of edges are partial on every stage; gradients of blocks are a device's own.
-    (total, count), edge_grads = _sum_over_stages((sums.loss, sums.edges))
-    return (total, count, *((sums.aux,) if has_aux else ()), (edge_grads, sums.blocks))
+    # Each stage has its own terms of the loss and of the gradients of edges. Gradients of blocks need no sum.
+    (total, count), edge_grads = _sum_over_stages((sums.loss, sums.edge_grads))
+    return (total, count, *((sums.aux,) if has_aux else ()), (edge_grads, sums.block_grads))
 
 
 class _Sums(eqx.Module):
-    """Sums that entries add to: loss sum and count, layers' aux, gradients of edges and of blocks; and, by slot, the
-    operands of deferred weight gradients."""
+    """Arrays that backward and weight entries update."""
 
     loss: tuple[PyTree, ...]
+    """Loss sum and count."""
     aux: PyTree
-    edges: PyTree
-    blocks: PyTree
+    """Sum of the aux of this device's layers."""
+    edge_grads: PyTree
+    block_grads: PyTree
     operands: PyTree
+    """Slots of operands of deferred weight gradients."""
 
 
 class _State(eqx.Module):
-    """The carry of the scan over ticks: by slot, messages that wait and residuals of parts; and the sums."""
+    """Carry of the scan over ticks."""
 
     inputs: PyTree
+    """Slots of inputs of parts."""
     cotangents: PyTree
+    """Slots of cotangents of the parts' outputs."""
     residuals: list[Array]
+    """Slots of residuals; empty with `remat`."""
     sums: _Sums
 
 
 class _Executor:
-    """The constants of one call, and the three kinds of entry as functions of the state."""
+    """Constants of a call of `pipeline_gradients`, and one method for each kind of entry.
+
+    An `entry` is `chunk * microbatches + microbatch`, as in `Schedule`. `_microbatch(entry)` and `_chunk(entry)` return
+    the data and the layers of an entry.
+    """
 
     def __init__(
         self,
@@ -122,21 +138,24 @@ class _Executor:
         _check_data(schedule, self.blocks, data)
         self.axes, self.x, self.loss, self.aux, self.deferrable = self._trace_shapes()
         x, entry = zeros(self.x), vary(jnp.int32(0), [PIPE])
-        run_part = functools.partial(self._run_part_with_inputs, self._chunk(entry), x, self._piece(entry))
+        run_part = functools.partial(self._run_part_with_inputs, self._chunk(entry), x, self._microbatch(entry))
         self.packer = None if remat else _residuals.ResidualPacker(run_part)
 
-    def own_actions(self) -> TickActions:
-        """Return this device's column of the tables of actions."""
+    def local_actions(self) -> TickActions:
+        """Return this device's column of each table of actions."""
         columns = [jnp.asarray(table)[:, self.rank] for table in jax.tree.leaves(self.routes.actions)]
         return jax.tree.unflatten(jax.tree.structure(self.routes.actions), columns)
 
     def _trace_shapes(
         self,
     ) -> tuple[frozenset[str], PyTree, tuple[PyTree, ...], PyTree, dict[int, _residuals.ProbeShapes]]:
-        """Trace for shapes: the varying axes of the stream between parts, the shapes of stream, sum and count, and aux,
-        and the maps whose weight gradients are deferred."""
+        """Trace the model for shapes.
+
+        Return the mesh axes over which the activations between parts vary; the shapes of these activations, of loss sum
+        and count, and of the aux; and, by number, the linear maps whose weight gradients can be deferred.
+        """
         axes = frozenset({PIPE})
-        chunk, piece = self._chunk(jnp.int32(0)), self._piece(jnp.int32(0))
+        chunk, piece = self._chunk(jnp.int32(0)), self._microbatch(jnp.int32(0))
         records: dict[int, _residuals.CallRecord] = {}
 
         def program(axes: frozenset[str]) -> tuple:
@@ -145,23 +164,23 @@ class _Executor:
             x = vary(self.first(self.edges, piece), axes)
             y, aux = self.stage(blocks, x, piece)
             total, count = self.last(self.edges, vary(y, axes), piece)
-            # The loss varies over the axes of the terms that are added to it.
+            # The loss sum varies over all axes of the terms that are added to it.
             loss = vary_like((total, count), nn.aux_loss(aux), self.rank)
             return x, y, vary(aux, [PIPE]), loss
 
-        while True:
+        while True:  # Until the output of a part varies over no more axes than its input.
             x, y, aux, loss = jax.eval_shape(functools.partial(program, axes))
-            grown = axes.union(*map(varying_axes, jax.tree.leaves((x, y))))
-            if grown == axes:
+            new_axes = axes.union(*map(varying_axes, jax.tree.leaves((x, y))))
+            if new_axes == axes:
                 break
-            axes = grown
-        _check_stream(x, y)
+            axes = new_axes
+        _check_activations(x, y)
         tokens = min(leaf.size // leaf.shape[-1] for leaf in jax.tree.leaves(x) if leaf.ndim)
         deferrable = _residuals.find_deferrable(chunk, records, tokens) if self.schedule.is_split else {}
         return axes, x, loss, aux, deferrable
 
     def initial_state(self) -> _State:
-        """Return empty slots and zero sums, typed as varying like the terms that will be added."""
+        """Return empty slots and zero sums, which vary over the mesh axes of the terms that will be added."""
         inputs, cotangents = (
             zeros(self.x, max(slots, 1)) for slots in (self.routes.input_slots, self.routes.cotangent_slots)
         )
@@ -172,20 +191,20 @@ class _Executor:
         return _State(inputs, cotangents, self._zero_residuals(self.routes.residual_slots), sums)
 
     def _zeros_of_all_chunks(self, x: jax.ShapeDtypeStruct) -> Array:
-        """Return zeros for the layers of all chunks, where `x` is the shape of a chunk's."""
+        """Return zeros for the layers of all chunks; `x` has the shape for one chunk."""
         return zeros(x, self.schedule.chunks).reshape(-1, *x.shape[1:])
 
     def _zero_residuals(self, *slots: int) -> list[Array]:
-        """Return zeros in the place of a part's residuals."""
+        """Return zeros of the shapes of a part's residuals, with `slots` in front."""
         return zeros(self.packer.shapes, *slots) if self.packer else []
 
-    def tick(self, state: _State, action: TickActions) -> tuple[_State, None]:
-        """Run one tick: a forward, a backward and a weight entry, and the messages between devices."""
-        # Slots are read outside of `cond`, since slots that enter a branch would be allocated twice.
+    def run_tick(self, state: _State, action: TickActions) -> tuple[_State, None]:
+        """Run a tick: the device's forward, backward and weight entry, then the messages between devices."""
+        # Read slots outside of `cond`, because slots that are arguments of a branch would be allocated twice.
         x, zero = _residuals.read_slot(state.inputs, action.forward_input), zeros(self.x)
         run, idle = lambda: self._forward(x, action), lambda: (zero, zero, self._zero_residuals())
         x, y, residuals = jax.lax.cond(action.forward != IDLE, run, idle)
-        # The model's first input is no message from another device, so it is stored where it is computed.
+        # The first part's input does not arrive as a message. Its forward entry computes the input, so store it here.
         is_first_part = (action.forward != IDLE) & self._is_part(action.forward, 0)
         inputs = _residuals.write_slot(state.inputs, jnp.where(is_first_part, action.forward_input, IDLE), x)
         residual_slots = _residuals.write_slot(state.residuals, action.forward_residuals, residuals)
@@ -216,11 +235,12 @@ class _Executor:
         return state, None
 
     def _forward(self, x: PyTree, action: TickActions) -> tuple[PyTree, PyTree, list[Array]]:
-        """Return the part's input, output and residuals; with `remat`, the model's last part returns its input twice.
+        """Return the part's input, output and residuals.
 
-        The last part runs again in its backward entry, so that its output is not needed here.
+        With `remat`, the model's last part does not run here, because it runs in its backward entry. Its input is then
+        returned in place of its output, which nothing reads.
         """
-        piece, chunk = self._piece(action.forward), self._chunk(action.forward)
+        piece, chunk = self._microbatch(action.forward), self._chunk(action.forward)
         first = lambda: vary(self.first(self.edges, piece), self.axes)
         x = jax.lax.cond(self._is_part(action.forward, 0), first, lambda: x)
         if self.packer:
@@ -230,12 +250,12 @@ class _Executor:
         return x, jax.lax.cond(self._is_part(action.forward, -1), lambda: x, run), []
 
     def _run_part_with_inputs(self, chunk: PyTree, x: PyTree, piece: PyTree) -> tuple[tuple, PyTree]:
-        """Return the results of `_run_part` and all arrays that they are computed from."""
+        """Return the results of `_run_part`, and its arguments after maps with deferred weights are replaced."""
         inputs = _residuals.defer_maps(chunk, self.deferrable), x, piece
         return self._run_part(*inputs), inputs
 
     def _run_part(self, blocks: PyTree, x: PyTree, piece: PyTree) -> tuple:
-        """Return `((output, loss of its aux), pullback, aux)` of a part."""
+        """Run a part forward; return `((output, loss of its aux), vjp function, aux)`."""
         trained, static = eqx.partition(blocks, _residuals.flag_differentiated(blocks))
 
         def stage(trained: PyTree, x: PyTree) -> tuple[tuple, PyTree]:
@@ -247,19 +267,22 @@ class _Executor:
     def _backward(
         self, sums: _Sums, x: PyTree, cotangent: PyTree, residuals: list[Array], action: TickActions
     ) -> tuple[_Sums, PyTree]:
-        """Return the sums with this part's gradients added, and the gradient of its input."""
-        piece, chunk = self._piece(action.backward), self._chunk(action.backward)
+        """Return the sums with the part's gradients added, and the gradient of the part's input.
+
+        `x`, `cotangent` and `residuals` come from slots, but the cotangent of the last part comes from the loss.
+        """
+        piece, chunk = self._microbatch(action.backward), self._chunk(action.backward)
         inputs = _residuals.defer_maps(chunk, self.deferrable), x, piece
         results = self.packer.unpack(residuals, inputs) if self.packer else self._run_part(*inputs)
-        (y, aux_loss), pull, aux = results
+        (y, aux_loss), part_vjp, aux = results
         loss, edge_grads, cotangent = jax.lax.cond(
             self._is_part(action.backward, -1),
             lambda loss, edge_grads: self._backward_of_last(loss, edge_grads, y, piece),
             lambda loss, edge_grads: (loss, edge_grads, cotangent),
             sums.loss,
-            sums.edges,
+            sums.edge_grads,
         )
-        chunk_grads, dx = pull((cotangent, jnp.ones_like(aux_loss) * self.seed))
+        chunk_grads, dx = part_vjp((cotangent, jnp.ones_like(aux_loss) * self.seed))
         chunk_grads, operands = _residuals.split_gradients(chunk_grads, chunk)
         edge_grads = jax.lax.cond(
             self._is_part(action.backward, 0),
@@ -267,7 +290,7 @@ class _Executor:
             lambda grads: grads,
             edge_grads,
         )
-        block_grads = self._add_chunk(sums.blocks, chunk_grads, action.backward)
+        block_grads = self._add_chunk(sums.block_grads, chunk_grads, action.backward)
         loss = loss[0] + aux_loss.astype(loss[0].dtype), *loss[1:]
         aux = self._add_chunk(sums.aux, jax.tree.map(vary_like, aux, sums.aux), action.backward)
         operand_slots = _residuals.write_slot(sums.operands, action.backward_operands, operands)
@@ -276,27 +299,34 @@ class _Executor:
     def _backward_of_last(
         self, loss: tuple[PyTree, ...], edge_grads: PyTree, y: PyTree, piece: PyTree
     ) -> tuple[tuple, PyTree, PyTree]:
-        """Compute the loss: return loss sum and count, and the gradients of both arguments of `last`."""
+        """Run `last` forward and backward for the output `y` of the last part.
+
+        Return `loss` with the loss sum and count added, `edge_grads` with the gradients of `edges` added, and the
+        cotangent of `y`.
+        """
         trained, static = eqx.partition(self.edges, eqx.is_inexact_array)
         last = lambda trained, y: self.last(eqx.combine(trained, static), y, piece)
-        total, pull, count = jax.vjp(last, trained, y, has_aux=True)
-        last_grads, cotangent = pull(jnp.ones_like(total) * self.seed)
+        total, last_vjp, count = jax.vjp(last, trained, y, has_aux=True)
+        last_grads, cotangent = last_vjp(jnp.ones_like(total) * self.seed)
         return _residuals.accumulate(loss, (total, count)), _residuals.accumulate(edge_grads, last_grads), cotangent
 
     def _backward_of_first(self, edge_grads: PyTree, dx: PyTree, piece: PyTree) -> PyTree:
+        """Return `edge_grads` with the gradients of `edges` through `first` added."""
         trained, static = eqx.partition(self.edges, eqx.is_inexact_array)
         first = lambda trained: vary(self.first(eqx.combine(trained, static), piece), self.axes)
         return _residuals.accumulate(edge_grads, jax.vjp(first, trained)[1](dx)[0])
 
     def _weight(self, sums: _Sums, action: TickActions) -> _Sums:
+        """Return the sums with the part's deferred weight gradients added."""
         operands = _residuals.read_slot(sums.operands, action.weight_operands)
         chunk_grads = _residuals.weight_gradients(self._chunk(action.weight), operands)
-        return dataclasses.replace(sums, blocks=self._add_chunk(sums.blocks, chunk_grads, action.weight))
+        return dataclasses.replace(sums, block_grads=self._add_chunk(sums.block_grads, chunk_grads, action.weight))
 
     def _send(self, message: PyTree, link: Link, is_used: Bool[Array, ""]) -> PyTree:
-        """Return the message that arrives over the link; `is_used` is whether any device sends over it in this tick.
+        """Send a message over a link, and return the message that arrives.
 
-        All devices take the same branch. A message from a device to itself is returned unchanged.
+        `is_used` says whether any device sends over the link in this tick. It is the same on all devices, so all take
+        the same branch. A message from a device to itself is returned unchanged.
         """
         if link.shift == 0:
             return message
@@ -310,14 +340,16 @@ class _Executor:
         return jax.lax.cond(is_used, permute, lambda message: message, message)
 
     def _is_part(self, entry: Int[Array, ""], part: int) -> Bool[Array, ""]:
-        """Return whether an entry is of this part of the model, 0 the first and -1 the last."""
+        """Return whether an entry of this device is for the given part of the model; -1 is the last part."""
         stage, chunk = int(self.schedule.stage_of[part]), int(self.schedule.chunk_of[part])
         return (self.rank == stage) & (entry // self.schedule.microbatches == chunk)
 
-    def _piece(self, entry: Int[Array, ""]) -> PyTree:
+    def _microbatch(self, entry: Int[Array, ""]) -> PyTree:
+        """Return the data of an entry's microbatch."""
         return _residuals.read_slot(self.data, entry % self.schedule.microbatches)
 
     def _chunk(self, entry: Int[Array, ""]) -> PyTree:
+        """Return the layers of an entry's chunk."""
         chunks = self.schedule.chunks
         if chunks == 1:
             return self.blocks
@@ -326,7 +358,7 @@ class _Executor:
         return eqx.combine(_residuals.read_slot(groups, entry // self.schedule.microbatches), static)
 
     def _add_chunk(self, sums: PyTree, chunk_terms: PyTree, entry: Int[Array, ""]) -> PyTree:
-        """Add the terms of the entry's group of layers to the group's rows of the sums."""
+        """Add terms for the layers of the entry's chunk to the rows of these layers in `sums`."""
         if self.schedule.chunks == 1:
             return _residuals.accumulate(sums, chunk_terms)
         return _residuals.accumulate_group(sums, entry // self.schedule.microbatches, chunk_terms)
@@ -343,22 +375,23 @@ def _check_data(schedule: Schedule, blocks: PyTree, data: PyTree) -> None:
         if leaf.shape[:1] != (schedule.microbatches,):
             raise ValueError(
                 f"{call}: the leading dim of all data is the microbatch, of which the schedule has "
-                f"{schedule.microbatches}; an array has shape {leaf.shape}; reshape it to (microbatches, rows, ...)."
+                f"{schedule.microbatches}, but the shape of an array is {leaf.shape}; reshape it to (microbatches, "
+                "rows, ...)."
             )
     layers = {leaf.shape[0] for leaf in jax.tree.leaves(eqx.filter(blocks, eqx.is_array))}
     if any(number % schedule.chunks for number in layers):
         raise ValueError(
-            f"{call}: the arrays of blocks have a leading dim of layers, a multiple of chunks={schedule.chunks}; "
-            f"here it is {sorted(layers)}; see layer_order."
+            f"{call}: the leading dim of the arrays of blocks must be a multiple of chunks={schedule.chunks}, but the "
+            f"arrays have {sorted(layers)} layers; see layer_order."
         )
 
 
-def _check_stream(x: PyTree, y: PyTree) -> None:
+def _check_activations(x: PyTree, y: PyTree) -> None:
     """Raise a `ValueError` unless a stage's output has the shapes and dtypes of its input."""
     if (input_shapes := _describe_shapes(x)) != (output_shapes := _describe_shapes(y)):
         raise ValueError(
-            f"pipeline_gradients(stage): a stage maps the stream to one of its shapes and dtypes, but {input_shapes} "
-            f"goes in and {output_shapes} comes out; let `first` return what stages return."
+            "pipeline_gradients(stage): a stage must return the shapes and dtypes of its input, but the input has "
+            f"{input_shapes} and the output {output_shapes}; let `first` return the shapes that stages return."
         )
 
 

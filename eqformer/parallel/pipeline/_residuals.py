@@ -1,14 +1,15 @@
-"""Arrays that stages store between entries of a schedule: residuals, and operands of deferred weight gradients.
+"""Arrays that stages store between the entries of a schedule: residuals, and operands of deferred weight gradients.
 
-A backward entry comes ticks after its forward entry and does not run the forward pass again. `jax.vjp` gives outputs
-and a pullback, a tree of arrays. Some of these are arguments of the stage, which the backward entry has too; others
-depend on none of the arguments, so they are the same in every tick. The other arrays are the residuals to store.
-(Types do not tell: indices of a mixture's tokens are not typed as varying over `pipe`, though they do.)
+A backward entry is several ticks after its forward entry, and does not run the forward pass again. In the forward
+entry, `jax.vjp` returns outputs and a vjp function, which is a tree of arrays. Some of these arrays are arguments of
+the stage, which the backward entry has too. Others depend on no argument, so they are the same in every tick. All other
+arrays are the residuals, which are stored. (Whether an array depends on arguments cannot be told from the mesh axes of
+its type: indices of a mixture's tokens are not typed as varying over `pipe`, although they vary.)
 
-A backward pass through `y = W x` needs only `W` to go on; the weight gradient, the product `dy x^T`, can wait if `x`
-and `dy` are kept, and is then computed in a later entry, without recomputation. For this, each `nn.DenseMap` of some
-blocks is replaced by one whose product has two more inputs, probes of zeros that it ignores: their "gradients" are `x`
-and `dy`. A scan over layers stacks them like any gradient.
+The backward pass through `y = W x` needs only `W` to compute `dx`. The weight gradient, the product `dy x^T`, can be
+computed in a later entry if `x` and `dy` are stored. For this, each `nn.DenseMap` of the blocks is replaced by a map
+with two more inputs, called probes. Probes are zero and do not change the result, but the map's custom backward pass
+returns `x` and `dy` as their gradients. A scan over layers stacks them like all gradients.
 """
 
 import dataclasses
@@ -35,10 +36,10 @@ from ._schedule import IDLE
 
 
 class ResidualPacker:
-    """Packs the residuals of a forward pass into a list of arrays, and restores the pass's results from them.
+    """Conversion between the results of a forward pass and a list of its residuals.
 
-    `run()` returns the results of a pass and all of its inputs. It is traced once; only the computation of constants
-    runs. `shapes` are those of the residuals.
+    `run()` returns the results of a pass and all its inputs. It is traced once, and not run, but results that depend on
+    no input are computed. The attribute `shapes` has the shapes of the residuals.
     """
 
     def __init__(self, run: Callable[[], tuple[PyTree, PyTree]]):
@@ -58,7 +59,7 @@ class ResidualPacker:
         self.shapes = [shape for shape, constant in zip(shapes, constant_programs, strict=True) if constant is None]
 
     def pack(self, results: PyTree, inputs: PyTree) -> list[AnyArray]:
-        """Return the residuals of a pass, with random keys as numbers."""
+        """Return the residuals of a pass; random keys are converted to numbers."""
         computed = _as_slot_arrays(_separate_inputs(results, inputs)[1])
         return [x for x, constant in zip(computed, self.constants, strict=True) if constant is None]
 
@@ -72,8 +73,10 @@ class ResidualPacker:
 
 
 def _separate_inputs(results: PyTree, inputs: PyTree) -> tuple[list[tuple[int, int]], list[AnyArray]]:
-    """Return each result's source (0 for an input, 1 for a computed array) with its index there, and the computed
-    arrays."""
+    """Separate the arrays of the results into inputs and computed arrays.
+
+    Return for each array `(0, index)` if it is an input and `(1, index)` if it is computed, and the computed arrays.
+    """
     computed: list[AnyArray] = []
     sources = {id(x): (0, index) for index, x in enumerate(jax.tree.leaves(inputs))}
     leaves = jax.tree.leaves(results)
@@ -85,7 +88,7 @@ def _separate_inputs(results: PyTree, inputs: PyTree) -> tuple[list[tuple[int, i
 
 
 def _constant_program(program: ClosedJaxpr, index: int) -> ClosedJaxpr | None:
-    """Return the program of one result, without effects of other equations, or None if the result needs an input."""
+    """Return the program that computes only one result, or None if the result depends on an input."""
     results = program.jaxpr.outvars[index : index + 1]
     needed, equations = _variables(results), []
     for equation in reversed(program.jaxpr.eqns):
@@ -103,6 +106,7 @@ def _constant_program(program: ClosedJaxpr, index: int) -> ClosedJaxpr | None:
 
 
 def _variables(atoms: Iterable[Var | Literal]) -> set[Var]:
+    """Return the variables among the inputs or outputs of an equation."""
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
@@ -111,7 +115,7 @@ def _is_key(x: AnyArray) -> bool:
 
 
 def _as_slot_arrays(arrays: Sequence[AnyArray]) -> list[AnyArray]:
-    """Return keys as numbers, and all arrays typed as varying over stages, like arrays that are read from slots."""
+    """Convert random keys to numbers, and mark all arrays as varying over stages, like arrays in slots."""
     return [vary(jax.random.key_data(x) if _is_key(x) else jnp.asarray(x), [PIPE]) for x in arrays]
 
 
@@ -119,7 +123,7 @@ def _wrap_key(numbers: AnyArray, impl: Hashable) -> AnyArray:
     return jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl)
 
 
-# Slots: trees of arrays with a leading dim of slots, carried by the scan over ticks.
+# Slots: trees of arrays with a leading dim of slots, in the carry of the scan over ticks.
 
 
 def read_slot(slots: PyTree, slot: Int[AnyArray, ""]) -> PyTree:
@@ -128,7 +132,7 @@ def read_slot(slots: PyTree, slot: Int[AnyArray, ""]) -> PyTree:
 
 
 def write_slot(slots: PyTree, slot: Int[AnyArray, ""], tree: PyTree) -> PyTree:
-    """Return the slots with one overwritten by `tree`; unchanged if the slot is `IDLE`."""
+    """Return the slots after writing `tree` into one of them; unchanged if `slot` is `IDLE`."""
 
     def write(x: AnyArray, y: AnyArray) -> AnyArray:
         index = jnp.maximum(slot, 0)
@@ -139,7 +143,7 @@ def write_slot(slots: PyTree, slot: Int[AnyArray, ""], tree: PyTree) -> PyTree:
 
 
 def accumulate(sums: PyTree, terms: PyTree) -> PyTree:
-    """Add terms to sums, in the sums' dtypes; None adds nothing."""
+    """Add terms to sums, in the dtypes of the sums; a term of None adds nothing."""
 
     def add(x: AnyArray | None, y: AnyArray | None) -> AnyArray | None:
         return x if x is None or y is None else x + y.astype(x.dtype)
@@ -148,7 +152,7 @@ def accumulate(sums: PyTree, terms: PyTree) -> PyTree:
 
 
 def accumulate_group(sums: PyTree, group: Int[AnyArray, ""], terms: PyTree) -> PyTree:
-    """Add terms, as `accumulate` does, to one of the equal groups of rows of each array."""
+    """Add terms to one group of rows of each sum, as `accumulate` does; all groups have as many rows as the terms."""
 
     def add(x: AnyArray | None, y: AnyArray | None) -> AnyArray | None:
         if x is None or y is None:
@@ -168,7 +172,7 @@ def _is_none(node: object) -> bool:
 
 
 class MapCall(NamedTuple):
-    """Shapes in a call of a map, in one layer."""
+    """Shapes in a call of a linear map, for one layer."""
 
     weight: tuple[int, ...]
     inputs: jax.ShapeDtypeStruct
@@ -176,35 +180,35 @@ class MapCall(NamedTuple):
 
 
 class ProbeShapes(NamedTuple):
-    """Shapes of a map's inputs and outputs in one layer, and the number of layers."""
+    """Shapes of a map's inputs and outputs for one layer, and the number of layers."""
 
     layers: int
     inputs: jax.ShapeDtypeStruct
     outputs: jax.ShapeDtypeStruct
 
     def zeros(self, *slots: int) -> tuple[Array, Array]:
-        """Return zeros for the inputs and the outputs of all layers, with `slots` in front."""
+        """Return zeros for the inputs and outputs of all layers, with `slots` in front."""
         return zeros((self.inputs, self.outputs), *slots, self.layers)
 
 
 class CallRecord:
-    """The calls of one map in a trace."""
+    """Calls of one map during a trace."""
 
     def __init__(self):
         self.calls: list[MapCall] = []
 
 
 class MapWrapper(nn.LinearWrapper, nn.DenseMap):
-    """Stands in for a `DenseMap` in a pipeline's blocks."""
+    """Base class of wrappers of a `DenseMap` in a pipeline's blocks."""
 
     @property
     def weight(self) -> PyTree:  # an array, or the leaf that `tree_at` puts in its place
-        """The inner map's weight."""
+        """Weight of the inner map."""
         return self.inner.weight
 
 
 class RecordingMap(MapWrapper):
-    """A map that records the shapes of its calls."""
+    """Wrapper of a map that records the shapes of its calls."""
 
     record: CallRecord = eqx.field(static=True)
 
@@ -217,14 +221,14 @@ class RecordingMap(MapWrapper):
 
 
 class DeferredMap(MapWrapper):
-    """A map whose weight gets no gradient: the probes' gradients are the map's input and its output's cotangent."""
+    """Wrapper of a map whose weight gets no gradient; its probes get the input and the output's cotangent."""
 
     input_probe: Float[Array, "..."]
     output_probe: Float[Array, "..."]
 
     def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the inner map's product."""
-        # `pcast` before the product: its transpose sums the input's gradient over axes that the input is the same on.
+        # Mark the input as varying before the product, so that the transpose sums the input's gradient over mesh axes.
         weight, inputs = self.inner.weight, len(self.inputs)
         rows = vary_like(x, weight).reshape(*x.shape[: x.ndim - inputs], -1)
         input_probe = self.input_probe.reshape(rows.shape)
@@ -259,7 +263,7 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def record_calls(blocks: PyTree) -> tuple[PyTree, dict[int, CallRecord]]:
-    """Replace every map by one that records its calls in one trace; return the blocks and the records by map number."""
+    """Wrap every map in a `RecordingMap`; return the wrapped blocks, and the record of each map by its number."""
     maps = _number_maps(blocks)
     records = {number: CallRecord() for number in maps}
     recording = {number: RecordingMap(linear, records[number]) for number, linear in maps.items()}
@@ -267,10 +271,11 @@ def record_calls(blocks: PyTree) -> tuple[PyTree, dict[int, CallRecord]]:
 
 
 def find_deferrable(blocks: PyTree, records: dict[int, CallRecord], tokens: int) -> dict[int, ProbeShapes]:
-    """Return the probes' shapes for each map, by number, whose weight gradient can be deferred.
+    """Return, by map number, the shapes of the probes of each map whose weight gradient can be deferred.
 
-    Such a map is called once a layer, on at least `tokens` vectors (fewer: inside a loop of a layer's own), and its
-    weight is the layer's own: neither gathered, nor one of several under `vmap`, nor read by another module.
+    `records` are the calls in one layer. A map must be called once, on at least `tokens` vectors, because on fewer
+    vectors it is called inside a loop. The weight in the call must have the shape of the layer's weight: a weight under
+    `vmap`, or one that is gathered over `tensor`, has another shape.
     """
     deferrable = {}
     for number, (linear, dim, _) in enumerate(_map_sites(blocks)):
@@ -278,8 +283,8 @@ def find_deferrable(blocks: PyTree, records: dict[int, CallRecord], tokens: int)
         if len(calls) != 1:
             continue
         call = calls[0]
-        is_layers_own = call.weight == _gathered_shape(linear, dim)[1:]
-        if is_layers_own and math.prod(call.inputs.shape[: -len(linear.inputs)]) >= tokens:
+        has_layer_weight = call.weight == _gathered_shape(linear, dim)[1:]
+        if has_layer_weight and math.prod(call.inputs.shape[: -len(linear.inputs)]) >= tokens:
             deferrable[number] = ProbeShapes(linear.weight.shape[0], call.inputs, call.outputs)
     return deferrable
 
@@ -292,8 +297,10 @@ def defer_maps(blocks: PyTree, deferrable: dict[int, ProbeShapes]) -> PyTree:
 
 
 def flag_differentiated(blocks: PyTree) -> PyTree:
-    """Flag the leaves that a backward pass differentiates: all floating-point arrays except deferred weights and the
-    values of gradient proxies."""
+    """Flag the leaves by which a backward pass differentiates.
+
+    These are all floating-point arrays except the weights of `DeferredMap`s and the values of gradient proxies.
+    """
 
     def unflag(flags: DeferredMap | Gathered) -> PyTree:
         if isinstance(flags, Gathered):
@@ -313,9 +320,10 @@ def select_differentiable(tree: PyTree) -> PyTree:
 
 
 def split_gradients(gradients: PyTree, blocks: PyTree) -> tuple[PyTree, dict[int, tuple[Array, Array]]]:
-    """Split the gradients of `defer_maps`' blocks into those of plain blocks, and the operands of deferred products.
+    """Split the gradients of the result of `defer_maps` into gradients of the plain `blocks`, and operands.
 
-    The gradients of deferred weights are None; the operands are pairs of a map's input and its output's cotangent.
+    The gradients of deferred weights are None. The operands are, by map number, pairs of a map's input and the
+    cotangent of its output.
     """
     deferred = {number: node for number, node in _number_maps(gradients).items() if isinstance(node, DeferredMap)}
     operands = {number: (node.input_probe, node.output_probe) for number, node in deferred.items()}
@@ -328,10 +336,10 @@ def split_gradients(gradients: PyTree, blocks: PyTree) -> tuple[PyTree, dict[int
 
 
 def weight_gradients(blocks: PyTree, operands: dict[int, tuple[Array, Array]]) -> PyTree:
-    """Compute the deferred products layer by layer, in a tree like `blocks`; None elsewhere.
+    """Return the deferred weight gradients in a tree like `blocks`, with None for all other arrays.
 
-    Products are summed in float32 at least. If a weight was gathered for its use, each device keeps its slice of the
-    sum over devices.
+    The products of each layer accumulate in float32 at least. If a weight is gathered over `fsdp` for its use, the
+    gradient is reduce-scattered.
     """
     sites = _map_sites(blocks)
 
@@ -357,7 +365,7 @@ def _replace_leaves(tree: PyTree, value: object) -> PyTree:
     return jax.tree.map(lambda _: value, tree)
 
 
-# Experts count as one node, since they run many matrices at once, and so do modules gathered over `tensor`.
+# Maps inside of experts and of modules gathered over `tensor` are not deferred, so these modules count as one node.
 _NODES = (nn.DenseMap, nn.Experts, Sliced)
 
 
@@ -370,8 +378,10 @@ def _is_map(node: object) -> TypeGuard[nn.DenseMap]:
 
 
 def _map_sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None, TorusSteps]]:
-    """Return the maps in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None,
-    and the steps in which the weight gradient is scattered."""
+    """Return all maps in the order of the tree, each with a dim and the steps of its weight gradient's reduce-scatter.
+
+    The dim is that of a layer's weight along which the weight is gathered over `fsdp` for its use, or None.
+    """
     sites: list[tuple[nn.DenseMap, int | None, TorusSteps]] = []
     for node in nn.modules(blocks, (*_NODES, Gathered)):
         if isinstance(node, Gathered):
@@ -416,7 +426,7 @@ def _update_gathered(update: Callable[[Gathered, Gathered], Gathered], tree: PyT
 
 
 def _without_gathered_probes(new: Gathered, old: Gathered) -> Gathered:
-    """Give the probes of `new.inner` entries in its tuples by array, so that they are not gathered."""
+    """Return `new` with an entry for each probe in its tuples of one entry per array; probes are not gathered."""
 
     def add_probes(values: tuple, of_probe: str | None) -> tuple:
         counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(new)]
@@ -433,7 +443,7 @@ def _nodes(gathered: Gathered) -> list[PyTree]:
 
 
 def _group_by_node(gathered: Gathered, values: tuple) -> list[tuple]:
-    """Group a tuple with an item for each array of a `Gathered` by map, and by leaf outside of maps."""
+    """Group a tuple with an item per array of a `Gathered` by node: a map, or a leaf outside of maps."""
     items = iter(values)
     counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(gathered)]
     return [tuple(itertools.islice(items, count)) for count in counts]

@@ -1,12 +1,12 @@
 """Pipeline schedules: GPipe, 1F1B, interleaved, looping, zero-bubble (ZB-H1, ZB-V) and DualPipeV.
 
-The model is cut into equal parts in a row. A device holds one or more parts, which are called its chunks:
-chunk `c` of device `i` is part `Schedule.part_of[i, c]`.
+The model is cut into equal consecutive parts. A device holds one or more parts, which are called its chunks: chunk `c`
+of device `i` is part `Schedule.part_of[i, c]`.
 
 Formulas use these letters: p stages (devices), m microbatches, v chunks per device, i the number of a stage, from 0. F,
-B and W are a device's times for one microbatch: forward, backward to the input, and backward to the weights. The bubble
-is the time that a device is idle. Devices in lock-step begin each tick together, so a tick takes as long as its slowest
-entry; otherwise a device waits only for its inputs.
+B and W are the times of a device for one microbatch: forward pass, gradients of inputs, and gradients of weights. The
+bubble is the time that a device is idle in a step. A tick is a row of the schedule's table. Devices in lock-step begin
+each tick together, so a tick takes as long as the slowest device. Without lock-step, a device waits only for inputs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ WORK_KINDS = ("forward", "backward", "weight")
 Work = tuple[str, int, int]
 """One entry of a schedule: the kind of work, the microbatch and the chunk."""
 WorkOrder = Sequence[Work | tuple[Work, ...]]
-"""A device's entries in order; the entries of an inner tuple share a tick."""
+"""The work of a device in order; the entries of an inner tuple share a tick."""
 
 
 def pack_schedule(
@@ -32,12 +32,13 @@ def pack_schedule(
     microbatches: int,
     part_of: Int[np.ndarray, "stages chunks"] | None = None,
 ) -> Schedule:
-    """Build the table in which each device works through its order, one entry a tick, as early as inputs arrive.
+    """Build the table of a schedule from the order of each device's work; each entry runs as soon as its input exists.
 
-    `orders[stage]` lists `(kind, microbatch, chunk)` with the kinds "forward", "backward" and "weight"; either every
-    backward has its weight entry, or none. A tuple of entries of different kinds shares a tick. `part_of` is the
-    schedule's placement, by default `ring_placement` of one chunk. Raises a ValueError for an unknown kind, and for
-    devices that wait for each other forever. `simulate` checks that the orders are complete; this function does not.
+    `orders[stage]` lists entries `(kind, microbatch, chunk)`, with the kinds "forward", "backward" and "weight". There
+    are weight entries for all backward entries, or for none. Each entry takes a tick; a tuple of entries of different
+    kinds takes one tick together. `part_of` is the schedule's placement, by default `ring_placement` with one chunk.
+    Raises a `ValueError` for an unknown kind, and if devices wait for each other forever. This function does not check
+    that the orders are complete; `simulate` does.
     """
     part_of = ring_placement(len(orders)) if part_of is None else part_of
     groups = [[_as_group(entry) for entry in order] for order in orders]
@@ -45,7 +46,7 @@ def pack_schedule(
     for kind in used_kinds - {*WORK_KINDS}:
         raise ValueError(
             f"pack_schedule: the kinds of work are {', '.join(WORK_KINDS)}, but the orders of {name!r} have {kind!r}; "
-            f"use one of these."
+            "use one of the three kinds."
         )
     done: dict[Work, None] = {}
     rows, positions = [], [0] * len(groups)
@@ -55,6 +56,7 @@ def pack_schedule(
             if positions[stage] == len(order):
                 continue
             group = order[positions[stage]]
+            # The same work with the model's part in place of the device's chunk. `_input_work` and `done` use parts.
             part_work = [(kind, microbatch, int(part_of[stage, chunk])) for kind, microbatch, chunk in group]
             inputs = {_input_work(*work, part_of.size) for work in part_work} - {None, *part_work}
             if all(work in done for work in inputs):
@@ -64,19 +66,19 @@ def pack_schedule(
                 positions[stage] += 1
         if not finished:
             raise ValueError(_deadlock_message(name, groups, positions))
-        done |= dict.fromkeys(finished)  # A message arrives before the next tick, not within the tick that sends it.
+        done |= dict.fromkeys(finished)  # Update after the tick, because messages arrive at the end of a tick.
         rows.append(row)
     forward, backward, weight = np.stack(rows, axis=1)
     return Schedule(name, part_of, microbatches, forward, backward, weight)
 
 
 def _as_group(entry: Work | tuple[Work, ...]) -> tuple[Work, ...]:
-    """Return the entries that share a tick as a tuple, also where there is a single entry."""
+    """Return the entries that share a tick as a tuple; a single entry becomes a tuple of one."""
     return (cast(Work, entry),) if isinstance(entry[0], str) else cast(tuple[Work, ...], entry)
 
 
 def _input_work(kind: str, microbatch: int, part: int, parts: int) -> Work | None:
-    """Return the work whose result is the input of this work; a part of the model stands in the place of a chunk."""
+    """Return the work whose result is the input of this work, or None; works name a part instead of a chunk."""
     if kind == "forward":
         return ("forward", microbatch, part - 1) if part > 0 else None
     if kind == "backward":
@@ -91,8 +93,8 @@ def _deadlock_message(name: str, orders: Sequence[Sequence[tuple[Work, ...]]], p
         if position < len(order)
     ]
     return (
-        f"pack_schedule: the orders of {name!r} deadlock: {'; '.join(waiting)} all wait for an input that comes later "
-        f"or never; put the work that computes an input before the work that needs it."
+        f"pack_schedule: the orders of {name!r} deadlock: {'; '.join(waiting)} wait for inputs that come later or "
+        "never; put the work that computes an input before the work that needs it."
     )
 
 
@@ -102,7 +104,7 @@ def _deadlock_message(name: str, orders: Sequence[Sequence[tuple[Work, ...]]], p
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """Make GPipe's schedule: all forwards, then all backwards (Huang et al. 2018).
 
-    Bubble (p-1)(F+B+W), `2(m+p-1)` ticks; every device holds the inputs of m microbatches.
+    The bubble is (p-1)(F+B+W), in `2(m+p-1)` ticks. Every device holds the inputs of m microbatches.
     """
     check_counts("gpipe", stages, microbatches)
     return _wave_schedule("gpipe", stages, microbatches, chunks=1, group_size=microbatches, phases=2)
@@ -111,10 +113,10 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 def one_f_one_b(stages: int, microbatches: int, *, fused: bool = True) -> Schedule:
     """Make 1F1B: forwards and backwards alternate once the first backward can run (Narayanan et al. 2020).
 
-    Bubble (p-1)(F+B+W). If `fused`, a tick holds a forward and a backward of different microbatches: `m+2(p-1)` ticks,
-    the formula is valid for devices in lock-step with any B/F, and device i holds the inputs of `min(m, 2(p-1-i)+1)`
-    microbatches. Otherwise a tick holds one entry, the formula is valid for devices without lock-step, and device i
-    holds the inputs of `min(m, p-i)` microbatches.
+    The bubble is (p-1)(F+B+W). If `fused`, a tick holds a forward and a backward of different microbatches. There are
+    `m+2(p-1)` ticks, the bubble's formula is that of lock-step, with any B/F, and device i holds the inputs of
+    `min(m, 2(p-1-i)+1)` microbatches. If not `fused`, a tick holds one entry, the formula is that without lock-step,
+    and device i holds the inputs of `min(m, p-i)` microbatches.
     """
     check_counts("one_f_one_b", stages, microbatches)
     if fused:
@@ -126,12 +128,12 @@ def one_f_one_b(stages: int, microbatches: int, *, fused: bool = True) -> Schedu
 
 
 def interleaved(stages: int, microbatches: int, chunks: int, *, fused: bool = True) -> Schedule:
-    """Make 1F1B over several chunks per device, in groups of p microbatches (Narayanan et al. 2021, Megatron-LM).
+    """Make 1F1B with several chunks per device, in groups of p microbatches (Narayanan et al. 2021, Megatron-LM).
 
-    Bubble (p-1)(F+B+W)/v; device i holds the inputs of `min(mv, 2(p-1-i)+(v-1)p+1)` pairs of microbatch and chunk,
-    where a chunk is 1/v of the device's layers. If `fused`, a tick holds a forward and a backward: `mv+(v+1)p-2` ticks,
-    and the formula is valid in lock-step for any B/F. Otherwise a tick holds one entry, and the formula is valid
-    without lock-step; devices hold the same inputs. Microbatches must be a multiple of stages.
+    The bubble is (p-1)(F+B+W)/v. Device i holds the inputs of `min(mv, 2(p-1-i)+(v-1)p+1)` pairs of microbatch and
+    chunk, where a chunk is 1/v of the device's layers. If `fused`, a tick holds a forward and a backward, there are
+    `mv+(v+1)p-2` ticks, and the bubble's formula is that of lock-step, with any B/F. If not `fused`, a tick holds one
+    entry, and the formula is that without lock-step. The number of microbatches must be a multiple of the stages.
     """
     check_counts("interleaved", stages, microbatches, chunks)
     if microbatches % stages:
@@ -151,14 +153,15 @@ def interleaved(stages: int, microbatches: int, chunks: int, *, fused: bool = Tr
 def looping(stages: int, microbatches: int, chunks: int) -> Schedule:
     """Make the breadth-first schedule: every microbatch runs a chunk before the next chunk begins (Lamy-Poirier 2022).
 
-    Bubble (p-1)(F+B+W)/v, `2(mv+p-1)` ticks; every device holds the inputs of all mv pairs of microbatch and chunk. A
-    chunk's parameters are needed for one interval of forwards and one of backwards, so sharded parameters are gathered
-    and their gradients reduced once a step. Needs m >= p, or a microbatch would return before its turn.
+    The bubble is (p-1)(F+B+W)/v, in `2(mv+p-1)` ticks. Every device holds the inputs of all mv pairs of microbatch and
+    chunk. A chunk's forwards are consecutive, and so are its backwards. Fully sharded parameters could therefore be
+    gathered twice, and their gradients reduced once, in a step. The schedule needs m >= p: a device ends a chunk after
+    m forwards, and the first microbatch returns to it after p.
     """
     check_counts("looping", stages, microbatches, chunks)
     if microbatches < stages:
         raise ValueError(
-            f"looping: a device must finish a chunk before the first microbatch returns for the next chunk, which "
+            "looping: the first microbatch must have passed all stages before a device begins its next chunk, which "
             f"needs microbatches >= stages, but microbatches={microbatches} and stages={stages}; take at least "
             f"{stages} microbatches."
         )
@@ -168,10 +171,10 @@ def looping(stages: int, microbatches: int, chunks: int) -> Schedule:
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
     """Make ZB-H1: 1F1B with weight gradients split off to fill the bubble (Qi et al. 2023).
 
-    With m >= p the bubble without lock-step is (p-1) max(F, B, F+B-W), which is the paper's (p-1)(F+B-W) if W is at
-    most F and at most B. Device i computes weight gradients i microbatches late: it holds p-i
-    microbatches before their backward and i more before their weight entry, p in all. One entry a tick, `3m+p-1`
-    ticks. Fewer microbatches run too, with a larger bubble.
+    With m >= p, the bubble without lock-step is (p-1) max(F, B, F+B-W), which is the paper's (p-1)(F+B-W) if W is at
+    most F and at most B. Device i computes weight gradients i microbatches after their backwards: it holds the inputs
+    of p-i microbatches that wait for their backward, and of i that wait for their weight entry, p in all. A tick holds
+    one entry, and there are `3m+p-1` ticks. Fewer microbatches are possible, with a larger bubble.
     """
     check_counts("zero_bubble", stages, microbatches)
     orders: list[WorkOrder] = []
@@ -188,16 +191,18 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
 
 
 def _chunk_order(microbatches: int, chunks: int, group_size: int, *, backward: bool) -> list[tuple[int, int]]:
-    """Return a device's (microbatch, chunk) pairs in order: a group of microbatches runs all chunks, then the next."""
+    """Return a device's pairs of microbatch and chunk in order; a group runs all chunks before the next group."""
     chunk_numbers = range(chunks)[::-1] if backward else range(chunks)
     starts = range(0, microbatches, group_size)
     return [(start + k, chunk) for start in starts for chunk in chunk_numbers for k in range(group_size)]
 
 
 def _wave_schedule(name: str, stages: int, microbatches: int, *, chunks: int, group_size: int, phases: int) -> Schedule:
-    """Run forwards down the devices one tick apart and backwards up, together (one phase) or in turn (two phases).
+    """Make a schedule in which each device runs its forwards without a gap, and also its backwards.
 
-    In one phase, the first backward is in the tick in which the model's last part has its first forward.
+    Each device begins its forwards one tick after the previous device, and its backwards one tick after the next
+    device. With one phase, backwards begin in the tick in which the model's last part has its first forward. With two
+    phases, backwards begin after the last forward.
     """
     length = microbatches * chunks
     first_backward = stages * chunks - 1 if phases == 1 else length + stages - 1
@@ -220,7 +225,7 @@ def _wave_schedule(name: str, stages: int, microbatches: int, *, chunks: int, gr
 def _alternating_schedule(
     name: str, stages: int, microbatches: int, *, chunks: int, group_size: int, warm_up_forwards: list[int]
 ) -> Schedule:
-    """Run `warm_up_forwards[i]` forwards on device i, then forwards and backwards in turn, then the last backwards."""
+    """Make a schedule in which forwards and backwards alternate, after `warm_up_forwards[i]` forwards on device i."""
     forwards: list[Work] = [
         ("forward", k, c) for k, c in _chunk_order(microbatches, chunks, group_size, backward=False)
     ]
@@ -236,10 +241,10 @@ def _alternating_schedule(
     return pack_schedule(name, orders, microbatches=microbatches, part_of=ring_placement(stages, chunks))
 
 
-# Schedules over a V: device i holds the parts i and 2p-1-i, so the first device embeds and computes the loss. An entry
-# of one of its two chunks takes half of the times F, B and W.
+# Schedules over a V: device i holds the parts i and 2p-1-i, so the first device has the embedding and the loss. An
+# entry is for one of two chunks, so it takes half of the time F, B or W.
 
-# The work on a device's chunks: 0 on the way down the devices, 1 on the way back.
+# Work on chunk 0, through which microbatches go down the devices, and on chunk 1, through which they come back.
 F0, F1 = ("forward", 0), ("forward", 1)
 B0, B1 = ("backward", 0), ("backward", 1)
 W0, W1 = ("weight", 0), ("weight", 1)
@@ -249,10 +254,10 @@ ChunkWork = tuple[str, int]
 def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
     """Make ZB-V, zero-bubble over a V (Qi et al. 2023, section 6), called V-ZB in Qi et al. 2024 (arXiv:2405.15362).
 
-    With m >= 2p-1 and W <= F <= B the bubble without lock-step is (p-1) max(B, 2(B-W)) / 2. With F = B = W this is half
-    of `zero_bubble`'s, and all of it is at the start, because device i has no input before tick i. A device holds the
-    inputs of p microbatches, as in 1F1B; this includes inputs that wait for their weight entry. One entry a tick,
-    `6m+p-1` ticks. Fewer microbatches run too, with a larger bubble.
+    With m >= 2p-1 and W <= F <= B, the bubble without lock-step is (p-1) max(B, 2(B-W)) / 2. With F = B = W this is
+    half of `zero_bubble`'s, and device i is idle only for i ticks at the start and p-1-i ticks at the end. A device
+    holds the inputs of at most p microbatches, as in 1F1B, including those that wait for their weight entry. A tick
+    holds one entry, and there are `6m+p-1` ticks. Fewer microbatches are possible, with a larger bubble.
     """
     check_counts("zero_bubble_v", stages, microbatches)
     orders = []
@@ -274,12 +279,13 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     """Make DualPipeV, DualPipe cut in half (DeepSeek's DualPipe, 2025, after Qi et al.'s "cut-in-half").
 
-    A forward of one chunk and a whole backward of the other, of different microbatches, share a tick. With m >= 2p,
-    devices in lock-step are therefore idle for a time that does not grow with m, for any F, B and W: choose this
-    schedule if these times differ. The published bubble without lock-step is (p-1)(F+2B-W) / 2; here it is less,
-    because a backward's message leaves before its weight gradients are computed. A device holds inputs of `p + 1/2`
-    microbatches. It also holds, until their weight entries, the residuals of i+1 pairs of microbatch and chunk, half as
-    many as in `zero_bubble_v`. `2m+5p-2` ticks. Fewer microbatches run too, with a larger bubble.
+    A forward of one chunk shares a tick with a backward of the other chunk and its weight entry, for a different
+    microbatch. So with m >= 2p, the idle time in lock-step does not grow with m, for any F, B and W. Choose this
+    schedule if F, B and W differ and m is large. The published bubble without lock-step is (p-1)(F+2B-W) / 2; here it
+    is no larger, because a backward entry sends its message before the weight gradients are computed. A device holds
+    the inputs of at most `p + 1/2` microbatches. Of these, at most i+1 pairs of microbatch and chunk wait for their
+    weight entry, against 2i+1 pairs in `zero_bubble_v`. There are `2m+5p-2` ticks. Fewer microbatches are possible,
+    with a larger bubble.
     """
     check_counts("dualpipe_v", stages, microbatches)
     orders = []
@@ -288,16 +294,16 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
         device.append(F0, times=2 * later_stages)
         device.append(F0, F1, times=stage + 1)
         device.append(B1, W1, F1, times=later_stages)
-        # The last device's first such forward and backward do not share a tick, as in DeepSeek's code: the forward then
-        # runs while the backward waits for its input. With F=B=W, p=2, m=4 the bubble in lock-step is 8 %, not 21 %.
+        # On the last device, the first of these forwards has a tick of its own, as in DeepSeek's code, and runs while
+        # the backward waits for its input. With F=B=W, p=2, m=4 this reduces the bubble in lock-step from 21 % to 8 %.
         device.append(*((F0, (B1, W1)) if later_stages == 0 else [(F0, B1, W1)]), (F1, B0, W0))
         device.append((F0, B1, W1), (F1, B0, W0), times=max(microbatches, 2 * stages) - 2 * stages + stage)
         device.append((B1, W1), (F1, B0, W0), times=later_stages)
-        # Half of its last backwards defer their weight gradients to when the device would wait for others' messages.
-        last = [B1, B0] * (stage + 1)
-        with_weights = [(B1, W1) if backward == B1 else (B0, W0) for backward in last[: stage + 1]]
-        device.append(*with_weights, *last[stage + 1 :])
-        deferred = [W1 if backward == B1 else W0 for backward in last[stage + 1 :]] + [W0] * later_stages
+        # The second half of the next backwards defers its weight gradients, to fill later waits for messages.
+        last_backwards = [B1, B0] * (stage + 1)
+        first_half, second_half = last_backwards[: stage + 1], last_backwards[stage + 1 :]
+        device.append(*[(B1, W1) if backward == B1 else (B0, W0) for backward in first_half], *second_half)
+        deferred = [W1 if backward == B1 else W0 for backward in second_half] + [W0] * later_stages
         for weight in deferred[:later_stages]:
             device.append(weight, B0)
         device.append(*deferred[later_stages:])
@@ -306,18 +312,18 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 
 
 class _DeviceOrder:
-    """A device's work in order.
-
-    `append` gives each kind of work on each chunk its next microbatch number, and leaves out the work if this number is
-    not below `microbatches`.
-    """
+    """Builder of the order of a device's work, in which each kind of work on each chunk counts its microbatches."""
 
     def __init__(self, microbatches: int):
         self.microbatches, self.order = microbatches, list[tuple[Work, ...]]()
         self.counts = dict.fromkeys((F0, F1, B0, B1, W0, W1), 0)
 
     def append(self, *groups: ChunkWork | tuple[ChunkWork, ...], times: int = 1) -> None:
-        """Append work `times` times, one group after the other; the entries of a tuple share a tick."""
+        """Append groups of work `times` times; the entries of a tuple share a tick.
+
+        Each entry is for the next microbatch of its kind of work and chunk. It is left out if there is no such
+        microbatch.
+        """
         for group in groups * times:
             entries = cast(tuple[ChunkWork, ...], group if isinstance(group[0], tuple) else (group,))
             numbered = [(kind, self.counts[kind, chunk], chunk) for kind, chunk in entries]
@@ -330,12 +336,12 @@ class _DeviceOrder:
 # Schedules by name.
 
 Maker = Callable[[int, int], Schedule]
-"""A function of stages and microbatches."""
+"""Function that returns a schedule for a number of stages and of microbatches."""
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1", "zb-v", "dualpipe-v"]
 
 
 class NamedSchedule(NamedTuple):
-    """A schedule with a name: its function, and the number of chunks per device, None for any number."""
+    """Function that makes a named schedule, and its number of chunks per device, None if the caller chooses it."""
 
     make: Callable[..., Schedule]
     chunks: int | None = 1
@@ -353,10 +359,10 @@ SCHEDULES: Mapping[str, NamedSchedule] = {
 
 
 def make_schedule(name: str | Maker | Schedule, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Return the schedule of that name in `SCHEDULES`, the result of a function, or a given table.
+    """Return a schedule from its name in `SCHEDULES`, from a function that makes it, or from a finished table.
 
-    A function is called with stages and microbatches. `chunks` is for names alone. Raises a ValueError that says which
-    of the schedule's rules the counts break.
+    A function is called with the numbers of stages and microbatches. Only names take `chunks`. Raises a `ValueError` if
+    the numbers break a rule of the schedule.
     """
     if not isinstance(name, str):
         return _check_custom(name, stages, microbatches, chunks)
@@ -369,24 +375,23 @@ def make_schedule(name: str | Maker | Schedule, *, stages: int, microbatches: in
         alternatives = [fitting for fitting, schedule in SCHEDULES.items() if schedule.chunks in (None, chunks)]
         raise ValueError(
             f"make_schedule: {name} has {'one chunk' if kind.chunks == 1 else f'{kind.chunks} chunks'} per device, but "
-            f"chunks={chunks} was given; give chunks={kind.chunks}, or choose {' or '.join(alternatives)}."
+            f"chunks={chunks}; give chunks={kind.chunks}, or choose {' or '.join(alternatives)}."
         )
     return kind.make(stages, microbatches)
 
 
 def _check_custom(schedule: Maker | Schedule, stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Return a user's own schedule, made if it is a function, after checking it."""
+    """Return the table of a user's schedule, which may be a function, after checking it."""
     if chunks != 1:
         raise ValueError(
-            f"make_schedule: a schedule of one's own says itself how many chunks a device has, but chunks={chunks} was "
-            f"given; leave chunks at 1."
+            f"make_schedule: a custom schedule sets its number of chunks itself, but chunks={chunks}; leave it at 1."
         )
     table = schedule if isinstance(schedule, Schedule) else schedule(stages, microbatches)
     if (table.stages, table.microbatches) != (stages, microbatches):
         raise ValueError(
             f"make_schedule: the table {table.name!r} is for stages={table.stages} and "
-            f"microbatches={table.microbatches}, but stages={stages} and microbatches={microbatches} were asked "
-            f"for; make it for these, or give a function of both."
+            f"microbatches={table.microbatches}, but stages={stages} and microbatches={microbatches}; make a table for "
+            "these numbers, or give a function of both."
         )
     check_schedule(table)
     return table

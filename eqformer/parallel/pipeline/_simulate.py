@@ -1,4 +1,4 @@
-"""Simulation of a pipeline schedule, without running it: time, bubble, memory, messages, and drawn timelines."""
+"""Simulation of pipeline schedules without running them: times, bubble, memory, messages, and drawn timelines."""
 
 import dataclasses
 import math
@@ -19,9 +19,10 @@ FORWARD, BACKWARD, WEIGHT = range(3)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entries:
-    """The entries of a table, one number per entry, by tick; within a tick forwards, then backwards, then weights.
+    """All entries of a schedule's tables, as one array for each property.
 
-    `kind` is 0 for a forward, 1 for a backward, 2 for a weight entry.
+    They are sorted by tick; within a tick, forward entries come first, then backward entries, then weight entries.
+    `kind` is `FORWARD`, `BACKWARD` or `WEIGHT`.
     """
 
     tick: Int[np.ndarray, "entries"]
@@ -33,48 +34,47 @@ class Entries:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timing:
-    """Start and end of each entry, under one rule for when entries start.
-
-    Every device has the same work, so `idle`, the time in which a device does nothing, is the same on all devices;
-    `bubble` is `idle` over the time of the work, m(F+B+W).
-    """
+    """Start and end time of each entry, either in lock-step or without."""
 
     starts: Float[np.ndarray, "entries"]
     ends: Float[np.ndarray, "entries"]
     total: float
+    """Time of a step."""
     idle: float
+    """Time in which a device is idle; it is the same for all devices, because all have equal work."""
     bubble: float
+    """`idle` divided by the time of a device's work, m(F+B+W)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Simulation:
-    """Time, memory, messages and work of a schedule."""
+    """Times, memory and messages of a schedule."""
 
     schedule: Schedule
     """The simulated schedule."""
     entries: Entries
-    """All entries, in the order of ticks."""
+    """All entries of the schedule, sorted by tick."""
     asynchronous: Timing
-    """Times if each device runs its entries in the table's order as soon as their inputs arrive."""
+    """Times without lock-step: each device runs its entries in the order of the table, as soon as inputs arrive."""
     lock_step: Timing
-    """Times if a tick lasts as long as its longest device."""
+    """Times in lock-step: a tick lasts as long as the slowest device."""
     in_flight: Int[np.ndarray, "entries"]
-    """After each entry: the microbatches that its device's chunks have between forward and backward."""
+    """After each entry, the number of pairs of microbatch and chunk on its device between forward and backward."""
     deferred: Int[np.ndarray, "entries"]
-    """After each entry: the microbatches that its device's chunks have between backward and weight entry."""
+    """After each entry, the number of pairs of microbatch and chunk on its device between backward and weight entry."""
 
     def peak(self, in_flight: float = 1.0, deferred: float = 1.0) -> Float[np.ndarray, "stages"]:
-        """Return the peak memory of each device: `in_flight` and `deferred`, times these numbers, added up.
+        """Return the peak memory of each device, if `in_flight` and `deferred` are the memory of each stored pair.
 
-        `peak(1.0, 0.0)` counts inputs between forward and backward (M_B), `peak(0.0, 1.0)` those between backward and
-        weight entry (M_W). Divide by `schedule.chunks` for microbatches of whole devices.
+        A stored pair of microbatch and chunk waits for its backward (`in_flight`, the papers' M_B) or for its weight
+        entry (`deferred`, M_W). The default counts pairs; divide by `schedule.chunks` to count microbatches.
         """
         memory = in_flight * self.in_flight + deferred * self.deferred
         return np.array([memory[self.entries.stage == stage].max() for stage in range(self.schedule.stages)])
 
     @property
     def messages(self) -> Int[np.ndarray, "stages"]:
-        """The number of activations and gradients that each device sends to another: up to 2mv."""
+        """Number of activations and gradients that each device sends to another device: up to 2mv."""
         schedule, entries = self.schedule, self.entries
         part, changes_device = schedule.part_of[entries.stage, entries.chunk], schedule.shifts != 0
         sends_up, sends_down = np.append(changes_device, False)[part], np.append(False, changes_device)[part]
@@ -83,21 +83,21 @@ class Simulation:
 
     @property
     def executed(self) -> Int[np.ndarray, "stages"]:
-        """The number of entries that each device executes; idle ticks execute nothing."""
+        """Number of entries that each device executes; idle ticks execute nothing."""
         return np.bincount(self.entries.stage, minlength=self.schedule.stages)
 
     @property
     def useful_share(self) -> float:
-        """The entries that a step needs over the entries executed: 1, since a table says when to do nothing."""
+        """Ratio of the entries that a step needs to the executed entries: 1, because idle ticks execute nothing."""
         kinds = 3 if self.schedule.is_split else 2
         needed = kinds * self.schedule.microbatches * self.schedule.parts
         return needed / int(self.executed.sum())
 
     @property
     def masked_share(self) -> float:
-        """The useful share of a program that masks idle entries instead of skipping them.
+        """`useful_share` of a program that computes idle entries too and masks their results: m/(m+p-1) for GPipe.
 
-        In such a program every device works in each tick in which any device has an entry: m/(m+p-1) for GPipe.
+        In such a program, every device works in each tick in which any device has an entry.
         """
         tables = (self.schedule.forward, self.schedule.backward, self.schedule.weight)
         computed = sum(int((table != IDLE).any(axis=1).sum()) * self.schedule.stages for table in tables)
@@ -105,17 +105,16 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0) -> Simulation:
-    """Check a schedule and compute its times, bubble, memory and messages.
+    """Check a schedule, and compute its times, bubble, memory and messages.
 
-    The costs are times of a whole device for a microbatch: F, B (the gradient of the input alone) and W (of the
-    weights); an entry of one of v chunks takes 1/v of it, and a backward of an unsplit schedule takes B+W. Sending
-    takes no time. Raises the ValueError of `check_schedule` for a table that leaves work out, repeats it or breaks a
-    dependency.
+    `forward`, `backward` and `weight` are the times F, B and W of all chunks of a device for a microbatch, where B is
+    for the gradients of inputs alone. An entry of one of v chunks takes 1/v of them. A backward entry of a schedule
+    that is not split takes B+W. Sending takes no time. Raises the `ValueError` of `check_schedule`.
     """
     if min(forward, backward, weight) < 0 or forward + backward + weight == 0:
         raise ValueError(
             f"simulate: costs are times, none below 0 and not all 0, but forward={forward}, backward={backward}, "
-            f"weight={weight}; give what each takes, in any unit."
+            f"weight={weight}; give the time of each, in any unit."
         )
     check_schedule(schedule)
     tables = np.stack([schedule.forward, schedule.backward, schedule.weight], axis=1)
@@ -145,9 +144,9 @@ def simulate(schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0,
 def _start_asynchronously(
     schedule: Schedule, entries: Entries, durations: Float[np.ndarray, "entries"]
 ) -> Float[np.ndarray, "entries"]:
-    """Return the start times if a device begins its next entry as soon as it is free and the input is there."""
+    """Return the start times if a device begins its next entry as soon as it is free and the input has arrived."""
     free = np.zeros(schedule.stages)
-    # One row more at either end: the model's input and the loss's gradient are there from the start.
+    # One more row at either end for the input of the model and the gradient of the loss, which exist from the start.
     finished = np.zeros((3, schedule.parts + 2, schedule.microbatches))
     starts = np.empty_like(durations)
     for n, (kind, stage, chunk, k) in enumerate(zip(entries.kind, entries.stage, entries.chunk, entries.microbatch)):
@@ -161,7 +160,7 @@ def _start_asynchronously(
 def _start_in_lock_step(
     schedule: Schedule, entries: Entries, durations: Float[np.ndarray, "entries"]
 ) -> Float[np.ndarray, "entries"]:
-    """Return the start times if all devices begin a tick together and run its entries one after the other."""
+    """Return the start times if all devices begin each tick together, and run its entries one after the other."""
     spent = np.zeros((schedule.ticks, schedule.stages))
     within = np.empty_like(durations)
     for n, (tick, stage) in enumerate(zip(entries.tick, entries.stage)):
@@ -174,7 +173,7 @@ def _start_in_lock_step(
 def _count_stored(
     schedule: Schedule, entries: Entries
 ) -> tuple[Int[np.ndarray, "entries"], Int[np.ndarray, "entries"]]:
-    """Count the microbatches stored for a backward and for a weight entry, after each entry on its device."""
+    """Return `Simulation.in_flight` and `Simulation.deferred`."""
     in_flight, deferred = np.zeros_like(entries.kind), np.zeros_like(entries.kind)
     for stage in range(schedule.stages):
         is_on_stage = entries.stage == stage
@@ -191,7 +190,7 @@ def _count_stored(
 Clock = Literal["asynchronous", "lock_step"]
 LETTERS, FILLS, IDLE_FILL = "FBW", ">-=", "."
 LABELS = ("forward", "backward", "gradients of weights")
-# For each kind of entry, the color of its first chunk and of its last chunk.
+# For each kind of entry, the colors of the first and the last chunk.
 COLORS = (("#8fbbe8", "#245a97"), ("#f6bd7f", "#b4530f"), ("#a9d6a5", "#37793a"))
 FIRST_INK, LAST_INK, IDLE_COLOR = "#1d2733", "#ffffff", "#eceef1"
 ROW, GAP = 0.34, 0.56  # inches per device, and inches between the timelines for the title
@@ -200,12 +199,12 @@ ROW, GAP = 0.34, 0.56  # inches per device, and inches between the timelines for
 def draw_timeline(
     schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0, clock: Clock = "lock_step"
 ) -> str:
-    """Draw the timeline as text: a row per device, time to the right on the smallest scale on which every label fits.
+    """Draw the timeline as text, with a row per device and time to the right.
 
-    `F3>>` is the forward of microbatch 3, `B3--` its backward, `W3==` its weight entry, each as wide as it lasts, and
-    dots are idle time. With several chunks a letter follows, `F3a` for the first. The costs are those of `simulate`;
-    entries that cost nothing are not drawn. `clock` says whether devices run in lock-step, as the executor does,
-    or each as soon as its inputs arrive.
+    `F3>>` is the forward of microbatch 3, `B3--` its backward, and `W3==` its weight entry, as wide as the time that it
+    takes. Dots are idle time. With several chunks, a letter names the chunk: `F3a` for the first. The scale is the
+    smallest on which every label fits. The costs are those of `simulate`; entries that take no time are not drawn.
+    `clock` says whether devices run in lock-step, as in the executor, or start as soon as inputs arrive.
     """
     simulation = simulate(schedule, forward=forward, backward=backward, weight=weight)
     entries, timing = simulation.entries, getattr(simulation, clock)
@@ -213,7 +212,7 @@ def draw_timeline(
         f"{LETTERS[kind]}{microbatch}{_chunk_name(chunk, schedule.chunks)}"
         for kind, microbatch, chunk in zip(entries.kind.tolist(), entries.microbatch.tolist(), entries.chunk.tolist())
     ]
-    # A box of at least n columns keeps at least n columns, since both of its ends are rounded down.
+    # Rounding both ends down leaves at least n columns to a box that is at least n columns wide.
     scale = max(math.ceil(len(label) / t) for label, t in zip(labels, timing.ends - timing.starts) if t > 0)
     starts, ends = (np.floor(times * scale + 1e-6).astype(int) for times in (timing.starts, timing.ends))
     rows = [[IDLE_FILL] * int(ends.max()) for _ in range(schedule.stages)]
@@ -234,18 +233,18 @@ def plot_timeline(
     weight: float = 1.0,
     clock: Clock = "lock_step",
 ) -> None:
-    """Write a PNG of the timelines of one schedule or several, below each other on one scale of time.
+    """Write a PNG with the timelines of one or several schedules, on the same scale of time.
 
-    A row per device; a color per kind of entry, darker from chunk to chunk; the microbatch's number inside. Needs
-    matplotlib.
+    There is a row for each device, and a color for each kind of entry, darker from chunk to chunk. Boxes contain the
+    number of the microbatch. Needs matplotlib.
 
     Args:
         schedules: One schedule, or several.
-        path: The file to write.
-        forward: The time of a forward entry.
-        backward: The time of a backward entry.
-        weight: The time of a weight entry.
-        clock: `"lock_step"`, in which a tick lasts as long as its longest device, or `"asynchronous"`.
+        path: File to write.
+        forward: Time of a device's forward pass for a microbatch.
+        backward: Time of a device's input gradients for a microbatch.
+        weight: Time of a device's weight gradients for a microbatch.
+        clock: `"lock_step"` if devices begin each tick together, `"asynchronous"` if each waits only for its inputs.
     """
     figures = load_extra("matplotlib.figure", extra="train", call="plot_timeline(schedules, path)")
     schedule_list = [schedules] if isinstance(schedules, Schedule) else list(schedules)
@@ -283,7 +282,7 @@ def _title(simulation: Simulation, timing: Timing) -> str:
 
 
 def _plot_schedule(axes: Axes, simulation: Simulation, timing: Timing, longest: float, inch: float) -> None:
-    """Plot the boxes and numbers of one schedule; `inch` is the length of a unit of time on paper."""
+    """Plot the boxes and numbers of one schedule; `inch` is the number of inches per unit of time."""
     schedule, entries = simulation.schedule, simulation.entries
     durations = timing.ends - timing.starts
     shade = entries.chunk / max(schedule.chunks - 1, 1)
@@ -300,7 +299,7 @@ def _plot_schedule(axes: Axes, simulation: Simulation, timing: Timing, longest: 
     )
     digits = len(str(schedule.microbatches - 1))
     size = min(9.0, 72 * 0.9 * inch * durations[durations > 0].min() / (0.62 * digits))
-    if size >= 3.5:  # smaller numbers would not be legible
+    if size >= 3.5:  # Smaller numbers would not be legible.
         middles = timing.starts + durations / 2
         for stage, middle, k, s in zip(entries.stage, middles, entries.microbatch, shade):
             ink = LAST_INK if s > 0.5 else FIRST_INK
@@ -329,6 +328,6 @@ def _draw_legend(figure: Figure, schedules: list[Schedule], y: float) -> None:
 
 
 def _blend(colors: tuple[str, str], share: float) -> tuple[float, ...]:
-    """Return the color at a share of the way from the first to the second, as red, green and blue from 0 to 1."""
+    """Return a mixture of two colors, with `share` of the second, as red, green and blue from 0 to 1."""
     ends = [[int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)] for color in colors]
     return tuple((1 - share) * a + share * b for a, b in zip(*ends))

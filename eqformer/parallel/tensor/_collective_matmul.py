@@ -1,7 +1,7 @@
 """Collective matmuls: matrix products that overlap with an all-gather before them or a reduce-scatter after them.
 
-The ring forms follow "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
-Models" (Wang et al., ASPLOS 2023): a device multiplies the piece that it has while the next piece is sent.
+The rings follow "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"
+(Wang et al., ASPLOS 2023): a device multiplies one piece while it receives the next.
 """
 
 import functools
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from ...nn import at_least_float32, ComputeDtypeMatmul, MatmulPrecision
 from .. import _collectives as send
-from .._ring import circulate, collect, Ring
+from .._ring import circulate, Ring, ring_reduce_scatter
 from .._shard_map import vary, vary_like
 
 
@@ -33,7 +33,7 @@ def all_gather_matmul(
     products: MatmulPrecision | tuple[MatmulPrecision, ...] = ComputeDtypeMatmul(),
     name: str = "all_gather_matmul",
 ) -> Float[Array, "*batch full_seq outputs"]:
-    """Return one product for one weight."""
+    """Return one product for a single weight."""
 
 
 @overload
@@ -46,7 +46,7 @@ def all_gather_matmul(
     products: MatmulPrecision | tuple[MatmulPrecision, ...] = ComputeDtypeMatmul(),
     name: str = "all_gather_matmul",
 ) -> tuple[Float[Array, "*batch full_seq _"], ...]:
-    """Return a product for each of several weights."""
+    """Return a tuple with a product for each weight."""
 
 
 def all_gather_matmul(
@@ -58,23 +58,26 @@ def all_gather_matmul(
     products: MatmulPrecision | tuple[MatmulPrecision, ...] = ComputeDtypeMatmul(),
     name: str = "all_gather_matmul",
 ) -> Float[Array, "*batch full_seq outputs"] | tuple[Float[Array, "*batch full_seq _"], ...]:
-    """Return `all_gather(x, axis) @ weight.T` for this device's piece `x` of the sequence; weights share one gather.
+    """Return `all_gather(x, axis) @ weight.T`, where `x` is this device's piece of the sequence.
 
-    Sends `(n-1)/n` of the gathered `x`. `overlap="none"` gathers, then multiplies; `"ring"` passes pieces round the
-    axis and multiplies each while the next one is sent; `"bidirectional"` passes halves both ways round. The rings
-    gather again in the backward pass (for the weight gradient) and never hold the gathered `x`; `"none"` saves it,
-    unless `jax.checkpoint` says otherwise. Products are summed in float32 at least and returned in the dtype of `x`.
-    Gradients are summed likewise, and sent in that dtype. Reverse mode only.
+    Several weights share one gather. Each device sends `(n-1)/n` of the gathered `x`, for `n` devices. Products
+    accumulate in float32 at least and are returned in the dtype of `x`. Sums over devices are sent in the dtype of `x`;
+    a ring adds them in float32 at least, and `"none"` leaves the addition to the reduce-scatter. `"none"` saves the
+    gathered `x` for the backward pass, unless a `jax.checkpoint` policy prevents it. The rings never hold the gathered
+    `x`: in the backward pass, the pieces pass round the ring again for the weight gradients. Only reverse-mode
+    differentiation is supported.
 
-    In a pipeline's stages, on CPUs and GPUs, neighbors swap pieces (see `shift`). With more than two devices,
-    `"ring"` then sends twice as many bytes, and `"bidirectional"` as many as otherwise.
+    On CPUs and GPUs, inside the stages of a pipeline, other collectives replace the ring's permutes (see `shift`). An
+    even number of devices above two then sends twice as many bytes with `"ring"`, and no more with `"bidirectional"`.
+    An odd number of devices all-gathers in each of the `n-1` steps, and sends `n-1` times as many bytes.
 
     Args:
         x: This device's piece of the sequence.
-        weight: One weight, or several.
-        axis: The mesh axis.
-        overlap: How the gather and the products overlap.
-        products: How pieces are multiplied, for all weights or for each; in the compute dtype by default.
+        weight: A weight, or a tuple of weights.
+        axis: The mesh axis that splits the sequence.
+        overlap: `"none"` gathers `x`, then multiplies. `"ring"` passes pieces round the axis, and multiplies each piece
+            while the next is sent. `"bidirectional"` passes halves of the pieces in both directions.
+        products: The precision of the products, for all weights or a tuple with one for each weight.
         name: The collective's name in the compiled program.
     """
     has_several = isinstance(weight, tuple)
@@ -99,20 +102,20 @@ def matmul_reduce_scatter(
     products: MatmulPrecision = ComputeDtypeMatmul(),
     name: str = "matmul_reduce_scatter",
 ) -> Float[Array, "*batch kept_seq kept_outputs"]:
-    """Return `psum_scatter(x @ weight.T, axis)` over the sequence or the outputs; devices hold slices of `inputs`.
+    """Return `psum_scatter(x @ weight.T, axis)`, where each device has a slice of the contracted dim `inputs`.
 
-    Sends `(n-1)/n` of the unreduced product. In a ring, the sum for a device is passed on towards it and each device
-    computes its share of the next sum meanwhile; the backward pass is one ring that gathers the gradient. Dtypes and
-    differentiation as in `all_gather_matmul`.
+    Each device sends `(n-1)/n` of its product, for `n` devices. In a ring, the sum for a device passes from device to
+    device towards it, and each device meanwhile computes its term of the next sum. In the backward pass, the pieces of
+    the gradient pass round one ring. For dtypes, differentiation and pipelines see `all_gather_matmul`.
 
     Args:
         x: This device's slice of the inputs.
         weight: This device's slice of the weight.
-        axis: The mesh axis.
-        scatter: The dim of the product that is split.
-        overlap: As in `all_gather_matmul`.
-        products: How slices are multiplied; in the compute dtype by default.
-        name: The collective's name.
+        axis: The mesh axis that splits `inputs`, and the result.
+        scatter: The dim of the result that is split over the axis: the sequence or the outputs.
+        overlap: `"none"` multiplies, then reduces; the rings are those of `all_gather_matmul`.
+        products: The precision of the products.
+        name: The collective's name in the compiled program.
     """
     x, (weight,) = _unify_types("matmul_reduce_scatter", x, (weight,), axis, overlap)
     devices = jax.lax.axis_size(axis)
@@ -131,10 +134,11 @@ def matmul_reduce_scatter(
 def _unify_types(
     call: str, x: Array, weights: tuple[Array, ...], axis: str, overlap: str
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Return `x` and the weights in one dtype, all typed as varying over the same mesh axes.
+    """Cast the weights to the dtype of `x`, and mark all arrays as varying over the same mesh axes.
 
-    A custom gradient must have the type of its argument. Outside of the custom derivative, the transpose of the cast
-    sums the gradient of a weight over the axes along which the weight is replicated.
+    A custom backward pass must return gradients of the types of its arguments. So `vary` marks the arguments before the
+    call, and its transpose, outside of the custom backward pass, sums the gradient of each array over the axes along
+    which the array is replicated.
     """
     if overlap not in OVERLAPS:
         raise ValueError(f"{call}(overlap={overlap!r}): choose one of {', '.join(map(repr, OVERLAPS))}.")
@@ -144,7 +148,7 @@ def _unify_types(
 
 
 def _multiply(products: MatmulPrecision, x: Array, weight: Array) -> Array:
-    """Return a differentiable product, summed in float32 at least, in the dtype of `x`."""
+    """Return `x @ weight.T`, summed in float32 at least, in the dtype of `x`; the result is differentiable."""
     return products(x, weight, at_least_float32(x.dtype)).astype(x.dtype)
 
 
@@ -159,7 +163,8 @@ def _write_rows(array: Array, rows: Array, start: Array) -> Array:
 def _gather_matmul_primal(
     ring: Ring, products: tuple[MatmulPrecision, ...], x: Float[Array, "*batch seq inputs"], weights: Weights
 ) -> tuple[Array, ...]:
-    rows, sum_dtype = (*x.shape[:-2], x.shape[-2] * ring.devices), at_least_float32(x.dtype)
+    """Return the products of `all_gather_matmul`, written piece by piece as the pieces of `x` arrive."""
+    gathered_shape, sum_dtype = (*x.shape[:-2], x.shape[-2] * ring.devices), at_least_float32(x.dtype)
 
     def write(outputs: tuple[Array, ...], piece: Array, start: Array) -> tuple[Array, ...]:
         return tuple(
@@ -167,7 +172,8 @@ def _gather_matmul_primal(
             for output, precision, weight in zip(outputs, products, weights)
         )
 
-    return circulate(ring, x, -2, write, tuple(jnp.zeros((*rows, weight.shape[0]), x.dtype) for weight in weights))
+    outputs = tuple(jnp.zeros((*gathered_shape, weight.shape[0]), x.dtype) for weight in weights)
+    return circulate(ring, x, -2, write, outputs)
 
 
 _gather_matmul = jax.custom_vjp(_gather_matmul_primal, nondiff_argnums=(0, 1))
@@ -180,10 +186,12 @@ def _gather_matmul_forward(ring: Ring, products: tuple[MatmulPrecision, ...], x:
 def _gather_matmul_backward(
     ring: Ring, products: tuple[MatmulPrecision, ...], residuals: tuple, gradients: tuple[Array, ...]
 ):
+    """Return the gradients of `x` and the weights: the first by a ring of sums, the others by a ring of pieces."""
     x, weights = residuals
     sum_dtype = at_least_float32(x.dtype)
 
-    def input_grad_rows(start: Array, length: int) -> Array:
+    def compute_input_grad(start: Array, length: int) -> Array:
+        """Return the sum over the weights of this device's terms of the gradient of some rows of the gathered `x`."""
         first, *further = (
             precision.input_grad(_read_rows(gradient, start, length), weight, sum_dtype)
             for precision, gradient, weight in zip(products, gradients, weights, strict=True)
@@ -197,7 +205,7 @@ def _gather_matmul_backward(
             for total, precision, gradient_rows in zip(sums, products, rows)
         )
 
-    x_grad = collect(ring, x.shape[-2], -2, input_grad_rows, x.dtype)
+    x_grad = ring_reduce_scatter(ring, x.shape[-2], -2, compute_input_grad, x.dtype)
     weight_grads = circulate(ring, x, -2, add_piece, tuple(jnp.zeros(weight.shape, sum_dtype) for weight in weights))
     return x_grad, tuple(gradient.astype(x.dtype) for gradient in weight_grads)
 
@@ -212,6 +220,7 @@ def _matmul_scatter_primal(
     x: Float[Array, "*batch seq inputs"],
     weight: Float[Array, "outputs inputs"],
 ) -> Array:
+    """Return this device's piece of the summed product."""
     sum_dtype = at_least_float32(x.dtype)
 
     def multiply_part(start: Array, length: int) -> Array:
@@ -220,7 +229,7 @@ def _matmul_scatter_primal(
         return products.forward(x, _read_rows(weight, start, length), sum_dtype)
 
     dim, size = (-2, x.shape[-2]) if scatter == "seq" else (-1, weight.shape[0])
-    return collect(ring, size // ring.devices, dim, multiply_part, x.dtype)
+    return ring_reduce_scatter(ring, size // ring.devices, dim, multiply_part, x.dtype)
 
 
 _matmul_scatter = jax.custom_vjp(_matmul_scatter_primal, nondiff_argnums=(0, 1, 2))
@@ -231,25 +240,26 @@ def _matmul_scatter_forward(ring: Ring, products: MatmulPrecision, scatter: str,
 
 
 def _matmul_scatter_backward(ring: Ring, products: MatmulPrecision, scatter: str, residuals: tuple, gradient: Array):
+    """Return the gradients of `x` and the weight, by one ring of the pieces of the result's gradient."""
     x, weight = residuals
     sum_dtype = at_least_float32(x.dtype)
     input_grad = functools.partial(products.input_grad, dtype=sum_dtype)
     weight_grad = functools.partial(products.weight_grad, dtype=sum_dtype)
 
-    def visit_tokens(carry: tuple[Array, Array], piece: Array, start: Array) -> tuple[Array, Array]:
-        x_grad, total = carry
+    def add_tokens(carry: tuple[Array, Array], piece: Array, start: Array) -> tuple[Array, Array]:
+        x_grad, w_grad = carry
         rows = _read_rows(x, start, piece.shape[-2])
-        return _write_rows(x_grad, input_grad(piece, weight), start), total + weight_grad(piece, rows)
+        return _write_rows(x_grad, input_grad(piece, weight), start), w_grad + weight_grad(piece, rows)
 
-    def visit_outputs(carry: tuple[Array, Array], piece: Array, start: Array) -> tuple[Array, Array]:
-        x_grad, total = carry
+    def add_outputs(carry: tuple[Array, Array], piece: Array, start: Array) -> tuple[Array, Array]:
+        x_grad, w_grad = carry
         rows = _read_rows(weight, start, piece.shape[-1])
-        return x_grad + input_grad(piece, rows), _write_rows(total, weight_grad(piece, x), start)
+        return x_grad + input_grad(piece, rows), _write_rows(w_grad, weight_grad(piece, x), start)
 
-    dim, visit = (-2, visit_tokens) if scatter == "seq" else (-1, visit_outputs)
+    dim, visit = (-2, add_tokens) if scatter == "seq" else (-1, add_outputs)
     zeros = jnp.zeros(x.shape, sum_dtype), jnp.zeros(weight.shape, sum_dtype)
-    x_grad, total = circulate(ring, gradient, dim, visit, zeros)
-    return x_grad.astype(x.dtype), total.astype(weight.dtype)
+    x_grad, w_grad = circulate(ring, gradient, dim, visit, zeros)
+    return x_grad.astype(x.dtype), w_grad.astype(weight.dtype)
 
 
 _matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)

@@ -1,9 +1,9 @@
-"""The three kinds of residual stream, by the names that a user gives: replicated, sequence and feature.
+"""The three kinds of residual stream: replicated, sequence and feature.
 
-The replicated and the sequence stream split layers over heads and hidden features (`_tensor`). The feature stream
-splits every activation over features, as JAXformer does: a map holds a slice of the dim that it contracts, so each
-device computes partial sums of all outputs, and a reduce-scatter over the first output dim adds them up. No activation
-is gathered, except for key heads that devices share.
+With the replicated and the sequence stream, layers are split over heads and hidden features (`_tensor`). With the
+feature stream, every activation is split over features, as in JAXformer. Each map holds a slice of the dim that it
+contracts: each device computes partial sums of all outputs, and a reduce-scatter over the first output dim adds them.
+No activation is gathered, except for key heads that devices share.
 """
 
 from collections.abc import Callable
@@ -27,23 +27,24 @@ from ._vocabulary import FeatureEmbedding, SplitEmbedding
 # Layers of the feature stream.
 
 FEATURE_DIMS = ("embed", "heads", "kv_heads", "mlp", "latent", "q_latent")
-"""The dims of activations that are split. `rope_dim` is not, since all heads read the single rotated key."""
+"""Dims of activations that are split. `rope_dim` is not split, because all heads read the single rotated key."""
 
 
 class FeatureLinear(nn.LinearWrapper):
-    """A map of which this device holds a slice of the inputs; it returns a slice of the outputs' first dim, or all.
-
-    `split_outputs` has an entry for each of the map's arrays: the output dim, counted from the end, along which the
-    array is split, or None. Such an array is gathered, since each device computes partial sums of all outputs. The
-    entry of the bias is None, because the bias is added to the device's slice of the sums.
-    """
+    """Wrapper of a map of which this device holds a slice of the inputs."""
 
     scatters: bool = eqx.field(static=True)
+    """Whether the result is this device's slice of the first output dim; otherwise it has all outputs."""
     overlap: Overlap = eqx.field(static=True, default="none")
     split_outputs: tuple[int | None, ...] | None = eqx.field(static=True, default=None)
+    """For each array of the map, the output dim along which the array is split, counted from the end, or None.
+
+    Arrays that are split along an output dim are gathered, because each device computes partial sums of all outputs.
+    The entry of the bias is None, because the bias is added to the device's slice of the sums.
+    """
 
     def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
-        """Contract the slices, add them up over the devices, and return this device's outputs."""
+        """Return this device's slice of the product, or all of it, summed over devices."""
         linear = self.inner if self.split_outputs is None else gather_module(self.inner, self.split_outputs)
         outputs = linear.output_shape
         if not self.scatters:
@@ -60,15 +61,15 @@ class FeatureLinear(nn.LinearWrapper):
                 name="feature-parallel output",
             )
             y = y.reshape(*y.shape[:-1], -1, *outputs[1:])
-        return checkpoint_name(y, "product")  # for remat policies that save it, so that it is not reduced again
+        return checkpoint_name(y, "product")  # Remat policies that save it avoid a second reduction.
 
 
 class FeatureKeyHead(nn.LinearWrapper):
-    """A map to all key heads, of which only the head that this device's query heads share is returned."""
+    """Wrapper of a map to all key heads that returns only the key head of this device's query heads."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the map to one head."""
+        """Shape of the map to one head."""
         return (1, *self.inner.shape[1:])
 
     @property
@@ -76,23 +77,24 @@ class FeatureKeyHead(nn.LinearWrapper):
         """None: the inner map adds its bias."""
 
     def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return this device's head of the inner map's result for all heads."""
+        """Return this device's key head from the inner map's result for all key heads."""
         y = self.inner(x)
         first = jax.lax.axis_index(TENSOR) * y.shape[-2] // jax.lax.axis_size(TENSOR)
         return jax.lax.dynamic_slice_in_dim(y, first, 1, y.ndim - 2)
 
 
 def split_features(module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, stream: ResidualStream) -> PyTree:
-    """Return a layer of which every map reduces and scatters, and every norm averages over devices.
+    """Wrap the maps and norms of a layer to run on slices of features.
 
-    Key heads that the axis does not divide are summed on every device. `shapes`, `specs` and `names` are those of the
-    unsplit layer's arrays.
+    Every map reduces its result over devices and, if possible, scatters it; every norm averages over devices. If the
+    axis does not divide the key heads, every device computes all of them and keeps one. `shapes`, `specs` and `names`
+    are those of the unsplit layer's arrays.
     """
 
     def split_node(node: PyTree, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
         if not nn.is_map(node):
             return stream.split_norm(node) if isinstance(node, nn.Norm) else node
-        if not set(node.inputs) & set(FEATURE_DIMS):  # The inputs are replicated here, and the outputs are a slice.
+        if not set(node.inputs) & set(FEATURE_DIMS):  # The map's inputs are replicated, and its outputs are a slice.
             return node
         return FeatureLinear(node, _scatters(shape), stream.overlap, _split_outputs(node, spec, name))
 
@@ -105,17 +107,19 @@ def _is_map_or_norm(node: object) -> bool:
 
 
 def _take_key_head(linear: nn.LinearMap) -> nn.LinearMap:
+    """Wrap a map to key heads in `FeatureKeyHead`; return other maps unchanged."""
     return FeatureKeyHead(linear) if linear.outputs[0] == "kv_heads" else linear
 
 
 def _scatters(linear: nn.LinearMap) -> bool:
+    """Return whether devices can split the first output dim of a map."""
     return linear.outputs[0] in FEATURE_DIMS and linear.output_shape[0] % jax.lax.axis_size(TENSOR) == 0
 
 
 def _split_outputs(linear: nn.LinearMap, specs: PyTree, names: PyTree) -> tuple[int | None, ...] | None:
-    """Return `FeatureLinear.split_outputs`: for each array but the bias its dim of outputs split by `tensor`, or None.
+    """Return the `split_outputs` of a map's `FeatureLinear`, or None if no array but the bias is split along outputs.
 
-    Returns None for a map without such an array; a pipeline may put a wrapper with other arrays in its place.
+    None fits any number of arrays: a pipeline may later replace the map by a wrapper with more arrays.
     """
 
     def split_output_dim(x: Array, spec: jax.sharding.PartitionSpec, names: str) -> int | None:
@@ -133,13 +137,13 @@ def _split_outputs(linear: nn.LinearMap, specs: PyTree, names: PyTree) -> tuple[
 
 
 class _UnsplitFeatures(ResidualStream):
-    """A stream with all features of a token: layers are split by their heads and hidden features."""
+    """Stream with all features of each token; layers are split over heads and hidden features."""
 
     split_dims: ClassVar[tuple[str, ...]] = HEAD_DIMS
 
     @property
     def routed(self) -> ResidualStream:
-        """This stream."""
+        """Stream that routers and experts read: this stream."""
         return self
 
     def to_routed(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -162,12 +166,12 @@ class _UnsplitFeatures(ResidualStream):
     def split_embedding(
         self, embedding: nn.TokenEmbedding, local_table: Callable[[], Array], total: int, *, is_tied: bool
     ) -> eqx.Module:
-        """Return the lookup in the rows of this device's ids."""
+        """Wrap the embedding to look up the ids of this device's rows."""
         return SplitEmbedding(eqx.tree_at(lambda e: e.weight, embedding, local_table()), total, self)
 
 
 class ReplicatedStream(_UnsplitFeatures):
-    """A residual stream that every device has in full."""
+    """Residual stream that every device has in full."""
 
     dim: ClassVar[int | None] = None
 
@@ -181,47 +185,47 @@ class ReplicatedStream(_UnsplitFeatures):
 
 
 class SequenceStream(_UnsplitFeatures):
-    """A residual stream split over tokens (Megatron-LM's sequence parallelism, arXiv:2205.05198)."""
+    """Residual stream split over tokens (Megatron-LM's sequence parallelism, arXiv:2205.05198)."""
 
     dim: ClassVar[int | None] = -2
 
     def split_dropout(self, dropout: nn.RandomMask) -> TokensDropout:
-        """Return dropout by the keys of this device's tokens."""
+        """Wrap dropout to use the keys of this device's tokens."""
         return TokensDropout(dropout)
 
     def split_positions(self, positions: nn.PositionEmbedding) -> TokensPositions:
-        """Return the positions of this device's tokens."""
+        """Wrap positions to look up those of this device's tokens."""
         return TokensPositions(positions)
 
 
 class FeatureStream(ResidualStream):
-    """A residual stream split over features: each device has some features of every token."""
+    """Residual stream split over features: each device has some features of every token."""
 
     dim: ClassVar[int | None] = -1
     split_dims: ClassVar[tuple[str, ...]] = FEATURE_DIMS
 
     @property
     def routed(self) -> ResidualStream:
-        """The stream split over tokens, since a router reads all features of a token."""
+        """Stream that routers and experts read: split over tokens, because a router reads all features of a token."""
         return SequenceStream()
 
     def to_routed(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """Convert all tokens with some features to some tokens with all features, by an all-to-all."""
+        """Reshard from all tokens with some features to some tokens with all features, by an all-to-all."""
         return send.all_to_all("features to tokens", x, TENSOR, -2, -1)
 
     def from_routed(self, y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """Convert some tokens with all features to all tokens with some features, by an all-to-all."""
+        """Reshard from some tokens with all features to all tokens with some features, by an all-to-all."""
         return send.all_to_all("tokens to features", y, TENSOR, -1, -2)
 
     def split_layer(
         self, module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
     ) -> eqx.Module:
-        """Return the layer with maps that reduce and scatter, see `split_features`."""
-        assert sharers == 1, "only serving shares key heads, with a replicated stream"
+        """Wrap the layer's maps and norms, see `split_features`."""
+        assert sharers == 1, "devices share caches of key heads only in serving, where the stream is replicated"
         return split_features(module, shapes, specs, names, self)
 
     def split_dropout(self, dropout: nn.RandomMask) -> FeatureDropout:
-        """Return dropout by the slice of each token's mask for this device's features."""
+        """Wrap dropout to use the mask's slice of this device's features."""
         return FeatureDropout(dropout)
 
     def split_positions(self, positions: nn.PositionEmbedding) -> nn.PositionEmbedding:
@@ -231,7 +235,7 @@ class FeatureStream(ResidualStream):
     def split_embedding(
         self, embedding: nn.TokenEmbedding, local_table: Callable[[], Array], total: int, *, is_tied: bool
     ) -> eqx.Module:
-        """Return the lookup of this device's features of all ids; tied logits use the rows of its ids."""
+        """Wrap the embedding to look up this device's features of all ids; tied logits use the rows of its ids."""
         return FeatureEmbedding(embedding, local_table() if is_tied else embedding.weight)
 
 
@@ -243,5 +247,5 @@ RESIDUAL_STREAMS: dict[StreamKind, type[ResidualStream]] = {
 
 
 def make_residual_stream(kind: StreamKind, overlap: Overlap = "none") -> ResidualStream:
-    """Make the stream of a kind, such as `"sequence"`."""
+    """Make a residual stream of a kind: `"replicated"`, `"sequence"` or `"feature"`."""
     return RESIDUAL_STREAMS[kind](overlap)

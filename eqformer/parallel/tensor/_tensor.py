@@ -1,8 +1,9 @@
 """Tensor parallelism: attention and feed-forward layers run on a slice of their heads or hidden features.
 
-Megatron-LM's division (arXiv:1909.08053): maps out of the residual stream hold a slice of their outputs, maps back
-into it a slice of their inputs, so that one reduction per layer remains. With the `sequence` stream (arXiv:2205.05198)
-the stream between the layers is split over tokens, and the reduction becomes a gather before and a scatter after.
+The split is Megatron-LM's (arXiv:1909.08053). Maps that read the residual stream hold a slice of their outputs (column
+parallelism), maps that write to the stream hold a slice of their inputs (row parallelism), and each layer needs one
+all-reduce. With the `sequence` stream (arXiv:2205.05198), the stream between the layers is split over tokens, and each
+layer needs an all-gather before it and a reduce-scatter after it.
 """
 
 import dataclasses
@@ -24,17 +25,17 @@ from ._residual_stream import ResidualStream
 
 
 HEAD_DIMS = ("heads", "kv_heads", "mlp")
-"""The dims that are split if the stream between layers has all features of a token."""
+"""Dims that are split over `tensor` if the residual stream has all features of a token."""
 
 
 class TensorParallelLayer(nn.Module):
-    """A layer run on this device's slice of its heads or features, between a residual stream with all features.
+    """Wrapper of a layer that runs on this device's slice of its heads or hidden features.
 
     All maps that read the layer's input share one gather, and are computed before the layer runs (`PrecomputedMap`). A
-    map that the layer calls on another array is computed when it is called. The bias of the map back into the stream is
-    added once, after the reduction. If there are fewer key heads than devices, the key heads are replicated, and each
-    device reads the one that its query heads share. With `sharers`, in serving, that many devices have the same key
-    head and attend with all its query heads to some of the rows each.
+    map that the layer calls on another array is computed when it is called. The bias of an output map is added once,
+    after the reduction. If there are fewer key heads than devices (`shares_kv_heads`), the key heads are replicated,
+    and each device uses the key head of its query heads. In serving, `sharers` devices may have the same key head
+    instead; each then attends for some of the batch rows, with all query heads of the key head.
     """
 
     inner: PyTree
@@ -43,7 +44,7 @@ class TensorParallelLayer(nn.Module):
     sharers: int = eqx.field(static=True, default=1)
 
     def __call__(self, x: Float[Array, "*batch seq embed"], *args: PyTree) -> PyTree:
-        """Call the layer; `x` is this device's part of the stream."""
+        """Return the layer's result; `x` is this device's part of the stream."""
         inner = self._local()
         products = self._multiply_input(x, _input_maps(inner))
         output_maps: list[nn.LinearWrapper]
@@ -62,7 +63,7 @@ class TensorParallelLayer(nn.Module):
 
     def _multiply_input(self, x: Float[Array, "*batch seq embed"], linears: list[nn.LinearMap]) -> list[Array]:
         """Return the products of all maps with the gathered input."""
-        if self.stream.overlap == "none":  # The gradient is summed over the axis here, once for all maps.
+        if self.stream.overlap == "none":  # One gather for all maps, so their gradients are reduced once.
             x = self.stream.gather("column-parallel input", x)
             return [linear.product(x) for linear in linears]
         weights = tuple(linear.flat_matrix(x.dtype) for linear in linears)
@@ -74,20 +75,21 @@ class TensorParallelLayer(nn.Module):
         return [y.reshape(*y.shape[:-1], *linear.output_shape) for linear, y in zip(linears, products)]
 
     def _local(self) -> PyTree:
+        """Return the layer with this device's key head, if the key heads are replicated."""
         return take_kv_head(self.inner) if self.shares_kv_heads else self.inner
 
 
 class TensorParallelMixer(nn.Mixer):
-    """A mixer that `TensorParallelLayer` runs on this device's heads, with the cache of these heads."""
+    """Wrapper of a mixer that runs on this device's heads, with a cache of these heads."""
 
     inner: TensorParallelLayer
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """Call the mixer; `x` is as for `TensorParallelLayer`, `tokens` are those of unsplit rows."""
+        """Return the mixer's results; `x` is this device's part of the stream, `tokens` are those of unsplit rows."""
         if self.inner.stream.splits_tokens and tokens is None and cache is None:
-            # Without `tokens` the mixer would number the tokens of `x`, but its input is gathered from all devices.
+            # The mixer's default would number the tokens of `x`, but the mixer reads the gathered tokens.
             tokens = nn.positions_like((*x.shape[:-2], x.shape[-2] * jax.lax.axis_size(TENSOR)))
         return self.inner(x, tokens, cache)
 
@@ -96,19 +98,24 @@ class TensorParallelMixer(nn.Mixer):
         return self.inner._local().init_cache(batch, capacity, dtype)
 
 
-# Maps while a layer runs on its slice.
+# Wrappers of a layer's maps during a call.
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
-    """The stream, sharers of key heads and mixer of a layer, for its maps; `mixer` is its class's name, or None."""
+    """Fields of a layer that its wrapped maps need."""
 
     stream: ResidualStream
     sharers: int
     mixer: str | None
+    """Name of the mixer's class for errors; None for other layers."""
 
     def select_rows(self, linear: nn.LinearMap, y: Array) -> Array:
-        """Return the rows of a map's product that this device uses: all, or some rows if key heads are shared."""
+        """Return the rows of a map's product for which this device attends.
+
+        If devices share a key head, they all have its keys and values of all rows, but exchange their query heads of
+        all rows for all query heads of some rows.
+        """
         if self.sharers == 1:
             return y
         if "kv_heads" in linear.outputs:
@@ -121,14 +128,14 @@ class LayerContext:
             spec = f"{' '.join(linear.inputs)} -> {' '.join(linear.outputs)}"
             raise ValueError(
                 f"Plan(residual='sequence') over tensor={jax.lax.axis_size(TENSOR)}: the map {spec!r} of {self.mixer} "
-                "reads an array that the mixer computed from its input, and a device has only some tokens of that "
-                "input; let the map read the input itself, or take residual='replicated' or 'feature'."
+                "reads an array that the mixer computed from its input, of which a device has only some tokens; let "
+                "the map read the input itself, or use residual='replicated' or 'feature'."
             )
         return self.select_rows(linear, linear.product(self.stream.gather("column-parallel input", x)))
 
 
 class PrecomputedMap(nn.LinearWrapper):
-    """A map whose product with the layer's input is already computed."""
+    """Wrapper of a map whose product with the layer's input is already computed."""
 
     value: Float[Array, "..."]
     layer_input: Float[Array, "..."]
@@ -145,12 +152,12 @@ class PrecomputedMap(nn.LinearWrapper):
 
 
 class RowParallelMap(nn.LinearWrapper):
-    """A map back into the stream, of which this device holds a slice of the inputs (Megatron-LM's row parallelism)."""
+    """Wrapper of a map to the stream, of which this device holds a slice of the inputs (row parallelism)."""
 
     stream: ResidualStream = eqx.field(static=True)
 
     def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return this device's part of the sum of all devices' products."""
+        """Return the sum of all devices' products, or this device's part of the sum if the stream is split."""
         if self.stream.overlap == "none":
             y = self.stream.reduce("row-parallel output", self.inner.product(x, dtype))
         else:
@@ -164,12 +171,12 @@ class RowParallelMap(nn.LinearWrapper):
                 products=self.products,
                 name="row-parallel output",
             )
-        y = checkpoint_name(y, "product")  # for remat policies that save it, so that it is not reduced again
+        y = checkpoint_name(y, "product")  # Remat policies that save it avoid a second reduction.
         return checkpoint_name(y, "own tokens") if self.stream.splits_tokens else y
 
 
 class RowsToHeadsMap(nn.LinearWrapper):
-    """A map back into the stream whose input, all heads of some rows, is exchanged for some heads of all rows."""
+    """Wrapper of a map to the stream that exchanges its input: all heads of some rows for some heads of all rows."""
 
     sharers: int = eqx.field(static=True)
 
@@ -180,13 +187,13 @@ class RowsToHeadsMap(nn.LinearWrapper):
 
 
 def _sharing_groups(sharers: int) -> list[list[int]]:
-    """Return the groups of neighbouring devices that share a key head."""
+    """Return the groups of neighboring devices that share a key head."""
     devices = range(jax.lax.axis_size(TENSOR))
     return [list(devices[first : first + sharers]) for first in devices[::sharers]]
 
 
 def take_attended_rows(x: Array, sharers: int) -> Array:
-    """Return the rows that this device attends for, among the devices that share its key head."""
+    """Return the batch rows for which this device attends; the devices that share a key head split the rows."""
     size = x.shape[0] // sharers
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) % sharers * size, size)
 
@@ -195,9 +202,9 @@ def take_attended_rows(x: Array, sharers: int) -> Array:
 
 
 def take_kv_head(module: PyTree) -> PyTree:
-    """Return the mixer with only the key head that this device's query heads share, out of replicated key heads.
+    """Return the mixer with one of its replicated key heads: that of this device's query heads.
 
-    For fewer key heads than devices, so that each key head serves the query heads of several devices.
+    There are fewer key heads than devices, so each key head serves the query heads of several devices.
     """
     kv_heads = dim_size(module, "kv_heads")
     assert kv_heads is not None
@@ -212,9 +219,9 @@ def take_kv_head(module: PyTree) -> PyTree:
 
 
 def is_split(module: object) -> bool:
-    """Return whether a module is a layer that runs on a slice of its heads or hidden features.
+    """Return whether a module is a layer that can run on a slice of its heads or hidden features.
 
-    A layer with an array of its own, not a map's, between the stream and the slices is run in full.
+    It cannot if an array outside of its maps has both the dim `embed` and a split dim.
     """
     if isinstance(module, nn.FeedForward):
         output_maps = _unwrapped_maps(module, "outputs")
@@ -225,7 +232,7 @@ def is_split(module: object) -> bool:
 
 
 def _has_unmapped_array(layer: PyTree) -> bool:
-    """Return whether an array that belongs to no map is between the stream and slices."""
+    """Return whether an array outside of the maps has both the dim `embed` and a split dim."""
     without_maps = nn.map_linears(lambda _: None, layer)
     dim_names = jax.tree.leaves(nn.field_dim_names(without_maps))
     return any("embed" in names and names & set(HEAD_DIMS) for names in dim_names)
@@ -237,19 +244,22 @@ def dim_size(module: PyTree, dim: str) -> int | None:
 
 
 def stream_maps(module: PyTree, side: str) -> list[nn.LinearMap]:
-    """Return the maps out of the residual stream (`side="inputs"`) or back into it (`"outputs"`)."""
+    """Return the maps that read the residual stream (`side="inputs"`) or write to it (`side="outputs"`)."""
     return [linear for linear in nn.linear_maps(module) if getattr(linear, side) == ("embed",)]
 
 
 def token_maps(module: PyTree) -> list[nn.LinearMap]:
-    """Return a feed-forward layer's maps out of the stream whose outputs are not split; they run on local tokens."""
+    """Return the maps of a feed-forward layer that read the stream and whose outputs are not split.
+
+    They run on this device's tokens, without a gather. Other layers have no such maps.
+    """
     if not isinstance(module, nn.FeedForward):
         return []
     return [linear for linear in _unwrapped_maps(module, "inputs") if linear.outputs[0] not in HEAD_DIMS]
 
 
 def _unwrapped_maps(module: PyTree, side: str) -> list[nn.LinearMap]:
-    """Return the maps of `stream_maps`, but a map that is made of maps as a single map."""
+    """Return the maps of `stream_maps`, but a map that consists of several maps once, as a whole."""
     return [linear for linear in nn.modules(module, nn.LinearMap) if getattr(linear, side) == ("embed",)]
 
 
@@ -260,6 +270,7 @@ def _input_maps(module: PyTree) -> list[nn.LinearMap]:
 
 
 def _input_and_output_maps(module: PyTree) -> tuple[nn.LinearMap, ...]:
+    """Return the maps that a `TensorParallelLayer` replaces."""
     return (*_input_maps(module), *stream_maps(module, "outputs"))
 
 
@@ -273,7 +284,7 @@ def shares_kv_heads(shapes: PyTree) -> bool:
 
 
 class ReplicatedMixer(nn.Mixer):
-    """A mixer whose `facts()` name no heads to split: every device runs it in full, on all tokens and features."""
+    """Wrapper of a mixer without heads to split, by its `facts()`: every device runs it on all tokens and features."""
 
     inner: "Sliced"
     stream: ResidualStream = eqx.field(static=True)
@@ -281,7 +292,7 @@ class ReplicatedMixer(nn.Mixer):
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """Call the mixer; `x` is this device's part of the stream, `tokens` are those of unsplit rows."""
+        """Return the mixer's results; `x` is this device's part of the stream, `tokens` are those of unsplit rows."""
         y, cache = self.inner.whole(self.stream.gather("column-parallel input", x), tokens, cache)
         return count_once(self.stream, y), cache
 
@@ -291,22 +302,22 @@ class ReplicatedMixer(nn.Mixer):
 
 
 class ReplicatedLayer(nn.Module):
-    """A layer on single tokens that names no dim to split: every device runs it in full."""
+    """Wrapper of a layer on single tokens that names no dim to split: every device runs it in full."""
 
     inner: "Sliced"
     stream: ResidualStream = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
-        """Call the layer on all features of this device's tokens."""
+        """Return the layer's output for this device's part of the stream."""
         if self.stream.splits_tokens:
             return self.inner.whole(x)
         return count_once(self.stream, self.inner.whole(self.stream.gather("column-parallel input", x)))
 
 
 class Sliced(eqx.Module):
-    """A module that every device runs in full, although the layout may split its arrays by the names of their dims.
+    """Wrapper of a module that every device runs in full, with arrays that the layout may have split over `tensor`.
 
-    `dims` has for each array the dim, counted from the end, along which the array is a slice over `tensor`, or None.
+    `dims` has, for each array, the dim along which it is split, counted from the end, or None.
     """
 
     inner: PyTree
@@ -328,9 +339,10 @@ class Sliced(eqx.Module):
 
 
 def count_once(stream: ResidualStream, y: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return this device's part of an output that all devices have computed, without summing it over devices.
+    """Return this device's part of an output that all devices have computed equally.
 
-    For a replicated stream, the first device's output is sent to all devices.
+    Gradients of the output must not be summed over devices. So for a replicated stream, the first device sends its
+    output to all devices, and only this device gets a gradient.
     """
     if not stream.is_whole:
         return stream.take_local(y)
@@ -339,16 +351,16 @@ def count_once(stream: ResidualStream, y: Float[Array, "..."]) -> Float[Array, "
 
 
 def is_plain(layer: object) -> bool:
-    """Return whether a module in the position of a layer follows no contract of layers."""
+    """Return whether a module in the place of a layer is of no `nn` class of layers."""
     return layer is not None and not isinstance(layer, nn.Mixer | nn.FeedForward | nn.Routed)
 
 
 LAYER_FIELDS: tuple[tuple[type[nn.Module], str], ...] = ((nn.ExpertMixture, "shared"), (nn.Residual, "layer"))
-"""Fields of modules whose layer may follow no contract."""
+"""Classes of modules, and the field in which each has a layer that may be of no `nn` class of layers."""
 
 
 def plain_layers(model: PyTree) -> list[tuple[str, PyTree]]:
-    """Return the modules of a model in the position of a layer that follow no contract of layers, with their paths."""
+    """Return the modules in the place of a layer that are of no `nn` class of layers, with their paths in the model."""
     layers = []
     for kind, field in LAYER_FIELDS:
         layers += [(f"{path}.{field}", getattr(module, field)) for path, module in nn.named_modules(model, kind)]
@@ -356,7 +368,7 @@ def plain_layers(model: PyTree) -> list[tuple[str, PyTree]]:
 
 
 def replicated_layers(model: PyTree) -> list[tuple[str, PyTree]]:
-    """Return a model's layers that name no dim to split, with paths: every device of `tensor` runs them in full."""
+    """Return the layers that every device of `tensor` runs in full, with their paths in the model."""
     layers = nn.named_modules(model, (nn.Mixer, nn.FeedForward, nn.Experts))
     unsplit = [(path, layer) for path, layer in layers if not isinstance(layer, nn.Experts) and not is_split(layer)]
     plain = [(path, layer) for path, layer in plain_layers(model) if any(map(nn.has_shape, jax.tree.leaves(layer)))]
