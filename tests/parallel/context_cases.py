@@ -97,9 +97,15 @@ def call(core, case: Case, arrays: tuple, tokens: nn.Tokens, direction: jax.Arra
 
 def compiled(fn, *args):
     """Compiled with little care for speed: only the numbers are looked at."""
+    return compiled_for(fn, *args)(*args)
+
+
+def compiled_for(fn, *args):
+    """The program of a function, for arguments of which the arrays are like these."""
     arrays, rest = eqx.partition(args, eqx.is_array)
     lowered = jax.jit(lambda arrays: fn(*eqx.combine(arrays, rest))).lower(arrays)
-    return lowered.compile(compiler_options=FAST)(arrays)
+    program = lowered.compile(compiler_options=FAST)
+    return lambda *args: program(eqx.filter(args, eqx.is_array))
 
 
 def distance(got, want) -> float:

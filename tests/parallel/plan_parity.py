@@ -143,8 +143,14 @@ def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
 
 def compiled(gradients: Any, model: nn.Transformer, batch: Any) -> Outcome:
     """Run `(model, batch, key) -> (sum, count, gradients)`, compiled in haste."""
+    return compiled_for(gradients, model, batch)(batch)
+
+
+def compiled_for(gradients: Any, model: nn.Transformer, batch: Any) -> Callable[[Any], Outcome]:
+    """Compile `(model, batch, key) -> (sum, count, gradients)` in haste, for this model and batches of such shapes."""
     key = jax.random.key(KEY)
-    return _outcome(*hastily(gradients, model, batch, key)(model, batch, key))
+    program = hastily(gradients, model, batch, key)
+    return lambda batch: _outcome(*program(model, batch, key))
 
 
 def _outcome(total: Any, tally: Any, found: Any) -> Outcome:

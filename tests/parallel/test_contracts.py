@@ -10,6 +10,7 @@ import numpy as np
 import plan_controls as control
 import pytest
 from contract_cases import is_seen, named, of_plan, ROUNDING, SilentMixer, STAGES, ZERO
+from nn_reference import normal
 from plan_blocks import Int8Map
 from plan_models import model_of
 from plan_parity import Case, differences, of_one_device, of_plan as afresh, place, total_of_plan
@@ -65,16 +66,22 @@ def test_the_scales_of_outputs_are_gathered_where_sums_are_of_all(monkeypatch):
 
 
 def test_a_map_of_eight_bits_takes_factors_and_gives_them_back():
-    linear = Int8Map.of(nn.Linear("embed -> heads head_dim", embed=6, heads=2, head_dim=4, bias=True, key=KEY))
-    x = jax.random.normal(KEY, (3, 6))
-    up = nn.Linear("rank -> heads head_dim", rank=2, heads=2, head_dim=4, key=KEY)
-    lora = eqx.tree_at(lambda m: m.up, nn.with_lora(linear, [Int8Map], rank=2, alpha=1.0, key=KEY), up)
+    x = normal(0, 3, 6)
+
+    @eqx.filter_jit
+    def build_and_run():
+        linear = Int8Map.of(nn.Linear("embed -> heads head_dim", embed=6, heads=2, head_dim=4, bias=True, key=KEY))
+        up = nn.Linear("rank -> heads head_dim", rank=2, heads=2, head_dim=4, key=KEY)
+        lora = eqx.tree_at(lambda m: m.up, nn.with_lora(linear, [Int8Map], rank=2, alpha=1.0, key=KEY), up)
+        merged = nn.merge_lora(lora)
+        return linear, lora, merged, linear(x), lora(x), merged(x)
+
+    linear, lora, merged, *outputs = build_and_run()
     expected = np.einsum("hde,be->bhd", np.asarray(linear.rounded) * np.asarray(linear.scale)[..., None], x)
     expected += np.asarray(linear.bias) + 0.5 * np.einsum("hdr,re,be->bhd", lora.up.weight, lora.down.weight, x)
-    merged = nn.merge_lora(lora)
     assert isinstance(merged, nn.Linear) and merged.weight.dtype == jnp.float32
-    assert np.allclose(lora(x), expected, atol=1e-5) and np.allclose(merged(x), expected, atol=1e-5)
-    assert not np.allclose(linear(x), expected, atol=1e-3)
+    assert all(np.allclose(output, expected, atol=1e-5) for output in outputs[1:])
+    assert not np.allclose(outputs[0], expected, atol=1e-3)
 
 
 @pytest.mark.quick

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 from jax.sharding import PartitionSpec as P
+from nn_reference import random_module
 from plan_controls import without
 from plan_models import batch_of, model_of
 from plan_parity import alone, Case, differences, program_under, total_under
@@ -52,32 +54,35 @@ def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_layer_of_which_all_tokens_want_one_expert(monkeypatch):
     """Its output and gradients in float64: four rounds over four devices, with one they are others."""
     with jax.enable_x64(True):
-        router = nn.TopKRouter(embed=8, experts=4, top_k=1, score="sigmoid", balanced=True, key=jax.random.key(0))
-        experts = nn.Experts(lambda key: nn.MLP(embed=8, mlp=4, key=key), 4, key=jax.random.key(1))
-        moe = eqx.tree_at(lambda m: m.router.selection_bias, nn.MoE(router, experts), jnp.array([0.0, 0.0, 9.0, 0.0]))
-        moe, x, gradient = jax.tree.map(
-            lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf,
-            (moe, *jax.random.normal(jax.random.key(2), (2, 4, 8, 8))),
-        )
+        key, draw = jax.random.key(0), np.random.default_rng(0)
+
+        def build() -> nn.MoE:
+            router = nn.TopKRouter(embed=8, experts=4, top_k=1, score="sigmoid", balanced=True, key=key)
+            return nn.MoE(router, nn.Experts(lambda key: nn.MLP(embed=8, mlp=4, key=key), 4, key=key))
+
+        moe = eqx.tree_at(lambda m: m.router.selection_bias, random_module(build), put([0.0, 0.0, 9.0, 0.0]))
+        moe = jax.tree.map(lambda leaf: put(leaf, np.float64) if eqx.is_inexact_array(leaf) else leaf, moe)
+        x, gradient = draw.normal(size=(2, 4, 8, 8))
         arrays, rest = eqx.partition(moe, eqx.is_inexact_array)
         specs, rows = jax.tree.map(lambda x: P("expert") if x.ndim == 3 else P(), arrays), P("expert")
 
-        def both() -> Any:
-            split = lambda arrays, x: SplitMixture(eqx.combine(arrays, rest), "exchange", PADDED, None)(x)[0]
-            split = filter_shard_map(split, make_mesh(expert=4, devices=jax.devices()[:4]), (specs, rows), rows)
-            plain = lambda arrays, x: eqx.combine(arrays, rest)(x)[0]
-
-            def each(function: Any, *given: Any) -> Any:
-                y, pull = jax.vjp(function, *given)
+        def value_and_gradients(function: Any) -> list[np.ndarray]:
+            def run(arrays: Any, x: Any) -> Any:
+                y, pull = jax.vjp(function, arrays, x)
                 return y, pull(gradient)
 
-            return jax.jit(lambda *given: [each(function, *given) for function in (split, plain)])(arrays, x)
+            return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.jit(run)(arrays, x))]
 
-        got, want = both()
-        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        def exchanged() -> list[np.ndarray]:
+            split = lambda arrays, x: SplitMixture(eqx.combine(arrays, rest), "exchange", PADDED, None)(x)[0]
+            mesh = make_mesh(expert=4, devices=jax.devices()[:4])
+            return value_and_gradients(filter_shard_map(split, mesh, (specs, rows), rows))
+
+        expected = value_and_gradients(lambda arrays, x: eqx.combine(arrays, rest)(x)[0])
+        for one, other in zip(exchanged(), expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-12)
         one_round(monkeypatch)
-        assert all(np.abs(a - b).max() > 1e-2 for a, b in zip(*map(jax.tree.leaves, both()), strict=True) if b.any())
+        assert all(np.abs(a - b).max() > 1e-2 for a, b in zip(exchanged(), expected, strict=True) if b.any())
 
 
 @pytest.mark.grid

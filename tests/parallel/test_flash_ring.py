@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from context_cases import call, Case, compiled, distance, drawn, SEQ
+from context_cases import call, Case, compiled, compiled_for, distance, drawn, SEQ
 from jax.sharding import PartitionSpec as P
 
 from eqformer import kernels, nn
@@ -65,21 +65,27 @@ def pieces_of(tokens: nn.Tokens, documents: int | None, size: int) -> nn.Tokens:
     return nn.with_row_layout_of(tokens, nn.mark_whole_rows(tokens, SEQ, documents), size)
 
 
-def in_pieces(core, case: Case, size: int, order=None, dtype: str = "float64"):
-    """The output and gradients in pieces of the ring, put back; `order` is that in which rows are stored."""
+def in_pieces(core, case: Case, size: int, *orders, dtype: str = "float64"):
+    """The output and gradients in pieces of the ring, put back, for each order in which rows are stored."""
     mesh = make_mesh(context=size, tensor=8 // size)
-    stored_in = context_order("ring", SEQ, size) if order is None else order
     arrays, tokens, direction = drawn(case, dtype)
-    put = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[:, stored_in]), tree)
-    read = lambda x: np.asarray(x)[:, np.argsort(stored_in)]
     row = P(None, CONTEXT, TENSOR)
     specs = (row, row, row, P(TENSOR) if case.has_sinks else None)
-    known = pieces_of(put(tokens), 3 if case.is_packed else None, size)
     run = filter_shard_map(
         partial(call, ContextAttention(core, "ring"), case), mesh, (specs, P(None, CONTEXT), row), (row, specs)
     )
-    output, gradients = compiled(run, (*put(arrays[:3]), arrays[3]), known, put(direction))
-    return read(output), (*map(read, gradients[:3]), gradients[3])
+
+    def ordered(order):
+        put = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[:, order]), tree)
+        known = pieces_of(put(tokens), 3 if case.is_packed else None, size)
+        return (*put(arrays[:3]), arrays[3]), known, put(direction)
+
+    def restored(order, output, gradients):
+        read = lambda x: np.asarray(x)[:, np.argsort(order)]
+        return read(output), (*map(read, gradients[:3]), gradients[3])
+
+    program = compiled_for(run, *ordered(orders[0]))
+    return [restored(order, *program(*ordered(order))) for order in orders]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +96,9 @@ def test_a_ring_of_kernels_is_the_whole_row(name, size):
     case = CASES[name]
     with jax.enable_x64(True):
         want = compiled(partial(call, kernels.ReferenceAttention(), case), *drawn(case))
-        assert distance(in_pieces(BY_INDICES, case, size), want) < 1e-12
-        wrong = in_pieces(BY_INDICES, case, size, np.arange(SEQ))  # not the order in which it was said to be
-        assert distance(wrong, want) > 0.1
+        # Rows in the ring's order, and as a control in another than the one in which they are said to be.
+        right, wrong = in_pieces(BY_INDICES, case, size, context_order("ring", SEQ, size), np.arange(SEQ))
+        assert distance(right, want) < 1e-12 and distance(wrong, want) > 0.1
 
 
 def test_a_tpu_s_ring_runs_splash_and_a_gpu_s_cudnn(monkeypatch):

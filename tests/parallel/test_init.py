@@ -12,7 +12,7 @@ from eqformer import _prepare, models, nn
 from eqformer.parallel import init_sharded, lower_sharded, make_mesh, Plan, shardings
 
 
-LLAMA = models.LlamaConfig(vocab=1024, embed=256, layers=4, heads=8, kv_heads=4, mlp=688)  # 3.4 million parameters
+LLAMA = models.LlamaConfig(vocab=512, embed=128, layers=4, heads=8, kv_heads=4, mlp=344)  # 900,000 parameters
 MESHES: dict[str, Any] = {"fsdp": dict(fsdp=8), "fsdp tensor pipe": dict(fsdp=2, tensor=2, pipe=2)}
 
 

@@ -52,7 +52,7 @@ def up_of(state: training.TrainState) -> Any:
 
 
 CASES = [
-    ("llama", {"fsdp": 2, "tensor": 2}, {"zero": 2, "smallest": 1, "residual": "feature"}),
+    ("five layers", {"fsdp": 2, "tensor": 2}, {"zero": 2, "smallest": 1, "residual": "feature"}),
     ("five layers", {"fsdp": 2, "pipe": 2}, {"zero": 3, "smallest": 1, "microbatches": 2}),  # with rows of padding
     ("windows", {"replica": 2, "fsdp": 2, "tensor": 2}, {"zero": 1, "smallest": 1}),
     ("llama", {"context": 2, "pipe": 2, "tensor": 2}, {"schedule": "interleaved", "chunks": 2, "microbatches": 2}),

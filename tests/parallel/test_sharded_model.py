@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plan_models import model_of, plan_over
+from plan_models import filled, model_of, plan_over
 from plan_parity import place
 
 from eqformer import generation, models, nn
@@ -49,11 +49,11 @@ def same(one, other):
 def test_text_is_one_devices():
     """Rows of unequal lengths, over a pipeline of unequal stages, heads and caches in pieces."""
     config = dataclasses.replace(models.FAMILIES["llama"].presets["llama-byte-1m"], layers=3, mlp=64)
-    model = built(config)
-    alone = written(model, 3)
+    model = filled(lambda: models.build(config, key=jax.random.key(0)))
+    alone = written(model, 3, 1.5)
     assert len(set(alone.ids[0].tolist())) > 10
     cut = planned(model, plan_over({"pipe": 2, "context": 2, "tensor": 2}))
-    assert same(written(cut, 3), alone)
+    assert same(written(cut, 3, 1.5), alone)
     keys = cut.init_cache(3, 64)[0].keys
     assert model.init_cache(3, 64)[0].keys.shape[0] == 3  # and the last stage's fourth is padding
     assert keys.addressable_shards[0].data.size * 8 == keys.size == 4 * 3 * 64 * 4 * 16

@@ -26,11 +26,16 @@ ROUNDING = 4e-5
 
 
 @functools.cache
-def of_one_device() -> tuple[nn.Transformer, Any, Any]:
-    """A model, packed pairs, and their loss and gradients."""
+def model_and_pairs() -> tuple[nn.Transformer, Any]:
+    """A model, and packed pairs."""
     model = filled(lambda: models.build(CONFIG, key=jax.random.key(0)))
-    batch = batch_of(model)
-    return model, batch, compiled(make_gradient_function(next_token_loss), model, batch)
+    return model, batch_of(model)
+
+
+@functools.cache
+def of_one_device() -> Any:
+    """The loss of the pairs and its gradients."""
+    return compiled(make_gradient_function(next_token_loss), *model_and_pairs())
 
 
 @pytest.mark.grid
@@ -44,7 +49,7 @@ def of_one_device() -> tuple[nn.Transformer, Any, Any]:
     ],
 )
 def test_loss_and_gradients_are_those_of_one_device(mesh, choices, monkeypatch):
-    model, batch, want = of_one_device()
+    (model, batch), want = model_and_pairs(), of_one_device()
     plan = plan_over(mesh, smallest=1, **choices)
     assert differences(under(plan, model, batch), want, ROUNDING) == {}
     table = lambda outcome: outcome.gradients.encoder.score_bias.weight
@@ -64,7 +69,7 @@ def test_loss_and_gradients_are_those_of_one_device(mesh, choices, monkeypatch):
     ],
 )
 def test_rows_and_layers_are_not_cut(mesh, choices, cut):
-    model, batch, _ = of_one_device()
+    model, batch = model_and_pairs()
     plan = plan_over(mesh, **choices)
     sublayer = rf"Plan over {cut}: stacks.*sublayers"
     with pytest.raises(ValueError, match=rf"{sublayer}\[0\].layer reads a bias of scores, which such a plan"):
@@ -122,7 +127,7 @@ def test_an_encoder_has_a_table_of_its_own(mesh, choices, monkeypatch):
 
 @pytest.mark.grid
 def test_what_layers_share_has_its_gradient_added_up_in_float32(monkeypatch):
-    model = nn.Precision(parameters="bfloat16", compute="bfloat16").apply(of_one_device()[0])
+    model = nn.Precision(parameters="bfloat16", compute="bfloat16").apply(model_and_pairs()[0])
     found = lambda: not_meant(narrow_sums(program_of(Case("", {}), model)), MEANT_OF_NARROW)
     assert found() == []
     monkeypatch.setattr(_stack, "in_float32", lambda tokens: tokens)

@@ -13,7 +13,7 @@ import plan
 import pretrain
 import pytest
 import sample
-from script_helpers import command, LLAMA, PLAIN, TINY, write_corpus
+from script_helpers import command, learn_nothing, LLAMA, PLAIN, TINY, write_corpus
 from support.command import parse
 
 from eqformer import data
@@ -302,6 +302,7 @@ def test_a_refused_run_leaves_its_folder_as_it_was(refused, corpus, tmp_path, mo
     (tmp_path / "published" / "config.json").write_text(json.dumps(fields))
     # A file where the shared folder of tokens would be, so that tokens are made in the run's own folder.
     monkeypatch.setenv("EQFORMER_TOKENS", str(tmp_path / "one.txt"))
+    learn_nothing(monkeypatch)  # a thread compiles the step while weights are read
     good = ["--data", corpus, *TINY, *LLAMA]
     for words, arguments in {
         "has no field 'text'": ["--data", tmp_path / "rows.jsonl", *TINY, *LLAMA],
@@ -319,7 +320,7 @@ def test_a_refused_run_leaves_its_folder_as_it_was(refused, corpus, tmp_path, mo
         directory.begin(begun.recipe, begun.run)
         with RunDirectory(directory.path) as other, pytest.raises(ValueError, match="another process is running here"):
             other.claim(begun.recipe, begun.run)
-    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)  # a damaged checkpoint
+    (tmp_path / "run" / "checkpoints" / "6").mkdir(parents=True)  # a damaged checkpoint, of the last step
     before = contents(tmp_path / "run")
     for words, arguments in {"manifest.json is missing": good, "seq: 32 -> 16": [*good, "--seq", 16]}.items():
         assert words in refused("--run-dir", tmp_path / "run", *arguments)

@@ -7,7 +7,7 @@ import equinox as eqx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from script_helpers import LLAMA, run_here as run, TINY, write_corpus
+from script_helpers import learn_nothing, LLAMA, run_here as run, TINY, write_corpus
 
 from eqformer import models
 
@@ -18,7 +18,9 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     flags = [*TINY, *LLAMA, "--data", write_corpus(folder / "corpus")]
     flags += ["--sample-every", "0", "--validate-every", "100", "--simulate", "1"]
-    made = run("pretrain.py", "--run-dir", folder / "first", *flags)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        learn_nothing(monkeypatch)
+        made = run("pretrain.py", "--run-dir", folder / "first", *flags)
     assert made.returncode == 0, made.stderr
     made = run("convert.py", folder / "first", folder / "published")
     assert made.returncode == 0 and "sample.py --model" in made.stdout, made.stderr

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from script_helpers import losses, rows, run_here, saved_arrays, TINY, write_corpus
+from script_helpers import learn_nothing, losses, rows, run_here, saved_arrays, TINY, write_corpus
 
 from eqformer import training
 
@@ -31,7 +31,9 @@ def plain_source(tmp_path_factory):
     """A run on one device, for what is refused before any device is used."""
     folder = tmp_path_factory.mktemp("plain")
     flags = [*TINY, "--recipe", "gpt2-byte-1m", "--validate-every", "6", "--sample-every", "0", *ONE]
-    done = train(folder / "run", "--data", write_corpus(folder / "corpus"), *flags)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        learn_nothing(monkeypatch)
+        done = train(folder / "run", "--data", write_corpus(folder / "corpus"), *flags)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 

@@ -141,13 +141,13 @@ def test_bad_input_is_one_clear_error(flags, message):
             "BlockwiseAttention (--execution.core blockwise asks for it)",
         ),
         (
-            "v5e:1x2 --recipe llama --mesh.context 2 --context-method gather --seq 256",
+            "v5e:1x2 --mesh.context 2 --context-method gather --seq 256",
             "BlockwiseAttention; not a kernel: keys are gath",
         ),
     ],
 )
 def test_the_attention_that_runs_is_said(flags, line):
-    assert f"\nattention: {line}" in told(f"--formulas --topology {flags}")
+    assert f"\nattention: {line}" in told(f"--formulas --recipe llama --topology {flags}")
 
 
 @pytest.mark.grid
@@ -182,7 +182,8 @@ def test_the_products_that_run_are_said(flags, line):
 @pytest.mark.parametrize("name, extra", [("v5e:2x4", "eqformer[tpu]"), ("h100:8", "eqformer[cuda]")])
 def test_without_a_compiler_formulas_are_told_and_the_extra_is_named(name, extra, monkeypatch):
     monkeypatch.setattr(_compile, "compilers", lambda: ())
-    text = told(f"--topology {name} --mesh.fsdp 4 --mesh.tensor 2 --zero 3 --precision.compute bfloat16")
+    mesh = "--mesh.fsdp 4 --mesh.tensor 2 --zero 3"
+    text = told(f"--recipe llama --topology {name} {mesh} --precision.compute bfloat16")
     assert ("\nattention: CudnnAttention\n" in text) == (name == "h100:8")
     assert text.startswith(f"{name}; 8 devices: fsdp 4 x tensor 2; zero 3") and "an MFU of" in text and "fits," in text
     assert f"so nothing is compiled for {name}: pip install '{extra}'" in text

@@ -12,7 +12,19 @@ import equinox as eqx
 import numpy as np
 import pretrain
 import pytest
-from script_helpers import LLAMA, PLAIN, rows, run, run_here, saved_arrays, start_until, stop_at, TINY, write_corpus
+from script_helpers import (
+    LLAMA,
+    PLAIN,
+    rows,
+    run,
+    run_here,
+    saved_arrays,
+    start_until,
+    stop_at,
+    sum_squares,
+    TINY,
+    write_corpus,
+)
 
 from eqformer import training
 from eqformer.training import _run_folder, Checkpointer
@@ -199,8 +211,8 @@ def is_saved(output, run_dir):
 
 def test_the_step_is_traced_once_and_a_signal_saves_and_ends_cleanly(corpus, tmp_path, monkeypatch):
     stop_at(monkeypatch, 2, signal.SIGINT)
-    traced, loss = [], training.next_token_loss
-    counting = lambda *args, **given: traced.append(threading.current_thread()) or loss(*args, **given)
+    traced = []
+    counting = lambda *args, **given: traced.append(threading.current_thread()) or sum_squares(*args, **given)
     monkeypatch.setattr("eqformer.training._optimization.next_token_loss", counting)
     ended = run_here("pretrain.py", *endless(corpus, tmp_path), "--simulate", 1)
     assert ended.returncode == 0 and is_saved(ended.stdout, tmp_path / "run"), ended.stderr

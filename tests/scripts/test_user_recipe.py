@@ -7,6 +7,7 @@ import signal
 import numpy as np
 import pytest
 from extending import BLOCK, PAGE
+from nn_reference import random_module
 from script_helpers import losses, run, run_here, start_until, write_corpus
 from support.load import load_llm, ModelFlags
 
@@ -148,7 +149,7 @@ def test_code_in_a_run_folder_runs_only_where_a_class_needs_it_and_the_user_says
         its.begin(f"{tmp_path}/mine.py:make", recipe)
         copy_published_files(recipe, its)
     with its.checkpointer() as checkpointer:
-        checkpointer.save({"model": build_model(recipe)}, 3, {})
+        checkpointer.save({"model": random_module(build_model, recipe)}, 3, {})
     (tmp_path / "mine.py").unlink()
     tokenizer.unlink()  # the run has a copy
     llm = load_llm(ModelFlags(run_dir=its.path))  # of data alone

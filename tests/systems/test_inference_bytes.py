@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import pytest
+from plan_models import filled
 from weight_stationary_cases import EMBED, gathered, HEAD_DIM, HEADS, LAYERS, MLP, palm, ROWS, sent, stationary, VOCAB
 
 from eqformer import planning, systems
@@ -17,7 +18,7 @@ DECODE, PREFILL = 1, 16
 
 @pytest.fixture(scope="module")
 def model():
-    return eqx.filter_jit(palm)()
+    return filled(palm)
 
 
 @pytest.mark.by_default("2-4-rows-bidirectional-16_0")

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 from plan_blocks import Int8Map
+from plan_models import filled
 from weight_stationary_cases import gathered, logits, palm, PROMPT, ROWS, serial, stationary, step, VOCAB
 
 from eqformer import generation, nn
@@ -19,7 +21,7 @@ from eqformer.systems import _two_dim, _weight_stationary, WeightStationary
 
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]
-IDS = jax.random.randint(jax.random.key(1), (ROWS, PROMPT + 1), 0, VOCAB)
+IDS = put(np.random.default_rng(1).integers(0, VOCAB, (ROWS, PROMPT + 1)), np.int32)
 
 
 class Made:
@@ -31,7 +33,7 @@ class Made:
     @functools.cached_property
     def model(self):
         """The model."""
-        return eqx.filter_jit(self.make)()
+        return filled(self.make)
 
     @functools.cached_property
     def logits(self):

@@ -2,13 +2,14 @@
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from eqformer import training
 
 
-def copy(tree):
-    """Copy the arrays of a tree: a step donates those of its state."""
-    return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, tree)
+def copy(tree, device=None):
+    """Copy the arrays of a tree by numpy, to a device if one is given: a step donates those of its state."""
+    return jax.tree.map(lambda x: jax.device_put(np.array(x), device) if eqx.is_array(x) else x, tree)
 
 
 def run_and_restore(optimizer, model, batch, folder, *, steps, saved, **options):

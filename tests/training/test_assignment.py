@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from haste import put
+from nn_reference import random_module
 from resumed_runs import run_and_restore
 from same_bits import assert_same_bits
 
@@ -20,7 +22,7 @@ NEVER = {"adamw": "sgd", "sgd": "adamw", "muon": "adamw"}  # The controls: anoth
 
 
 def widen(model):
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float64) if eqx.is_inexact_array(x) else x, model)
+    return jax.tree.map(lambda x: put(x, np.float64) if eqx.is_inexact_array(x) else x, model)
 
 
 def expected_name(path):
@@ -62,8 +64,8 @@ def test_each_parameter_is_updated_by_its_optimizer_alone(make_model):
         parameters, draw = training.trainable(model), np.random.default_rng(0)
         gradients = [jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape)), parameters) for _ in range(STEPS)]
         optimizer = training.optimizer("adamw", model, rate=RATE, weight_decay=DECAY, paths=PATHS)
-        state, ours = optimizer.init(model), parameters
-        update = eqx.filter_jit(optimizer.update)
+        init, update = eqx.filter_jit(optimizer.init), eqx.filter_jit(optimizer.update)
+        state, ours = init(model), parameters
         for gradient in gradients:
             ours, state = update(gradient, state, ours, jnp.asarray(RATE))
 
@@ -73,10 +75,15 @@ def test_each_parameter_is_updated_by_its_optimizer_alone(make_model):
         def by_optax(choose):
             labels = jax.tree_util.tree_map_with_path(lambda path, _: choose(nn.path_name(path)), parameters)
             rule, theirs = optax.partition(rules, lambda _: labels), parameters
-            update, state = jax.jit(rule.update), rule.init(parameters)
+
+            @jax.jit
+            def step(gradient, state, theirs):
+                updates, state = rule.update(gradient, state, theirs)
+                return optax.apply_updates(theirs, updates), state
+
+            state = jax.jit(rule.init)(parameters)
             for gradient in gradients:
-                updates, state = update(gradient, state, theirs)
-                theirs = optax.apply_updates(theirs, updates)
+                theirs, state = step(gradient, state, theirs)
             return leaves_by_path(theirs)
 
         theirs, others = by_optax(expected_name), by_optax(lambda path: NEVER[expected_name(path)])
@@ -102,15 +109,15 @@ def test_a_chosen_part_has_the_memory_of_its_optimizer_and_resumes_bit_for_bit(m
 
 
 def test_options_reach_the_optimizers_that_have_them():
-    model = nn.GatedMLP(embed=4, mlp=8, key=jax.random.key(0))
+    model = random_module(nn.GatedMLP, embed=4, mlp=8, key=jax.random.key(0))
     make = lambda **options: training.optimizer("adamw", model, rate=RATE, paths=("up.weight=normuon",), **options)
     parameters = training.trainable(model)
-    gradients = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), parameters)
+    gradients = jax.tree.map(lambda x: put(np.cos(np.arange(x.size)).reshape(x.shape), x.dtype), parameters)
     moved = {}
     for name, options in {"rms": {}, "spectral": {"update_size": "spectral"}}.items():
         optimizer = make(**options)
-        state = optimizer.init(model)
-        moved[name] = leaves_by_path(optimizer.update(gradients, state, parameters, jnp.float32(RATE))[0])
+        init, update = eqx.filter_jit(optimizer.init), eqx.filter_jit(optimizer.update)
+        moved[name] = leaves_by_path(update(gradients, init(model), parameters, jnp.float32(RATE))[0])
     changed = [path for path in moved["rms"] if np.any(moved["rms"][path] != moved["spectral"][path])]
     assert changed == ["up.weight"]
     with pytest.raises(TypeError, match="unexpected keyword argument 'beta'"):
@@ -166,10 +173,10 @@ def updates(model, name, **options):
     optimizer = training.optimizer(name, model, rate=1.0, weight_decay=0.0, **options)
     draw = np.random.default_rng(0)
     step = eqx.filter_jit(lambda gradients, state: optimizer.transform.update(gradients, state, gradients))
-    result, state = None, optimizer.init(model)
+    result, state = None, eqx.filter_jit(optimizer.init)(model)
     with jax.numpy_dtype_promotion("standard"):
         for _ in range(2):
-            gradients = jax.tree.map(lambda x: jnp.float32(draw.normal(size=x.shape)), training.trainable(model))
+            gradients = jax.tree.map(lambda x: put(draw.normal(size=x.shape), np.float32), training.trainable(model))
             result, state = step(gradients, state)
     return leaves_by_path(result)
 

@@ -42,10 +42,12 @@ def batch_of(group: int) -> Batch:
 @pytest.mark.parametrize("mode", SUMMED_POOLINGS)
 def test_rows_are_pooled_as_by_the_module(mode):
     """Only the first row differs, which is padding alone: it has the vector 0, and the module pools its padding."""
-    hidden = jax.random.normal(jax.random.key(0), (ROWS, SEQ, 4))
-    positions = jnp.asarray(batch_of(2).positions).at[0].set(-1)
-    vectors, devices = pool_rows(mode, hidden, nn.Tokens(positions))
-    pooled = nn.Pooling((mode,))(hidden, nn.Tokens(positions))
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, SEQ, 4)).astype(np.float32))
+    positions = np.array(batch_of(2).positions)
+    positions[0] = -1
+    tokens, module = nn.Tokens(jnp.asarray(positions)), nn.Pooling((mode,))
+    run = eqx.filter_jit(lambda hidden, tokens: (pool_rows(mode, hidden, tokens), module(hidden, tokens)))
+    (vectors, devices), pooled = run(hidden, tokens)
     np.testing.assert_allclose(vectors[1:], pooled[1:], rtol=1e-5, atol=1e-6)
     assert devices == 1 and not np.any(vectors[0])
     assert np.any(pooled[0]) == (mode in ("cls", "lasttoken"))
@@ -99,12 +101,12 @@ def test_loss_and_gradients_are_the_formula(name):
 def test_metrics():
     with jax.enable_x64(True):
         model, batch = make_table(), batch_of(2)
-        x = np.asarray(pool(model.table[batch.ids], "mean"))
+        x = np.asarray(eqx.filter_jit(pool)(model.table[batch.ids], "mean"))
         x = x / np.linalg.norm(x, axis=1, keepdims=True)
         similarities = x[::2] @ x[1::2].T
         for dims in ((), (2,), (2, 5)):
             loss = training.contrastive_loss(temperature=TEMPERATURE, dims=dims)
-            metrics = loss_metrics(loss(model, batch)[1])
+            metrics = loss_metrics(eqx.filter_jit(loss)(model, batch)[1])
             values = {name: float(total / weight) for name, (total, weight) in metrics.items()}
             correct = np.mean(np.argmax(similarities, 1) == np.arange(6))
             assert values["retrieval_accuracy"] == pytest.approx(correct) and 0 < correct < 1
@@ -114,9 +116,9 @@ def test_metrics():
 def test_microbatches_hold_whole_groups():
     """The candidates are those of a microbatch: groups 0, 2, 4 and groups 1, 3, 5."""
     model, batch, loss = make_table(), batch_of(2), eqx.filter_jit(training.contrastive_loss())
-    total = training.make_gradient_function(loss, microbatches=2)(model, batch, None)[0]
+    total = eqx.filter_jit(training.make_gradient_function(loss, microbatches=2))(model, batch, None)[0]
     parts = [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
-    apart = [loss(model, jax.tree.map(lambda x, rows=np.array(rows): x[rows], batch))[0] for rows in parts]
+    apart = [loss(model, jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], batch))[0] for rows in parts]
     assert float(total) == pytest.approx(float(sum(apart)), rel=1e-6)
     assert float(total) < float(loss(model, batch)[0])
 
@@ -132,7 +134,8 @@ def test_texts_become_rows(tmp_path):
     x = short.embed([line for group in groups for line in group], normalize=True)
     scores = np.exp(x[::2] @ x[1::2].T / 0.05)
     want = np.sum(np.log(scores.sum(1) / np.diag(scores)))
-    assert float(training.contrastive_loss()(encoder.model, batch)[0]) == pytest.approx(want, rel=1e-4)
+    total = eqx.filter_jit(training.contrastive_loss())(encoder.model, batch)[0]
+    assert float(total) == pytest.approx(want, rel=1e-4)
     for wrong, words in (([("a",)], "sizes are 1"), ([], "of no group"), ([("a", "b"), ("a", "b", "c")], "are 2, 3")):
         with pytest.raises(ValueError, match=words):
             data.batch_text_groups(wrong, encoder.tokenizer, seq=10)

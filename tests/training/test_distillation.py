@@ -37,7 +37,7 @@ def batch_with(teacher: Table) -> DistillationBatch:
 
 def stored_batch(teacher: Table, top: int, temperature: float = TEMPERATURE) -> DistillationBatch:
     batch = plain_batch()
-    ids, nats = training.teacher_top_nats(teacher, batch, top=top, temperature=temperature)
+    ids, nats = eqx.filter_jit(training.teacher_top_nats)(teacher, batch, top=top, temperature=temperature)
     return dataclasses.replace(
         batch_with(teacher), teacher=None, teacher_hidden=None, top_ids=ids, top_nats=nats, temperature=temperature
     )
@@ -105,8 +105,9 @@ def _values_and_gradients(divergence: str, model: Table, teacher: Table, batch: 
 def test_all_ids_leave_none_for_the_bucket_of_others():
     with jax.enable_x64(True):
         model, teacher = make_table(), teacher_of()
+        loss = eqx.filter_jit(loss_of("forward-kl"))
         totals = [
-            float(loss_of("forward-kl")(model, batch, None)[0])
+            float(loss(model, batch, None)[0])
             for batch in (batch_with(teacher), stored_batch(teacher, VOCAB), stored_batch(teacher, VOCAB - 1))
         ]
     assert totals[1:] == pytest.approx([totals[0]] * 2, rel=1e-9)
@@ -128,7 +129,7 @@ def test_a_step_reports_both_parts_and_leaves_the_teacher_alone():
     assert jax.tree.all(jax.tree.map(np.array_equal, teacher, copy))  # its arrays are neither donated nor trained
     assert all(len(x) != EMBED + 3 for x in jax.tree.leaves(state.optimizer_state) if np.ndim(x))
     same, _ = jax.tree.map(lambda x: x.astype(jnp.float32), (teacher_of(), None))
-    total = training.distillation_loss(weight=1.0)(same, batch)[0]
+    total = eqx.filter_jit(training.distillation_loss(weight=1.0))(same, batch)[0]
     assert abs(float(total)) < 1e-5  # a model is no way from itself
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nn_reference import randomised
 from resumed_runs import copy, run_and_restore
 from same_bits import assert_same_bits
 
@@ -33,12 +34,12 @@ def model_of(make, layers=1, **options):
         norm = nn.RMSNorm("embed", embed=EMBED)
         return nn.Block(nn.Residual(make(key, **options), norm))
 
-    keys = jax.random.split(jax.random.key(0))
-    table = nn.Embedding(vocab=VOCAB, embed=EMBED, key=keys[0])
-    model = nn.Transformer(table, (nn.Stack(block, layers, key=keys[1]),), nn.RMSNorm("embed", embed=EMBED))
-    draw = np.random.default_rng(1)
-    spread = lambda x: jnp.asarray(draw.normal(size=x.shape), x.dtype) if nn.is_trainable(x) else x
-    return jax.tree.map(spread, model)
+    def build():
+        keys = jax.random.split(jax.random.key(0))
+        table = nn.Embedding(vocab=VOCAB, embed=EMBED, key=keys[0])
+        return nn.Transformer(table, (nn.Stack(block, layers, key=keys[1]),), nn.RMSNorm("embed", embed=EMBED))
+
+    return randomised(eqx.filter_eval_shape(build), seed=1, deviation=1.0)
 
 
 def batch_of(rows=ROWS):
@@ -85,7 +86,7 @@ def check_scaled(part, before, factors):
 
 def test_heads_that_share_a_key_head_are_clipped_by_their_largest_logit():
     with jax.enable_x64(True):
-        model = nn.Precision("float64", "float64").apply(model_of(attention))
+        model = eqx.filter_jit(nn.Precision("float64", "float64").apply)(model_of(attention))
         mixer, x = first_mixer(model), normed_inputs(model)
         query, key = project(mixer.query, x), np.repeat(project(mixer.key, x), 2, axis=2)
         largest = largest_by_hand(query, key, HEAD_DIM**-0.5)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from haste import put
 from jax.sharding import PartitionSpec
 
 from eqformer import nn, training
@@ -22,8 +23,8 @@ ALL = ["adamw", "schedule-free-adamw", "muon", "normuon", "sgd"]  # But for SOAP
 
 def run(optimizer, model, gradients):
     """Leaves by path after a few updates with the given gradients, and the state."""
-    state, parameters = optimizer.init(model), training.trainable(model)
-    update = eqx.filter_jit(optimizer.update)
+    init, update = eqx.filter_jit(optimizer.init), eqx.filter_jit(optimizer.update)
+    state, parameters = init(model), training.trainable(model)
     for gradient in gradients:
         parameters, state = update(gradient, state, parameters, jnp.float32(RATE))
     return by_path(parameters), state
@@ -230,7 +231,7 @@ def test_updates_of_spectral_size(trained, name, by_hand):
         training.optimizer(name, model, rate=RATE, update_size="frobenius")
 
 
-@pytest.mark.by_default("adamw", "normuon")
+@pytest.mark.by_default("adamw")
 @pytest.mark.parametrize("name", [*ALL, "soap"])
 def test_groups_of_parameters_have_rates_of_their_own(trained, name):
     model, gradients, _ = trained
@@ -267,7 +268,7 @@ def test_polar_express_ends_nearer_to_an_orthogonal_matrix():
     assert worst["polar-express"] < 0.16 and worst["quintic"] > 0.5, worst
 
 
-@pytest.mark.by_default("adamw", "muon")
+@pytest.mark.by_default("adamw")
 @pytest.mark.parametrize("name", [*ALL[:-1], "soap"])
 def test_only_weights_that_move_towards_zero_decay_cautiously(name, make_model):
     model = make_model(layers=1)
@@ -307,7 +308,7 @@ def test_an_update_of_muon_is_as_large_as_one_of_adamw(trained):
 
 def test_tables_decay_by_choice_and_a_given_mask_is_used(make_model):
     model = make_model(layers=1)
-    zero = [jax.tree.map(jnp.zeros_like, training.trainable(model))]
+    zero = [jax.tree.map(lambda x: put(np.zeros(x.shape), x.dtype), training.trainable(model))]
     make = partial(training.sgd, model, rate=training.constant(RATE), weight_decay=DECAY)
     kept, _ = run(make(decay_tables=False), model, zero)
     moved, _ = run(make(), model, zero)
@@ -388,19 +389,22 @@ def test_an_unknown_name_is_refused(make_model):
         training.optimizer("normuon", make_model(layers=1), rate=RATE, newton_schulz_steps=6)
 
 
-@pytest.mark.parametrize("name", ["muon", *(pytest.param(name, marks=pytest.mark.grid) for name in ("adamw", "sgd"))])
+@pytest.mark.by_default("adamw")
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
 def test_moments_are_kept_in_bfloat16_and_used_in_float32(name, make_model):
     """Three steps beside the same rule whose float32 state is rounded by hand after each; the control is not."""
     model = make_model(layers=1)
     options: Any = dict(momentum=0.9) if name == "sgd" else {}
     wide, narrow = (training.optimizer(name, model, rate=RATE, moments=m, **options) for m in training.MOMENTS[:2])
     parameters = training.trainable(model)
-    gradients = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) + x, parameters)
-    round_one = lambda x: jnp.asarray(np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float32))
+    wave = lambda x: np.cos(np.arange(x.size)).reshape(x.shape) + np.asarray(x)
+    gradients = jax.tree.map(lambda x: put(wave(x), x.dtype), parameters)
+    round_one = lambda x: put(np.asarray(x).astype(ml_dtypes.bfloat16), np.float32)
     shapes = {x.shape for x in jax.tree.leaves(parameters)}  # and not those of Muon's coefficients
     rounded = lambda state: jax.tree.map(lambda x: round_one(x) if x.shape in shapes else x, state)
     step_wide, step_narrow = (eqx.filter_jit(rule.update) for rule in (wide, narrow))
-    state, by_hand, kept = narrow.init(model), wide.init(model), wide.init(model)
+    init_wide, init_narrow = (eqx.filter_jit(rule.init) for rule in (wide, narrow))
+    state, by_hand, kept = init_narrow(model), init_wide(model), init_wide(model)
     ours = hands = floats = parameters
     for _ in range(3):
         ours, state = step_narrow(gradients, state, ours, jnp.float32(RATE))
@@ -409,7 +413,8 @@ def test_moments_are_kept_in_bfloat16_and_used_in_float32(name, make_model):
         floats, kept = step_wide(gradients, kept, floats, jnp.float32(RATE))
     assert {*jax.tree.leaves(narrow.map_state(lambda x: x.dtype.name, state, other=None))} == {"bfloat16"}
     # On average: a number between two of bfloat16 may be rounded to either.
-    off = lambda one, other: max(np.abs(a - b).mean() for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True))
+    pairs = lambda one, other: zip(*map(jax.tree.leaves, (one, other)), strict=True)
+    off = lambda one, other: max(np.abs(np.subtract(a, b)).mean() for a, b in pairs(one, other))
     assert off(ours, hands) < 1e-7 and off(ours, floats) > 1e-6, (off(ours, hands), off(ours, floats))
 
 

@@ -48,7 +48,8 @@ def soap_by_hand(value, gradients, frequency, turned=(True, True)):
 def trained(model, gradients, **options):
     """The leaves after some steps, by their paths, in the dtype of the model."""
     optimizer = training.optimizer("soap", model, rate=RATE, weight_decay=DECAY, b1=B1, b2=B2, eps=EPS, **options)
-    state, parameters, update = optimizer.init(model), training.trainable(model), eqx.filter_jit(optimizer.update)
+    init, update = eqx.filter_jit(optimizer.init), eqx.filter_jit(optimizer.update)
+    state, parameters = init(model), training.trainable(model)
     for gradient in gradients:
         parameters, state = update(gradient, state, parameters, jnp.asarray(RATE))
     return by_path(parameters), state
@@ -78,7 +79,7 @@ def test_each_matrix_is_updated_as_the_algorithm_says(options):
     with jax.enable_x64(True):
         draw = np.random.default_rng(0)
         widen = lambda tree: jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape)), tree)
-        model = widen(Maps(jax.random.key(0)))
+        model = widen(eqx.filter_eval_shape(Maps, jax.random.key(0)))
         gradients = [widen(training.trainable(model)) for _ in range(STEPS)]
         after, _ = trained(model, gradients, **options)
         before, given = by_path(model), [by_path(gradient) for gradient in gradients]
@@ -95,9 +96,9 @@ def test_each_matrix_is_updated_as_the_algorithm_says(options):
             ):
                 assert np.abs(other.reshape(expected.shape) - expected).max() > 1e-4, path
         adam = training.optimizer("adamw", model, rate=RATE, weight_decay=DECAY, b1=B1, b2=B2, eps=EPS)
-        rest, state = training.trainable(model), adam.init(model)
+        rest, state, update = training.trainable(model), eqx.filter_jit(adam.init)(model), eqx.filter_jit(adam.update)
         for gradient in gradients:
-            rest, state = adam.update(gradient, state, rest, jnp.asarray(RATE))
+            rest, state = update(gradient, state, rest, jnp.asarray(RATE))
         for path in ("table.weight", "heads.bias"):
             np.testing.assert_allclose(after[path], by_path(rest)[path], rtol=1e-12, err_msg=path)
 
