@@ -24,6 +24,7 @@ from ._gguf_conversions import (
     restore_decay,
     restore_qwen35,
 )
+from ._gguf_encoders import DISTILBERT, ENCODERS
 from ._gguf_file import GGUF
 
 
@@ -161,6 +162,7 @@ _LFM2 = Architecture(
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     **DENSE,
+    **ENCODERS,
     "qwen2moe": Architecture(
         "qwen2_moe",
         _QWEN_EXPERTS,
@@ -424,7 +426,7 @@ def architecture_of(file: GGUF) -> Architecture:
     """Return the architecture of a file.
 
     GGUF calls Mixtral "llama" too, with an `expert_count` above 0, DeepSeek-V3 "deepseek2", whose choice of experts has
-    a bias, and Granite with a shared expert "granitemoe".
+    a bias, Granite with a shared expert "granitemoe", and DistilBERT, which has no token types, "bert".
     """
     kind = file.kind
     if kind == "llama" and file.values.get("llama.expert_count"):
@@ -433,4 +435,6 @@ def architecture_of(file: GGUF) -> Architecture:
         return _DEEPSEEK_V3
     if kind == "granitemoe" and file.values.get("granitemoe.expert_shared_feed_forward_length"):
         return _GRANITE_MOE_SHARED
+    if kind == "bert" and "token_types.weight" not in file.tensors:
+        return DISTILBERT
     return ARCHITECTURES[kind]

@@ -88,6 +88,11 @@ def plain_of(file: GGUF, name: str) -> Shaped[np.ndarray, "*dims"]:
         raise ValueError(f"{file.call}: {error}.") from None
 
 
+def model_type_of(file: GGUF) -> str | None:
+    """Return the family's `model_type` of a file; None for an unknown architecture."""
+    return architecture_of(file).model_type if file.values.get("general.architecture") in ARCHITECTURES else None
+
+
 def configuration_of(file: GGUF) -> JsonObject:
     """Return the configuration that a `config.json` would have; raises a `ValueError` for values that are not known."""
     published = PublishedConfig(file.values, str(file.path), "this architecture")
@@ -160,10 +165,12 @@ class _SizeReader:
         return value
 
 
-# Keys that are not read here: who made the file, how it was rounded, its tokenizer (see `gguf_companion_files`), the
-# order of the parts of a file that was split, whether a scaling was trained, and old converters' order of arrays.
+# Keys that are not read here: who made the file, how it was rounded, its tokenizer and pooling (see
+# `gguf_companion_files`), the order of the parts of a file that was split, whether a scaling was trained, and old
+# converters' order of arrays.
 _UNREAD = re.compile(
     r"(general|tokenizer|quantize|imatrix)\..+|split\.(no|tensors\.count)|rope\.scaling\.finetuned|tensor_data_layout"
+    r"|pooling_type"
 )
 # Keys that llama.cpp reads for other architectures. For the architectures that are read here, only these values are
 # supported, which have no effect.
@@ -184,7 +191,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
             "attention.temperature_scale attn_logit_softcapping expert_count expert_feed_forward_length "
             "expert_shared_count expert_shared_feed_forward_length expert_used_count final_logit_softcapping "
             "full_attention_interval interleave_moe_layer_step leading_dense_block_count moe_every_n_layers "
-            "nextn_predict_layers pooling_type rope.scaling.alpha rope.scaling.yarn_log_multiplier "
+            "nextn_predict_layers rope.scaling.alpha rope.scaling.yarn_log_multiplier "
             "router_logit_softcapping swin_norm use_parallel_residual"
         ).split(),
         (0,),

@@ -1,12 +1,10 @@
-"""Tokenizers of GGUF files, translated to the `tokenizer.json` and settings of published folders.
-
-The names of pre-tokenizers, and the order of their patterns, are llama.cpp's. If llama.cpp rewrites a published regular
-expression for its own engine, the published expression is used here.
-"""
+"""Tokenizers of GGUF files, translated to the `tokenizer.json` and settings of published folders."""
 
 import atexit
+import base64
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -14,194 +12,38 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeGuard
+
+import numpy as np
 
 from .._annotation_checks import fits
 from .._files import JsonObject
 from ._config_types import PublishedConfig
 from ._folder import CONFIG
+from ._gguf_encoders import context_length, sentence_files, states_encoder
 from ._gguf_file import GGUF
+from ._gguf_pre_tokenizers import GPT2_PATTERN, PRE_TOKENIZERS, PreTokenizer
 from ._hub import COMPANION_FILES, ENCODER_FILES, local_path
-
-
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-@dataclasses.dataclass(frozen=True)
-class PreTokenizer:
-    """A pre-tokenizer, which splits a text into words before bytes are merged; `tokenizer.ggml.pre` names it."""
-
-    patterns: tuple[str, ...] = (GPT2_PATTERN,)
-    """Regular expressions; each splits the pieces that the previous one left, at both ends of every match."""
-    composed: bool = False
-    """Whether a text is first normalized to NFC, as the published tokenizer does; llama.cpp never normalizes."""
-    whole_words: bool = False
-    """Whether a word that is a token is used as it is, even if no merges produce it."""
-    adds_bos: bool = False
-    """Whether a text begins with the BOS token, if the file does not state it."""
-    raw: bool = False
-    """Whether characters are merged instead of bytes. A space is then `▁`, and a character that is no token is split
-    into bytes."""
-
-
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-
-
-def _words(
-    letters: str, digits: str, marks: str, spaces: str = _SPACES, contractions: str = f"{_CONTRACTIONS}|"
-) -> str:
-    """Return a pattern of the form that most tokenizers since GPT-4 have, with these alternatives."""
-    return rf"{contractions}{letters}|{digits}| ?{marks}|{spaces}"
-
-
-def _cased_words(suffix: str, but: str = "") -> str:
-    """Return a pattern of words that begin anew where a lower-case letter meets an upper-case one."""
-    upper, lower = f"[{_UPPER}{but}]", f"[{_LOWER}{but}]"
-    start = r"[^\r\n\p{L}\p{N}]?"
-    return f"{start}{upper}*{lower}+{suffix}|{start}{upper}+{lower}*{suffix}"
-
-
-_MARKS = r"[^\s\p{L}\p{N}]+"
-_LLAMA3 = _words(_LETTERS, r"\p{N}{1,3}", rf"{_MARKS}[\r\n]*")
-_QWEN2 = _words(_LETTERS, r"\p{N}", rf"{_MARKS}[\r\n]*")
-_QWEN35 = _words(r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r"[^\s\p{L}\p{M}\p{N}]+[\r\n]*")
-_TEKKEN = _words(_cased_words(""), r"\p{N}", rf"{_MARKS}[\r\n/]*", contractions="")
-_GPT4O = _words(_cased_words(f"{_CONTRACTIONS}?"), r"\p{N}{1,3}", rf"{_MARKS}[\r\n/]*", contractions="")
-_KIMI = _cased_words(f"{_CONTRACTIONS}?", but=r"&&[^\p{Han}]")
-_KIMI_K2 = r"\p{Han}+|" + _words(_KIMI, r"\p{N}{1,3}", rf"{_MARKS}[\r\n]*", contractions="")
-_YOUTU = _words(_cased_words(f"{_CONTRACTIONS}?"), r"\p{N}", rf"{_MARKS}[\r\n/]*", contractions="")
-_BAILING = _words(_LETTERS, r"\p{N}", rf"{_MARKS}[\r\n]*", r"\s*[\r\n]|\s+(?!\S)|\s+", "'(?i:[sdmt]|ll|ve|re)|")
-_EXAONE_WORDS = r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
-_EXAONE_MOE = _words(_EXAONE_WORDS, r"\p{N}", rf"{_MARKS}[\r\n/]?", r"\s*[\r\n]|\s+(?!\S)|\s+")
-_SEED_CODER = _words(_LETTERS, r"\p{N}", r"[^\s\p{L}\p{N}\r\n]+")
-_RUNS_OF_SPACES = "|".join([*(rf"\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1)), r"\s{1,2}(?!\S)", r"\s{1}"])
-_JAIS2 = _words(_LETTERS, r"\p{N}{1,3}", rf"{_MARKS}[\r\n]*", rf"\s*[\r\n]+|{_RUNS_OF_SPACES}")
-_MINICPM5 = _words(_LETTERS, r"\p{N}+", rf"{_MARKS}[\r\n]*")
-_BLOOM = r" ?[^(\s|.,!?" + "\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-_LINES = r"[^\n]+|[\n]+"
-_DIGIT = r"\p{N}"
-# The digits of a number are grouped by three, from its end: 1 234 567.
-_THREES_FROM_THE_END = (r"\p{N}+", r"(?=(\p{N}{3})+(?!\p{N}))")
-
-_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-_DEEPSEEK_MARKS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
-# The letters with upper and lower case, as DeepSeek lists them, without some that Unicode added later.
-_DEEPSEEK_LETTERS = (
-    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
-    "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
-    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
-    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d"
-    "\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb"
-    "\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128"
-    "\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4"
-    "\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf"
-    "\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
-    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
-)
-_WORDS_AND_SIGNS = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
-)
-_DEEPSEEK_V3 = (r"\p{N}{1,3}", _HAN_AND_KANA, _WORDS_AND_SIGNS)
-# Scripts that have no spaces between words, and their ideographs, kana, jamo and vowel signs.
-_AFMOE_SCRIPTS = (
-    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
-    "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
-)
-_YOUTU_SCRIPTS = (
-    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+|"
-    "[\u3105-\u312f]+|"
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-)
-
-
-def _assign_names(pre_tokenizer: PreTokenizer, names: str) -> dict[str, PreTokenizer]:
-    return dict.fromkeys(names.split(), pre_tokenizer)
-
-
-PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
-    {
-        **_assign_names(PreTokenizer((r"[\p{P}$+<=>^~|]+", GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")), "default"),
-        **_assign_names(
-            PreTokenizer(),
-            "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert jais trillion "
-            "granite-docling exaone4",
-        ),
-        **_assign_names(PreTokenizer(composed=True), "mpt olmo"),
-        **_assign_names(
-            PreTokenizer((_DIGIT, GPT2_PATTERN)),
-            "smollm starcoder refact codeshell exaone minerva-7b mellum2",
-        ),
-        **_assign_names(PreTokenizer((_DIGIT, GPT2_PATTERN), composed=True), "command-r"),
-        **_assign_names(PreTokenizer((r"[\p{P}$+<=>^~|`]+", GPT2_PATTERN, "[0-9][0-9][0-9]")), "falcon"),
-        **_assign_names(
-            PreTokenizer((_LLAMA3,), whole_words=True, adds_bos=True),
-            "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
-        ),
-        **_assign_names(PreTokenizer((_LLAMA3,)), "dbrx smaug-bpe chatglm-bpe glm4"),
-        **_assign_names(PreTokenizer((_QWEN2,), composed=True), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez"),
-        **_assign_names(PreTokenizer((_QWEN35,), composed=True), "qwen35"),
-        **_assign_names(PreTokenizer((_QWEN2,)), "stablelm2 hunyuan solar-open grok-2"),
-        **_assign_names(PreTokenizer((_TEKKEN,), whole_words=True, adds_bos=True), "tekken"),
-        **_assign_names(PreTokenizer((_GPT4O,)), "gpt-4o llama4 kanana2 talkie minimax-m2"),
-        **_assign_names(PreTokenizer((_GPT4O,), whole_words=True), "granite-embed-multi-97m"),
-        **_assign_names(PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)), "tiny_aya cohere2moe"),
-        **_assign_names(PreTokenizer((_KIMI_K2,)), "kimi-k2"),
-        **_assign_names(
-            PreTokenizer(
-                (r"[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", _DEEPSEEK_MARKS, r"\s+$", _CJK, r"\p{N}+"),
-            ),
-            "deepseek-llm",
-        ),
-        **_assign_names(PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT)), "deepseek-coder"),
-        **_assign_names(PreTokenizer(_DEEPSEEK_V3), "deepseek-v3 hunyuan-dense joyai-llm"),
-        **_assign_names(PreTokenizer((_YOUTU_SCRIPTS, _YOUTU), whole_words=True), "youtu"),
-        **_assign_names(PreTokenizer((*_THREES_FROM_THE_END, _AFMOE_SCRIPTS, _WORDS_AND_SIGNS)), "afmoe"),
-        **_assign_names(PreTokenizer(_THREES_FROM_THE_END), "superbpe"),
-        **_assign_names(PreTokenizer((_BAILING,)), "bailingmoe bailingmoe2 llada-moe"),
-        **_assign_names(PreTokenizer((_SEED_CODER,)), "seed-coder"),
-        **_assign_names(PreTokenizer((_EXAONE_MOE,)), "exaone-moe"),
-        **_assign_names(PreTokenizer((_JAIS2,)), "jais-2"),
-        **_assign_names(PreTokenizer((r"\p{N}{1,3}", _MINICPM5), whole_words=True), "minicpm5"),
-        **_assign_names(PreTokenizer((_LINES, _QWEN2)), "laguna"),
-        **_assign_names(PreTokenizer((_BLOOM,)), "poro-chat bloom gpt3-finnish"),
-        **_assign_names(PreTokenizer((_BLOOM, _DIGIT)), "viking"),
-        **_assign_names(
-            PreTokenizer(
-                (
-                    "<sentinel:[0-9]+>",
-                    "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-                    r"[\t\n]|    |  ",
-                    _DIGIT,
-                    r"[\p{P}!-/:-@\[-`{-~]",
-                    GPT2_PATTERN,
-                ),
-                adds_bos=True,
-            ),
-            "chameleon",
-        ),
-        **_assign_names(PreTokenizer((_LINES,), raw=True, adds_bos=True), "gemma4"),
-        **_assign_names(PreTokenizer((_LINES,), raw=True), "granite-embed-multi-311m sarvam-moe"),
-    }
-)
 
 
 # The types of tokens; 1 is an ordinary token.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+# llama.cpp's key says "seperator".
+_SPECIAL_OF_ENCODERS = {"cls": "cls_token", "seperator": "sep_token", "mask": "mask_token"}
+# llama.cpp's ids of special tokens in files that do not state them.
+_DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
+    "bert": {"cls": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
+    "t5": {"eos": 1, "unknown": 2, "padding": 0},
+}
 _LONGEST_PIECE = 512  # each piece is cut at every character, in a time that grows with the square of its length
-_MODELS = ("gpt2", "llama", "gemma4")
+_MODELS = ("gpt2", "llama", "gemma4", "bert", "t5")
 # Keys that `PublishedConfig` does not read here: the rest of the file, the lists that `GGUF.listed` reads, further
 # special tokens (for infilling, masks, separators), templates with other names, another program's tokenizer, and a
 # space before the text, which llama.cpp ignores too if the file lists merges.
 _UNREAD = re.compile(
-    r"(?!tokenizer\.).+|tokenizer\.ggml\.(tokens|token_type|scores|merges|token_type_count|\w+_token_ids?"
-    r"|add_space_prefix)|tokenizer\.chat_template\..+|tokenizer\.(chat_templates|huggingface\.json)"
+    r"(?!tokenizer\.).+|tokenizer\.ggml\.(tokens|token_type|scores|merges|token_type_count|precompiled_charsmap"
+    r"|\w+_token_ids?|add_space_prefix)|tokenizer\.chat_template\..+|tokenizer\.(chat_templates|huggingface\.json)"
 )
 # Keys of tokenizers that are not supported, with the value at which they change nothing.
 _NEUTRAL = {"tokenizer.ggml.add_sep_token": False, "tokenizer.ggml.remove_extra_whitespaces": False}
@@ -211,16 +53,20 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
     """Return the texts of the files that a published folder has beside a model's weights, computed from one GGUF file.
 
     The files, by name, are `tokenizer.json`, `tokenizer_config.json` with the chat template, and
-    `generation_config.json` with the ids that end a text. Pass them to `save(..., files=)`, or write them anywhere.
-    Raises a `ValueError` for a tokenizer of an unknown kind, or one that contradicts itself.
+    `generation_config.json` with the ids that end a text. A text encoder that states its pooling also has the files of
+    sentence-transformers. Pass the files to `save(..., files=)`, or write them anywhere. Raises a `ValueError` for a
+    tokenizer of an unknown kind, or one that contradicts itself.
     """
     file = GGUF(Path(path))
     published = PublishedConfig(file.values, str(path), "a tokenizer")
     if (model := published.text("tokenizer.ggml.model")) not in _MODELS:
         published.refuse(f"tokenizer.ggml.model={model!r} is not known; there are {', '.join(_MODELS)}.")
     tokens, types = _tokens(file, published, model)
-    kinds = ("bos", "eos", "unknown", "padding", "eot", "eom")
-    stated_ids = {kind: published.take(f"tokenizer.ggml.{kind}_token_id", None) for kind in kinds}
+    is_encoder = model in _DEFAULT_IDS or states_encoder(file)
+    special, defaults = _SPECIAL | (_SPECIAL_OF_ENCODERS if is_encoder else {}), _DEFAULT_IDS.get(model, {})
+    stated_ids = {
+        kind: published.take(f"tokenizer.ggml.{kind}_token_id", defaults.get(kind)) for kind in (*special, "eot", "eom")
+    }
     ids = {name: token_id for name, token_id in stated_ids.items() if _is_id(token_id, len(tokens))}
     wrong_ids = {name: token_id for name, token_id in stated_ids.items() if name not in ids}
     if wrong_ids:
@@ -229,6 +75,10 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
     pre_tokenizer = _pre_tokenizer(published, model)
     if model == "llama":
         parts = _piece_tokenizer(file, published, tokens, types)
+    elif model == "bert":
+        parts = _word_piece_tokenizer(published, tokens, types)
+    elif model == "t5":
+        parts = _unigram_tokenizer(file, published, tokens, types, ids["unknown"])
     else:
         parts = _merge_tokenizer(file, published, tokens, pre_tokenizer)
     tokenizer = {
@@ -237,21 +87,22 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
         "padding": None,
         "added_tokens": _list_added_tokens(tokens, types),
     } | parts
-    if "unknown" in names:
+    if "unknown" in names and model != "t5":
         tokenizer["model"] |= {"unk_token": names["unknown"]}
     template = published.read("tokenizer.chat_template", str, None)
-    adds_bos = published.flag("tokenizer.ggml.add_bos_token", pre_tokenizer.adds_bos)
-    adds_eos = published.flag("tokenizer.ggml.add_eos_token", False)
+    affixes = _read_affixes(file, published, model, pre_tokenizer, names, is_encoder)
     published.finish_strictly(lambda name, value: _UNREAD.fullmatch(name) is not None or value == _NEUTRAL.get(name))
-    sides = [name for name, is_added in (("bos", adds_bos), ("eos", adds_eos)) if is_added and name in names]
-    tokenizer["post_processor"] = _post_processor(sides, names, ids)
+    tokenizer["post_processor"] = _post_processor(affixes, {names[name]: ids[name] for name in names})
     settings: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    settings |= {setting: names[name] for name, setting in _SPECIAL.items() if name in names}
+    settings |= {setting: names[name] for name, setting in special.items() if name in names}
     if template is not None:
         settings["chat_template"] = template
     stops = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None))
-    files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
+    files: dict[str, object] = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
     files["generation_config.json"] = {"eos_token_id": stops} if stops else {}
+    if states_encoder(file):
+        settings["model_max_length"] = context_length(file)
+        files |= sentence_files(file)
     return {name: json.dumps(content, ensure_ascii=False, indent=1) + "\n" for name, content in files.items()}
 
 
@@ -290,6 +141,7 @@ def _write_gguf_companions(file: Path) -> Path:
     files, folder = gguf_companion_files(file), Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content, encoding="utf-8")
     return folder
 
@@ -301,12 +153,21 @@ def _tokens(file: GGUF, published: PublishedConfig, model: str) -> tuple[list[st
         published.refuse("tokenizer.ggml.tokens must be texts, and tokenizer.ggml.token_type whole numbers.")
     if model == "llama":  # Files of Gemma have tokens of several spaces with spaces instead of ▁.
         tokens = ["▁" * len(token) if token and not token.strip(" ") else token for token in tokens]
+    if model == "bert":
+        tokens = [_word_piece(token, kind) for token, kind in itertools.zip_longest(tokens, types[: len(tokens)])]
     if not tokens or len(types) not in (0, len(tokens)) or len(set(tokens)) < len(tokens):
         published.refuse(
             f"it has {len(tokens)} tokens, {len(set(tokens))} of them distinct, and {len(types)} types of tokens; each "
             "token must be distinct and have one type."
         )
     return tokens, types or [1] * len(tokens)
+
+
+def _word_piece(token: str, kind: int | None) -> str:
+    """Return a token of WordPiece as published: files have `▁` before a word, and no `##` before its continuations."""
+    if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+        return token
+    return token.removeprefix("▁") if token.startswith("▁") else f"##{token}"
 
 
 def _is_id(token_id: object, vocab: int) -> TypeGuard[int | None]:
@@ -316,9 +177,9 @@ def _is_id(token_id: object, vocab: int) -> TypeGuard[int | None]:
 
 def _pre_tokenizer(published: PublishedConfig, model: str) -> PreTokenizer:
     """Return the pre-tokenizer that `tokenizer.ggml.pre` names; refuse an unknown name."""
-    if model == "llama":
+    if model in ("llama", "bert", "t5"):  # llama.cpp reads no name for them.
         published.take("tokenizer.ggml.pre", None)
-        return PreTokenizer((), raw=True, adds_bos=True)
+        return PreTokenizer((), raw=True, adds_bos=model == "llama")
     name = published.text("tokenizer.ggml.pre", "gemma4" if model == "gemma4" else "default")
     if name not in PRE_TOKENIZERS:
         published.refuse(f"tokenizer.ggml.pre={name!r} is not known; there are {', '.join(sorted(PRE_TOKENIZERS))}.")
@@ -405,21 +266,154 @@ def _model(tokens: Sequence[str], merges: list[list[str]], **options: bool) -> J
     return {"type": "BPE", "vocab": vocab, "merges": merges} | options
 
 
-def _post_processor(sides: Sequence[str], names: Mapping[str, str], ids: Mapping[str, int | None]) -> JsonObject | None:
-    """Return the part that adds the `sides`, tokens before a text (`bos`) and after it (`eos`)."""
-    if not sides:
+def _word_piece_tokenizer(published: PublishedConfig, tokens: Sequence[str], types: Sequence[int]) -> JsonObject:
+    """Return the parts of BERT's tokenizer.
+
+    A file that does not state whether texts are read in lower case is read by its tokens: llama.cpp reads all such
+    texts in lower case, but the tokenizer of a cased model does not.
+    """
+    is_cased = any(token != token.lower() for token, kind in zip(tokens, types) if kind not in (_UNKNOWN, _CONTROL))
+    normalizer = {
+        "type": "BertNormalizer",
+        "clean_text": True,
+        "handle_chinese_chars": True,
+        "strip_accents": published.read("tokenizer.ggml.normalizer.strip_accents", bool, None),
+        "lowercase": published.flag("tokenizer.ggml.normalizer.lowercase", not is_cased),
+    }
+    vocab = {token: number for number, token in enumerate(tokens)}
+    model = {"type": "WordPiece", "vocab": vocab, "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    return {
+        "normalizer": normalizer,
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": model,
+    }
+
+
+def _unigram_tokenizer(
+    file: GGUF, published: PublishedConfig, tokens: Sequence[str], types: Sequence[int], unknown: int | None
+) -> JsonObject:
+    """Return the parts of a SentencePiece tokenizer that takes the most probable pieces.
+
+    Args:
+        file: The file, whose lists are read.
+        published: The values of the header.
+        tokens: The pieces.
+        types: Their types.
+        unknown: The id of characters that are no pieces.
+    """
+    scores = file.listed("tokenizer.ggml.scores")
+    if not fits(scores, list[float]) or len(scores) != len(tokens) or not all(map(math.isfinite, scores)):
+        published.refuse("tokenizer.ggml.scores must be a finite number for each token.")
+    octets = file.listed("tokenizer.ggml.precompiled_charsmap")
+    if not fits(octets, list[int]) or not all(-128 <= octet < 256 for octet in octets):
+        published.refuse("tokenizer.ggml.precompiled_charsmap must be bytes.")
+    rules = bytes(octet & 255 for octet in octets)
+    if rules and not _is_charsmap(rules):
+        published.refuse("tokenizer.ggml.precompiled_charsmap is no table of SentencePiece's rules.")
+    charsmap = base64.b64encode(rules).decode()
+    normalizers: list[JsonObject] = [{"type": "Precompiled", "precompiled_charsmap": charsmap}] * bool(charsmap)
+    if published.flag("tokenizer.ggml.remove_extra_whitespaces", False):
+        for spaces, content in ((r"\A +| +\z", ""), (" {2,}", " ")):
+            normalizers.append({"type": "Replace", "pattern": {"Regex": spaces}, "content": content})
+    prefix = "always" if published.flag("tokenizer.ggml.add_space_prefix", True) else "never"
+    spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": prefix, "split": True}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": spaces,
+        "decoder": spaces,
+        "model": {
+            "type": "Unigram",
+            "unk_id": unknown,
+            "vocab": list(zip(tokens, scores)),
+            "byte_fallback": _BYTE in types,
+        },
+    }
+
+
+def _is_charsmap(octets: bytes) -> bool:
+    """Return whether bytes are SentencePiece's rules: a double-array trie with indices of texts, and these texts.
+
+    The package `tokenizers` follows the indices without a check, and ends with a Rust panic at one that is too large.
+    """
+    size = int.from_bytes(octets[:4], "little")
+    texts = octets[4 + size :]
+    if size % 4 or size == 0 or not texts.endswith(b"\0"):
+        return False
+    units = np.frombuffer(octets, "<u4", size // 4, 4).astype(np.int64)
+    is_text = units >> 31 == 1
+    children = np.arange(units.size) ^ ((units >> 10) << ((units & 1 << 9) >> 6))  # the first one of each node
+    if ((children | 255)[~is_text] >= units.size).any():
+        return False
+    leaves = units[children[~is_text & (units >> 8 & 1 == 1)]]
+    starts = leaves & (1 << 31) - 1
+    if not (leaves >> 31 == 1).all() or (starts >= len(texts)).any():
+        return False
+    try:
+        texts.decode()
+    except UnicodeDecodeError:
+        return False
+    return not (np.frombuffer(texts, np.uint8)[starts] & 0xC0 == 0x80).any()  # no text begins within a character
+
+
+@dataclasses.dataclass(frozen=True)
+class _Affixes:
+    """The special tokens around a text, and around the texts of a pair; None: there is no such token."""
+
+    first: str | None
+    """The token before a text."""
+    last: str | None
+    """The token after each text."""
+    between: str | None
+    """The token before the second text of a pair, after the `last` token of the first."""
+    second_type: int = 1
+    """The token type of the second text."""
+
+
+def _read_affixes(
+    file: GGUF,
+    published: PublishedConfig,
+    model: str,
+    pre_tokenizer: PreTokenizer,
+    names: Mapping[str, str],
+    is_encoder: bool,
+) -> _Affixes:
+    """Return the special tokens around texts.
+
+    Args:
+        file: The file.
+        published: The values of the header.
+        model: The tokenizer's kind.
+        pre_tokenizer: The pre-tokenizer, which has a default.
+        names: The special tokens by llama.cpp's names.
+        is_encoder: Whether the tokenizer is a text encoder's.
+    """
+    adds_bos = published.flag("tokenizer.ggml.add_bos_token", pre_tokenizer.adds_bos)
+    adds_eos = published.flag("tokenizer.ggml.add_eos_token", model == "t5")
+    if model == "bert":  # llama.cpp adds both tokens to every text, whatever the flags are.
+        published.take("tokenizer.ggml.add_sep_token", None)
+        return _Affixes(names.get("bos", names["cls"]), names["seperator"], None)
+    first = names.get("bos", names.get("cls")) if adds_bos else None
+    last = names.get("eos") if adds_eos else None
+    if not is_encoder:
+        return _Affixes(first, last, first)
+    # Files of ModernBERT ask for a second separator, which its publishers do not add.
+    is_doubled = published.flag("tokenizer.ggml.add_sep_token", False) and file.kind != "modern-bert"
+    return _Affixes(first, last, names.get("seperator", last) if is_doubled else None, 0)
+
+
+def _post_processor(affixes: _Affixes, ids: Mapping[str, int | None]) -> JsonObject | None:
+    """Return the part that adds special tokens to a text and to a pair of texts."""
+    first, last, between = affixes.first, affixes.last, affixes.between
+    if first is None and last is None:
         return None
 
-    def token(side: str, type_id: int) -> list[JsonObject]:
-        return [{"SpecialToken": {"id": names[side], "type_id": type_id}}] if side in sides else []
+    def parts(before: str | None, text: str, type_id: int) -> list[JsonObject]:
+        before_text, after_text = (
+            [{"SpecialToken": {"id": name, "type_id": type_id}}] if name else [] for name in (before, last)
+        )
+        return [*before_text, {"Sequence": {"id": text, "type_id": type_id}}, *after_text]
 
-    def template(*texts: str) -> list[JsonObject]:
-        parts: list[JsonObject] = []
-        for type_id, text in enumerate(texts):
-            text_part = {"Sequence": {"id": text, "type_id": type_id}}
-            parts += [*token("bos", type_id), text_part, *token("eos", type_id)]
-        return parts
-
-    special = {names[side]: {"id": names[side], "ids": [ids[side]], "tokens": [names[side]]} for side in sides}
-    templates = {"single": template("A"), "pair": template("A", "B")}
-    return {"type": "TemplateProcessing", **templates, "special_tokens": special}
+    special = {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in (first, last, between) if name}
+    pair = parts(first, "A", 0) + parts(between, "B", affixes.second_type)
+    return {"type": "TemplateProcessing", "single": parts(first, "A", 0), "pair": pair, "special_tokens": special}

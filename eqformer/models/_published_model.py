@@ -12,7 +12,7 @@ from ._config_types import private_names, PublishedConfig
 from ._family import Classifier, classifier_of, Family, ModelConfig, MultimodalModel, names_classifier, TEXT
 from ._folder import CONFIG, FLOATS, Folder, INDEX, MODELOPT, SINGLE
 from ._gguf_file import GGUF
-from ._gguf_models import configuration_of, table_names_of
+from ._gguf_models import configuration_of, model_type_of, table_names_of
 from ._registry import FAMILIES, family_of, shapes as model_shapes
 from ._weight_rules import flatten_model
 from .formats import Format, read_format
@@ -185,10 +185,16 @@ def _describe_file(path: Path, file: GGUF) -> PublishedModel:
     return PublishedModel(family, config, None, attributes, table_name_of=table_names_of(file))
 
 
-def is_encoder(folder: str | Path) -> bool:
-    """Return whether the model of a published folder is an encoder for masked tokens, by the `model_type` alone."""
-    file = Path(folder) / CONFIG
-    model_type = read_json(file).get("model_type") if file.exists() else None
+def is_encoder(path: str | Path) -> bool:
+    """Return whether the model of a published folder, or of a GGUF file, is an encoder for masked tokens.
+
+    The `model_type` of the folder alone decides, or the architecture that the file states.
+    """
+    file = Path(path) / CONFIG
+    if Path(path).is_file():
+        model_type = model_type_of(GGUF(Path(path)))
+    else:
+        model_type = read_json(file).get("model_type") if file.exists() else None
     families = [family for family in FAMILIES.values() if family.is_encoder]
     return any(model_type in (family.model_type, *family.aliases) for family in families)
 

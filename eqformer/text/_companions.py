@@ -187,9 +187,9 @@ def read_pooling(folder: str | Path) -> str:
     last token. Raises a `ValueError` for a folder with several poolings, or with dense layers, which training leaves
     out.
     """
-    path = Path(folder)
+    path = models.companion_folder(folder)
     if not (path / MODULES).exists():
-        return "mean" if models.is_encoder(path) else "lasttoken"
+        return "mean" if models.is_encoder(folder) else "lasttoken"
     modes = read_encoder_files(path).head.pooling.modes
     if len(modes) > 1 or "Dense" in [kind for kind, _ in _list_modules(path)]:
         raise ValueError(f"{path / MODULES}: only a model with one pooling and no dense layers can be trained further.")

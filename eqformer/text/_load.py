@@ -42,8 +42,8 @@ def load(
 
     A folder holds a classifier if its `config.json` names a model `ForSequenceClassification` or
     `ForTokenClassification`. It holds a text encoder if it has the `modules.json` of sentence-transformers, or if its
-    model is an encoder for masked tokens. `load_llm`, `load_encoder` and `load_classifier` load only one of the three
-    kinds, and raise a `ValueError` for the others.
+    model is an encoder for masked tokens; a GGUF file also holds one if it states a pooling. `load_llm`, `load_encoder`
+    and `load_classifier` load only one of the three kinds, and raise a `ValueError` for the others.
 
     Args:
         source: A published folder, one file of GGUF, the folder of a run, or the name of a model of the hub.
@@ -56,9 +56,9 @@ def load(
         progress: A function that is called with the number of bytes read so far, and of all bytes.
     """
     path = _find_source(f"load({str(source)!r})", source)
-    is_published = path.is_dir() and not is_run(path)
+    is_published = not is_run(path)
     is_classifier = is_published and models.is_classifier(path)
-    is_encoder = is_published and ((path / MODULES).exists() or models.is_encoder(path))
+    is_encoder = is_published and (models.is_encoder(path) or (models.companion_folder(path) / MODULES).exists())
     call = f"load({str(source)!r})"
     run = read_run_recipe(path) if path.is_dir() and is_run(path) else None
     if run is not None and (run.trains_encoder or run.classifier is not None):

@@ -303,8 +303,8 @@ def load_encoder(
     """Load a text encoder with its tokenizer, pooling, dense layers and prompts.
 
     Args:
-        source: A published folder, as sentence-transformers or transformers write it, or the name of a model of the
-            hub.
+        source: A published folder, as sentence-transformers or transformers write it, one file of GGUF, or the name of
+            a model of the hub.
         pooling: How the vector of a text is made from the vectors of its tokens: a name in `nn.POOLINGS`; None: as the
             folder's `modules.json` states, or, for an encoder without this file, the mean, as in sentence-transformers.
         plan: The plan that shards the model over a mesh; None: one device. The vectors are the same.
@@ -318,14 +318,16 @@ def load_encoder(
     """
     path = models.local_path(source)
     call = f"load_encoder({str(source)!r})"
-    if not path.is_dir():
-        raise ValueError(f"{call}: a text encoder is a folder of safetensors; correct the path.")
-    files = read_encoder_files(path)
+    if not path.exists():
+        raise ValueError(f"{call}: there is no such file or folder; correct the path.")
+    companions = models.companion_folder(path)
+    files = read_encoder_files(companions)
+    model_path = path if path.is_file() else files.folder
     if pooling is not None:
         files = dataclasses.replace(files, head=EmbeddingHead(nn.Pooling((pooling,))))
-    elif not (path / MODULES).exists() and not models.is_encoder(files.folder):
+    elif not (companions / MODULES).exists() and not models.is_encoder(model_path):
         raise ValueError(
-            f"{call}: the model is a decoder, and the folder has no {MODULES} that states how its vectors are pooled; "
+            f"{call}: the model is a decoder, and no {MODULES} or GGUF file states how its vectors are pooled; "
             f"give pooling=, one of {', '.join(nn.POOLINGS)}, such as 'lasttoken'."
         )
     if files.similarity not in SIMILARITIES:
@@ -333,7 +335,7 @@ def load_encoder(
             f"{call}: similarity_fn_name={files.similarity!r}: it must be one of {', '.join(SIMILARITIES)}."
         )
     tokenizer = load_text_tokenizer(call, files.folder)
-    model = models.load(files.folder, plan=plan, dtype=dtype, weights=weights, head=False, progress=progress)
+    model = models.load(model_path, plan=plan, dtype=dtype, weights=weights, head=False, progress=progress)
     if model.encoder is not None:
         raise ValueError(f"{call}: the model has an encoder and a decoder; only models of one stack are pooled.")
     if plan is not None:

@@ -145,6 +145,7 @@ def test_files_of_all_architectures_have_the_configs_before(converted, tmp_path)
         assert config == expected or with_stated_heads(config) == with_stated_heads(expected), name
         assert config != dataclasses.replace(config, vocab=config.vocab + 1)
         kinds.add(name.split()[0])
+    kinds |= {name.split()[0] for name in json.loads((FIXTURES / "gguf_encoders.json").read_text())["cases"]}
     tested = kinds | {
         GGUF(FIXTURES / f"{name}.gguf").values["general.architecture"] for name in (*RECORDED, *CONVERTED)
     }
@@ -370,7 +371,7 @@ def test_a_file_that_is_not_what_it_says(name, tmp_path):
 _TOKENS = {"tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.pre": "gpt-2"}
 WRONG_TOKENIZERS = {
     "none": ({"tokenizer.ggml.model": None}, "no 'tokenizer.ggml.model'"),
-    "another kind": ({"tokenizer.ggml.model": "bert"}, "model='bert' is not known; there are gpt2, llama, gemma4"),
+    "another kind": ({"tokenizer.ggml.model": "rwkv"}, "model='rwkv' is not known; there are gpt2, llama, gemma4"),
     "other words": ({"tokenizer.ggml.pre": "doom"}, "pre='doom' is not known; there are a.x-4.0, afmoe"),
     "tokens that are no texts": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens must be texts"),
     "no tokens": ({"tokenizer.ggml.tokens": None}, "it has 0 tokens"),

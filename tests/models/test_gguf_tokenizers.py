@@ -14,7 +14,7 @@ from test_published import FIXTURES
 from eqformer import models
 from eqformer.data import ChatTemplate, FileTokenizer
 from eqformer.models._gguf_file import GGUF
-from eqformer.models._gguf_tokenizer import PRE_TOKENIZERS
+from eqformer.models._gguf_pre_tokenizers import PRE_TOKENIZERS
 
 
 SPLITS = json.loads((FIXTURES / "gguf_splits.json").read_text())

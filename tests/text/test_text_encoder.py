@@ -117,7 +117,7 @@ def test_a_decoder_is_asked_how_it_pools(tmp_path):
     (tmp_path / "modules.json").unlink()
     assert isinstance(eqformer.load(tmp_path), text.LLM)
     with pytest.raises(
-        ValueError, match=r"the model is a decoder, and the folder has no modules.json .* give pooling="
+        ValueError, match=r"the model is a decoder, and no modules.json or GGUF file states .* give pooling="
     ):
         text.load_encoder(tmp_path)
     assert text.load_encoder(tmp_path, pooling="lasttoken").embed("a dog").shape == (24,)

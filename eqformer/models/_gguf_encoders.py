@@ -1,0 +1,137 @@
+"""Text encoders in GGUF files: their architectures, and how the vector of a text is made."""
+
+from collections.abc import Mapping
+
+from .._files import JsonObject
+from ._gguf_architectures import Architecture
+from ._gguf_file import GGUF
+
+
+# Names of poolings as sentence-transformers has them, by llama.cpp's numbers; 0 is no pooling.
+_POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
+_NO_ROTARY = dict.fromkeys(("rope_theta", "head_dim", "num_key_value_heads"))
+_BIDIRECTIONAL = {"attention.causal": False}
+_NORM_EPS = ("attention.layer_norm_epsilon", "layer_norm_eps")
+_BERT_LAYER = {
+    **{f"attn_{name[0]}": f"attention.self.{name}" for name in ("query", "key", "value")},
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+_DISTILBERT_LAYER = {
+    **{f"attn_{name}": f"attention.{name}_lin" for name in "qkv"},
+    "attn_output": "attention.out_lin",
+    "attn_output_norm": "sa_layer_norm",
+    "ffn_up": "ffn.lin1",
+    "ffn_down": "ffn.lin2",
+    "layer_output_norm": "output_layer_norm",
+}
+_TABLES = {
+    "token_embd": "word_embeddings",
+    "token_types": "token_type_embeddings",
+    "position_embd": "position_embeddings",
+    "token_embd_norm": "LayerNorm",
+}
+
+
+def _table_names(prefix: str) -> dict[str, str]:
+    return {name: f"{prefix}.embeddings.{published}" for name, published in _TABLES.items()}
+
+
+def _read_types(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the number of token types, which is that of the rows of their table."""
+    return {"type_vocab_size": file.tensors["token_types.weight"].shape[0]}
+
+
+def _read_distilbert(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the sizes under the names of DistilBERT."""
+    if config["layer_norm_eps"] != 1e-12:
+        raise ValueError(f"{file.call}: bert.{_NORM_EPS[0]} must be 1e-12 in a file without token_types.weight.")
+    names = {
+        "dim": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "hidden_dim": "intermediate_size",
+    }
+    return {
+        **_NO_ROTARY,
+        **dict.fromkeys((*names.values(), "layer_norm_eps")),
+        **{name: config[known] for name, known in names.items()},
+    }
+
+
+ENCODERS: Mapping[str, Architecture] = {
+    "bert": Architecture(
+        "bert",
+        _BERT_LAYER,
+        implied=lambda config, file: _NO_ROTARY | _read_types(config, file),
+        expected=_BIDIRECTIONAL,
+        edges=_table_names("bert"),
+        prefix="bert.encoder.layer.",
+        eps=_NORM_EPS,
+    ),
+    "nomic-bert": Architecture(
+        "nomic_bert",
+        {
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.out_proj",
+            "attn_output_norm": "norm1",
+            "ffn_up": "mlp.fc11",
+            "ffn_gate": "mlp.fc12",
+            "ffn_down": "mlp.fc2",
+            "layer_output_norm": "norm2",
+        },
+        implied=lambda config, file: {"num_key_value_heads": None} | _read_types(config, file),
+        expected=_BIDIRECTIONAL,
+        edges=_table_names("nomic_bert") | {"token_embd_norm": "nomic_bert.emb_ln"},
+        prefix="nomic_bert.encoder.layers.",
+        eps=_NORM_EPS,
+    ),
+}
+DISTILBERT = Architecture(
+    "distilbert",
+    _DISTILBERT_LAYER,
+    implied=_read_distilbert,
+    expected=_BIDIRECTIONAL,
+    edges=_table_names("distilbert"),
+    prefix="distilbert.transformer.layer.",
+    eps=_NORM_EPS,
+)
+
+
+def states_encoder(file: GGUF) -> bool:
+    """Return whether a file is of a text encoder: of one of these architectures, or of one that states its pooling."""
+    kind = file.values.get("general.architecture")
+    return kind in ENCODERS or bool(file.values.get(f"{kind}.pooling_type"))
+
+
+def context_length(file: GGUF) -> int:
+    """Return the length to which texts are cut, in tokens."""
+    name = f"{file.kind}.context_length"
+    length = file.values.get(name)
+    if type(length) is not int or length < 1:
+        raise ValueError(f"{file.call}: {name}={length!r}: it must be a whole number above 0.")
+    return length
+
+
+def sentence_files(file: GGUF) -> dict[str, object]:
+    """Return the contents of sentence-transformers' files, by name; none if the file does not state a pooling.
+
+    Vectors are divided by their length, which files do not state, and which llama.cpp's programs do by default. Raises
+    a `ValueError` for a pooling of another kind, such as that of rerankers.
+    """
+    name = f"{file.kind}.pooling_type"
+    pooling = file.values.get(name, 0)
+    if pooling == 0:
+        return {}
+    if pooling not in _POOLINGS:
+        known = ", ".join(f"{number} ({kind})" for number, kind in _POOLINGS.items())
+        raise ValueError(f"{file.call}: {name}={pooling!r} is not supported; there are {known}.")
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(kinds.items())
+    ]
+    return {"modules.json": modules, "1_Pooling/config.json": {"pooling_mode": _POOLINGS[pooling]}}
