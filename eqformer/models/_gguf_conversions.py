@@ -242,17 +242,19 @@ def read_glm_options(config: JsonObject, file: GGUF) -> JsonObject:
     }
 
 
-def read_windows(config: JsonObject, file: GGUF, period: int = 0) -> JsonObject:
+def read_windows(config: JsonObject, file: GGUF, period: int = 0, *, is_first_full: bool = False) -> JsonObject:
     """Return which layers have a window: those of a list, or else all but the last of each `period` of layers.
 
-    The file states the list, or another period. Without a period, all layers without a list have full attention.
+    The file states the list, or another period. Without a period, all layers without a list have full attention. With
+    `is_first_full`, the first layer of each period has full attention, not the last.
     """
     layers, name = config["num_hidden_layers"], f"{file.kind}.attention.sliding_window_pattern"
     stated = file.values.get(name, period)
     if isinstance(stated, str):
         is_local = file.numbers_by_layer("attention.sliding_window_pattern", layers, bool)
     elif type(stated) is int and stated >= 0:
-        is_local = [stated > 0 and layer % stated < stated - 1 for layer in range(layers)]
+        full = 0 if is_first_full else stated - 1
+        is_local = [stated > 0 and layer % stated != full for layer in range(layers)]
     else:
         raise ValueError(f"{file.call}: {name}={stated!r}: it must be a whole number or a list.")
     is_local = is_local if config["sliding_window"] else [False] * layers

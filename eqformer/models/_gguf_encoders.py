@@ -1,9 +1,11 @@
 """Text encoders in GGUF files: their architectures, and how the vector of a text is made."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from .._files import JsonObject
-from ._gguf_architectures import Architecture
+from ._gguf_architectures import Architecture, DENSE
+from ._gguf_conversions import read_windows
 from ._gguf_file import GGUF
 
 
@@ -62,6 +64,17 @@ def _read_distilbert(config: JsonObject, file: GGUF) -> JsonObject:
     }
 
 
+def _read_modernbert(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the layers with a window, all but the first of each period, and the bases of positions in both kinds."""
+    windows = read_windows(config | {"sliding_window": config["local_attention"]}, file, 3, is_first_full=True)
+    return {
+        **windows,
+        **dict.fromkeys(("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling")),
+        "global_rope_theta": config["rope_theta"],
+        "local_rope_theta": file.values.get("modern-bert.rope.freq_base_swa", config["rope_theta"]),
+    }
+
+
 ENCODERS: Mapping[str, Architecture] = {
     "bert": Architecture(
         "bert",
@@ -88,6 +101,39 @@ ENCODERS: Mapping[str, Architecture] = {
         edges=_table_names("nomic_bert") | {"token_embd_norm": "nomic_bert.emb_ln"},
         prefix="nomic_bert.encoder.layers.",
         eps=_NORM_EPS,
+    ),
+    "modern-bert": Architecture(
+        "modernbert",
+        {
+            "attn_norm": "attn_norm",
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.Wo",
+            "ffn_norm": "mlp_norm",
+            "ffn_up": "mlp.Wi",
+            "ffn_down": "mlp.Wo",
+        },
+        numbers={"attention.sliding_window": "local_attention", "hidden_activation": "hidden_activation"},
+        implied=_read_modernbert,
+        expected=_BIDIRECTIONAL,
+        # New converters state the number that norms add twice.
+        unread=("attention.sliding_window_pattern", "rope.freq_base_swa", "attention.layer_norm_rms_epsilon"),
+        edges={
+            "token_embd": "model.embeddings.tok_embeddings",
+            "token_embd_norm": "model.embeddings.norm",
+            "output_norm": "model.final_norm",
+        },
+        eps=("attention.layer_norm_epsilon", "norm_eps"),
+    ),
+    "eurobert": Architecture(
+        "eurobert", implied=lambda config, file: {"tie_word_embeddings": False}, expected=_BIDIRECTIONAL
+    ),
+    "gemma-embedding": dataclasses.replace(
+        DENSE["gemma3"],
+        implied=lambda config, file: (
+            DENSE["gemma3"].implied(config, file)
+            | {"use_bidirectional_attention": True, "query_pre_attn_scalar": config["head_dim"]}
+        ),
+        expected=_BIDIRECTIONAL,
     ),
 }
 DISTILBERT = Architecture(

@@ -170,7 +170,7 @@ class _SizeReader:
 # converters' order of arrays.
 _UNREAD = re.compile(
     r"(general|tokenizer|quantize|imatrix)\..+|split\.(no|tensors\.count)|rope\.scaling\.finetuned|tensor_data_layout"
-    r"|pooling_type"
+    r"|(classifier\.)?pooling_type"
 )
 # Keys that llama.cpp reads for other architectures. For the architectures that are read here, only these values are
 # supported, which have no effect.
