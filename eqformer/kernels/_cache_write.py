@@ -1,12 +1,10 @@
-"""Writes of new tokens into the slots of a cache, in place: by a scatter, and on TPUs by a kernel or a whole-layer
-pass.
+"""Writes of new tokens into the slots of a cache in place: by a scatter and, on TPUs, by a kernel or a layer's pass.
 
-The array of a cache is called its memory here. On TPUs, XLA's scatter needs a layout of its own for memories in 8 bits,
-and for memories whose channels are no multiple of 128. For a scatter, XLA copied the memory of the whole stack into
-that layout, and back, in each layer. Two implementations avoid these copies. `TileWrite` (Pallas by Mosaic) writes up
-to 8 tokens of each row: it fetches the tiles that hold their slots from main memory (HBM), all at once, and sends them
-back. `LayerFill` writes more tokens by one pass over the layer's memory, in which each slot takes its new token or
-keeps its numbers.
+The array of a cache is called its memory here. On TPUs, XLA's scatter needs another layout for 8-bit memories and for
+memories whose number of channels is no multiple of 128. XLA then copied the memory of the whole stack into that layout,
+and back, in each layer. Two implementations avoid these copies. `TileWrite`, a Pallas kernel, writes up to 8 tokens of
+each row: it fetches the tiles with their slots from main memory (HBM), all at once, and sends them back. `LayerFill`
+writes more tokens, by one pass over the memory of a layer in which each slot takes its new token or keeps its numbers.
 """
 
 import functools
@@ -23,19 +21,19 @@ from ._platform import Ref, varying_of
 
 
 class CacheWriteCall(Call):
-    """The arguments of `memory[layer, row, ..., slot, :] = new[row]` for each token of each row."""
+    """Arguments of `memory[layer, row, ..., slot, :] = new[row, ..., token, :]` for each token of each row."""
 
     memory: Num[Array, "..."]
-    """The cache's array: batch dims, heads or none, slots, and channels or none. If `layer` is given, a dim of layers
-    comes first."""
+    """Array of the cache. Its dims are layers (if `layer` is set), batch, heads (optional), slots and channels
+    (optional)."""
     slots: Int[Array, "*batch seq"]
-    """The slot of each token. A token whose slot is the number of slots is dropped."""
+    """Slot of each token; a token whose slot is the number of slots is dropped."""
     new: Num[Array, "..."]
-    """The keys or values of the new tokens, in the dtype of the memory."""
+    """Keys or values of the new tokens, in the dtype of the memory."""
     layer: Int[Array, ""] | None
-    """The layer of the stack to write; None: the memory has no dim of layers."""
+    """Layer of the stack to write; None if the memory has no dim of layers."""
     dim: int = eqx.field(static=True)
-    """The index of the dim of tokens in `new`, and of the dim of slots in the memory of one layer."""
+    """Index of the dim of tokens in `new`, and of the dim of slots in the memory of a layer."""
 
     operation = "cache write"
 
@@ -45,7 +43,7 @@ class CacheWriteCall(Call):
 
 
 class ScatterWrite(Implementation[CacheWriteCall, Array]):
-    """Writes of any number of tokens by one scatter."""
+    """Write of any number of tokens by one scatter."""
 
     def supports(self, call: CacheWriteCall) -> str | None:
         """Return None: it computes every call."""
@@ -56,38 +54,38 @@ class ScatterWrite(Implementation[CacheWriteCall, Array]):
         slots, dim = call.slots, call.dim
         shape = *call.new.shape[:dim], slots.shape[-1]
         slot_of_head = jnp.broadcast_to(jax.lax.expand_dims(slots, range(slots.ndim - 1, dim)), shape)
-        # All dims up to the dim of slots are indexed, so that XLA scatters in place on every platform. With fewer
-        # indices into a reshaped memory, XLA copied the memory of one head.
+        # Index all dims up to the dim of slots, so that XLA scatters in place on every platform. With fewer indices,
+        # into a reshaped memory, XLA copied the memory of one head.
         indices = [jax.lax.broadcasted_iota(jnp.int32, shape, number) for number in range(dim)]
         layers = () if call.layer is None else (jnp.broadcast_to(call.layer, shape),)
         return call.memory.at[(*layers, *indices, slot_of_head)].set(call.new, mode="drop")
 
 
 LANES = 128
-"""Numbers along the last dim of a TPU's vector: dims that are multiples of it fill whole vectors."""
-_FEW_TOKENS = 8  # The kernel writes the tokens of a row one after another, so it takes at most this many.
-_TILE_BYTES = 2**21  # The most bytes of tiles that are fetched at once, with the tokens to write into the tiles.
+"""Size of the last dim of a TPU's vector register."""
+_FEW_TOKENS = 8  # Largest number of tokens of a row for `TileWrite`, which writes them one after another.
+_TILE_BYTES = 2**21  # Largest number of bytes of tiles that are fetched at once, and of the tokens to write into them.
 
 
 def stores_channels_first(kv_seq: int, width: int) -> bool:
-    """Return whether TPU compilers store the channels of a memory before its slots.
+    """Return whether XLA for TPUs stores a memory with channels before slots.
 
-    They do if the number of slots is a multiple of 128 and the number of channels is not.
+    It does if the number of slots is a multiple of 128 and the number of channels is not.
     """
     return kv_seq % LANES == 0 and width % LANES != 0
 
 
 def round_up_slots(tokens: int) -> int:
-    """Return the number of slots for so many tokens: above 128, the next multiple of 128, which TPUs read in place."""
+    """Round a number of slots above 128 up to a multiple of 128, which TPUs read in place."""
     return tokens + -tokens % LANES if tokens > LANES else tokens
 
 
 class TileWrite(Implementation[CacheWriteCall, Array]):
-    """Writes of up to 8 tokens of each row, by a kernel that fetches the tiles of their slots and sends them back.
+    """Write of up to 8 tokens of each row, by a kernel that fetches the tiles of their slots and sends them back.
 
-    A tile has 128 slots if channels are stored first, and otherwise 8 slots of 32-bit numbers, 16 of 16-bit or 32 of
-    8-bit numbers. A program has up to 2 MB of tiles in vector memory (VMEM). `interpret` runs the kernel as plain JAX
-    on any platform, for tests.
+    A tile has 128 slots if channels are stored first. Otherwise it has 8 slots of 32-bit numbers, 16 of 16-bit numbers
+    or 32 of 8-bit numbers. The kernel holds up to 2 MB of tiles in vector memory (VMEM). `interpret` runs the kernel as
+    plain JAX on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
@@ -102,7 +100,7 @@ class TileWrite(Implementation[CacheWriteCall, Array]):
         if size > 4:
             return f"it writes numbers of up to 32 bits, not {call.memory.dtype}"
         if kv_seq % (tile := _tile_slots(call.memory, kv_seq, width)):
-            return f"it takes a multiple of {tile} slots, not {kv_seq}"
+            return f"it supports multiples of {tile} slots, not {kv_seq}"
         return None
 
     def run(self, call: CacheWriteCall) -> Num[Array, "..."]:
@@ -111,10 +109,13 @@ class TileWrite(Implementation[CacheWriteCall, Array]):
 
 
 class LayerFill(Implementation[CacheWriteCall, Array]):
-    """Writes of many tokens by one pass over the layer's memory, which XLA's scatter would copy to another layout."""
+    """Write of more than 8 tokens of each row by one pass over the memory of a layer.
+
+    It supports memories that XLA's scatter would copy to another layout.
+    """
 
     def supports(self, call: CacheWriteCall) -> str | None:
-        """Return the reason why the pass is not taken, or None."""
+        """Return the reason why the pass cannot write, or why a scatter is better, or None."""
         if (reason := _missing_channels(call)) is not None:
             return reason
         if call.slots.shape[-1] <= _FEW_TOKENS:
@@ -129,6 +130,7 @@ class LayerFill(Implementation[CacheWriteCall, Array]):
 
 
 def _missing_channels(call: CacheWriteCall) -> str | None:
+    """Return a reason if the memory has no dim of channels, or None."""
     has_channels = call.memory.ndim == call.dim + (2 if call.layer is None else 3)
     return None if has_channels else "it writes arrays with a dim of channels after the slots"
 
@@ -139,7 +141,7 @@ def fill_layer(
     new: Num[Array, "*batch_heads seq width"],
     layer: Int[Array, ""] | None,
 ) -> Num[Array, "*layers_rows_heads kv_seq width"]:
-    """Return the memory after a pass over all slots of the layer: a slot takes its new token or keeps its numbers."""
+    """Return the memory after a pass over all slots of the layer, in which a slot takes its new token or is kept."""
     old = _read_layer(memory, layer)
     *batch, seq = slots.shape
     indices = [jax.lax.broadcasted_iota(jnp.int32, slots.shape, dim) for dim in range(slots.ndim)]
@@ -157,7 +159,7 @@ def fill_layer(
     *leading, last, channels = range(memory.ndim)
     channels_first = stores_channels_first(*memory.shape[-2:])
     order = (*leading, channels, last) if channels_first else (*leading, last, channels)
-    # Without the constraint, XLA chose another layout for 8-bit memories, and copied all layers.
+    # Without this constraint, XLA chose another layout for 8-bit memories, and copied all layers.
     return with_layout_constraint(updated, Layout(order))
 
 
@@ -173,7 +175,7 @@ def write_by_kernel(
     *,
     interpret: bool = False,
 ) -> Num[Array, "*layers_rows_heads kv_seq width"]:
-    """Return the memory with `memory[layer, row, :, slot] = new[row]`; a token whose slot is `kv_seq` is dropped."""
+    """Return the memory with `memory[layer, row, :, slot] = new[row, :, token]`; slot `kv_seq` drops the token."""
     (kv_seq, width), (rows, seq) = memory.shape[-2:], (slots[..., 0].size, slots.shape[-1])
     stack = memory.reshape(1 if layer is None else len(memory), rows, -1, kv_seq, width)
     vector_dtype = jnp.int32 if jnp.issubdtype(memory.dtype, jnp.integer) else jnp.float32
@@ -186,7 +188,7 @@ def write_by_kernel(
 
 
 def _call_kernel(stack: Array, new: Array, slots: Array, layer: Array, channels_first: bool, interpret: bool) -> Array:
-    """Call the kernel, whose grid is chunks of rows. It updates the stack in place in HBM."""
+    """Call the kernel, which updates the stack in place in HBM; each grid step writes a chunk of rows."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
 
@@ -229,7 +231,7 @@ def _kernel(
     tiles: Ref,
     arrived: Ref,
 ) -> None:
-    """Write the tokens of a chunk of rows, whose tiles are copied concurrently. `memory` is updated in place."""
+    """Write the tokens of a chunk of rows into `memory`, in place; the tiles of all rows are copied concurrently."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
 
@@ -266,12 +268,12 @@ def _kernel(
         for step in (start_fetch, write_token, wait_for_store):
             jax.lax.fori_loop(0, chunk, step, None)
 
-    for token in range(seq):  # Two tokens of a row may be in one tile, so tokens are written one after another.
+    for token in range(seq):  # Write tokens one after another, because two tokens of a row may be in one tile.
         write(token)
 
 
 def _tile_slots(memory: Array, kv_seq: int, width: int) -> int:
-    """Return the number of slots of a tile, the smallest part of main memory that can be copied."""
+    """Return the number of slots of a tile, the smallest part of main memory that a kernel can copy."""
     return LANES if stores_channels_first(kv_seq, width) else 32 // memory.dtype.itemsize
 
 

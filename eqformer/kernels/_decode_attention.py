@@ -1,11 +1,12 @@
-"""Attention of each row's newest token to a cache: the definition, and what runs on NVIDIA GPUs, TPUs and CPUs.
+"""Attention of the newest token of each row to a cache: the definition, and implementations for GPUs, TPUs and CPUs.
 
-The kernels read the cache once. In plain XLA the scores of all slots are in main memory in float32, and a softmax reads
-them three times. If many heads share a key head, these scores are much of a decode step's memory traffic: a sixth for
-Llama 3 70B on eight devices, where eight heads share one key head on each device. The GPU's kernel (`FlashDecodingGpu`)
-keeps scores in registers. On TPUs, XLA read latents twice, because they are both keys and values, and its products of
-few queries took longer than reading the cache. The TPU's kernel (`FlashDecodingTpu`) reads the cache where it is
-stored. On CPUs (`FilledSlotsDecoding`) the empty slots of a large cache are not read.
+The kernels read the cache once. XLA's own program writes the scores of all slots to main memory in float32, and reads
+them three times for the softmax. If many query heads share a key head, scores are a large part of a decode step's
+memory traffic: a sixth for Llama 3 70B on eight devices, with eight query heads and one key head on each device. The
+GPU kernel (`FlashDecodingGpu`) keeps scores in registers. On TPUs, XLA's program read latents twice, because they are
+both keys and values, and its products of few queries took longer than reading the cache. The TPU kernel
+(`FlashDecodingTpu`) reads the cache where it is stored. On CPUs, `FilledSlotsDecoding` does not read the empty slots of
+a large cache.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from .attention._reference import attend_by_definition
 
 
 class ReferenceDecoding(Implementation[DecodeCall, Array]):
-    """The definition of attention, for keys and values as they are stored."""
+    """Attention by its definition, for keys and values in the dtype and with the scales in which they are stored."""
 
     def supports(self, call: DecodeCall) -> str | None:
         """Return None: it computes every call."""
@@ -36,7 +37,7 @@ class ReferenceDecoding(Implementation[DecodeCall, Array]):
         key, value, value_scales, rotated = call.key, call.value, call.value_scales, call.rotated
         if value is None:
             value, value_scales = key, call.key_scales
-        # The mask is a matrix, so the positions of the tokens do not matter.
+        # The mask is a matrix, so the call needs no positions of tokens.
         no_positions = jnp.zeros((*call.query.shape[:-3], call.query.shape[-3]), jnp.int32)
         attention = AttentionCall(
             call.query,
@@ -54,25 +55,28 @@ class ReferenceDecoding(Implementation[DecodeCall, Array]):
 
 
 _FEWEST_SLOTS = 1024
-"""A decode step of 6 layers of 576 channels took 1.15 times as long with all of 2,048 slots as with an eighth of them;
-with fewer slots there is less to gain."""
+"""Least number of slots of a cache for `FilledSlotsDecoding`.
+
+A decode step of 6 layers of 576 channels took 1.15 times as long with all of 2,048 slots as with an eighth of them.
+With fewer slots there is less to gain.
+"""
 _PARTS = (8, 4, 2, 1)
-"""The call reads an eighth of the slots, a quarter, half or all of them."""
+"""Fractions of the slots that may be read: an eighth, a quarter, half or all of them."""
 
 
 class FilledSlotsDecoding(Implementation[DecodeCall, Array]):
-    """The definition for the slots up to the last visible one, rounded up to an eighth, a quarter, half or all of them.
+    """Attention by its definition to the first slots of a cache, which include all visible slots.
 
-    The compiled program has a branch for each of the four numbers of slots and runs one branch. Under `jax.vmap` it
-    runs all four.
+    An eighth, a quarter, half or all of the slots are read. The compiled program has a branch for each of these
+    numbers, and runs one branch; under `jax.vmap` it runs all four.
     """
 
     definition: Implementation[DecodeCall, Array]
 
     def supports(self, call: DecodeCall) -> str | None:
-        """Return the reason why all slots are read, or None."""
+        """Return the reason why the call must read all slots, or None."""
         if (slots := call.key.shape[-3]) < _FEWEST_SLOTS:
-            return f"it takes caches of at least {_FEWEST_SLOTS} slots, not of {slots}"
+            return f"it supports caches of at least {_FEWEST_SLOTS} slots, not of {slots}"
         return None
 
     def run(self, call: DecodeCall) -> Float[Array, "*batch seq heads _"]:
@@ -84,7 +88,7 @@ class FilledSlotsDecoding(Implementation[DecodeCall, Array]):
     def _attend(
         self, sizes: Sequence[int], filled: Int[Array, ""], call: DecodeCall
     ) -> Float[Array, "*batch seq heads _"]:
-        """Attend to the first of these numbers of slots that holds the filled slots."""
+        """Attend to the smallest of these numbers of slots that is not less than `filled`."""
         size, *larger = sizes
         if not larger:
             return self._attend_to_first(size, call)
@@ -96,14 +100,14 @@ class FilledSlotsDecoding(Implementation[DecodeCall, Array]):
 
 
 def _first_slots(call: DecodeCall, size: int) -> DecodeCall:
-    """Return the call for the first slots alone."""
+    """Return the call for only the first `size` slots."""
     stored, rotated = call.stored, call.rotated
 
     def take_arrays(x: Num[Array, "*batch kv_seq kv_heads _"], in_cache: Array | None) -> Array:
         if stored is None or in_cache is None:
             return x[..., :size, :, :]
         taken = _read_cache(in_cache, stored.layer, size)
-        return taken.swapaxes(-3, -2) if taken.ndim == x.ndim else taken[..., None, :]  # latents have no dim of heads
+        return taken.swapaxes(-3, -2) if taken.ndim == x.ndim else taken[..., None, :]  # Latents have no dim of heads.
 
     def take_scales(x: Float[Array, "*batch kv_seq kv_heads"]) -> Float[Array, "*batch _ kv_heads"]:
         return x[..., :size, :]
@@ -127,7 +131,7 @@ def _first_slots(call: DecodeCall, size: int) -> DecodeCall:
 def _read_cache(
     x: Num[Array, "*layers_batch kv_seq _"], layer: Int[Array, ""] | None, size: int
 ) -> Num[Array, "*batch _ _"]:
-    """Return a layer's first slots by one slice of the stack, so that XLA does not copy the layer's other slots."""
+    """Return the first slots of a layer by one slice of the stack; two slices would make XLA copy the other slots."""
     if layer is None:
         return x[..., :size, :]
     starts = (layer, *(jnp.zeros_like(layer) for _ in x.shape[1:]))
@@ -142,5 +146,8 @@ DECODE_ATTENTION = Op(
         ("cpu", FilledSlotsDecoding(ReferenceDecoding())),
     ),
 )
-"""Attention to a cache: on GPUs and TPUs by flash-decoding for one query a row in 16 bits, on CPUs by the definition of
-the filled slots of a large cache, and otherwise by the definition."""
+"""Attention of few queries to a cache.
+
+On GPUs and TPUs, flash decoding supports one query per row in 16 bits. On CPUs, the filled slots of large caches are
+read. Other calls are computed by the definition.
+"""

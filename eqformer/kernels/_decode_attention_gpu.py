@@ -1,9 +1,9 @@
-"""Attention of one new token a row to a cache on NVIDIA GPUs: flash-decoding, a kernel in Pallas by Triton.
+"""Attention of one new token per row to a cache on NVIDIA GPUs: flash decoding, a kernel in Pallas and Triton.
 
-The slots of a row are cut into chunks, as many as fill a GPU. Each chunk is read once, with a running softmax in
-registers, and the chunks' results are combined by their sums (https://pytorch.org/blog/flash-decoding). If many wide
-heads share a key head, as the 128 heads of DeepSeek-V3 share a latent, programs next to each other compute some of the
-heads each and read the same slots.
+The slots of a row are cut into as many chunks as fill a GPU. Each chunk is read once, with a running softmax in
+registers, and the results of the chunks are combined by their sums of exponentials
+(https://pytorch.org/blog/flash-decoding). If many wide heads share a key head, as the 128 heads of DeepSeek-V3 share a
+latent, neighboring programs each compute some of the heads, and read the same slots.
 """
 
 import functools
@@ -34,17 +34,17 @@ from ._triton import (
 from .attention._call import apply_softcap, DecodeCall, if_given, lowest, ScoreSettings
 
 
-_PROGRAMS = 264  # programs that fill a GPU: two for each of the 132 multiprocessors of an H100
-_BLOCK_NUMBERS = 8192  # numbers of keys in a block: 32 KB with its values; the next block, as large, is being loaded
-_QUERY_NUMBERS = 16384  # the most numbers in a program's queries, which stay in registers beside the running softmax
+_PROGRAMS = 264  # Number of programs that fill a GPU: two for each of the 132 multiprocessors of an H100.
+_BLOCK_NUMBERS = 8192  # Entries of keys in a block. With its values it has 32 KB; meanwhile the next block is loaded.
+_QUERY_NUMBERS = 16384  # Largest number of entries of a program's queries, which stay in registers with the softmax.
 
 
 class FlashDecodingGpu(Implementation[DecodeCall, Array]):
-    """Flash-decoding in Triton: products in 16 bits, to which 8-bit keys and values are converted.
+    """Flash decoding in Triton, with products in 16 bits, to which 8-bit keys and values are converted.
 
-    A program reads its chunk of slots in blocks of 8,192 numbers of keys, or of 16 slots if 16 slots have more numbers.
-    Chunks are as long as possible while there are at least 264 programs. The constants are those of an H100 (compute
-    capability 9.0). `interpret` runs the kernel as plain JAX on any platform, for tests.
+    A program reads its chunk of slots in blocks of 8,192 entries of keys, but of at least 16 slots. Chunks are as long
+    as possible while there are at least 264 programs. The constants are those of an H100 (compute capability 9.0).
+    `interpret` runs the kernel as plain JAX on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
@@ -54,9 +54,9 @@ class FlashDecodingGpu(Implementation[DecodeCall, Array]):
         query, rotated = call.query, call.rotated
         keys = [x for x in (call.key, call.value, rotated and rotated.key) if x is not None]
         if query.shape[-3] != 1:
-            return f"it takes one query a row, not {query.shape[-3]}"
+            return f"it supports one query per row, not {query.shape[-3]}"
         if call.bias is not None:
-            return "it has no bias of scores"
+            return "it supports no score bias"
         if query.dtype not in (jnp.bfloat16, jnp.float16):
             return f"it computes in bfloat16 or float16, not {query.dtype}"
         if any(x.dtype not in (query.dtype, jnp.int8, E4M3) for x in keys):
@@ -76,7 +76,7 @@ class FlashDecodingGpu(Implementation[DecodeCall, Array]):
 
 
 class _ChannelPart(NamedTuple):
-    """A part of the channels of queries and keys; scores are sums over the parts.
+    """Part of the channels of queries and keys; scores are sums over the parts.
 
     The parts are the call's `query` and `key`, and its `rotated` channels if it has them.
     """
@@ -94,33 +94,36 @@ class _ProgramArrays(NamedTuple):
     """The first block with a visible slot, and the block after the last such block."""
     parts: list[_ChannelPart]
     value: Num[Array, "rows kv_heads kv_seq v_dim"] | None
-    """The values; None: the keys of the first part are the values, too, with the same scales."""
+    """The values; None if the keys of the first part, with their scales, are also the values."""
     value_scales: Float[Array, "rows kv_heads kv_seq"] | None
 
 
 class _ChunkSoftmax(NamedTuple):
-    """The softmax of each chunk of slots: weighted sums of values, largest scores, sums of exponentials."""
+    """Softmax of each chunk of slots."""
 
     values: Float[Array, "chunks rows kv_heads group v_dim"]
+    """Sums of values, weighted by exponentials of scores."""
     peaks: Float[Array, "chunks rows kv_heads group"]
+    """Largest scores, which are subtracted from scores before the exponential."""
     totals: Float[Array, "chunks rows kv_heads group"]
+    """Sums of exponentials."""
 
 
 class _GridSizes(NamedTuple):
-    """The static sizes of a call to the kernel."""
+    """Static sizes of a call to the kernel."""
 
     group: int
-    """Heads that share a key head."""
+    """Number of query heads that share a key head."""
     program_heads: int
-    """Heads of a program, padded to a power of two."""
+    """Number of query heads of a program, padded to a power of two."""
     block: int
-    """Slots of a block."""
+    """Number of slots of a block."""
     chunk_blocks: int
-    """Blocks of a chunk."""
+    """Number of blocks of a chunk."""
     key_channels: list[int]
-    """Channels of each part."""
+    """Number of channels of each part."""
     v_dim: int
-    """Channels of a value."""
+    """Number of channels of a value."""
 
 
 def _attend(settings: ScoreSettings, call: DecodeCall) -> Float[Array, "*batch 1 heads _"]:
@@ -168,7 +171,10 @@ def _attend_to_chunks(
     value_scales: Float[Array, "rows kv_heads kv_seq"] | None,
     visible: Bool[Array, "rows kv_seq"],
 ) -> _ChunkSoftmax:
-    """Call the kernel; its grid is key heads and shares of their query heads, rows, chunks."""
+    """Call the kernel.
+
+    The dims of its grid are rows, chunks of slots and, first, pairs of a key head and a share of its query heads.
+    """
     pl, triton = pallas_and_triton()
 
     rows, kv_heads, kv_seq, v_dim = (parts[0].key if value is None else value).shape
@@ -184,7 +190,7 @@ def _attend_to_chunks(
     varying = varying_of(arrays)
     num_warps = 4 if program_heads * widest < _QUERY_NUMBERS else 8
 
-    # Programs that read the same slots begin next to each other: the first number of the grid counts fastest.
+    # Programs that read the same slots run at about the same time, because the first dim of the grid counts fastest.
     def chunk_spec(*channels: int) -> object:
         index = lambda share, row, chunk: (chunk, row, share // shares, share % shares, 0)[: 4 + len(channels)]
         return pl.BlockSpec((None, None, None, program_heads, *channels), index)
@@ -206,7 +212,7 @@ def _attend_to_chunks(
 
 
 def _block_specs(sizes: _GridSizes, arrays: _ProgramArrays) -> _ProgramArrays:
-    """Return the `BlockSpec` of each array, which says what block of the array a program reads."""
+    """Return the `BlockSpec` of each array, which determines the block of the array that a program reads."""
     pl, _ = pallas_and_triton()
     shares, kv_seq = -(-sizes.group // sizes.program_heads), arrays.visible.shape[1]
 

@@ -1,10 +1,10 @@
-"""Attention of one new token a row to a cache on TPUs: flash-decoding where the cache is stored, in Pallas by Mosaic.
+"""Attention of one new token per row to a cache on TPUs: flash decoding in place, a kernel in Pallas and Mosaic.
 
 A program reads a block of a row's slots once, for scores and for values, and leaves a running softmax in vector memory
-(VMEM) for the row's next program. The kernel gets the arrays of the whole stack in main memory (HBM) and the number of
-the layer, because XLA copies an array that is sliced for a kernel. Blocks before the first slot that the token sees,
-and after the last, are not fetched: for these blocks the program gets the nearest visible block, which is in VMEM
-already, and skips it.
+(VMEM) to the next program of the row. The kernel gets the arrays of the whole stack in main memory (HBM) and the number
+of the layer, because XLA would copy a slice that is passed to a kernel. Blocks before the first and after the last
+visible slot are not fetched: for such a block, a program gets the nearest visible block, which is already in VMEM, and
+skips it.
 """
 
 import functools
@@ -24,17 +24,17 @@ from ._platform import Ref, varying_of
 from .attention._call import apply_softcap, DecodeCall, if_given, lowest, ScoreSettings, StoredArrays
 
 
-_BLOCK_NUMBERS = 2**20  # maximum number of entries of keys in a block: 2 MB in bfloat16, and as much is in flight
-_SCORES = 2**19  # maximum number of scores of a block: 2 MB, and as much for their exponentials
-_SUBLANES = 8  # rows of a vector of float32 numbers
-_LEAST_BYTES = 2**18  # bytes of a head's slots in a row: reading so many takes as long as the start of a program
+_BLOCK_NUMBERS = 2**20  # Largest number of entries of keys in a block: 2 MB in bfloat16; the next block needs as much.
+_SCORES = 2**19  # Largest number of scores of a block: 2 MB; their exponentials need as much.
+_SUBLANES = 8  # Number of rows of a vector register of float32 numbers.
+_LEAST_BYTES = 2**18  # Least number of bytes of a head's slots in a row; fewer take less time than a program's start.
 
 
 class FlashDecodingTpu(Implementation[DecodeCall, Array]):
-    """Flash-decoding in Mosaic: products in bfloat16, to which 8-bit keys and values are converted.
+    """Flash decoding in Mosaic, with products in bfloat16, to which 8-bit keys and values are converted.
 
-    A block in VMEM is a multiple of 128 slots, with up to 2^20 numbers of keys and 2^19 scores. `interpret` runs the
-    kernel as plain JAX on any platform, for tests.
+    A block has a multiple of 128 slots, with up to 2^20 entries of keys and 2^19 scores. `interpret` runs the kernel as
+    plain JAX on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
@@ -43,17 +43,17 @@ class FlashDecodingTpu(Implementation[DecodeCall, Array]):
         """Return the reason why the kernel cannot compute the call, or None."""
         query, stored = call.query, call.stored
         if query.shape[-3] != 1:
-            return f"it takes one query a row, not {query.shape[-3]}"
+            return f"it supports one query per row, not {query.shape[-3]}"
         if call.bias is not None:
-            return "it has no bias of scores"
+            return "it supports no score bias"
         if stored is None:
             return "it reads keys and values where a cache stores them, and the call has no stored arrays"
         arrays = (stored.key, stored.value, stored.rotated, call.rotated and call.rotated.key)
         keys = [x for x in arrays if x is not None]
         if (group := query.shape[-2] // call.key.shape[-2]) > _SCORES // LANES:
-            return f"it takes up to {_SCORES // LANES} heads a key head, not {group}"
+            return f"it supports up to {_SCORES // LANES} query heads per key head, not {group}"
         if (size := sum(x.shape[-2] * x.shape[-1] * x.dtype.itemsize for x in keys)) < _LEAST_BYTES:
-            return f"a row's slots of a head must have {_LEAST_BYTES} bytes to be worth a program, not {size}"
+            return f"the slots of a head must have {_LEAST_BYTES} bytes to be worth a program, not {size}"
         if query.dtype != jnp.bfloat16:
             return f"it computes in bfloat16, not {query.dtype}"
         if any(x.dtype not in (jnp.bfloat16, jnp.int8) for x in keys):
@@ -67,7 +67,7 @@ class FlashDecodingTpu(Implementation[DecodeCall, Array]):
 
 
 class Part(NamedTuple):
-    """A part of the channels of queries and keys; scores are sums over the parts.
+    """Part of the channels of queries and keys; scores are sums over the parts.
 
     The parts are the call's `query` and `key`, and its `rotated` channels if it has them.
     """
@@ -75,7 +75,7 @@ class Part(NamedTuple):
     query: Float[Array, "rows group head_dim"]
     key: Num[Array, "layers rows kv_seq head_dim"]
     scales: Float[Array, "rows 1 kv_seq"] | Float[Array, "layers batch kv_heads kv_seq"] | None
-    """The scales of the keys: the call's scales by row, or the stack's array with all heads."""
+    """Scales of the keys: the call's scales, one array per row, or the stored array with all heads."""
 
 
 class KernelArrays(NamedTuple):
@@ -87,36 +87,36 @@ class KernelArrays(NamedTuple):
     visible: Bool[Array, "batch 1 kv_seq"] | Int[Array, "batch 1 kv_seq"]
     parts: list[Part]
     value: Num[Array, "layers rows kv_seq v_dim"] | None
-    """The values; None: the keys of the first part."""
+    """The values; None if the keys of the first part are also the values."""
     value_scales: Float[Array, "rows 1 kv_seq"] | Float[Array, "layers batch kv_heads kv_seq"] | None
     sinks: Float[Array, "rows group 1"] | None
 
 
 class PrefetchedScalars(NamedTuple):
-    """Scalars that choose which blocks are fetched."""
+    """Scalars that determine which blocks are fetched."""
 
     layer: Int[Array, "1"]
     first: Int[Array, "batch"]
-    """The first block with a visible slot, for each batch row."""
+    """First block with a visible slot in each batch row."""
     last: Int[Array, "batch"]
-    """The last block with a visible slot, for each batch row."""
+    """Last block with a visible slot in each batch row."""
 
 
 class BlockSizes(NamedTuple):
-    """The static sizes of a call to the kernel."""
+    """Static sizes of a call to the kernel."""
 
     block: int
-    """Slots of a block."""
+    """Number of slots of a block."""
     kv_seq: int
-    """Slots of the cache."""
+    """Number of slots of the cache."""
     kv_heads: int
-    """Key heads of a batch row."""
+    """Number of key heads of a batch row."""
     v_dim: int
-    """Channels of a value."""
+    """Number of channels of a value."""
 
 
 class _RunningSoftmax(NamedTuple):
-    """The softmax over a row's blocks so far, in VMEM."""
+    """Softmax over the blocks of a row so far, in VMEM."""
 
     values: Ref
     """Sums of values weighted by exponentials, `group v_dim`."""
@@ -142,9 +142,9 @@ def _attend(settings: ScoreSettings, call: DecodeCall, stored: StoredArrays) -> 
         return x.swapaxes(-2, -1).reshape(rows, 1, kv_seq).astype(jnp.float32)
 
     def select_scales(scales: Array | None, stored_scales: Array | None) -> Array | None:
-        # The stored scales of a batch row are one block of all heads and all slots, which is fetched once for the row's
-        # heads. So a block of keys must hold all slots too, and the heads must fill vectors, since compilers store
-        # scales in another order otherwise. In all other cases the kernel gets the call's scales.
+        # The stored scales of a batch row are fetched once, as one block of all heads and all slots. So a block of keys
+        # must have all slots too. And the heads must fill vector registers, because compilers store scales in another
+        # order otherwise. In all other cases the kernel gets the scales of the call.
         if stored_scales is None or block < kv_seq or kv_heads % _SUBLANES:
             return if_given(to_row_scales, scales)
         return stored_scales.reshape(1 if stored.layer is None else len(stored_scales), batch, kv_heads, kv_seq)
@@ -173,7 +173,7 @@ def _attend(settings: ScoreSettings, call: DecodeCall, stored: StoredArrays) -> 
 
 
 def _choose_block(call: DecodeCall, kv_seq: int) -> int:
-    """Return the number of slots that a program reads."""
+    """Return the number of slots of a block."""
     widest = max(x.shape[-1] for x in (call.query, call.value, call.rotated and call.rotated.key) if x is not None)
     group = call.query.shape[-2] // call.key.shape[-2]
     slots = min(_BLOCK_NUMBERS // max(LANES, widest), _SCORES // group)
@@ -183,7 +183,7 @@ def _choose_block(call: DecodeCall, kv_seq: int) -> int:
 def _call_kernel(
     settings: ScoreSettings, arrays: KernelArrays, layer: Int[Array, ""], block: int
 ) -> Float[Array, "rows group v_dim"]:
-    """Call the kernel, whose grid is rows, blocks of slots."""
+    """Call the kernel; the dims of its grid are rows and blocks of slots."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
 
@@ -218,7 +218,7 @@ def _call_kernel(
 
 
 def find_visible_blocks(visible: Bool[Array, "batch kv_seq"], layer: Int[Array, ""], block: int) -> PrefetchedScalars:
-    """Return the prefetched scalars. Rows whose query attends to nothing read block 0, which is fully masked."""
+    """Return the prefetched scalars; a row whose query sees no key reads block 0, which is fully masked."""
     slots = jnp.arange(visible.shape[1], dtype=jnp.int32)
     last = jnp.max(jnp.where(visible, slots, 0), axis=1)
     first = jnp.min(jnp.where(visible, slots, last[:, None]), axis=1)
@@ -226,12 +226,12 @@ def find_visible_blocks(visible: Bool[Array, "batch kv_seq"], layer: Int[Array, 
 
 
 def to_stored_order(x: Num[Array, "layers rows kv_seq width"]) -> Num[Array, "layers rows _ _"]:
-    """Return a memory in the order of dims in which TPU compilers store it, so that nothing is copied."""
+    """Return an array of a cache with its dims in the order in which XLA for TPUs stores them, which avoids a copy."""
     return x.swapaxes(-2, -1) if stores_channels_first(*x.shape[-2:]) else x
 
 
 def _nearest_visible_block(kv_heads: int, row: int | Array, number: int | Array, scalars: PrefetchedScalars) -> Array:
-    """Return the block's own number, or that of the nearest block between the row's first and last visible block."""
+    """Return the number of the visible block that is nearest to block `number`, which may be itself."""
     row = jax.lax.div(row, kv_heads)
     return jnp.minimum(jnp.maximum(number, scalars.first[row]), scalars.last[row])
 
@@ -242,7 +242,7 @@ def _layer_of(x: Array, scalars: PrefetchedScalars) -> Array:
 
 
 def block_specs(sizes: BlockSizes, arrays: KernelArrays) -> KernelArrays:
-    """Return the `BlockSpec` of each array, which says what block of the array a program reads.
+    """Return the `BlockSpec` of each array, which determines the block of the array that a program reads.
 
     The arrays of the cache are in the order of `to_stored_order`.
     """
@@ -293,10 +293,9 @@ def block_specs(sizes: BlockSizes, arrays: KernelArrays) -> KernelArrays:
 def estimate_cost(
     sizes: BlockSizes, scalars: PrefetchedScalars, arrays: KernelArrays, result: jax.ShapeDtypeStruct
 ) -> dict[str, int]:
-    """Return the costs of a call whose queries see all slots.
+    """Return the costs of a call in which queries see all slots, for XLA's scheduler and analyses of programs.
 
-    Each array of the layer is read once. The mask is read once, or once for each key head if it has several blocks. XLA
-    schedules by this estimate, and analyses of compiled programs count it.
+    Each array of the layer is read once. The mask is read once, or once for each key head if it has several blocks.
     """
     rows, group, v_dim = result.shape
     scales = [arrays.value_scales, *(part.scales for part in arrays.parts)]

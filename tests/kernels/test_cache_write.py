@@ -83,7 +83,7 @@ def test_it_has_few_tokens_of_whole_tiles_and_many_are_filled_in_where_xla_chang
         (jnp.zeros((4, 96, 128)), None),
     ]
     assert all(reasons(memory, 1, layer, 8)[0] is None for memory, layer in few)
-    assert reasons(narrow(4, 100, 256), 1, None, 1)[0] == "it takes a multiple of 32 slots, not 100"
+    assert reasons(narrow(4, 100, 256), 1, None, 1)[0] == "it supports multiples of 32 slots, not 100"
     assert reasons(narrow(4, 96), 1, None, 1) == ["it writes arrays with a dim of channels after the slots"] * 2
     for memory in (narrow(4, 100, 128), jnp.zeros((4, 128, 64))):
         assert reasons(memory, 1, None, 9) == ["it writes up to 8 tokens a row, not 9", None]

@@ -130,7 +130,7 @@ def test_it_is_chosen_for_large_caches_on_cpus_alone():
     parts = {name: getattr(call, name)[:, :1023] for name in ("key", "value")}
     smaller = dataclasses.replace(call, **parts, visible=call.visible[..., :1023], stored=None)
     line = explained(smaller, "cpu")
-    reason = "it takes caches of at least 1024 slots, not of 1023"
+    reason = "it supports caches of at least 1024 slots, not of 1023"
     assert line.implementation == "ReferenceDecoding" and ("FilledSlotsDecoding", reason) in line.refusals
 
 

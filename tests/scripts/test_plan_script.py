@@ -153,7 +153,7 @@ def test_the_attention_that_runs_is_said(flags, line):
 @pytest.mark.grid
 def test_the_attention_that_decodes_is_said():
     """A kernel in 16 bits, for caches that are worth one."""
-    line = "\ndecode attention: ReferenceDecoding; not FlashDecodingTpu: a row's slots of a head must have"
+    line = "\ndecode attention: ReferenceDecoding; not FlashDecodingTpu: the slots of a head must have"
     assert line in told("--formulas --topology v5e:1x1 --decode")
     wide = (
         "\ndecode attention: ReferenceDecoding; not FlashDecodingGpu: it computes in bfloat16 or float16, not float32"

@@ -1,7 +1,7 @@
-"""Attention that never builds the whole matrix of probabilities, in the forward or the backward pass.
+"""Blockwise attention: neither the forward nor the backward pass builds the full matrix of probabilities.
 
-The softmax runs online over blocks of keys, after FlashAttention-2 (arXiv:2307.08691). The output and the logarithm of
-each row's sum of exponentials are saved, and the backward pass recomputes the probabilities, block by block.
+The softmax is computed online over blocks of keys, as in FlashAttention-2 (arXiv:2307.08691). The output and the
+logsumexp of each query's scores are saved, and the backward pass recomputes the probabilities block by block.
 """
 
 import functools
@@ -23,22 +23,21 @@ from ._flash import Gradients, LogSum, Output, scale_output
 
 
 Block = int | Literal["platform"]
-"""The number of tokens of a block; "platform": the number that is fastest on the platform."""
+"""Number of tokens of a block; "platform" for the number that is fastest on the platform."""
 FEW = 8
-"""The most queries whose scores for all keys are computed at once, without blocks."""
-_WIDEST = 16  # For few queries, blocks of keys are longer than `block`, at most this many times.
-_BLOCK, _TPU_BLOCK = 128, 512  # The tokens of a block; docs/accelerators-kernels.md has the measurements.
+"""Largest number of queries to a cache that are computed by `BlockwiseAttention.decode`, without blocks."""
+_WIDEST = 16  # For few queries, blocks of keys are up to this many times longer than `block`.
+_BLOCK, _TPU_BLOCK = 128, 512  # Tokens of a block by default; docs/accelerators-kernels.md has the measurements.
 
 
 class BlockwiseAttention(Implementation[AttentionCall, Array]):
-    """Attention in memory linear in the sequence: a loop over blocks of queries and, in it, over blocks of keys.
+    """Attention by a loop over blocks of queries and blocks of keys, with memory linear in the sequence length.
 
-    The size of the program does not depend on the sequence. Pairs of blocks that the mask, the segments or padding
-    leave empty are skipped. `block` is the number of tokens of a block, by default 512 on TPUs and 128 elsewhere. The
-    scores of a pair of blocks take `4 * batch * heads * block**2` bytes; on a CPU the loop is fastest if they fit the
-    cache (about 1 MB). Attention of up to 8 queries to cached keys, as in decoding, is computed by `decode`, which
-    reads the cache in place. The loop is differentiable in reverse mode, once; `DotProductAttention` has all
-    derivatives.
+    The size of the program does not depend on the sequence length. Pairs of blocks in which no query sees a key are
+    skipped. `block` is the number of tokens of a block, by default 512 on TPUs and 128 elsewhere. The scores of a pair
+    of blocks take `4 * batch * heads * block**2` bytes; on a CPU the loop is fastest if they fit the cache (about
+    1 MB). `decode` computes the attention of up to 8 queries to cached keys, as in decode steps, and reads the cache in
+    place. Only first derivatives in reverse mode are supported; `DotProductAttention` supports all derivatives.
     """
 
     block: Block = eqx.field(static=True, default="platform")
@@ -51,9 +50,9 @@ class BlockwiseAttention(Implementation[AttentionCall, Array]):
     def supports(self, call: AttentionCall) -> str | None:
         """Return None, except for calls with a bias or with keys chosen by a matrix."""
         if call.bias is not None:
-            return "it has no bias of scores"
+            return "it supports no score bias"
         if isinstance(call.mask, ChosenKeys):
-            return "it has no matrix of chosen keys"
+            return "it supports no matrix of chosen keys"
         return None
 
     def decode_op(self, *, has_codes: bool) -> Op:
@@ -68,11 +67,11 @@ class BlockwiseAttention(Implementation[AttentionCall, Array]):
         return output if call.sinks is None else with_sinks(output, logsum, call.sinks)
 
     def settings(self, call: AttentionCall) -> "BlockwiseSettings":
-        """Return the static settings of the loop."""
+        """Return the static settings of the loop over blocks."""
         return BlockwiseSettings(cast(Mask, call.mask), call.scale, call.softcap, self.block)
 
     def forward(self, call: AttentionCall) -> tuple[Output, LogSum]:
-        """Return the output and the logarithms of sums, as `FlashAttention.forward` does."""
+        """Return output and logsumexp, as `FlashAttention.forward` does."""
         output, logsum = attend_forward(self.settings(call), *_grouped_arrays(call))
         return _tokens_first(output), logsum.reshape(logsum.shape[0], -1, logsum.shape[-1])
 
@@ -89,7 +88,7 @@ class BlockwiseAttention(Implementation[AttentionCall, Array]):
 
 
 def decode_call(call: AttentionCall) -> DecodeCall:
-    """Return the same call as a `DecodeCall`, with its mask as a matrix."""
+    """Convert an `AttentionCall` to a `DecodeCall`, whose mask is a matrix."""
     visible = call.mask(call.tokens, call.key_tokens)
     return DecodeCall(
         call.query,
@@ -104,6 +103,7 @@ def decode_call(call: AttentionCall) -> DecodeCall:
 
 
 def _grouped_arrays(call: AttentionCall) -> tuple[Array, Array, Array, TokenPositions, TokenPositions]:
+    """Return the arrays of a call in the form of `group_heads`."""
     return group_heads(call.query, call.key, call.value, call.tokens, call.kv_tokens)
 
 
@@ -116,12 +116,15 @@ def with_sinks(
     logsum: Float[Array, "*batch seq heads"],
     sinks: Float[Array, "heads"],
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Return the output of the softmax with sinks: the output without sinks, times the share of the keys in the sum."""
+    """Return the output of the softmax with sinks, from output and logsumexp of the softmax without sinks.
+
+    The output is multiplied by the share of the keys in the sum of exponentials of keys and sinks.
+    """
     return scale_output(output, jax.nn.sigmoid(logsum - sinks.astype(logsum.dtype))[..., None])
 
 
 class BlockwiseSettings(NamedTuple):
-    """The static settings of a loop over blocks."""
+    """Static settings of the loop over blocks."""
 
     mask: Mask
     scale: float
@@ -137,22 +140,23 @@ def attend(
     tokens: TokenPositions,
     kv_tokens: TokenPositions | None,
 ) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
-    """Return the output and the logarithm of each row's sum of exponentials.
+    """Return the output and the logsumexp of each query's scores.
 
-    The logarithm is a very low number for a row whose query sees no key. Results of calls over different keys can be
-    combined by their logarithms, as ring attention does. Gradients flow through both results.
+    The logsumexp is a very low number for a query that sees no key. Results for different keys can be combined by their
+    logsumexps, as in ring attention. Both results are differentiable.
 
     Args:
-        settings: The mask, scale, softcap and block size.
+        settings: Mask, scale, softcap and block size.
         query: The queries.
         key: The keys.
         value: The values.
-        tokens: The positions and segments of the queries.
-        kv_tokens: The positions and segments of the keys; None: the queries' own.
+        tokens: Positions and segments of the queries.
+        kv_tokens: Positions and segments of the keys; None if they are those of the queries.
     """
     arrays = group_heads(query, key, value, tokens, kv_tokens)
-    # Under `shard_map` the arrays may vary over different mesh axes (replicated key heads, split query heads). A custom
-    # gradient must vary like its argument, so a zero that varies over all of these axes is added; XLA drops it.
+    # Under `shard_map` the arrays may vary over different mesh axes, for example if key heads are replicated and query
+    # heads are split. A custom gradient must vary over the axes of its argument. So add to each array a zero that
+    # varies over the axes of all arrays; XLA removes the addition.
     zero = jnp.zeros((), query.dtype)
     for array in jax.tree.leaves(arrays):
         zero += jnp.zeros_like(array, zero.dtype, shape=())
@@ -168,15 +172,17 @@ def attend_forward(
     tokens: TokenPositions,
     kv_tokens: TokenPositions,
 ) -> tuple[Float[Array, "batch kv_heads _ seq v_dim"], Float[Array, "batch kv_heads _ seq"]]:
-    """Return the results of `attend` for arrays of `group_heads` that vary over the same mesh axes, without a gradient.
+    """Return the results of `attend` without a derivative, for arrays in the form of `group_heads`.
+
+    The arrays must vary over the same mesh axes.
 
     Args:
-        settings: The mask, scale, softcap and block size.
+        settings: Mask, scale, softcap and block size.
         query: The queries, grouped by the key head that they read.
         key: The keys.
         value: The values.
-        tokens: The positions and segments of the queries.
-        kv_tokens: The positions and segments of the keys.
+        tokens: Positions and segments of the queries.
+        kv_tokens: Positions and segments of the keys.
     """
     return _by_block(_forward_in_blocks, settings, query, key, value, tokens, kv_tokens)
 
@@ -185,7 +191,7 @@ def _by_block(attend: Callable[..., Result], settings: BlockwiseSettings, *array
     """Return `attend(block, settings, *arrays)` with the block size of the settings or of the platform."""
     if settings.block != "platform":
         return attend(settings.block, settings, *arrays)
-    if "tpu" not in compilers() or arrays[1].shape[2] <= _BLOCK:  # all keys are one block
+    if "tpu" not in compilers() or arrays[1].shape[2] <= _BLOCK:  # All keys are in one block.
         return attend(_BLOCK, settings, *arrays)
     on_tpus, elsewhere = (functools.partial(attend, block, settings) for block in (_TPU_BLOCK, _BLOCK))
     return jax.lax.platform_dependent(*arrays, tpu=on_tpus, default=elsewhere)
@@ -249,7 +255,7 @@ def _attend_forward(
     kv_tokens: TokenPositions,
 ):
     results = _attend(settings, query, key, value, tokens, kv_tokens)
-    output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that keep both
+    output, logsum = (checkpoint_name(x, "attended") for x in results)  # Remat policies may save both by this name.
     return (output, logsum), (query, key, value, tokens, kv_tokens, output, logsum)
 
 
@@ -260,10 +266,10 @@ def attend_backward(
     Float[Array, "batch kv_heads kv_seq head_dim"],
     Float[Array, "batch kv_heads kv_seq v_dim"],
 ]:
-    """Return the gradients of query, key and value from those of output and logsum.
+    """Return the gradients of query, key and value from the gradients of output and logsumexp.
 
-    `residuals` are the array arguments of `attend_forward`, then output and logsum. In ring attention, output and
-    logsum belong to a softmax over more keys than `key`; the gradients are then the summands of these keys.
+    `residuals` are the array arguments of `attend_forward`, then output and logsumexp. In ring attention, output and
+    logsumexp are those of a softmax over more keys than `key`. The query's gradient is then the term of `key` alone.
     """
     return _by_block(_backward_in_blocks, settings, *residuals, *gradients)
 
@@ -286,7 +292,7 @@ def _backward_in_blocks(
 
     def differentiate_key_block(query_grad, xs):
         (key_block, value_block), key_tokens, first, stop = xs
-        # Without the barrier, XLA merges the transposition into the product on CPUs, and has no such product in
+        # Without the barrier, XLA for CPUs would merge the transposition into the product, which it does not support in
         # bfloat16.
         columns = key_block, jax.lax.optimization_barrier(key_block.swapaxes(-1, -2)), value_block
 
@@ -328,10 +334,11 @@ def _block_gradients(
     columns: tuple[Array, Array, Array],
     visible: Bool[Array, "batch 1 kv_seq 1 seq"],
 ) -> tuple[Array, Array, Array]:
-    """Return a pair of blocks' summands of the gradients of queries (channels before tokens), keys and values.
+    """Return the terms of a pair of blocks in the gradients of queries, keys and values.
 
-    The scores have keys before queries, and `columns` has a transposed copy of the keys. So each product sums over the
-    last dim of its left factor, which is fastest on CPUs, and no array of the scores' size is transposed.
+    The queries' gradient has channels before tokens. The scores have keys before queries, and `columns` includes a
+    transposed copy of the keys. So each product contracts the last dim of its left factor, which is fastest on CPUs,
+    and no array of the scores' size is transposed.
     """
     (query, output_grad, logsum, row_sums), (key, key_transposed, value) = rows, columns
     wide, (group, seq) = logsum.dtype, logsum.shape[-2:]
@@ -364,7 +371,7 @@ def group_heads(
     tokens: TokenPositions,
     kv_tokens: TokenPositions | None,
 ) -> tuple[Array, Array, Array, TokenPositions, TokenPositions]:
-    """Return arrays with one batch dim, heads before tokens, and queries grouped by the key head that they read."""
+    """Return arrays with one batch dim and heads before tokens; queries are grouped by the key head that they read."""
     heads, kv_heads = query.shape[-2], key.shape[-2]
     batch, seq, kv_seq = query.shape[:-3], query.shape[-3], key.shape[-3]
     queries = query.reshape(-1, seq, kv_heads, heads // kv_heads, query.shape[-1]).transpose(0, 2, 3, 1, 4)
@@ -377,7 +384,7 @@ def group_heads(
 def ungroup_heads(
     output: Float[Array, "_ kv_heads group seq v_dim"], batch: tuple[int, ...]
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Return an array over queries with the dims that queries have before `group_heads`."""
+    """Undo `group_heads` for an array of the form of grouped queries."""
     _, kv_heads, group, seq, v_dim = output.shape
     return output.transpose(0, 3, 1, 2, 4).reshape(*batch, seq, kv_heads * group, v_dim)
 
@@ -394,10 +401,10 @@ def _merge_batch(tokens: TokenPositions, batch: tuple[int, ...], seq: int) -> To
 def split_into_blocks(
     max_block: int, query_arrays: PyTree, key_arrays: PyTree, tokens: TokenPositions, kv_tokens: TokenPositions
 ) -> tuple[PyTree, PyTree, TokenPositions, TokenPositions, Float[Array, ""]]:
-    """Return all arrays in blocks of up to `max_block` tokens, and a zero with the type of the loops' carries.
+    """Split all arrays into blocks of up to `max_block` tokens; return them, and a zero of the type of loop carries.
 
-    For few queries, as in decoding, blocks of keys are up to `_WIDEST` times larger, so that a pair of blocks has about
-    as many scores.
+    If there are few queries, blocks of keys are up to `_WIDEST` times larger, so that the number of scores of a pair of
+    blocks is about the same.
     """
     block = min(max_block, tokens.positions.shape[-1])
     kv_block = min(max_block * min(max_block // max(block, 1), _WIDEST), kv_tokens.positions.shape[-1])
@@ -413,7 +420,7 @@ def split_into_blocks(
 
 
 def split_blocks(array: Array, dim: int, block: int, fill: int = 0) -> Array:
-    """Return an array in blocks along `dim`, counted by a new first dim; the last block is padded with `fill`."""
+    """Split an array along `dim` into blocks, with a new first dim of blocks; pad the last block with `fill`."""
     count = -(-array.shape[dim] // block)
     widths = [(0, 0)] * array.ndim
     widths[dim] = (0, count * block - array.shape[dim])
@@ -422,7 +429,7 @@ def split_blocks(array: Array, dim: int, block: int, fill: int = 0) -> Array:
 
 
 def join_blocks(array: Array, dim: int, length: int) -> Array:
-    """Join blocks, which the first dim counts, along `dim` to `length` tokens, without the last block's padding."""
+    """Undo `split_blocks`: join the blocks along `dim` to `length` tokens, without the padding."""
     array = jnp.moveaxis(array, 0, dim)
     padded = array.shape[dim] * array.shape[dim + 1]  # not -1, which is ambiguous for an array without rows
     array = array.reshape(*array.shape[:dim], padded, *array.shape[dim + 2 :])

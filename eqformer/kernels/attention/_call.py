@@ -1,7 +1,7 @@
-"""The arguments of attention: positions of tokens, and the records of a call.
+"""Arguments of attention: positions of tokens, and the records of a call.
 
-An `AttentionCall` is softmax(scale * query key^T + bias) value under a mask. A `DecodeCall` is the same for few queries
-to the keys and values of a cache.
+An `AttentionCall` is for softmax(scale * query key^T + bias) value under a mask. A `DecodeCall` is for the same
+attention of few queries to the keys and values of a cache.
 """
 
 import dataclasses
@@ -38,16 +38,17 @@ class TokenPositions(eqx.Module):
 
     @property
     def are_packed_in_order(self) -> bool:
-        """Whether each row is known to hold up to `documents` whole documents, one after another."""
+        """Whether each row is known to consist of up to `documents` whole documents, one after another."""
         return self.segments is not None and self.documents is not None and self._are_all_of_their_rows
 
     @property
     def _are_all_of_their_rows(self) -> bool:
+        """Whether the arrays are known to contain all tokens of each row."""
         return self.pieces is None and self.whole_rows == self.positions.shape[-1]
 
 
 def token_positions(tokens: HasPositions) -> TokenPositions:
-    """Return the `TokenPositions` of any tokens, with the known order if the tokens have it."""
+    """Return the `TokenPositions` of any tokens, with the facts about their order that the tokens have."""
     if isinstance(tokens, TokenPositions):
         return tokens
     known = (getattr(tokens, name, None) for name in ("whole_rows", "documents", "pieces"))
@@ -61,10 +62,10 @@ def optional_token_positions(tokens: HasPositions | None) -> TokenPositions | No
 
 @checked_fields
 class AttentionCall(Call):
-    """The arguments of one attention, which every implementation takes.
+    """Arguments of an attention, the same for every implementation.
 
-    Query head `h` reads key head `h // (heads / kv_heads)`. A query that sees no key gets zeros; the outputs of padding
-    queries are finite and meaningless.
+    Query head `h` reads key head `h // (heads / kv_heads)`. The output of a query that sees no key is zero. The outputs
+    of padding queries are finite and meaningless.
     """
 
     query: Float[Array, "*batch seq heads head_dim"]
@@ -74,23 +75,22 @@ class AttentionCall(Call):
     value: Num[Array, "*batch kv_seq kv_heads v_dim"]
     """The values."""
     mask: Mask | ChosenKeys = eqx.field(kw_only=True)
-    """The keys that a query sees. The mask reads positions and segments, so tokens may be in any order in the
-    arrays."""
+    """The keys that a query sees. The mask reads positions and segments, so the arrays may have tokens in any order."""
     tokens: TokenPositions = eqx.field(kw_only=True, converter=token_positions)
     """Positions and segments of the queries."""
     kv_tokens: TokenPositions | None = eqx.field(kw_only=True, default=None, converter=optional_token_positions)
-    """Positions and segments of the keys; None: the keys are the queries' own tokens."""
+    """Positions and segments of the keys; None if queries and keys are of the same tokens."""
     scale: float = eqx.field(kw_only=True, static=True)
-    """The factor of the scores."""
+    """Factor of the scores."""
     softcap: float | None = eqx.field(kw_only=True, static=True, default=None)
-    """The bound of the scores, `softcap * tanh(scores / softcap)` (Gemma 2, arXiv:2408.00118); None: no bound."""
+    """Bound of the scores, `softcap * tanh(scores / softcap)` (Gemma 2, arXiv:2408.00118); None for no bound."""
     sinks: Float[Array, "heads"] | None = eqx.field(kw_only=True, default=None)
-    """One score a head that joins the softmax and is then dropped (gpt-oss); None: no sinks."""
+    """A further score per head, which is in the softmax but has no value (gpt-oss); None for no sinks."""
     bias: Float[Array, "*#batch heads seq kv_seq"] | None = eqx.field(kw_only=True, default=None)
-    """Numbers that are added to the scores, before the mask; None: nothing."""
+    """Numbers to add to the scores, before the mask; None to add nothing."""
     piece: Literal["own", "past"] | None = eqx.field(kw_only=True, static=True, default=None)
-    """The piece of the keys, if rows are cut into pieces over devices: the queries' `own` piece, or a piece in the
-    `past` of every query. None: rows are whole."""
+    """The keys' piece of the rows, if devices split rows: `own` if it is also the queries' piece, `past` if all its
+    keys are before all queries. None if rows are not split."""
 
     operation = "attention"
 
@@ -109,12 +109,12 @@ class AttentionCall(Call):
 
     @property
     def documents(self) -> int | None:
-        """The most documents that a packed row holds, if known; None for rows of one document."""
+        """Largest number of documents in a packed row, if known; None for rows of one document."""
         return None if self.tokens.segments is None else self.tokens.documents
 
     @property
     def unknown_rows(self) -> str | None:
-        """The reason why the mask is not known to follow from the tokens' order in the arrays, or None if it is."""
+        """Reason why the mask cannot be computed from the order of tokens in the arrays alone, or None if it can."""
         if self.kv_tokens is not None and self.piece is None:
             return "it takes no keys of a cache or of another sequence"
         is_known = self.piece is not None or self.tokens.are_packed_in_order or self.tokens.are_whole_rows
@@ -133,7 +133,7 @@ class AttentionCall(Call):
 
 
 def with_one_batch_dim(call: AttentionCall) -> AttentionCall:
-    """Return the call with all batch dims merged into one, and with positions and segments of every row."""
+    """Return the call with all batch dims merged into one, and with positions and segments broadcast to all rows."""
     batch = call.query.shape[:-3]
 
     def merge_rows(x: Int[Array, "*#batch seq"]) -> Int[Array, "_ seq"]:
@@ -145,12 +145,13 @@ def with_one_batch_dim(call: AttentionCall) -> AttentionCall:
 
 
 def possible_pairs(mask: Mask, queries: TokenPositions, keys: TokenPositions) -> Bool[Array, "_ _"]:
-    """Return whether each pair of a query block and a key block may hold a visible pair of tokens.
+    """Return whether a query block and a key block may have a query and a key that it sees, for each pair of blocks.
 
-    The blocks' ranges of positions and segments decide, row by row, so that packed and shuffled rows are handled alike.
-    A query sees only keys of its own segment. The mask's rules for positions therefore also hold for pairs (segment,
-    position), whose order is the order of the tokens in a packed row. These pairs exclude key blocks after the query
-    block, and blocks further back than the window, although positions restart in each document.
+    The result depends on the smallest and largest position and segment of each block, in each row, so it is right for
+    packed rows and for tokens in any order. A query sees only keys of its own segment. The mask's rules for positions
+    are therefore applied to pairs (segment, position), which are in the order of the tokens of a packed row. So key
+    blocks after the query block, and key blocks before the window, are excluded although positions restart in each
+    document.
     """
     is_packed = queries.segments is not None and keys.segments is not None
     (low, high), (kv_low, kv_high) = (_range(part.positions, part.positions) for part in (queries, keys))
@@ -174,7 +175,7 @@ def possible_pairs(mask: Mask, queries: TokenPositions, keys: TokenPositions) ->
 
 
 def _ends(tokens: TokenPositions, is_packed: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Return the least and the greatest (segment, position) of the tokens of each block and row."""
+    """Return the smallest and the largest (segment, position) of each block in each row."""
     positions = tokens.positions
     if not is_packed or tokens.segments is None:
         low, high = _range(positions, positions)
@@ -192,7 +193,7 @@ def _not_after(left: tuple[Array, Array], right: tuple[Array, Array]) -> Bool[Ar
 
 
 def _range(numbers: Int[Array, "_ batch _"], positions: Int[Array, "_ batch _"]) -> tuple[Array, Array]:
-    """Return the least and the greatest number of each block and row, without padding."""
+    """Return the smallest and the largest number of each block in each row; padding does not count."""
     real, largest = positions >= 0, jnp.iinfo(numbers.dtype).max // 2
     return jnp.min(jnp.where(real, numbers, largest), axis=-1), jnp.max(jnp.where(real, numbers, -largest), axis=-1)
 
@@ -205,60 +206,60 @@ def spans(possible: Bool[Array, "_ _"]) -> tuple[Int[Array, "_"], Int[Array, "_"
 
 
 class RotatedChannels(NamedTuple):
-    """Channels of queries and keys in arrays of their own, such as the rotated channels of latent attention."""
+    """Further channels of queries and keys in separate arrays, such as the rotated channels of latent attention."""
 
     query: Float[Array, "*batch seq heads rope_dim"]
     key: Num[Array, "*batch kv_seq kv_heads rope_dim"]
     scales: Float[Array, "*batch kv_seq kv_heads"] | None = None
-    """Factors of the keys, whose numbers are then of 8 bits."""
+    """Scales of 8-bit keys; None for keys of more bits."""
 
 
 class StoredArrays(NamedTuple):
-    """The keys and values of a call as the cache stores them: heads before slots; latents have no dim of heads."""
+    """Keys and values of a call as the cache stores them, with heads before slots; latents have no dim of heads."""
 
     layer: Int[Array, ""] | None
-    """The layer to read, if the arrays have a dim of layers in front; None: the arrays are those of one layer."""
+    """Layer to read, if the arrays have a leading dim of layers; None if they are of one layer."""
     key: Num[Array, "*layers_batch kv_seq head_dim"]
-    """The keys."""
+    """Keys."""
     value: Num[Array, "*layers_batch kv_seq v_dim"] | None = None
-    """None: the keys are the values."""
+    """Values; None if the keys are the values."""
     rotated: Num[Array, "*layers_batch kv_seq rope_dim"] | None = None
-    """The rotated channels of the keys; None: they are not stored."""
+    """Rotated channels of the keys; None if the cache does not store them."""
     key_scales: Float[Array, "*layers_batch kv_heads kv_seq"] | None = None
-    """The scales of the keys, by head; None: they are not stored, or there are none."""
+    """Scales of the keys for each head; None if the cache does not store them."""
     value_scales: Float[Array, "*layers_batch kv_heads kv_seq"] | None = None
-    """The scales of the values, by head; None: they are not stored, or there are none."""
+    """Scales of the values for each head; None if the cache does not store them."""
 
 
 @checked_fields
 class DecodeCall(Call):
-    """The arguments of attention of few queries to a cache; kernels take one query a row."""
+    """Arguments of the attention of few queries to a cache; kernels support one query per row."""
 
     query: Float[Array, "*batch seq heads head_dim"]
     """The queries."""
     key: Num[Array, "*batch kv_seq kv_heads head_dim"]
-    """The keys; keys of 8 bits have `key_scales`."""
+    """The keys; 8-bit keys have `key_scales`."""
     value: Num[Array, "*batch kv_seq kv_heads v_dim"] | None
-    """The values; None: the keys with their scales are the values, as latents are, and are read once."""
+    """The values; None if the keys with their scales are also the values, as for latents, and are read once."""
     visible: Bool[Array, "*#batch seq kv_seq"] = eqx.field(kw_only=True)
     """Whether a query sees a key."""
     scale: float = eqx.field(kw_only=True, static=True)
-    """The factor of the scores."""
+    """Factor of the scores."""
     softcap: float | None = eqx.field(kw_only=True, static=True, default=None)
-    """The bound of the scores; None: no bound."""
+    """Bound of the scores; None for no bound."""
     sinks: Float[Array, "heads"] | None = eqx.field(kw_only=True, default=None)
-    """One score a head that joins the softmax; None: no sinks."""
+    """A further score per head in the softmax; None for no sinks."""
     bias: Float[Array, "*#batch heads seq kv_seq"] | None = eqx.field(kw_only=True, default=None)
-    """Numbers that are added to the scores; None: nothing."""
+    """Numbers to add to the scores; None to add nothing."""
     key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = eqx.field(kw_only=True, default=None)
-    """Factors of the keys; None: 1."""
+    """Factors of the keys; None for 1."""
     value_scales: Float[Array, "*batch kv_seq kv_heads"] | None = eqx.field(kw_only=True, default=None)
-    """Factors of the values; None: 1."""
+    """Factors of the values; None for 1."""
     rotated: RotatedChannels | None = eqx.field(kw_only=True, default=None)
-    """Further channels of queries and keys; None: there are none."""
+    """Further channels of queries and keys; None if there are none."""
     stored: StoredArrays | None = eqx.field(kw_only=True, default=None)
-    """The cache that stores the same keys and values. The TPU kernel reads the cache in place, because an array that is
-    sliced out of a stack for a kernel would be copied. None: that kernel is not used."""
+    """The cache with the same keys and values, which the TPU kernel reads in place; None if that kernel is not used. A
+    slice of a stack that is passed to a kernel would be copied."""
 
     operation = "decode attention"
 
@@ -268,7 +269,7 @@ class DecodeCall(Call):
 
 
 class ScoreSettings(NamedTuple):
-    """The static settings of a kernel for decoding."""
+    """Static settings of a decode kernel."""
 
     scale: float
     softcap: float | None
@@ -276,15 +277,15 @@ class ScoreSettings(NamedTuple):
 
 
 def if_given(function: Callable[[Array], Result], array: Array | None) -> Result | None:
-    """Return the function's result, or None for None."""
+    """Return `function(array)`, or None if the array is None."""
     return None if array is None else function(array)
 
 
 def lowest(dtype: jnp.dtype) -> float:
-    """Return the score of a masked key, which is finite so that the difference of two such scores is not NaN."""
+    """Return the score of a masked key; it is finite, because the difference of two infinite scores would be NaN."""
     return float(jnp.finfo(dtype).min) / 4
 
 
 def apply_softcap(scores: Array, softcap: float | None) -> Array:
-    """Return `softcap * tanh(scores / softcap)`, or the scores themselves."""
+    """Return `softcap * tanh(scores / softcap)`, or the scores unchanged if `softcap` is None."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)

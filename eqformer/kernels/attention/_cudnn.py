@@ -41,7 +41,7 @@ class CudnnAttention(FlashAttention):
             known = ", ".join(map(str, self.capabilities))
             return f"it is limited to GPUs of compute capability {known}, not {capability}"
         if call.bias is not None:
-            return "it has no bias of scores"
+            return "it supports no score bias"
         if (reason := call.unknown_rows) is not None:
             return reason
         assert isinstance(mask, Mask)

@@ -1,8 +1,8 @@
-"""Attention by kernels that keep the logarithms of the softmax's sums, with one derivative for all of them.
+"""Attention by flash kernels, which share one custom derivative for all platforms.
 
-A kernel returns the output and the logarithm of each row's sum of exponentials, and its backward pass takes both, after
-FlashAttention-2 (arXiv:2307.08691). Kernels of several platforms therefore share one `jax.custom_vjp`, in which
-`jax.lax.platform_dependent` takes one of them while JAX lowers the program.
+A flash kernel returns the output and the logsumexp of each query's scores, and its backward pass takes both, as in
+FlashAttention-2 (arXiv:2307.08691). So kernels of several platforms can share one `jax.custom_vjp`, in which
+`jax.lax.platform_dependent` chooses a kernel while JAX lowers the program.
 """
 
 import abc
@@ -36,7 +36,7 @@ class TwoPasses(Protocol):
     """A forward and a backward pass of attention, as `FlashAttention` describes them."""
 
     def forward(self, call: AttentionCall) -> tuple[Output, LogSum]:
-        """Return the output and the logarithm of each row's sum of exponentials."""
+        """Return the output and the logsumexp of each query's scores."""
         ...
 
     def backward(self, call: AttentionCall, output: Output, logsum: LogSum, output_grad: Output) -> Gradients:
@@ -45,15 +45,15 @@ class TwoPasses(Protocol):
 
 
 class FlashAttention(Implementation[AttentionCall, Array]):
-    """A kernel of attention with a backward pass of its own.
+    """Kernel of attention that has a backward pass.
 
-    Both passes get a call with one batch dim, without sinks and without a bias. Sinks are added to the sums after the
-    forward pass (`add_sinks`). Under `jax.vmap` the kernel is called once, with a larger batch.
+    Both passes get a call with one batch dim, without sinks and without a bias. Sinks are added to the logsumexp after
+    the forward pass (`add_sinks`). Under `jax.vmap` the kernel is called once, with a larger batch.
     """
 
     @abc.abstractmethod
     def forward(self, call: AttentionCall) -> tuple[Output, LogSum]:
-        """Return the output and the logarithm of each row's sum of exponentials."""
+        """Return the output and the logsumexp of each query's scores."""
 
     @abc.abstractmethod
     def backward(self, call: AttentionCall, output: Output, logsum: LogSum, output_grad: Output) -> Gradients:
@@ -61,13 +61,13 @@ class FlashAttention(Implementation[AttentionCall, Array]):
 
         Args:
             call: The call.
-            output: The output of the softmax over all keys. In ring attention these are more keys than the call's.
-            logsum: The logarithm of each row's sum over all keys and sinks.
+            output: The output of the softmax over all keys; in ring attention, there are more keys than in the call.
+            logsum: The logsumexp of each query's scores for all keys and sinks.
             output_grad: The gradient of the output.
         """
 
     def decode_op(self, *, has_codes: bool) -> Op | None:
-        """Return `DECODE_ATTENTION` for codes; keys and values without scales are read by this operation."""
+        """Return `DECODE_ATTENTION` for 8-bit codes, else None: this operation itself reads other keys and values."""
         return DECODE_ATTENTION if has_codes else None
 
     def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -76,21 +76,20 @@ class FlashAttention(Implementation[AttentionCall, Array]):
 
 
 class FlashChoice(NamedTuple):
-    """Kernels by platform, and the passes that run on all other platforms.
-
-    With `required_by`, the name of an operation, compiling the program for any other platform raises a `ValueError`.
-    """
+    """Kernels of an attention by platform."""
 
     by_platform: tuple[tuple[str, FlashAttention], ...]
     fallback: TwoPasses
+    """Passes that run on all other platforms."""
     required_by: str | None = None
+    """Name of an operation that requires the kernels; compiling for other platforms then raises a `ValueError`."""
 
 
 def run_flash(choice: FlashChoice, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
     """Run the kernel of the platform that the program is compiled for."""
     merged = with_one_batch_dim(call)
-    # Under `shard_map` a custom gradient must vary over the mesh axes that its argument varies over. So a zero that
-    # varies over the axes of all arrays is added to each of them; XLA drops it.
+    # Under `shard_map` a custom gradient must vary over the mesh axes of its argument. So add to each array a zero that
+    # varies over the axes of all arrays; XLA removes the addition.
     zero = jnp.zeros((), call.query.dtype)
     for array in jax.tree.leaves(merged):
         zero += jnp.zeros_like(array, zero.dtype, shape=())
@@ -107,7 +106,7 @@ _attend = jax.custom_vjp(_attend_by_kernels, nondiff_argnums=(0,))
 
 def _attend_forward(choice: FlashChoice, call: AttentionCall) -> tuple[Output, tuple]:
     results = add_sinks(*forward(choice, without_sinks(call)), call.sinks)
-    output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that keep them
+    output, logsum = (checkpoint_name(x, "attended") for x in results)  # Remat policies may save both by this name.
     return output, (call, output, logsum)
 
 
@@ -133,10 +132,10 @@ def call_gradient(call: AttentionCall, *gradients: Array | None) -> AttentionCal
 
 
 def add_sinks(output: Output, logsum: LogSum, sinks: Float[Array, "heads"] | None) -> tuple[Output, LogSum]:
-    """Return the output and the logarithms of sums of the softmax with sinks, from those of the softmax without sinks.
+    """Return output and logsumexp of the softmax with sinks, from those of the softmax without sinks.
 
-    A sink adds to each row's sum of exponentials and has no value. Backward passes that get the sums with sinks return
-    the right gradients without further changes.
+    A sink adds to each query's sum of exponentials, and has no value. Backward passes need no other change than the
+    output and logsumexp with sinks to return the right gradients.
     """
     if sinks is None:
         return output, logsum
@@ -153,7 +152,7 @@ def scale_output(output: Float[Array, "..."], factor: Float[Array, "..."]) -> Fl
 def sinks_grad(
     sinks: Float[Array, "heads"] | None, output: Output, logsum: LogSum, output_grad: Output
 ) -> Float[Array, "heads"] | None:
-    """Return the gradient of the sinks, from the output and the logarithms of sums that `add_sinks` returned."""
+    """Return the gradient of the sinks, from the output and logsumexp that `add_sinks` returned."""
     if sinks is None:
         return None
     row_sums = jnp.sum(output_grad.astype(logsum.dtype) * output.astype(logsum.dtype), axis=-1).swapaxes(1, 2)
@@ -162,7 +161,7 @@ def sinks_grad(
 
 
 def forward(choice: FlashChoice, call: AttentionCall) -> tuple[Output, LogSum]:
-    """Return the output and the logarithms of sums by the platform's kernel, without a derivative."""
+    """Return output and logsumexp by the platform's kernel, without a derivative."""
     branches = {platform: kernel.forward for platform, kernel in choice.by_platform}
     return _by_platform(choice, branches, choice.fallback.forward, call)
 
@@ -200,7 +199,7 @@ def _by_platform(
 
 
 def _over_batch(kernel: Callable[..., PassResult]) -> Callable[..., PassResult]:
-    """Wrap a kernel so that `vmap` calls it once with a larger batch; all its arrays begin with the batch dim."""
+    """Wrap a kernel so that `jax.vmap` calls it once with a larger batch; the first dim of all arrays is the batch."""
     call = jax.custom_batching.custom_vmap(lambda *arrays: tuple(kernel(*arrays)))
 
     @call.def_vmap

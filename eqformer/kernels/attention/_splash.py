@@ -37,7 +37,7 @@ class SplashAttention(FlashAttention):
         """Return the reason why the kernel cannot compute the call, or None."""
         query, key = call.query, call.key
         if call.bias is not None:
-            return "it has no bias of scores"
+            return "it supports no score bias"
         if (reason := call.unknown_rows) is not None:
             return reason
         if query.dtype not in (jnp.bfloat16, jnp.float32):
