@@ -62,6 +62,7 @@ class SplitMixture(nn.Routed):
             y, dropped = self._run_choices(inputs, routing, device_tokens)
             aux = self.inner.aux_of_routing(routing, device_tokens, dropped, self._sum_tokens, self._sum_row)
             if self._splits_tokens:
+                # The aux is that of this device's tokens, but the number of dropped choices is that of all tokens.
                 summed = jax.tree.map(functools.partial(_sum_over, axes=(TENSOR,)), aux)
                 aux = eqx.tree_at(lambda a: a.dropped, summed, dropped)
         y = self.inner.project_outputs(y)
@@ -215,6 +216,8 @@ class SplitMixture(nn.Routed):
         aux = nn.aux_of_slots(slots, tokens, x)
         if self.stream is not None:  # All devices of `tensor` have computed the same values.
             aux = jax.tree.map(_mark_replicated, aux)
+            # Unless tokens are split, slots are replicated. Mark them as varying, so that their gradients from all
+            # slices of hidden features are summed.
             slots = slots if self._splits_tokens else jax.tree.map(self._gather_rows, slots)
         if jax.lax.axis_size(EXPERT) == 1:
             return self._sum_slices(nn.dispatch.run_slots(experts, x, slots)), aux

@@ -19,7 +19,7 @@ from . import _collectives as send
 from ._context_attention import context_order
 from ._mesh import AXES, BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from ._placement import Placement
-from ._shard_map import own_part, vary, vary_like, varying_axes
+from ._shard_map import take_local_slice, vary, vary_like, varying_axes
 
 
 # Axes that may split a dim of an activation, in the order in which they split it; other dims are split over `tensor`.
@@ -81,7 +81,7 @@ class DeviceParts:
                 size = part.shape[dim] * _product(self.plan, axes)
                 value = jnp.repeat(value, max(1, size // value.shape[dim]), dim)
                 value = jnp.pad(value, [(0, size - value.shape[dim] if i == dim else 0) for i in range(value.ndim)])
-                value = own_part(vary(value, axes), axes, dim)
+                value = take_local_slice(vary(value, axes), axes, dim)
         return vary_like(value, part)
 
 

@@ -43,7 +43,7 @@ class OnDevice:
     """Shapes of the global model."""
     mode: Mode = "train"
     """Whether the model is wrapped for losses or for serving."""
-    sharers: int = 1
+    kv_row_shards: int = 1
     """In serving, the number of devices of `tensor` that share each key head and split its cache by rows."""
 
     def parameters(self, model: nn.LanguageModel) -> PyTree:
@@ -76,7 +76,7 @@ class OnDevice:
             model = with_chunked_tables(*inputs, has_tiles=plan.platform == "tpu")
         if plan.stream is not None:
             specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
-            model = split_over_tensor(model, specs, self.shapes, plan.stream, self.mode, self.sharers)
+            model = split_over_tensor(model, specs, self.shapes, plan.stream, self.mode, self.kv_row_shards)
         if plan.mesh.size > 1:
             model = split_mixtures(model, plan.expert_method, plan.exchange, plan.stream)
         if plan.size(CONTEXT) > 1:
@@ -211,13 +211,13 @@ class Plan(Placement):
         check_model(self, model)
         check_rows(self, model, rows, seq, group)
 
-    def on_device(self, model: nn.LanguageModel, mode: Mode = "train", sharers: int = 1) -> OnDevice:
+    def on_device(self, model: nn.LanguageModel, mode: Mode = "train", kv_row_shards: int = 1) -> OnDevice:
         """Return the functions of one device for a global model, or for its shapes.
 
         The model is wrapped for losses in the mode `"train"`, and for generation with caches in the mode `"serve"`. In
-        this mode, `sharers` devices of `tensor` share each key head and split its cache by rows.
+        this mode, `kv_row_shards` devices of `tensor` share each key head and split its cache by rows.
         """
-        return OnDevice(self, self.leaves(model), eqx.filter_eval_shape(lambda: model), mode, sharers)
+        return OnDevice(self, self.leaves(model), eqx.filter_eval_shape(lambda: model), mode, kv_row_shards)
 
     def run_forward(
         self,

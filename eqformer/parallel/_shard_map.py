@@ -103,7 +103,7 @@ def zeros(shapes: PyTree, *dims: int) -> PyTree:
     return jax.tree.map(make_zeros, shapes)
 
 
-def own_part(x: Array, axis: str | tuple[str, ...], dim: int) -> Array:
+def take_local_slice(x: Array, axis: str | tuple[str, ...], dim: int) -> Array:
     """Return this device's slice, along `dim`, of an array that is replicated over one or several axes."""
     dim = dim % x.ndim
     size = x.shape[dim] // jax.lax.axis_size(axis)

@@ -53,11 +53,11 @@ class ShardedCache(eqx.Module):
 class CacheLayout:
     """Sharding of caches: rows over the batch axes, slots over `context`, heads over `tensor`, layers over `pipe`.
 
-    Each group of `sharers` devices of `tensor` has the same key head, and splits the key head's cache by rows.
+    Each group of `kv_row_shards` devices of `tensor` shares a key head, and splits the key head's cache by rows.
     """
 
     plan: Placement
-    sharers: int = 1
+    kv_row_shards: int = 1
 
     @property
     def row_groups(self) -> int:
@@ -66,7 +66,7 @@ class CacheLayout:
 
     def padded_rows(self, batch: int) -> int:
         """Return `batch` rounded up to a multiple of the devices that split the rows of the batch and of caches."""
-        return round_to_multiple(batch, self.row_groups * self.sharers)
+        return round_to_multiple(batch, self.row_groups * self.kv_row_shards)
 
     def init(self, shapes: PyTree) -> PyTree:
         """Return empty sharded caches; `shapes` are those of the unsplit caches."""
@@ -79,9 +79,9 @@ class CacheLayout:
             if "kv_heads" in sizes:
                 # A layer that reads another layer's keys has a cache with no heads, which must be split too.
                 sizes["kv_heads"] = max(sizes["kv_heads"], tensor)
-            if "kv_heads" in sizes or self._is_split_by_sharers(x):
-                sizes["batch"] //= self.sharers
-            if _is_held_by_each_device(names, x) or self._is_split_by_sharers(x):
+            if "kv_heads" in sizes or self._is_split_by_kv_rows(x):
+                sizes["batch"] //= self.kv_row_shards
+            if _is_held_by_each_device(names, x) or self._is_split_by_kv_rows(x):
                 sizes["batch"] *= tensor
             return tuple(sizes.values())
 
@@ -101,7 +101,7 @@ class CacheLayout:
         def spec_of(names: str, x: ArrayOrShape) -> PartitionSpec:
             axes: dict[str, str | tuple[str, ...] | None] = {name: used_axes.get(name) for name in _cache_dims(names)}
             axes["batch"] = BATCH_AXES
-            if "heads" in used_axes and (_is_held_by_each_device(names, x) or self._is_split_by_sharers(x)):
+            if "heads" in used_axes and (_is_held_by_each_device(names, x) or self._is_split_by_kv_rows(x)):
                 axes["batch"] = (*BATCH_AXES, TENSOR)
             return PartitionSpec(*axes.values())
 
@@ -136,16 +136,16 @@ class CacheLayout:
             first = send.all_gather("cached rows", first, split_axes, stacks=True)[0]
             index = number - jax.lax.axis_index(split_axes) * rows_per_device
         if rows < rows_per_device:  # The devices that share a key head split the rows.
-            sharer = jax.lax.axis_index(TENSOR) % self.sharers
+            row_shard = jax.lax.axis_index(TENSOR) % self.kv_row_shards
             gathered = send.all_gather("cached rows of shared key heads", first, TENSOR, stacks=True)
-            first = gathered[jax.lax.axis_index(TENSOR) - sharer]
-            index = index - sharer * rows
+            first = gathered[jax.lax.axis_index(TENSOR) - row_shard]
+            index = index - row_shard * rows
         updated = jax.lax.dynamic_update_slice_in_dim(x, first, jnp.clip(index, 0, rows - 1), axis)
         return jnp.where((index >= 0) & (index < rows), updated, x)
 
-    def _is_split_by_sharers(self, x: ArrayOrShape) -> bool:
+    def _is_split_by_kv_rows(self, x: ArrayOrShape) -> bool:
         """Return whether an array has positions of rows, and devices that share a key head split the rows."""
-        return self.sharers > 1 and nn.is_position_array(x)
+        return self.kv_row_shards > 1 and nn.is_position_array(x)
 
 
 def run_on_cache_pieces(
@@ -221,7 +221,7 @@ def _is_held_by_each_device(names: str, x: ArrayOrShape) -> bool:
     return not nn.is_position_array(x) and not {*_SPLIT_DIMS} & {*_cache_dims(names)}
 
 
-def count_sharers(model: PyTree, plan: Placement) -> int:
+def count_kv_row_shards(model: PyTree, plan: Placement) -> int:
     """Return how many devices of `tensor` share each key head and split its cache by rows; 1 if caches are not split.
 
     Caches are split if all mixers have the same number of devices per key head, allow it

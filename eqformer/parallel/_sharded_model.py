@@ -16,7 +16,14 @@ from .._shapes import is_shape
 from ._mesh import BATCH_AXES, is_spec, PIPE, TENSOR
 from ._plan import Plan
 from ._shard_map import filter_shard_map, vary
-from ._sharded_cache import CacheLayout, count_sharers, pad_batch, pad_tokens, repeat_key_heads, run_on_cache_pieces
+from ._sharded_cache import (
+    CacheLayout,
+    count_kv_row_shards,
+    pad_batch,
+    pad_tokens,
+    repeat_key_heads,
+    run_on_cache_pieces,
+)
 
 
 class DistributedModel(eqx.Module):
@@ -90,7 +97,7 @@ class ShardedModel(DistributedModel):
 
     model: nn.LanguageModel
     plan: Plan = eqx.field(static=True)
-    sharers: int = eqx.field(static=True)
+    kv_row_shards: int = eqx.field(static=True)
     """Number of devices of `tensor` that share each key head and split its cache by rows; 1 if none do."""
     predictor_stacks: int = eqx.field(static=True)
     """Number of stacks at the end of `model.stacks` that belong to a predictor of a further token."""
@@ -101,7 +108,7 @@ class ShardedModel(DistributedModel):
         self.predictor_stacks = 0 if predictor is None else len(predictor.stacks)
         model = _append_predictor_stacks(model)
         self.plan = plan.for_serving()
-        self.sharers = count_sharers(model, self.plan)
+        self.kv_row_shards = count_kv_row_shards(model, self.plan)
         self.plan.check_serving(model, rows=self._layout.padded_rows(1))
         self.model = _in_pipeline_order(repeat_key_heads(model, self.plan), self.plan)
 
@@ -197,7 +204,7 @@ class ShardedModel(DistributedModel):
 
     @property
     def _layout(self) -> CacheLayout:
-        return CacheLayout(self.plan, self.sharers)
+        return CacheLayout(self.plan, self.kv_row_shards)
 
     @property
     def _specs(self) -> PyTree:
@@ -237,7 +244,7 @@ class ShardedModel(DistributedModel):
         stages = self.plan.size(PIPE)
         microbatches = max(number for number in range(1, stages + 1) if rows_per_device % number == 0)
         plan = dataclasses.replace(self.plan, microbatches=microbatches)
-        device = plan.on_device(self.model, "serve", self.sharers)
+        device = plan.on_device(self.model, "serve", self.kv_row_shards)
         return lambda model, *inputs: call(device.wrap_forward(model), *inputs)
 
 

@@ -30,14 +30,14 @@ def split_over_tensor(
     shapes: PyTree,
     stream: ResidualStream,
     mode: Mode = "train",
-    sharers: int = 1,
+    kv_row_shards: int = 1,
 ) -> nn.LanguageModel:
     """Wrap a model for a device of the axis `tensor`, with a residual stream between its layers.
 
     `specs` and `shapes` are those of the global model. Wrappers change neither the values of the stacks' arrays nor
     the order of these arrays among the tree's leaves. In the mode `"train"` the final norm gathers the stream for the
-    head. In `"serve"` the stream is replicated, and so is the final norm's output. `sharers` is the number of devices
-    that hold the same key head, see `TensorParallelLayer`.
+    head. In `"serve"` the stream is replicated, and so is the final norm's output. `kv_row_shards` is the number of
+    devices that share each key head and split its cache by rows, see `TensorParallelLayer`.
     """
     kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.StreamMap, nn.ExpertMixture, tensor.ReplicatedLayer)
     names = nn.dims(shapes)
@@ -52,7 +52,7 @@ def split_over_tensor(
         if isinstance(module, tensor.ReplicatedLayer):
             return module
         if tensor.is_split(module):
-            return stream.split_layer(module, shape, spec, name, sharers)
+            return stream.split_layer(module, shape, spec, name, kv_row_shards)
         if isinstance(module, nn.Mixer):
             return tensor.ReplicatedMixer(gather_when_called(module, spec), stream)
         return _replicate_layer(module, spec, stream)

@@ -19,7 +19,7 @@ from .. import nn
 from ..parallel import _collectives as send
 from ..parallel._mesh import FSDP, TENSOR
 from ..parallel._ring import circulate, Ring, ring_reduce_scatter
-from ..parallel._shard_map import own_part
+from ..parallel._shard_map import take_local_slice
 from ..parallel.tensor._collective_matmul import matmul_reduce_scatter
 from ..parallel.tensor._vocabulary import SplitEmbedding
 
@@ -100,7 +100,7 @@ class TwoDimBlock(nn.Layer):
             outputs.append(mlp.down)
         y = reduce_scatter_sum(pairs, self.overlap)
         for linear in outputs:
-            y = _add_own_bias(y, linear.bias, TENSOR, -1)
+            y = _add_local_bias(y, linear.bias, TENSOR, -1)
         return y if scale is None else y * scale, cache
 
     def _project(
@@ -114,7 +114,7 @@ class TwoDimBlock(nn.Layer):
         outputs = []
         for linear, y in zip(wide, products, strict=True):
             y = y.reshape(*y.shape[:-1], -1, *linear.output_shape[1:])
-            outputs.append(_add_own_bias(y, linear.bias, FSDP, 0))
+            outputs.append(_add_local_bias(y, linear.bias, FSDP, 0))
         keys = []
         for linear, y in zip(narrow, partial, strict=True):
             if by_rows:
@@ -138,7 +138,7 @@ class TwoDimBlock(nn.Layer):
         by_rows = self.attention == "rows"
         if by_rows:
             query = send.all_to_all("heads to rows", query, HEADS, 0, 2)
-            tokens = jax.tree.map(functools.partial(own_part, axis=HEADS, dim=0), tokens)
+            tokens = jax.tree.map(functools.partial(take_local_slice, axis=HEADS, dim=0), tokens)
         placeholders = _Constant(query), _Constant(key), _Constant(value), _Flatten()
         without_projections = eqx.tree_at(lambda m: (m.query, m.key, m.value, m.output), attention, placeholders)
         y, cache = without_projections(_Flatten()(query), tokens, cache)
@@ -172,7 +172,7 @@ class TwoDimVocabulary(eqx.Module):
         gathered = send.all_gather("logits input", x, TENSOR, -1)
         logits = _multiply(gathered, self.rows.astype(x.dtype))
         logits = send.psum_scatter("partial logits", logits, FSDP, -1)
-        return _add_own_bias(logits, self.bias, FSDP, 0)
+        return _add_local_bias(logits, self.bias, FSDP, 0)
 
 
 class _Constant(eqx.Module):
@@ -225,8 +225,8 @@ def gather_and_project(
     products or, if `fsdp` has one device, the all-gather.
     """
 
-    def take_own_rows(y: Array) -> Array:
-        return own_part(y, TENSOR, 0) if by_rows else y
+    def take_local_rows(y: Array) -> Array:
+        return take_local_slice(y, TENSOR, 0) if by_rows else y
 
     if overlap == "none" or jax.lax.axis_size(FSDP) > 1:
         full = send.all_gather("column-parallel input over tensor", x, TENSOR, 2)
@@ -236,16 +236,16 @@ def gather_and_project(
             )
             for weight in weights
         ]
-        return products, [_multiply(take_own_rows(full), w).astype(x.dtype) for w in narrow]
+        return products, [_multiply(take_local_rows(full), w).astype(x.dtype) for w in narrow]
 
     def accumulate(sums: Sequence[Array], piece: Array, start: Array) -> Sequence[Array]:
-        parts = [piece] * len(weights) + [take_own_rows(piece)] * len(narrow)
+        parts = [piece] * len(weights) + [take_local_rows(piece)] * len(narrow)
         columns = (_slice_columns(w, start, piece.shape[2]) for w in (*weights, *narrow))
         return [total + _multiply(*pair) for total, *pair in zip(sums, parts, columns)]
 
     sum_dtype = nn.at_least_float32(x.dtype)
     zeros = [jnp.zeros((*x.shape[:2], len(w)), sum_dtype) for w in weights]
-    zeros += [jnp.zeros((*take_own_rows(x).shape[:2], len(w)), sum_dtype) for w in narrow]
+    zeros += [jnp.zeros((*take_local_rows(x).shape[:2], len(w)), sum_dtype) for w in narrow]
     sums = circulate(
         Ring("column-parallel input over tensor", TENSOR, overlap == "bidirectional"), x, 2, accumulate, zeros
     )
@@ -276,9 +276,11 @@ def up_projections(mlp: nn.FeedForward) -> dict[str, nn.LinearMap]:
     return {name: linear for name, linear in linears.items() if linear.inputs == ("embed",)}
 
 
-def _add_own_bias(y: Float[Array, "..."], bias: Float[Array, "..."] | None, axis: str, dim: int) -> Float[Array, "..."]:
+def _add_local_bias(
+    y: Float[Array, "..."], bias: Float[Array, "..."] | None, axis: str, dim: int
+) -> Float[Array, "..."]:
     """Add this device's part of a bias, which is split along `dim` over `axis`."""
-    return nn.add_float32(y, None if bias is None else own_part(bias, axis, dim))
+    return nn.add_float32(y, None if bias is None else take_local_slice(bias, axis, dim))
 
 
 def _slice_columns(weight: Float[Array, "outputs inputs"], start: Array, length: int) -> Float[Array, "outputs _"]:

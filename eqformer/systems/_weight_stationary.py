@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .. import nn
 from .._annotation_checks import checked
 from ..parallel._mesh import axis_sizes, FSDP, Layout, partition_specs, TENSOR
-from ..parallel._shard_map import filter_shard_map, own_part, vary
+from ..parallel._shard_map import filter_shard_map, take_local_slice, vary
 from ..parallel._sharded_cache import pad_batch, pad_tokens, round_to_multiple
 from ..parallel._sharded_model import DistributedModel
 from ..parallel.tensor._collective_matmul import OVERLAPS
@@ -116,7 +116,7 @@ class WeightStationary(DistributedModel):
         """Return the model as one device runs it, with each module replaced by its wrapper for the layout."""
         # Gathers and slices mark arrays as varying over an axis, but an axis of one device has neither.
         model = vary(model, STREAM)
-        split_channels = functools.partial(jax.tree.map, functools.partial(own_part, axis=TENSOR, dim=-1))
+        split_channels = functools.partial(jax.tree.map, functools.partial(take_local_slice, axis=TENSOR, dim=-1))
 
         def split(norm: PyTree) -> nn.Module:
             return SplitNorm(split_channels(norm), STREAM)

@@ -167,14 +167,14 @@ def first_tokens(kind: type) -> Callable[[Any], None]:
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * 0, size, dim % x.ndim)
 
     def change(monkeypatch: Any) -> None:
-        own, call = _stream_parts.own_part, kind.__call__
+        own, call = _stream_parts.take_local_slice, kind.__call__
 
         def swapped(self: Any, *args: Any) -> Any:
-            _stream_parts.own_part = take
+            _stream_parts.take_local_slice = take
             try:
                 return call(self, *args)
             finally:
-                _stream_parts.own_part = own
+                _stream_parts.take_local_slice = own
 
         monkeypatch.setattr(kind, "__call__", swapped)
 

@@ -17,7 +17,7 @@ from plan_parity import Case, differences, of_one_device, of_plan as afresh, pla
 
 from eqformer import generation, nn, planning
 from eqformer.parallel import _fully_sharded, replicated_layers, ShardedModel
-from eqformer.parallel._shard_map import own_part
+from eqformer.parallel._shard_map import take_local_slice
 from eqformer.parallel.tensor import _residual_stream as _stream
 from eqformer.recipes import report
 
@@ -165,8 +165,8 @@ def test_what_is_whole_is_told_and_its_cache_is_not_split():
 
 @pytest.mark.grid
 def test_a_whole_mixer_counts_once(monkeypatch):
-    no_part = lambda y, axis, dim: own_part(y, axis, dim) * jnp.zeros((), y.dtype)
-    monkeypatch.setattr(_stream, "own_part", no_part)
+    no_part = lambda y, axis, dim: take_local_slice(y, axis, dim) * jnp.zeros((), y.dtype)
+    monkeypatch.setattr(_stream, "take_local_slice", no_part)
     want = float(of_one_device(WHOLE[0]._replace(model="fading")).total)
     assert total_of_plan(WHOLE[0]) != pytest.approx(want, rel=1e-3)
 

@@ -281,7 +281,7 @@ def without_transform(monkeypatch: Any) -> None:
 def first_positions(monkeypatch: Any) -> None:
     """Every device takes its tokens for the first ones of a row."""
     first = lambda x, axis, dim: jax.lax.slice_in_dim(x, 0, x.shape[dim] // jax.lax.axis_size(axis), axis=dim % x.ndim)
-    monkeypatch.setattr(_residual_stream, "own_part", first)
+    monkeypatch.setattr(_residual_stream, "take_local_slice", first)
 
 
 def local_mask(monkeypatch: Any) -> None:

@@ -61,7 +61,7 @@ def test_what_stages_would_have_to_send_is_refused():
     with pytest.raises(ValueError, match=r"Plan over pipe=2: stacks\[1\] reads keys .*; leave out pipe, and split"):
         plan.check(model, rows=8, seq=16)
     without = eqx.tree_at(lambda m: m.stacks, model, model_of("llama").stacks)
-    with pytest.raises(ValueError, match=r"pipe=2: each layer is given a vector of each token \(layer_inputs\), and"):
+    with pytest.raises(ValueError, match=r"pipe=2: each layer is given a vector of each token \(layer_inputs\), but"):
         plan.check(without, rows=8, seq=16)
     plan.check(model_of("pairs"), rows=8, seq=16)
 

@@ -156,7 +156,7 @@ def test_what_is_made_of_each_token_is_gathered(by_token, monkeypatch):
 
 
 def test_what_is_made_of_other_tokens_is_refused_where_a_device_has_some(shifted):
-    with pytest.raises(ValueError, match="map 'embed -> heads' of Shifted reads .* take residual='replicated'"):
+    with pytest.raises(ValueError, match="map 'embed -> heads' of Shifted reads .* use residual='replicated'"):
         total_under(dataclasses.replace(BY_TOKEN, zero=0), shifted, batch_of(shifted))
 
 

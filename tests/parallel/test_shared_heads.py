@@ -41,13 +41,13 @@ def test_pairs_of_devices_share_a_key_head(monkeypatch):
     """Four devices and two key heads: the logits are one device's, and each has half of a head's rows, of six."""
     model = built()
     served = ShardedModel(place(model, plan := plan_over({"tensor": 4})), plan)
-    assert served.sharers == 2 and nn.modules(served.model, nn.Attention)[0].key.weight.shape[1] == 4
+    assert served.kv_row_shards == 2 and nn.modules(served.model, nn.Attention)[0].key.weight.shape[1] == 4
     wanted = np.asarray(read(model, IDS)[0])
     found, cache = read(served, IDS)
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     keys = cache[0].keys
     assert keys.addressable_shards[0].data.shape == (2, 3, 1, 12, 4) and keys.size * 2 == 2 * 6 * 4 * 12 * 4
-    monkeypatch.setattr(_sharded_model, "count_sharers", lambda *_: 1)
+    monkeypatch.setattr(_sharded_model, "count_kv_row_shards", lambda *_: 1)
     whole = ShardedModel(place(model, plan), plan).cache_shapes(6, 12)[0].keys
     assert whole.sharding.shard_shape(whole.shape) == (2, 6, 1, 12, 4)  # as it was: all rows on both of a pair
 
@@ -57,19 +57,19 @@ def test_pairs_of_devices_share_a_key_head(monkeypatch):
 def test_shared_key_heads_beside_other_axes(mesh):
     model = built()
     served = ShardedModel(place(model, plan := plan_over(mesh)), plan)
-    assert served.sharers == mesh["tensor"] // 2
+    assert served.kv_row_shards == mesh["tensor"] // 2
     np.testing.assert_allclose(read(served, IDS[:5])[0], read(model, IDS[:5])[0], atol=2e-5)
 
 
 @pytest.mark.quick
 def test_what_else_is_of_heads_or_in_stages_keeps_all_rows():
     """Sinks, and pipelines, whose rows go through in pieces; heads that divide over the devices are not shared."""
-    sharers = lambda model, mesh: ShardedModel(model, plan_over(mesh)).sharers
+    kv_row_shards = lambda model, mesh: ShardedModel(model, plan_over(mesh)).kv_row_shards
     shapes, heads = eqx.filter_eval_shape(built), {"tensor": 4}
     sinks = eqx.filter_eval_shape(lambda: models.build("gpt-oss-byte-500k", key=jax.random.key(0)))
     few = nn.modules(sinks, nn.Attention)[0].key.sizes["kv_heads"]
-    assert few < 4 and sharers(sinks, heads) == 1
-    assert [sharers(shapes, mesh) for mesh in (heads, heads | {"pipe": 2}, {"tensor": 2})] == [2, 1, 1]
+    assert few < 4 and kv_row_shards(sinks, heads) == 1
+    assert [kv_row_shards(shapes, mesh) for mesh in (heads, heads | {"pipe": 2}, {"tensor": 2})] == [2, 1, 1]
 
 
 @pytest.mark.grid
@@ -78,7 +78,7 @@ def test_mixers_side_by_side_have_key_heads_each_for_itself(mesh):
     """Two key heads of an attention, which pairs of four devices hold with all rows, and four of a recurrence."""
     model, ids = model_of("mixers side by side"), IDS % 50
     served = ShardedModel(place(model, plan := plan_over(mesh)), plan)
-    assert served.sharers == 1
+    assert served.kv_row_shards == 1
     attended, recurrent = served.init_cache(6, 12)[0]
     assert attended.keys.shape[-3] == max(2, mesh["tensor"]) and recurrent.state.shape[-3] == 8
     assert recurrent.state.addressable_shards[0].data.shape[-3] == 8 // mesh["tensor"]
@@ -109,7 +109,10 @@ def with_mixers(kind, model):
 
 def test_a_mixer_of_ones_own_says_whether_it_attends_by_rows():
     shapes, plan = eqx.filter_eval_shape(built), plan_over({"tensor": 4})
-    assert [ShardedModel(with_mixers(kind, shapes), plan).sharers for kind in (OwnAttention, QuietAttention)] == [2, 1]
+    assert [ShardedModel(with_mixers(kind, shapes), plan).kv_row_shards for kind in (OwnAttention, QuietAttention)] == [
+        2,
+        1,
+    ]
 
 
 @pytest.mark.grid

@@ -129,7 +129,7 @@ def test_each_device_keeps_its_share(models):
 def test_controls(models, monkeypatch, what):
     """Without any one of these the comparison fails."""
     if what == "sum over fsdp":
-        unsummed = lambda x, weight, axis, **_: _two_dim.own_part(_two_dim._multiply(x, weight), axis, -1)
+        unsummed = lambda x, weight, axis, **_: _two_dim.take_local_slice(_two_dim._multiply(x, weight), axis, -1)
         monkeypatch.setattr(_two_dim, "matmul_reduce_scatter", unsummed)
     elif what == "norm over fsdp":
         monkeypatch.setattr(_weight_stationary, "SplitNorm", lambda norm, axes: SplitNorm(norm, "tensor"))
@@ -137,7 +137,7 @@ def test_controls(models, monkeypatch, what):
         monkeypatch.setattr(_two_dim, "HEADS", _two_dim.STREAM)
     else:
         first = lambda x, axis, dim: jax.lax.slice_in_dim(x, 0, x.shape[dim] // jax.lax.axis_size(axis), axis=dim)
-        monkeypatch.setattr(_two_dim, "own_part", first)
+        monkeypatch.setattr(_two_dim, "take_local_slice", first)
     model, want = models["serial"].model, models["serial"].logits
     traced_anew = eqx.filter_jit(lambda model, ids: step(model, ids))
     assert error(traced_anew(stationary(model, 2, 4), IDS), want) > 1e-3

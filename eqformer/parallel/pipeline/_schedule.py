@@ -288,6 +288,8 @@ def route_messages(schedule: Schedule) -> Routes:
     for shift in np.unique(schedule.shifts):
         senders = np.flatnonzero(schedule.shifts == shift)  # Parts whose output is sent over the link.
         links += [Link(True, int(shift)), Link(False, int(-shift % schedule.stages))]
+        # A part's activations arrive at the next part in the tick of its forward entry. Its cotangents arrive in the
+        # tick of the next part's backward entry.
         arrivals += [_make_table(schedule, forward[senders], input_slots[senders + 1], senders + 1)]
         arrivals += [_make_table(schedule, backward[senders + 1], cotangent_slots[senders], senders)]
     is_used = [np.broadcast_to((table != IDLE).any(1, keepdims=True), table.shape) for table in arrivals]
@@ -326,7 +328,12 @@ def _assign_slots(
     slots, largest_count = np.full_like(start, IDLE), 0
     for stage in range(schedule.stages):
         parts = schedule.part_of[stage]
-        lifetimes = sorted((start[q, i], end[q, i], q, i) for q in parts for i in range(start.shape[1]) if end[q, i])
+        lifetimes = sorted(
+            (start[part, microbatch], end[part, microbatch], part, microbatch)
+            for part in parts
+            for microbatch in range(start.shape[1])
+            if end[part, microbatch]
+        )
         free: list[int] = []
         busy: list[tuple[int, int]] = []
         count = 0

@@ -61,10 +61,10 @@ def all_gather_matmul(
     """Return `all_gather(x, axis) @ weight.T`, where `x` is this device's piece of the sequence.
 
     Several weights share one gather. Each device sends `(n-1)/n` of the gathered `x`, for `n` devices. Products
-    accumulate in float32 at least and are returned in the dtype of `x`. Sums over devices are sent in the dtype of `x`;
-    a ring adds them in float32 at least, and `"none"` leaves the addition to the reduce-scatter. `"none"` saves the
-    gathered `x` for the backward pass, unless a `jax.checkpoint` policy prevents it. The rings never hold the gathered
-    `x`: in the backward pass, the pieces pass round the ring again for the weight gradients. Only reverse-mode
+    accumulate in float32 at least and are returned in the dtype of `x`. The gradient of `x` is a sum over devices, sent
+    in the dtype of `x`: a ring adds in float32 at least, and `"none"` leaves the addition to a reduce-scatter. `"none"`
+    saves the gathered `x` for the backward pass, unless a `jax.checkpoint` policy prevents it. The rings never hold the
+    gathered `x`: in the backward pass, the pieces pass round the ring again for the weight gradients. Only reverse-mode
     differentiation is supported.
 
     On CPUs and GPUs, inside the stages of a pipeline, other collectives replace the ring's permutes (see `shift`). An

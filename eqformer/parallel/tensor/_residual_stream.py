@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 from ... import nn
 from .. import _collectives as send
 from .._mesh import TENSOR
-from .._shard_map import own_part
+from .._shard_map import take_local_slice
 from ._collective_matmul import Overlap
 
 
@@ -62,7 +62,7 @@ class ResidualStream(abc.ABC):
 
     def take_local(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """Return this device's part of a replicated array."""
-        return x if self.dim is None else own_part(x, TENSOR, self.dim)
+        return x if self.dim is None else take_local_slice(x, TENSOR, self.dim)
 
     def split_norm(self, norm: nn.Norm) -> PyTree:
         """Return the norm, or a `SplitNorm` if a dim that it averages over is split."""
@@ -89,12 +89,12 @@ class ResidualStream(abc.ABC):
 
     @abc.abstractmethod
     def split_layer(
-        self, module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
+        self, module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, kv_row_shards: int = 1
     ) -> eqx.Module:
         """Wrap a layer, which holds slices of its arrays, to run on this device's part of the stream.
 
-        `shapes`, `specs` and `names` are those of the unsplit layer's arrays. `sharers` devices have the same key head
-        of a mixer, and each attends for some of the batch rows.
+        `shapes`, `specs` and `names` are those of the unsplit layer's arrays. `kv_row_shards` devices share each key
+        head of a mixer, and each device attends for some of the batch rows.
         """
 
     @abc.abstractmethod
@@ -160,7 +160,7 @@ class TokensDropout(nn.Module):
         self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch full_seq"] | None
     ) -> Float[Array, "*batch seq embed"]:
         """Return `x` with some channels of each token dropped."""
-        return self.inner(x, None if keys is None else own_part(keys, TENSOR, -1))
+        return self.inner(x, None if keys is None else take_local_slice(keys, TENSOR, -1))
 
 
 class FeatureDropout(nn.Module):
@@ -175,7 +175,7 @@ class FeatureDropout(nn.Module):
         if keys is None or not self.inner.is_active:
             return x
         mask = self.inner.draw_mask(keys, x.shape[-1] * jax.lax.axis_size(TENSOR))
-        return self.inner.apply_mask(x, own_part(mask, TENSOR, -1))
+        return self.inner.apply_mask(x, take_local_slice(mask, TENSOR, -1))
 
 
 class TokensPositions(nn.Module):
@@ -185,4 +185,4 @@ class TokensPositions(nn.Module):
 
     def __call__(self, positions: Int[Array, "*batch full_seq"]) -> Float[Array, "*batch seq embed"]:
         """Return the vectors of this device's tokens."""
-        return self.inner(own_part(positions, TENSOR, -1))
+        return self.inner(take_local_slice(positions, TENSOR, -1))

@@ -155,12 +155,12 @@ class _UnsplitFeatures(ResidualStream):
         return y
 
     def split_layer(
-        self, module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
+        self, module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, kv_row_shards: int = 1
     ) -> eqx.Module:
         """Wrap the layer in `TensorParallelLayer`."""
         inner, shares_heads = nn.map_modules(self.split_norm, module, nn.Norm), shares_kv_heads(shapes)
         if isinstance(module, nn.Mixer):
-            return TensorParallelMixer(TensorParallelLayer(inner, self, shares_heads, sharers))
+            return TensorParallelMixer(TensorParallelLayer(inner, self, shares_heads, kv_row_shards))
         return TensorParallelLayer(inner, self, shares_heads)
 
     def split_embedding(
@@ -218,10 +218,10 @@ class FeatureStream(ResidualStream):
         return send.all_to_all("tokens to features", y, TENSOR, -1, -2)
 
     def split_layer(
-        self, module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
+        self, module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, kv_row_shards: int = 1
     ) -> eqx.Module:
         """Wrap the layer's maps and norms, see `split_features`."""
-        assert sharers == 1, "devices share caches of key heads only in serving, where the stream is replicated"
+        assert kv_row_shards == 1, "devices split caches by rows only in serving, where the stream is replicated"
         return split_features(module, shapes, specs, names, self)
 
     def split_dropout(self, dropout: nn.RandomMask) -> FeatureDropout:

@@ -34,14 +34,14 @@ class TensorParallelLayer(nn.Module):
     All maps that read the layer's input share one gather, and are computed before the layer runs (`PrecomputedMap`). A
     map that the layer calls on another array is computed when it is called. The bias of an output map is added once,
     after the reduction. If there are fewer key heads than devices (`shares_kv_heads`), the key heads are replicated,
-    and each device uses the key head of its query heads. In serving, `sharers` devices may have the same key head
-    instead; each then attends for some of the batch rows, with all query heads of the key head.
+    and each device uses the key head of its query heads. With `kv_row_shards > 1`, in serving, this number of devices
+    shares a key head, and each attends for some of the batch rows, with all query heads of the key head.
     """
 
     inner: PyTree
     stream: ResidualStream = eqx.field(static=True)
     shares_kv_heads: bool = eqx.field(static=True, default=False)
-    sharers: int = eqx.field(static=True, default=1)
+    kv_row_shards: int = eqx.field(static=True, default=1)
 
     def __call__(self, x: Float[Array, "*batch seq embed"], *args: PyTree) -> PyTree:
         """Return the layer's result; `x` is this device's part of the stream."""
@@ -49,12 +49,12 @@ class TensorParallelLayer(nn.Module):
         products = self._multiply_input(x, _input_maps(inner))
         output_maps: list[nn.LinearWrapper]
         output_maps = [RowParallelMap(linear, self.stream) for linear in stream_maps(inner, "outputs")]
-        if self.sharers > 1:
+        if self.kv_row_shards > 1:
             tokens, cache = args
-            output_maps = [RowsToHeadsMap(linear, self.sharers) for linear in output_maps]
-            args = jax.tree.map(functools.partial(take_attended_rows, sharers=self.sharers), tokens), cache
+            output_maps = [RowsToHeadsMap(linear, self.kv_row_shards) for linear in output_maps]
+            args = jax.tree.map(functools.partial(take_attended_rows, kv_row_shards=self.kv_row_shards), tokens), cache
         mixer = type(inner).__name__ if isinstance(inner, nn.Mixer) else None
-        context = LayerContext(self.stream, self.sharers, mixer)
+        context = LayerContext(self.stream, self.kv_row_shards, mixer)
         precomputed = [
             PrecomputedMap(linear, context.select_rows(linear, y), x, context)
             for linear, y in zip(_input_maps(inner), products)
@@ -106,7 +106,7 @@ class LayerContext:
     """Fields of a layer that its wrapped maps need."""
 
     stream: ResidualStream
-    sharers: int
+    kv_row_shards: int
     mixer: str | None
     """Name of the mixer's class for errors; None for other layers."""
 
@@ -116,11 +116,11 @@ class LayerContext:
         If devices share a key head, they all have its keys and values of all rows, but exchange their query heads of
         all rows for all query heads of some rows.
         """
-        if self.sharers == 1:
+        if self.kv_row_shards == 1:
             return y
         if "kv_heads" in linear.outputs:
-            return take_attended_rows(y, self.sharers)
-        return send.all_to_all("heads to rows", y, TENSOR, 0, -2, groups=_sharing_groups(self.sharers))
+            return take_attended_rows(y, self.kv_row_shards)
+        return send.all_to_all("heads to rows", y, TENSOR, 0, -2, groups=_sharing_groups(self.kv_row_shards))
 
     def multiply_derived(self, linear: nn.LinearMap, x: Float[Array, "*batch seq embed"]) -> Array:
         """Return the product of a map with an array that the layer computed from its input, such as a norm's output."""
@@ -178,24 +178,24 @@ class RowParallelMap(nn.LinearWrapper):
 class RowsToHeadsMap(nn.LinearWrapper):
     """Wrapper of a map to the stream that exchanges its input: all heads of some rows for some heads of all rows."""
 
-    sharers: int = eqx.field(static=True)
+    kv_row_shards: int = eqx.field(static=True)
 
     def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the inner map's product for all rows."""
-        x = send.all_to_all("rows to heads", x, TENSOR, -2, 0, groups=_sharing_groups(self.sharers))
+        x = send.all_to_all("rows to heads", x, TENSOR, -2, 0, groups=_sharing_groups(self.kv_row_shards))
         return self.inner.product(x, dtype)
 
 
-def _sharing_groups(sharers: int) -> list[list[int]]:
+def _sharing_groups(kv_row_shards: int) -> list[list[int]]:
     """Return the groups of neighboring devices that share a key head."""
     devices = range(jax.lax.axis_size(TENSOR))
-    return [list(devices[first : first + sharers]) for first in devices[::sharers]]
+    return [list(devices[first : first + kv_row_shards]) for first in devices[::kv_row_shards]]
 
 
-def take_attended_rows(x: Array, sharers: int) -> Array:
+def take_attended_rows(x: Array, kv_row_shards: int) -> Array:
     """Return the batch rows for which this device attends; the devices that share a key head split the rows."""
-    size = x.shape[0] // sharers
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) % sharers * size, size)
+    size = x.shape[0] // kv_row_shards
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) % kv_row_shards * size, size)
 
 
 # Which layers and maps are split.
