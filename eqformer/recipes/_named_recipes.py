@@ -111,6 +111,23 @@ def describe_speedrun(recipe: Recipe) -> str:
     )
 
 
+# Settings of nanochat (github.com/karpathy/nanochat, scripts/base_train.py and nanochat/optim.py), with momenta that do
+# not change during the run; docs/learning.md has the losses.
+_AS_NANOCHAT = Optimization(
+    name="normuon",
+    learning_rate=0.02,
+    rates="warmup-stable-decay",
+    momentum=0.9,
+    b1=0.8,
+    weight_decay=0.28,
+    cautious=True,
+    decay_tables=False,
+    update_size="spectral",
+    vector_rate=0.25,
+    clip=None,
+)
+
+
 def default_recipe() -> Recipe:
     """A byte-level LFM2 of 0.5 million parameters, on the sources of Python's standard library.
 
@@ -121,7 +138,7 @@ def default_recipe() -> Recipe:
 
 def llama_recipe() -> Recipe:
     """A byte-level Llama of 0.8 million parameters, whose 4 like layers and 16 rows can be split over every mesh."""
-    return Recipe(model=preset("llama-byte-1m"), steps=320, optimizer=Optimization(name="muon", learning_rate=1e-2))
+    return Recipe(model=preset("llama-byte-1m"), steps=320, optimizer=_AS_NANOCHAT)
 
 
 def moe_recipe() -> Recipe:

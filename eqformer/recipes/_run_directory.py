@@ -128,8 +128,15 @@ def schedule_phases(recipe: Recipe, checkpointer: training.Checkpointer) -> tupl
     def describe(phases: list[SchedulePhase]) -> str:
         return _describe_rates(config.make_rates(phases), start, steps)
 
-    options = {"peak": config.learning_rate, "start": start, "steps": steps, "warmup": config.warmup}
-    continuation = training.continue_phases(config.rates, old_phases, **options)
+    continuation = training.continue_phases(
+        config.rates,
+        old_phases,
+        peak=config.learning_rate,
+        start=start,
+        steps=steps,
+        warmup=config.warmup,
+        decay_share=config.decay_share,
+    )
     call = f"--steps {steps}: the run was trained as one of {old_phases[-1].steps} steps, and the learning rate was "
     call += f"{_format_rate(config.make_rates(old_phases), start - 1)} at step {start}"
     if continuation.is_smooth(start):

@@ -13,7 +13,7 @@ from ._step import make_step, Step
 from .losses._loss_aux import LossFn
 from .losses._token_losses import next_token_loss
 from .optimizer._learning_rates import default_warmup, phase_rates, Rates, SchedulePhase
-from .optimizer._named_optimizers import optimizer
+from .optimizer._named_optimizers import optimizer, OPTIMIZERS, option_names
 from .optimizer._optimizer import GroupRates, Optimizer, trainable, Trained
 
 
@@ -27,10 +27,16 @@ class Optimization:
     """The peak learning rate."""
     rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
     """The learning rate after the warmup: half a cosine, a plateau and a linear decay, or the peak."""
+    decay_share: float = 0.2
+    """The share of the steps over which the rate of warmup-stable-decay falls at the end."""
     warmup: int | None = None
     """Steps of linear warmup; by default a tenth of the run's, at least 1 and at most 50."""
     moments: Literal["float32", "bfloat16", "8bit"] = "float32"
     """The dtype of the optimizer's moments between steps: bfloat16 takes half the memory, 8bit a quarter."""
+    momentum: float | None = None
+    """The decay of the mean of gradients, for muon, normuon and sgd; None: their default."""
+    b1: float | None = None
+    """AdamW's decay of the mean of gradients, also beside muon and normuon, and soap's; None: their default."""
     weight_decay: float = 0.1
     """Decay of matrices, times the learning rate; biases and norms never decay."""
     cautious: bool = False
@@ -62,21 +68,15 @@ class Optimization:
 
     def make_rates(self, phases: Sequence[SchedulePhase]) -> Rates:
         """Return the learning rate of each step of a run in phases; raises a `ValueError` as `training.rates` does."""
-        return phase_rates(self.rates, phases, peak=self.learning_rate)
+        return phase_rates(self.rates, phases, peak=self.learning_rate, decay_share=self.decay_share)
 
     def optimizer(self, model: PyTree, phases: Sequence[SchedulePhase], *, trained: Trained = trainable) -> Optimizer:
         """Return the optimizer for a model's structure and a run in phases; `trained` picks the trained parameters.
 
-        Raises a `ValueError` for a decay or a multiple below zero, for impossible learning rates, for a size of updates
-        that the optimizer does not have, and for a model whose logits cannot be clipped.
+        Settings of other optimizers have no effect, so `name` alone can be replaced. Raises a `ValueError` for a decay
+        or a multiple below zero, for impossible learning rates, and for a model whose logits cannot be clipped.
         """
         self._check_positive("weight_decay", "embedding_rate", "head_rate", "vector_rate")
-        names = {self.name, *(choice.rpartition("=")[2] for choice in self.paths)}
-        if self.update_size != "rms" and not names & {"muon", "normuon"}:
-            raise ValueError(
-                f"Optimization(update_size={self.update_size!r}, name={self.name!r}): only the updates of muon and "
-                "normuon have a spectral norm; take one of these, or update_size='rms'."
-            )
         if self.clip_logits is not None:
             check_clipping(model, trained)
         options: dict[str, object] = {
@@ -87,7 +87,7 @@ class Optimization:
             "group_rates": GroupRates(self.embedding_rate, self.head_rate, self.vector_rate),
             "trained": trained,
         }
-        options |= {} if self.update_size == "rms" else {"update_size": self.update_size}
+        options |= self._options_of_some()
         return optimizer(self.name, model, rate=self.make_rates(phases), paths=self.paths, **options)
 
     def loss(
@@ -120,6 +120,22 @@ class Optimization:
             gradient_norms=gradient_norms,
             clip_logits=self.clip_logits,
         )
+
+    def _options_of_some(self) -> dict[str, object]:
+        """Return the options that only some optimizers have, if an optimizer in use has them.
+
+        Raises a `ValueError` for a decay of means that is impossible.
+        """
+        for option in ("momentum", "b1"):
+            value = getattr(self, option)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(
+                    f"Optimization({option}={value}): a decay is at least 0 and less than 1; 0.9 is usual."
+                )
+        names = {self.name, *(choice.rpartition("=")[2] for choice in self.paths)} & OPTIMIZERS.keys()
+        known = frozenset[str]().union(*(option_names(name) for name in names))
+        options = {"update_size": self.update_size, "momentum": self.momentum, "b1": self.b1}
+        return {option: value for option, value in options.items() if option in known and value is not None}
 
     def _check_positive(self, *names: str) -> None:
         for name in names:

@@ -38,20 +38,22 @@ class PeerOptimizer(Protocol):
 
 
 class OfRecipe:
-    """The recipe's settings: Muon or NorMuon for hidden matrices, AdamW for the rest, and a cosine to a tenth.
+    """The recipe's settings: Muon or NorMuon for hidden matrices, and AdamW for the rest; heads are tied.
 
     Muon is Keller Jordan's, without optax's correction of the first momenta, which is gone after about 60 steps.
     """
 
     def __init__(self, model: Any, recipe: Recipe):
         hidden, tables, vectors = split_parameters(model)
-        options = recipe.optimizer
-        (phase,) = options.phases(recipe.steps)
-        self.model, self.clip, self.peak = model, options.clip, options.learning_rate
-        self.steps, self.warmup, self.decay = recipe.steps, phase.warmup, options.weight_decay
-        groups = [{"params": tables, "weight_decay": self.decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.adam = import_module("torch").optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
-        self.hidden, self.is_normuon, self.count = hidden, options.name == "normuon", 0
+        self.model, self.options, self.steps, self.count = model, recipe.optimizer, recipe.steps, 0
+        (phase,) = self.options.phases(recipe.steps)
+        self.warmup = phase.warmup
+        table_decay = self.options.weight_decay if self.options.decay_tables else 0.0
+        groups = [{"params": tables, "weight_decay": table_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.momentum = 0.95 if self.options.momentum is None else self.options.momentum
+        betas = 0.9 if self.options.b1 is None else self.options.b1, 0.95
+        self.adam = import_module("torch").optim.AdamW(groups, lr=1.0, betas=betas, eps=1e-8)
+        self.hidden = hidden
         zeros_like = import_module("torch").zeros_like
         self.momenta = [zeros_like(x) for _, x in hidden]
         self.squares = [zeros_like(x[..., :1]) for _, x in hidden]
@@ -59,26 +61,40 @@ class OfRecipe:
     def update(self, step: int) -> None:
         """Take a step with the recipe's learning rate."""
         torch = import_module("torch")
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        rate = self.peak * cosine_share(step, self.steps, self.warmup)
-        _set_rates(self.adam, [rate, rate])
+        if self.options.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        rate = self.options.learning_rate * self._share(step)
+        _set_rates(self.adam, [rate * self.options.embedding_rate, rate * self.options.vector_rate])
         self.adam.step()
         self.count += 1
         with torch.no_grad():
             for (name, x), momentum, squares in zip(self.hidden, self.momenta, self.squares, strict=True):
-                momentum.mul_(0.95).add_(x.grad, alpha=0.05)
+                momentum.lerp_(x.grad, 1 - self.momentum)
                 for weight, gradient, mean, square in matrices_of(name, x, x.grad, momentum, squares):
-                    weight.mul_(1 - rate * self.decay).add_(self._direction(gradient, mean, square), alpha=-rate)
+                    update = self._direction(gradient, mean, square)
+                    decay = self.options.weight_decay * weight
+                    if self.options.cautious:
+                        decay = decay * (update * weight > 0)
+                    weight.sub_(rate * (update + decay))
+
+    def _share(self, step: int) -> float:
+        """Return the learning rate as a share of its peak."""
+        if self.options.rates == "warmup-cosine":
+            return cosine_share(step, self.steps, self.warmup)
+        descent = int(self.options.decay_share * self.steps)
+        return min((step + 1) / (self.warmup + 1), 1.0, (self.steps - step) / descent)
 
     def _direction(self, gradient: Any, mean: Any, square: Any) -> Any:
-        torch = import_module("torch")
-        update = 0.05 * gradient + 0.95 * mean
-        update = orthogonalize(update, POLAR_EXPRESS if self.is_normuon else KELLER_JORDAN, 1.0)
-        if not self.is_normuon:
-            return 0.2 * max(update.shape[-2:]) ** 0.5 * update
+        torch, is_normuon = import_module("torch"), self.options.name == "normuon"
+        update = gradient.lerp(mean, self.momentum)
+        update = orthogonalize(update, POLAR_EXPRESS if is_normuon else KELLER_JORDAN, 1.0)
+        outputs, inputs = update.shape[-2:]
+        size = 0.2 if self.options.update_size == "rms" else (outputs / inputs / max(outputs, inputs)) ** 0.5
+        if not is_normuon:
+            return size * max(outputs, inputs) ** 0.5 * update
         square.mul_(0.95).add_((update**2).mean(-1, keepdim=True), alpha=0.05)
         update = update / (torch.sqrt(square / (1 - 0.95**self.count)) + 1e-8)
-        return 0.2 * update / (update**2).mean((-2, -1), keepdim=True).sqrt()
+        return size * update / (update**2).mean((-2, -1), keepdim=True).sqrt()
 
 
 class OfNanoGPT:

@@ -195,8 +195,8 @@ def test_flags_that_are_there_are_no_other_names():
     "message,flags",
     [
         ("Attention(heads=8, kv_heads=3): no", "--model.heads 8 --model.kv-heads 4: "),
-        ("warmup_cosine(peak=-1.0): no", "--optimizer.learning-rate 0.01: "),
-        ("rates('cosine', decay=3): no", "--optimizer.rates warmup-cosine: "),
+        ("warmup_cosine(peak=-1.0): no", "--optimizer.learning-rate 0.02: "),
+        ("rates('cosine', decay=3): no", "--optimizer.rates warmup-stable-decay: "),
         ("check_vocab(store, vocab=64): no", "--model.vocab 256: "),
         ("Loader(store, seq=1, batch=2, packing='windows'): no", "--seq 256 --batch 16 --text.packing windows: "),
         ("preference_loss('dpo', beta=-1.0): no", "--beta 0.1: "),

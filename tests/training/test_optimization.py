@@ -4,6 +4,7 @@ import dataclasses
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -55,10 +56,35 @@ def test_rates_of_groups_and_sizes_of_updates(make_model):
     model = make_model()
     chosen = training.Optimization("normuon", update_size="spectral", embedding_rate=3.0, decay_tables=False)
     chosen.optimizer(model, chosen.phases(20))
-    with pytest.raises(ValueError, match=r"Optimization\(update_size='spectral', name='adamw'\): only the updates of"):
-        dataclasses.replace(chosen, name="adamw").optimizer(model, chosen.phases(20))
     with pytest.raises(ValueError, match=r"Optimization\(head_rate=-1\.0\)"):
         dataclasses.replace(chosen, head_rate=-1.0).optimizer(model, chosen.phases(20))
+
+
+def test_settings_of_other_optimizers_have_no_effect(make_model):
+    """A recipe's optimizer may be replaced by name alone; the control: settings that the optimizer has do count."""
+    model = make_model()
+    chosen = training.Optimization("normuon", momentum=0.8, b1=0.7, update_size="spectral")
+    same = {"adamw": {"momentum": None, "update_size": "rms"}, "sgd": {"b1": None, "update_size": "rms"}}
+    other = {"adamw": {"b1": None}, "sgd": {"momentum": None}}
+
+    def update(**changes):
+        settings = dataclasses.replace(chosen, **changes)
+        optimizer, parameters = settings.optimizer(model, settings.phases(20)), training.trainable(model)
+        gradients = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), parameters)
+        state = optimizer.init(model)
+        for sign in (1, -1):  # Adam's first step does not depend on b1.
+            signed = jax.tree.map(lambda x, sign=sign: sign * x, gradients)
+            updates, state = optimizer.update(signed, state, parameters, jnp.float32(0.1))
+        return np.asarray(jax.tree.leaves(updates)[0])
+
+    for name in same:
+        np.testing.assert_array_equal(update(name=name), update(name=name, **same[name]))
+        assert np.abs(update(name=name) - update(name=name, **other[name])).max() > 1e-3
+    by_path = dataclasses.replace(chosen, name="adamw", paths=("up.weight=muon",))
+    by_path.optimizer(model, by_path.phases(20))
+    for wrong, message in (({"b1": 1.0}, r"\(b1=1\.0\): a decay is at least 0"), ({"momentum": -0.1}, "momentum=-0.1")):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(chosen, **wrong).optimizer(model, chosen.phases(20))
 
 
 @pytest.mark.quick

@@ -231,6 +231,28 @@ def test_updates_of_spectral_size(trained, name, by_hand):
         training.optimizer(name, model, rate=RATE, update_size="frobenius")
 
 
+def test_means_of_gradients_decay_as_the_settings_say(trained):
+    model, gradients, after = trained
+    settings = training.Optimization("normuon", RATE, "constant", warmup=0, weight_decay=DECAY, momentum=0.6, b1=0.5)
+    found, _ = run(
+        settings.optimizer(model, settings.phases(STEPS)),
+        model,
+        [jax.tree.unflatten(jax.tree.structure(training.trainable(model)), step) for step in zip(*gradients.values())],
+    )
+    before, marks = by_path(training.trainable(model)), marks_by_path(model)
+    for path in before:
+        if (mark := marks[path]) is None or mark.table:
+            decay = 0.0 if mark is None else DECAY
+            expected = adam_by_hand(before[path], gradients[path], b1=0.5, decay=decay)
+            np.testing.assert_allclose(found[path], expected, rtol=2e-5, atol=2e-6, err_msg=path)
+        else:
+            outputs = int(np.prod(before[path].shape[1 : 1 + mark.outputs]))
+            rows = [x[1].reshape(outputs, -1) for x in (before[path], *gradients[path])]
+            expected = normuon_by_hand(rows[0], rows[1:], beta=0.6).reshape(before[path].shape[1:])
+            np.testing.assert_allclose(found[path][1], expected, rtol=1e-4, atol=1e-5, err_msg=path)
+        assert np.abs(found[path] - after["normuon"][0][path]).max() > 1e-4, path  # The control: other decays.
+
+
 @pytest.mark.by_default("adamw")
 @pytest.mark.parametrize("name", [*ALL, "soap"])
 def test_groups_of_parameters_have_rates_of_their_own(trained, name):

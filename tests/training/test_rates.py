@@ -46,6 +46,23 @@ def test_constant_and_defaults():
     assert rates(9) == 1 and rates(10) == 0
 
 
+def test_a_descent_may_be_a_share_of_the_run():
+    settings = training.Optimization(learning_rate=3e-3, rates="warmup-stable-decay", warmup=7, decay_share=0.65)
+    steps = np.arange(0, 130)
+    expected = [stable(step, 3e-3, 100, 7, 65, 0.0) for step in steps]
+    np.testing.assert_allclose(
+        jax.vmap(settings.make_rates(settings.phases(100)))(jnp.asarray(steps)), expected, rtol=2e-6
+    )
+    assert abs(expected[60] - stable(60, 3e-3, 100, 7, 20, 0.0)) > 1e-3  # The control: a fifth, the default.
+    (phase,) = settings.phases(100)
+    rewarmed = training.SchedulePhase(100, 200, 7, "rewarm")
+    rates = training.phase_rates("warmup-stable-decay", [phase, rewarmed], peak=3e-3, decay_share=0.65)
+    np.testing.assert_allclose(jax.vmap(rates)(jnp.arange(100, 200)), expected[:100], rtol=2e-6)
+    for share in (0.0, 1.5):
+        with pytest.raises(ValueError, match=f"decay_share={share}"):
+            training.phase_rates("warmup-stable-decay", [phase], peak=3e-3, decay_share=share)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -219,11 +219,16 @@ def default_warmup(steps: int) -> int:
     return min(MAX_DEFAULT_WARMUP, max(1, steps // 10), steps - 1)
 
 
-def phase_rates(name: str, phases: Sequence[SchedulePhase], *, peak: float) -> Rates:
-    """Return the learning rate of each step of a run in phases, by a name in `RATES`; raises as `rates` does."""
+def phase_rates(name: str, phases: Sequence[SchedulePhase], *, peak: float, decay_share: float = 0.2) -> Rates:
+    """Return the learning rate of each step of a run in phases, by a name in `RATES`; raises as `rates` does.
+
+    `decay_share` is the share of the steps over which the rates of `warmup-stable-decay` fall at the end.
+    """
+    if not 0 < decay_share <= 1:
+        raise ValueError(f"phase_rates(decay_share={decay_share}): a share of the steps lies above 0 and at most at 1.")
     joined: Rates | None = None
     for phase in phases:
-        new_rates = _make_phase_rates(name, phase, peak, joined)
+        new_rates = _make_phase_rates(name, phase, peak, decay_share, joined)
         joined = new_rates if joined is None else switch_rates(joined, new_rates, at=phase.start)
     assert joined is not None, "a run has at least one phase"
     return joined
@@ -242,7 +247,14 @@ class Continuation:
 
 
 def continue_phases(
-    name: str, so_far: Sequence[SchedulePhase], *, peak: float, start: int, steps: int, warmup: int | None = None
+    name: str,
+    so_far: Sequence[SchedulePhase],
+    *,
+    peak: float,
+    start: int,
+    steps: int,
+    warmup: int | None = None,
+    decay_share: float = 0.2,
 ) -> Continuation:
     """Return the ways in which a run may continue to another number of steps.
 
@@ -253,32 +265,38 @@ def continue_phases(
         start: The number of steps that the run has taken.
         steps: The new number of steps.
         warmup: The steps before the peak of a `rewarm`; None: `default_warmup` of the remaining steps.
+        decay_share: As in `phase_rates`.
     """
     rewarm = default_warmup(steps - start) if warmup is None else warmup
     warmups = {"hold": so_far[0].warmup, "rewarm": rewarm, "reshape": so_far[0].warmup}
     options = {how: [*so_far, SchedulePhase(start, steps, warmups[how], how)] for how in TRANSITIONS}
     extended = [*so_far[:-1], dataclasses.replace(so_far[-1], steps=steps)]
-    old_rates, new_rates = phase_rates(name, so_far, peak=peak), _rates_or_none(name, extended, peak)
+    old_rates = phase_rates(name, so_far, peak=peak, decay_share=decay_share)
+    new_rates = _rates_or_none(name, extended, peak, decay_share)
 
     def is_smooth(step: int) -> bool:
         return new_rates is not None and math.isclose(float(old_rates(step)), float(new_rates(step)), rel_tol=1e-5)
 
-    possible = {how: phases for how, phases in options.items() if _rates_or_none(name, phases, peak) is not None}
+    possible = {
+        how: phases for how, phases in options.items() if _rates_or_none(name, phases, peak, decay_share) is not None
+    }
     return Continuation(extended, possible, is_smooth)
 
 
-def _rates_or_none(name: str, phases: Sequence[SchedulePhase], peak: float) -> Rates | None:
+def _rates_or_none(name: str, phases: Sequence[SchedulePhase], peak: float, decay_share: float) -> Rates | None:
     """Return the rates of phases; None if the phases are impossible."""
     with suppress(ValueError):
-        return phase_rates(name, phases, peak=peak)
+        return phase_rates(name, phases, peak=peak, decay_share=decay_share)
     return None
 
 
-def _make_phase_rates(name: str, phase: SchedulePhase, peak: float, earlier: Rates | None) -> Rates:
+def _make_phase_rates(name: str, phase: SchedulePhase, peak: float, decay_share: float, earlier: Rates | None) -> Rates:
     """Return the learning rates of one phase, as a function of the run's step; `hold` reads the earlier rates."""
     if phase.how == "hold":
         assert earlier is not None, "the first phase of a run cannot hold an earlier rate"
         return constant(float(earlier(phase.start - 1)))
     shift = phase.start if phase.how == "rewarm" else 0
-    new_rates = rates(name, peak=peak, steps=phase.steps - shift, warmup=phase.warmup)
+    steps = phase.steps - shift
+    decay = max(1, min(int(decay_share * steps), steps - phase.warmup)) if name == "warmup-stable-decay" else None
+    new_rates = rates(name, peak=peak, steps=steps, warmup=phase.warmup, decay=decay)
     return shift_rates(new_rates, shift) if shift else new_rates

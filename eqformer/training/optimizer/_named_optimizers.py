@@ -320,7 +320,7 @@ def _choose_by_paths(
     assignment = assign(name, marks, paths, tuple(OPTIMIZERS))
     chosen_by_path = choose_optimizers(marks, paths, tuple(OPTIMIZERS), name)
     chosen_names = {choice.rpartition("=")[2] for choice in paths} - {name}
-    takes = {chosen: _option_names(chosen) for chosen in (name, *chosen_names)}
+    takes = {chosen: option_names(chosen) for chosen in (name, *chosen_names)}
     # With a decay of rows, Muon would be NorMuon, which is an optimizer of its own.
     takes |= {"muon": takes["muon"] - {"row_decay"}} if "muon" in takes else {}
 
@@ -347,10 +347,10 @@ def _choose_by_paths(
     return dataclasses.replace(first, transform=transform, assignment=assignment)
 
 
-def _option_names(name: str) -> frozenset[str]:
+def option_names(name: str) -> frozenset[str]:
     """Return the names of an optimizer's options."""
     options = frozenset(inspect.signature(OPTIMIZERS[name]).parameters)
-    return options | _option_names("muon") if name == "normuon" else options
+    return options | option_names("muon") if name == "normuon" else options
 
 
 def _mark_matrices(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
