@@ -72,7 +72,7 @@ def cache_programs() -> None:
     """
     if PROGRAMS in os.environ or (shared := user_cache("programs")) is None:
         return
-    folder = shared / _processor_name()
+    folder = shared / processor_name()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > _MAX_PROGRAM_BYTES:
@@ -102,6 +102,16 @@ def token_cache() -> Path | None:
     return Path(path) if (path := os.environ.get("EQFORMER_TOKENS")) else user_cache("tokens")
 
 
+def kernel_cache() -> Path | None:
+    """Return the folder of compiled kernels: `EQFORMER_KERNELS`, or one in the user's cache."""
+    return Path(path) if (path := os.environ.get("EQFORMER_KERNELS")) else user_cache("kernels")
+
+
+def chosen_compiler() -> str | None:
+    """Return the C++ compiler that the user has chosen, the variable `CXX`; None: no choice."""
+    return os.environ.get("CXX") or None
+
+
 def delete_oldest(folder: Path, max_bytes: int) -> None:
     """Delete the oldest files of a folder, until the remaining files have at most `max_bytes`."""
     with suppress(OSError):  # Other processes' files may come and go.
@@ -111,7 +121,7 @@ def delete_oldest(folder: Path, max_bytes: int) -> None:
                 file.unlink(missing_ok=True)
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
     """Return a short name of the processor's instruction set, with its extensions."""
     features = platform.processor()
     with suppress(OSError):  # Only Linux has the file.

@@ -26,10 +26,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(["--xla_force_host_platform_device_count=8", *FLAGS])
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # no lines, but the names of scopes
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # programs of several devices cannot be loaded again safely
-# Tokens of the scripts' texts are made once for all tests, and none in the user's home. Workers have their parent's.
+# Tokens of the scripts' texts are made once for all tests, and kernels compiled, and none in the user's home. Workers
+# have their parent's.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _TOKENS = tempfile.TemporaryDirectory(prefix="tokens", ignore_cleanup_errors=True)
-    os.environ["EQFORMER_TOKENS"] = _TOKENS.name
+    _KERNELS = tempfile.TemporaryDirectory(prefix="kernels", ignore_cleanup_errors=True)
+    os.environ |= {"EQFORMER_TOKENS": _TOKENS.name, "EQFORMER_KERNELS": _KERNELS.name}
 
 import jax
 import pytest

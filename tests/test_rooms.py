@@ -23,7 +23,7 @@ ROOMS = {
     "models": {"nn", "parallel"},
     "parallel": {"nn", "kernels", "program"},
     "generation": {"nn"},
-    "text": {"nn", "data", "models", "parallel", "training", "generation"},
+    "text": {"nn", "kernels", "data", "models", "parallel", "training", "generation"},
     "evaluation": {"generation", "text"},
     "serving": {"generation", "text", "data", "interpretability"},
     "interpretability": {"nn", "kernels"},

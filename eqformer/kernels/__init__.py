@@ -27,6 +27,11 @@ from ._cache_write import (
 from ._decode_attention import DECODE_ATTENTION as DECODE_ATTENTION, FilledSlotsDecoding as FilledSlotsDecoding
 from ._decode_attention_gpu import FlashDecodingGpu as FlashDecodingGpu
 from ._decode_attention_tpu import FlashDecodingTpu as FlashDecodingTpu
+from ._native import (
+    build_native as build_native,
+    find_compiler as find_compiler,
+    NativeQuantizedMatmul as NativeQuantizedMatmul,
+)
 from ._op import (
     Choice as Choice,
     explain as explain,
@@ -143,5 +148,7 @@ GROUPED_MATMUL = Op(
     (("cuda", HopperFp8GroupedMatmul()), ("cuda", HopperGroupedMatmul()), ("tpu", TpuGroupedMatmul())),
 )
 """Products of rows, sorted by group, with the matrices of their groups."""
-QUANTIZED_MATMUL = Op(DecodedMatmul(), (("cpu", BlockwiseMatmul()), ("cuda", QuantizedMatmulGpu())))
+QUANTIZED_MATMUL = Op(
+    DecodedMatmul(), (("cpu", NativeQuantizedMatmul()), ("cpu", BlockwiseMatmul()), ("cuda", QuantizedMatmulGpu()))
+)
 """Products of few rows with a quantized matrix, which is decoded in blocks on CPUs and NVIDIA GPUs."""

@@ -1,6 +1,7 @@
 """A language model with its tokenizer, which continues texts, answers chats and computes probabilities of texts."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, overload, Unpack
@@ -8,7 +9,7 @@ from typing import Any, Literal, overload, Unpack
 import jax
 import numpy as np
 
-from .. import data, generation, nn, parallel
+from .. import data, generation, kernels, nn, parallel
 from .._prepare import last_level_cache
 from .._shapes import as_tuple
 from ._generate_texts import ChatOptions, Completion, generate_texts, GenerateOptions, Prompts, Settings, StreamedText
@@ -301,12 +302,18 @@ def prepare_to_decode(
         model: The model as it was loaded.
         plan: The mesh and its shardings; None for one device.
         throughput: Whether many tokens pay for a longer compilation. Without it, dense layers stay stacked on CPUs:
-            their programs then compile several times as fast.
+            their programs then compile several times as fast. With it, `kernels.build_native` is called for quantized
+            weights if there is a C++ compiler.
         rows: Rows that decode together, as `generation.unstack_for_platform` reads them; unused with a plan.
         capacity: Tokens of each row's cache; unused with a plan.
         cache_dtype: Storage format of the caches, such as "int8"; unused with a plan.
     """
     platform, chip = jax.default_backend(), jax.devices()[0].device_kind
+    if throughput and platform == "cpu" and nn.quantized_formats(model) and kernels.find_compiler() is not None:
+        try:
+            kernels.build_native()
+        except RuntimeError as error:
+            logging.getLogger("eqformer").warning("%s", error)
     if plan is None:
         processor_cache = last_level_cache() if throughput else None
         caches: dict[str, Any] = {"rows": rows, "capacity": capacity, "cache_dtype": cache_dtype}

@@ -102,7 +102,8 @@ def load_llm(
             and merges the low-rank changes of a run into them.
         predictor: Whether to read the module that predicts a further token too, for `generate(draft="mtp")`.
         throughput: Whether programs may take longer to compile if decoding is faster then: on a CPU, layers whose
-            weights fit into no cache are unstacked (see `generation.unstack_for_platform`).
+            weights fit into no cache are unstacked (see `generation.unstack_for_platform`), and a C++ compiler builds
+            the products with quantized weights, once (see `kernels.build_native`).
         progress: A function that is called with the number of bytes read so far, and of all bytes.
     """
     call = f"load_llm({str(source)!r})"
