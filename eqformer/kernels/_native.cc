@@ -118,12 +118,20 @@ inline float from_half(uint16_t half) {
   return half & 0x8000 ? -magnitude : magnitude;
 }
 
+inline float from_bfloat(uint16_t upper_half) {
+  const uint32_t bits = static_cast<uint32_t>(upper_half) << 16;
+  float number;
+  std::memcpy(&number, &bits, sizeof number);
+  return number;
+}
+
 // The arrays of a call. Of the pointers to scales, and to zero points, the one that fits their dtype is not null.
 struct Arrays {
   const float* x;  // vectors, parts, bytes
   const uint8_t* codes;
   const float* scales;
-  const uint16_t* half_scales;
+  const uint16_t* half_scales;    // float16
+  const uint16_t* bfloat_scales;  // bfloat16
   const uint8_t* exponents;
   const float* zeros;
   const uint8_t* byte_zeros;
@@ -132,7 +140,8 @@ struct Arrays {
 
   Scale scale(int64_t group) const {
     if (scales != nullptr) return {scales[group], 1.0f};
-    return half_scales != nullptr ? Scale{from_half(half_scales[group]), 1.0f} : power_of_two(exponents[group]);
+    if (half_scales != nullptr) return {from_half(half_scales[group]), 1.0f};
+    return bfloat_scales != nullptr ? Scale{from_bfloat(bfloat_scales[group]), 1.0f} : power_of_two(exponents[group]);
   }
   float zero(int64_t group, float middle) const {
     return zeros != nullptr ? zeros[group] : byte_zeros != nullptr ? byte_zeros[group] : middle;
@@ -285,8 +294,9 @@ ffi::Error run(ffi::ThreadPool pool, Vectors x, Codes codes, ffi::AnyBuffer scal
   switch (scales.element_type()) {
     case ffi::F32: a.scales = static_cast<const float*>(scale_data); break;
     case ffi::F16: a.half_scales = static_cast<const uint16_t*>(scale_data); break;
+    case ffi::BF16: a.bfloat_scales = static_cast<const uint16_t*>(scale_data); break;
     case ffi::U8: a.exponents = static_cast<const uint8_t*>(scale_data); break;
-    default: return ffi::Error::InvalidArgument("scales must be float32, float16 or uint8");
+    default: return ffi::Error::InvalidArgument("scales must be float32, float16, bfloat16 or uint8");
   }
   if (zeros.element_count() > 0) {
     if (zeros.element_type() == ffi::F32) a.zeros = static_cast<const float*>(zero_data);

@@ -127,7 +127,7 @@ class NativeQuantizedMatmul(Implementation[QuantizedMatmulCall, Array]):
         # The inputs of low codes, then those of high codes.
         vectors = jnp.swapaxes(call.x.reshape(-1, call.codes.shape[1], parts), 1, 2)
         zeros = jnp.zeros((0, 0), jnp.float32) if call.zeros is None else _readable(call.zeros, "uint8")
-        arrays = vectors, call.codes, _readable(call.scales, "uint8", "float16"), zeros
+        arrays = vectors, call.codes, _readable(call.scales, "uint8", "float16", "bfloat16"), zeros
         like = sum((jnp.zeros_like(array, jnp.float32, shape=()) for array in arrays), jnp.zeros(()))
         result = jax.ShapeDtypeStruct((len(vectors), call.codes.shape[0]), jnp.float32)
         multiply = jax.ffi.ffi_call(target, result, vmap_method="sequential")
@@ -144,4 +144,4 @@ def _readable(array: Shaped[Array, "..."], *dtypes: str) -> Shaped[Array, "..."]
 _SOURCE = Path(__file__).with_suffix(".cc")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w")
 _LANES = 16  # Codes are decoded 16 at a time.
-_MAX_VECTORS = 128
+_MAX_VECTORS = 4  # For more vectors, XLA's products of decoded blocks are faster.

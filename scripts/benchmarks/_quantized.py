@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import _ours, _peers
 from benchmarks._folders import write_quantized_folder
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
-from eqformer import generation, models, nn, training
+from eqformer import generation, kernels, models, nn, training
 from eqformer.recipes import RunDirectory, Screen, texts
 from eqformer.text import load_run_model
 
@@ -35,6 +35,8 @@ FORMS: dict[str, Callable[[nn.Transformer], nn.Transformer]] = {
 
 def quantized(rounds: int) -> Iterator[Row]:
     """Greedy decoding in 8 and 4 bits, of our own (8 M parameters) and of folders, and bits a byte of runs/default."""
+    if kernels.find_compiler() is not None:
+        kernels.build_native()
     config, prompt, new = models.preset("llama-byte-8m"), 32, 128
     for batch in BATCHES:
         ids = _ids(config.vocab, batch, prompt)
