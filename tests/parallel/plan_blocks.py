@@ -11,7 +11,7 @@ from extending import beside
 from plan_parts import attention, CORE, EMBED, HEAD_DIM, HEADS, MLP, norm
 from plan_recurrences import channel_recurrence, mixers_side_by_side, recurrence, short_convolutions, state_space
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 Cosine: Any = beside("cosine").Cosine
@@ -326,7 +326,9 @@ def blocked(key: Any) -> nn.Block:
     norms = {f"{name}_norm": nn.RMSNorm("index_dim", index_dim=6) for name in ("query", "key")}
     sizes: dict[str, Any] = {"embed": EMBED, "kv_heads": 4, "rotary": nn.Rotary(4, 1e4)}
     indexer = nn.BlockIndexer(dim=6, block=3, top_k=2, **norms, **sizes, key=three)
-    mixer = nn.BlockIndexedAttention(indexer, heads=HEADS, head_dim=HEAD_DIM, core=CORE, **sizes, key=one)
+    mixer = nn.BlockIndexedAttention(
+        indexer, heads=HEADS, head_dim=HEAD_DIM, core=kernels.ReferenceAttention(), **sizes, key=one
+    )
     return nn.Block(nn.Residual(mixer, norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm()))
 
 

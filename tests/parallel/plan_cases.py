@@ -26,7 +26,7 @@ EVERY_RUN = [
         {"replica": 2, "pipe": 2},
         {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2},
     ),
-    Case("jaxformer", {"tensor": 2}, {"residual": "feature", "overlap": "bidirectional"}, "products"),
+    Case("jaxformer", {"tensor": 2}, {"residual": "replicated"}, "products"),
     Case(
         "llama",
         {"fsdp": 2, "pipe": 2, "context": 2},
@@ -47,13 +47,20 @@ EVERY_RUN = [
     Case(
         "llama",
         {"expert": 2, "pipe": 2, "tensor": 2},
-        {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2, "residual": "replicated"},
+        {"zero": 0, "schedule": "zb-v", "microbatches": 2, "chunks": 2}
+        | {"residual": "feature", "overlap": "bidirectional"},
     ),
     Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2, "stage_remat": True}),
 ]
 FURTHER = [
     Case("gpt2", {"tensor": 2}, {"residual": "feature", "overlap": "bidirectional"}, "products"),
+    Case("jaxformer", {"tensor": 2}, {"residual": "feature", "overlap": "bidirectional"}, "products"),
     Case("jaxformer", {"tensor": 2}, {"residual": "replicated"}),
+    Case(
+        "llama",
+        {"expert": 2, "pipe": 2, "tensor": 2},
+        {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2, "residual": "replicated"},
+    ),
     Case("llama", {"expert": 2, "pipe": 2}, {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2}),
     Case("jaxformer", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}, "products"),
     *(

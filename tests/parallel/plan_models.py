@@ -77,7 +77,9 @@ FAMILIES: dict[str, Any] = {
     "bert": models.BERTConfig(vocab=50, embed=EMBED, layers=4, heads=HEADS, mlp=MLP, max_seq=32),
     "long table": models.GPT2Config(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
 }
-CORES = {"long table": kernels.ReferenceAttention()}  # which takes no steps of eight tokens
+# Others run by blocks of eight tokens, in programs that take longer to trace; the long table takes no such blocks.
+REFERENCE = kernels.ReferenceAttention()
+CORES: dict[str, Any] = dict.fromkeys(("gpt2", "jaxformer", "five layers", "long table"), REFERENCE)
 
 
 # How many layers of each kind, where these are not four.

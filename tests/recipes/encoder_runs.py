@@ -41,6 +41,11 @@ def run_of(recipe: Recipe, folder: Path, devices: int = 1) -> Any:
     return train(recipe, folder, devices=jax.devices()[:devices], screen=Screen(silent=True))
 
 
+def with_arrays(model: Any, other: Any) -> Any:
+    """Return a model with the arrays of another, whose fields may differ: it runs in the programs of the first."""
+    return jax.tree.unflatten(jax.tree.structure(model), jax.tree.leaves(other))
+
+
 def losses(run: Any) -> list[float]:
     lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line]

@@ -9,7 +9,19 @@ import jax
 import numpy as np
 import pytest
 from encoder_folders import write_encoder
-from encoder_runs import check_it_goes_on, CONFIG, load, losses, MESHES, run_of, SGD, SIZES, TEXT, write_rows
+from encoder_runs import (
+    check_it_goes_on,
+    CONFIG,
+    load,
+    losses,
+    MESHES,
+    run_of,
+    SGD,
+    SIZES,
+    TEXT,
+    with_arrays,
+    write_rows,
+)
 
 from eqformer import models, nn, training
 from eqformer.recipes import Labels, published_recipe, Recipe
@@ -60,7 +72,7 @@ def test_a_run_learns_labels_and_its_folder_classifies(rows, tmp_path):
     end = load(run.folder)
     key = jax.random.split(jax.random.key(0), 3)[0]
     start_model = eqx.filter_jit(models.build)(CONFIG, classifier=models.Classifier(3), key=key)
-    start = dataclasses.replace(end, model=start_model)
+    start = dataclasses.replace(end, model=with_arrays(end.model, start_model))
     count, all_rows = len(train_rows), [*train_rows, *held_out]
     first, last = (logits_of(classifier, all_rows) for classifier in (start, end))
     assert end.labels == LABELS and losses(run)[0] == pytest.approx(formula(first[:count], train_rows)[0], rel=1e-5)

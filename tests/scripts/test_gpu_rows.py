@@ -64,13 +64,15 @@ def test_each_group_has_its_rows(tmp_path):
     assert list((tmp_path / "gpu-profile").rglob("*.xplane.pb"))
 
 
-def test_steps_of_quantized_weights(tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", ["int8", pytest.param("decoded", marks=pytest.mark.grid)])
+def test_steps_of_quantized_weights(form, tmp_path, monkeypatch):
     """A step takes the difference of 4 tokens and 1, over 3; a contender that fails is a row that says why."""
     monkeypatch.setattr(_gpu_runs, "seconds_in_turn", lambda calls, rounds: {"one": [1.0, 3.0, 2.0], "all": [5.0]})
-    monkeypatch.setattr(_gpu_runs, "FORMS", (None, "int8", "int3"))
+    monkeypatch.setattr(_gpu_runs, "FORMS", (None if form == "decoded" else form, "int3"))
     rows = list(_gpu.gpu_steps(CARD, 2, tmp_path, SMALL, lambda *_: lambda work, seconds: work()))
     assert {row.group for row in rows} == {"decode steps of llama-byte-1m, 1 layers, batch 2"}
-    assert [(row.name, row.value) for row in rows] == [("bfloat16", 1000.0), ("int8", 1000.0), ("int3", None)]
+    name = "bfloat16" if form == "decoded" else form
+    assert [(row.name, row.value) for row in rows] == [(name, 1000.0), ("int3", None)]
     assert "unknown number format" in rows[-1].note
 
 

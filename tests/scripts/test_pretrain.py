@@ -60,7 +60,8 @@ def trained(corpus, tmp_path_factory):
     bare = {"PATH": "", "HOME": "/dev/null/home", "XDG_CACHE_HOME": "", "EQFORMER_TOKENS": ""}
     bare["PYTHONPATH"] = f"{offline}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     plain = PLAIN | bare | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
-    done = run("pretrain.py", "--run-dir", run_dir, "--data", corpus, *TINY, *LLAMA, env=plain)
+    soon_compiled = "--execution.core", "reference", "--execution.remat", "none"
+    done = run("pretrain.py", "--run-dir", run_dir, "--data", corpus, *TINY, *LLAMA, *soon_compiled, env=plain)
     assert done.returncode == 0, done.stderr
     (offline / "asks.py").write_text("import socket; socket.create_connection(('localhost', 1))")
     asks = subprocess.run([sys.executable, offline / "asks.py"], env=plain, capture_output=True, text=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from haste import put
 
-from eqformer import Batch, nn
+from eqformer import Batch, kernels, nn
 
 
 @pytest.fixture
@@ -56,7 +56,15 @@ def make_model(filled):
             one, two = jax.random.split(key)
             return nn.Block(
                 nn.Residual(
-                    nn.Attention(embed=embed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=True, key=one),
+                    nn.Attention(
+                        embed=embed,
+                        heads=heads,
+                        kv_heads=kv_heads,
+                        head_dim=head_dim,
+                        bias=True,
+                        core=kernels.ReferenceAttention(),
+                        key=one,
+                    ),
                     nn.RMSNorm("embed", embed=embed),
                     dropout=nn.Dropout(dropout) if dropout else None,
                 ),

@@ -11,7 +11,7 @@ from encoder_folders import PAIRS, TEXTS, write_encoder
 from nn_reference import random_module
 from plan_parity import compiled_for, differences, under
 
-from eqformer import data, LabelBatch, models, nn, text, training
+from eqformer import data, kernels, LabelBatch, models, nn, text, training
 from eqformer.parallel import make_mesh, Plan
 from eqformer.training import loss_count
 from eqformer.training.losses._loss_aux import loss_metrics
@@ -38,7 +38,8 @@ def batch_of(name: str) -> LabelBatch:
 
 def model_of(config: Any, labels: int, dtype: str = "float32") -> nn.Transformer:
     build = lambda: models.build(config, classifier=models.Classifier(labels), key=jax.random.key(0))
-    return random_module(lambda: nn.Precision(dtype, dtype).apply(build()))
+    apply = lambda model: nn.with_execution(nn.Precision(dtype, dtype).apply(model), core=kernels.ReferenceAttention())
+    return random_module(lambda: apply(build()))
 
 
 @pytest.mark.parametrize("name", LABELS)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from haste import same_trees
-from nn_reference import random_module
+from nn_reference import randomised
 from resumed_runs import copy
 
 from eqformer import Batch, models, nn, training
@@ -134,7 +134,8 @@ def test_each_array_has_one_former_name(name, tmp_path):
 )
 def test_training_goes_on_from_an_older_checkpoint(name, tmp_path):
     zipfile.ZipFile(FIXTURES / f"{name}.zip").extractall(tmp_path)
-    state = eqx.filter_jit(initial_state)(name, random_module(build, name, KEY))
+    model = randomised(eqx.filter_eval_shape(lambda key: build(name, key), KEY), deviation=1.0)
+    state = eqx.filter_jit(initial_state)(name, model)
     step = training.make_step(training.next_token_loss, optimizer_of(name, state.model))
     with training.Checkpointer(tmp_path) as checkpointer:
         restored, metadata = checkpointer.restore(state)

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from nn_reference import random_module
 from token_table import make_table, Table, VOCAB
 
-from eqformer import models, PreferenceBatch, training
+from eqformer import kernels, models, nn, PreferenceBatch, training
 from eqformer.data import batch_labelled, EncodedExample
 from eqformer.parallel import make_mesh, Plan
 from eqformer.training import loss_count
@@ -144,7 +144,8 @@ def test_what_is_refused():
 
 def test_a_kto_step_computes_its_baseline_before_it_steps():
     """On one device as a mesh, with a model whose nats differ from the reference's."""
-    model = random_module(models.build, SMALL, key=jax.random.key(0))
+    build = lambda: models.build(SMALL, key=jax.random.key(0))
+    model = random_module(lambda: nn.with_execution(build(), core=kernels.ReferenceAttention()))
     reference = jax.tree.map(lambda x: jnp.asarray(np.asarray(x) * x.dtype.type(3)), model)
     plan = Plan(make_mesh(devices=jax.devices()[:1]))
     rng = np.random.default_rng(0)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from nn_reference import random_module
 
-from eqformer import data, models, training
+from eqformer import data, kernels, models, nn, training
 from eqformer.parallel import make_mesh, Plan
 
 
@@ -18,7 +18,8 @@ SMALL = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=1, 
 
 
 def test_stored_arrays_are_those_of_each_batch(tmp_path):
-    reference = random_module(models.build, SMALL, key=jax.random.key(0))
+    build = lambda: models.build(SMALL, key=jax.random.key(0))
+    reference = random_module(lambda: nn.with_execution(build(), core=kernels.ReferenceAttention()))
     plan = Plan(make_mesh(devices=jax.devices()[:1]))
     rows = [{"prompt": f"{n}:", "chosen": f"{n} yes", "rejected": f"{n} no"} for n in range(3)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -10,7 +10,7 @@ import pytest
 from nn_reference import randomised
 from resumed_runs import copy
 
-from eqformer import Batch, models, nn, training
+from eqformer import Batch, kernels, models, nn, training
 
 
 NUMBERS = models.LlamaConfig(vocab=29, embed=16, layers=2, heads=4, kv_heads=2, mlp=24)
@@ -21,6 +21,7 @@ STEPS = 3
 def adapted():
     def make():
         model = models.build(NUMBERS, key=jax.random.key(0))
+        model = nn.with_execution(model, core=kernels.ReferenceAttention())
         return nn.with_lora(model, ["query", "value", "up"], rank=2, alpha=4.0, key=jax.random.key(1))
 
     return randomised(eqx.filter_eval_shape(make), deviation=0.2)
