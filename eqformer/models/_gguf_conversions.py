@@ -261,6 +261,17 @@ def read_windows(config: JsonObject, file: GGUF, period: int = 0, *, is_first_fu
     return {"layer_types": ["sliding_attention" if local else "full_attention" for local in is_local]}
 
 
+def read_positions_by_type(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the rotary positions of layers with and without a window; only the latter have the scaling."""
+    theta = config["rope_theta"]
+    local = {"rope_type": "default", "rope_theta": file.values.get(f"{file.kind}.rope.freq_base_swa", theta)}
+    full = {"rope_type": "default"} | (config.get("rope_scaling") or {}) | {"rope_theta": theta}
+    return {
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+        **dict.fromkeys(("rope_theta", "rope_scaling")),
+    }
+
+
 def read_partial_rotary(config: JsonObject, file: GGUF) -> JsonObject:
     """Return a head's channels and the part of them that is rotated, which differ from the family's defaults."""
     width = config["hidden_size"] // config["num_attention_heads"]
@@ -294,6 +305,41 @@ def read_mamba2(config: JsonObject, file: GGUF) -> JsonObject:
         "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in file.tensors),
         "position_embedding_type": "rope" if is_rotated else "nope",
         **{name: config[name] or 0 for name in ("num_local_experts", "num_experts_per_tok")},
+    }
+
+
+def read_nemotron_layers(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the kinds of a Nemotron-H's layers, by their heads and hidden features, and its widths."""
+    heads, inner, layers = config["mamba_num_heads"], config["mamba_head_dim"], config["num_hidden_layers"]
+    blocks = file.values[f"{file.kind}.block_count"]  # with predictors, which are the last ones
+    key_heads, widths = (
+        file.numbers_by_layer(name, blocks)[:layers] for name in ("attention.head_count_kv", "feed_forward_length")
+    )
+    if (
+        inner % heads
+        or any(len({*numbers} - {0}) > 1 for numbers in (key_heads, widths))
+        or any(map(all, zip(key_heads, widths)))
+    ):
+        raise ValueError(
+            f"{file.call}: {file.kind}.attention.head_count_kv={key_heads}, feed_forward_length={widths}, "
+            f"ssm.inner_size={inner}: a layer has at most one of the first two numbers, all layers the same ones, and "
+            f"ssm.time_step_rank={heads} divides the last number."
+        )
+    mlp = "E" if config.get("n_routed_experts") else "-"
+    pattern = ["*" if key else mlp if width else "M" for key, width in zip(key_heads, widths)]
+    names = ("ssm_in.bias", "ssm_conv1d.bias", "ffn_up.bias")
+    net_bias, conv_bias, mlp_bias = (any(name.endswith(suffix) for name in file.tensors) for suffix in names)
+    return {
+        "hybrid_override_pattern": "".join(pattern),
+        "mamba_head_dim": inner // heads,
+        # Files may state the number that norms add under another name, which llama.cpp prefers.
+        "layer_norm_epsilon": file.values.get(
+            f"{file.kind}.attention.layer_norm_rms_epsilon", config["layer_norm_epsilon"]
+        ),
+        **{"use_bias": net_bias, "use_conv_bias": conv_bias, "mlp_bias": mlp_bias},
+        **{name: config.get(name) or 1 for name in ("n_group", "topk_group", "routed_scaling_factor")},
+        # Files of models with experts state the width of these.
+        "intermediate_size": None if mlp == "E" else config["intermediate_size"],
     }
 
 

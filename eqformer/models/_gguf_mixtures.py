@@ -17,8 +17,10 @@ from ._gguf_conversions import (
     read_magnitudes,
     read_mamba2,
     read_mixture,
+    read_nemotron_layers,
     read_oss_scaling,
     read_partial_rotary,
+    read_positions_by_type,
     read_recurrent_layers,
     read_windows,
     restore_decay,
@@ -76,6 +78,35 @@ _MAMBA = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
+_NEMOTRON = Architecture(
+    "nemotron_h",
+    {
+        "attn_norm": "norm",
+        **{f"attn_{name}": f"mixer.{name}_proj" for name in "qkv"},
+        "attn_output": "mixer.o_proj",
+        **{name: published.replace("mamba.", "mixer.") for name, published in _MAMBA.items()},
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+    },
+    sizes={
+        "ssm.conv_kernel": "conv_kernel",
+        "ssm.state_size": "ssm_state_size",
+        "ssm.group_count": "n_groups",
+        "ssm.time_step_rank": "mamba_num_heads",
+        "ssm.inner_size": "mamba_head_dim",
+    },
+    implied=read_nemotron_layers,
+    order=order_rotated_pairs,  # without an effect, since attention has no positions
+    restore=restore_decay,
+    left_out={"ssm_conv1d": 1},
+    flat=("ssm_a", "ssm_d", "ssm_norm"),
+    edges={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
+    prefix="backbone.layers.",
+    eps=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+    unread=("attention.layer_norm_rms_epsilon",),  # `implied` reads it
+    lists=("attention.head_count_kv", "feed_forward_length"),
+    has_predictors=True,
+)
 _QWEN35 = Architecture(
     "qwen3_5_text",
     {
@@ -255,6 +286,62 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ),
         expected=_SIGMOID,
     ),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": dataclasses.replace(
+        _NEMOTRON,
+        layer={
+            **_NEMOTRON.layer,
+            "ffn_gate_inp": "mixer.gate",
+            "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+            **{f"ffn_{name}_exps": f"mixer.experts.{{}}.{name}_proj" for name in ("up", "down")},
+            **{f"ffn_{name}_shexp": f"mixer.shared_experts.{name}_proj" for name in ("up", "down")},
+            "ffn_latent_down": "mixer.fc1_latent_proj",
+            "ffn_latent_up": "mixer.fc2_latent_proj",
+        },
+        sizes={
+            **_NEMOTRON.sizes,
+            **_ROUTED,
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+        },
+        numbers={
+            "moe_latent_size": "moe_latent_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+        },
+        implied=lambda config, file: (
+            read_nemotron_layers(config, file) | {"norm_topk_prob": config["norm_topk_prob"] is True}
+        ),
+        expected={**_SIGMOID, "expert_shared_count": 1},
+    ),
+    "exaone-moe": Architecture(
+        "exaone_moe",
+        {
+            **_experts("mlp.", _EXPERT_MAPS),
+            **_SHARED_EXPERTS,
+            "exp_probs_b.bias": "mlp.e_score_correction_bias",
+        },
+        sizes={**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+        numbers={
+            **WINDOW,
+            "expert_shared_count": "num_shared_experts",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+        },
+        implied=lambda config, file: (
+            read_windows(config, file, 4)
+            | {"norm_topk_prob": config["norm_topk_prob"] is True}
+            | {name: config[name] or 1 for name in ("n_group", "topk_group", "routed_scaling_factor")}
+            | {name: config[name] or 0 for name in ("num_shared_experts", "first_k_dense_replace")}
+        ),
+        expected=_SIGMOID,
+        unread=("attention.sliding_window_pattern", "expert_shared_feed_forward_length"),  # the latter is a product
+        has_predictors=True,
+    ),
     "olmoe": Architecture(
         "olmoe",
         _experts("mlp.", _EXPERT_MAPS),
@@ -419,6 +506,15 @@ _GRANITE_MOE_SHARED = dataclasses.replace(
     numbers={**SCALES, "expert_shared_feed_forward_length": "shared_intermediate_size"},
 )
 _DEEPSEEK_V3 = dataclasses.replace(_DEEPSEEK2, model_type="deepseek_v3", implied=read_latents, expected=_SIGMOID)
+_OLMO3 = dataclasses.replace(
+    DENSE["olmo2"],
+    model_type="olmo3",
+    numbers=WINDOW,
+    implied=lambda config, file: (
+        read_attention_bias(config, file) | read_windows(config, file, 4) | read_positions_by_type(config, file)
+    ),
+    unread=("attention.sliding_window_pattern", "rope.freq_base_swa"),
+)
 _FIRST_DENSE = "deepseek2.leading_dense_block_count"
 
 
@@ -426,13 +522,16 @@ def architecture_of(file: GGUF) -> Architecture:
     """Return the architecture of a file.
 
     GGUF calls Mixtral "llama" too, with an `expert_count` above 0, DeepSeek-V3 "deepseek2", whose choice of experts has
-    a bias, Granite with a shared expert "granitemoe", and DistilBERT, which has no token types, "bert".
+    a bias, Granite with a shared expert "granitemoe", OLMo 3, which has windows, "olmo2", and DistilBERT, which has no
+    token types, "bert".
     """
     kind = file.kind
     if kind == "llama" and file.values.get("llama.expert_count"):
         return _MIXTRAL
     if kind == "deepseek2" and f"blk.{file.values.get(_FIRST_DENSE, 0)}.exp_probs_b.bias" in file.tensors:
         return _DEEPSEEK_V3
+    if kind == "olmo2" and file.values.get("olmo2.attention.sliding_window"):
+        return _OLMO3
     if kind == "granitemoe" and file.values.get("granitemoe.expert_shared_feed_forward_length"):
         return _GRANITE_MOE_SHARED
     if kind == "bert" and "token_types.weight" not in file.tensors:

@@ -14,7 +14,7 @@ from test_gguf import made, SAID, text
 from test_published import FIXTURES
 
 from eqformer import models
-from eqformer.models._gguf_conversions import read_latents, read_mamba2, read_windows
+from eqformer.models._gguf_conversions import read_latents, read_mamba2, read_nemotron_layers, read_windows
 from eqformer.models._gguf_file import GGUF
 from eqformer.models._gguf_models import (
     _is_without_effect,
@@ -244,6 +244,13 @@ UNFIT = {
     "heads of no width": (
         lambda: read_mamba2(SIZES, header("granitehybrid")),
         "granitehybrid.ssm.inner_size=16: it must be a multiple of ssm.time_step_rank=3 and of embedding_length=8",
+    ),
+    "layers of two kinds at once": (
+        lambda: read_nemotron_layers(
+            {"mamba_num_heads": 2, "mamba_head_dim": 8, "num_hidden_layers": 2},
+            header("nemotron_h", block_count=2, attention__head_count_kv=2, feed_forward_length=8),
+        ),
+        r"nemotron_h.attention.head_count_kv=\[2, 2\], feed_forward_length=\[8, 8\], ssm.inner_size=8: a layer has at",
     ),
     "widths of an older DeepSeek": (
         lambda: read_latents(LATENTS, header("deepseek2", attention__key_length=4, attention__value_length=4)),
