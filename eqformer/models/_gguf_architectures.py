@@ -1,6 +1,6 @@
 """Architectures of GGUF files: the family of each, and llama.cpp's names of its numbers and arrays.
 
-`_gguf_mixtures` has those with experts or with layers of several kinds.
+`_gguf_encoders`, `_gguf_recurrent` and `_gguf_mixtures` have those of encoders, of recurrent layers and of experts.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from ._gguf_file import GGUF, Order
 
 # Published names of the feed-forward layer's maps.
 MAPS = {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+NUMBERED_MAPS = {"gate": "w1", "up": "w3", "down": "w2"}
 LAYER: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",

@@ -308,6 +308,32 @@ def read_mamba2(config: JsonObject, file: GGUF) -> JsonObject:
     }
 
 
+def read_falcon_h1(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the attributes of Falcon-H1 that files state in another way; all its factors are 1.
+
+    The converter multiplies the arrays by the published factors. Files do not state whether the norm of a Mamba-2 comes
+    before its gate; it comes after it, as in llama.cpp and in all published models.
+    """
+    heads, inner = config["mamba_n_heads"], config["mamba_d_head"]
+    if inner % heads:
+        raise ValueError(f"{file.call}: {file.kind}.ssm.inner_size={inner}: ssm.time_step_rank={heads} must divide it.")
+    suffixes = {
+        "mamba_rms_norm": "ssm_norm.weight",
+        "mamba_conv_bias": "ssm_conv1d.bias",
+        "mamba_proj_bias": "ssm_in.bias",
+        "projectors_bias": "ssm_out.bias",
+        "mlp_bias": "ffn_up.bias",
+    }
+    return {
+        **read_attention_bias(config, file),
+        **{name: any(key.endswith(suffix) for key in file.tensors) for name, suffix in suffixes.items()},
+        "mamba_d_ssm": inner,
+        "mamba_d_head": inner // heads,
+        "mamba_norm_before_gate": False,
+        **{"ssm_multipliers": [1.0] * 5, "mlp_multipliers": [1.0] * 2},
+    }
+
+
 def read_nemotron_layers(config: JsonObject, file: GGUF) -> JsonObject:
     """Return the kinds of a Nemotron-H's layers, by their heads and hidden features, and its widths."""
     heads, inner, layers = config["mamba_num_heads"], config["mamba_head_dim"], config["num_hidden_layers"]

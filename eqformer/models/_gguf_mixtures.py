@@ -1,12 +1,11 @@
-"""Architectures of GGUF files with experts or with layers of several kinds, and the architecture of a file."""
+"""Architectures of GGUF files with experts, the table of all architectures, and the architecture of a file."""
 
 import dataclasses
 from collections.abc import Mapping
 
-from ._gguf_architectures import Architecture, DENSE, FOUR_NORMS, HUNYUAN, MAPS, SCALES, WINDOW
+from ._gguf_architectures import Architecture, DENSE, FOUR_NORMS, HUNYUAN, MAPS, NUMBERED_MAPS, SCALES, WINDOW
 from ._gguf_conversions import (
     order_rotated_pairs,
-    order_tiled_heads,
     read_attention_bias,
     read_conv_layers,
     read_ernie_layers,
@@ -21,13 +20,12 @@ from ._gguf_conversions import (
     read_oss_scaling,
     read_partial_rotary,
     read_positions_by_type,
-    read_recurrent_layers,
     read_windows,
     restore_decay,
-    restore_qwen35,
 )
 from ._gguf_encoders import DISTILBERT, ENCODERS
 from ._gguf_file import GGUF
+from ._gguf_recurrent import MAMBA, MAMBA_SIZES, RECURRENT
 
 
 def _experts(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
@@ -52,7 +50,6 @@ _ROUTED_OPTIONS = {
 }
 _SIGMOID = {"expert_gating_func": 2}
 _EXPERT_MAPS = {name: f"{name}_proj" for name in MAPS}
-_MIXTRAL_MAPS = {"gate": "w1", "up": "w3", "down": "w2"}
 _SHARED_EXPERTS = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in MAPS}
 _GRANITE_EXPERTS = {
     "ffn_gate_inp": "block_sparse_moe.router.layer",
@@ -69,78 +66,11 @@ _QWEN_EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-_MAMBA = {
-    "ssm_in": "mamba.in_proj",
-    "ssm_conv1d": "mamba.conv1d",
-    "ssm_dt.bias": "mamba.dt_bias",
-    "ssm_a": "mamba.A_log",
-    "ssm_d": "mamba.D",
-    "ssm_norm": "mamba.norm",
-    "ssm_out": "mamba.out_proj",
-}
-_NEMOTRON = Architecture(
-    "nemotron_h",
-    {
-        "attn_norm": "norm",
-        **{f"attn_{name}": f"mixer.{name}_proj" for name in "qkv"},
-        "attn_output": "mixer.o_proj",
-        **{name: published.replace("mamba.", "mixer.") for name, published in _MAMBA.items()},
-        "ffn_up": "mixer.up_proj",
-        "ffn_down": "mixer.down_proj",
-    },
-    sizes={
-        "ssm.conv_kernel": "conv_kernel",
-        "ssm.state_size": "ssm_state_size",
-        "ssm.group_count": "n_groups",
-        "ssm.time_step_rank": "mamba_num_heads",
-        "ssm.inner_size": "mamba_head_dim",
-    },
-    implied=read_nemotron_layers,
-    order=order_rotated_pairs,  # without an effect, since attention has no positions
-    restore=restore_decay,
-    left_out={"ssm_conv1d": 1},
-    flat=("ssm_a", "ssm_d", "ssm_norm"),
-    edges={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
-    prefix="backbone.layers.",
-    eps=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
-    unread=("attention.layer_norm_rms_epsilon",),  # `implied` reads it
-    lists=("attention.head_count_kv", "feed_forward_length"),
-    has_predictors=True,
-)
-_QWEN35 = Architecture(
-    "qwen3_5_text",
-    {
-        "post_attention_norm": "post_attention_layernorm",
-        "attn_qkv": "linear_attn.in_proj_qkv",
-        "attn_gate": "linear_attn.in_proj_z",
-        "ssm_alpha": "linear_attn.in_proj_a",
-        "ssm_beta": "linear_attn.in_proj_b",
-        "ssm_conv1d": "linear_attn.conv1d",
-        "ssm_norm": "linear_attn.norm",
-        "ssm_out": "linear_attn.out_proj",
-        "ssm_a": "linear_attn.A_log",
-        "ssm_dt.bias": "linear_attn.dt_bias",
-    },
-    sizes={
-        "ssm.conv_kernel": "linear_conv_kernel_dim",
-        "ssm.state_size": "linear_key_head_dim",
-        "ssm.group_count": "linear_num_key_heads",
-        "ssm.time_step_rank": "linear_num_value_heads",
-        "ssm.inner_size": "linear_value_head_dim",
-        "full_attention_interval": "full_attention_interval",
-    },
-    implied=read_recurrent_layers,
-    unread=("rope.dimension_sections",),  # positions of images, which are equal for text
-    order=order_tiled_heads,
-    restore=restore_qwen35,
-    left_out={"ssm_conv1d": 1, "ffn_gate_inp_shexp": 0},
-    has_predictors=True,
-)
 _QWEN35_MOE = dataclasses.replace(
-    _QWEN35,
+    RECURRENT["qwen35"],
     model_type="qwen3_5_moe_text",
-    layer={**_QWEN35.layer, **_QWEN_EXPERTS},
-    sizes={**_QWEN35.sizes, **_QWEN_EXPERT_SIZES},
+    layer={**RECURRENT["qwen35"].layer, **_QWEN_EXPERTS},
+    sizes={**RECURRENT["qwen35"].sizes, **_QWEN_EXPERT_SIZES},
 )
 _DEEPSEEK2 = Architecture(
     "deepseek_v2",
@@ -174,26 +104,10 @@ _DEEPSEEK2 = Architecture(
     has_latents=True,
     has_predictors=True,
 )
-_LFM2 = Architecture(
-    "lfm2",
-    {
-        "attn_norm": "operator_norm",
-        "attn_output": "self_attn.out_proj",
-        "attn_q_norm": "self_attn.q_layernorm",
-        "attn_k_norm": "self_attn.k_layernorm",
-        "ffn_norm": "ffn_norm",
-        **{f"ffn_{name}": f"feed_forward.{published}" for name, published in _MIXTRAL_MAPS.items()},
-        **{f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")},
-    },
-    sizes={"shortconv.l_cache": "conv_L_cache"},
-    implied=lambda config, file: read_conv_layers(config, file) | {"block_auto_adjust_ff_dim": False},
-    left_out={"shortconv.conv": 1},
-    edges={"token_embd_norm": "model.embedding_norm"},
-    lists=("attention.head_count_kv",),
-)
 ARCHITECTURES: Mapping[str, Architecture] = {
     **DENSE,
     **ENCODERS,
+    **RECURRENT,
     "qwen2moe": Architecture(
         "qwen2_moe",
         _QWEN_EXPERTS,
@@ -206,7 +120,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         numbers={**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
         implied=lambda config, file: {"norm_topk_prob": True},
     ),
-    "qwen35": _QWEN35,
     "qwen35moe": _QWEN35_MOE,
     "qwen3next": dataclasses.replace(
         _QWEN35_MOE,
@@ -266,16 +179,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         numbers=WINDOW,
         implied=read_oss_scaling,
     ),
-    "lfm2": _LFM2,
     "lfm2moe": dataclasses.replace(
-        _LFM2,
+        RECURRENT["lfm2"],
         model_type="lfm2_moe",
         layer={
-            **_LFM2.layer,
-            **_experts("feed_forward.", _MIXTRAL_MAPS),
+            **RECURRENT["lfm2"].layer,
+            **_experts("feed_forward.", NUMBERED_MAPS),
             "exp_probs_b.bias": "feed_forward.expert_bias",
         },
-        sizes={**_LFM2.sizes, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+        sizes={**RECURRENT["lfm2"].sizes, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
         numbers={"leading_dense_block_count": "num_dense_layers"},
         implied=lambda config, file: (
             read_conv_layers(config, file)
@@ -286,11 +198,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ),
         expected=_SIGMOID,
     ),
-    "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": dataclasses.replace(
-        _NEMOTRON,
+        RECURRENT["nemotron_h"],
         layer={
-            **_NEMOTRON.layer,
+            **RECURRENT["nemotron_h"].layer,
             "ffn_gate_inp": "mixer.gate",
             "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
             **{f"ffn_{name}_exps": f"mixer.experts.{{}}.{name}_proj" for name in ("up", "down")},
@@ -299,7 +210,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "ffn_latent_up": "mixer.fc2_latent_proj",
         },
         sizes={
-            **_NEMOTRON.sizes,
+            **RECURRENT["nemotron_h"].sizes,
             **_ROUTED,
             "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
         },
@@ -350,7 +261,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "phimoe": Architecture(
         "phimoe",
-        _experts("block_sparse_moe.", _MIXTRAL_MAPS),
+        _experts("block_sparse_moe.", NUMBERED_MAPS),
         sizes=_LOCAL_EXPERTS,
         numbers=WINDOW,
         implied=lambda config, file: (
@@ -369,15 +280,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",
-        {**_GRANITE_EXPERTS, **_MAMBA, **{f"ffn_{name}": f"shared_mlp.{name}_proj" for name in MAPS}},
-        sizes={
-            "expert_shared_feed_forward_length": "shared_intermediate_size",
-            "ssm.conv_kernel": "mamba_d_conv",
-            "ssm.state_size": "mamba_d_state",
-            "ssm.group_count": "mamba_n_groups",
-            "ssm.time_step_rank": "mamba_n_heads",
-            "ssm.inner_size": "mamba_d_head",
-        },
+        {**_GRANITE_EXPERTS, **MAMBA, **{f"ffn_{name}": f"shared_mlp.{name}_proj" for name in MAPS}},
+        sizes={"expert_shared_feed_forward_length": "shared_intermediate_size", **MAMBA_SIZES},
         numbers={
             **SCALES,
             **_LOCAL_EXPERTS,
@@ -392,7 +296,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "minimax-m2": Architecture(
         "minimax_m2",
         {
-            **_experts("block_sparse_moe.", _MIXTRAL_MAPS),
+            **_experts("block_sparse_moe.", NUMBERED_MAPS),
             "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
         },
         sizes=_LOCAL_EXPERTS,
@@ -496,7 +400,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 _MIXTRAL = Architecture(
     "mixtral",
-    _experts("block_sparse_moe.", _MIXTRAL_MAPS),
+    _experts("block_sparse_moe.", NUMBERED_MAPS),
     numbers=_LOCAL_EXPERTS,
     order=order_rotated_pairs,
 )

@@ -63,14 +63,8 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
         published.refuse(f"tokenizer.ggml.model={model!r} is not known; there are {', '.join(_MODELS)}.")
     tokens, types = _tokens(file, published, model)
     is_encoder = model in _DEFAULT_IDS or states_encoder(file)
-    special, defaults = _SPECIAL | (_SPECIAL_OF_ENCODERS if is_encoder else {}), _DEFAULT_IDS.get(model, {})
-    stated_ids = {
-        kind: published.take(f"tokenizer.ggml.{kind}_token_id", defaults.get(kind)) for kind in (*special, "eot", "eom")
-    }
-    ids = {name: token_id for name, token_id in stated_ids.items() if _is_id(token_id, len(tokens))}
-    wrong_ids = {name: token_id for name, token_id in stated_ids.items() if name not in ids}
-    if wrong_ids:
-        published.refuse(f"there are {len(tokens)} tokens, but special tokens have other ids: {wrong_ids}.")
+    special = _SPECIAL | (_SPECIAL_OF_ENCODERS if is_encoder else {})
+    ids = _read_special_ids(published, (*special, "eot", "eom"), len(tokens), _DEFAULT_IDS.get(model, {}))
     names = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
     pre_tokenizer = _pre_tokenizer(published, model)
     if model == "llama":
@@ -104,6 +98,18 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
         settings["model_max_length"] = context_length(file)
         files |= sentence_files(file)
     return {name: json.dumps(content, ensure_ascii=False, indent=1) + "\n" for name, content in files.items()}
+
+
+def _read_special_ids(
+    published: PublishedConfig, kinds: Sequence[str], vocab: int, defaults: Mapping[str, int]
+) -> dict[str, int | None]:
+    """Return the ids of special tokens by llama.cpp's names, None without one; refuse ids that no token has."""
+    stated_ids = {kind: published.take(f"tokenizer.ggml.{kind}_token_id", defaults.get(kind)) for kind in kinds}
+    ids = {name: token_id for name, token_id in stated_ids.items() if _is_id(token_id, vocab)}
+    wrong_ids = {name: token_id for name, token_id in stated_ids.items() if name not in ids}
+    if wrong_ids:
+        published.refuse(f"there are {vocab} tokens, but special tokens have other ids: {wrong_ids}.")
+    return ids
 
 
 def companion_folder(path: str | Path) -> Path:
