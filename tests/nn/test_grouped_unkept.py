@@ -59,6 +59,19 @@ def test_large_weights_and_many_rows():
     assert not close(found, product(wide(x), wide(weight), [44, 18]), 1e-3)  # the control
 
 
+@pytest.mark.parametrize("rows, reads_codes", [(24, True), (64, False)])
+def test_codes_are_multiplied_for_few_rows_and_decoded_for_many(rows, reads_codes):
+    maps, sizes = nn.quantize(linears(given(rows)[2]), "int8"), [rows // 4, 0, rows // 2, rows // 4]
+    x = normal(3, rows, INPUTS)
+    arguments = x, jnp.array(sizes)
+    lowered = jax.jit(lambda x, sizes: run_grouped(maps, x, sizes)).lower(*arguments)
+    assert ("quantized_matmul" in lowered.as_text(debug_info=True)) == reads_codes
+    products = np.asarray(lowered.compile()(*arguments))
+    weight = wide(maps.matrix())
+    assert close(products, product(wide(x), weight, sizes), 1e-6)
+    assert not close(products, product(wide(x), weight, [*sizes[:2], sizes[2] - 1, sizes[3] + 1]), 1e-3)
+
+
 def test_which_have_slots():
     """16 from two rows a group on by even loads; none for small weights and many rows, codes, and in 16 bits."""
     sizes = jnp.zeros(GROUPS, jnp.int32)

@@ -155,8 +155,9 @@ def compute_in_slots(
     y, outputs = slots.run_if_used(run_slots, zeros)
 
     def run_group(number: Array, y: Array) -> Array:
-        # The maps are decoded once for all blocks of a group.
-        module = map_linears(dense, eqx.combine(_select_group(arrays, number), static))
+        module = eqx.combine(_select_group(arrays, number), static)
+        if len(x) > _FEW_ROWS:  # Quantized maps are decoded once for all blocks of a group.
+            module = map_linears(dense, module)
 
         def run_block(start: Array, size: int, is_owned: Array | None, y: Array) -> Array:
             return _write_block(y, module(jax.lax.dynamic_slice_in_dim(x, start, size)), start, is_owned)
@@ -347,6 +348,10 @@ def _loop_over_blocks(
         return step(begin, small, ((row >= first) & (row < end))[:, None], carry)
 
     return jax.lax.fori_loop(0, (end - small_start + (small - 1)) // small, step_small, carry)
+
+
+_FEW_ROWS = 32
+"""Up to this many rows, nearly all groups are one block, whose product reads the codes of quantized maps."""
 
 
 def _select_group(arrays: PyTree, number: Array) -> PyTree:
