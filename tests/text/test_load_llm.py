@@ -13,8 +13,8 @@ import pytest
 from text_cases import published_folder, small_model, smollm2, TEMPLATE, USER
 
 import eqformer
-from eqformer import data, models, parallel
-from eqformer.text import LLM, load_conversation_encoder, load_tokenizer
+from eqformer import data, kernels, models, nn, parallel
+from eqformer.text import LLM, load_conversation_encoder, load_tokenizer, prepare_to_decode
 
 
 TESTS = Path(__file__).parents[1]
@@ -74,6 +74,23 @@ def test_the_text_is_the_same_over_a_mesh(folder):
 def test_a_file_of_gguf_has_a_tokenizer_and_its_end():
     llm = eqformer.load(TESTS / "fixtures" / "qwen3moe.gguf")
     assert llm.tokenizer.encode("ab cd").size and len(llm.generate("ab cd", max_new_tokens=3, log_probs=True).ids) <= 3
+
+
+@pytest.mark.parametrize(
+    "form, throughput, compiler, calls", [("int8", 1, 1, 1), ("int8", 0, 1, 0), ("int8", 1, 0, 0), (None, 1, 1, 0)]
+)
+def test_throughput_builds_the_kernel_for_codes_once(form, throughput, compiler, calls, monkeypatch, caplog):
+    builds = []
+
+    def build() -> None:
+        builds.append(True)
+        raise RuntimeError("build_native(): the compiler failed")
+
+    monkeypatch.setattr(kernels, "build_native", build)
+    monkeypatch.setattr(kernels, "find_compiler", lambda: "c++" if compiler else None)
+    model = small_model() if form is None else nn.quantize(small_model(), form)
+    assert prepare_to_decode(model, None, throughput=bool(throughput)) is not None  # also if the compiler fails
+    assert len(builds) == calls == len(caplog.messages) and all("compiler failed" in text for text in caplog.messages)
 
 
 def test_bad_input_has_one_clear_error(folder, tmp_path):
