@@ -1,8 +1,9 @@
 // The product of vectors with a matrix of codes, for CPUs: `y[v, o] = sum_i x[v, i] * W[o, i]`.
 //
-// The work is done four outputs at a time: a chunk of their codes is decoded to float32 into the processor's first
-// cache, and multiplied with every vector. So a matrix of codes is read once from main memory. A number of W is
-// `(code - zero) * scale`, rounded to float32, as `decode_matrix` in _quantized_matmul.py computes it.
+// For one vector, numbers are decoded to float32 in registers. For several, the work is done four outputs at a time: a
+// chunk of their codes is decoded into the processor's first cache, and multiplied with every vector. So a matrix of
+// codes is read once from main memory. A number of W is `(code - zero) * scale`, rounded to float32, as `decode_matrix`
+// in _quantized_matmul.py computes it.
 //
 // If two codes share a byte, the low codes are the even inputs and the high codes the odd ones. The caller passes the
 // vectors in the same order: their even inputs, then their odd inputs.
