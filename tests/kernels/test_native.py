@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -20,13 +19,14 @@ WITHOUT_COMPILER = pytest.mark.skipif(kernels.find_compiler() is None, reason="n
 
 
 @pytest.fixture(scope="module")
-def native():
-    """Compile the kernels, which are chosen until the tests of this file have ended."""
-    kernels.build_native()
-    yield kernels.NativeQuantizedMatmul()
+def native(tmp_path_factory):
+    """Compile the kernels to a folder of this file's own; they are chosen until its tests have ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EQFORMER_KERNELS", str(tmp_path_factory.mktemp("kernels")))
+        _native._load_library.cache_clear()
+        kernels.build_native()
+        yield kernels.NativeQuantizedMatmul()
     _native._load_library.cache_clear()
-    (_native._library_file() or Path()).unlink()
-    assert _native._load_library() is None
 
 
 def resized(call: kernels.QuantizedMatmulCall, outputs: int, **arrays) -> kernels.QuantizedMatmulCall:
@@ -161,3 +161,4 @@ def test_without_a_compiled_kernel_blocks_are_taken(monkeypatch, tmp_path):
         kernels.build_native(str(failing))
     assert os.listdir(tmp_path) == ["compiler"]
     assert not kernels.find_compiler()
+    _native._load_library.cache_clear()
