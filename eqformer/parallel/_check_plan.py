@@ -337,7 +337,7 @@ def _check_mixture(plan: Placement, path: str, moe: nn.ExpertMixture) -> None:
 
 
 def _check_choice_scope(plan: Placement, path: str, module: nn.Router | nn.Dispatch, among: str) -> None:
-    """Raise a `ValueError` for a router or dispatch whose choices depend on more tokens, `among`, than a device has."""
+    """Raise a `ValueError` if a router's or dispatch's choices depend on more tokens (`among`) than a device has."""
     context, rows, name = plan.size(CONTEXT), math.prod(map(plan.size, BATCH_AXES)), type(module).__name__
     if among != "token" and context > 1:
         raise ValueError(

@@ -20,9 +20,9 @@ from ._shard_map import vary, vary_like
 
 
 STATE = "state"
-"""Reason of collectives for parameters, gradients and losses, which may be over several axes."""
+"""Group of the collectives of parameters, gradients and losses, which may be over several axes."""
 
-# Reason of each collective, by name: the axis that needs it, or `STATE`.
+# Group of each collective, by the collective's name: the mesh axis that needs the collective, or `STATE`.
 COLLECTIVES: dict[str, str] = {
     "loss and token count": STATE,
     "row sums": CONTEXT,
@@ -131,7 +131,7 @@ def all_gather(
 ) -> Array:
     """Concatenate the arrays of all devices along `dim`, or stack them along a new dim if `stacks`.
 
-    With `steps`, arrays are gathered in several steps, in reverse order: it undoes `psum_scatter` with the same steps.
+    With `steps`, the gather has several steps, run from the last to the first, as the inverse of `psum_scatter`.
     """
     assert not (stacks and steps)
     for options in reversed(_step_options(steps)):
@@ -237,7 +237,7 @@ def _ragged_into_zeros(axis: str | tuple[str, ...], shape: tuple[int, ...], x: A
 def _ragged_into_empty(axis: str | tuple[str, ...], shape: tuple[int, ...], x: Array, runs: Runs, back: Runs) -> Array:
     """Exchange runs of rows into an uninitialized array, and set rows that did not arrive to zero.
 
-    On TPUs, where a row is a tile here, masking the rows takes less time than writing zeros before the exchange.
+    On TPUs, masking the rows takes less time than writing zeros before the exchange.
     """
     rows = jax.lax.ragged_all_to_all(x, vary_like(jax.lax.empty(shape, x.dtype), x), *runs, axis_name=axis)
     row = jnp.arange(len(rows), dtype=jnp.int32)[:, None]

@@ -70,11 +70,11 @@ class SplitMixture(nn.Routed):
         return self.inner.combine(x, y), aux
 
     def _name_gathered_tokens(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
-        """Name this device's tokens for the remat policy `full` to save, if they will be gathered over `expert`.
+        """Return `x`, marked to be saved by the remat policy `full` if it will be gathered over `expert`.
 
-        In the backward loop over layers, XLA for GPUs begins an all-gather one iteration early. If the gathered tokens
-        are not saved, XLA recomputes the block's mixer an iteration early too, and again in the iteration that needs
-        the mixer's other results.
+        In the backward loop over layers, XLA for GPUs begins the all-gather of `x` one iteration early. If `x` is not
+        saved, XLA runs the block's mixer, which computes `x`, twice: for the early all-gather, and again in the
+        iteration of the block, which needs the mixer's other results.
         """
         if jax.lax.axis_size(EXPERT) == 1 or self._splits_tokens:
             return x

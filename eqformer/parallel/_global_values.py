@@ -97,7 +97,7 @@ def _reorder(plan: Placement, x: Array, dim: int, dims: str, axes: tuple[str, ..
 
 
 def _take_first_copies(x: Array, dim: int, size: int) -> Array:
-    """Keep one copy of each of the `size` entries of a dim, which has equally many copies of each entry in a row.
+    """Keep the first copy of each of the `size` entries of a dim that repeats every entry equally often, as in AABBCC.
 
     Padding at the end of the dim is dropped.
     """

@@ -68,7 +68,7 @@ class ParallelConfig:
     expert_method: ExpertMethod = "auto"
     """How tokens reach experts: a gather of all tokens, an exchange of choices (all-to-all), or the cheaper one."""
     expert_factor: float | None = None
-    """Slots of an exchange's round, relative to an even load; by default 1.25 per device, on CPUs 2 per device pair."""
+    """Slots of an exchange, relative to an even load: 1.25 times a device's load or, on CPUs, 2 times a pair's load."""
     schedule: ScheduleName | Maker | Schedule = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
@@ -163,7 +163,7 @@ class Placement(ParallelConfig):
 
     @property
     def exchange(self) -> Exchange:
-        """The kind of the all-to-alls of `expert_method="exchange"`, and the relative number of slots in a round."""
+        """All-to-alls of `expert_method="exchange"`: ragged or padded, and their slots relative to an even load."""
         return exchange_on(self.platform, self.expert_factor)
 
     def expert_method_of(self, model: nn.LanguageModel, moe: nn.ExpertMixture, tokens: int) -> str:
@@ -177,10 +177,9 @@ class Placement(ParallelConfig):
 
     @property
     def torus_steps(self) -> TorusSteps:
-        """Numbers of devices in each step of the scatters of gradients and the gathers of parameters over `fsdp`.
+        """Group sizes of the steps in which gradients are reduce-scattered and parameters gathered over `fsdp`.
 
-        Two steps are one for the last side of a torus and one for the remaining sides. See `_mesh.torus_steps` for when
-        there are two steps.
+        Empty group sizes mean one step over the whole axis. See `_mesh.torus_steps` for when there are two steps.
         """
         return TorusSteps() if self.devices is None else torus_steps(self.devices, FSDP)
 

@@ -313,7 +313,7 @@ class Plan(Placement):
     def encode(
         self, model: nn.LanguageModel, ids: Int[Array, "batch seq"], tokens: nn.Tokens
     ) -> Float[Array, "batch seq embed"]:
-        """Return the hidden vectors of `model.encode` for a sharded model, as one global array in reading order.
+        """Return the hidden vectors of `model.encode` for a sharded model, as a global array in the order of the text.
 
         Raises a `ValueError` for a model, rows or tokens that do not fit the mesh.
         """

@@ -43,8 +43,8 @@ def ring_attend(
     The results are those of `blockwise.attend`. Each device attends to one piece while the next piece arrives, and
     combines the results of pieces by their logsumexps. Received pieces are not saved. In the backward pass, keys and
     values pass round the ring again, and each device recomputes probabilities from the total logsumexp. The gradients
-    of a piece pass round the ring too, and reach the piece's device with the last step. A device sends `size - 1`
-    pieces in each pass, and as many gradients, in the dtypes of the arrays.
+    of a piece pass round the ring too, and reach the piece's device with the last step. For n devices, a device sends
+    n-1 pieces in each pass and, in the backward pass, n-1 gradients of pieces, in the dtypes of the arrays.
     """
     arrays = blockwise.group_heads(query, key, value, tokens, None)
     arrays = vary(vary_like(arrays, arrays), (ring.axis,))
@@ -151,7 +151,7 @@ def choose_ring_kernels(core: kernels.Operation, devices: int, call: AttentionCa
 
     Raises a `ValueError` if `core` requires a kernel that does not support the keys.
     """
-    reason = "over a ring it needs a causal mask without chunks, and rows known to be whole or in order"
+    reason = "over a ring it needs a causal mask without chunks, and rows of one text or of documents in order"
     if _are_known_pieces(call, devices):
         local = _piece_call(call, "own")
         half = call.query.shape[-3] // 2

@@ -77,7 +77,7 @@ class CacheLayout:
             if "kv_seq" in sizes:
                 sizes["kv_seq"] = round_to_multiple(sizes["kv_seq"], pieces)
             if "kv_heads" in sizes:
-                # A layer that reads another layer's keys has a cache with no heads, which must be split too.
+                # A layer that reads another layer's keys has a cache of 0 heads. Give it one head per device to split.
                 sizes["kv_heads"] = max(sizes["kv_heads"], tensor)
             if "kv_heads" in sizes or self._is_split_by_kv_rows(x):
                 sizes["batch"] //= self.kv_row_shards
@@ -144,7 +144,7 @@ class CacheLayout:
         return jnp.where((index >= 0) & (index < rows), updated, x)
 
     def _is_split_by_kv_rows(self, x: ArrayOrShape) -> bool:
-        """Return whether an array has positions of rows, and devices that share a key head split the rows."""
+        """Return whether an array holds token positions, whose rows are split by the devices that share a key head."""
         return self.kv_row_shards > 1 and nn.is_position_array(x)
 
 

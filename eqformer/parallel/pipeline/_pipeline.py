@@ -43,10 +43,11 @@ def pipeline_gradients(
     part of the model, then `last(edges, x, piece)`, which returns a loss sum and a count. `edges` are the parameters
     outside of the layers. The functions may use collectives over axes other than `pipe`.
 
-    A device stores the residuals of its parts' forward entries, in as many slots as are used at once. With `remat` it
-    stores only the inputs of its parts, and runs a part again in the backward entry. The backward entry of the model's
-    last part also computes the loss, so with `remat` the last part's forward entry does nothing. Idle devices compute
-    nothing. Messages are collective: in a tick in which any device sends a message over a link, all devices send one.
+    An entry of the schedule's tables is one part's forward, backward or weight computation for one microbatch. A device
+    stores the residuals of forward entries, in as many slots as are used at once. With `remat` it stores only the
+    inputs of parts, and runs a part again in the backward entry. The last part's backward entry also computes the loss,
+    so with `remat` its forward entry does nothing. Idle devices compute nothing. In a tick in which any device sends
+    over a link, all devices send.
 
     The loss sum, the count and the gradients of `edges` are summed over `pipe`. Over axes that the data vary over, all
     results are partial sums, for the caller to reduce once. Gradients are summed in float32 at least. They are None for
@@ -250,7 +251,7 @@ class _Executor:
         return x, jax.lax.cond(self._is_part(action.forward, -1), lambda: x, run), []
 
     def _run_part_with_inputs(self, chunk: PyTree, x: PyTree, piece: PyTree) -> tuple[tuple, PyTree]:
-        """Return the results of `_run_part`, and its arguments after maps with deferred weights are replaced."""
+        """Return the results of `_run_part`, and its arguments: the layers with deferred maps, `x` and `piece`."""
         inputs = _residuals.defer_maps(chunk, self.deferrable), x, piece
         return self._run_part(*inputs), inputs
 

@@ -23,7 +23,7 @@ from ._schedule import Schedule
 
 
 PartOf = Int[np.ndarray, "stages chunks"]
-"""Part of the model that each chunk of each device is."""
+"""Number of the model's part that is chunk `chunk` of device `stage`, at index `[stage, chunk]`."""
 TakeRows = Callable[..., PyTree]
 """Function of an array and the numbers of rows that returns these rows, like `take_layer_rows`."""
 
@@ -73,7 +73,7 @@ def count_layers(depths: Sequence[int], parts: int) -> Int[np.ndarray, "stacks p
 def place_layers(depths: Sequence[int], part_of: PartOf) -> list[LayerRows]:
     """Return the rows of each stack, ordered by device and then by chunk.
 
-    Every part has as many rows of a stack as the part with most of its layers, so that devices hold equally many rows.
+    All parts have as many rows of a stack as its largest part has layers, so that devices hold equally many rows.
     """
     check_depth(sum(depths), *part_of.shape)
     placements = []

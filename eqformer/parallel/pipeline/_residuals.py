@@ -273,9 +273,9 @@ def record_calls(blocks: PyTree) -> tuple[PyTree, dict[int, CallRecord]]:
 def find_deferrable(blocks: PyTree, records: dict[int, CallRecord], tokens: int) -> dict[int, ProbeShapes]:
     """Return, by map number, the shapes of the probes of each map whose weight gradient can be deferred.
 
-    `records` are the calls in one layer. A map must be called once, on at least `tokens` vectors, because on fewer
-    vectors it is called inside a loop. The weight in the call must have the shape of the layer's weight: a weight under
-    `vmap`, or one that is gathered over `tensor`, has another shape.
+    `records` are the calls in one layer. A map must be called once, on at least `tokens` vectors: a call on fewer
+    vectors is inside a loop, which calls it repeatedly. The weight in the call must have the shape of the layer's
+    weight: a weight under `vmap`, or one that is gathered over `tensor`, has another shape.
     """
     deferrable = {}
     for number, (linear, dim, _) in enumerate(_map_sites(blocks)):
@@ -378,9 +378,9 @@ def _is_map(node: object) -> TypeGuard[nn.DenseMap]:
 
 
 def _map_sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None, TorusSteps]]:
-    """Return all maps in the order of the tree, each with a dim and the steps of its weight gradient's reduce-scatter.
+    """Return all maps in the order of the tree, each with the dim and the steps of its weight's gather over `fsdp`.
 
-    The dim is that of a layer's weight along which the weight is gathered over `fsdp` for its use, or None.
+    The dim is a dim of one layer's weight, or None if the weight is not gathered.
     """
     sites: list[tuple[nn.DenseMap, int | None, TorusSteps]] = []
     for node in nn.modules(blocks, (*_NODES, Gathered)):
@@ -426,7 +426,7 @@ def _update_gathered(update: Callable[[Gathered, Gathered], Gathered], tree: PyT
 
 
 def _without_gathered_probes(new: Gathered, old: Gathered) -> Gathered:
-    """Return `new` with an entry for each probe in its tuples of one entry per array; probes are not gathered."""
+    """Add entries for the probes of `new`, which are not gathered, to the fields that have an entry for each array."""
 
     def add_probes(values: tuple, of_probe: str | None) -> tuple:
         counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(new)]

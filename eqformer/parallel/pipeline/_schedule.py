@@ -33,7 +33,7 @@ class Schedule:
     name: str
     """Name of the schedule in errors and pictures."""
     part_of: Int[np.ndarray, "stages chunks"]
-    """Part of the model that each chunk of each device is."""
+    """Number of the model's part that is chunk `chunk` of device `stage`, at index `[stage, chunk]`."""
     microbatches: int
     """Number of microbatches of a step."""
     forward: Int[np.ndarray, "ticks stages"]
@@ -79,9 +79,9 @@ class Schedule:
 
     @property
     def shifts(self) -> Int[np.ndarray, "_"]:
-        """Distance on the ring of devices from each part to the next part; 0 if one device holds both parts.
+        """For each part but the last, the number of devices up the ring from its device to the next part's device.
 
-        There is no entry for the last part. Activations move this far up the ring, and gradients as far down.
+        The number is 0 if one device holds both parts. Gradients move down the ring by the same number.
         """
         return np.diff(self.stage_of) % self.stages
 

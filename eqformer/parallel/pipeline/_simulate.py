@@ -43,7 +43,7 @@ class Timing:
     idle: float
     """Time in which a device is idle; it is the same for all devices, because all have equal work."""
     bubble: float
-    """`idle` divided by the time of a device's work, m(F+B+W)."""
+    """`idle` divided by the time of a device's work, m(F+B+W) for m microbatches."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class Simulation:
 
     @property
     def messages(self) -> Int[np.ndarray, "stages"]:
-        """Number of activations and gradients that each device sends to another device: up to 2mv."""
+        """Number of activations and gradients that each device sends: up to 2mv for m microbatches and v chunks."""
         schedule, entries = self.schedule, self.entries
         part, changes_device = schedule.part_of[entries.stage, entries.chunk], schedule.shifts != 0
         sends_up, sends_down = np.append(changes_device, False)[part], np.append(False, changes_device)[part]

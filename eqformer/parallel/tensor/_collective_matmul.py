@@ -104,9 +104,9 @@ def matmul_reduce_scatter(
 ) -> Float[Array, "*batch kept_seq kept_outputs"]:
     """Return `psum_scatter(x @ weight.T, axis)`, where each device has a slice of the contracted dim `inputs`.
 
-    Each device sends `(n-1)/n` of its product, for `n` devices. In a ring, the sum for a device passes from device to
-    device towards it, and each device meanwhile computes its term of the next sum. In the backward pass, the pieces of
-    the gradient pass round one ring. For dtypes, differentiation and pipelines see `all_gather_matmul`.
+    Each device sends `(n-1)/n` of its product, for `n` devices. In a ring, each piece of the sum passes from device to
+    device. While a device sends a piece, it computes its partial product for the next piece. In the backward pass, the
+    pieces of the gradient pass round one ring. For dtypes and pipelines see `all_gather_matmul`.
 
     Args:
         x: This device's slice of the inputs.
@@ -191,7 +191,7 @@ def _gather_matmul_backward(
     sum_dtype = at_least_float32(x.dtype)
 
     def compute_input_grad(start: Array, length: int) -> Array:
-        """Return the sum over the weights of this device's terms of the gradient of some rows of the gathered `x`."""
+        """Return this device's gradient of some rows of the gathered `x`, summed over the weights."""
         first, *further = (
             precision.input_grad(_read_rows(gradient, start, length), weight, sum_dtype)
             for precision, gradient, weight in zip(products, gradients, weights, strict=True)

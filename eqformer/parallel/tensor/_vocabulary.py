@@ -14,7 +14,7 @@ from ._residual_stream import ResidualStream
 
 
 def logits_parts(model: nn.LanguageModel) -> list[PyTree]:
-    """Return those of head and logit bias that a model, or a tree of its structure, has."""
+    """Return the head and the logit bias of a model, or of a tree like it; a part that the model lacks is left out."""
     return [part for part in (model.head, model.parts.logit_bias) if part is not None]
 
 
@@ -120,7 +120,7 @@ def _pad_to_devices(table: Array, dim: int) -> Array:
 
 
 class SplitVocabulary(eqx.Module):
-    """Functions that losses need of logits, if each device has the logits of a slice of the ids.
+    """Functions of logits for losses, such as the cross-entropy, if each device has the logits of a slice of the ids.
 
     The vocabulary has `total` ids. Behind them, the last logits may be padding. Results for each token are replicated,
     results for each token and id are split as the logits are.
