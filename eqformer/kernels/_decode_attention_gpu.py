@@ -35,12 +35,12 @@ from .attention._call import apply_softcap, DecodeCall, if_given, lowest, ScoreS
 
 
 _PROGRAMS = 264  # Number of programs that fill a GPU: two for each of the 132 multiprocessors of an H100.
-_BLOCK_NUMBERS = 8192  # Entries of keys in a block. With its values it has 32 KB; meanwhile the next block is loaded.
+_BLOCK_NUMBERS = 8192  # Entries of keys in a block. Keys and values of a block have 32 KB; two blocks are in flight.
 _QUERY_NUMBERS = 16384  # Largest number of entries of a program's queries, which stay in registers with the softmax.
 
 
 class FlashDecodingGpu(Implementation[DecodeCall, Array]):
-    """Flash decoding in Triton, with products in 16 bits, to which 8-bit keys and values are converted.
+    """Flash decoding in Triton, with products in 16 bits; 8-bit keys and values are converted to the queries' dtype.
 
     A program reads its chunk of slots in blocks of 8,192 entries of keys, but of at least 16 slots. Chunks are as long
     as possible while there are at least 264 programs. The constants are those of an H100 (compute capability 9.0).

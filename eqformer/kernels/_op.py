@@ -184,7 +184,7 @@ class Op(Operation[CallT, ResultT]):
         return None
 
     def decode_op(self, *, has_codes: bool) -> Operation | None:
-        """Return the first replacement that an implementation has for caches of every dtype."""
+        """Return the first replacement of an implementation that reads caches both with and without codes."""
         replacements = (implementation.decode_op(has_codes=False) for implementation in self.implementations)
         return next((op for op in replacements if op is not None), None)
 

@@ -60,8 +60,8 @@ class RecurrentStepCall(Call):
     memory: Float[Array, "*layers_batch heads head_dim v_dim"]
     """The states, of all layers where there is a `layer`."""
     initial: Int[Array, "*batch"]
-    """A code of the state before the token: 0 is the state in the memory, 1 is zeros, and 2 is NaN. NaN makes an error
-    visible: the token does not follow the tokens that the row's state has read."""
+    """A code of the state before the token: 0 is the state in the memory, 1 is zeros, and 2 is NaN. NaN marks an error
+    of the caller: a token that does not follow the last token of the row's state."""
     layer: Int[Array, ""] | None
     """The layer of a stack whose states are read and written; None: the memory is of one layer."""
     step: Step = eqx.field(static=True)

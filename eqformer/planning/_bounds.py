@@ -1,7 +1,8 @@
 """Lower bounds of the bytes that one device sends for each way to split a model, as closed formulas.
 
 Rings are optimal in bandwidth (Patarasuk and Yuan 2009): to gather or to reduce-scatter `S` bytes over `n` devices,
-each sends `(n-1)/n S`; to all-reduce them, twice that. `program.list_transfers` counts the bytes of a program.
+each sends `(n-1)/n S`; to all-reduce them, twice that. `program.list_transfers` counts a program's bytes. In formulas,
+`T`, `h`, `h_kv` and `a` are the arguments `tokens`, `embed`, `kv_embed` and `activation_bytes`.
 """
 
 Number = int | float
@@ -56,7 +57,7 @@ def sharded_state_bytes(
 def tensor_bytes(
     tokens: Number, embed: int, devices: int, *, regathered: bool = False, activation_bytes: Number = 2
 ) -> Number:
-    """Return the bytes per layer and microbatch of tensor parallelism: `8 (t-1)/t T h a`.
+    """Return the bytes per layer and microbatch of tensor parallelism over `t` devices: `8 (t-1)/t T h a`.
 
     Attention and MLP each gather and scatter the residual stream once in each pass, which costs as much as four
     all-reduces. With `regathered` the factor is 10, not 8: inputs are not saved but gathered again for the gradients of
@@ -68,14 +69,14 @@ def tensor_bytes(
 def pipeline_bytes(
     tokens: Number, embed: int, microbatches: Number, *, chunks: int = 1, tensor: int = 1, activation_bytes: Number = 2
 ) -> Number:
-    """Return the bytes per step of an inner pipeline stage: `2 m v T h a`, over `tensor` if activations are split.
+    """Return the bytes per step of an inner pipeline stage: `2 m v T h a` for `m` microbatches and `v` chunks.
 
     Args:
         tokens: Tokens of a microbatch.
         embed: Channels of a token.
         microbatches: Microbatches of a step.
         chunks: Parts of the model on a device.
-        tensor: Devices that each send a slice.
+        tensor: Devices that each send a slice of the activations; the bytes are divided by this number.
         activation_bytes: The bytes of an activation.
     """
     return 2 * microbatches * chunks * tokens * embed * activation_bytes / tensor
@@ -96,7 +97,7 @@ def context_bytes(
     `"ring"` and `"gather"` send keys and values in the forward pass, and again in the backward pass with their
     gradients: `6 (c-1)/c T h_kv a`. The factor is 4 if gathered keys and values are `saved` for the backward pass.
     `"heads"` (Ulysses, arXiv:2309.14509): queries, keys, values and outputs are exchanged in both passes:
-    `2 (c-1)/c T/c (2 h + 2 h_kv) a`, with `embed` heads times head dim.
+    `2 (c-1)/c T/c (2 h + 2 h_kv) a`. `c` is the number of `devices`.
 
     Args:
         tokens: Tokens of the microbatch, over all pieces.

@@ -36,8 +36,8 @@ def scatter_padding(
 ) -> float:
     """Return the bytes that a device sends in a step beyond its gradients, because TPUs pad reduce-scatters.
 
-    The compiler pads each device's slice to whole chunks of equal height. The padding shifts the slices, so the sums
-    are then moved to the devices that they belong to, by as many rows as were padded before them.
+    The compiler pads each device's slice to whole chunks of equal height. The padded slices begin later than the
+    unpadded ones, so after the reduce-scatter the devices also send the rows that are not on their device.
     """
     if topology.accelerator.name not in _CHUNKS or plan.size(FSDP) == 1 or plan.zero == 0:
         return 0.0

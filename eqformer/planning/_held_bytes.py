@@ -69,9 +69,9 @@ def _gradient_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def updated_bytes(states: training.PlannedState, on_host: int) -> int:
-    """Return the bytes on a device that an update needs for moments beside the state.
+    """Return the bytes of the copies of optimizer moments that an update holds on a device beside the state.
 
-    The bytes are copies of the `on_host` bytes or, for 8-bit moments, all moments in float32, which compilers compute
+    These are copies of the `on_host` bytes or, for 8-bit moments, all moments in float32: compilers compute all of them
     before they search for the largest moment of each row.
     """
     leaves = jax.tree.leaves(states.sharded_shapes().optimizer_state)
@@ -147,7 +147,7 @@ def activation_bytes(plan: parallel.Plan, model: nn.LanguageModel, *, rows: int,
             continue
         is_whole = plan.stream is None or plan.stream.is_whole
         numbers += len(stack) * model.streams * model.embedding.weight.shape[-1] / (1 if is_whole else split)
-        if stack.remat == "full" or nn.modules(stack, nn.LoRA):  # for a sum of two maps, one stored result may do
+        if stack.remat == "full" or nn.modules(stack, nn.LoRA):  # LoRA's sum may be stored instead of both outputs
             continue
         for linear in nn.linear_maps(stack):
             if id(linear) not in experts and linear.outputs != ("embed",):

@@ -166,8 +166,8 @@ def out_of_memory_report(
     Args:
         error: The error, such as the `JaxRuntimeError` of a step.
         setup: The setup that was trained.
-        format_plan: Returns a plan with another mesh as text.
-        format_settings: Returns settings that differ, for the same mesh, as text.
+        format_plan: Formats a proposed plan with another mesh.
+        format_settings: Formats the changed settings of a proposed setup with the same mesh.
     """
     if (requested := requested_bytes(error)) is None:
         return None

@@ -80,7 +80,7 @@ def held_table(forecast: Forecast) -> str:
     step = {f"in a step: {cause}" if forecast.state else cause: size for cause, size in forecast.held.items()}
     between_steps = {f"in a step: {cause}" for cause in ("parameters", "optimizer state")}
     step = {cause: size for cause, size in step.items() if cause not in between_steps}
-    for cause, size in {**step, "sum when it is most": forecast.total}.items():
+    for cause, size in {**step, "sum at the peak of a step": forecast.total}.items():
         rows.append((cause, gigabytes(size), f"{size:,}", "", "", _share_of(forecast.memory, size)))
     return format_table(rows)
 
@@ -161,7 +161,7 @@ def _program_lines(program: CompiledCosts, forecast: Forecast, accelerator: Acce
     return [*lines, communication_table(program.transfers, names=COLLECTIVES)] if program.transfers else lines
 
 
-_HEADING = "by formulas, as many devices would hold it by"
+_HEADING = "plans for the same number of devices, by formulas:"
 
 
 def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
@@ -177,8 +177,8 @@ def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
     candidate, step = search.smallest
     stopped = f"; the search stopped after {search.traced} of {search.candidates} plans, the best by their shapes"
     return (
-        f"no mesh of as many devices was found that fits: the state does, with {gigabytes(candidate.state)}, but not "
-        f"the temporaries of a step beside it, {gigabytes(step.estimate - candidate.state)} at least"
+        f"no mesh of as many devices was found that fits: the state takes {gigabytes(candidate.state)} and fits alone, "
+        f"but the temporaries of a step take at least {gigabytes(step.estimate - candidate.state)} more"
         f"{stopped if search.traced < search.candidates else ''}; take more devices, more microbatches, or a smaller "
         "batch or shorter rows"
     )

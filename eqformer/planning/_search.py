@@ -285,7 +285,7 @@ def enumerate_meshes(
     context: int = MAX_CONTEXT,
     replicas: Iterable[int] = (1,),
 ) -> Iterator[tuple[AbstractMesh, int]]:
-    """Yield the meshes of so many devices, each with a stage of zero: the plan's and, where `fsdp` splits rows, 3.
+    """Yield the meshes of `devices` devices, each with a ZeRO stage: the plan's and, if `fsdp` has several devices, 3.
 
     `pipe` has at most as many stages as there are microbatches and layers, `expert` as many devices as there are
     experts; `fsdp` has the remaining devices.

@@ -14,8 +14,8 @@ from ..program import Transfer
 from ._bounds import context_bytes, gather_bytes, pipeline_bytes, sharded_state_bytes
 
 
-_PARAMETERS = "parameters"  # how `Sent.what` begins for parameters
-GRADIENTS = "gradients"  # how `Sent.what` begins for gradients of the state
+_PARAMETERS = "parameters"  # first word of `Sent.what` for gathers of parameters
+GRADIENTS = "gradients"  # first word of `Sent.what` for sums of the parameters' gradients
 
 
 class Sent(NamedTuple):
@@ -164,8 +164,8 @@ def _count_gathers(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedA
     """Return how often a microbatch gathers an array at stage 3 of ZeRO.
 
     An array outside of layers is gathered once for both passes. So is an array of a stack of one layer, because
-    compilers remove a loop of one iteration. A backward entry that recomputes its forward pass gathers parameters for
-    it, unless it has only one layer, whose parameters stay gathered.
+    compilers remove a loop of one iteration. A backward entry that recomputes its forward pass gathers the parameters
+    once more. If the entry has only one layer, the gathered parameters stay, and are not gathered again.
     """
     is_in_loop = array.layers > 1 or (array.layers and plan.is_pipelined)
     if not is_in_loop:
@@ -239,7 +239,7 @@ def _tensor_layers(
         rerun = forward = maps + sum(_scattered_outputs(plan, linear) for linear in nn.linear_maps(stack))
     else:
         outputs = sum(map(_count_outputs, sublayers))
-        outputs += len(gathered) * stream.is_whole  # the first device's result goes to all
+        outputs += len(gathered) * stream.is_whole  # the first device sends its result of a replicated layer to all
         # A sublayer gathers the stream once.
         forward = (len(sublayers) + len(gathered) + outputs) * embed
         rerun = 2 * outputs * embed if stream.is_whole else forward
@@ -372,7 +372,7 @@ def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
 
 def _pipeline(plan: parallel.Plan, model: nn.LanguageModel, tokens: float) -> float:
     """Return the bytes of a stage's outputs; all devices send in each tick in which any has something to send."""
-    # With spread edges the first stage's next input goes round beside the stages' outputs, in all ticks.
+    # With spread edges, every tick also sends an input microbatch towards the first stage (`PipelinedStack`).
     all_ticks = 2 * count_ticks(plan)
     rounds = all_ticks if plan.spreads_edges else sum(parallel.count_link_ticks(plan.timetable()).values()) / 2
     slices = 1 if plan.stream is None or plan.stream.is_whole else plan.size(TENSOR)

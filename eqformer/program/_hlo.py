@@ -343,7 +343,7 @@ class _Traffic:
     def _inner_fusion_reads(
         self, line: hlo_text.Instruction, index: int, body: Neighbors, is_computed: bool
     ) -> Iterator[float]:
-        """Yield the bytes that a nested fusion reads of an operand; if it returns a view, the view's readers count."""
+        """Yield the bytes that a nested fusion, or the readers of a view that it returns, read of an operand."""
         inner = hlo_text.fusion_body(line, self._computations)
         parameter = _parameters(inner)[index]
         # Compilers for TPUs write the view of an array in another tiling as a fusion whose output aliases its operand.

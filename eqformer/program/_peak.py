@@ -31,8 +31,8 @@ def estimate_peak(program: Program) -> PeakMemory:
     A value lives from the operation that writes it to the last operation that reads it. All compilers share these
     rules:
 
-    - Elementwise results that only elementwise operations and sums read are never written, except for a sum of
-      overlapping slices of one array (a convolution) that several operations read.
+    - Elementwise results that only elementwise operations and reductions read are never written. An exception is a
+      convolution, a sum of overlapping slices of one array, whose result several operations read.
     - If an operation can work in place, its result replaces an operand of the same size that is not read any more.
     - A product that is only added to an array is added in place.
     - A loop's carry stays in place, and a branch's results are written to the results of the conditional.

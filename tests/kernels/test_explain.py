@@ -49,7 +49,7 @@ def test_each_reason_is_given_once():
     assert explained("cuda", core=CUDNN) == {"attention: CudnnAttention"}
     bare = nn.Tokens(jnp.broadcast_to(jnp.arange(128), (2, 128)))
     (line,) = explained("cuda", tokens=bare)
-    assert "BlockwiseAttention; not CudnnAttention: it needs rows known to be whole" in line
+    assert "BlockwiseAttention; not CudnnAttention: it needs rows of one text" in line
     (line,) = explained("tpu", ids=jax.ShapeDtypeStruct((2, 100), jnp.int32))
     assert "multiple of 128 tokens, not 100" in line
 

@@ -154,7 +154,7 @@ def test_a_kernel_s_error_says_how_rows_must_be_known():
     arrays = inputs(Case(nn.causal()))
     tokens = nn.Tokens(nn.positions_like((2, SEQ)).positions)
     with pytest.raises(
-        ValueError, match=r"rows known to be whole or packed in order.*nn.positions_like, Batch.documents"
+        ValueError, match=r"rows of one text .nn.positions_like., or documents in order .Batch.documents"
     ):
         query, key, value = arrays["query"], arrays["key"], arrays["value"]
         SPLASH(kernels.AttentionCall(query, key, value, mask=nn.causal(), tokens=tokens, scale=1.0))

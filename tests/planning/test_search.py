@@ -51,7 +51,7 @@ def test_a_result_lists_plans_or_what_is_too_large():
     candidate = numbered(3)._replace(state=10**9, sent=2e9)
     step, flags = StepBytes({"all": 5 * 10**9}, 0), lambda candidate: f"--mesh.fsdp {candidate.plan.mesh.size}"
     proposal, smallest = Proposal(candidate, step.total), (candidate, step)
-    heading = "by formulas, as many devices would hold it by\n  --mesh.fsdp 4: 5.000 GB, sends 2.000 GB a step"
+    heading = "plans for the same number of devices, by formulas:\n  --mesh.fsdp 4: 5.000 GB, sends 2.000 GB a step"
     assert format_search(PlanSearch([proposal], smallest, 10**9, 9, 5, 5), flags) == heading
     timed = proposal._replace(time=Roofline(2.0, 0.0, {}, (), 0.0, 1.0))
     assert format_search(PlanSearch([timed], smallest, 1, 9, 5, 5), flags) == f"{heading}, at least 2.000 s a step"
@@ -60,7 +60,7 @@ def test_a_result_lists_plans_or_what_is_too_large():
     assert "of 9 that are possible: the state alone" in format_search(PlanSearch([], None, 10**9, 9, 0, 0), flags)
     for traced, stops in ((5, False), (2, True)):
         text = format_search(PlanSearch([], smallest, 10**9, 9, 5, traced), flags)
-        assert "with 1.000 GB, but not the temporaries of a step beside it, 4.000 GB" in text
+        assert "takes 1.000 GB and fits alone, but the temporaries of a step take at least 4.000 GB more" in text
         assert ("stopped after 2 of 5 plans" in text) == stops
 
 

@@ -85,7 +85,7 @@ def test_a_decode_that_does_not_fit_is_told_what_does():
     large = "--model.embed 32 --model.layers 2 --model.heads 4 --model.mlp 64 --model.kv-heads 2 --topology h100:2"
     large += " --decode --formulas --seq 65536"
     found = run_here("plan.py", *f"{large} --batch 16384 --mesh.fsdp 2".split()).stdout
-    verdict, _, told = found.partition("by formulas, as many devices would hold it by\n")
+    verdict, _, told = found.partition("plans for the same number of devices, by formulas:\n")
     plans = told.strip().splitlines()
     caches = json.loads(run_here("plan.py", *f"{large} --batch 16384 --mesh.fsdp 2 --json".split()).stdout)["held"][
         "caches"

@@ -87,7 +87,7 @@ def test_what_does_not_fit_has_other_plans_that_do():
     assert "looking for plans that fit" in found.stderr
     text = found.stdout
     assert "too much, of 16.9 GB" in text
-    offered = text.partition("as many devices would hold it by\n")[2].strip().splitlines()
+    offered = text.partition("plans for the same number of devices, by formulas:\n")[2].strip().splitlines()
     assert 1 <= len(offered) <= 3 and all(" s a step" in line for line in offered)
 
 
@@ -244,7 +244,7 @@ def test_a_pipeline_is_reported_with_its_timeline_and_pictures(report, tmp_path)
     assert "layers/pipe heads/tensor head_dim embed" in text and "device 0 |F0F1....F2B0--" in text
     parts = [figure(text, name) for name in ("parameters", "optimizer state")]
     parts += [int(size.replace(",", "")) for size in re.findall(r"^in a step: .*? GB +([\d,]+)", text, re.MULTILINE)]
-    assert sum(parts) == figure(text, "sum when it is most")
+    assert sum(parts) == figure(text, "sum at the peak of a step")
     # Two layers, four microbatches: the layers run forward once, and backward.
     assert figure(text, "tensor  layers with a replicated stream") == 4 * 2 * 8 * 2 * 256 * 128 * 4 // 2
     for name in ("plan.png", "plan-timeline.png"):
@@ -299,7 +299,7 @@ def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh):
 @pytest.mark.quick
 def test_spread_edges_are_reported(report):
     text = report("--mesh.fsdp 2 --mesh.pipe 4 --microbatches 4 --schedule gpipe --edges spread")
-    assert figure(text, "sum when it is most") > figure(text, "parameters") + figure(text, "optimizer state")
+    assert figure(text, "sum at the peak of a step") > figure(text, "parameters") + figure(text, "optimizer state")
 
 
 def test_help_reads_well(capsys):
@@ -324,7 +324,7 @@ TIGHT = "--mesh.fsdp 8 --model.layers 4 --seq 64 --batch 16"
 @pytest.mark.grid
 def test_memory_that_is_enough_and_meshes_where_it_is_not(report):
     """Each plan that is offered is then reported to hold what was said, and that fits."""
-    sum_of = lambda text: figure(text, "sum when it is most")
+    sum_of = lambda text: figure(text, "sum at the peak of a step")
     bytes_held = sum_of(report(TIGHT))
     assert "\nfits, of 1,000.0 GB" in report(f"{TIGHT} --memory 1TB")
     memory = bytes_held // 2
@@ -352,7 +352,7 @@ def test_where_nothing_fits_the_part_that_is_too_large_is_named(report, monkeypa
     long = "--mesh.fsdp 2 --model.layers 1 --batch 2 --seq 16384 --memory"
     text = report(f"{long} 12MB")
     assert (
-        "but not the temporaries of a step beside it" in text and "more microbatches" in text and "stopped" not in text
+        "but the temporaries of a step take at least" in text and "more microbatches" in text and "stopped" not in text
     )
     monkeypatch.setattr("eqformer.planning._search.MAX_TRACED_WITHOUT_FIT", 1)
     assert re.search(r"the search stopped after 1 of \d+ plans", report(f"{long} 12MB"))

@@ -1,4 +1,4 @@
-"""Attention in plain JAX as implementations, how an op runs a chosen implementation, and kernels required by name."""
+"""Attention in plain JAX, how the attention op runs its chosen implementation, and attention by one required kernel."""
 
 import abc
 import dataclasses
@@ -30,7 +30,7 @@ class ReferenceAttention(Implementation[AttentionCall, Array]):
         return None
 
     def decode_op(self, *, has_codes: bool) -> Op | None:
-        """Return `DECODE_ATTENTION` for codes; keys and values without scales are read by this operation."""
+        """Return `DECODE_ATTENTION` for 8-bit codes, else None: this operation reads caches without codes."""
         return DECODE_ATTENTION if has_codes else None
 
     def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -55,7 +55,7 @@ class DotProductAttention(Implementation[AttentionCall, Array]):
         return None
 
     def decode_op(self, *, has_codes: bool) -> Op | None:
-        """Return `DECODE_ATTENTION` for codes; keys and values without scales are read by this operation."""
+        """Return `DECODE_ATTENTION` for 8-bit codes, else None: this operation reads caches without codes."""
         return DECODE_ATTENTION if has_codes else None
 
     def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -131,10 +131,10 @@ def run_attention(choice: Choice, call: AttentionCall) -> Float[Array, "*batch s
 
 
 def flash_choice(choice: Choice) -> FlashChoice | None:
-    """Return the chosen kernels that have a backward pass, with a fallback whose passes fit theirs.
+    """Return the chosen kernels with a backward pass, and a fallback that returns the same softmax sums as they do.
 
-    Return None without such kernels. Return None also if the fallback is neither a kernel nor `BlockwiseAttention`, so
-    that the call is differentiated through the fallback.
+    Return None if there are no such kernels, or if the fallback is neither a kernel nor `BlockwiseAttention`. The call
+    is then differentiated through the fallback.
     """
     kernels = tuple((platform, kernel) for platform, kernel in choice.by_platform if isinstance(kernel, FlashAttention))
     if isinstance(choice.fallback, FlashAttention) or (kernels and isinstance(choice.fallback, BlockwiseAttention)):

@@ -120,7 +120,7 @@ class AttentionCall(Call):
         is_known = self.piece is not None or self.tokens.are_packed_in_order or self.tokens.are_whole_rows
         if not is_known or isinstance(self.mask, ChosenKeys) or self.mask.chunk is not None:
             return (
-                "it needs rows known to be whole or packed in order, and no chunks (nn.positions_like, Batch.documents)"
+                "it needs rows of one text (nn.positions_like), or documents in order (Batch.documents), and no chunks"
             )
         return None
 
@@ -145,7 +145,7 @@ def with_one_batch_dim(call: AttentionCall) -> AttentionCall:
 
 
 def possible_pairs(mask: Mask, queries: TokenPositions, keys: TokenPositions) -> Bool[Array, "_ _"]:
-    """Return whether a query block and a key block may have a query and a key that it sees, for each pair of blocks.
+    """Return, for each query block and key block, whether any query of the first may see any key of the second.
 
     The result depends on the smallest and largest position and segment of each block, in each row, so it is right for
     packed rows and for tokens in any order. A query sees only keys of its own segment. The mask's rules for positions

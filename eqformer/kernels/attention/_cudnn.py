@@ -108,16 +108,16 @@ class _PackedDocuments(NamedTuple):
     """Packed rows as cuDNN reads them: the documents of all rows, one after another, then empty documents."""
 
     is_real: Array
-    """Of `batch seq`: whether a token is no padding."""
+    """Whether each token is not padding, `batch seq`."""
     documents: Array
-    """Of `batch seq`: the number of each token's document, counted over all rows."""
+    """Number of each token's document, counted over all rows, `batch seq`."""
     sizes: Array
-    """Of `batch documents`: the number of tokens of each document."""
+    """Number of tokens of each document, `batch documents`."""
     starts: Array
-    """Of `batch documents+1`: the index of each document's first token, counted over all rows."""
+    """Index of each document's first token, counted over all rows, `batch documents+1`."""
 
     def arguments(self, query: Array, key: Array) -> tuple[Array, ...]:
-        """Return the primitives' arguments between the arrays and the sums: no bias, sizes, offsets, no page tables."""
+        """Return the primitives' arguments after `value`: bias (empty), sizes, offsets, two page tables (empty)."""
         empty = jnp.zeros_like(query, shape=(0,))
         offsets = (self.starts * (x.shape[-2] * x.shape[-1]) for x in (query, key))
         return empty, self.sizes, self.sizes, *offsets, empty, empty

@@ -48,7 +48,7 @@ def weigh_values(
     value: Num[Array, "*batch kv_seq kv_heads v_dim"],
     dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Return the output of attention for weights such as `attention_probabilities` returns, in a dtype."""
+    """Return the values' sums weighted by the result of `attention_probabilities` (or weights like it), in `dtype`."""
     *batch, heads, seq, kv_seq = weights.shape
     kv_heads = value.shape[-2]
     by_kv_head = weights.reshape(*batch, kv_heads, heads // kv_heads, seq, kv_seq)

@@ -309,7 +309,7 @@ def outer_product_kernel(*refs: Ref) -> None:
 
 
 def piece_heights(tile: int) -> tuple[int, ...]:
-    """Return the heights of pieces of a tile, without that of the whole tile unless there is no other."""
+    """Return the heights of pieces that are lower than a tile; if there are none, the height of the tile."""
     return tuple(height for height in HEIGHTS if height < tile) or (tile,)
 
 
