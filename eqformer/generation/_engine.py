@@ -202,8 +202,8 @@ class Engine:
         """Yield the result of each request when it ends; its `number` is the request's position in `requests`.
 
         Requests are taken from the iterable shortly before they can begin, up to twice as many as the engine has slots.
-        Of those that are taken together, the requests with the most new tokens begin first, so that no long text is
-        generated alone at the end. A request that `submit` refuses has a result whose `finish` is `"error"`.
+        Requests that are taken together begin in the order of their `max_new_tokens`, the largest first, so that no
+        long text is generated alone at the end. A refused request has a result whose `finish` is `"error"`.
         """
         remaining = enumerate(requests)
         positions: dict[int, int] = {}
@@ -222,7 +222,7 @@ class Engine:
     def take_requests(self, remaining: Iterator[T], max_new_tokens: Callable[[T], int]) -> list[T]:
         """Return the next items of an iterator of requests, those with the most new tokens first.
 
-        The list is empty while at least `slots` requests wait; with the returned ones, twice as many wait.
+        The list is empty while at least `slots` requests wait. Otherwise it fills the queue up to `2 * slots` requests.
         """
         waiting = len(self._waiting)
         taken = itertools.islice(remaining, 2 * self.slots - waiting if waiting < self.slots else 0)

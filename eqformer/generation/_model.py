@@ -109,7 +109,7 @@ def unstack_for_platform(
         chip: The device kind by JAX, `jax.devices()[0].device_kind`.
         devices: The number of devices over which a projection is split.
         processor_cache: The bytes of a CPU's last-level cache; None: unknown, so that dense layers stay stacked.
-        rows: Rows that are decoded together, if their KV caches count, too.
+        rows: Rows that are decoded together, whose KV caches count too; 0: only the weights count.
         capacity: Tokens of each row's KV cache.
         cache_dtype: The dtype of keys and values in the caches; None: the compute dtype.
     """
@@ -124,7 +124,7 @@ def unstack_for_platform(
 _COPYING_PLATFORMS = ("gpu", "cuda", "rocm")
 """Platforms whose compilers copy slices of all arrays that a loop reads; TPU7x copies to change the tiling, too."""
 _VECTOR_MEMORY = 2**26
-"""Bytes of vector memory, which TPUs load slices of more than two dims (with heads) into; larger slices are copied."""
+"""Bytes of a TPU's vector memory. Slices of projections with a dim of heads are copied if they are larger than this."""
 
 
 def _largest_head_projection(model: LanguageModel) -> int:

@@ -145,7 +145,7 @@ class RowSampling(eqx.Module):
     bias: Float[Array, "batch vocab"]
     repetition_penalty: Float[Array, "batch"]
     new_id_penalties: Float[Array, "batch presence_and_frequency"]
-    """Penalties of ids that have been sampled: for being among them, and for each time."""
+    """Penalties of the ids that have been sampled: once (presence), and for each time that they occur (frequency)."""
     temperature: Float[Array, "batch"]
     """0 takes the likeliest token."""
     top_k: Int[Array, "batch"]

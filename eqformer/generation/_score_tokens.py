@@ -18,7 +18,7 @@ from ._prompts import BUCKET, check_ids, round_up
 CHUNK = 64
 """Tokens of each row whose logits are in memory at once."""
 MIN_SHARING_GAIN = 1.5
-"""Prompts are shared by their continuations if this divides the tokens to read by 1.5 or more."""
+"""Continuations share the cache of a common prompt if the tokens to read are then at least this factor fewer."""
 Ids = Sequence[int]
 Item = TypeVar("Item")
 ScoreTables = tuple[
@@ -186,7 +186,7 @@ def _score_pass(
 ) -> ScoreTables:
     """Return the scores of the targets, with `top` alternatives.
 
-    The model predicts a row's first target at its token `first`.
+    The output at index `first` of each row predicts the row's first target.
     """
     batch, seq = ids.shape
     tokens, capacity = right_padded(lengths, seq), seq

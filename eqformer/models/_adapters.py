@@ -331,7 +331,7 @@ def _check_names(folder: Folder, config: AdapterConfig, modules: Sequence[Adapte
     if missing or unexpected or not expected:
         parts = (
             ("in the configuration and not in the file", missing),
-            ("factors of no Linear that it names", unexpected),
+            ("in the file and for no linear map that the configuration names", unexpected),
         )
         faults = "; ".join(f"{fault}: {', '.join(sorted(names)[:8])} ({len(names)})" for fault, names in parts if names)
         raise ValueError(faults or "its configuration names no module of the model")

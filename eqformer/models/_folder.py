@@ -188,8 +188,8 @@ class Folder:
     def _differing(self, file_of: Mapping[str, str]) -> set[str]:
         """Return the names of arrays that differ between the single file and the shards.
 
-        Names are compared first, then dtypes and shapes, then values. Of arrays whose values differ, only the first is
-        returned.
+        Names are compared first, then dtypes and shapes, then values. The comparison of values ends with the first
+        array that differs.
         """
         single, shards = self._open(self._single), {name: self._open(file) for name, file in file_of.items()}
         if differing := single.entries.keys() ^ file_of.keys():
@@ -203,7 +203,7 @@ class Folder:
         return set(itertools.islice(different, 1))
 
     def _note_unused_files(self) -> None:
-        """Add a note on weight files that are not read; beside an adapter, only on those of adapters."""
+        """Add a note on weight files that are not read; in a folder opened for its adapter, only on adapter files."""
         if unused := self._weight_files() - set(self._file_of.values()):
             adapters = "; load_adapter reads adapters" if any(file.startswith("adapter_") for file in unused) else ""
             adapters = "" if self._single == ADAPTER else adapters

@@ -106,8 +106,8 @@ def numbers_of_flags(published: PublishedConfig, name: str, flags: Sequence[int]
 class LayerTypes(Entry):
     """`layer_types`: the layers of the first type are in the config's field `name`, the others are of the second type.
 
-    `default` chooses the layers of the first type if there is no list or, with `empty`, an empty list. `published` are
-    other names of the two types, which are read too, and which are written.
+    `default` chooses the layers of the first type if there is no list or, with `empty`, an empty list. If the family
+    publishes the two types by other names, these are `published`: they are written, and both kinds of names are read.
     """
 
     name: str

@@ -75,9 +75,9 @@ def load(
     Raises:
         ValueError: For a folder that does not agree with its own headers and configuration. The error lists arrays of
             the folder that no rule reads, leaves that no array fills, and attributes of `config.json` that the family
-            does not know. A head may be stored beside the equal table to which it is tied. A base model may lack a
-            head, which is then initialized by a fixed key, with a warning. With `weights="quantized"`, the error names
-            an array that no map can hold as it is stored.
+            does not know. A folder may also hold a tied head as an array of its own, equal to the table. A base model
+            may lack a head, which is then initialized by a fixed key, with a warning. With `weights="quantized"`, the
+            error names an array that no map can hold as it is stored.
     """
     plan = _choose_plan(path, mesh, plan)
     source = _open_model(path, dtype, weights, predictor, head)
@@ -157,8 +157,8 @@ def _open_model(
     rules = [rule for rule in all_rules if rule not in absent + left_out]
     _check_names(arrays, published, rules, absent + left_out, shapes)
     name_notes = [f"{source.call}: {note}." for note in published.notes_on(source.names)]
-    # These notes tell of a missing prefix, a missing head and further parts, which base models have as a rule: they are
-    # for callers who ask for the whole model.
+    # Folders of base models usually lack a prefix, a head and further parts. So callers that load a model without its
+    # head get no warnings about these.
     notes_on_parts = (*name_notes, _note_on_head(absent, arrays), arrays.unread) if head else ()
     for note in (*source.notes, *published.notes, *notes_on_parts):
         if note:

@@ -25,7 +25,7 @@ from .formats import Blocks, Coded, Format, Grouped, QuantizedArray
 _NO_CODES = ("BOOL", "I64")  # the dtypes of masks and positions
 MapFunction = Callable[[Callable[[Any], None], Iterable[Any]], Iterable[None]]
 """A function like `map`, which may share the calls among several threads."""
-_NUMBERS_AT_ONCE, _ROWS = 1 << 17, 32  # a thread decodes about so many numbers at once, and a multiple of these rows
+_NUMBERS_AT_ONCE, _ROWS = 1 << 17, 32  # numbers that a thread decodes at once; its rows are a multiple of `_ROWS`
 
 
 class PublishedArrays:
@@ -100,7 +100,7 @@ class PublishedArrays:
         return range(shape[0]) if name in self._coded and len(shape) > 2 else ()
 
     def holds_floats(self, name: str) -> bool:
-        """Return whether an array that is decoded holds floats, each by itself, as some arrays of a GGUF file do."""
+        """Return whether a coded array holds plain floats (a format of one number a block), such as F16 in GGUF."""
         form = self.form(name)
         return isinstance(form, Blocks) and form.numbers == 1
 
@@ -182,9 +182,9 @@ class PublishedArrays:
         return "uint8" if dtype.itemsize == 1 else str(dtype)
 
     def read_codes(self, name: str, index: int | None, unit: tuple[int, int]) -> QuantizedArray:
-        """Return the codes of an array whose format is `Grouped`, and the scale of each `unit` of its last two dims.
+        """Return the codes of an array whose format is `Grouped`, and a scale for each group of `unit` numbers.
 
-        `index` is the index of the first dim that is read alone; None: all.
+        `unit` is the group's size along each of the last two dims. `index` is an index of the first dim; None: all.
         """
         if index is None and (slices := self.slices(name)):
             codes, scales, zeros = zip(*(self.read_codes(name, number, unit) for number in slices), strict=True)

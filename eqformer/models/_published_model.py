@@ -319,7 +319,7 @@ def format_of(
 
 
 def lacks_head(model: Transformer, config: ModelConfig) -> bool:
-    """Return whether a model is one of this config without its head, and the config's models have one to leave out."""
+    """Return whether a model is a base model of this config: it lacks the head that models of the config have."""
     if model.head is not None or model.classifier is not None:
         return False
     expected = model_shapes(config)

@@ -29,7 +29,7 @@ class WithRotaryFraction(rotary_scaling.WithRotary, Protocol):
 
 @runtime_checkable
 class WithLocalRotaryFraction(WithLocalRotary, Protocol):
-    """Fields of a config whose layers with a window rotate a part of their own of a head's channels."""
+    """Fields of a config with two rotated parts of a head's channels: of layers without and with a window."""
 
     @property
     def rotary_fraction(self) -> float: ...
@@ -181,7 +181,7 @@ class PartRotaryByType(Entry):
     fractions: tuple[float, float]
     """The parts of both types of layer if the attribute is missing."""
     fraction: float = 1.0
-    """The part of a type that states none, and no scaling; with a scaling, transformers rotates all channels."""
+    """The part of a layer type that states neither a part nor a scaling; with a scaling the part is 1.0."""
     older: tuple[str, str] = ("rope_theta", "rope_local_base_freq")
     """The attributes of publishers' own programs for both bases; without `rope_parameters`, they must be `thetas`."""
 
@@ -295,7 +295,7 @@ class RotaryFraction(Entry):
     inside: bool = False
     """Whether the part is also written into `rope_parameters`, because transformers has a default of its own there."""
     published: str = _PART
-    """The attribute of its own."""
+    """The attribute outside of `rope_parameters`."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary_fraction`, which is an attribute of its own or within `rope_parameters`."""
@@ -370,7 +370,7 @@ def read_rotary(
     rope_type = parameters.pop("rope_type", parameters.pop("type", None))
     longest = 0 if rope_type in (None, "default") else published.count("max_position_embeddings")
     outer, inner = published.read(rotary_scaling.ORIGINAL, Size, None), parameters.pop(rotary_scaling.ORIGINAL, None)
-    # Transformers reads only the inner length of parameters by type of layer; of others, it prefers the outer length.
+    # For parameters by type of layer, transformers reads only their own length; otherwise it prefers the outer length.
     original = _first(inner, longest) if by_type else _first(outer, inner, longest)
     has_original = rope_type in ("yarn", "llama3", "longrope", "su")
     if has_original and {_first(outer, original), _first(inner, original)} != {original}:

@@ -60,9 +60,9 @@ class ResolvedRule:
     published with number `layers[i]`. A pattern is einops', from the dims of the published array to the leaf's dims
     after layers and experts; without a pattern these are equal.
 
-    Several leaves may be published as one array. They are concatenated along its dim `axis`: once or, with several
-    `groups` such as heads, group by group. If `interleaved`, they alternate along this dim, number by number. A dim of
-    a leaf may merge two dims, one of them the groups: `"ids (groups mlp) -> ids (mlp groups)"`.
+    Several leaves may be published as one array. They are concatenated along its dim `axis`, once as a whole or, with
+    several `groups` such as heads, once for each group. If `interleaved`, each number is a group. A dim of a pattern
+    may merge the groups with another dim: `"ids (groups mlp) -> ids (mlp groups)"`.
     """
 
     name: str
@@ -225,8 +225,8 @@ class Rule:
     variant: bool = False
     """Whether the rule replaces the other rules for its leaves, if a folder has its arrays."""
     ids_below: str = ""
-    """The field of the config above all numbers of an array of whole numbers, such as a table of experts; an empty
-    text: the array holds floats."""
+    """For an array of whole numbers, such as a table of experts' ids: the field of the config that all numbers are
+    below. An empty text: the array holds floats."""
     part: str = ""
     """The part of the model whose layers `{layer}` counts: `"encoder"`, or empty for the model itself."""
 

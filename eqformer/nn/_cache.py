@@ -195,9 +195,9 @@ def store_tokens(
 ) -> tuple[tuple, tuple]:
     """Store new tokens in the cache; return the arrays to store, and the arrays that queries of these tokens read.
 
-    The first are the cache's two arrays, their scales if they have any, and the positions. The second are the two
-    arrays, dequantized, and the positions of all tokens that the new tokens may see. The two arrays have `heads` dims
-    of heads between the dims of rows and of slots.
+    The arrays to store are `memories` with the new tokens, their `scales` if they have any, and the positions. The
+    arrays to read are two, dequantized, and the positions, of all tokens that the new tokens may see. All have `heads`
+    dims of heads between the dims of rows and of slots.
     """
     if scales[0] is None:
         return store_slots(memories, cache, new, tokens, heads)
@@ -277,7 +277,7 @@ class KVCache(SlotCache):
     value_scales: Float[Array, "*batch kv_heads kv_seq"] | None = None
     """Scales of 8-bit values."""
     rotary_lengths: Int[Array, "*batch"] | None = None
-    """For each row, the length whose rotary frequencies its keys have; None: all lengths have the same frequencies."""
+    """For each row, the document length for whose rotary frequencies the keys are rotated; None: one set for all."""
 
     @classmethod
     def empty(

@@ -366,7 +366,7 @@ class Sublayer(Layer):
 class ChunkedUnembedding(Module):
     """A module that computes the logits of the whole vocabulary, or of one part of the vocabulary at a time.
 
-    Parts serve a vocabulary table of which no device holds all.
+    It computes parts if no device has the whole vocabulary table.
     """
 
     @abc.abstractmethod
@@ -374,10 +374,10 @@ class ChunkedUnembedding(Module):
         """Return two trees: the arrays with gradients, and the other arrays. Each array has a dim of parts in front."""
 
     @abc.abstractmethod
-    def of_part(self, moving: PyTree, rest: PyTree) -> tuple[Module, Int[Array, "part"]]:
+    def of_part(self, trained: PyTree, constants: PyTree) -> tuple[Module, Int[Array, "part"]]:
         """Return a module that computes the logits of one part, and the part's ids; id -1 marks padding.
 
-        The arguments are one part of each tree of `parts`.
+        `trained` and `constants` are that part of the two trees that `parts` returns.
         """
 
 

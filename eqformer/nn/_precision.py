@@ -70,10 +70,10 @@ class Fp8Matmul(MatmulPrecision):
     Before it is rounded, an array is scaled by a power of two that brings its largest magnitude to at least 128 and
     below 256 (E4M3), or to at least 2^14 and below 2^15 (E5M2): each vector of an input or a gradient, and the whole
     matrix of a weight. The scale is computed where it is used, so nothing is remembered from step to step. Powers of
-    two change no digit, so a number is rounded in the same way whatever the other numbers are, except for numbers below
-    2^-13 (E4M3) or 2^-28 (E5M2) of the largest, which lose up to 2^-18, or 2^-31, of it. So slices of rows, tokens and
-    features, on different devices or in different microbatches, give the results of whole arrays, and no maximum is
-    sent.
+    two change no digit, so a number is rounded in the same way whatever the other numbers are. Only numbers below 2^-13
+    (E4M3) or 2^-28 (E5M2) of the largest are rounded differently, by up to 2^-17 (2^-31) of the largest. So slices of
+    rows, tokens and features, on different devices or in different microbatches, give the results of whole arrays, and
+    no maximum is sent.
     """
 
     operand_bits: ClassVar[int | None] = 8

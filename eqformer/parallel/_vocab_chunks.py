@@ -119,9 +119,9 @@ class ChunkedTiedEmbedding(nn.ChunkedUnembedding):
         """Return the table's chunks."""
         return self.table.parts()
 
-    def of_part(self, moving: PyTree, rest: PyTree) -> tuple[nn.Module, Int[Array, "part"]]:
+    def of_part(self, trained: PyTree, constants: PyTree) -> tuple[nn.Module, Int[Array, "part"]]:
         """Return the embedding with the rows of a chunk, and their ids."""
-        return _replace_weight(self.inner, *self.table.gather_chunk(moving, rest))
+        return _replace_weight(self.inner, *self.table.gather_chunk(trained, constants))
 
 
 class ChunkedHead(nn.ChunkedUnembedding, nn.LinearWrapper):
@@ -138,9 +138,9 @@ class ChunkedHead(nn.ChunkedUnembedding, nn.LinearWrapper):
         """Return the table's chunks."""
         return self.table.parts()
 
-    def of_part(self, moving: PyTree, rest: PyTree) -> tuple[nn.Module, Int[Array, "part"]]:
+    def of_part(self, trained: PyTree, constants: PyTree) -> tuple[nn.Module, Int[Array, "part"]]:
         """Return the head with the rows of a chunk, and their ids."""
-        return _replace_weight(self.inner, *self.table.gather_chunk(moving, rest))
+        return _replace_weight(self.inner, *self.table.gather_chunk(trained, constants))
 
 
 def _replace_weight(module: PyTree, rows: Array, ids: Array) -> tuple[nn.Module, Array]:

@@ -455,7 +455,7 @@ def _tools(fields: Fields) -> tuple[list[JsonObject], list[JsonObject]]:
 
 
 def _answer_start(fields: Fields) -> tuple[bool, bool]:
-    """Return whether the answer continues the final message, and whether it begins after its header, the default."""
+    """Return whether the answer continues the final message, and whether its header is part of the prompt (default)."""
     continues = fields.flag("continue_final_message")
     adds_header = fields.flag("add_generation_prompt", not continues)
     if continues and adds_header:

@@ -139,7 +139,7 @@ _PROBE_MESSAGE: JsonObject = {
     "content": "",
     "tool_calls": [{"id": _PROBE_ID, "type": "function", "function": dataclasses.asdict(_PROBE)}],
 }
-# Templates write arguments by `tojson`. A small model might never end a text with free space.
+# Templates write arguments by `tojson`. With flexible whitespace, a small model might write spaces without an end.
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -156,7 +156,7 @@ class ToolCallFormat:
     def grammar(self, tools: Iterable[JsonObject], marker_ids: Mapping[str, int]) -> Grammar:
         """Return the grammar of an answer without its lead, which is a call of one of the tools.
 
-        Raises a `ValueError` for a tool whose name or whose parameters no call can have.
+        Raises a `ValueError` for a tool whose name or parameters the grammar cannot express.
 
         Args:
             tools: The tools that may be called.
@@ -220,7 +220,7 @@ def find_marker_ids(tokenizer: data.PromptTokenizer) -> dict[str, int]:
 
 
 def _write_literal(text: str, marker_ids: Mapping[str, int]) -> str:
-    """Return a text in the language of Lark: markers by their ids, and an id of a call as any id."""
+    """Return a text in the language of Lark, with markers by token id; the probe's call id becomes a pattern of ids."""
     names = sorted(filter(None, [*marker_ids, _PROBE_ID]), key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, names))})", text)
     ids = {name: f"<[{number}]>" for name, number in marker_ids.items()} | {_PROBE_ID: "/[a-zA-Z0-9]{9}/"}

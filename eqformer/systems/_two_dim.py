@@ -27,7 +27,7 @@ from ..parallel.tensor._vocabulary import SplitEmbedding
 STREAM = (FSDP, TENSOR)
 """Axes of the residual stream's features: `fsdp` is the major axis."""
 HEADS = (TENSOR, FSDP)
-"""Axes of heads and hidden features after their sums, of cache rows and of logits: `tensor` is the major axis."""
+"""Axes of reduce-scattered heads and hidden features, of cache rows and of logits: `tensor` is the major axis."""
 
 Pairs = list[tuple[Float[Array, "batch seq _"], Float[Array, "full_embed _"]]]
 """Inputs and weights of output projections."""

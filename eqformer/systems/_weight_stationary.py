@@ -114,7 +114,7 @@ class WeightStationary(DistributedModel):
 
     def _wrap_model(self, model: nn.Transformer) -> nn.Transformer:
         """Return the model as one device runs it, with each module replaced by its wrapper for the layout."""
-        # Gathers and slices mark arrays as varying over an axis, but an axis of one device has neither.
+        # Mark the arrays as varying, as gathers and slices do: an axis of one device has neither.
         model = vary(model, STREAM)
         split_channels = functools.partial(jax.tree.map, functools.partial(take_local_slice, axis=TENSOR, dim=-1))
 

@@ -206,7 +206,7 @@ def encoder_files(
         channels: The channels of a vector.
         max_length: The tokens to which texts are cut.
         similarity: The function by which vectors are compared.
-        published: The statements of the folder whose prompts and layers after the pooling the encoder has.
+        published: The files of a published encoder, whose prompts and layers after the pooling are taken over.
     """
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
     layers = () if published is None else published.head.layers

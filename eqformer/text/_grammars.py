@@ -124,7 +124,7 @@ class _GrammarMask:
 
     def _accepts(self, tokens: list[int]) -> bool:
         """Return whether the parser reads these tokens next, or may end the text with them."""
-        # `validate_tokens` refuses every special token; a copy tells those that the grammar names as such.
+        # `validate_tokens` refuses every special token, so a copy of the matcher reads those that the grammar allows.
         matcher = self._matcher
         return bool(
             matcher.validate_tokens(tokens) or matcher.is_accepting() or matcher.deep_copy().consume_tokens(tokens)

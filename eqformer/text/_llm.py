@@ -196,8 +196,8 @@ class LLM:
             cache_dtype: Dtype of keys and values in the caches; None: the dtype in which they are computed.
             draft: A smaller model that proposes tokens; `"mtp"` is the model's own predictor.
             draft_tokens: Tokens that the draft proposes at a time.
-            throughput: Whether programs may take longer to compile if decoding is faster then, as in `load`, whose rule
-                does not know the caches of the engine.
+            throughput: Whether programs may take longer to compile if decoding is faster then, as in `load`. Here the
+                engine's caches count, too, in the decision to unstack layers on a CPU.
         """
         draft_llm, model = draft if isinstance(draft, LLM) else None, self.model
         if throughput and isinstance(model, nn.LanguageModel):
@@ -301,8 +301,8 @@ def prepare_to_decode(
     Args:
         model: The model as it was loaded.
         plan: The mesh and its shardings; None for one device.
-        throughput: Whether many tokens pay for a longer compilation. Without it, dense layers stay stacked on CPUs:
-            their programs then compile several times as fast. With it, `kernels.build_native` is called for quantized
+        throughput: Whether faster decoding is worth a longer compilation. If not, dense layers stay stacked on CPUs,
+            and their programs compile several times as fast. If so, `kernels.build_native` is called for quantized
             weights if there is a C++ compiler.
         rows: Rows that decode together, as `generation.unstack_for_platform` reads them; unused with a plan.
         capacity: Tokens of each row's cache; unused with a plan.

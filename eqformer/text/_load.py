@@ -314,15 +314,15 @@ def load_run_encoder(path: str | Path, plan: parallel.Plan | None = None) -> Tex
 
 
 def _published_encoder(path: str | Path, recipe: RunRecipe) -> EncoderFiles | None:
-    """Return what the folder of a run on groups states about its text encoder; None without such a statement."""
+    """Return the encoder files of the model that a contrastive run began from; None if there are none."""
     folder = training.RunFolder(path).published
     return read_encoder_files(folder) if recipe.loss == "contrastive" and (folder / MODULES).exists() else None
 
 
 def load_run_classifier(path: str | Path, plan: parallel.Plan | None = None) -> TextClassifier:
-    """Load the classifier of a run's latest checkpoint, of the loss `classification`.
+    """Load the classifier of a run's latest checkpoint, for a run with the loss `classification`.
 
-    It reads texts as the run has: of at most `seq` tokens. Raises a `ValueError` for a run of another loss.
+    The classifier reads at most `seq` tokens of a text, as the run did. Raises a `ValueError` for another loss.
     """
     recipe, published = read_run_recipe(path), training.RunFolder(path).published
     if recipe.classifier is None:

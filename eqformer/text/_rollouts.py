@@ -87,10 +87,10 @@ class Rollouts:
 
     The processes of a run sample together under the plan, and only the first process calls the reward function.
 
-    A step's batch depends on the key, on the number of the step and on the weights alone, so a run resumed from a
-    checkpoint (`start=`) gives the same numbers as an uninterrupted run. Prompts are shuffled anew in each pass over
-    the rows. Completions end with an id of `llm.end_ids`. Call `train` without a key: dropout would make the trainer's
-    log-probabilities differ from the sampler's.
+    Completions depend on the key, on the number of the step and on the weights alone, so a run resumed from a
+    checkpoint (`start=`) gives the same numbers as an uninterrupted run, unless it stopped between two `updates` on one
+    batch. Prompts are shuffled anew in each pass over the rows. Completions end with an id of `llm.end_ids`. Call
+    `train` without a key: dropout would make the trainer's log-probabilities differ from the sampler's.
 
     The metrics of a step are over the completions that were sampled first, before groups were replaced: `reward`,
     `reward_std` (the mean of the groups' standard deviations), `groups_without_signal` (the share of groups whose
@@ -183,7 +183,7 @@ class Rollouts:
     def greedy_reward(self, model: PyTree) -> float:
         """Return the mean reward of greedy completions of all rows, which may be rows that no step trains on.
 
-        Each batch that is generated has as many completions as a step. Nothing is generated, so the key has no effect.
+        Each batch that is generated has as many completions as a step. Greedy completions do not depend on the key.
         """
         decoding_model, size, rewards = self._decoding_model(model), self._prompts * self._group, list[float]()
         for start in range(0, len(self._rows), size):

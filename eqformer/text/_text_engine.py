@@ -173,8 +173,8 @@ class TextPiece:
     ids: tuple[int, ...]
     """The new ids."""
     texts: tuple[str, ...]
-    """The text that each new id completes. Joined, they are `text` without an end that was held back as a possible stop
-    string."""
+    """The text that each new id completes. `text` is these texts joined and, in the last piece, an end that was held
+    back as a possible stop string."""
     log_probs: tuple[float, ...]
     """Log-probability of each new id."""
     alternatives: tuple[tuple[tuple[int, float], ...], ...]

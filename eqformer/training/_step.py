@@ -241,7 +241,7 @@ def update_where(condition: Bool[Array, ""], update: Callable[..., tuple], *stat
 
 
 def rebalance_routers(model: PyTree, aux: PyTree, rate: float) -> PyTree:
-    """Return the model with its routers moved by `rate` towards an even load of experts; routers without a rule stay.
+    """Return the model with its routers' biases moved by `rate` towards an even load; other routers are unchanged.
 
     `aux` is the tree of `Aux` that the model's layers returned for the whole batch. For the `selection_bias` of
     a `TopKRouter` this is DeepSeek-V3's load balancing without an auxiliary loss (arXiv:2408.15664).

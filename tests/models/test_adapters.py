@@ -230,10 +230,13 @@ def test_each_factor_keeps_its_own_dtype(tmp_path):
         ({"target_modules": "(q_proj"}, "a pattern for modules cannot be read"),
         ({"rank_pattern": {"[": 4}}, r"adapter_config.json: a pattern for modules cannot be read"),
         ({"r": 5}, r"0.self_attn.qkv_proj: A has shape \(4, 24\) and B \(48, 4\); the configured rank is 5"),
-        ({"target_modules": ["qkv_proj"]}, r"factors of no Linear that it names: base_model\.model\..*\(12\)"),
-        ({"exclude_modules": ["o_proj"]}, r"factors of no Linear that it names: .*o_proj.*\(6\)"),
-        ({"target_modules": ["nothing"]}, "factors of no Linear"),
-        ({"layers_to_transform": [0, 1]}, r"factors of no Linear that it names: .*layers\.2.*\(6\)"),
+        (
+            {"target_modules": ["qkv_proj"]},
+            r"for no linear map that the configuration names: base_model\.model\..*\(12\)",
+        ),
+        ({"exclude_modules": ["o_proj"]}, r"for no linear map that the configuration names: .*o_proj.*\(6\)"),
+        ({"target_modules": ["nothing"]}, "for no linear map"),
+        ({"layers_to_transform": [0, 1]}, r"for no linear map that the configuration names: .*layers\.2.*\(6\)"),
         ({"target_modules": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]}, "not in the file: .*down_proj"),
     ],
 )

@@ -99,9 +99,9 @@ class Rows(nn.ChunkedUnembedding):
         filled = jnp.concatenate([self.weight, jnp.zeros((3, 8))]).reshape(3, 5, 8)
         return filled, jnp.where(jnp.arange(15) < VOCAB, jnp.arange(15), -1).reshape(3, 5)
 
-    def of_part(self, moving, rest):
+    def of_part(self, trained, constants):
         """The part's table."""
-        return Table(moving), rest
+        return Table(trained), constants
 
     def unembed(self, hidden):
         """Of all ids."""

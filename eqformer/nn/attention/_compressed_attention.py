@@ -159,9 +159,9 @@ class KeyCompressor(Module):
 def _find_ends(
     tokens: Tokens, rate: int, *, has_cache: bool
 ) -> tuple[Int[Array, "*batch blocks"], Int[Array, "*batch blocks"]]:
-    """Return the index in its row and the position of each token that completes a block.
+    """Return, for each token that completes a block, its index in its row and its position.
 
-    As many are returned as a row can have; after the last one, positions are -1.
+    The results have as many entries as a row can have such tokens; entries after the last have position -1.
     """
     positions = tokens.positions
     # With a cache, a block that began in an earlier call may be completed beside the whole blocks of this call.
@@ -375,7 +375,7 @@ class CompressedAttention(Mixer):
         tokens: Tokens,
         cache: CompressedCache | None,
     ) -> tuple[KeySet | None, IndexedKeys | None, CompressedCache | None]:
-        """Return the compressed keys, what selects among them if there are more than a query sees, and the cache."""
+        """Return the compressed keys, the indexer's queries and keys (None if a query sees all), and the cache."""
         if self.compressor is None:
             return None, None, cache
         entries, compressor_cache = self.compressor(x, tokens, None if cache is None else cache.compressor)

@@ -334,7 +334,7 @@ class LatentAttention(Mixer):
     ) -> kernels.DecodeCall:
         """Return the call that reads latents and rotary keys where the cache stores them.
 
-        As one array of keys they would be written and read once more.
+        Joined to one array of keys, both would be copied once more.
         """
         key, key_scales = latents[..., None, :], None
         is_stored = rotated is not None and not self._rotates_on_read
@@ -376,7 +376,7 @@ class LatentAttention(Mixer):
         return LatentCache(latents=latents, rotary_keys=rotary_keys, positions=positions, rolling=size < capacity)
 
     def facts(self) -> MixerFacts:
-        """State that the layer runs on a slice of its heads, and without an indexer attends for pieces of rows."""
+        """State that the layer runs on a slice of its heads and, without an indexer, on rows that devices split."""
         rotated = () if self.query_rope is None else (self.query_rope.output_shape,)
         query, key = (self.query.output_shape, *rotated), (self.key_up.output_shape, *rotated)
         value = (self.value_up.output_shape,)

@@ -216,10 +216,10 @@ def scan_chunks(
     queries: Float[Array, "n batch heads chunk head_dim"],
     stored_keys: Float[Array, "n batch heads chunk head_dim"],
 ) -> tuple[Float[Array, "n batch heads chunk v_dim"], Float[Array, "batch heads head_dim v_dim"]]:
-    """Return the outputs of all chunks and the last state, with `S_0 = initial` and, for each chunk `n`,
+    """Return the outputs of all chunks and the last state of a recurrence over chunks.
 
-    `c_n = new_values_n - read_keys_n S_n`, `output_n = queries_n S_n + scores_n c_n` and
-    `S_(n+1) = state_to_end_n S_n + stored_keys_n^T c_n`.
+    With `S_0 = initial`, the corrections of chunk `n` are `c_n = new_values_n - read_keys_n S_n`, its outputs
+    `queries_n S_n + scores_n c_n`, and the next state `S_(n+1) = state_to_end_n S_n + stored_keys_n^T c_n`.
 
     For gradients the states of all chunks are kept, and outputs are products over all chunks at once. The corrections
     `c` overwrite `new_values`, and the gradients of states and corrections overwrite the gradients that come from the

@@ -231,8 +231,8 @@ def _describe(path: Path) -> list[int]:
 
 # Fields that a block had for its sublayers, in the order in which they ran. Each is now an element of `sublayers`.
 _FIELDS = ("mixer", "cross", "feed_forward", "gated_input", "scalar")
-# Patterns of former names, from the field of a block on, and the text that replaces them. `{mixer}` and the like stand
-# for the index of the sublayer that was in this field.
+# Patterns of former names inside a block, and the current names that replace them. `{mixer}` is the index in
+# `sublayers` of the sublayer that was in the field `mixer`, and so on.
 _RENAMED = (
     (r"mixer\.mixers\.(?P<branch>\d+)", r"sublayers.{mixer}.branches.\g<branch>"),
     (r"feed_forward\.layer\.dense", r"sublayers.{feed_forward}.branches.0"),
@@ -249,8 +249,8 @@ _MOVED = (("sinks", "scores.sinks"), ("query_norm", "rotary.query_norm"), ("key_
 def match_saved_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
     """Return a dict from the current name of each saved array to its saved name.
 
-    The current name is the saved name itself, unless the saved name is unknown and one of the names that its array may
-    have today is among the `wanted` names.
+    A saved name that is not `wanted` is from an older revision: its current name is the first of its possible new names
+    that is wanted. If none is wanted, the name stays.
     """
     indices = _sublayer_indices(saved)
     return {name if name in wanted else _current_name(name, wanted, indices): name for name in saved}

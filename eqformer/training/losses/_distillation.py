@@ -40,13 +40,13 @@ def distillation_loss(
       divergence (Agarwal et al., arXiv:2306.13649, eq. 1).
 
     The logits of both models exist for one chunk of tokens at a time, as in `cross_entropy`. If the batch has a
-    teacher's `top_ids` and not the teacher, the sums are over these ids and one more bucket, which has the probability
-    of all other ids together, of `p` and of `q`; the divergence of buckets is at most that of all ids, and equal if
-    `top_ids` has all. The step's metrics are `next_token_loss` and `divergence`, both per token.
+    teacher's `top_ids` and not the teacher, the sums are over these ids and one bucket, whose probability is the sum
+    over all other ids. The divergence is then at most that over all ids, and equal if `top_ids` has all ids. The
+    step's metrics are `next_token_loss` and `divergence`, both per token.
 
     Args:
         divergence: The divergence.
-        temperature: By which both models' logits are divided, above 0.
+        temperature: A number above 0 by which both models' logits are divided.
         weight: The share of the divergence, from 0 to 1; the rest is the next-token loss.
         beta: The share of the teacher in "jsd", between 0 and 1.
     """
@@ -92,9 +92,9 @@ def distillation_loss(
 def _teacher_of(
     batch: DistillationBatch, call: str, temperature: float, hidden: Float[Array, "tokens embed"]
 ) -> tuple[tuple, PyTree, ReadTeacher]:
-    """Return the tokens' arrays of the teacher, constants, and the function that reads both.
+    """Return the teacher's arrays with one row per token, its constants, and the function that reads both.
 
-    The teacher's hidden states vary over the devices over which the model's `hidden` varies.
+    The teacher's hidden states are typed as varying over the mesh axes over which the model's `hidden` varies.
     """
     flatten = lambda x: jax.lax.stop_gradient(jnp.asarray(x)).reshape(-1, x.shape[-1])
     if batch.teacher is not None and batch.teacher_hidden is not None:
@@ -161,7 +161,7 @@ def _divergences(
     log_q: Float[Array, "tokens ids"],
     sum_ids: Callable[[Array], Array],
 ) -> Float[Array, "tokens"]:
-    """Return each token's divergence of q from p, of which these are the logarithms."""
+    """Return each token's divergence between the teacher's probabilities p and the model's q."""
     if divergence == "forward-kl":
         return sum_ids(jnp.exp(log_p) * (log_p - log_q))
     if divergence == "reverse-kl":
@@ -218,7 +218,7 @@ def teacher_top_nats(
 
 
 def detach_teacher(batch: PyTree) -> tuple[PyTree, PyTree]:
-    """Return a batch without the teacher, of which no dim is the rows', and the teacher, or None."""
+    """Return the batch without its teacher, whose arrays have no dim of rows, and the teacher (None if it has none)."""
     if not isinstance(batch, DistillationBatch) or batch.teacher is None:
         return batch, None
     return dataclasses.replace(batch, teacher=None), batch.teacher

@@ -62,15 +62,15 @@ def policy_loss(
     without them `r` is 1, and its gradient is that of the log-probability). `KL` is `r (exp(d) - d - 1)`, where `d` is
     the reference's log-probability minus the model's: Schulman's estimator k3, times the ratio.
 
-    | name | ratio | mean | clip_low, clip_high | advantages |
+    | name | ratio | mean | clip_low, clip_high | advantages in the paper |
     |---|---|---|---|---|
-    | "grpo" (Shao et al., arXiv:2402.03300, eq. 3) | "token" | "rows" | 0.2, 0.2 | over the standard deviation |
-    | "dapo" (Yu et al., arXiv:2503.14476, eq. 8) | "token" | "tokens" | 0.2, 0.28 | over the standard deviation |
-    | "dr_grpo" (Liu et al., arXiv:2503.20783) | "token" | a number | 0.2, 0.2 | minus the mean only |
-    | "gspo" (Zheng et al., arXiv:2507.18071, eq. 5) | "sequence" | "rows" | 3e-4, 4e-4 | over the standard deviation |
+    | "grpo" (Shao et al., arXiv:2402.03300, eq. 3) | "token" | "rows" | 0.2, 0.2 | `scale=True` |
+    | "dapo" (Yu et al., arXiv:2503.14476, eq. 8) | "token" | "tokens" | 0.2, 0.28 | `scale=True` |
+    | "dr_grpo" (Liu et al., arXiv:2503.20783) | "token" | a number | 0.2, 0.2 | `scale=False` |
+    | "gspo" (Zheng et al., arXiv:2507.18071, eq. 5) | "sequence" | "rows" | 3e-4, 4e-4 | `scale=True` |
 
-    A completion counts if one of its tokens has a weight. The advantages are those of the batch, see
-    `group_advantages`. The loss, its gradients and its metrics are the same on any mesh, in any number of microbatches.
+    A completion counts if one of its tokens has a weight. The batch has the advantages; `group_advantages(scale=...)`
+    computes them. The loss, its gradients and its metrics are the same on any mesh, in any number of microbatches.
 
     Metrics: `entropy` of the model's distribution and `clip_fraction`, the share of tokens whose gradient is clipped;
     `kl` for a batch with `reference_log_probs`, `sampler_difference` for one with `sampler_log_probs` (the mean of

@@ -116,8 +116,8 @@ def contrastive_loss(
         temperature: The number by which similarities are divided.
         pooling: How the vector of a text is made from those of its tokens: a name in `nn.POOLINGS` other than "max".
         similarity: "cosine", or "dot" for the plain product of two vectors.
-        symmetric: Whether the mean of this loss and of the same with positives in the place of anchors is taken, as in
-            CLIP (Radford et al., arXiv:2103.00020, figure 3); only the anchors are candidates of the latter.
+        symmetric: Whether to average this loss with the loss in which anchors and positives are swapped, as in CLIP
+            (Radford et al., arXiv:2103.00020, figure 3). The candidates of the swapped loss are the anchors alone.
         dims: Widths in rising order; the losses of vectors that are truncated to their first channels of each width
             are added up, so that truncated vectors are useful too (Matryoshka; Kusupati et al., arXiv:2205.13147, eq.
             1). Empty: whole vectors alone. Name the full width to count it too.
@@ -243,7 +243,7 @@ def _candidate_similarities(
 ) -> tuple[Float[Array, "rows candidates"], int | Int[Array, ""]]:
     """Return the similarity of each vector to the candidates of all devices, and the number of the first local one.
 
-    Candidates whose count is 0 have none.
+    Candidates whose count is 0 get the similarity `_NO_CANDIDATE`.
     """
     # Vectors and counts are gathered at once.
     gathered, first = gather_rows(jnp.concatenate([local_candidates, counts[:, None]], axis=1))

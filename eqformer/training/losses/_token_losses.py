@@ -249,9 +249,9 @@ def row_loss(function: RowFunction) -> LossFn:
     nats. A third result, `{name: (sum, weight)}`, is reported by the step: each sum over the whole batch divided by its
     weight. If the function compares rows, `batch.group` is the number of rows that are never separated.
 
-    The logits of all tokens never exist at once, as in `cross_entropy`: a first pass over chunks computes the nats, and
-    a second pass the gradients, with each token's weight times the slope of the sum at its row's nats. Both together
-    take as many matrix products with the table as one pass that is recomputed.
+    The logits of all tokens never exist at once, as in `cross_entropy`: a first pass over chunks computes the nats. A
+    second pass computes the gradients; there a token's weight is multiplied by the derivative of the sum with respect
+    to its row's nats. Both take as many matrix products with the table as one pass that is recomputed.
     """
 
     @checked

@@ -1,4 +1,4 @@
-"""Readers of logits: nats, log-probabilities and sums over a vocabulary that a device has whole or in part."""
+"""Functions of logits over a vocabulary that a device has whole or in part: nats, log-probabilities, sums, top ids."""
 
 from typing import Protocol, runtime_checkable
 
@@ -12,7 +12,7 @@ from ..._annotation_checks import checked
 
 @runtime_checkable
 class Vocabulary(Protocol):
-    """A reader of logits of which a device holds only a part, for a mesh that splits the vocabulary."""
+    """Functions of logits (`tokens vocab`) for losses; on a mesh, each device may have the logits of some ids."""
 
     def nats(self, logits: Array, targets: Array) -> tuple[Array, Array]:
         """Return each token's nats and log-normalizer, as `token_nats` does."""
@@ -23,23 +23,23 @@ class Vocabulary(Protocol):
         ...
 
     def log_probabilities(self, logits: Array) -> Array:
-        """Return the logarithm of each id's probability; a very negative number for ids that only pad the logits."""
+        """Return the log-softmax, `tokens vocab`; a very negative number for ids that only pad the logits."""
         ...
 
     def sum_ids(self, values: Array) -> Array:
-        """Return the sum over the vocabulary of a number for each token and id."""
+        """Return the sums of `values` (`tokens vocab`) over all ids, one for each token."""
         ...
 
     def take_ids(self, values: Array, ids: Array) -> Array:
-        """Return the numbers of some ids of each token."""
+        """Return, for each token, `values` (`tokens vocab`) at the given `ids` (`tokens ids`)."""
         ...
 
     def drop_ids(self, values: Array, ids: Array) -> Array:
-        """Return the numbers with a very negative one for some ids of each token."""
+        """Return `values` (`tokens vocab`), set to a very negative number at the given `ids` (`tokens ids`)."""
         ...
 
     def top_ids(self, values: Array, count: int) -> Array:
-        """Return the ids with the largest numbers of each token, in order."""
+        """Return, for each token, the `count` ids with the largest `values` (`tokens vocab`), in descending order."""
         ...
 
 
@@ -65,17 +65,17 @@ class WholeVocabulary(eqx.Module):
     def take_ids(
         self, values: Float[Array, "tokens vocab"], ids: Int[Array, "tokens ids"]
     ) -> Float[Array, "tokens ids"]:
-        """Return the numbers of some ids of each token."""
+        """Return, for each token, `values` at the given ids."""
         return jnp.take_along_axis(values, ids, axis=-1)
 
     def drop_ids(
         self, values: Float[Array, "tokens vocab"], ids: Int[Array, "tokens ids"]
     ) -> Float[Array, "tokens vocab"]:
-        """Return the numbers with a very negative one for some ids of each token."""
+        """Return `values` with a very negative number at the given ids of each token."""
         return values.at[jnp.arange(len(ids))[:, None], ids].set(jnp.finfo(values.dtype).min / 4)
 
     def top_ids(self, values: Float[Array, "tokens vocab"], count: int) -> Int[Array, "tokens ids"]:
-        """Return the ids with the largest numbers of each token, in order."""
+        """Return, for each token, the `count` ids with the largest values, in descending order of the values."""
         return jax.lax.top_k(values, count)[1]
 
 
