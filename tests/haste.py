@@ -7,6 +7,7 @@ import inspect
 import threading
 import types
 import typing
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -289,24 +290,31 @@ def check_quickly() -> None:
     """Have jaxtyping bind arguments by a `QuickSignature`, and leave functions without shapes to beartype alone.
 
     Of such a function jaxtyping would check what beartype does, in a scope of dims that nothing reads, and in many
-    times the time. One inside of another function stays with `checked`, which writes its check once, and one that takes
-    and gives anything needs no check.
+    times the time. A function inside of another function has its check written once, by `check_through_relay`, and one
+    that takes and gives anything needs no check.
     """
     import jaxtyping
-    from jaxtyping import _decorator
+    from jaxtyping import _array_types, _decorator
 
+    # jaxtyping makes a class for each array's annotation, again at each call where a function inside has it.
+    if hasattr(_array_types, "_make_array"):
+        _array_types.__dict__["_make_array"] = functools.cache(_array_types._make_array)
     quick, jaxtyped = types.ModuleType("inspect"), _decorator.jaxtyped
     check_types = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
     vars(quick).update(vars(inspect), signature=QuickSignature.from_callable)
     _decorator.__dict__["inspect"] = quick
 
     def choose(*functions: Any, **options: Any) -> Any:
+        if functions and inspect.isclass(functions[0]) and functions[0].__init__ in _CONSTRUCTORS:
+            return functions[0]  # jaxtyping too checks a constructor once
         if functions and inspect.isfunction(functions[0]) and options.get("typechecker") is not None:
             (function,) = functions
             annotations = [*function.__annotations__.values()]
             if all(annotation is Any for annotation in annotations):
                 return function
-            if "<locals>" not in function.__qualname__ and not may_have_shapes(annotations):
+            if "<locals>" in function.__qualname__:
+                return check_through_relay(function, lambda relay: jaxtyped(relay, **options))
+            if not may_have_shapes(annotations):
                 return check_at_first_call(function, check_types)
         return jaxtyped(*functions, **options)
 
@@ -328,6 +336,68 @@ def check_at_first_call(function: Callable, check: Callable[[Callable], Callable
         return checked_function(*args, **kwargs)
 
     return call
+
+
+class _Waiting(threading.local):
+    """Functions of a thread whose arguments are being checked, the innermost last."""
+
+    def __init__(self) -> None:
+        self.functions: list[Callable] = []
+
+
+_WAITING = _Waiting()
+_RELAYS: dict[tuple, Callable] = {}
+_CONSTRUCTORS: weakref.WeakSet[Callable] = weakref.WeakSet()
+"""Constructors that are checked through a relay."""
+
+
+def check_through_relay(function: Callable, check: Callable[[Callable], Callable]) -> Callable:
+    """Check a function inside of another by a relay of its signature, which is checked once for all of them.
+
+    Such a function is made again at each call of the outer function, and jaxtyping would read its annotations and write
+    its check again each time. The relay calls the function whose arguments were checked last. It keeps nothing of the
+    function but the code, the annotations and plain defaults. A function with other defaults has a check of its own.
+    """
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    if not all(isinstance(default, bool | int | float | str | None) for default in defaults):
+        return check(function)
+    try:
+        annotations = tuple(function.__annotations__.items())
+        key = function.__module__, function.__code__, annotations, tuple(map(repr, defaults))
+        hash(key)
+    except TypeError:  # annotations of which one has no hash
+        return check(function)
+    if key not in _RELAYS:
+        _RELAYS[key] = check(_make_relay(function))
+    checked_relay, waiting = _RELAYS[key], _WAITING
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        functions = waiting.functions
+        depth = len(functions)
+        functions.append(function)
+        try:
+            return checked_relay(*args, **kwargs)
+        finally:
+            del functions[depth:]  # where the arguments were refused, the relay did not take the function
+
+    if function.__name__ == "__init__":
+        _CONSTRUCTORS.add(call)
+    return call
+
+
+def _make_relay(function: Callable) -> Callable:
+    """Return a function with a function's signature, name and globals, which calls the last function that waits."""
+    waiting = _WAITING
+
+    def relay(*args: Any, **kwargs: Any) -> Any:
+        return waiting.functions.pop()(*args, **kwargs)
+
+    # The globals are those of the function, by which jaxtyping reads annotations that are strings.
+    made: Any = types.FunctionType(relay.__code__, function.__globals__, function.__name__, closure=relay.__closure__)
+    made.__module__, made.__qualname__ = function.__module__, function.__qualname__
+    made.__annotations__, made.__signature__ = dict(function.__annotations__), inspect.signature(function)
+    return made
 
 
 CHECKED: dict[tuple, Callable] = {}

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import gc
 import inspect
 import typing
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +15,8 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from haste import checked, jax_moves, may_have_shapes, QuickSignature, traced_draws
-from jaxtyping import Array, Float, PyTree, TypeCheckError
+from haste import check_through_relay, checked, jax_moves, may_have_shapes, QuickSignature, traced_draws
+from jaxtyping import Array, Float, Int, PyTree, TypeCheckError
 
 from eqformer import models
 
@@ -47,6 +49,40 @@ def test_shapes_and_types_are_checked_before_a_call_and_after_it():
     for call in wrong:
         with pytest.raises(TypeCheckError):
             call()
+
+
+def make_scale(factor: int, dtype: Any) -> Any:
+    """Return a function made at each call, whose calls within it are checked too."""
+
+    def scale(x: Any, times: int = 1) -> Any:
+        if times > 1:
+            return scale(scale(x), times - 1)
+        return factor * x if factor else x[1:]
+
+    scale.__annotations__ |= dict.fromkeys(("x", "return"), dtype[np.ndarray, "rows"])
+    scale = check_through_relay(scale, jaxtyping.jaxtyped(typechecker=checked))
+    return scale
+
+
+def test_functions_made_again_share_a_check_and_keep_their_own_values():
+    x = np.ones(3, np.float32)
+    double, triple, cut, integers = (make_scale(*given) for given in ((2, Float), (3, Float), (0, Float), (2, Int)))
+    assert double(x, 3).tolist() == [8, 8, 8] and triple(x, times=2).tolist() == [9, 9, 9]
+    assert integers(np.array([1])).tolist() == [2]
+    wrong = [lambda: double(x, "2"), lambda: double(x[None]), lambda: cut(x), lambda: integers(x), lambda: double(x, x)]
+    for call in wrong:
+        with pytest.raises(TypeCheckError, match="make_scale.<locals>.scale"):
+            call()
+        assert triple(x).tolist() == [3, 3, 3]
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        double(times=2)
+    assert inspect.signature(double) == inspect.signature(inspect.unwrap(double))
+    plain = lambda x: x
+    alive = weakref.ref(plain)
+    assert check_through_relay(plain, checked)(3) == 3
+    del plain
+    gc.collect()
+    assert alive() is None
 
 
 def test_only_types_without_dims_are_left_to_beartype():
