@@ -416,7 +416,7 @@ class Engine:
             result.finish = "error"
             has_numbers = progress.logits_are_numbers[slot]
             fault = "its settings left no token to sample" if has_numbers else "its logits are NaN"
-            result.error = f"Engine: request {result.number} cannot go on, because {fault}."
+            result.error = f"Engine: the request cannot go on, because {fault}."
         elif progress.done[slot]:
             result.finish = "end" if result.ids[-1] in row.request.end_ids else "length"
         return result
@@ -440,8 +440,7 @@ class Engine:
             return function(*arguments)
         except Exception as error:
             row.result.finish = "error"
-            number, kind = row.result.number, type(error).__name__
-            row.result.error = f"Engine: a function of request {number} raised {kind}: {error}"
+            row.result.error = f"Engine: a function of the request raised {type(error).__name__}: {error}"
             return None
 
     @staticmethod

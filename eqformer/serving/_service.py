@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import data, generation, interpretability
 from .._files import JsonObject
-from ..text import Grammar, LLM, TextEngine, TextPiece
+from ..text import build_kernels, Grammar, LLM, TextEngine, TextPiece
 from ._metrics import ServerMetrics
 from ._protocol import ChatRequest, CompletionRequest, RequestError, TextOptions
 from ._tool_calls import find_call_format, find_marker_ids
@@ -253,7 +253,7 @@ class TextService(Service):
         with _as_bad_request(prompt.grammar_field or "the body"):
             # Compiling a grammar takes time, so a thread does it while the event loop serves other requests.
             pieces = await asyncio.to_thread(make_stream)
-        return self._observe(engine, pieces)
+        return self._observe(engine, pieces, prompt)
 
     async def score(self, ids: Sequence[int], alternatives: int) -> generation.TokenScores:
         """Return the scores of all ids of a text but the first, each with `alternatives` likely ids."""
@@ -285,8 +285,9 @@ class TextService(Service):
         return [chosen._replace(experts=chosen.experts[first:], weights=chosen.weights[first:]) for chosen in layers]
 
     def compile(self, progress: Callable[[str], object] = lambda line: None) -> None:
-        """Compile the programs of the engine by generating short texts."""
+        """Build the kernel for quantized weights, and compile the programs of the engine by generating short texts."""
         start = time.monotonic()
+        build_kernels(self.llm.model, warn=progress)
         engine = self.engine.engine
         # A prompt of one token more than a width is padded to the next width.
         lengths = [1, *(width + 1 for width in engine.chunk_widths[:-1] if width < engine.capacity - 2)]
@@ -303,7 +304,7 @@ class TextService(Service):
             progress(f"compiled for request {number} of {len(requests)}, {time.monotonic() - start:,.1f} s")
 
     async def _observe(
-        self, engine: TextEngine, pieces: AsyncGenerator[TextPiece, None]
+        self, engine: TextEngine, pieces: AsyncGenerator[TextPiece, None], prompt: Prompt
     ) -> AsyncGenerator[TextPiece, None]:
         """Pass pieces on, and count tokens and times; an error of the engine becomes a `RequestError`."""
         last, result = time.monotonic(), None
@@ -318,7 +319,9 @@ class TextService(Service):
                     is_first = False
                 result = piece.result
                 if result is not None and result.finish_reason == "error":
-                    raise RequestError(500, _without_call(result.error))
+                    field = prompt.grammar_field
+                    message = _without_call(result.error)
+                    raise RequestError(500, f"{field}: {message}" if field else message, parameter=field)
                 yield piece
         except (GeneratorExit, asyncio.CancelledError):
             if result is None:
@@ -397,9 +400,11 @@ class TextService(Service):
         if prompt.length > longest:
             message = f"the prompt has {prompt.length:,} tokens, but at most {longest:,} are read; shorten it."
             raise RequestError(400, message, parameter=prompt.field, code="context_length_exceeded")
-        new = options.settings.max_new_tokens or 0
-        if new > limits.new_tokens:
-            message = f"max_tokens is {new:,}, but at most {limits.new_tokens:,} are generated; ask for fewer."
+        new, most = options.settings.max_new_tokens or 0, limits.new_tokens
+        if self.llm.model.start is not None:  # The start id takes one place of the decoder's row.
+            most = min(most, capacity - 1)
+        if new > most:
+            message = f"max_tokens is {new:,}, but at most {most:,} are generated; ask for fewer."
             raise RequestError(400, message, parameter="max_tokens")
         if self.llm.model.start is None and prompt.length + new > capacity:
             message = (

@@ -14,7 +14,7 @@ from ._generate_texts import (
     StreamedText as StreamedText,
 )
 from ._grammars import Grammar as Grammar
-from ._llm import LLM as LLM, prepare_to_decode as prepare_to_decode
+from ._llm import build_kernels as build_kernels, LLM as LLM, prepare_to_decode as prepare_to_decode
 from ._load import (
     export_run as export_run,
     is_run as is_run,

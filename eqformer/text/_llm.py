@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, overload, Unpack
 
@@ -309,11 +309,8 @@ def prepare_to_decode(
         cache_dtype: Storage format of the caches, such as "int8"; unused with a plan.
     """
     platform, chip = jax.default_backend(), jax.devices()[0].device_kind
-    if throughput and platform == "cpu" and nn.quantized_formats(model) and kernels.find_compiler() is not None:
-        try:
-            kernels.build_native()
-        except RuntimeError as error:
-            logging.getLogger("eqformer").warning("%s", error)
+    if throughput and kernels.find_compiler() is not None:
+        build_kernels(model)
     if plan is None:
         processor_cache = last_level_cache() if throughput else None
         caches: dict[str, Any] = {"rows": rows, "capacity": capacity, "cache_dtype": cache_dtype}
@@ -322,3 +319,18 @@ def prepare_to_decode(
         num_shards = plan.size(parallel.TENSOR) * plan.size(parallel.FSDP)
         model = plan.shard(generation.unstack_for_platform(model, platform, chip, devices=num_shards))
     return parallel.ShardedModel(model, plan)
+
+
+def build_kernels(
+    model: generation.Model, warn: Callable[[str], object] = logging.getLogger("eqformer").warning
+) -> None:
+    """Build the kernel for a model with quantized weights on a CPU (see `kernels.build_native`).
+
+    Without a compiler, or if it fails, `warn` is called with a line that says so, and XLA computes the products.
+    """
+    weights = model.model if isinstance(model, parallel.ShardedModel) else model
+    if jax.default_backend() == "cpu" and nn.quantized_formats(weights):
+        try:
+            kernels.build_native()
+        except RuntimeError as error:
+            warn(str(error))

@@ -11,11 +11,12 @@ import time
 import jax
 import pytest
 from test_completions_server import SCRIPT, send, SIZES, texts
-from text_cases import scripted
+from text_cases import scripted, small_model
 
-from eqformer import generation, serving
+from eqformer import data, generation, kernels, nn, serving
 from eqformer.generation import _engine
 from eqformer.serving import _server
+from eqformer.text import LLM
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -184,6 +185,42 @@ def test_an_engine_that_fails_is_replaced(llm, monkeypatch):
     assert all(are_deleted(failed.engine)) and not any(are_deleted(service.engine.engine))
     metrics = service.metrics.render({})
     assert "eqformer_engine_failures_total 1\n" in metrics and "eqformer_cancelled_requests_total 0\n" in metrics
+
+
+def test_errors_of_a_text_speak_of_the_clients_request(llm, monkeypatch):
+    """The engine numbers its requests, and clients do not know these numbers."""
+    service = serving.TextService(llm, **SIZES)
+    app, engine = serving.make_app(service, name="tiny"), service.engine.engine
+    call, fault = type(engine)._call, lambda *arguments: 1 / 0
+    monkeypatch.setattr(engine, "_call", lambda row, function, *arguments: call(row, fault, *arguments))
+    body = {"prompt": "ab", "max_tokens": 10, "temperature": 0, "stop": "zz", "logit_bias": {"3": 1}}
+    send(app, body | {"prompt": "a"})  # The next request is not the engine's request 0.
+    response, streamed = send(app, body, body | {"stream": True})
+    *_, last = [line for line in streamed.text.split("\n\n") if line]
+    for error in (response.json()["error"], json.loads(last.removeprefix("data: "))["error"]):
+        assert error["message"] == "a function of the request raised ZeroDivisionError: division by zero"
+    assert response.status_code == 500 and service.active == 0
+
+
+@pytest.mark.parametrize("form, calls", [("int8", 1), (None, 0)])
+def test_a_server_builds_the_kernel_for_codes_before_it_compiles(form, calls, monkeypatch):
+    lines = list[str]()
+
+    def fail():
+        raise RuntimeError("build_native(): no C++ compiler was found")
+
+    monkeypatch.setattr(kernels, "build_native", fail)
+    model = small_model() if form is None else nn.quantize(small_model(), form)
+    service = serving.TextService(LLM(model, data.ByteTokenizer()), **SIZES)
+
+    def run(requests):
+        lines.append("run")
+        return []
+
+    monkeypatch.setattr(service.engine.engine, "run", run)
+    service.compile(lines.append)
+    assert lines.count("build_native(): no C++ compiler was found") == calls
+    assert lines[0] == ("run" if form is None else "build_native(): no C++ compiler was found") and "run" in lines
 
 
 def test_programs_of_all_widths_are_compiled_once(llm, monkeypatch):
