@@ -173,8 +173,8 @@ def find_replies(
     so has a message of the assistant that the template leaves out.
 
     The conversation is rendered once, so the spans are right for templates that drop earlier reasoning, rewrite
-    contents or join messages. Raises a `ValueError` if the template refuses the conversation, or if it has no loop over
-    the messages and its text of a conversation does not begin with its text of the first messages.
+    contents or join messages. A template without a loop over the messages must render the first messages as the
+    beginning of the whole conversation. Raises a `ValueError` if it does not, or if it refuses the conversation.
     """
     text, spans = template.render_by_message(messages, **options)
     is_traced = any(span is not None for span in spans)
@@ -213,8 +213,8 @@ def _cut_results(
 ) -> Span | None:
     """Return the span of a call without the tools' results: the part that it shares with a rendering without them.
 
-    The rendering without the results alone keeps the later messages, because templates drop reasoning before the
-    user's last message. The rendering that ends at the call is for templates that refuse two replies in a row.
+    The longer of two such parts. One rendering keeps the later messages, because templates drop reasoning before the
+    user's last message. The other ends at the call, for templates that refuse two replies in a row.
     """
     span = spans[number]
     if span is None:

@@ -314,7 +314,7 @@ class ConversationEncoder(RowEncoder):
         last: int,
         stop: int,
     ) -> int:
-        """Return the index after the token that ends a reply, one more than there are ids if it must be appended.
+        """Return the index after the token that ends a reply; `len(ids) + 1` says that this token must be appended.
 
         The reply's tokens are `first` to `last - 1`, and its last character is `text[stop - 1]`.
         """

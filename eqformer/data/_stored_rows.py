@@ -20,7 +20,7 @@ from . import _atomic_folder as atomic_folder
 from ._documents import digest
 
 
-_STATE = "rows.json"  # Of an unfinished folder: the number of complete rows, and the arrays' dtypes and shapes.
+_STATE = "rows.json"  # In an unfinished folder: the number of complete rows, and the arrays' dtypes and shapes.
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 
 

@@ -175,7 +175,7 @@ def _encode_row(
 ) -> EncodedExample:
     """Return the example of a text or of a pair of texts; raise a `ValueError` for one without a token.
 
-    Its ends are the borders between tokens of different types, if types are read, and the end of a row that is not cut.
+    Its ends are the borders between tokens of different types (if types are read), and the row's end if it is not cut.
     """
     if not len(row.ids):
         raise ValueError(f"{document.name}: a text has no token, and the tokenizer adds none; leave it out.")
@@ -252,7 +252,7 @@ def read_labelled_text(row: object, *, location: str) -> LabelledText:
     """Return the text, or the pair of texts, of a row and its label.
 
     The fields are `text`, perhaps `text_pair`, and `label`, a name or a whole number. Raises a `ValueError` that names
-    the location for any other row, for other fields, and for a text without a character that is no space.
+    the location for any other row, for other fields, and for a text that is empty or only of spaces.
     """
     fields = dict(row) if isinstance(row, dict) else {}
     text, pair, label = fields.pop("text", None), fields.pop("text_pair", None), fields.pop("label", None)

@@ -55,8 +55,8 @@ def speedrun_recipe(
     # Horizon: a constant number of tokens for each parameter of the matrices.
     tokens = tokens_per_parameter * count_matrix_parameters(depth) if tokens is None else tokens
     # Batch: the critical batch grows with the horizon as a power law (arXiv 2505.13738; nanochat's exponent is 0.38
-    # from depth 12 on). Here 1,024 bytes at a million, where a larger batch was worse, and a quarter of a million at
-    # depth 12 make an exponent of 3/4.
+    # from depth 12 on). Here the exponent of 3/4 goes through two points: 1,024 tokens for a horizon of a million,
+    # where a larger batch was worse, and a quarter of a million tokens at depth 12.
     batch_tokens = 2 ** round(math.log2(1024 * (tokens / 1e6) ** 0.75))
     # Rows: long enough for what a model of this depth can use; three layers of four see a quarter of a row (nanochat).
     seq = min(2048, max(256, 2 ** math.ceil(math.log2(128 * depth))))
@@ -137,7 +137,7 @@ def default_recipe() -> Recipe:
 
 
 def llama_recipe() -> Recipe:
-    """A byte-level Llama of 0.8 million parameters, whose 4 like layers and 16 rows can be split over every mesh."""
+    """A byte-level Llama of 0.8 million parameters: its 4 equal layers and 16 rows can be split over every mesh."""
     return Recipe(model=preset("llama-byte-1m"), steps=320, optimizer=_AS_NANOCHAT)
 
 
@@ -373,7 +373,7 @@ def read_recipe(path: Path, classes: Mapping[str, type] = MappingProxyType({})) 
 
     Raises a `ValueError` for a recipe whose classes are defined by the code beside it, unless this process has run that
     code: by `--recipe FILE.py:NAME` with the same text, or by `trust_recipe`. `classes` are further known classes, by
-        name.
+    name.
     """
     try:
         return _read_recipe(path, classes)

@@ -74,7 +74,7 @@ class Distillation:
     beta: float = 0.5
     """The share of the teacher in --distillation.divergence jsd."""
     top: int | None = None
-    """Learn from so many of the teacher's top ids, stored once with the tokens; None: from all, step by step."""
+    """Number of the teacher's top ids to learn from, stored once with the tokens; None: all ids, step by step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,7 +378,7 @@ def _format_value(value: Any) -> str:
 
 
 def _flag_of(call: str, argument: str, flags: Mapping[str, Any]) -> str | None:
-    """Return the flag that sets an argument of the library's call or, for the argument "", the call itself.
+    """Return the flag that sets an argument of the library's call; "" stands for the call itself.
 
     None if the command has no such flag, or no value for it.
     """

@@ -91,8 +91,8 @@ class Screen:
     def counting(self) -> Iterator[Callable[[str, int, int], None]]:
         """Show a progress bar as `bar` does or, without a terminal, a line at most every five seconds.
 
-        The time that is left is computed from the amounts since the first one that is done, because what comes before
-        it may be a compilation, or the work of an earlier command.
+        The time that is left follows from the speed since the first amount above zero, because the time before that
+        may be a compilation, and the amount itself the work of an earlier command.
         """
         if self.console is not None:
             with self.bar() as show:
@@ -276,8 +276,8 @@ _FLAGS = {
     "documents a row": "--text.packing windows",
 }
 DECODING = (
-    "attention: in blocks, as wherever a cache is read (of one token a row in 16 bits, on GPUs and TPUs, by a kernel "
-    "that reads the cache once); no flag changes that"
+    "attention: in blocks wherever a cache is read, but one token a row in 16 bits on GPUs and TPUs by a kernel that "
+    "reads the cache once; no flag changes that"
 )
 
 

@@ -181,7 +181,7 @@ def list_settings(options: RewardOptions, reward: Reward | str, rows: Rows) -> d
 
 
 def describe_rows(rows: Rows) -> str:
-    """Return the number of rows, and a hash of their content (of the type alone for a value that JSON lacks)."""
+    """Return the number of rows, and a hash of their content. A value that JSON cannot hold counts by its type only."""
     content = json.dumps(rows, default=lambda value: type(value).__name__)
     return f"{len(rows)} rows with the SHA-256 {_digest(content)}"
 

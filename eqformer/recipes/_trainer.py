@@ -379,7 +379,7 @@ class Trainer:
         with self.screen.bar() as progress:
             show = functools.partial(progress, title)
             add_arrays = lambda loader: loader.with_row_arrays(arrays, progress=show)
-            # Validation reads these arrays for pairs alone, whose rewards it measures.
+            # Validation reads these arrays only if the recipe compares pairs, because it measures their rewards.
             self.texts = self.texts.map_loaders(add_arrays, held_out=recipe.compares_pairs)
 
     def _add_other_model(self, batches: Iterable[Any], state: training.TrainState, *, is_first: bool) -> Iterable[Any]:
