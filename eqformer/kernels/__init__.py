@@ -52,6 +52,7 @@ from ._platform import (
     round_to_fp8 as round_to_fp8,
     traced_for as traced_for,
     varying_of as varying_of,
+    varying_zero as varying_zero,
 )
 from ._quantized_matmul import (
     BITS as BITS,

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Shaped
 from .._files import read_bytes
 from .._prepare import chosen_compiler, kernel_cache, processor_name
 from ._op import Implementation
-from ._platform import varying_as
+from ._platform import varying_as, varying_zero
 from ._quantized_matmul import codes_in_a_byte, QuantizedMatmulCall
 
 
@@ -30,7 +30,7 @@ def build_native(compiler: str | None = None) -> Path:
     product. Programs that were traced before do not change. `eqformer.load(..., throughput=True)` calls this for a
     model with quantized weights.
 
-    Raises a `RuntimeError` if there is no compiler, if it fails, or if there is no folder for the library.
+    Raises a `RuntimeError` if there is no compiler, if it fails, or if no folder for the library can be written.
 
     Args:
         compiler: A C++17 compiler that has the options of GCC; None: the variable `CXX`, or the first of `c++`, `g++`
@@ -45,7 +45,13 @@ def build_native(compiler: str | None = None) -> Path:
                 f"{call}: no C++ compiler was found; install g++ or clang++, or set CXX to a compiler. Without the "
                 "kernels, XLA computes the products, more slowly."
             )
-        _compile(call, path, file)
+        try:
+            _compile(call, path, file)
+        except OSError as error:
+            raise RuntimeError(
+                f"{call}: the compiler or its folder {file.parent} cannot be used ({error}); set EQFORMER_KERNELS to "
+                "another folder, or CXX to another compiler."
+            ) from error
     _load_library.cache_clear()
     if _load_library() is None:
         raise RuntimeError(f"{call}: {file} cannot be loaded, or belongs to another user; delete it and try again.")
@@ -66,7 +72,7 @@ def _compile(call: str, compiler: str, file: Path) -> None:
         output = Path(folder, file.name)
         include = ["-isystem", jax.ffi.include_dir()]
         command = [compiler, *_OPTIONS, *include, str(_SOURCE), "-o", str(output)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if result.returncode != 0:
             errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
             raise RuntimeError(
@@ -128,7 +134,7 @@ class NativeQuantizedMatmul(Implementation[QuantizedMatmulCall, Array]):
         vectors = jnp.swapaxes(call.x.reshape(-1, call.codes.shape[1], parts), 1, 2)
         zeros = jnp.zeros((0, 0), jnp.float32) if call.zeros is None else _readable(call.zeros, "uint8")
         arrays = vectors, call.codes, _readable(call.scales, "uint8", "float16", "bfloat16"), zeros
-        like = sum((jnp.zeros_like(array, jnp.float32, shape=()) for array in arrays), jnp.zeros(()))
+        like = varying_zero(arrays)
         result = jax.ShapeDtypeStruct((len(vectors), call.codes.shape[0]), jnp.float32)
         multiply = jax.ffi.ffi_call(target, result, vmap_method="sequential")
         # JAX types the result with the mesh axes that all arguments vary over.

@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree, Shaped
 
 
@@ -101,9 +102,15 @@ def type_kernel_results(function: Callable[..., Result], like: Shaped[Array, "..
     return call
 
 
+def varying_zero(arrays: PyTree, dtype: DTypeLike = jnp.float32) -> Float[Array, ""]:
+    """Return a zero that varies over all mesh axes over which one of these arrays varies."""
+    zeros = (jnp.zeros_like(array, dtype, shape=()) for array in jax.tree.leaves(arrays))
+    return sum(zeros, jnp.zeros((), dtype))
+
+
 def varying_of(arrays: PyTree) -> Any:
     """Return the `manual_axis_type` of the result of a kernel that reads all of these arrays."""
-    return jax.typeof(sum(jnp.zeros_like(x, jnp.float32, shape=()) for x in jax.tree.leaves(arrays))).manual_axis_type
+    return jax.typeof(varying_zero(arrays)).manual_axis_type
 
 
 def varying_as(array: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shaped[Array, "..."]:

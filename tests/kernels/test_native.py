@@ -160,5 +160,8 @@ def test_without_a_compiled_kernel_blocks_are_taken(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="compiler failed: x.cc:1: error: no such thing; choose a compiler for"):
         kernels.build_native(str(failing))
     assert os.listdir(tmp_path) == ["compiler"]
+    monkeypatch.setenv("EQFORMER_KERNELS", str(failing / "below"))  # no folder can be made below a file
+    with pytest.raises(RuntimeError, match=r"compiler/below cannot be used \(.*\); set EQFORMER_KERNELS to another"):
+        kernels.build_native(str(failing))
     assert not kernels.find_compiler()
     _native._load_library.cache_clear()

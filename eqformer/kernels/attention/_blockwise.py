@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from ..._mask import ChosenKeys, Mask
 from .._decode_attention import DECODE_ATTENTION
 from .._op import Implementation, Op
-from .._platform import at_least_float32, compilers, Result
+from .._platform import at_least_float32, compilers, Result, varying_zero
 from ._call import apply_softcap, AttentionCall, DecodeCall, lowest, possible_pairs, spans, TokenPositions
 from ._flash import Gradients, LogSum, Output, scale_output
 
@@ -157,9 +157,7 @@ def attend(
     # Under `shard_map` the arrays may vary over different mesh axes, for example if key heads are replicated and query
     # heads are split. A custom gradient must vary over the axes of its argument. So add to each array a zero that
     # varies over the axes of all arrays; XLA removes the addition.
-    zero = jnp.zeros((), query.dtype)
-    for array in jax.tree.leaves(arrays):
-        zero += jnp.zeros_like(array, zero.dtype, shape=())
+    zero = varying_zero(arrays, query.dtype)
     output, logsum = _attend(settings, *(x + zero.astype(x.dtype) for x in arrays[:3]), *arrays[3:])
     return ungroup_heads(output, query.shape[:-3]), ungroup_heads(logsum[..., None], query.shape[:-3])[..., 0]
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._decode_attention import DECODE_ATTENTION
 from .._op import Implementation, Op
-from .._platform import at_least_float32, fail_lowering
+from .._platform import at_least_float32, fail_lowering, varying_zero
 from ._call import AttentionCall, with_one_batch_dim
 
 
@@ -90,9 +90,7 @@ def run_flash(choice: FlashChoice, call: AttentionCall) -> Float[Array, "*batch 
     merged = with_one_batch_dim(call)
     # Under `shard_map` a custom gradient must vary over the mesh axes of its argument. So add to each array a zero that
     # varies over the axes of all arrays; XLA removes the addition.
-    zero = jnp.zeros((), call.query.dtype)
-    for array in jax.tree.leaves(merged):
-        zero += jnp.zeros_like(array, zero.dtype, shape=())
+    zero = varying_zero(merged, call.query.dtype)
     merged = jax.tree.map(lambda x: x + zero.astype(x.dtype), merged)
     return _attend(choice, merged).reshape(*call.query.shape[:-1], call.value.shape[-1])
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from ...kernels import Choice, compilers, GROUPED_MATMUL, GroupedMatmul, GroupedMatmulCall, record_choice
+from ...kernels import Choice, compilers, GROUPED_MATMUL, GroupedMatmul, GroupedMatmulCall, record_choice, varying_zero
 from .._contracts import MatmulPrecision
 from .._dtype import add_float32, at_least_float32
 from .._linear import dense, DenseMap, LinearMap, map_linears
@@ -140,7 +140,7 @@ def run_grouped(
     leaves, structure = jax.tree.flatten(static)
     # Inside `shard_map`, the transpose of these additions sums gradients over the mesh axes over which an array does
     # not vary.
-    zero = grouped_blocks.varying_zero(arrays, x, sizes)
+    zero = varying_zero((arrays, x, sizes), x.dtype)
     arrays, x = jax.tree.map(functools.partial(_vary_as, zero), (arrays, x))
     return _grouped_function(structure, tuple(leaves), even_rows, max_group_rows, compilers())(
         arrays, x, sizes.astype(jnp.int32)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
+from ...kernels import varying_zero
 from .._contracts import ComputeDtypeMatmul, MatmulPrecision
 from .._dtype import add_float32, at_least_float32
 from .._linear import dense, DenseMap, linear_maps, LinearMap, map_linears, PrecomputedLinear
@@ -83,14 +84,6 @@ def replay_linears(module: PyTree, x: Array, passes: LinearPasses, outputs: Sequ
     return call_in_place_of_linears(module, call)(x)
 
 
-def varying_zero(tree: PyTree, first: Array, *others: Array) -> Array:
-    """Return a zero of the dtype of `first` that varies over all mesh axes over which one of these arrays varies."""
-    zero = jnp.zeros_like(first, shape=())
-    for array in (*others, *jax.tree.leaves(tree)):
-        zero += jnp.zeros_like(array, zero.dtype, shape=())
-    return zero
-
-
 Carry = TypeVar("Carry")
 FEWEST_SLOTS = 16
 """Groups have slots if an even load has at least so many rows."""
@@ -143,7 +136,7 @@ def compute_in_slots(
     passes = PLAIN_PASSES if passes is None else passes
     run_module = lambda arrays, x: record_linears(eqx.combine(arrays, static), x, passes)
     shapes = jax.eval_shape(run_module, jax.tree.map(lambda a: a[0], arrays), x[:1])
-    zero = varying_zero(arrays, x, sizes)
+    zero = varying_zero((arrays, x, sizes), x.dtype)
     zeros = jax.tree.map(lambda s: jnp.full((len(x), *s.shape[1:]), zero.astype(s.dtype)), shapes)
     if not len(x):
         return zeros
@@ -179,7 +172,7 @@ def blocks_backward(
     max_group_rows: int | None = None,
 ) -> tuple[PyTree, Array]:
     """Return the gradients of the parameters and of the rows; the last of `outputs` is the modules' output."""
-    zero = varying_zero((arrays, outputs, gradient), x, sizes)
+    zero = varying_zero((arrays, outputs, gradient, x, sizes), x.dtype)
     slots = GroupSlots(sizes, len(x), even_rows=even_rows, max_group_rows=max_group_rows)
     wide = jax.tree.map(lambda a: a.astype(at_least_float32(a.dtype)), arrays)
     zeros = jax.tree.map(lambda a: jnp.full(a.shape, zero.astype(a.dtype)), wide), jnp.full(x.shape, zero)
