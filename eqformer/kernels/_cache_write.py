@@ -1,4 +1,4 @@
-"""Writes of new tokens into the slots of a cache in place: by a scatter and, on TPUs, by a kernel or a layer's pass.
+"""Writes of new tokens into the slots of a cache in place: by a scatter and, on TPUs, by a kernel or one pass.
 
 The array of a cache is called its memory here. On TPUs, XLA's scatter needs another layout for 8-bit memories and for
 memories whose number of channels is no multiple of 128. XLA then copied the memory of the whole stack into that layout,
@@ -54,8 +54,8 @@ class ScatterWrite(Implementation[CacheWriteCall, Array]):
         slots, dim = call.slots, call.dim
         shape = *call.new.shape[:dim], slots.shape[-1]
         slot_of_head = jnp.broadcast_to(jax.lax.expand_dims(slots, range(slots.ndim - 1, dim)), shape)
-        # Index all dims up to the dim of slots, so that XLA scatters in place on every platform. With fewer indices,
-        # into a reshaped memory, XLA copied the memory of one head.
+        # Index all dims up to the dim of slots, so that XLA scatters in place on every platform. A scatter with fewer
+        # indices into a reshaped memory made XLA copy memories with one head.
         indices = [jax.lax.broadcasted_iota(jnp.int32, shape, number) for number in range(dim)]
         layers = () if call.layer is None else (jnp.broadcast_to(call.layer, shape),)
         return call.memory.at[(*layers, *indices, slot_of_head)].set(call.new, mode="drop")

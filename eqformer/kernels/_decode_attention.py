@@ -131,7 +131,7 @@ def _first_slots(call: DecodeCall, size: int) -> DecodeCall:
 def _read_cache(
     x: Num[Array, "*layers_batch kv_seq _"], layer: Int[Array, ""] | None, size: int
 ) -> Num[Array, "*batch _ _"]:
-    """Return the first slots of a layer by one slice of the stack; two slices would make XLA copy the other slots."""
+    """Return the first slots of a layer by one slice; if the layer were sliced first, XLA would copy all its slots."""
     if layer is None:
         return x[..., :size, :]
     starts = (layer, *(jnp.zeros_like(layer) for _ in x.shape[1:]))

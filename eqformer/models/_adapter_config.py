@@ -26,12 +26,12 @@ class _ByPattern(Generic[T]):
     """Numbers by patterns for the ends of modules' names; the first pattern that matches a name applies.
 
     A configuration may have thousands of patterns, most of them plain names, in which dots may be escaped. Plain names
-    are found by look-up. An unescaped dot matches any character, so the look-up puts a dot at its position in the
-    module's name. All other patterns are matched one by one.
+    are found by look-up. An unescaped dot matches any character, so before the look-up the module's name gets a dot in
+    the same position. All other patterns are matched one by one.
     """
 
     def __init__(self, values: Mapping[str, T]):
-        # By a name's length, the positions of its unescaped dots, and the name: the pattern's order and value.
+        # Keys: a name's length, the positions of its unescaped dots, the name. Value: the pattern's order and number.
         self._names: dict[int, dict[tuple[int, ...], dict[str, tuple[int, T]]]] = {}
         self._patterns: list[tuple[int, T, re.Pattern[str]]] = []
         for order, (pattern, value) in enumerate(values.items()):

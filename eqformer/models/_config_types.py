@@ -96,7 +96,7 @@ _NAMES: dict[object, str] = {
 
 
 def describe_type(field_type: FieldType, value: object) -> str:
-    """Return the rule of a type that `value` breaks in words, such as "a whole number of at least 1"."""
+    """Describe in words the rule of a type that `value` breaks, such as "a whole number of at least 1"."""
     origin, args = typing.get_origin(field_type), typing.get_args(field_type)
     if origin is Annotated:
         return _describe_range(args[0], args[1], value)
@@ -202,7 +202,7 @@ class PublishedConfig:
         self._defaults |= defaults
 
     def take(self, name: str, default: object = REQUIRED) -> object:
-        """Return the attribute's value, or the default if it is null; null without a default is None.
+        """Return the attribute's value, or the default if it is missing or null; None for a null without a default.
 
         Raises a `ValueError` if a required attribute is missing, and for a null if the default is True, because
         transformers reads that null as False.

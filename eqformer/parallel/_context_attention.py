@@ -59,7 +59,7 @@ class ContextAttention(kernels.PiecewiseAttention):
             require_blockwise(self.inner)
 
     def supports(self, call: kernels.AttentionCall) -> str | None:
-        """Return why a call is not supported, by blockwise attention for a ring, otherwise by `inner`; else None."""
+        """Return why a call is not supported, or None; on a ring, blockwise attention decides, otherwise `inner`."""
         return require_blockwise(self.inner).supports(call) if self.method == "ring" else self.inner.supports(call)
 
     def __call__(self, call: kernels.AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:

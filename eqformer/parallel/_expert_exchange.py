@@ -48,8 +48,8 @@ class Exchange(NamedTuple):
     def count_slots(self, choices: int, devices: int) -> int:
         """Return the slots of a round, if each device has `choices` choices.
 
-        A ragged round has that many slots for all rows that a device receives, a padded round for the rows of each
-        pair of devices.
+        In a ragged round these are the slots for all rows that a device receives; in a padded round, those for the rows
+        of each pair of devices.
         """
         return nn.dispatch.slots_per_expert(self.factor, choices * (devices if self.is_ragged else 1), devices)
 
@@ -118,7 +118,7 @@ class PaddedQueues(NamedTuple):
 
 
 class RaggedQueues(NamedTuple):
-    """Queues, one per device, of the choices of that device's experts by all devices, as seen from this device.
+    """Queues, one per device, of all devices' choices of that device's experts, as seen from this device.
 
     A queue is sorted by expert and then by sender. A round takes as many of the next choices as it has slots.
     """

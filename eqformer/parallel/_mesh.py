@@ -131,11 +131,11 @@ class TorusSteps(NamedTuple):
 def torus_steps(devices: np.ndarray, axis: str) -> TorusSteps:
     """Return the steps of reduce-scatters and all-gathers over an axis in which devices send the fewest bytes.
 
-    `devices` has the shape of the mesh. XLA's compiler for TPUs (libtpu 0.0.42) lowers two collectives of one step to
-    an all-reduce of the full array, if the axis covers a whole torus: a reduce-scatter over a square or over a box of
-    at least three sides (except on TPU7x), and an all-gather over such a box. For these collectives the result has two
-    steps, in which devices send only pieces: one step along a side of the torus, the other over the remaining sides.
-    The two cores of a TPU7x chip count as a side.
+    `devices` has the shape of the mesh. XLA's compiler for TPUs (libtpu 0.0.42) turns some collectives over a whole
+    torus into an all-reduce of the full array: reduce-scatters over a square or over a box of at least three sides
+    (except on TPU7x), and all-gathers over such a box. For these collectives the result has two steps, in which devices
+    send only pieces: one step along a side of the torus, the other over the remaining sides. The two cores of a TPU7x
+    chip count as a side.
     """
     axis_devices = np.moveaxis(devices, AXES.index(axis), -1).reshape(-1, devices.shape[AXES.index(axis)])[0]
     first, networks = axis_devices[0], [_network(device) for device in devices.ravel()]
@@ -225,7 +225,7 @@ def _arrange_torus(torus: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 def _choose_lengths(shape: Sequence[int], unused: np.ndarray, size: int) -> tuple[int, ...]:
     """Return the length along each side of a torus that an axis of `size` devices gets.
 
-    `unused` are the lengths that other axes have left. The choice prefers, in this order: many cores of a chip, few
+    `unused` are the lengths that no axis has taken yet. The choice prefers, in this order: many cores of a chip, few
     sides of which the axis gets only a piece, many sides, and great lengths along the first sides.
     """
     *torus, cores = shape if len(shape) > 1 else (*shape, 1)
@@ -271,9 +271,9 @@ class Layout:
     split; in the weight of a linear map (outputs, then inputs) the last one is a contracted dim. If an axis does not
     divide its dim, there are three cases: a dim in `lenient` is not split, a dim in `moving` leaves the axis to another
     dim, and any other dim raises a `ValueError`. `fsdp_axis` needs no entry in `dims`, and splits one dim of every
-    array with at least `smallest` entries. The other dim of `moving` and the dim of `fsdp_axis` is the largest dim that
-    the axis divides and that no other axis splits, apart from `layers` and `experts`. If there is no such dim, the axis
-    does not split the array.
+    array with at least `smallest` entries. The other dim in the case of `moving`, and the dim of `fsdp_axis`, is the
+    largest dim that the axis divides and that no other axis splits, apart from `layers` and `experts`. If there is no
+    such dim, the axis does not split the array.
     """
 
     dims: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -366,7 +366,7 @@ def _array_spec(
     """Return the spec of the array at `path`, with these names of dims and this shape."""
     entries: list[str | None] = [None] * len(shape)
     used_axes: set[str] = set()
-    # Axes that may split any free dim, with the least number of entries of an array that they split.
+    # Axes that may split any free dim; each splits only arrays with at least this number of entries.
     any_dim_axes = dict.fromkeys(() if layout.fsdp_axis is None else (layout.fsdp_axis,), layout.smallest)
     for dim in reversed(range(len(shape))):
         axis = layout.dims.get(names[dim])

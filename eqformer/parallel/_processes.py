@@ -39,7 +39,7 @@ def connect(coordinator: str | None = None, processes: int | None = None, proces
             jax.distributed.initialize(coordinator, processes, process_id)
     except RuntimeError as error:
         raise ValueError(f"the processes of this run did not meet: {error}") from error
-    if jax.default_backend() == "cpu":  # Programs for several CPU devices may deadlock after XLA loads them.
+    if jax.default_backend() == "cpu":  # Programs for several CPU devices may deadlock if the cache has them.
         jax.config.update("jax_enable_compilation_cache", False)
     numbers = Counter(device.process_index for device in jax.devices())
     if len(set(numbers.values())) > 1:
@@ -60,9 +60,9 @@ def _is_in_cluster() -> bool:
         return cluster is not None and cluster.get_process_count() > 1
     except Exception as error:  # The library of a cluster, or another version of JAX, may raise any error.
         warnings.warn(
-            f"no cluster could be looked for ({type(error).__name__}: {error}), so this process runs alone; a "
-            "coordinator, the number of processes and a process id (--coordinator, --processes, --process-id) have it "
-            "meet others.",
+            f"the search for a cluster failed ({type(error).__name__}: {error}), so this process runs alone; to "
+            "connect it to others, give a coordinator, the number of processes and a process id (--coordinator, "
+            "--processes, --process-id).",
             stacklevel=3,
         )
         return False

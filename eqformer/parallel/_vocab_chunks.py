@@ -36,9 +36,9 @@ LookupSettings = tuple[int, str, int, TorusSteps]
 class ShardedTable(nn.Module):
     """Vocabulary table that is split over `fsdp`, and gathered in chunks.
 
-    `slice` is this device's slice along `dim`, or a gradient proxy for the slice, which is then `value`. A chunk
-    consists of `rows` rows of every device's slice. Chunks are gathered in `gather_dtype`, in the given `steps`. Their
-    gradients are summed over tokens and devices in float32 at least.
+    `slice` is this device's slice along `dim`. If `value` is set, it is the slice instead, and `slice` is its gradient
+    proxy. A chunk consists of `rows` rows of every device's slice. Chunks are gathered in `gather_dtype`, in the given
+    `steps`. Their gradients are summed over tokens and devices in float32 at least.
     """
 
     slice: Float[Array, "some_vocab some_embed"]

@@ -166,7 +166,7 @@ def _microbatch_lines(
     for name in dict.fromkeys(names[name] for name in dict(optimizer.assignment).values() if name in names):
         if forecast.sent:
             lines.append(
-                f"{name}'s products of whole matrices send more, as XLA splits them: a compiled step counts all bytes"
+                f"{name}'s products of whole matrices send more than these formulas count: compile the step to see it"
             )
     if plan.is_pipelined:
         lines += ["", "timeline, a backward as long as two forwards", parallel.draw_timeline(plan.timetable())]

@@ -66,7 +66,7 @@ def build_model(recipe: Recipe, formats: Mapping[str, Any] = MappingProxyType({}
 
 
 def model_shapes(recipe: Recipe, directory: RunDirectory | None = None) -> nn.Transformer:
-    """Return the shapes of the recipe's model; a run's folder has those of its quantized weights."""
+    """Return the shapes of the recipe's model; the formats of a run's quantized weights are read from its folder."""
     formats = {} if recipe.weights == "decoded" else stored_formats(recipe, directory)
     return eqx.filter_eval_shape(build_model, recipe, formats)
 
@@ -241,7 +241,7 @@ def check(recipe: Recipe, *, trains: bool = True, directory: RunDirectory | None
 
     Args:
         recipe: The recipe.
-        trains: Whether the recipe's model must be one that learns the next token.
+        trains: Whether the recipe is for training, so that its model must suit its loss.
         directory: The folder of the recipe's run, whose copy of the tokenizer is read once it has a checkpoint.
     """
     check_fields(recipe)
@@ -398,7 +398,7 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
         raise ValueError(f"{flag} --run-dir {directory.path}: a run begins from another; give it a folder of its own.")
     source = RunDirectory(recipe.from_run)
     _, old = source.read()
-    checkpointer = training.Checkpointer(source.checkpoints)  # Of any run, since only its weights are taken.
+    checkpointer = training.Checkpointer(source.checkpoints)  # Without a run's identifier: it is not checked.
     if not checkpointer.steps or recipe.from_step not in (None, *checkpointer.steps):
         steps = ", ".join(map(str, checkpointer.steps)) or "none"
         raise ValueError(f"{flag} --from-step {recipe.from_step}: the run has checkpoints of these steps: {steps}.")

@@ -1,6 +1,6 @@
-"""Evaluation: sums over a batch under a plan, numbers of its rows, and callbacks that validate and evaluate a run.
+"""Evaluation: sums over a batch under a plan, arrays for its rows, and callbacks that validate and evaluate a run.
 
-Numbers of rows are the nats of a reference and the probabilities of a teacher, which `data.Loader.with_row_arrays`
+Arrays for rows are the nats of a reference and the probabilities of a teacher, which `data.Loader.with_row_arrays`
 adds to batches.
 """
 
@@ -42,8 +42,8 @@ def make_loss_evaluation(
 ) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
     """Return a jitted function `(model, batch)` that sums a loss of whole texts over a batch under a plan.
 
-    The sums are `nats`, the losses; `correct`, those of the loss's metric `accuracy`, which is `"retrieval_accuracy"`
-    of a `contrastive_loss` and `"accuracy"` of `classification_loss`; and `count`, the number of groups or of texts.
+    The sums are `nats`, of the losses; `correct`, of the loss's metric of the name `accuracy` (`"retrieval_accuracy"`
+    for a `contrastive_loss`, `"accuracy"` for `classification_loss`); and `count`, the number of groups or of texts.
     """
 
     def sums(
@@ -191,7 +191,7 @@ def _make_forward(
 ) -> Callable[[PyTree, Batch], PyTree]:
     """Jit `function(model, batch, tokens=..., vocabulary=...)`, run on each device's rows.
 
-    `finish` makes each result of a device global: devices between which `out_specs` does not split it then agree.
+    `finish` makes a result of each device equal on all devices between which `out_specs` does not split it.
     Without a pipeline the batch is not split into microbatches, since no residuals are stored for a backward pass.
     """
     forward_plan = plan if plan.is_pipelined else dataclasses.replace(plan, microbatches=1)
@@ -313,7 +313,7 @@ class RowArrays:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The rows of each batch that this process gives."""
+        """The range of each batch's rows that this process passes: the first, and the one after the last."""
         return self._process_rows.start, self._process_rows.stop
 
     def on_writer(self, action: Callable[[], object]) -> object:
@@ -321,15 +321,15 @@ class RowArrays:
         return on_first_process(action)
 
     def __call__(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Return the arrays of all rows of a batch, of which this process gives its own."""
+        """Return the arrays of all rows of a batch; each process passes only its own rows."""
         arrays = self._compute(self._process_rows.place(batch))
         return {name: np.asarray(self._replicate(x).addressable_data(0)) for name, x in arrays.items()}
 
 
 def reference_arrays(reference: PyTree, plan: Plan, *, batch_size: int) -> RowArrays:
-    """Return the nats of rows of preferences by a frozen model, which `add_reference_nats` computes for each batch.
+    """Return the nats of preference rows by a frozen model, for `Loader.with_row_arrays`.
 
-    Computed once by `Loader.with_row_arrays`, they take the place of the model in memory.
+    They are computed once, so that the model need not stay in memory as for `add_reference_nats`.
 
     Args:
         reference: The model, sharded by the plan.

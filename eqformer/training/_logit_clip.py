@@ -42,8 +42,8 @@ class LogitClip:
             raise ValueError(f"make_step(clip_logits={self.limit}): the limit is positive; Kimi K2 takes 100.")
         if plan is not None and (size := plan.size(parallel.CONTEXT)) > 1:
             raise ValueError(
-                f"clip_logits under Plan over context={size}: no device sees all keys of a row, and so its largest "
-                "logits; split rows or heads instead."
+                f"clip_logits under Plan over context={size}: no device sees all keys of a row, so none knows the "
+                "row's largest logits; split rows or heads instead."
             )
         if plan is not None and plan.spreads_edges:
             raise ValueError(
@@ -52,7 +52,7 @@ class LogitClip:
             )
 
     def with_row_numbers(self, loss_fn: LossFn) -> LossFn:
-        """Return the loss for watched models: it tells them the numbers of its rows."""
+        """Return the loss for watched models: before each call it gives them the row numbers of the batch."""
         if self.limit is None:
             return loss_fn
 
@@ -122,9 +122,9 @@ class LogitWatch(kernels.Operation):
         rows, heads = call.query.shape[0], call.query.shape[-2]
         if (heads, rows) != (self.largest.shape[-2], *self.numbers.shape):
             raise ValueError(
-                f"make_step(clip_logits=...): a device attends for {heads} heads of {rows} rows at a time, but holds "
-                f"the weights of {self.largest.shape[-2]} heads and {self.numbers.shape[-1]} rows, so that it cannot "
-                "tell whose logits these are; take a smaller axis tensor."
+                f"make_step(clip_logits=...): a device attends for {heads} heads of {rows} rows at a time, but its "
+                f"array of logits has {self.largest.shape[-2]} heads, and there are numbers of "
+                f"{self.numbers.shape[-1]} rows, so it cannot tell whose logits these are; take a smaller axis tensor."
             )
         largest = largest_logits(call).astype(self.largest.dtype)
         return _record(self.inner(call), self.largest, largest, self.numbers)
@@ -239,7 +239,7 @@ def _scaled_maps(mixer: Any) -> tuple[Any, ...]:
 
 
 def _watch_model(model: PyTree, rows: int) -> PyTree:
-    """Return the model with a `LogitWatch` around the core of each attention, for batches of so many rows."""
+    """Return the model with a `LogitWatch` around the core of each attention, for batches of `rows` rows."""
 
     def watch(mixer: Any) -> Any:
         weight = mixer.query.weight

@@ -299,7 +299,7 @@ class LossSpikes(Callback):
     """
 
     def __init__(self, factor: float | None, *, window: int = 50, max_rollbacks: int = 3):
-        """`factor=None` looks for no spikes, waits for no step, and only skips the batches that a checkpoint names.
+        """With `factor=None` it looks for no spikes and waits for no step; it skips the batches of a record (`start`).
 
         Raises a `ValueError` for a factor of 1 or less, and for a `window` or `max_rollbacks` below 1.
         """

@@ -35,7 +35,7 @@ class Clock:
         flops_per_token: float | None = None,
         peak_flops: Callable[[], float] | None = None,
     ):
-        """`flops_per_token` is that of `throughput`; the first `rate` calls `peak_flops()` for its `peak_flops`."""
+        """`flops_per_token` is passed to `throughput`, and so is the result of `peak_flops()`, which is called once."""
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._find_peak = peak_flops
         self._steps, self._seconds = 0, 0.0
@@ -48,8 +48,8 @@ class Clock:
     def rate(self, run: Progress) -> dict[str, int | float]:
         """Return the columns that `Log` writes beside the metrics, for the steps since the last call; stop the clock.
 
-        The columns are `tokens` so far, `step_seconds`, `peak_bytes` (the most memory that a device of this process has
-        used or, on a CPU, the process) and those of `throughput`.
+        The columns are `tokens` so far, `step_seconds`, those of `throughput`, and `peak_bytes`: the most memory that
+        one of this process's devices has used so far; on a CPU, that of the process.
         """
         self._stop()
         steps, seconds = self._steps, self._seconds

@@ -22,7 +22,7 @@ class Optimization:
     """The settings of an optimizer, its learning rates and the loss. Plain data: the methods check it."""
 
     name: Literal["adamw", "schedule-free-adamw", "muon", "normuon", "soap", "sgd"] = "adamw"
-    """The optimizer; muon, normuon and soap leave AdamW all but hidden matrices; schedule-free takes constant rates."""
+    """The optimizer; muon, normuon and soap train hidden matrices, AdamW the rest; schedule-free has constant rates."""
     learning_rate: float = 3e-3
     """The peak learning rate."""
     rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
@@ -36,7 +36,7 @@ class Optimization:
     momentum: float | None = None
     """The decay of the mean of gradients, for muon, normuon and sgd; None: their default."""
     b1: float | None = None
-    """AdamW's decay of the mean of gradients, also beside muon and normuon, and soap's; None: their default."""
+    """The decay of the mean of gradients in soap and AdamW, also beside muon and normuon; None: their default."""
     weight_decay: float = 0.1
     """Decay of matrices, times the learning rate; biases and norms never decay."""
     cautious: bool = False
@@ -54,7 +54,7 @@ class Optimization:
     clip: float | None = 1.0
     """The largest global gradient norm; larger gradients are scaled down to it. None switches clipping off."""
     clip_logits: float | None = None
-    """The largest attention logit, by smaller queries and keys (MuonClip, arXiv 2507.20534); 100 there; None: any."""
+    """The limit of attention logits, kept by smaller queries and keys (MuonClip, arXiv 2507.20534: 100); None: none."""
     z_loss: float = 0.0
     """Weight of the squared log-normalizer in the loss."""
     balance_rate: float = 0.001

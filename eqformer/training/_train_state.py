@@ -106,7 +106,7 @@ def _optimizer_spec(plan: Plan, moment: PyTree, spec: jax.sharding.PartitionSpec
 
 
 def _preconditioner_specs(plan: Plan, moment: Preconditioner, spec: jax.sharding.PartitionSpec) -> Preconditioner:
-    """Return specs of a preconditioner's arrays: a side has its axes, and its flattened dim those of the other side."""
+    """Return specs of a preconditioner's arrays: its side's dims keep their axes, the last one has the other side's."""
     first, last = moment.ensemble, moment.ensemble + moment.outputs
 
     def with_flat_dim(array: ArrayOrShape | None, side: tuple, other_side: tuple) -> jax.sharding.PartitionSpec | None:

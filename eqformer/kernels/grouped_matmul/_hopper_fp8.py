@@ -106,8 +106,8 @@ def _scale_groups(
 ) -> tuple[Float[Array, "groups"], Float[Array, "rows 1"]]:
     """Return the scale of each group's rows of `output_grad * row_scale`, and the inverse of each row's group's scale.
 
-    The inverse is 0 for rows after the last group. The row maxima of `output_grad` also give the rows' scales for the
-    gradient of the rows, so XLA reads `output_grad` once for both.
+    The inverse is 0 for rows after the last group. `multiply_rows` computes the same row maxima of `output_grad` for
+    its scales, so XLA reads `output_grad` once for both.
     """
     largest = jnp.max(jnp.abs(output_grad), -1, keepdims=True).astype(row_scale.dtype) * row_scale
     ends, row = jnp.cumsum(sizes, dtype=jnp.int32), jnp.arange(len(output_grad), dtype=jnp.int32)[:, None]

@@ -78,7 +78,7 @@ def _as_group(entry: Work | tuple[Work, ...]) -> tuple[Work, ...]:
 
 
 def _input_work(kind: str, microbatch: int, part: int, parts: int) -> Work | None:
-    """Return the work whose result is the input of this work, or None; works name a part instead of a chunk."""
+    """Return the work whose result is the input of this work, or None; work names the model's part, not a chunk."""
     if kind == "forward":
         return ("forward", microbatch, part - 1) if part > 0 else None
     if kind == "backward":
@@ -114,8 +114,8 @@ def one_f_one_b(stages: int, microbatches: int, *, fused: bool = True) -> Schedu
     """Make 1F1B: forwards and backwards alternate once the first backward can run (Narayanan et al. 2020).
 
     The bubble is (p-1)(F+B+W). If `fused`, a tick holds a forward and a backward of different microbatches. There are
-    `m+2(p-1)` ticks, the bubble's formula is that of lock-step, with any B/F, and device i holds the inputs of
-    `min(m, 2(p-1-i)+1)` microbatches. If not `fused`, a tick holds one entry, the formula is that without lock-step,
+    `m+2(p-1)` ticks, the bubble is that of lock-step, for any ratio of B to F, and device i holds the inputs of
+    `min(m, 2(p-1-i)+1)` microbatches. If not `fused`, a tick holds one entry, the bubble is that without lock-step,
     and device i holds the inputs of `min(m, p-i)` microbatches.
     """
     check_counts("one_f_one_b", stages, microbatches)
@@ -132,8 +132,8 @@ def interleaved(stages: int, microbatches: int, chunks: int, *, fused: bool = Tr
 
     The bubble is (p-1)(F+B+W)/v. Device i holds the inputs of `min(mv, 2(p-1-i)+(v-1)p+1)` pairs of microbatch and
     chunk, where a chunk is 1/v of the device's layers. If `fused`, a tick holds a forward and a backward, there are
-    `mv+(v+1)p-2` ticks, and the bubble's formula is that of lock-step, with any B/F. If not `fused`, a tick holds one
-    entry, and the formula is that without lock-step. The number of microbatches must be a multiple of the stages.
+    `mv+(v+1)p-2` ticks, and the bubble is that of lock-step, for any ratio of B to F. If not `fused`, a tick holds one
+    entry, and the bubble is that without lock-step. The number of microbatches must be a multiple of the stages.
     """
     check_counts("interleaved", stages, microbatches, chunks)
     if microbatches % stages:

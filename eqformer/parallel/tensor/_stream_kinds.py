@@ -119,7 +119,7 @@ def _scatters(linear: nn.LinearMap) -> bool:
 def _split_outputs(linear: nn.LinearMap, specs: PyTree, names: PyTree) -> tuple[int | None, ...] | None:
     """Return the `split_outputs` of a map's `FeatureLinear`, or None if no array but the bias is split along outputs.
 
-    None fits any number of arrays: a pipeline may later replace the map by a wrapper with more arrays.
+    None, unlike a tuple, fits any number of arrays: a pipeline may later replace the map by a wrapper with more.
     """
 
     def split_output_dim(x: Array, spec: jax.sharding.PartitionSpec, names: str) -> int | None:
@@ -235,7 +235,7 @@ class FeatureStream(ResidualStream):
     def split_embedding(
         self, embedding: nn.TokenEmbedding, local_table: Callable[[], Array], total: int, *, is_tied: bool
     ) -> eqx.Module:
-        """Wrap the embedding to look up this device's features of all ids; tied logits use the rows of its ids."""
+        """Wrap the embedding to look up this device's features of all ids; tied logits read this device's rows."""
         return FeatureEmbedding(embedding, local_table() if is_tied else embedding.weight)
 
 

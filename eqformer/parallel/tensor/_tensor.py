@@ -113,8 +113,8 @@ class LayerContext:
     def select_rows(self, linear: nn.LinearMap, y: Array) -> Array:
         """Return the rows of a map's product for which this device attends.
 
-        If devices share a key head, they all have its keys and values of all rows, but exchange their query heads of
-        all rows for all query heads of some rows.
+        Devices that share a key head all have its keys and values for all rows. Each has a part of its query heads for
+        all rows, and exchanges it for all of its query heads for some rows.
         """
         if self.kv_row_shards == 1:
             return y
@@ -259,7 +259,7 @@ def token_maps(module: PyTree) -> list[nn.LinearMap]:
 
 
 def _unwrapped_maps(module: PyTree, side: str) -> list[nn.LinearMap]:
-    """Return the maps of `stream_maps`, but a map that consists of several maps once, as a whole."""
+    """Return the maps of `stream_maps`; a map that consists of several maps is listed once, as a whole."""
     return [linear for linear in nn.modules(module, nn.LinearMap) if getattr(linear, side) == ("embed",)]
 
 
@@ -351,7 +351,7 @@ def count_once(stream: ResidualStream, y: Float[Array, "..."]) -> Float[Array, "
 
 
 def is_plain(layer: object) -> bool:
-    """Return whether a module in the place of a layer is of no `nn` class of layers."""
+    """Return whether a layer is an instance of no `nn` class of layers, such as a user's module."""
     return layer is not None and not isinstance(layer, nn.Mixer | nn.FeedForward | nn.Routed)
 
 
@@ -360,7 +360,7 @@ LAYER_FIELDS: tuple[tuple[type[nn.Module], str], ...] = ((nn.ExpertMixture, "sha
 
 
 def plain_layers(model: PyTree) -> list[tuple[str, PyTree]]:
-    """Return the modules in the place of a layer that are of no `nn` class of layers, with their paths in the model."""
+    """Return the plain layers of a model (`is_plain`), with their paths."""
     layers = []
     for kind, field in LAYER_FIELDS:
         layers += [(f"{path}.{field}", getattr(module, field)) for path, module in nn.named_modules(model, kind)]

@@ -193,7 +193,7 @@ def cross_entropy(
     Under differentiation, the forward pass over a chunk also computes that chunk's gradients. The residuals of the
     backward pass are therefore the gradients of `hidden` and of the arrays that `unembed` reads: no logits are stored,
     and there are three matrix products with the table, whereas recomputing chunks in the backward pass takes four. Sums
-    and accumulated gradients are float32 at least. A module whose table is nowhere whole (`nn.ChunkedUnembedding`)
+    and accumulated gradients are float32 at least. A module whose table no device holds whole (`nn.ChunkedUnembedding`)
     computes logits for one vocabulary chunk after another, with four products.
 
     Args:
@@ -398,7 +398,7 @@ def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[ReadT
 
 
 def find_narrower_dtypes(program: core.Jaxpr, tables: Sequence[core.Var]) -> list[np.dtype | None]:
-    """Return for each variable of a jaxpr the narrower dtype to which every read casts it; None if some read does not.
+    """Return for each variable of a jaxpr the narrower dtype to which all reads cast it, or None if there is none.
 
     Narrower means a floating-point dtype of fewer bits.
     """

@@ -46,7 +46,7 @@ def add_aux_losses(total: Float[Array, ""], count: CountOrAux, aux: PyTree) -> t
 def loss_count(loss_aux: Any) -> Any:
     """Return the weight of the tokens, which a loss returns alone or in a `LossAux`.
 
-    The weight of a loss of one's own may be any number until `sum_and_count` has checked it.
+    A user's loss may return any object as the weight, until `sum_and_count` has checked it.
     """
     return loss_aux.count if isinstance(loss_aux, LossAux) else loss_aux
 
@@ -146,7 +146,7 @@ def check_not_split(total: Float[Array, ""], loss_fn: LossFn, size: int) -> None
 
 
 def _describe(result: PyTree) -> str:
-    """Return the number of values of a result, and the shapes of two."""
+    """Describe a result by its number of values and, if there are two, by their shapes."""
     match result:
         case (total, count):
             return f"two values of shapes {np.shape(loss_count(total))} and {np.shape(loss_count(count))}"
