@@ -95,7 +95,7 @@ def restore_qwen35(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.n
 
 def read_attention_bias(config: JsonObject, file: GGUF) -> JsonObject:
     """Return whether the maps of attention layers have biases."""
-    return {"attention_bias": any(name.endswith("attn_q.bias") for name in file.tensors)}
+    return {"attention_bias": file.has("attn_q.bias")}
 
 
 def read_biases(config: JsonObject, file: GGUF) -> JsonObject:
@@ -121,7 +121,7 @@ def read_conv_layers(config: JsonObject, file: GGUF) -> JsonObject:
     """Return which layers have attention, and other attributes of LFM2."""
     return {
         "layer_types": _attention_types(config, file, "conv"),
-        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in file.tensors),
+        "conv_bias": file.has("shortconv.in_proj.bias"),
         "norm_eps": config["rms_norm_eps"],
         "rms_norm_eps": None,
         "head_dim": None,
@@ -301,8 +301,8 @@ def read_mamba2(config: JsonObject, file: GGUF) -> JsonObject:
         "layer_types": _attention_types(config, file, "linear_attention"),
         "mamba_d_head": inner // heads,
         "mamba_expand": inner // embed,
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in file.tensors),
-        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in file.tensors),
+        "mamba_conv_bias": file.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": file.has("ssm_in.bias"),
         "position_embedding_type": "rope" if is_rotated else "nope",
         **{name: config[name] or 0 for name in ("num_local_experts", "num_experts_per_tok")},
     }
@@ -326,7 +326,7 @@ def read_falcon_h1(config: JsonObject, file: GGUF) -> JsonObject:
     }
     return {
         **read_attention_bias(config, file),
-        **{name: any(key.endswith(suffix) for key in file.tensors) for name, suffix in suffixes.items()},
+        **{name: file.has(suffix) for name, suffix in suffixes.items()},
         "mamba_d_ssm": inner,
         "mamba_d_head": inner // heads,
         "mamba_norm_before_gate": False,
@@ -354,7 +354,7 @@ def read_nemotron_layers(config: JsonObject, file: GGUF) -> JsonObject:
     mlp = "E" if config.get("n_routed_experts") else "-"
     pattern = ["*" if key else mlp if width else "M" for key, width in zip(key_heads, widths)]
     names = ("ssm_in.bias", "ssm_conv1d.bias", "ffn_up.bias")
-    net_bias, conv_bias, mlp_bias = (any(name.endswith(suffix) for name in file.tensors) for suffix in names)
+    net_bias, conv_bias, mlp_bias = map(file.has, names)
     return {
         "hybrid_override_pattern": "".join(pattern),
         "mamba_head_dim": inner // heads,

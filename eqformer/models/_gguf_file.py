@@ -113,6 +113,10 @@ class GGUF:
         """Every array's name, except those of the frequencies' divisors."""
         return self.tensors.keys() - {*DIVISORS}
 
+    def has(self, ending: str) -> bool:
+        """Return whether an array's name has this ending, for example `attn_q.bias`, in any layer."""
+        return any(name.endswith(ending) for name in self.tensors)
+
     def dtype(self, name: str) -> str:
         """Return the dtype that an array is decoded to by default."""
         return DTYPE

@@ -193,7 +193,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             read_conv_layers(config, file)
             | {
                 "num_dense_layers": config["num_dense_layers"] or 0,
-                "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in file.tensors),
+                "use_expert_bias": file.has("exp_probs_b.bias"),
             }
         ),
         expected=_SIGMOID,

@@ -12,7 +12,7 @@ from ._logit_clip import check_clipping
 from ._step import make_step, Step
 from .losses._loss_aux import LossFn
 from .losses._token_losses import next_token_loss
-from .optimizer._learning_rates import default_warmup, phase_rates, Rates, SchedulePhase
+from .optimizer._learning_rates import DECAY_SHARE, default_warmup, phase_rates, Rates, SchedulePhase
 from .optimizer._named_optimizers import optimizer, OPTIMIZERS, option_names
 from .optimizer._optimizer import GroupRates, Optimizer, trainable, Trained
 
@@ -27,7 +27,7 @@ class Optimization:
     """The peak learning rate."""
     rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
     """The learning rate after the warmup: half a cosine, a plateau and a linear decay, or the peak."""
-    decay_share: float = 0.2
+    decay_share: float = DECAY_SHARE
     """The share of the steps over which the rate of warmup-stable-decay falls at the end."""
     warmup: int | None = None
     """Steps of linear warmup; by default a tenth of the run's, at least 1 and at most 50."""

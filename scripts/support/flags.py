@@ -33,7 +33,13 @@ def check_names(arguments: Sequence[str], flags: Mapping[str, Any]) -> None:
 
 
 def _find_flag(name: str, flags: Mapping[str, Any]) -> str | None:
-    """Return the command's flag that other programs call `name`, or that ends in the same last part; or None."""
+    """Return the command's flag that other programs call `name`, or that ends in the same last part; or None.
+
+    The negative of a flag is found if `name` has `no-` in front, where other programs have it.
+    """
+    if name.startswith("no-"):
+        group, dot, last = (_find_flag(name[3:], flags) or "").rpartition(".")
+        return f"{group}{dot}no-{last}" if dot else None
     last = name.rpartition(".")[2]
     for candidate in (name, last):
         usual = [flag for flag, names in USUAL_NAMES.items() if candidate in names.split() and flag in flags]

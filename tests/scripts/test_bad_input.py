@@ -50,6 +50,10 @@ def refused(capsys):
         ("--model.embd 64", ["model.embd", "--model.embed"]),
         ("--steps many", ["steps", "many"]),
         ("--optimizer.lr 1e-3", ["--optimizer.lr: there is no such flag; it is --optimizer.learning-rate here"]),
+        (
+            "--no-optimizer.decay-tables",
+            ["--no-optimizer.decay-tables: there is no such flag; it is --optimizer.no-decay-tables here"],
+        ),
         ("--accumulate 4", ["--accumulate: there is no such flag; it is --microbatches here"]),
         ("--batch-size=8", ["--batch-size: there is no such flag; it is --batch here"]),
         (

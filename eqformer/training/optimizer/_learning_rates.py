@@ -17,6 +17,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 
+DECAY_SHARE = 0.2
+"""The share of the steps over which the rates of `warmup-stable-decay` fall, unless another is passed."""
 Rates = Callable[[int | Int[Array, ""]], Float[Array, ""]]  # step -> learning rate
 
 
@@ -39,9 +41,14 @@ def warmup_stable_decay(
 
     A run may be extended from any checkpoint of its plateau (arXiv 2404.06395). `decay=None` is a fifth of the steps.
     """
-    decay = max(1, min(steps // 5, steps - warmup)) if decay is None else decay
+    decay = _descent_steps(DECAY_SHARE, steps, warmup) if decay is None else decay
     _check("warmup_stable_decay", peak=peak, steps=steps, warmup=warmup, final=final, decay=decay)
     return _Warmup(peak, warmup, _LinearDecay(steps - decay, decay or np.inf, final))
+
+
+def _descent_steps(share: float, steps: int, warmup: int) -> int:
+    """Return the steps of a descent that is this share of the run, and that the warmup leaves room for."""
+    return max(1, min(int(share * steps), steps - warmup))
 
 
 RATES: Mapping[str, Callable[..., Rates]] = MappingProxyType(
@@ -219,7 +226,7 @@ def default_warmup(steps: int) -> int:
     return min(MAX_DEFAULT_WARMUP, max(1, steps // 10), steps - 1)
 
 
-def phase_rates(name: str, phases: Sequence[SchedulePhase], *, peak: float, decay_share: float = 0.2) -> Rates:
+def phase_rates(name: str, phases: Sequence[SchedulePhase], *, peak: float, decay_share: float = DECAY_SHARE) -> Rates:
     """Return the learning rate of each step of a run in phases, by a name in `RATES`; raises as `rates` does.
 
     `decay_share` is the share of the steps over which the rates of `warmup-stable-decay` fall at the end.
@@ -254,7 +261,7 @@ def continue_phases(
     start: int,
     steps: int,
     warmup: int | None = None,
-    decay_share: float = 0.2,
+    decay_share: float = DECAY_SHARE,
 ) -> Continuation:
     """Return the ways in which a run may continue to another number of steps.
 
@@ -297,6 +304,6 @@ def _make_phase_rates(name: str, phase: SchedulePhase, peak: float, decay_share:
         return constant(float(earlier(phase.start - 1)))
     shift = phase.start if phase.how == "rewarm" else 0
     steps = phase.steps - shift
-    decay = max(1, min(int(decay_share * steps), steps - phase.warmup)) if name == "warmup-stable-decay" else None
+    decay = _descent_steps(decay_share, steps, phase.warmup) if name == "warmup-stable-decay" else None
     new_rates = rates(name, peak=peak, steps=steps, warmup=phase.warmup, decay=decay)
     return shift_rates(new_rates, shift) if shift else new_rates
