@@ -386,8 +386,8 @@ def _message(value: JsonValue, number: int) -> JsonObject:
     # Most templates do not know the role `developer`, which replaces `system` in newer versions of the protocol.
     message: JsonObject = {"role": "system" if role == "developer" else role}
     content = fields.take("content")
-    if isinstance(content, list):
-        content = "".join(_content_part(part, where) for part in content)
+    if isinstance(content, list) and content:
+        content = "".join(_content_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
     calls = _list(fields, "tool_calls")
     if not (isinstance(content, str) and _is_unicode(content)) and not (content is None and calls):
         raise fields.error("content", "a text, or a list of parts of text", content)
@@ -403,7 +403,7 @@ def _message(value: JsonValue, number: int) -> JsonObject:
 
 
 def _content_part(value: JsonValue, where: str) -> str:
-    fields = Fields(value, f"{where}.content")
+    fields = Fields(value, where)
     if (kind := fields.text("type")) != "text":
         raise fields.error("type", "text, since the models read no images and no sound", kind)
     text = fields.text("text")

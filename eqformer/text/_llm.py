@@ -133,7 +133,8 @@ class LLM:
         messages, or the final message cannot be continued.
 
         Args:
-            messages: Messages such as `{"role": "user", "content": "Why is the sky blue?"}`, or a list of such lists.
+            messages: Messages such as `{"role": "user", "content": "Why is the sky blue?"}`, or a list of such lists. A
+                content may be a list of parts `{"type": "text", "text": ...}`, whose texts are joined.
             template_options: Further variables of the template, such as `{"enable_thinking": False}`.
             continue_final_message: Whether to continue the final message, which is the beginning of an answer, instead
                 of answering it. The result is the new text only.
@@ -265,6 +266,7 @@ class LLM:
                 "'content': 'a question'}]."
             )
         self.chat_template.check_roles(messages, "chat(messages)")
+        messages = [_join_parts(message, number) for number, message in enumerate(messages)]
         options = {**template_options, "continue_final_message": True} if continue_final_message else template_options
         return self.chat_template.render(messages, **options)
 
@@ -285,6 +287,21 @@ class LLM:
                     "least one character."
                 )
         return prompt, new
+
+
+def _join_parts(message: Mapping[str, object], number: int) -> Mapping[str, object]:
+    """Return a message whose content is a text, not a list of parts; raise a `ValueError` for a part without text."""
+    parts = message.get("content")
+    if not isinstance(parts, list | tuple):
+        return message
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    if wrong := [part for part, text in zip(parts, texts) if not isinstance(text, str)]:
+        kind = repr(wrong[0].get("type")) if isinstance(wrong[0], Mapping) else type(wrong[0]).__name__
+        raise ValueError(
+            f"chat(messages): message {number} has a part of the type {kind:.40}, but the models read text only; give "
+            "parts {'type': 'text', 'text': 'a question'}."
+        )
+    return {**message, "content": "".join(map(str, texts))}
 
 
 def prepare_to_decode(

@@ -208,7 +208,9 @@ def test_answers_with_tools_follow_a_schema(tmp_path):
 
 BAD_CHATS = {
     "messages": (None, [], "Hi", {}, [3], [{"role": "king", "content": "x"}], [{"role": "user"}], [ASK]),
-    "content": ([{"role": "user", "content": [{"type": "image_url"}]}], [{"role": "user", "content": 3}]),
+    "content": [
+        [{"role": "user", "content": content}] for content in ([{"type": "image_url"}], [{"type": "text"}], [], 3)
+    ],
     "tool_calls": ([{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}],),
     "refused by the template": ([{"role": "tool", "content": "x"}],),
     "tools": ([3], {}, [{"type": "function"}], [{"type": "function", "function": {"name": ""}}]),

@@ -159,6 +159,11 @@ def test_chats_are_answered_in_the_template(llm):
     assert chatty.chat([USER], max_new_tokens=8, template_options={"mark": "!"}) == other
     assert "".join(chatty.chat([USER], max_new_tokens=8, stream=True)) == answer
     assert chatty.chat([USER], max_new_tokens=8, log_probs=True).text == answer
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    assert chatty.chat([USER | {"content": parts}], max_new_tokens=8) == answer
+    for part, kind in (({"type": "image", "text": "i"}, "'image'"), ({"type": "text"}, "'text'"), ("i", "str")):
+        with pytest.raises(ValueError, match=rf"message 1 has a part of the type {kind}, but the models read text"):
+            chatty.chat([USER, USER | {"content": [*parts, part]}])
 
 
 class Trimming(data.ByteTokenizer):
