@@ -234,7 +234,7 @@ class Attends(NamedTuple):
     output: Channels
     """Heads and channels of the output."""
     needs: tuple[str, ...] = ()
-    """Options among `softcap`, `sinks` and `bias` that the core must compute; `source`: keys of another sequence."""
+    """Options among `softcap`, `sinks` and `bias` that the core must compute; `source`: another row's keys."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -146,7 +146,7 @@ def with_source(tokens: Tokens, source: Source | None) -> Tokens:
 def mark_whole_rows(tokens: Tokens, number: int | None, documents: int | None = None) -> Tokens:
     """Mark the tokens as rows of `number` tokens, each one document from position 0 on; None marks nothing.
 
-    With `documents`, each row is up to so many whole documents, one after another and numbered by `segments`.
+    With `documents`, each row is up to that number of whole documents, one after another and numbered by `segments`.
     """
     marked = copy.copy(tokens)  # `dataclasses.replace` drops `whole_rows` on purpose.
     object.__setattr__(marked, "whole_rows", number)
@@ -157,7 +157,7 @@ def mark_whole_rows(tokens: Tokens, number: int | None, documents: int | None = 
 def with_row_layout_of(tokens: Tokens, other: Tokens, pieces: int | None = None) -> Tokens:
     """Return the tokens with the row layout of `other`.
 
-    They must be in the order of `other` or, with `pieces`, be one of so many pieces into which devices cut its rows.
+    They must be in the order of `other`. With `pieces`, devices cut its rows into that many, and they are one of these.
     """
     marked = mark_whole_rows(tokens, other.whole_rows, other.documents)
     object.__setattr__(marked, "pieces", other.pieces if pieces is None else pieces)
@@ -209,8 +209,8 @@ def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree
 def document_lengths(tokens: Tokens, kv_tokens: Tokens | None = None) -> Int[Array, "*batch #seq"]:
     """Return the length of each token's document: `tokens.lengths`, or one more than the document's last position.
 
-    Segments tell documents apart, wherever their tokens stand in the row. If each row is one document, there is one
-    number for each row, as with a cache, whose tokens are `kv_tokens`.
+    Segments tell documents apart, wherever their tokens stand in the row. Without segments, or with a cache, whose
+    tokens are `kv_tokens`, each row is one document and has one number.
     """
     if kv_tokens is not None:
         if tokens.lengths is not None:
