@@ -236,7 +236,7 @@ class Loader:
 
 
 def _number_groups(rows: Int[np.ndarray, "batch"], group: int) -> Int[np.ndarray, "_"]:
-    """Return the number of each pair of rows, or of each row if `group` is 1."""
+    """Return the number of each group of `group` rows, such as a pair; of each row if `group` is 1."""
     groups = rows[::group] // group
     if not np.array_equal(list_rows(groups, group), rows):
         raise ValueError(
