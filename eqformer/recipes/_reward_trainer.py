@@ -271,9 +271,8 @@ class RewardTrainer:
             training.Log(recipe.log_every, self.files.write, clock.rate),
             *clock.excluding(
                 [
-                    every(
-                        self.options.updates, self.stop.after_step
-                    ),  # Only between batches: a resumed run samples anew.
+                    # A run stops only between batches, since a resumed run samples anew.
+                    every(self.options.updates, self.stop.after_step),
                     *self._validation(),
                     every(1, show_last),
                     every(recipe.checkpoint_every, draw),

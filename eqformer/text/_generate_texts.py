@@ -238,10 +238,6 @@ def complete(ids: Sequence[int], log_probs: Sequence[float], assembler: TextAsse
     return Completion(text, tuple(ids[:count]), tuple(log_probs[:count]), finish_reason)
 
 
-if TYPE_CHECKING:
-    from ._llm import LLM
-
-
 class Prompts(NamedTuple):
     """Prompts of a call: texts, and the ids that the model reads."""
 
