@@ -186,6 +186,7 @@ from ._stack import (
 from ._streams import (
     ExpandStreams as ExpandStreams,
     HyperConnection as HyperConnection,
+    MeanStreams as MeanStreams,
     MergeStreams as MergeStreams,
     Sinkhorn as Sinkhorn,
     StreamWeights as StreamWeights,
@@ -230,8 +231,14 @@ from .attention._cross_attention import (
     CrossLayerAttention as CrossLayerAttention,
     MergedAttention as MergedAttention,
 )
-from .attention._indexer import Indexer as Indexer, KeySelection as KeySelection
+from .attention._indexer import (
+    Indexer as Indexer,
+    KeyIndexer as KeyIndexer,
+    KeySelection as KeySelection,
+    SelectedKeys as SelectedKeys,
+)
 from .attention._latent_attention import LatentAttention as LatentAttention
+from .attention._pooled_indexer import PooledIndexer as PooledIndexer, PoolSelection as PoolSelection
 from .attention._rotary import (
     DynamicScaling as DynamicScaling,
     LinearScaling as LinearScaling,

@@ -267,6 +267,17 @@ class MergeStreams(StreamMerge):
         return self.norm(_sum_streams(x, jax.nn.sigmoid(logits) + self.eps))
 
 
+class MeanStreams(StreamMerge):
+    """The end of the streams without weights: the norm of the streams' mean (GLM-5.3-Flash)."""
+
+    norm: Norm
+    """The norm of the mean."""
+
+    def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Return the norm of the mean, which is computed in float32 at least."""
+        return self.norm(jnp.mean(x.astype(at_least_float32(x.dtype)), axis=-3).astype(x.dtype))
+
+
 def _sum_streams(
     x: Float[Array, "*batch streams seq embed"], weights: Float[Array, "*batch seq streams"]
 ) -> Float[Array, "*batch seq embed"]:

@@ -99,7 +99,8 @@ def test_a_layer_reads_what_an_earlier_one_has_chosen():
     found, after = run(second, x, left)
     assert np.allclose(found, run(eqx.tree_at(lambda m: m.indexer, second, first.indexer, is_leaf=_is_none), x)[0])
     assert not np.allclose(found, run(second, x)[0], atol=1e-3) and after.wrapped is None
-    every = nn.SharedValue(nn.KeySelection(jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ, SEQ)), 3))
+    indices = jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ, SEQ))
+    every = nn.SharedValue(nn.KeySelection(indices=indices, chunk=3))
     assert np.allclose(run(second, x, every)[0], run(second, x)[0], atol=1e-6)
     assert run(*(pair(SEQ)[0], x, nn.ShareRequest(None)))[1].value is None  # so few keys are all seen
     for wrong in ((first, left), (second, nn.SharedValue(jnp.zeros(3)))):

@@ -180,6 +180,18 @@ def test_a_model_expands_runs_its_layers_and_merges():
     assert not close(hidden, rms(x.mean(1), transformer.norm.norm), 1e-2)
 
 
+def test_a_mean_of_streams_is_normed():
+    merge, x = (
+        randomised(eqx.filter_eval_shape(lambda: nn.MeanStreams(nn.RMSNorm("embed", embed=EMBED)))),
+        normal(1, BATCH, STREAMS, SEQ, EMBED),
+    )
+    expected = rms(wide(x).mean(1), merge.norm)
+    assert close(merge(x), expected, 1e-5) and not close(merge(x), rms(wide(x).sum(1), merge.norm) * 2, 1e-2)
+    # The mean of many 16-bit numbers is not rounded on the way.
+    narrow = jnp.full((1, 300, 1, EMBED), 1.0, jnp.bfloat16)
+    assert np.array_equal(merge(narrow), merge(narrow[:, :1]))
+
+
 def test_tokens_one_by_one_are_those_of_the_whole_row():
     transformer, ids = model(), jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (BATCH, SEQ)), jnp.int32)
     wanted, _ = eqx.filter_jit(transformer)(ids)

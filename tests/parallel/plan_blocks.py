@@ -332,8 +332,27 @@ def blocked(key: Any) -> nn.Block:
     return nn.Block(nn.Residual(mixer, norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm()))
 
 
+def pooled(key: Any) -> nn.SuperBlock:
+    """Like GLM-5.3-Flash: latent attention to the best pools of keys, which a second layer reads."""
+    one, two, three = jax.random.split(key, 3)
+    sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS, "head_dim": HEAD_DIM, "latent": 16, "q_latent": 8}
+    sizes |= {"latent_norm": nn.RMSNorm("latent", latent=16), "core": CORE}
+    indexer = nn.PooledIndexer(embed=EMBED, q_latent=8, heads=3, dim=6, rate=3, top_k=2, key=three)
+    first = nn.LatentAttention(**sizes, query_latent_norm=norm_of_queries(), indexer=indexer, key=one)
+    second = nn.LatentAttention(**sizes, query_latent_norm=norm_of_queries(), key=two)
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=three)
+    choosing = nn.Block(nn.Residual(first, norm(), shares="choice"))
+    return nn.SuperBlock((choosing, nn.Block(nn.Residual(second, norm(), reads="choice"), nn.Residual(mlp, norm()))))
+
+
+def norm_of_queries() -> nn.RMSNorm:
+    """The norm of the queries' latent."""
+    return nn.RMSNorm("q_latent", q_latent=8)
+
+
 BLOCKS: dict[str, tuple[Make, ...]] = {
     "blocked": (blocked,),
+    "pooled": (pooled,),
     "compressed": (functools.partial(compressed, rate=4),),
     "compressed and selected": (functools.partial(compressed, rate=2, top_k=3),),
     "streams": (streams,),

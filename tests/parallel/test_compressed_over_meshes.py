@@ -1,4 +1,4 @@
-"""Attention to compressed keys and to selected blocks under plans: as on one device, in training and decoding."""
+"""Attention to compressed keys, and to selected blocks and pools, under plans: as on one device."""
 
 import numpy as np
 import pytest
@@ -14,6 +14,12 @@ EVERY_RUN = [
     Case("blocked", {"tensor": 2}, {"residual": "sequence"}),
 ]
 GRID = [
+    Case("pooled", {"tensor": 2}, {"residual": "sequence"}),
+    Case("pooled", {"tensor": 4}, {"residual": "feature"}),
+    Case("pooled", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "replicated"}, "full"),
+    Case("pooled", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 2}),
+    Case("pooled lora", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1}),
+    Case("pooled int8", {"tensor": 2}, {"residual": "replicated"}),
     Case("blocked", {"tensor": 8}, {"residual": "feature"}),  # two devices share a key head
     Case("blocked", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "replicated"}, "full"),
     Case("blocked", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 2}),
@@ -43,7 +49,7 @@ def test_gradients_are_those_of_one_device(case):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("case", [*EVERY_RUN, GRID[7]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*EVERY_RUN, GRID[0], GRID[13]], ids=lambda case: case.name)
 def test_in_float64_the_difference_is_rounding(case):
     assert float64_differences(case) == {}
 
@@ -54,6 +60,7 @@ def test_in_float64_the_difference_is_rounding(case):
         (SELECTED, {"context": 2}, "CompressedAttention"),
         (SELECTED, {"tensor": 4}, "the dim has size 2 in .* and the axis has 4 devices"),
         ("blocked", {"context": 2}, "BlockIndexedAttention"),
+        ("pooled", {"context": 2}, "LatentAttention"),
     ],
 )
 def test_meshes_that_would_split_rows_or_groups_are_refused(name, mesh, message):
@@ -62,7 +69,7 @@ def test_meshes_that_would_split_rows_or_groups_are_refused(name, mesh, message)
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", [SELECTED, "blocked"])
+@pytest.mark.parametrize("name", [SELECTED, "blocked", "pooled"])
 @pytest.mark.parametrize("mesh", [{"pipe": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}])
 def test_text_is_one_devices(name, mesh):
     text, alone = texts_over(name, mesh)

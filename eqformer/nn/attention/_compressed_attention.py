@@ -20,6 +20,7 @@ from .._tokens import Tokens, tokens_or_default
 from ._compressed_cache import CompressedCache, CompressorCache, VectorCache
 from ._indexer import best_indices, IndexQueries, keep_selected
 from ._rotary import Rotary
+from ._token_blocks import find_block_tokens, find_ends, take_rows
 
 
 class KeySet(NamedTuple):
@@ -92,7 +93,7 @@ class KeyCompressor(Module):
         products, rate = jnp.stack([self.value(x), self.gate(x)], axis=-3), self.bias.shape[0]
         if cache is not None:
             products = cache.gathered.round(products)
-        ends, positions = _find_ends(tokens, rate, has_cache=cache is not None)
+        ends, positions = find_ends(tokens, rate, has_cache=cache is not None)
         gathered, is_known = self._gather_blocks(products, tokens, ends, positions, cache)
         vectors = self.norm(self._average(gathered, is_known).astype(x.dtype))
         vectors = rotate_last(self.rotary, vectors[..., None, :], positions + 1 - rate)[..., 0, :]
@@ -115,17 +116,12 @@ class KeyCompressor(Module):
     ) -> tuple[Float[Array, "*batch blocks width 2 entry_dim"], Bool[Array, "*batch blocks width"]]:
         """Return the values and gates of the `series * rate` tokens up to each end, and whether each token is known."""
         rate, series, dim = self.bias.shape
-        back = jnp.arange(series * rate - 1, -1, -1, dtype=jnp.int32)
-        rows, positions = ends[..., None] - back, end_positions[..., None] - back
-        in_call = (rows >= 0) & (positions >= 0) & (_take_rows(tokens.positions, rows) == positions)
-        if tokens.segments is not None:
-            documents = jnp.take_along_axis(tokens.segments, ends, axis=-1)
-            in_call &= _take_rows(tokens.segments, rows) == documents[..., None]
+        rows, positions, in_call = find_block_tokens(tokens, ends, end_positions, series * rate)
 
         def take_series(memory: Array, rows: Array) -> Array:
             """Return each series' values and gates at its own rows, with tokens of all series in one dim."""
             blocks = [rows[..., number * rate : (number + 1) * rate] for number in range(series)]
-            taken = [_take_rows(memory[..., number, :], block) for number, block in enumerate(blocks)]
+            taken = [take_rows(memory[..., number, :], block) for number, block in enumerate(blocks)]
             return jnp.concatenate(taken, axis=-3)
 
         gathered = take_series(products, rows)
@@ -133,7 +129,7 @@ class KeyCompressor(Module):
             return gathered, in_call
         old, old_positions = cache.gathered.read(products.dtype)
         slots = positions % old.shape[-2]
-        is_cached = (positions >= 0) & (_take_rows(old_positions, slots) == positions)
+        is_cached = (positions >= 0) & (take_rows(old_positions, slots) == positions)
         old = take_series(old.reshape(*old.shape[:-1], 2, series, dim), slots)
         return jnp.where(in_call[..., None, None], gathered, old), in_call | is_cached
 
@@ -154,30 +150,6 @@ class KeyCompressor(Module):
         # Values and gates stay exact in 8-bit caches, because a rounded gate would change all channels' weights.
         gathered = VectorCache.empty(batch, capacity, 2 * series * dim, dtype, reach=series * rate, is_exact=True)
         return CompressorCache(gathered, VectorCache.empty(batch, capacity, dim, dtype, tokens_per_slot=rate))
-
-
-def _find_ends(
-    tokens: Tokens, rate: int, *, has_cache: bool
-) -> tuple[Int[Array, "*batch blocks"], Int[Array, "*batch blocks"]]:
-    """Return, for each token that completes a block, its index in its row and its position.
-
-    The results have as many entries as a row can have such tokens; entries after the last have position -1.
-    """
-    positions = tokens.positions
-    # With a cache, a block that began in an earlier call may be completed beside the whole blocks of this call.
-    count = -(-positions.shape[-1] // rate) if has_cache else positions.shape[-1] // rate
-    completes = (positions >= 0) & ((positions + 1) % rate == 0)
-    ends = jnp.argsort(~completes, axis=-1, stable=True)[..., :count].astype(jnp.int32)
-    is_end = jnp.take_along_axis(completes, ends, axis=-1)
-    return ends, jnp.where(is_end, jnp.take_along_axis(positions, ends, axis=-1), -1)
-
-
-def _take_rows(memory: Array, rows: Int[Array, "*batch blocks width"]) -> Array:
-    """Return the entries of `memory` (`*batch seq ...`) at the rows; rows below 0 give the first entry."""
-    batch = rows.ndim - 2
-    flat_rows = jnp.maximum(rows, 0).reshape(*rows.shape[:-2], -1)
-    taken = jnp.take_along_axis(memory, jax.lax.expand_dims(flat_rows, range(batch + 1, memory.ndim)), axis=batch)
-    return taken.reshape(*rows.shape, *memory.shape[batch + 1 :])
 
 
 def rotate_last(

@@ -1,14 +1,15 @@
 """Selection of keys for sparse attention: small heads score every key, and each query sees only the best keys."""
 
+import abc
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from ...kernels import AttentionCall, ChosenKeys, join_blocks, Mask, ReferenceAttention, split_blocks
+from ...kernels import AttentionCall, ChosenKeys, join_blocks, Mask, ReferenceAttention, split_blocks, TokenPositions
 from .._dtype import at_least_float32
 from .._linear import Linear, LinearMap
 from .._module import Module
@@ -24,7 +25,100 @@ class IndexQueries(NamedTuple):
     weight: Float[Array, "*batch seq index_heads"]
 
 
-class Indexer(Module):
+class SelectedKeys(eqx.Module):
+    """The keys that an indexer selected for each query, to be used by its layer and by later layers.
+
+    A query sees a selected key only if the mask shows it too.
+    """
+
+    if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
+        chunk: int = eqx.field(init=False)
+        """Queries whose scores are in memory at a time."""
+    else:
+        chunk: eqx.AbstractVar[int]
+
+    @property
+    @abc.abstractmethod
+    def choices(self) -> Int[Array, "*batch seq top_k"]:
+        """The numbers of what each query selected."""
+
+    @abc.abstractmethod
+    def keep(
+        self,
+        visible: Bool[Array, "*batch chunk kv_seq"],
+        choices: Int[Array, "*batch chunk top_k"],
+        tokens: Tokens,
+        kv_tokens: TokenPositions,
+    ) -> Bool[Array, "*batch chunk kv_seq"]:
+        """Return which keys are visible and selected, for some of the queries and their choices."""
+
+    def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+        """Attend to the selected keys, for `chunk` queries at a time, in memory linear in the row."""
+
+        def attend_chunk(tokens: Tokens, chunk: tuple[Array, Array]) -> Float[Array, "*batch chunk heads v_dim"]:
+            query, choices = chunk
+            visible = self.keep(call.mask(tokens, call.key_tokens), choices, tokens, call.key_tokens)
+            return ReferenceAttention()(
+                AttentionCall(
+                    query,
+                    call.key,
+                    call.value,
+                    mask=ChosenKeys(visible),
+                    tokens=tokens,
+                    kv_tokens=call.key_tokens,
+                    scale=call.scale,
+                    sinks=call.sinks,
+                )
+            )
+
+        shape = call.query.shape[:-2]
+        tokens = Tokens(call.tokens.positions, call.tokens.segments)
+        return map_query_chunks(attend_chunk, tokens, shape, (call.query, self.choices), self.chunk)
+
+
+class KeyIndexer(Module):
+    """A part of `LatentAttention` that selects the keys of each query: the contract of `Indexer` and `PooledIndexer`.
+
+    No gradient passes through an indexer.
+    """
+
+    @property
+    @abc.abstractmethod
+    def key_channels(self) -> int:
+        """The channels that `index_keys` returns for each token."""
+
+    @abc.abstractmethod
+    def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq _"]:
+        """Return the channels of the tokens of `x` by which keys are scored, which are cached."""
+
+    @abc.abstractmethod
+    def index_queries(
+        self, x: Float[Array, "*batch _ embed"], latent: Float[Array, "*batch seq q_latent"], tokens: Tokens
+    ) -> IndexQueries:
+        """Return the small queries, from the input and the queries' latent."""
+
+    @abc.abstractmethod
+    def select_keys(
+        self,
+        queries: IndexQueries,
+        keys: Float[Array, "*batch kv_seq _"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens,
+    ) -> SelectedKeys | None:
+        """Return the keys that each query selects among those that `mask` shows; None: all.
+
+        Args:
+            queries: The small queries.
+            keys: What `index_keys` returned for each key.
+            mask: The keys from which a query may select.
+            tokens: The tokens of the queries.
+            kv_tokens: The tokens of the keys.
+        """
+
+
+class Indexer(KeyIndexer):
     """The lightning indexer of DeepSeek-V3.2 (DeepSeek-AI 2025, eq. 1): each query sees only its `top_k` best keys.
 
     The score of the key at `s` for the query at `t` is `sum_h w_th relu(q_th . k_s)`. The small queries `q` are
@@ -83,6 +177,11 @@ class Indexer(Module):
         self.weight = Linear("embed -> index_heads", embed=embed, index_heads=heads, key=keys[2])
         self.rotary, self.top_k, self.chunk, self.rotates_last = rotary, top_k, chunk, rotates_last
 
+    @property
+    def key_channels(self) -> int:
+        """The channels of a small key."""
+        return self.key.output_shape[0]
+
     def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq index_dim"]:
         """Return the small keys of the tokens of `x`, which are cached."""
         return self._rotate(self.key_norm(self.key(x))[..., None, :], tokens)[..., 0, :]
@@ -129,7 +228,8 @@ class Indexer(Module):
             return best_indices(queries, keys, mask(tokens, kv_tokens), self.top_k)
 
         shape = queries.weight.shape[:-1]
-        return KeySelection(map_query_chunks(best_keys, tokens, shape, queries, self.chunk), self.chunk)
+        indices = map_query_chunks(best_keys, tokens, shape, queries, self.chunk)
+        return KeySelection(indices=indices, chunk=self.chunk)
 
 
 def best_indices(
@@ -152,39 +252,28 @@ def keep_selected(
     return visible & jnp.put_along_axis(jnp.zeros_like(visible), indices, True, -1, inplace=False)
 
 
-class KeySelection(eqx.Module):
-    """The keys that an indexer selected for each query, to be used by its layer and by later layers.
-
-    A query sees a selected key only if the mask shows it too.
-    """
+class KeySelection(SelectedKeys):
+    """The keys that an `Indexer` selected for each query."""
 
     indices: Int[Array, "*batch seq top_k"]
     """The indices of the keys in their array."""
     chunk: int = eqx.field(static=True)
     """Queries whose scores are in memory at a time."""
 
-    def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
-        """Attend to the selected keys, for `chunk` queries at a time, in memory linear in the row."""
+    @property
+    def choices(self) -> Int[Array, "*batch seq top_k"]:
+        """The indices of the keys."""
+        return self.indices
 
-        def attend_chunk(tokens: Tokens, chunk: tuple[Array, Array]) -> Float[Array, "*batch chunk heads v_dim"]:
-            query, indices = chunk
-            visible = keep_selected(call.mask(tokens, call.key_tokens), indices)
-            return ReferenceAttention()(
-                AttentionCall(
-                    query,
-                    call.key,
-                    call.value,
-                    mask=ChosenKeys(visible),
-                    tokens=tokens,
-                    kv_tokens=call.key_tokens,
-                    scale=call.scale,
-                    sinks=call.sinks,
-                )
-            )
-
-        shape = call.query.shape[:-2]
-        tokens = Tokens(call.tokens.positions, call.tokens.segments)
-        return map_query_chunks(attend_chunk, tokens, shape, (call.query, self.indices), self.chunk)
+    def keep(
+        self,
+        visible: Bool[Array, "*batch chunk kv_seq"],
+        choices: Int[Array, "*batch chunk top_k"],
+        tokens: Tokens,
+        kv_tokens: TokenPositions,
+    ) -> Bool[Array, "*batch chunk kv_seq"]:
+        """Return which keys are visible and at one of their query's indices."""
+        return keep_selected(visible, choices)
 
 
 Arrays = TypeVar("Arrays", bound=tuple[Array, ...])

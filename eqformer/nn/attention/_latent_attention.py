@@ -25,7 +25,7 @@ from .._tokens import (
     unwrap_request,
 )
 from ._attention import apply_gate, make_gate
-from ._indexer import Indexer, KeySelection
+from ._indexer import KeyIndexer, SelectedKeys
 from ._rotary import Rotary
 from ._scores import Scores
 
@@ -37,8 +37,8 @@ class LatentKeys(NamedTuple):
     """The latents of keys and values."""
     rope: Float[Array, "*batch kv_seq rope_dim"]
     """The rotary keys, which all heads share; without rotary positions they have no channels."""
-    index: Float[Array, "*batch kv_seq index_dim"] | None
-    """The small keys of the indexer."""
+    index: Float[Array, "*batch kv_seq _"] | None
+    """The channels by which the indexer scores keys."""
 
 
 class LatentAttention(Mixer):
@@ -48,8 +48,8 @@ class LatentAttention(Mixer):
     rotated key of `rope_dim` channels that all heads share. Queries come from the input or, with `q_latent`, from a
     latent of their own. Without a `rotary` there is no decoupled key (NoPE). A single decoded token attends to the
     latents directly: the up-projections are absorbed into query and output, as in the paper, with equal results. With
-    an `indexer`, a query sees at most `indexer.top_k` keys, those that the indexer selects (DeepSeek-V3.2). In
-    `Residual(shares=)` the layer shares this selection with a layer without an indexer in `Residual(reads=)` (GLM-5).
+    an `indexer`, a query sees only the keys that the indexer selects (DeepSeek-V3.2, GLM-5.3). In `Residual(shares=)`
+    the layer shares this selection with a layer without an indexer in `Residual(reads=)` (GLM-5).
     """
 
     query_down: LinearMap | None
@@ -64,7 +64,7 @@ class LatentAttention(Mixer):
     gate: LinearMap | None
     output: LinearMap
     rotary: Rotary | None
-    indexer: Indexer | None
+    indexer: KeyIndexer | None
     scores: Scores
     mask: kernels.Mask
     core: kernels.Operation
@@ -81,7 +81,7 @@ class LatentAttention(Mixer):
         latent_norm: Norm | None = None,
         query_latent_norm: Norm | None = None,
         rotary: Rotary | None = None,
-        indexer: Indexer | None = None,
+        indexer: KeyIndexer | None = None,
         bias: bool | Literal["latents"] = False,
         output_std: float | None = None,
         scores: Scores | None = None,
@@ -262,7 +262,8 @@ class LatentAttention(Mixer):
         """Return the latents, rotary keys and index keys of the tokens of `x`, as they are cached."""
         latents = self.latent_down(x)
         latents = latents if self.latent_norm is None else self.latent_norm(latents)
-        rope = jnp.zeros((*x.shape[:-1], 0), x.dtype) if self.key_rope is None else self.key_rope(x)
+        # Under a plan `x` may have only some tokens of each row, and the maps return all of them.
+        rope = jnp.zeros((*latents.shape[:-1], 0), x.dtype) if self.key_rope is None else self.key_rope(x)
         rope = rope if self._rotates_on_read else self._rotate_key(rope, tokens, None)
         return LatentKeys(latents, rope, None if self.indexer is None else self.indexer.index_keys(x, tokens))
 
@@ -301,8 +302,8 @@ class LatentAttention(Mixer):
         keys: LatentKeys,
         tokens: Tokens,
         kv_tokens: Tokens | None,
-        shared: KeySelection | None,
-    ) -> KeySelection | None:
+        shared: SelectedKeys | None,
+    ) -> SelectedKeys | None:
         """Return the keys that the indexer selects or, without an indexer, `shared`, an earlier layer's; None: all."""
         if self.indexer is None or keys.index is None:
             return shared
@@ -310,11 +311,11 @@ class LatentAttention(Mixer):
         kv_tokens = tokens if kv_tokens is None else kv_tokens
         return self.indexer.select_keys(queries, keys.index, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens)
 
-    def _read_selection(self, argument: PyTree) -> KeySelection | None:
+    def _read_selection(self, argument: PyTree) -> SelectedKeys | None:
         """Return the selection that an earlier layer shares; raise a `ValueError` for any other shared value."""
         if not isinstance(argument, SharedValue):
             return None
-        if self.indexer is not None or not isinstance(argument.value, KeySelection | None):
+        if self.indexer is not None or not isinstance(argument.value, SelectedKeys | None):
             raise ValueError(
                 f"LatentAttention(x): it was given {type(argument.value).__name__} of an earlier layer, but it reads "
                 "only an indexer's selection, and only without an indexer of its own; use it in Residual(reads=) "
@@ -370,7 +371,7 @@ class LatentAttention(Mixer):
         size = slots_for(self.mask.reach(capacity), capacity)
         latents = jnp.zeros((*batch, size, *self.latent_down.output_shape), dtype)
         width = 0 if self.rotary is None else self.rotary.dim
-        width += 0 if self.indexer is None else self.indexer.key.output_shape[0]
+        width += 0 if self.indexer is None else self.indexer.key_channels
         rotary_keys = jnp.zeros((*batch, size, width), dtype)
         positions = empty_slots(batch, size)
         return LatentCache(latents=latents, rotary_keys=rotary_keys, positions=positions, rolling=size < capacity)
