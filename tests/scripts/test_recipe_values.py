@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -53,9 +54,12 @@ def value_of(kind: Any, draw, old=None) -> Any:
     return draw.choice(known[kind])
 
 
+_type_hints = functools.cache(typing.get_type_hints)
+
+
 def changed(value, draw):
     """A dataclass with each field drawn anew, as far as it takes what is drawn."""
-    hints = typing.get_type_hints(type(value))
+    hints = _type_hints(type(value))
     for field in dataclasses.fields(value):
         try:
             new = value_of(hints[field.name], draw, getattr(value, field.name))
