@@ -396,7 +396,7 @@ def _make_relay(function: Callable) -> Callable:
     # The globals are those of the function, by which jaxtyping reads annotations that are strings.
     made: Any = types.FunctionType(relay.__code__, function.__globals__, function.__name__, closure=relay.__closure__)
     made.__module__, made.__qualname__ = function.__module__, function.__qualname__
-    made.__annotations__, made.__signature__ = dict(function.__annotations__), inspect.signature(function)
+    made.__annotations__, made.__signature__ = dict(function.__annotations__), QuickSignature.from_callable(function)
     return made
 
 

@@ -258,7 +258,8 @@ def map_modules(change: Callable[..., PyTree], tree: PyTree, kinds: type | tuple
 
 def modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[Any]:
     """Return the outermost modules of these classes in a tree, in order."""
-    return [module for _, module in named_modules(tree, kinds)]
+    is_kind = _class_check(kinds)
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_kind) if is_kind(node)]
 
 
 def named_modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[str, Any]]:
@@ -269,10 +270,7 @@ def named_modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[st
 
 
 def _class_check(kinds: type | tuple[type, ...]) -> Callable[[object], bool]:
-    def is_kind(node: object) -> bool:
-        return isinstance(node, kinds)
-
-    return is_kind
+    return lambda node: isinstance(node, kinds)
 
 
 def path_name(path: tuple) -> str:
