@@ -41,7 +41,7 @@ UNCHECKED = (
 )
 UNCHECKED_CALLS = {
     *nn.ACTIVATIONS,
-    *("ScaledActivation", "XIELU"),
+    *("BoundedActivation", "ScaledActivation", "XIELU"),
     "first_non_finite",
     "initial_state",
     "index_layer",

@@ -151,6 +151,7 @@ from .families._qwen3_next import (
     Qwen35MoEConfig as Qwen35MoEConfig,
 )
 from .families._stablelm import StableLMConfig as StableLMConfig
+from .families._step3p5 import Step3p5Config as Step3p5Config
 from .families._switch import GShardConfig as GShardConfig, SwitchConfig as SwitchConfig
 from .families._t5 import T5Config as T5Config
 from .families._t5gemma import T5Gemma2Config as T5Gemma2Config, T5GemmaConfig as T5GemmaConfig

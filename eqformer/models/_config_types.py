@@ -266,8 +266,8 @@ class PublishedConfig:
         return self.read(name, str, default)
 
     def nested(self, name: str) -> Attributes:
-        """Return an attribute that is an object; an empty object if it is missing or null."""
-        return self.read(name, dict, None) or {}
+        """Return a copy of an attribute that is an object; an empty object if it is missing or null."""
+        return dict(self.read(name, dict, None) or {})
 
     def listed(self, name: str, item_type: FieldType = object, *, empty: bool = False) -> list[Any] | None:
         """Return an attribute that is a list whose items are of a type; None if it is missing or null.

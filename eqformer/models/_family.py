@@ -236,8 +236,8 @@ TEXT, TIED = "text_config", "tie_word_embeddings"
 # Prefixes of the names of arrays that are not read: arrays of the parts for images and sound, and of predictors.
 _PARTS = (
     "visual vision_tower vision_model vision_encoder vision_embed_tokens embed_vision vision_adapter vision_projection "
-    "multi_modal_projector mm_projector patch_merger patch_merge_mlp audio_tower audio_model embed_audio "
-    "audio_projector mtp"
+    "multi_modal_projector vit_large_projector mm_projector patch_merger patch_merge_mlp audio_tower audio_model "
+    "embed_audio audio_projector mtp"
 )
 _UNREAD = re.compile(rf"(?:model\.)?(?:{'|'.join(_PARTS.split())})\.")
 # Attributes of a multimodal model that concern only these parts.

@@ -92,6 +92,7 @@ from ._lora import (
 )
 from ._mlp import (
     ACTIVATIONS as ACTIVATIONS,
+    BoundedActivation as BoundedActivation,
     clipped_gelu as clipped_gelu,
     GatedMLP as GatedMLP,
     gelu as gelu,

@@ -128,6 +128,20 @@ class ScaledActivation:
         return self.activation(x * self.scale)
 
 
+@dataclasses.dataclass(frozen=True)
+class BoundedActivation:
+    """`min(activation(x), limit)`, for gates that are bounded after their activation (Step 3.7)."""
+
+    activation: Callable[[Array], Array]
+    """An elementwise function."""
+    limit: float
+    """The largest result."""
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return the activation of `x`, at most `limit`."""
+        return jnp.minimum(self.activation(x), self.limit)
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
@@ -252,6 +266,7 @@ class GatedMLP(FeedForward):
     down: LinearMap
     activation: Callable[[Array], Array]
     limit: float | None = eqx.field(static=True)
+    up_limit: float | None = eqx.field(static=True)
     offset: float = eqx.field(static=True)
 
     def __init__(
@@ -262,6 +277,7 @@ class GatedMLP(FeedForward):
         activation: Callable[[Array], Array] = silu,
         bias: bool = False,
         limit: float | None = None,
+        up_limit: float | None = None,
         offset: float = 0.0,
         output_std: float | None = None,
         key: Key[Array, ""],
@@ -275,6 +291,8 @@ class GatedMLP(FeedForward):
             bias: Whether the maps have biases.
             limit: A bound that keeps activations from growing without limit (gpt-oss): the gate is at most `limit`, and
                 the result of `up` is between `-limit` and `limit`.
+            up_limit: The bound of the result of `up`; None: `limit`. Without a `limit`, a `BoundedActivation` bounds
+                the gate after its activation (Step 3.7).
             offset: Added to the result of `up` (gpt-oss: 1).
             output_std: Standard deviation of the last map's weights; None: as for the other maps.
             key: For the weights.
@@ -283,12 +301,13 @@ class GatedMLP(FeedForward):
         self.gate = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=gate)
         self.up = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=up)
         self.down = Linear("mlp -> embed", embed=embed, mlp=mlp, bias=bias, std=output_std, key=down)
-        self.activation, self.limit, self.offset = _as_module(activation), limit, offset
+        self.activation, self.offset = _as_module(activation), offset
+        self.limit, self.up_limit = limit, limit if up_limit is None else up_limit
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Map each token by itself."""
         gate, up = self.gate(x), self.up(x)
-        if self.limit is not None:
-            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        gate = gate if self.limit is None else jnp.minimum(gate, self.limit)
+        up = up if self.up_limit is None else jnp.clip(up, -self.up_limit, self.up_limit)
         up = up + self.offset if self.offset else up
         return self.down(recompute_in_backward(_multiply_by_gate)(self.activation, gate, up))

@@ -85,6 +85,7 @@ UNUSED = {
     "olmo_hybrid": {f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")},
     "phimoe": {"input_jitter_noise"},
     "seed_oss": {"residual_dropout"},
+    "step3p5": {"mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers"},
     "starcoder2": {"embedding_dropout", "residual_dropout"},
     "t5": {"classifier_dropout", "dropout_rate", "initializer_factor"},
     "t5gemma": {"classifier_dropout_rate", "dropout_rate", "vocab_size"},

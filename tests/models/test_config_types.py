@@ -155,3 +155,10 @@ def test_kinds():
     assert config_types.fits(nn.LinearScaling(2.0), nn.RotaryScaling | None) and not config_types.fits(
         "linear", nn.RotaryScaling | None
     )
+
+
+def test_changes_of_a_nested_attribute_leave_the_configuration_as_it_is():
+    values = {"rope_parameters": {"rope_theta": 1e4}}
+    published = config_types.PublishedConfig(values, "config.json")
+    assert published.nested("rope_parameters").pop("rope_theta") == 1e4
+    assert values == {"rope_parameters": {"rope_theta": 1e4}} and published.nested("rope_parameters")

@@ -30,6 +30,7 @@ UNREAD = {
     "llama4": r"multi_modal_projector\. \(1\), vision_model\. \(25\)\.$",
     "mistral3": r"multi_modal_projector\. \(4\), vision_tower\. \(11\)\.$",
     "qwen3_vl_moe": r"model\.visual\. \(27\)\.$",
+    "step3p7": r"",
     "qwen3_vl": r"model\.visual\. \(27\)\.$",
 }
 TEXTS = "language_model.", "model.language_model.", "lm_head."

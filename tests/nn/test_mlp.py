@@ -96,6 +96,15 @@ def test_gated_mlp(bias, limit):
     assert not close(module(x), swapped, 1e-3)
 
 
+def test_a_gate_is_bounded_after_its_activation():
+    activation = nn.BoundedActivation(nn.silu, 0.4)
+    module = random_module(nn.GatedMLP, embed=3, mlp=5, up_limit=0.3, activation=activation, key=KEY)
+    x = 4 * normal(1, 2, 4, 3)
+    gate, up = linear(wide(x), module.gate), np.clip(linear(wide(x), module.up), -0.3, 0.3)
+    assert close(module(x), linear(np.minimum(FORMULAS["silu"](gate), 0.4) * up, module.down))
+    assert not close(module(x), linear(FORMULAS["silu"](np.minimum(gate, 0.4)) * up, module.down), 1e-3)
+
+
 @pytest.mark.quick
 def test_any_function_may_be_the_activation():
     module = random_module(nn.MLP, embed=3, mlp=5, activation=jnp.sin, key=KEY)

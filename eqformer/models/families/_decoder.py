@@ -101,6 +101,7 @@ class _GatedMLPOptions(TypedDict, total=False):
     activation: Callable[[Array], Array]
     bias: bool
     limit: float | None
+    up_limit: float | None
     offset: float
     output_std: float | None
 
