@@ -21,11 +21,12 @@ import tyro
 from support.command import entry
 from support.load import load_llm, ModelFlags
 
-from eqformer import text
+from eqformer import kernels, text
 from eqformer.recipes import report, Screen
 
 
 PREDICTOR = Path("mtp")  # The draft of this name is the model's own predictor.
+MANY_TOKENS = 1024  # New tokens of one text from which on a faster program pays for its longer compilation.
 COMPILED = 16  # Tokens after which nothing is compiled any more: `generation.stream` gives 8 at a time.
 
 
@@ -75,9 +76,17 @@ class Command(ModelFlags):
     """Tokens of the longest row of --prompts, with its text."""
 
 
+def is_long(command: Command) -> bool:
+    """Return whether so many tokens are generated that a faster program pays for its longer compilation."""
+    return command.prompts is not None or command.tokens >= MANY_TOKENS
+
+
 def load_model(command: Command) -> text.LLM:
-    """Load the model that writes; compiled programs are stored on disk, so a longer compilation is worth its time."""
-    return load_llm(command, predictor=command.draft == PREDICTOR, throughput=True)
+    """Load the model that writes, and build the kernel for its quantized weights."""
+    llm = load_llm(command, predictor=command.draft == PREDICTOR, throughput=is_long(command))
+    if kernels.find_compiler() is not None:
+        text.build_kernels(llm.model)
+    return llm
 
 
 def load_draft(command: Command) -> text.LLM | str | None:

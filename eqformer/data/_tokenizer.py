@@ -286,14 +286,17 @@ class FileTokenizer:
         Names of special tokens become these tokens, and no special tokens are added. The tokens of one character have
         the same indices.
         """
-        encoding = self._encode_names("encode_with_offsets(text)", text, False)
+        encoding = self._encode_names("encode_with_offsets(text)", text, False, offsets=True)
         offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
         return np.asarray(encoding.ids, np.uint32), offsets[:, 0], offsets[:, 1]
 
-    def _encode_names(self, method: str, text: str, add_special_tokens: bool) -> Any:
+    def _encode_names(self, method: str, text: str, add_special_tokens: bool, *, offsets: bool = False) -> Any:
         """Return the package's encoding of a text in which names of special tokens mean these tokens."""
+        tokenizer = self._prompt_tokenizer
+        # The package's `encode` keeps the interpreter's lock, so a long prompt would stop all threads of a server.
+        encode_batch = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
         with self._describe_failure(method, "the text"):
-            return self._prompt_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     @functools.cached_property
     def _prompt_tokenizer(self) -> Any:

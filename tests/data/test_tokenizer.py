@@ -2,6 +2,8 @@ import json
 import os
 import random
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -119,6 +121,32 @@ def test_names_of_special_tokens_in_a_text_are_text(tokenizer_json):
     assert tokenizer.end_of_text not in ids and tokenizer.decode(ids) == text
     assert tokenizer.end_of_text in Reference.from_file(str(tokenizer_json)).encode(text).ids  # negative control
     assert tokenizer.decode([*ids.tolist(), tokenizer.end_of_text]) == text
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("method", ["encode_prompt", "encode_with_offsets"])
+def test_other_threads_run_while_a_long_prompt_is_encoded(tokenizer_json, method):
+    tokenizer = FileTokenizer(tokenizer_json)
+    long = "a b " * 400_000
+
+    def longest_pause(encode):
+        """The longest share of the encoding in which this thread did not run."""
+        encode("a")
+        start = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(lambda: start.wait() and encode(long) and None)
+            begin = last = time.monotonic()
+            start.set()
+            pauses = list[float]()
+            while not future.done():
+                time.sleep(0.001)
+                pauses.append(time.monotonic() - last)
+                last += pauses[-1]
+        return max(pauses) / (time.monotonic() - begin)
+
+    encode = getattr(tokenizer, method)
+    assert longest_pause(lambda text: [encode(text)]) < 0.5
+    assert longest_pause(lambda text: [tokenizer._prompt_tokenizer.encode(text)]) > 0.7  # the control keeps the lock
 
 
 def _changed(path, to, **changes):

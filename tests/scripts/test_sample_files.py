@@ -4,13 +4,16 @@ import json
 import signal
 import subprocess
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
+import sample
 from nn_reference import random_module
 from script_helpers import command, PLAIN, run, run_here
 
-from eqformer import data, models
+from eqformer import data, kernels, models, text
 
 
 ROWS = [{"prompt": "def " * (number % 5 + 1), "max_new_tokens": 40 + 17 * number % 80} for number in range(24)]
@@ -47,6 +50,25 @@ def test_a_killed_command_goes_on_and_makes_the_same_file(folder, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert killed >= 2 and (tmp_path / "part").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "more, is_long",
+    [({}, False), ({"tokens": 1023}, False), ({"tokens": 1024}, True), ({"prompts": Path("rows.jsonl")}, True)],
+)
+def test_layers_are_unstacked_for_many_new_tokens(more, is_long, monkeypatch):
+    """A single short answer would wait longer for its compilation than for its tokens."""
+    loads, builds = [], []
+
+    def load(*arguments, **options):
+        loads.append(options["throughput"])
+        return SimpleNamespace(model="model")
+
+    monkeypatch.setattr(sample, "load_llm", load)
+    monkeypatch.setattr(text, "build_kernels", builds.append)
+    monkeypatch.setattr(kernels, "find_compiler", lambda: "c++")
+    sample.load_model(sample.Command(**more))
+    assert loads == [is_long] and builds == ["model"]
 
 
 def lines(path):
