@@ -8,6 +8,7 @@ import jax
 import pytest
 from haste import same_trees
 from hub_server import COMMIT, Hub, restart_client, serve_hub
+from nn_reference import random_module
 
 from eqformer import models
 
@@ -18,7 +19,7 @@ CONFIG = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=1,
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "published"
-    model = models.build(CONFIG, key=jax.random.key(0))
+    model = random_module(models.build, CONFIG, key=jax.random.key(0))
     models.save(model, folder, config=CONFIG, files={"tokenizer.json": "{}"}, shard_bytes=8_000)
     return folder
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from nn_reference import random_module
 from safetensors.numpy import load_file, save_file
 
 from eqformer import models, nn
@@ -19,10 +20,10 @@ from eqformer.parallel import make_mesh, Plan
 
 
 @functools.cache
-def tiny(seed=0, **changes):
+def tiny(**changes):
     """A model whose arrays are large beside what loading makes otherwise: 30 of 256 KiB among them."""
     config = models.LlamaConfig(vocab=512, embed=128, layers=8, heads=4, kv_heads=2, mlp=512, **changes)
-    return config, eqx.filter_jit(lambda: models.build(config, key=jax.random.key(seed)))()
+    return config, random_module(models.build, config, key=jax.random.key(0))
 
 
 def arrays_of(model):
@@ -46,7 +47,7 @@ def test_a_mesh_alone_splits_all_it_can(tmp_path):
 def test_every_file_is_opened_once(tmp_path, monkeypatch):
     """The description of a tied model looks for a stored head, in the folder that the arrays are read from."""
     config = models.LlamaConfig(vocab=32, embed=16, layers=2, heads=2, kv_heads=2, mlp=16, tied=True)
-    model = eqx.filter_jit(lambda: models.build(config, key=jax.random.key(0)))()
+    model = random_module(models.build, config, key=jax.random.key(0))
     models.save(model, tmp_path / "shards", config=config, shard_bytes=4000)
     opened, map_bytes = [], _folder.map_bytes
     monkeypatch.setattr(_folder, "map_bytes", lambda path: opened.append(path.name) or map_bytes(path))
@@ -56,8 +57,8 @@ def test_every_file_is_opened_once(tmp_path, monkeypatch):
 
 def test_layers_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
     config = models.LlamaConfig(vocab=32, embed=16, layers=2, heads=2, kv_heads=2, mlp=16)
-    build = eqx.filter_jit(lambda: models.build(config, key=jax.random.key(0)))
-    models.save(build(), tmp_path / "mixed", config=config)
+    model = random_module(models.build, config, key=jax.random.key(0))
+    models.save(model, tmp_path / "mixed", config=config)
     (file,) = (tmp_path / "mixed").glob("*.safetensors")
     arrays = {name: x.astype("bfloat16" if ".1." in name else "float16") for name, x in load_file(file).items()}
     save_file(arrays, file)
