@@ -108,6 +108,7 @@ from .families._llama import (
     CWMConfig as CWMConfig,
     EuroBERTConfig as EuroBERTConfig,
     HeliumConfig as HeliumConfig,
+    InternLM3Config as InternLM3Config,
     LlamaConfig as LlamaConfig,
     SeedOSSConfig as SeedOSSConfig,
     SmolLM3Config as SmolLM3Config,

@@ -194,7 +194,7 @@ PUBLISHED |= {"stablelm-3b-4e1t": 2_795_443_200, "stablelm-2-1.6b": 1_644_515_32
 PUBLISHED |= {"lfm3-1.7b": 1_728_801_536, "mellum2-12b-a2.5b": 12_149_923_072}
 PUBLISHED |= {"vaultgemma-1b": 1_038_741_120}
 PUBLISHED |= {"mimo-v2-flash": 308_778_780_864, "laguna-xs.2": 33_189_975_808}
-PUBLISHED |= {"step-3.7-flash": 196_956_130_368}
+PUBLISHED |= {"step-3.7-flash": 196_956_130_368, "internlm3-8b": 8_804_241_408}
 PUBLISHED |= {"phi-3.5-moe": 41_873_153_344, "ling3-flash": 124_414_211_552}
 PUBLISHED |= {"afm-4.5b": 4_619_184_640, "helium-1-preview-2b": 2_172_643_840, "glm-4.7-flash": 29_943_393_920}
 # With the layers' scalars, which transformers does not count, and for Apertus two of four.

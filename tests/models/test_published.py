@@ -162,6 +162,7 @@ BY_DEFAULT = {
     "mistral4 plain",
     "qwen3_5_moe_text yarn",
     "qwen3_5_text chosen layers",
+    "internlm3 biased",
     "seed_oss biased",
     "t5 a head of its own",
     "t5gemma unlike halves",
@@ -172,6 +173,7 @@ BY_DEFAULT = {
 LOGITS_IN_GRID = {
     "glm4 wide",
     "ministral3 plain",
+    "internlm3 biased",
     "seed_oss biased",
     "ernie4_5 biased",
     "exaone4 chosen layers",

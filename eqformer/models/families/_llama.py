@@ -3,8 +3,8 @@
 Close variants of Llama are in this file too. AFM (Arcee AI 2025) has squared ReLUs without gates, Helium (Kyutai 2025)
 rotates neighboring channels together, and the Code World Model (Meta FAIR 2025) has windows in three of four layers.
 SmolLM3 (Bakouch et al. 2025) has no rotary positions in each fourth layer (arXiv:2501.18795), Seed-OSS (ByteDance Seed
-2025) has biased queries, keys and values, and EuroBERT (Boizard et al. 2025, arXiv:2503.05500) is an encoder that is
-trained on masked tokens.
+2025) has biased queries, keys and values, InternLM3 (Shanghai AI Laboratory 2025) biases of all maps or none, and
+EuroBERT (Boizard et al. 2025, arXiv:2503.05500) is an encoder that is trained on masked tokens.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Llama3Scaling, Mask, MLP, Transformer, YarnScaling
-from .._attributes import Activation, Attribute, Expect, Ignore
-from .._config_types import Index, Length, NotNegative, Positive, PublishedConfig
+from ...nn import Block, DynamicScaling, Llama3Scaling, Mask, MLP, Transformer, YarnScaling
+from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore
+from .._config_types import Attributes, Index, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import every, NoRotaryLayers, SwitchedWindows, Windows
 from .._rotary_attributes import RotaryPositions
@@ -356,6 +356,69 @@ SEED_OSS = Family(
         Attribute("mlp_bias", "mlp_bias", False),
         Activation(),
         Ignore("residual_dropout"),  # a setting of training
+    ),
+    (*EDGES, *ATTENTION, *PRE_NORMS, *gated_weights(bias=True)),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InternLM3Config(DecoderConfig):
+    """The config of an InternLM3."""
+
+    head_dim: Size | None = 128
+    bias: bool = False
+    """Whether all maps of a layer have biases."""
+    eps: NotNegative = 1e-5
+
+
+def build_internlm3(config: InternLM3Config, *, key: Key[Array, ""]) -> Transformer:
+    """Return an InternLM3 with random weights."""
+
+    def block(key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(config, bias=config.bias, key=mixer)
+        return pre_norm_block(config, attended, gated_mlp(config, bias=config.bias, key=feed_forward))
+
+    return decoder(config, block, key=key)
+
+
+class _LayerBias(Entry):
+    """Whether a layer's maps have biases, as `attention_bias` and `mlp_bias` or by the publishers' names."""
+
+    _names = (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `bias`; refuse biases of attention alone or of feed-forward layers alone, as transformers does."""
+        of_attention, of_mlp = (published.flag(name, published.flag(older, False)) for name, older in self._names)
+        if of_attention != of_mlp:
+            published.refuse(f"attention_bias={of_attention}, mlp_bias={of_mlp}: this family has both or none.")
+        return {"bias": of_attention}
+
+    def write(self, config: InternLM3Config) -> Attributes:
+        """Return both attributes."""
+        return {name: config.bias for name, _ in self._names}
+
+
+_INTERNLM3_PRESETS = {
+    "internlm3-byte-500k": InternLM3Config(256, 96, 4, 6, 2, 256, head_dim=16, bias=True, tied=True),
+    "internlm3-8b": InternLM3Config(
+        *(128_512, 4096, 48, 32, 2, 10_240), theta=50_000_000.0, scaling=DynamicScaling(6.0, 32_768)
+    ),
+}
+
+INTERNLM3 = Family(
+    "internlm3",
+    InternLM3Config,
+    build_internlm3,
+    _INTERNLM3_PRESETS,
+    "InternLM3ForCausalLM",
+    "internlm3",
+    (
+        *decoder_attributes(kv_heads=2, max_seq=32_768),
+        StatedHeadSize(128),
+        Attribute("eps", "rms_norm_eps", 1e-5),
+        _LayerBias(),
+        Activation(),
     ),
     (*EDGES, *ATTENTION, *PRE_NORMS, *gated_weights(bias=True)),
 )
