@@ -66,7 +66,7 @@ def make_mesh(
 
     Args:
         replica: Number of devices that split the batch, each with all training state.
-        fsdp: Number of devices that split the batch and, as the plan's `zero` says, the training state.
+        fsdp: Number of devices that split the batch and the training state (how much of it is the plan's `zero`).
         expert: Number of devices that split the batch and the experts.
         pipe: Number of pipeline stages, which split the layers.
         context: Number of devices that split the tokens of a row.
@@ -132,10 +132,10 @@ def torus_steps(devices: np.ndarray, axis: str) -> TorusSteps:
     """Return the steps of reduce-scatters and all-gathers over an axis in which devices send the fewest bytes.
 
     `devices` has the shape of the mesh. XLA's compiler for TPUs (libtpu 0.0.42) turns some collectives over a whole
-    torus into an all-reduce of the full array: reduce-scatters over a square or over a box of at least three sides
-    (except on TPU7x), and all-gathers over such a box. For these collectives the result has two steps, in which devices
-    send only pieces: one step along a side of the torus, the other over the remaining sides. The two cores of a TPU7x
-    chip count as a side.
+    torus into an all-reduce of the full array: reduce-scatters over a two-dimensional square or over at least three
+    dimensions (except on TPU7x), and all-gathers over at least three dimensions. For these collectives the result has
+    two steps, in which devices send only pieces: one step along one side of the torus, the other over the remaining
+    sides. The two cores of a TPU7x chip count as a side.
     """
     axis_devices = np.moveaxis(devices, AXES.index(axis), -1).reshape(-1, devices.shape[AXES.index(axis)])[0]
     first, networks = axis_devices[0], [_network(device) for device in devices.ravel()]
@@ -225,8 +225,8 @@ def _arrange_torus(torus: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 def _choose_lengths(shape: Sequence[int], unused: np.ndarray, size: int) -> tuple[int, ...]:
     """Return the length along each side of a torus that an axis of `size` devices gets.
 
-    `unused` are the lengths that no axis has taken yet. The choice prefers, in this order: many cores of a chip, few
-    sides of which the axis gets only a piece, many sides, and great lengths along the first sides.
+    `unused` are the lengths that no axis has taken yet. The choice prefers, in this order: many cores of each chip, few
+    partly used sides, many used sides, and great lengths along the first sides.
     """
     *torus, cores = shape if len(shape) > 1 else (*shape, 1)
 
@@ -271,9 +271,9 @@ class Layout:
     split; in the weight of a linear map (outputs, then inputs) the last one is a contracted dim. If an axis does not
     divide its dim, there are three cases: a dim in `lenient` is not split, a dim in `moving` leaves the axis to another
     dim, and any other dim raises a `ValueError`. `fsdp_axis` needs no entry in `dims`, and splits one dim of every
-    array with at least `smallest` entries. The other dim in the case of `moving`, and the dim of `fsdp_axis`, is the
-    largest dim that the axis divides and that no other axis splits, apart from `layers` and `experts`. If there is no
-    such dim, the axis does not split the array.
+    array with at least `smallest` entries. An axis that `moving` frees, and `fsdp_axis`, split the largest dim that
+    they divide and that no other axis splits, but never `layers` or `experts`. If there is no such dim, the axis does
+    not split the array.
     """
 
     dims: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -38,8 +38,8 @@ def connect(coordinator: str | None = None, processes: int | None = None, proces
         else:
             jax.distributed.initialize(coordinator, processes, process_id)
     except RuntimeError as error:
-        raise ValueError(f"the processes of this run did not meet: {error}") from error
-    if jax.default_backend() == "cpu":  # Programs for several CPU devices may deadlock if the cache has them.
+        raise ValueError(f"the processes of this run could not connect to each other: {error}") from error
+    if jax.default_backend() == "cpu":  # Cached programs for several CPU devices may deadlock.
         jax.config.update("jax_enable_compilation_cache", False)
     numbers = Counter(device.process_index for device in jax.devices())
     if len(set(numbers.values())) > 1:

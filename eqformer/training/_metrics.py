@@ -42,7 +42,7 @@ class Clock:
         self._start_time: float | None = None
 
     def excluding(self, callbacks: Sequence[Callback]) -> list[Callback]:
-        """Return these callbacks between two that stop the clock and start it again."""
+        """Return these callbacks with one before them that stops the clock, and one after them that starts it again."""
         return [Every(1, lambda run: self._stop()), *callbacks, _StartClock(self)]
 
     def rate(self, run: Progress) -> dict[str, int | float]:
@@ -103,7 +103,9 @@ class Profile(Callback):
     def __init__(self, first: int, last: int, folder: str | Path):
         """Steps count from 1; raises a `ValueError` for numbers below 1, or a `first` after `last`."""
         if not 1 <= first <= last:
-            raise ValueError(f"Profile(first={first}, last={last}): steps count from 1, and the first comes first.")
+            raise ValueError(
+                f"Profile(first={first}, last={last}): steps count from 1, and the last must not be before the first."
+            )
         self._first, self._last, self._folder = first, last, Path(folder)
         self._is_tracing = False
 
@@ -119,7 +121,7 @@ class Profile(Callback):
             self.end(run)
 
     def end(self, run: Progress) -> None:
-        """Write the trace if the run ends, also by an error, before the trace's last step."""
+        """Write the trace if the run ends before the trace's last step, whether normally or by an error."""
         if not self._is_tracing:
             return
         self._is_tracing = False
@@ -326,7 +328,7 @@ class WeightsAndBiases:
 class MetricWriters:
     """Several writers as one, for runs of one or more processes: all processes call it, and only the first one writes.
 
-    If opening or writing fails there, all processes raise. It is a context manager, which closes the writers.
+    If opening or writing fails in the first process, all processes raise. As a context manager, it closes the writers.
     """
 
     def __init__(self, *opens: Callable[[], MetricWriter]):

@@ -59,8 +59,8 @@ class Step(eqx.Module):
     ) -> jax.stages.Lowered:
         """Lower the step for arguments like these, or their shapes.
 
-        The program's argument 0 is the list of the state's arrays, without the state's structure: a program called with
-        trees of modules flattens each of them in Python at every step, which takes longer than small steps should.
+        The program's argument 0 is a flat list of the state's arrays. If the argument were a tree of modules, each call
+        would flatten the tree in Python, which takes a noticeable part of the time of a small step.
         """
         arrays, rebuild_state = _flatten_arrays(state)
         data, rebuild_data = _flatten_arrays((batch, key, self.rate))
@@ -92,15 +92,16 @@ def make_step(
     The step trains the parameters that `optimizer.trained` picks, and computes no other gradients. The gradient is that
     of the sum over all microbatches, divided by the count over all of them, and scaled by `min(1, clip / norm)`.
     If the loss or the norm is not finite, the step is skipped: the model and the optimizer's state are returned
-    unchanged, bit for bit. A batch whose weights are all 0 changes nothing either; `empty_batches` counts it instead of
-    `skipped`, so it ends no run.
+    unchanged, bit for bit. A batch whose weights are all 0 changes nothing either. It is counted in `empty_batches` and
+    not in `skipped`, because many skipped steps stop a run and empty batches should not.
 
     Under a plan the step gives the numbers of one device. `PlannedState` makes its state, which is sharded as
     `state_shardings` says, and the loss is called as `make_gradient_function` says.
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
-    and `empty_batches` (so far), `skipped_in_a_row`, the loss's own, those of `routing_metrics`, with `clip_logits` the
-    step's `largest_logit` and, in float16, its `loss_scale`, see `LossScale`. The state is donated.
+    and `empty_batches` (so far), `skipped_in_a_row`, the metrics that the loss returns, and those of `routing_metrics`;
+    with `clip_logits` also the step's `largest_logit`, and in float16 its `loss_scale` (see `LossScale`). The state is
+    donated.
 
     Args:
         loss_fn: `loss_fn(model, batch, key) -> (sum, count)`, whose quotient is minimized.

@@ -49,10 +49,10 @@ def pipeline_gradients(
     so with `remat` its forward entry does nothing. Idle devices compute nothing. In a tick in which any device sends
     over a link, all devices send.
 
-    The loss sum, the count and the gradients of `edges` are summed over `pipe`. Over axes that the data vary over, all
-    results are partial sums, for the caller to reduce once. Gradients are summed in float32 at least. They are None for
-    arrays that are not floating-point. If the schedule is split, the weight gradients of `nn.DenseMap`s in `blocks` are
-    computed in weight entries (see `_residuals`), and all other gradients in backward entries.
+    The loss sum, the count and the gradients of `edges` are summed over `pipe`. If the data vary over other axes, all
+    results are partial sums, which the caller must sum over these axes. Gradients are summed in float32 at least. They
+    are None for arrays that are not floating-point. If the schedule is split, the weight gradients of `nn.DenseMap`s in
+    `blocks` are computed in weight entries (see `_residuals`), and all other gradients in backward entries.
 
     The result is `(sum, count, gradients)`, or `(sum, count, aux, gradients)` with `has_aux`. The gradients are a pair
     like `parameters`.
@@ -119,8 +119,8 @@ class _State(eqx.Module):
 class _Executor:
     """Constants of a call of `pipeline_gradients`, and one method for each kind of entry.
 
-    An `entry` is `chunk * microbatches + microbatch`, as in `Schedule`. `_microbatch(entry)` and `_chunk(entry)` return
-    the data and the layers of an entry.
+    An argument `entry` is the number `chunk * microbatches + microbatch`, as in the tables of a `Schedule`.
+    `_microbatch(entry)` and `_chunk(entry)` return the data and the layers of an entry.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ def _check_data(schedule: Schedule, blocks: PyTree, data: PyTree) -> None:
     for leaf in jax.tree.leaves(data):
         if leaf.shape[:1] != (schedule.microbatches,):
             raise ValueError(
-                f"{call}: the leading dim of all data is the microbatch, of which the schedule has "
+                f"{call}: the leading dim of all data must be the schedule's number of microbatches, "
                 f"{schedule.microbatches}, but the shape of an array is {leaf.shape}; reshape it to (microbatches, "
                 "rows, ...)."
             )

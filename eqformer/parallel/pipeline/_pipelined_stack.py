@@ -23,7 +23,7 @@ from ._schedule import Schedule
 
 
 PartOf = Int[np.ndarray, "stages chunks"]
-"""Number of the model's part that is chunk `chunk` of device `stage`, at index `[stage, chunk]`."""
+"""Array whose entry `[stage, chunk]` numbers the part of the model that device `stage` holds as its chunk `chunk`."""
 TakeRows = Callable[..., PyTree]
 """Function of an array and the numbers of rows that returns these rows, like `take_layer_rows`."""
 
@@ -358,12 +358,13 @@ class PipelinedStack(nn.Module):
 def pipelined_rounds(
     stacks: Sequence[nn.LayerStack], schedule: Schedule, microbatches: int
 ) -> tuple[PipelinedStack, ...]:
-    """Return the rounds of a forward pass over `stacks`, in order; a round runs chunk `c` of all devices, for one `c`.
+    """Split a forward pass over `stacks` into rounds, and return the rounds in order.
 
-    A stack has a round for each chunk that holds any of its layers.
+    A round runs one chunk of every device, with the same number on all devices. A stack has a round for each chunk that
+    holds any of its layers.
     """
     counts = count_layers([stack.depth for stack in stacks], schedule.parts)
-    # A stage of a `Schedule` is a device. A stage of a `PipelinedStack` is a position, and `order` has its device.
+    # Stages of a `Schedule` are devices. Stages of a `PipelinedStack` are positions; `order` maps positions to devices.
     orders = schedule.stage_of.reshape(schedule.chunks, -1).tolist()
     rounds = []
     for stack, chunk_counts in zip(stacks, counts.reshape(len(counts), schedule.chunks, -1), strict=True):

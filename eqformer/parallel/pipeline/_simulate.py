@@ -59,9 +59,9 @@ class Simulation:
     lock_step: Timing
     """Times in lock-step: a tick lasts as long as the slowest device."""
     in_flight: Int[np.ndarray, "entries"]
-    """After each entry, the number of pairs of microbatch and chunk on its device between forward and backward."""
+    """After each entry, the number of (microbatch, chunk) pairs on its device that wait for their backward entry."""
     deferred: Int[np.ndarray, "entries"]
-    """After each entry, the number of pairs of microbatch and chunk on its device between backward and weight entry."""
+    """After each entry, the number of (microbatch, chunk) pairs on its device that wait for their weight entry."""
 
     def peak(self, in_flight: float = 1.0, deferred: float = 1.0) -> Float[np.ndarray, "stages"]:
         """Return the peak memory of each device, if `in_flight` and `deferred` are the memory of each stored pair.
@@ -107,9 +107,10 @@ class Simulation:
 def simulate(schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0) -> Simulation:
     """Check a schedule, and compute its times, bubble, memory and messages.
 
-    `forward`, `backward` and `weight` are the times F, B and W of all chunks of a device for a microbatch, where B is
-    for the gradients of inputs alone. An entry of one of v chunks takes 1/v of them. A backward entry of a schedule
-    that is not split takes B+W. Sending takes no time. Raises the `ValueError` of `check_schedule`.
+    `forward`, `backward` and `weight` are the times F, B and W that a device needs for one microbatch and all v of its
+    chunks. B is the time of the gradients of inputs alone, and W that of weights. Each entry is for one chunk, so it
+    takes F/v, B/v or W/v; in a schedule that is not split, a backward entry takes (B+W)/v. Sending takes no time.
+    Raises the `ValueError` of `check_schedule`.
     """
     if min(forward, backward, weight) < 0 or forward + backward + weight == 0:
         raise ValueError(

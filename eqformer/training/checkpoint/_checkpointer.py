@@ -251,7 +251,7 @@ class Checkpointer:
             self._writer.wait_until_finished()
             if jax.process_index() != 0:
                 return
-            if _inode_of(folder) != inode:  # Orbax makes a folder that was deleted again, for its remaining arrays.
+            if _inode_of(folder) != inode:  # Orbax recreates a deleted folder for its remaining arrays.
                 raise FileNotFoundError(folder)
             manifest = {"step": step, "metadata": parse_json(metadata), "leaves": leaves}
             manifest["files"] = describe_files(folder)
@@ -311,7 +311,7 @@ class Checkpointer:
         )
 
     def _read_manifest(self, step: int | None) -> tuple[int, Path, JsonObject]:
-        """Return a step, its folder and its manifest; raise a `CheckpointError` without one of this step and run."""
+        """Return a step, its folder and its manifest; raise a `CheckpointError` if this run has no such checkpoint."""
         chosen = self.latest_step if step is None else step
         if chosen is None or chosen not in self.steps:
             steps = ", ".join(map(str, self.steps)) or "none"

@@ -19,8 +19,8 @@ from ._moments import is_masked, Preconditioner
 
 
 # The factors of x, x^3 and x^5 in a step of the iteration: the same in each step, or a row for each. The rows of Polar
-# Express are the best polynomials for singular values from 0.001 to 1, one after another, made a hundredth smaller so
-# that rounding cannot let the iteration diverge (arXiv 2505.16932).
+# Express are the best polynomials for singular values from 0.001 to 1, one after another. They are applied to x / 1.01,
+# so that rounding cannot let the iteration diverge (arXiv 2505.16932).
 QUINTIC = (3.4445, -4.7750, 2.0315)
 POLAR_EXPRESS = tuple(
     (a / 1.01, b / 1.01**3, c / 1.01**5)
@@ -134,8 +134,8 @@ def scale_by_soap(
     A matrix's gradient is turned into the eigenbasis of the means of `G G^T` and `G^T G`, where Adam divides its mean
     by the root of its mean square, and the result is turned back. The basis is the identity at first. After the first
     update, and after each update whose number is a multiple of `frequency`, it is refreshed by a step of the power
-    method and a QR decomposition, with its vectors in the order of their eigenvalues. A basis that is refreshed after
-    an update does not depend on the gradients that it turns.
+    method and a QR decomposition, with its vectors in the order of their eigenvalues. The refresh comes after the
+    update, so a basis does not depend on the gradients of the first update in which it is used.
 
     Args:
         marks: A tree like the updates, with an `nn.Matrix` for each.
@@ -223,7 +223,7 @@ def _new_side(
 
 
 def _turn(mark: Matrix, x: Array, preconditioner: Preconditioner, *, back: bool = False) -> Array:
-    """Return a matrix in the eigenbasis or, with `back`, a matrix of the eigenbasis as it is outside."""
+    """Transform a matrix into the eigenbasis or, with `back`, from the eigenbasis back to the original basis."""
     turned = _flatten(x, mark)
     if preconditioner.left_basis is not None:
         basis = _flatten_side(preconditioner.left_basis, mark.ensemble)
@@ -263,7 +263,7 @@ def _refresh(mark: Matrix, squares: Array, preconditioner: Preconditioner) -> tu
 def _refresh_basis(mean: Array, basis: Array, ensemble: int) -> tuple[Array, Int[Array, "*ensemble size"]]:
     """Return the next basis of the power method, and the order in which it takes the vectors of the last basis."""
     symmetric, vectors = _flatten_side(mean, ensemble), _flatten_side(basis, ensemble)
-    # The shift keeps the vectors of eigenvalues of zero, which rounding would otherwise choose.
+    # Without the shift, the product of a vector whose eigenvalue is zero would be nothing but rounding errors.
     trace = jnp.trace(symmetric, axis1=-2, axis2=-1)
     shift = _SHIFT * trace[..., None, None]
     values = jnp.sum(vectors * (symmetric @ vectors), axis=-2)
@@ -280,8 +280,7 @@ def _qr_factor(x: Float[Array, "*ensemble size size"]) -> Float[Array, "*ensembl
 def orthogonal_factor(x: Float[Array, "*ensemble size size"]) -> Float[Array, "*ensemble size size"]:
     """Return the orthogonal factor of the QR decomposition of square matrices, by Householder's reflections.
 
-    CPUs take this in the place of LAPACK, which is slow to the point of standing still where many simulated devices
-    share the threads of a CPU.
+    CPUs use this function instead of LAPACK, which almost stops if many simulated devices share the threads of a CPU.
     """
     size = x.shape[-1]
     rows = jnp.arange(size)

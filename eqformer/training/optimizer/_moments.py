@@ -37,8 +37,8 @@ class MomentCodes(eqx.Module):
 class Preconditioner(eqx.Module):
     """Means of `G G^T` and `G^T G` of a matrix's gradients, and bases near to their eigenvectors; kept in float32.
 
-    Each array has the ensemble dims of the matrix, the dims of one of its sides, and that side flattened to one dim. It
-    is None for a side that is too long for a basis.
+    The dims of each array are the ensemble dims of the matrix, then the dims of one side (outputs or inputs), then the
+    same side flattened to one dim. The array is None if the side is too long for a basis.
     """
 
     left: Float[Array, "*ensemble_and_outputs rows"] | None
@@ -148,9 +148,9 @@ def _has_rows(x: Array) -> bool:
 def encode_moment(x: Float[Array, "*dims row"], count: Int[Array, ""]) -> MomentCodes:
     """Round an array to 8 bits, up or down, so that the mean over many encodings is the array itself.
 
-    A number between two levels goes to the upper one if it is above a threshold in `[0, 1)` of their distance. The
-    threshold is the fractional part of a sum of irrational steps, one for each earlier encoding (there are `count`) and
-    one for each column: such thresholds cover the interval more evenly than random numbers. (With rounding to the
+    A number between two levels goes to the upper level if its position between them, from 0 to 1, is above a threshold.
+    The threshold is the fractional part of a sum of irrational steps, one for each earlier encoding (there are `count`)
+    and one for each column: such thresholds cover the interval more evenly than random numbers. (With rounding to the
     nearest level, a mean that loses less than half of the distance in a step would never fall.) Positive numbers of a
     row without negative numbers are never rounded to zero.
     """
