@@ -143,7 +143,7 @@ def llama_recipe() -> Recipe:
 
 def moe_recipe() -> Recipe:
     """A mixture of eight experts, two for each token: 0.8 of its 2.6 million parameters are active."""
-    return _small_batches("mixtral-byte-3m", 1280, Optimization(name="normuon", learning_rate=8e-3))
+    return _small_batches("mixtral-byte-3m", 1280, dataclasses.replace(_AS_NANOCHAT, decay_share=0.65))
 
 
 def adamw_recipe() -> Recipe:
