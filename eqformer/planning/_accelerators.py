@@ -39,7 +39,7 @@ class Accelerator:
     link: float
     """Bytes sent over one link in one direction."""
     links: int
-    """How many links it has: two for each dim of a torus, or all into one switch."""
+    """Number of links: in a torus two for each dim; otherwise all of them lead to one switch."""
     network: float
     """Bytes sent in one direction over the slow network, between slices or machines."""
     host: float
@@ -273,7 +273,7 @@ def topology(text: str) -> Topology:
 
 
 def for_platform(plan: parallel.Plan, platform: str) -> parallel.Plan:
-    """Return the plan over devices of a platform, `cuda` or `tpu`; abstract, unless its mesh has such devices."""
+    """Return the plan for a platform, `cuda` or `tpu`, with an abstract mesh unless its devices are of the platform."""
     name, mesh = {"cuda": "gpu"}.get(platform, platform), plan.mesh
     if plan.platform == name:
         return plan

@@ -28,7 +28,7 @@ from ._sent_bytes import GRADIENTS, name_transfers, place_arrays, Sent, sent_byt
 # libtpu 0.0.42 cuts each device's slice into chunks of rows, so that one chunk per device fits into this many bytes of
 # a core's own memory. The figures were read off 170 compiled reduce-scatters; other chips were not examined.
 _CHUNKS = {"v5e": 14.4 * 2**20, "v5p": 14.4 * 2**20, "v6e": 29.4 * 2**20}
-_TILE = 8  # rows of a tile, of which a chunk has a whole number
+_TILE = 8  # rows of a tile; a chunk is a whole number of tiles
 
 
 def scatter_padding(
@@ -68,7 +68,7 @@ def _scattered_gradients(
 
 
 def _padded_rows(rows: int, row_bytes: int, devices: int, topology: Topology) -> int:
-    """Return the rows of a device's slice once it is cut into equal chunks."""
+    """Return the number of rows of a device's slice, including the padding that makes its chunks equal."""
     sides = [side for side in topology.shape if side > 1]
     tile = 2 * _TILE if sides == [2, 2] and devices == 4 else _TILE  # sent both ways round the ring at once
     chunk_rows = int(_CHUNKS[topology.accelerator.name] / (devices + 4) / row_bytes) // tile * tile

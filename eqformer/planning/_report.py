@@ -40,8 +40,8 @@ def parse_bytes(text: str) -> int:
         size = 0.0
     if not size >= 1:
         raise ValueError(
-            f"parse_bytes({text!r}): give what a device has as a number and a unit, such as 80GB (or 80G, of 10^9 "
-            "bytes) or 141GiB (or 141Gi, of 2^30)."
+            f"parse_bytes({text!r}): give a device's memory as a number and a unit, such as 80GB or 80G (10^9 "
+            "bytes), or 141GiB or 141Gi (2^30 bytes)."
         )
     return int(size)
 
@@ -123,7 +123,7 @@ def compilation_table(compilation: Compilation, forecast: Forecast) -> str:
     """Format the costs of a compiled step (bytes, operations, communication) beside the figures of formulas."""
     topology = topology_of(forecast.target)
     assert topology is not None
-    seconds = f"{compilation.seconds:.0f} s" + " (an earlier run's)" * compilation.from_cache
+    seconds = f"{compilation.seconds:.0f} s" + " (by an earlier run)" * compilation.from_cache
     if (program := compilation.program) is None:
         return f"compiled in {seconds}: does not fit: {compilation.failure}"
     on_host = f" ({gigabytes(program.on_host)} more on the host)" if program.on_host else ""
@@ -146,15 +146,15 @@ def _program_lines(program: CompiledCosts, forecast: Forecast, accelerator: Acce
         (buffer.type, gigabytes(buffer.size), module_of(buffer.scopes) or "(unnamed)") for buffer in program.buffers
     ]
     waste = program.operations / forecast.operations
-    lines = [format_table(rows), f"{program.operations:.4g} operations of products, {waste:.2f} of the model's own"]
+    lines = [format_table(rows), f"{program.operations:.4g} operations of products, {waste:.2f} times the model's own"]
     if program.cycles and accelerator.clock:
         busy = program.cycles / accelerator.clock
-        share = f"an MFU of at most {forecast.time.of_model / busy:.1%} before what waits for links"
+        share = f"an MFU of at most {forecast.time.of_model / busy:.1%} if it never waits for links"
         lines.append(
             f"{program.cycles:,} cycles by its estimate, {busy:.4f} s at {accelerator.clock / 1e9:.2f} GHz: {share}"
         )
     needed = decode_read_bytes(forecast.held)
-    of_held = f", {program.moved / needed:.2f} of weights and caches" if "caches" in forecast.held else ""
+    of_held = f", {program.moved / needed:.2f} times the weights and caches" if "caches" in forecast.held else ""
     lines.append(f"reads and writes {gigabytes(program.moved)} of main memory{of_held}")
     sent, hidden, predicted = program.sent, program.hidden, sum(size for *_, size in forecast.sent)
     lines.append(f"sends {gigabytes(sent)}, {gigabytes(hidden)} beside other work; by formulas {gigabytes(predicted)}")
@@ -187,7 +187,7 @@ def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
 def _proposal_line(proposal: Proposal, format_plan: FormatPlan) -> str:
     costs = [gigabytes(proposal.held), f"sends {gigabytes(proposal.candidate.sent)} a step"]
     costs += [] if proposal.time is None else [f"at least {proposal.time.seconds:.3f} s a step"]
-    # The estimate of every proposed plan fits. With the margin, the verdict may be left to the compiler.
+    # The estimate of every proposed plan fits. If it does not fit with the margin added, only the compiler can tell.
     costs += [] if proposal.verdict in (None, "fits") else [proposal.verdict]
     return f"  {format_plan(proposal.candidate)}: {', '.join(costs)}"
 

@@ -167,7 +167,7 @@ class Roofline:
     host_update: float = 0.0
     """Seconds to copy the optimizer's state from the host and back; the update waits for the copies."""
     exposed_state: float = 0.0
-    """Seconds of `state` messages during which nothing else runs, which are the messages of gradients on TPUs."""
+    """Seconds of `state` messages during which nothing else runs: on TPUs those of gradients, elsewhere 0."""
 
     @property
     def by_cause(self) -> dict[str, float]:
@@ -178,7 +178,7 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: the slowest work of all that overlaps, then messages that run alone, and the bubble.
+        """Seconds of a step: the slowest of the overlapping kinds of work, messages that run alone, and the bubble.
 
         A pass takes at least as long as its copies to the host or from it.
         """
@@ -215,8 +215,9 @@ def roofline(
 
     Products run at the peak of the compute dtype, products of 8 bits at the peak of fp8, and each link at its data
     sheet's speed. Memory traffic is that of linear maps and of the optimizer's update alone, so the result is close to
-    a lower bound. TPUs wait for the messages of gradients, as their programs do (docs/accelerators-memory.md), but for
-    no other messages of state. Raises a `ValueError` if the mesh has another number of devices than the topology.
+    a lower bound. Of the messages of state, TPUs wait only for those of gradients, as was seen in their compiled
+    programs (docs/accelerators-memory.md). Raises a `ValueError` if the mesh has another number of devices than the
+    topology.
 
     Args:
         plan: How the model is laid out.

@@ -193,7 +193,7 @@ def _sharded_state(plan: parallel.Plan, array: _PlacedArray, gathers: int) -> It
 
 
 def _tied_logits(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedArray) -> Iterator[Sent]:
-    """Yield the bytes that a tied table sends for the logits, beside the lookup: gathers and another gradient."""
+    """Yield what a tied table sends for the logits in addition to the lookup: more gathers, and a second gradient."""
     for name, itemsize in ((_PARAMETERS, 2 * _activation_bytes(model)), (GRADIENTS, array.gradient_itemsize)):
         size = plan.microbatches * gather_bytes(array.size * itemsize, array.fsdp_pieces(plan))
         yield Sent(STATE, f"{name}, zero {plan.zero}", size)
@@ -210,9 +210,9 @@ def _summed_gradient(plan: parallel.Plan, array: _PlacedArray) -> Sent:
 
 
 def _edge_gradients(plan: parallel.Plan, model: nn.LanguageModel, trained_model: nn.LanguageModel) -> float:
-    """Return the bytes of gradients of arrays outside of layers, which all stages hold and sum.
+    """Return the bytes to sum the gradients of edges (arrays outside of layers) over the stages, which all hold them.
 
-    Where edges are spread over stages, they count as state.
+    If the edges are spread over the stages, their gradients are counted as state instead, and the result is 0.
     """
     if plan.spreads_edges:
         return 0.0
@@ -259,8 +259,8 @@ def _tensor_layers(
 def _is_gathered(layer: PyTree, stream: parallel.ResidualStream, slices: Mapping[int, int]) -> bool:
     """Return whether a replicated layer gathers its input.
 
-    A mixer gathers all tokens. Any other layer gathers all features if its arrays, of which `slices` are the bytes by
-    module id, or the features of the stream, are split.
+    A mixer gathers all tokens. Any other layer gathers all features if its arrays or the features of the stream are
+    split. `slices` has, by module id, the bytes of the arrays that are split.
     """
     if isinstance(layer, nn.Mixer) or stream.splits_features:
         return True
@@ -308,7 +308,7 @@ def _vocabulary(
     trained_model: nn.LanguageModel,
     tokens: float,
 ) -> float:
-    """Return the bytes of lookup and the loss's input in both passes, and of three numbers of each token's loss."""
+    """Return the bytes that the lookup and the loss send: their vectors in both passes, and three numbers per token."""
     table = model.embedding.weight
     embed, weight = table.shape[-1], table.dtype.itemsize
     passes = 1 if trained_model.embedding.weight is None else 2
@@ -343,9 +343,10 @@ def _context(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
 
 
 def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float) -> Iterator[Sent]:
-    """Yield the bytes of tokens, choices and weights to experts, of results, and of gradients of all but choices.
+    """Yield the bytes that expert parallelism sends.
 
-    An exchange counts as a single round.
+    Forward: tokens, their choices and their weights to the experts, and results back. Backward: gradients of all these
+    except the choices. An exchange counts as a single round.
     """
     devices = plan.size(EXPERT)
     for moe in nn.modules(stack, (nn.ExpertMixture,)):

@@ -177,8 +177,8 @@ def test_a_decode_step_holds_what_was_told():
         "row-parallel output"
     }
     table = compilation_table(compilation, forecast)
-    assert table.startswith("compiled in 2 s: fits, of 16.9 GB\narguments 0.0") and " of weights and caches" in table
-    assert f"{program.sent:,.0f}" in table.splitlines()[-1] and "of the model's own" in table
+    assert table.startswith("compiled in 2 s: fits, of 16.9 GB\narguments 0.0") and "times the weights" in table
+    assert f"{program.sent:,.0f}" in table.splitlines()[-1] and "times the model's own" in table
     chips = topology("v5e:2x4")
     too_small = dataclasses.replace(chips.accelerator, memory=program.held - 1)
     forecast = dataclasses.replace(forecast, target=dataclasses.replace(chips, accelerator=too_small))

@@ -169,7 +169,7 @@ def test_the_attention_that_decodes_is_said():
     "flags, line",
     [
         ("b200:1", "\nproducts: in 8 bits, those of experts too\n"),
-        ("v6e:1x1", "\nproducts: in 8 bits, but those of experts in bfloat16 where they have kernels on v6e\n"),
+        ("v6e:1x1", "\nproducts: in 8 bits, but the kernels for experts on v6e compute in bfloat16\n"),
     ],
 )
 def test_the_products_that_run_are_said(flags, line):
@@ -378,6 +378,6 @@ def test_memory_is_a_number_and_a_unit(amount, capsys):
     with pytest.raises(SystemExit):
         plan.main([f"--memory={amount}"])
     assert (
-        f"--memory {amount}: parse_bytes({amount!r}): give what a device has as a number and a unit"
+        f"--memory {amount}: parse_bytes({amount!r}): give a device's memory as a number and a unit"
         in capsys.readouterr().err
     )
