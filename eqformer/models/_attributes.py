@@ -241,6 +241,6 @@ class Unpublished(Entry):
         if (value := getattr(config, self.name)) != self.value:
             raise ValueError(
                 f"save(config={type(config).__name__}({self.name}={value})): published configurations cannot express "
-                f"it, and {self.why}; to publish the model so, set {self.name}={self.value}."
+                f"it, and {self.why}; to publish the model in spite of this, set {self.name}={self.value}."
             )
         return {}

@@ -51,7 +51,7 @@ class Classifier:
 
 
 DenseOptions = Callable[[Any], Mapping[str, Any]]
-"""A function from a config to the options of a dense layer: `activation`, and `bias`, `norm_eps` and `norm_bias`."""
+"""A function from a config to a dense layer's options: `activation`, optionally `bias`, `norm_eps`, `norm_bias`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class ClassifierTable:
         if self.pooling_attribute is None and classifier.pooling not in (None, self.pooling):
             raise ValueError(
                 f"{call}: the classifier's pooling is {classifier.pooling!r}, but the family's published classifiers "
-                f"have {self.pooling!r} and state none; build it with Classifier(..., pooling=None)."
+                f"have {self.pooling!r} and no attribute for it; build it with Classifier(..., pooling=None)."
             )
         kind = _TOKENS if classifier.classifies_tokens else _TEXTS
         names = {str(number): f"LABEL_{number}" for number in range(classifier.labels)}

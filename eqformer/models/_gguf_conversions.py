@@ -1,4 +1,4 @@
-"""Conversions of llama.cpp beside renaming, and their inverse: orders of rows, values of arrays, and attributes.
+"""Inverses of what llama.cpp's converter changes besides names: orders of rows, values of arrays, and attributes.
 
 A function `read_...` takes the attributes so far and returns others that replace them; None removes one.
 """
@@ -33,18 +33,21 @@ def order_rotated_pairs(file: GGUF, name: str) -> Order:
         heads = max(file.numbers_by_layer("attention.head_count_kv", file.values[f"{kind}.block_count"]))
     rows = file.tensors[name].shape[0]
     if rows % (2 * heads):
-        raise ValueError(f"{file.call}: {name} has {rows} rows, which {heads} heads of pairs of channels cannot have.")
+        raise ValueError(
+            f"{file.call}: {name} has {rows} rows, which must be a multiple of {2 * heads} (2 x {heads} heads)."
+        )
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1), None
 
 
 def order_joined_heads(file: GGUF, name: str) -> Order:
-    """Return the published order of joined rows: queries, keys and values of each head, and not all queries first."""
+    """Return the published order of joined rows, which goes head by head; in files all queries come first."""
     if ".attn_qkv." not in name:
         return None, None
     heads, rows = file.values[f"{file.kind}.attention.head_count"], file.tensors[name].shape[0]
     if rows % (3 * heads):
         raise ValueError(
-            f"{file.call}: {name} has {rows} rows, which {heads} heads of queries, keys and values cannot have."
+            f"{file.call}: {name} has {rows} rows, which must be a multiple of {3 * heads} (3 x {heads} heads, for "
+            "queries, keys and values)."
         )
     return np.arange(rows).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1), None
 
@@ -178,7 +181,7 @@ def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
     heads that do not fit."""
     rope_dim, key, value = (config[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     suffix = "_mla"
-    if key is None or value is None:  # Older files state the widths of heads in the place of those of latents.
+    if key is None or value is None:  # Older files state head widths under the keys that now hold latent widths.
         suffix = ""
         key, value = (file.values.get(f"deepseek2.attention.{part}_length") for part in ("key", "value"))
     # `key` counts all channels of a head, of which `rope_dim` are rotated.
@@ -189,8 +192,8 @@ def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
         )
     scaling, strength = config.get("rope_scaling"), config["mscale_all_dim"]
     if scaling and strength:
-        # The converter multiplies the strength by 0.1, which is undone here up to the rounding of float32; llama.cpp
-        # takes the magnitude of cosines and sines as 1.
+        # The converter multiplies the strength by 0.1, which is undone here up to the rounding of float32. Both factors
+        # are set to it, because their quotient scales cosines and sines, and llama.cpp scales these by 1.
         scaling = scaling | dict.fromkeys(("mscale", "mscale_all_dim"), float(str(np.float32(strength * 10))))
     return {
         "num_key_value_heads": config["num_attention_heads"],
@@ -273,7 +276,7 @@ def read_positions_by_type(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def read_partial_rotary(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return a head's channels and the part of them that is rotated, which differ from the family's defaults."""
+    """Return the channels of a head and the share of them that is rotated, with llama.cpp's values if not stated."""
     width = config["hidden_size"] // config["num_attention_heads"]
     return {"head_dim": config["head_dim"] or width, "partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
 
@@ -364,7 +367,7 @@ def read_nemotron_layers(config: JsonObject, file: GGUF) -> JsonObject:
         ),
         **{"use_bias": net_bias, "use_conv_bias": conv_bias, "mlp_bias": mlp_bias},
         **{name: config.get(name) or 1 for name in ("n_group", "topk_group", "routed_scaling_factor")},
-        # Files of models with experts state the width of these.
+        # In files of models with experts, this attribute is the width of the experts.
         "intermediate_size": None if mlp == "E" else config["intermediate_size"],
     }
 

@@ -153,7 +153,7 @@ def _write_gguf_companions(file: Path) -> Path:
 
 
 def _tokens(file: GGUF, published: PublishedConfig, model: str) -> tuple[list[str], list[int]]:
-    """Return the tokens and their types; refuse repeated tokens, and a number of types other than that of tokens."""
+    """Return the tokens and their types; refuse repeated tokens, and types that are not one for each token."""
     tokens, types = file.listed("tokenizer.ggml.tokens"), file.listed("tokenizer.ggml.token_type")
     if not fits(tokens, list[str]) or not fits(types, list[int]):
         published.refuse("tokenizer.ggml.tokens must be texts, and tokenizer.ggml.token_type whole numbers.")
@@ -275,8 +275,8 @@ def _model(tokens: Sequence[str], merges: list[list[str]], **options: bool) -> J
 def _word_piece_tokenizer(published: PublishedConfig, tokens: Sequence[str], types: Sequence[int]) -> JsonObject:
     """Return the parts of BERT's tokenizer.
 
-    A file that does not state whether texts are read in lower case is read by its tokens: llama.cpp reads all such
-    texts in lower case, but the tokenizer of a cased model does not.
+    If a file does not state whether texts are converted to lower case, they are unless the vocabulary has a token with
+    an upper-case letter. (llama.cpp always converts them, unlike the published tokenizer of a cased model.)
     """
     is_cased = any(token != token.lower() for token, kind in zip(tokens, types) if kind not in (_UNKNOWN, _CONTROL))
     normalizer = {

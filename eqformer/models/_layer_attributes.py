@@ -49,7 +49,7 @@ class WithoutRotary(WithLayers, Protocol):
 
 
 def layers_of(published: PublishedConfig) -> int:
-    """Return the number of layers; it is checked, so that no list with an item for each layer becomes too long."""
+    """Return the number of layers; refuse a number so large that a list with an item per layer would fill memory."""
     return published.read(LAYERS, LayerCount)
 
 
@@ -96,7 +96,7 @@ def flagged_layers(published: PublishedConfig, name: str) -> tuple[int, ...] | N
 
 
 def numbers_of_flags(published: PublishedConfig, name: str, flags: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers of the layers whose flag is not 0; refuse the attribute `name` without a flag for each."""
+    """Return the numbers of layers whose flag is not 0; refuse the attribute `name` unless every layer has a flag."""
     if len(flags) != (layers := layers_of(published)):
         published.refuse(f"{name}={flags} must have a flag for each of the model's {layers} layers.")
     return tuple(number for number, flag in enumerate(flags) if flag)
@@ -106,8 +106,9 @@ def numbers_of_flags(published: PublishedConfig, name: str, flags: Sequence[int]
 class LayerTypes(Entry):
     """`layer_types`: the layers of the first type are in the config's field `name`, the others are of the second type.
 
-    `default` chooses the layers of the first type if there is no list or, with `empty`, an empty list. If the family
-    publishes the two types by other names, these are `published`: they are written, and both kinds of names are read.
+    `default` chooses the layers of the first type if there is no list or, with `empty`, an empty list. `published` has
+    the two types' names in the family's published files if they differ from `types`. Both kinds of names can be read;
+    the published ones are written.
     """
 
     name: str

@@ -56,9 +56,9 @@ def unflatten_model(model: Tree, leaves: Mapping[str, object]) -> Tree:
 class ResolvedRule:
     """A rule for one model: which leaves of the model a published array fills, and how the array is rearranged.
 
-    `name` may contain `{layer}` and `{expert}`, which count the first dims of the leaves: layer `i` of a leaf is
-    published with number `layers[i]`. A pattern is einops', from the dims of the published array to the leaf's dims
-    after layers and experts; without a pattern these are equal.
+    If `name` contains `{layer}` and `{expert}`, the first dims of the leaves are layers and experts: row `i` of a leaf
+    is published as layer `layers[i]`. A pattern is an einops pattern from the dims of the published array to the leaf's
+    dims after layers and experts. Without a pattern, these dims are equal.
 
     Several leaves may be published as one array. They are concatenated along its dim `axis`, once as a whole or, with
     several `groups` such as heads, once for each group. If `interleaved`, each number is a group. A dim of a pattern
@@ -92,7 +92,7 @@ class ResolvedRule:
         return ("{layer}" in self.name) + ("{expert}" in self.name) + self.sliced_dims
 
     def slice_rule(self) -> "ResolvedRule | None":
-        """Return the rule for one index of the published array's first dim; None if leaves mix several indices."""
+        """Return the rule for one index of the published array's first dim; None if leaves cannot be cut along it."""
         if len({*self.patterns}) > 1:
             return None
         published, leaf = self.patterns[0].split(" -> ") if self.patterns[0] else ("", "")

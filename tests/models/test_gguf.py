@@ -336,7 +336,7 @@ WRONG = {
     ),
     "heads that do not divide": (
         made({"llama.attention.head_count": 3, "llama.rope.dimension_count": None}),
-        "has 8 rows, which 3 heads of pairs of channels cannot have",
+        "has 8 rows, which must be a multiple of 6",
     ),
     "a type that is not known": (
         made(kinds={"output_norm.weight": 99}),
