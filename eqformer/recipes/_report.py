@@ -91,8 +91,8 @@ class Screen:
     def counting(self) -> Iterator[Callable[[str, int, int], None]]:
         """Show a progress bar as `bar` does or, without a terminal, a line at most every five seconds.
 
-        The time that is left follows from the speed since the first amount above zero, because the time before that
-        may be a compilation, and the amount itself the work of an earlier command.
+        The time left is estimated from the speed after the first amount above zero. The time before that amount does
+        not count, because it may be a compilation, nor does the amount, which an earlier command may have done.
         """
         if self.console is not None:
             with self.bar() as show:
@@ -276,8 +276,8 @@ _FLAGS = {
     "documents a row": "--text.packing windows",
 }
 DECODING = (
-    "attention: in blocks wherever a cache is read, but one token a row in 16 bits on GPUs and TPUs by a kernel that "
-    "reads the cache once; no flag changes that"
+    "attention to a cache: computed in blocks; for one token a row in 16 bits, GPUs and TPUs use a kernel that reads "
+    "the cache once; no flag changes that"
 )
 
 
@@ -343,18 +343,18 @@ def _fp8_lines(recipe: Recipe, model: nn.LanguageModel, chip: str) -> list[str]:
     if recipe.precision.products != "fp8":
         return []
     if chip == "cpu":
-        return [f"products: of numbers of 8 bits, multiplied in a wider dtype here: slower than {compute}'s"]
+        return [f"products: of 8-bit numbers, which a CPU multiplies in a wider dtype: slower than in {compute}"]
     experts = nn.modules(model, nn.Experts)
     has_fp8_experts = bool(nn.modules(experts, nn.Fp8Linear))
     if not has_fp8_experts or kernels.has_fp8_grouped_matmul(chip):
         return [f"products: in 8 bits{', those of experts too' * has_fp8_experts}"]
-    return [f"products: in 8 bits, but those of experts in {compute} where they have kernels on {chip}"]
+    return [f"products: in 8 bits, but the kernels for experts on {chip} compute in {compute}"]
 
 
 def replicated_lines(plan: Plan, model: nn.LanguageModel) -> list[str]:
-    """Return a line on the layers that every device of the tensor axis computes whole; empty without such layers."""
+    """Return a line on the layers that each device of the tensor axis computes in full; empty without such layers."""
     layers = replicated_layers(model) if plan.size(TENSOR) > 1 else []
     if not layers:
         return []
     paths = ", ".join(path for path, _ in layers)
-    return [f"computed whole by every device of {TENSOR}, as they name nothing to split: {paths}"]
+    return [f"computed in full by every device of {TENSOR}, because no dim of them is split: {paths}"]

@@ -90,7 +90,7 @@ class Subject(NamedTuple):
     held_out_name: str
     """The file of the held-out rows, as errors name it; empty without a file."""
     settings: Mapping[str, Any]
-    """The settings beside the recipe on which the run's results depend, from `list_settings`."""
+    """Settings that are not in the recipe but also decide the run's results, from `list_settings`."""
 
 
 def check_flags(recipe: Recipe, options: RewardOptions, *, has_rows: bool = False, has_held_out: bool = False) -> None:
@@ -116,14 +116,15 @@ def check_flags(recipe: Recipe, options: RewardOptions, *, has_rows: bool = Fals
     for flag, steps in (("--steps", recipe.steps), ("--checkpoint-every", recipe.checkpoint_every)):
         if options.updates < 1 or steps % options.updates:
             raise ValueError(
-                f"{flag} {steps} --updates {options.updates}: a run goes on with new completions, so it is saved after "
-                f"all updates on a batch only; give at least 1 for --updates, and a multiple of it for {flag}."
+                f"{flag} {steps} --updates {options.updates}: a resumed run begins with new completions, so it is "
+                "saved only after all updates on a batch; give at least 1 for --updates, and a multiple of it for "
+                f"{flag}."
             )
     check_flags_of_texts(recipe, has_held_out=has_held_out)
 
 
 def check_flags_of_texts(recipe: Recipe, *, has_held_out: bool = False) -> None:
-    """Raise a `ValueError` for a flag that has an effect on training on text only.
+    """Raise a `ValueError` for a flag that affects only training on text.
 
     A run that starts from another (`--from-run`) has the recipe of that run; its choices for texts have no effect.
     """
@@ -175,7 +176,7 @@ def name_held_out(name: str) -> Iterator[None]:
 
 
 def list_settings(options: RewardOptions, reward: Reward | str, rows: Rows) -> dict[str, Any]:
-    """Return the settings beside the recipe on which the run's results depend, by flag, as checkpoints store them."""
+    """Return, by flag, the settings outside the recipe that decide the run's results, as checkpoints store them."""
     settings = flags_of(options) | {"--scale-rewards": options.scales_rewards, "--reward": _describe_reward(reward)}
     return settings | {"--data": describe_rows(rows)}
 

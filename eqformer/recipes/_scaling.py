@@ -109,7 +109,7 @@ def scaling_recipes(
 ) -> dict[tuple[int, float], Recipe]:
     """Return the recipes of a scaling study, by depth and learning rate: the recipe speedrun at each depth.
 
-    Raises a `ValueError` for depths that repeat or are fewer than three, and for a depth that does not fit.
+    Raises a `ValueError` for depths that repeat or are fewer than three, or that `speedrun_recipe` refuses.
 
     Args:
         depths: The depths, in any order; the recipes are in rising order.

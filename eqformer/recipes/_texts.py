@@ -52,15 +52,15 @@ def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
     changed = dataclass_differences(published_recipe(recipe.published, run), recipe, ignored=EVERYTHING_ELSE)
     if changed:
         raise ValueError(
-            f"--model {recipe.published}: the model is as it was published; leave out\n  " + "\n  ".join(changed)
+            f"--model {recipe.published}: a published model cannot be changed; leave out\n  " + "\n  ".join(changed)
         )
 
 
 def recipe_tokenizer(recipe: Recipe, directory: RunDirectory | None = None) -> Tokenizer:
     """Return the recipe's tokenizer: --text.tokenizer, or the published model's, or bytes.
 
-    A run has copies of the files, which are read in place of files that may be gone. The copy of --text.tokenizer is
-    read once the run has a checkpoint.
+    A run has copies of the files, which are read instead, because the originals may be gone. The copy of
+    --text.tokenizer is read only if the run has a checkpoint.
     """
     end_of_text = recipe.text.end_of_text
     if recipe.text.tokenizer is not None:
@@ -83,7 +83,7 @@ def published_files(recipe: Recipe, directory: RunDirectory | None = None) -> Pa
 
 
 def complete_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe as its run stores it: absolute paths, the packing for chats or pairs, and a model's pooling."""
+    """Return the recipe as its run stores it: with absolute paths, packing, pooling, and the names of labels."""
     if recipe.from_run is not None:
         recipe = dataclasses.replace(recipe, from_run=Path(recipe.from_run).absolute())
     if recipe.published is not None:  # Absolute, as in `published_recipe`, so that the run resumes from any directory.
@@ -129,7 +129,7 @@ def _complete_labels(recipe: Recipe) -> Labels:
 
 
 def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
-    """Raise a `ValueError` for choices that do not suit the loss, for losses of text encoders and all others."""
+    """Raise a `ValueError` for options of text encoders that do not suit the recipe's loss."""
     for field, loss in {"contrastive": "contrastive", "masking": "mlm", "classification": "classification"}.items():
         options = getattr(recipe, field)
         if recipe.loss != loss and options != type(options)():
@@ -224,7 +224,7 @@ def chat_paths(recipe: Recipe) -> list[Path]:
     paths += [] if recipe.data is None else [Path(recipe.data)]
     chats = [path for path in paths if has_rows or _detect_form(path) not in _TEXT_FORMS]
     if chats and recipe.loss == "mlm":
-        raise ValueError(f"--loss mlm --data {chats[0]}: masked tokens are those of texts, but this has conversations.")
+        raise ValueError(f"--loss mlm --data {chats[0]}: only plain texts are masked, but this has conversations.")
     if chats and len(chats) < max(len(paths), len(recipe.text.mix)):
         raise ValueError(
             f"--text.mix {' '.join(recipe.text.mix)}: {chats[0]} has conversations, and others have text; give texts "

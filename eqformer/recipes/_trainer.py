@@ -90,8 +90,8 @@ def train(
     Args:
         recipe: What is trained; more `steps`, for example, may be given to a run that has ended.
         folder: The folder of the run, which must be new, empty, or the folder of the same recipe's run.
-        name: The recipe's name in the folder and in notes; `FILE.py:NAME` for a recipe of a file whose classes it uses.
-            By default the name of the folder.
+        name: The recipe's name in the folder and in notes, by default the name of the folder. A recipe that uses
+            classes of a user's file needs `FILE.py:NAME`, so that these classes can be found again.
         devices: The devices of the mesh, as many as the sizes of `recipe.mesh` multiply to; all by default.
         screen: Where notes and progress are shown: `Screen(silent=True)` shows nothing. By default standard output, by
             the first process: a progress bar in a terminal where `rich` is installed, or lines with the time left.
@@ -247,7 +247,7 @@ class Trainer:
         """The step, compiled from shapes."""
         first = self.texts.train.rows(0, self.rows.start, self.rows.stop)
         if self.recipe.teacher is not None and self.recipe.distillation.top is None:
-            return make_train_step(self.recipe, self.plan, self.optimizer)  # Compiled for the first batch.
+            return make_train_step(self.recipe, self.plan, self.optimizer)  # Not compiled yet: the first call compiles.
         if self.recipe.has_reference:
             first = dataclasses.replace(first, reference_nats=np.zeros(len(first.ids), np.float32))
         shapes: Any = self.states.step_shapes(self.rows.shapes(first))

@@ -90,12 +90,12 @@ def recipe_of(inputs: Path, **fields: Any) -> Recipe:
         (
             {"checkpoint_every": 5},
             {"updates": 2},
-            "--checkpoint-every 5 --updates 2: a run goes on with new completions",
+            "--checkpoint-every 5 --updates 2: a resumed run begins with new completions",
         ),
         (
             {"steps": 5},
             {"updates": 2},
-            "--steps 5 --updates 2: a run goes on with new completions, so it is saved after",
+            "--steps 5 --updates 2: a resumed run begins with new completions, so it is saved only after",
         ),
         ({}, {"updates": 0}, "--steps 800 --updates 0: "),
     ],
