@@ -267,7 +267,8 @@ def attend_backward(
     """Return the gradients of query, key and value from the gradients of output and logsumexp.
 
     `residuals` are the array arguments of `attend_forward`, then output and logsumexp. In ring attention, output and
-    logsumexp are those of a softmax over more keys than `key`. The query's gradient is then the term of `key` alone.
+    logsumexp are those of a softmax over more keys than `key`. The result for the query is then only the part of its
+    gradient that comes from `key`.
     """
     return _by_block(_backward_in_blocks, settings, *residuals, *gradients)
 

@@ -120,7 +120,8 @@ class AttentionCall(Call):
         is_known = self.piece is not None or self.tokens.are_packed_in_order or self.tokens.are_whole_rows
         if not is_known or isinstance(self.mask, ChosenKeys) or self.mask.chunk is not None:
             return (
-                "it needs rows of one text (nn.positions_like), or documents in order (Batch.documents), and no chunks"
+                "it needs rows of one text (nn.positions_like) or documents in order (Batch.documents), and a mask "
+                "without chunks"
             )
         return None
 
@@ -145,7 +146,7 @@ def with_one_batch_dim(call: AttentionCall) -> AttentionCall:
 
 
 def possible_pairs(mask: Mask, queries: TokenPositions, keys: TokenPositions) -> Bool[Array, "_ _"]:
-    """Return, for each query block and key block, whether any query of the first may see any key of the second.
+    """Return, for each pair of a query block and a key block, whether any of its queries may see any of its keys.
 
     The result depends on the smallest and largest position and segment of each block, in each row, so it is right for
     packed rows and for tokens in any order. A query sees only keys of its own segment. The mask's rules for positions
@@ -258,8 +259,8 @@ class DecodeCall(Call):
     rotated: RotatedChannels | None = eqx.field(kw_only=True, default=None)
     """Further channels of queries and keys; None if there are none."""
     stored: StoredArrays | None = eqx.field(kw_only=True, default=None)
-    """The cache with the same keys and values, which the TPU kernel reads in place; None if that kernel is not used. A
-    slice of a stack that is passed to a kernel would be copied."""
+    """The cache with the same keys and values, which the TPU kernel reads in place; None if that kernel is not used.
+    The kernel gets the stack of all layers, because XLA would copy a slice for one layer."""
 
     operation = "decode attention"
 

@@ -141,9 +141,9 @@ def _pack_documents(documents: int, tokens: TokenPositions) -> _PackedDocuments:
 
 
 def _lengths(call: AttentionCall) -> tuple[Array, ...]:
-    """Return the primitives' arguments after the arrays for rows of one document.
+    """Return the primitives' arguments that follow query, key and value, for rows of one document.
 
-    They include the lengths of the rows unless the mask is causal, which hides padding at the end from the tokens.
+    They include the lengths of the rows, except under a causal mask, which already hides the padding at the end.
     """
     empty = jnp.zeros_like(call.query, shape=(0,))
     if call.mask.is_causal:

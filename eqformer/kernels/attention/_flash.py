@@ -67,7 +67,7 @@ class FlashAttention(Implementation[AttentionCall, Array]):
         """
 
     def decode_op(self, *, has_codes: bool) -> Op | None:
-        """Return `DECODE_ATTENTION` for 8-bit codes, else None: this operation itself reads other keys and values."""
+        """Return `DECODE_ATTENTION` for a cache of 8-bit codes; None for others: nothing replaces this operation."""
         return DECODE_ATTENTION if has_codes else None
 
     def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -132,8 +132,8 @@ def call_gradient(call: AttentionCall, *gradients: Array | None) -> AttentionCal
 def add_sinks(output: Output, logsum: LogSum, sinks: Float[Array, "heads"] | None) -> tuple[Output, LogSum]:
     """Return output and logsumexp of the softmax with sinks, from those of the softmax without sinks.
 
-    A sink adds to each query's sum of exponentials, and has no value. Backward passes need no other change than the
-    output and logsumexp with sinks to return the right gradients.
+    A sink adds to each query's sum of exponentials, and has no value. If a backward pass gets this output and this
+    logsumexp, it returns the right gradients without knowing the sinks.
     """
     if sinks is None:
         return output, logsum
