@@ -121,7 +121,10 @@ def restore_states(previous: PyTree, current: PyTree) -> PyTree:
 
 
 def can_roll_back(cache: PyTree) -> bool:
-    """Return whether the cache consists of slots only, since a token that is read again overwrites its slot."""
+    """Return whether the cache has only slots, and no recurrent state.
+
+    Such a cache can be rolled back, because a token that is read again overwrites its slot.
+    """
     return all(_has_slots(node) for node in jax.tree.leaves(cache, is_leaf=_has_slots))
 
 
@@ -196,8 +199,8 @@ def store_tokens(
     """Store new tokens in the cache; return the arrays to store, and the arrays that queries of these tokens read.
 
     The arrays to store are `memories` with the new tokens, their `scales` if they have any, and the positions. The
-    arrays to read are two, dequantized, and the positions, of all tokens that the new tokens may see. All have `heads`
-    dims of heads between the dims of rows and of slots.
+    arrays to read are both memories, dequantized, and the positions, for all tokens that the new tokens may see. All
+    arrays except the positions have `heads` dims of heads between the dims of rows and of slots.
     """
     if scales[0] is None:
         return store_slots(memories, cache, new, tokens, heads)

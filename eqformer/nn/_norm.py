@@ -45,7 +45,7 @@ class Norm(Module):
         if what not in AVERAGED:
             raise ValueError(
                 f"{type(self).__name__}.normalize: mean(y, {what!r}) must name the averaged quantity by one of "
-                f"{' and '.join(map(repr, AVERAGED))}; pass the nearer name, such as 'squares' for any power."
+                f"{' and '.join(map(repr, AVERAGED))}; pass the closest one, such as 'squares' for other powers."
             )
         return jnp.mean(y, tuple(range(-len(self.reduced), 0)), keepdims=True)
 

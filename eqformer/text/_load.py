@@ -295,9 +295,9 @@ def open_run_tokenizer(path: str | Path, recipe: RunRecipe) -> data.ByteTokenize
 def load_run_encoder(path: str | Path, plan: parallel.Plan | None = None) -> TextEncoder:
     """Load the text encoder of a run's latest checkpoint, for a run with the loss `contrastive` or `mlm`.
 
-    The encoder reads at most `seq` tokens of a text, as the run did. After the loss `contrastive` it has the prompts,
-    and the layer that divides vectors by their length, of the folder that the run began from. Raises a `ValueError` for
-    a run with another loss.
+    The encoder reads at most `seq` tokens of a text, as the run did. After the loss `contrastive`, prompts and the
+    layer that divides vectors by their length are taken from the folder that the run began from. Raises a `ValueError`
+    for a run with another loss.
     """
     recipe = read_run_recipe(path)
     if not recipe.trains_encoder:

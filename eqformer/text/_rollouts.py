@@ -128,7 +128,7 @@ class Rollouts:
         fails or does not return one finite number for each completion.
 
         Args:
-            llm: The tokenizer, chat template and end ids; its model gives the vocabulary and the longest row only.
+            llm: The tokenizer, chat template and end ids. Of its model, only vocabulary and longest row are used.
             rows: Rows of data, each with a `prompt`: a text, or a list of messages.
             reward: `reward(prompts, completions, **columns)` returns a number for each completion. Prompts are as in
                 the rows, completions are texts, and columns are lists of the rows' other fields.
@@ -283,7 +283,7 @@ class Rollouts:
     def _decoding_model(self, model: PyTree) -> generation.Model:
         """Return the trained model in the form that decodes; under a plan its weights stay on their devices.
 
-        Only layers that a pipeline's schedule has put in another order move between stages.
+        Layers move between stages only if the pipeline's schedule stores them in another order than they run.
         """
         return prepare_to_decode(model if self.plan is None else self.plan.unshard(model), self.plan)
 
@@ -380,12 +380,13 @@ def _fit_rows(model: generation.Model, prompts: Sequence[Sequence[int]], max_new
     if model.max_seq is not None and longest > model.max_seq:
         raise ValueError(
             f"Rollouts(max_new_tokens={max_new_tokens}): the longest prompt has {longest + 1 - max_new_tokens} tokens, "
-            f"and with a completion exceeds the model's {model.max_seq} positions; leave it out, or ask for fewer."
+            f"and with a completion exceeds the model's {model.max_seq} positions; leave that prompt out, or ask for "
+            "fewer new tokens."
         )
     if any(encoding.changes_within(longest) for encoding in nn.modules(model, nn.PositionEncoding)):
         raise ValueError(
             f"Rollouts(llm): rotary frequencies of this model depend on the length of a row within {longest} tokens, "
-            "so a completion's log-probabilities would differ from those while it was generated; ask for shorter rows."
+            "so training would compute other log-probabilities of a completion than sampling; ask for shorter rows."
         )
     unit = 16 if longest <= 64 else 64
     rounded = -(-longest // unit) * unit

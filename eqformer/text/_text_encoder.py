@@ -109,7 +109,7 @@ class TextEncoder:
         return vectors[0] if isinstance(texts, str) else vectors
 
     def tokenize(self, texts: Texts, *, prompt_name: str | None = None) -> list[EncodedText]:
-        """Return the tokens of whole texts of any length, behind a prompt of `prompts` (None: the default prompt).
+        """Return the tokens of whole texts of any length, after a prompt of `prompts` (None: the default prompt).
 
         Raises a `ValueError` for an unknown prompt, and for anything but texts.
         """
@@ -155,9 +155,9 @@ class TextEncoder:
     def similarity(
         self, vectors: Float[np.ndarray, "*rows _"], others: Float[np.ndarray, "*columns _"]
     ) -> Float[np.ndarray, "rows columns"]:
-        """Return the similarity of each vector and each other vector, by `similarity_name`; distances are negative.
+        """Return the similarity of each vector to each of the others, by `similarity_name`.
 
-        A single vector counts as one row.
+        Distances are negated, so that the greatest number is the nearest vector. A single vector counts as one row.
         """
         first, second = np.atleast_2d(np.asarray(vectors, np.float32)), np.atleast_2d(np.asarray(others, np.float32))
         if first.shape[1] != second.shape[1]:
@@ -361,7 +361,10 @@ def limit_length(model: nn.Transformer, max_length: int | None, folder: Path) ->
 
 
 def load_text_tokenizer(call: str, folder: Path) -> data.FileTokenizer:
-    """Load the tokenizer of a text encoder; the separator stands in for an end of text that is not named."""
+    """Load the tokenizer of a text encoder.
+
+    If the folder names no end of text, the separator takes its place, or else the padding token, or else id 0.
+    """
     file = folder / "tokenizer.json"
     if not file.exists():
         raise ValueError(f"{call}: the folder has no tokenizer.json; put the model's own there.")

@@ -62,7 +62,7 @@ class ExpertGroups:
 
 
 class TopKRouter(routing.Router):
-    """A router that chooses for each token the `top_k` experts with the highest scores; of equals, the lowest number.
+    """A router that chooses for each token the `top_k` experts with the highest scores; ties go to the lowest number.
 
     Scores are `s = score(W x + b)` with softmax, sigmoid or sqrt_softplus. The weights are the scores of the chosen
     experts times `scale`. With `normalise` they are first divided by their sum (for a softmax: the softmax of the
