@@ -183,9 +183,7 @@ def test_a_decode_step_holds_what_was_told():
     too_small = dataclasses.replace(chips.accelerator, memory=program.held - 1)
     forecast = dataclasses.replace(forecast, target=dataclasses.replace(chips, accelerator=too_small))
     assert "compiled in 2 s: does not fit: 0.000 GB too much" in compilation_table(compilation, forecast)
-    assert compilation_table(Compilation(None, 2.0, True, "Used 9G"), forecast).endswith(
-        " run's): does not fit: Used 9G"
-    )
+    assert compilation_table(Compilation(None, 2.0, True, "Used 9G"), forecast).endswith(" run): does not fit: Used 9G")
 
 
 def test_an_encoder_is_held_and_not_read_to_decode():
