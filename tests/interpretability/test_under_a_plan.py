@@ -102,7 +102,7 @@ def test_values_of_uneven_stages_are_in_the_order_of_the_layers():
     plan, model = make_plan({"pipe": 2}, {}), make_model(layers=3)
     values, expected = (run(capture(m, [STREAM], plan=p), IDS) for m, p in ((plan.shard(model), plan), (model, None)))
     assert compare(values, expected, [STREAM]) == set()
-    with pytest.raises(ValueError, match=r"give plan\.shard\(model\)"):
+    with pytest.raises(ValueError, match=r"pass plan\.shard\(model\)"):
         capture(model, [STREAM], plan=plan)(IDS)
 
 
