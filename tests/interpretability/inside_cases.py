@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
+from nn_reference import random_module
 
 from eqformer import nn
 
@@ -26,19 +26,20 @@ def make_block(key, feed_forward=None):
 
 
 def make_model(layers=(3, 1), make=make_block, remat="none"):
-    return nn.with_execution(build_model(layers, make), remat=remat)
+    return nn.with_execution(random_module(build_model, layers, make), remat=remat)
 
 
-@eqx.filter_jit
 def build_model(layers, make):
-    """Initialize a model by one program instead of by one for each operation."""
     stacks = tuple(nn.Stack(make, count, key=jax.random.fold_in(KEY, count)) for count in layers)
     return nn.Transformer(nn.Embedding(vocab=7, embed=4, key=KEY), stacks, nn.RMSNorm("embed", embed=4))
 
 
-@eqx.filter_jit
 def make_model_with_encoder():
     """A model of one layer, cross-attention and an MLP, that reads an encoder's output."""
+    return random_module(build_model_with_encoder)
+
+
+def build_model_with_encoder():
     norm = nn.RMSNorm("embed", embed=4)
     cross: dict[str, Any] = {"embed": 4, "heads": 2, "kv_heads": 1, "head_dim": 2}
     make_layer = lambda key: nn.Block(
