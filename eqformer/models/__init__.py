@@ -79,6 +79,7 @@ from .families._glm import (
     GLMMoEDSAConfig as GLMMoEDSAConfig,
     SolarOpenConfig as SolarOpenConfig,
 )
+from .families._glm5_next import GLM5NextConfig as GLM5NextConfig
 from .families._gpt2 import GPT2Config as GPT2Config
 from .families._gpt_neox import (
     GPTNeoXConfig as GPTNeoXConfig,

@@ -58,6 +58,7 @@ UNUSED = {
     "gemma3_text": {"_sliding_window_pattern", "attn_logit_softcapping"},
     "gpt2": {f"summary_{name}" for name in ("type", "first_dropout", "activation", "use_proj", "proj_to_labels")}
     | {"reorder_and_upcast_attn"},  # of rounding
+    "glm5_next_text": {"head_dim", "qk_head_dim"},
     "glm_moe_dsa": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
     "glm4_moe": {"num_nextn_predict_layers"},
     "glm4_moe_lite": {"qk_head_dim"},

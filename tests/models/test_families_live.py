@@ -205,6 +205,8 @@ def test_in_bfloat16_those_arrays_stay_float32_that_do_in_transformers(name, tmp
     as_asked += ("lm_head.weight", ".sinks", "weights_proj.weight", "k_norm.weight", "k_norm.bias")
     # So are Ling 3's convolutions and rates of decay.
     as_asked += ("conv1d.weight", "attention.A_log")
+    if name.startswith("glm5_next_text "):  # rates of decay
+        as_asked += ("self_attn.A_log",)
     if name.startswith("deepseek_v4 "):  # all norms, and sinks
         as_asked += ("norm.weight", "attn_sink")
     kept = {name for name in wide if not name.endswith(as_asked)}
@@ -212,6 +214,8 @@ def test_in_bfloat16_those_arrays_stay_float32_that_do_in_transformers(name, tmp
     models.save(ours, tmp_path / "ours", config=numbers)
     folder = Folder(tmp_path / "ours")
     biases = {name for name in folder.names if name.endswith("e_score_correction_bias")}  # MiniMax-M2's here alone
+    if name.startswith("glm5_next_text "):  # maps of streams, here alone
+        kept |= {name for name in folder.names if name.endswith(("hc_attn_fn", "hc_ffn_fn"))}
     assert {name for name in folder.names if folder.dtype_in_file(name) == "F32"} == kept | biases
     assert bool(biases) == any(key.endswith("correction_bias") for key in shapes)
 
@@ -227,6 +231,8 @@ _DEEPSEEK_V4 = (
 def _published(name: str, shapes: dict[str, Any]) -> str:
     """The name in a folder of what transformers gives another while it runs."""
     found = re.sub(r"^model(?=\..*\.mixer\.)", "backbone", name.replace("gate.moe", "moe")).replace("forget_gate.", "")
+    if any(key.endswith("indexer.index_kpool_compress_ape") for key in shapes):
+        return found.replace("attn_hc.", "hc_attn_").replace("ffn_hc.", "hc_ffn_")  # GLM-5.3-Flash
     if any(key.endswith("hc_attn_fn") for key in shapes):  # DeepSeek-V4
         for old, new in _DEEPSEEK_V4:
             found = found.replace(old, new)

@@ -76,6 +76,7 @@ BY_DEFAULT = {
     "granitemoe_swa shared",
     "hy_v3 chosen dense layers",
     "deepseek_v4 plain",
+    "glm5_next_text plain",
     "hy_v4 plain",
     "olmo_hybrid chosen layers",
     "cwm windows",

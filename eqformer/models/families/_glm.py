@@ -374,22 +374,27 @@ class ReadingLayers(Entry):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""
-        layers, types = layers_of(published), published.listed("indexer_types", str)
-        pattern = published.read("index_topk_pattern", str | list[str], None)
-        period = published.count("index_topk_freq", 1, minimum=0)
-        first = published.count("index_skip_topk_offset", 2, minimum=0)
-        if types is None and isinstance(pattern, str):
-            types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
-        if types is None and isinstance(pattern, list):
-            types = pattern
-        if types is None:
-            chooses = [max(layer - first + 1, 0) % max(period, 1) == 0 for layer in range(layers)]
-            types = ["full" if chooses_keys else "shared" for chooses_keys in chooses]
-        return check_indexer_types(published, types)
+        return check_indexer_types(published, published_indexer_types(published))
 
     def write(self, config: GLMMoEDSAConfig) -> Attributes:
         """Return the list."""
         return {"indexer_types": indexer_types(config)}
+
+
+def published_indexer_types(published: PublishedConfig) -> list[str]:
+    """Return `indexer_types` or, without a list, what a pattern or a period states."""
+    layers, types = layers_of(published), published.listed("indexer_types", str)
+    pattern = published.read("index_topk_pattern", str | list[str], None)
+    period = published.count("index_topk_freq", 1, minimum=0)
+    first = published.count("index_skip_topk_offset", 2, minimum=0)
+    if types is None and isinstance(pattern, str):
+        types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    if types is None and isinstance(pattern, list):
+        types = pattern
+    if types is None:
+        chooses = [max(layer - first + 1, 0) % max(period, 1) == 0 for layer in range(layers)]
+        types = ["full" if chooses_keys else "shared" for chooses_keys in chooses]
+    return types
 
 
 def check_indexer_types(published: PublishedConfig, types: list[str]) -> Fields:

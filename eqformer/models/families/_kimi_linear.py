@@ -95,7 +95,7 @@ _NETS, _MIXTURE = f"{LAYER}self_attn.", f"{LAYER}block_sparse_moe."
 _MIXER, _FEED_FORWARD = "mixer.layer.", "feed_forward.layer."
 _INTO, _TAPS = "(heads dim) inputs -> heads dim inputs", "(heads dim) 1 taps -> heads dim taps"
 _QKV = (("q", "query"), ("k", "key"), ("v", "value"))
-_OF_NETS = (
+_NET_RULES = (
     *(Rule(f"{_NETS}{name}_proj.weight", f"{_MIXER}{leaf}.weight", _INTO) for name, leaf in _QKV),
     *(Rule(f"{_NETS}{name}_conv1d.weight", f"{_MIXER}{leaf}_conv.weight", _TAPS) for name, leaf in _QKV),
     Rule(f"{_NETS}b_proj.weight", f"{_MIXER}rate.weight"),
@@ -108,11 +108,12 @@ _OF_NETS = (
     Rule(f"{_NETS}o_norm.weight", f"{_MIXER}norm.weight"),
     Rule(f"{_NETS}o_proj.weight", f"{_MIXER}output.weight", "embed (heads dim) -> embed heads dim"),
 )
-_IS_NET = f"{_MIXER}log_rate"
+IS_NET = f"{_MIXER}log_rate"
+NET_WEIGHTS = tuple(dataclasses.replace(rule, needs=IS_NET) for rule in _NET_RULES)
 _OUTSIDE_MIXTURES = tuple(rule for rule in LATENT_WEIGHTS if ".mlp." not in rule.name)
 KIMI_WEIGHTS = (
-    *(dataclasses.replace(rule, needs=_IS_NET) for rule in _OF_NETS),
-    *(dataclasses.replace(rule, lacks=_IS_NET) if "o_proj" in rule.name else rule for rule in _OUTSIDE_MIXTURES),
+    *NET_WEIGHTS,
+    *(dataclasses.replace(rule, lacks=IS_NET) if "o_proj" in rule.name else rule for rule in _OUTSIDE_MIXTURES),
     *gated_weights(prefix=_MIXTURE),
     # The first published folders name dense layers differently; transformers gives them the prefix of mixtures.
     *(dataclasses.replace(rule, variant=True) for rule in gated_weights()),
