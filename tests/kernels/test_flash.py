@@ -139,7 +139,7 @@ def test_where_no_other_compiler_is_installed_blocks_are_all_that_is_traced(monk
         (CUDNN, Case(nn.causal(), softcap=0.5), {}, "no softcap"),
         (CUDNN, Case(nn.causal(), v_dim=260), {}, "up to 256 channels, in multiples of 8, not 8 and 260"),
         (CUDNN, Case(nn.Mask(False, 9)), {}, "windows only under a causal mask"),
-        (SPLASH, Case(nn.chunked(64)), {}, "no chunks"),
+        (SPLASH, Case(nn.chunked(64)), {}, "without chunks"),
         (SPLASH, Case(nn.causal()), {"dtype": np.float16}, "not float16"),
         (SPLASH, Case(nn.causal()), {}, r"SplashAttention\(\)\): its kernel runs on tpu.*compiled for 'cpu'"),
         (CUDNN, Case(nn.causal()), {}, r"CudnnAttention\(\)\): its kernel runs on cuda.*compiled for 'cpu'"),
@@ -154,7 +154,7 @@ def test_a_kernel_s_error_says_how_rows_must_be_known():
     arrays = inputs(Case(nn.causal()))
     tokens = nn.Tokens(nn.positions_like((2, SEQ)).positions)
     with pytest.raises(
-        ValueError, match=r"rows of one text .nn.positions_like., or documents in order .Batch.documents"
+        ValueError, match=r"rows of one text .nn.positions_like. or documents in order .Batch.documents"
     ):
         query, key, value = arrays["query"], arrays["key"], arrays["value"]
         SPLASH(kernels.AttentionCall(query, key, value, mask=nn.causal(), tokens=tokens, scale=1.0))

@@ -151,6 +151,17 @@ def test_packed_documents_follow_the_equations(kind, chunk):
         assert np.allclose(mixed[:7], expected[:7], atol=1e-12) and abs(mixed[8:] - expected[8:]).max() > 1e-2
 
 
+def test_a_row_that_begins_within_a_block_has_all_blocks_that_it_completes():
+    layer = compressed(rate=4, series=2)
+    assert layer.compressor is not None
+    x, positions = normal(3, 1, 8, EMBED), jnp.arange(3, 11, dtype=jnp.int32)[None]
+    run = eqx.filter_jit(lambda x, positions: layer.compressor(x, nn.Tokens(positions), None)[0])
+    whole, short = run(x, positions), run(x[:, :5], positions[:, :5])  # positions 3 to 10, and 3 to 7
+    assert whole.tokens.positions.tolist() == short.tokens.positions.tolist() == [[3, 7]]
+    assert np.allclose(short.vectors, whole.vectors, rtol=0, atol=1e-6)
+    assert run(x[:, :4], positions[:, :4]).tokens.positions.tolist() == [[3]]
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_slopes(kind):
@@ -168,8 +179,8 @@ def test_chunks_of_queries_make_no_matrix_of_the_row():
     run = eqx.filter_jit(lambda layer: layer(x)[0])
     assert np.allclose(run(whole), run(chunked), atol=1e-5)
     programs = [str(jax.make_jaxpr(lambda x, layer=layer: layer(x)[0])(x)) for layer in (whole, chunked)]
-    # 37 queries of 40 recent keys (3 of them padding) and 7 compressed ones.
-    assert ["37,47]" in program for program in programs] == [True, False]
+    # 37 queries of 40 recent keys (3 of them padding) and 8 compressed ones (the last is empty in this row).
+    assert ["37,48]" in program for program in programs] == [True, False]
 
 
 @BY_DEFAULT

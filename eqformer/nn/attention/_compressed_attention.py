@@ -93,7 +93,7 @@ class KeyCompressor(Module):
         products, rate = jnp.stack([self.value(x), self.gate(x)], axis=-3), self.bias.shape[0]
         if cache is not None:
             products = cache.gathered.round(products)
-        ends, positions = find_ends(tokens, rate, has_cache=cache is not None)
+        ends, positions = find_ends(tokens, rate)
         gathered, is_known = self._gather_blocks(products, tokens, ends, positions, cache)
         vectors = self.norm(self._average(gathered, is_known).astype(x.dtype))
         vectors = rotate_last(self.rotary, vectors[..., None, :], positions + 1 - rate)[..., 0, :]

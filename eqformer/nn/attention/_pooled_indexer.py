@@ -125,8 +125,7 @@ class PooledIndexer(KeyIndexer):
             lambda x: jnp.broadcast_to(x, shape), (kv_tokens.positions, kv_tokens.segments)
         )
         kv_tokens = Tokens(positions, segments)
-        # A row may begin within a pool, and so complete one more pool than it fills.
-        ends, end_positions = find_ends(kv_tokens, rate, has_cache=True)
+        ends, end_positions = find_ends(kv_tokens, rate)
         count = ends.shape[-1]
         if count <= self.top_k:
             return None

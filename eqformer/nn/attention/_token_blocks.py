@@ -6,16 +6,14 @@ from jaxtyping import Array, Bool, Int
 from .._tokens import Tokens
 
 
-def find_ends(
-    tokens: Tokens, rate: int, *, has_cache: bool
-) -> tuple[Int[Array, "*batch blocks"], Int[Array, "*batch blocks"]]:
+def find_ends(tokens: Tokens, rate: int) -> tuple[Int[Array, "*batch blocks"], Int[Array, "*batch blocks"]]:
     """Return, for each token that completes a block of `rate` tokens, its index in its row and its position.
 
     The results have as many entries as a row can have such tokens; entries after the last have position -1.
     """
     positions = tokens.positions
-    # With a cache, a block that began in an earlier call may be completed beside the whole blocks of this call.
-    count = -(-positions.shape[-1] // rate) if has_cache else positions.shape[-1] // rate
+    # A row that begins within a block completes it, and so may complete one block more than it has whole ones.
+    count = -(-positions.shape[-1] // rate)
     completes = completes_block(positions, rate)
     ends = jnp.argsort(~completes, axis=-1, stable=True)[..., :count].astype(jnp.int32)
     is_end = jnp.take_along_axis(completes, ends, axis=-1)
