@@ -152,10 +152,10 @@ def test_packed_documents_follow_the_equations(kind, chunk):
 
 
 def test_a_row_that_begins_within_a_block_has_all_blocks_that_it_completes():
-    layer = compressed(rate=4, series=2)
-    assert layer.compressor is not None
+    compressor = compressed(rate=4, series=2).compressor
+    assert compressor is not None
     x, positions = normal(3, 1, 8, EMBED), jnp.arange(3, 11, dtype=jnp.int32)[None]
-    run = eqx.filter_jit(lambda x, positions: layer.compressor(x, nn.Tokens(positions), None)[0])
+    run = eqx.filter_jit(lambda x, positions: compressor(x, nn.Tokens(positions), None)[0])
     whole, short = run(x, positions), run(x[:, :5], positions[:, :5])  # positions 3 to 10, and 3 to 7
     assert whole.tokens.positions.tolist() == short.tokens.positions.tolist() == [[3, 7]]
     assert np.allclose(short.vectors, whole.vectors, rtol=0, atol=1e-6)
