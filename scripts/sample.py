@@ -21,7 +21,7 @@ import tyro
 from support.command import entry
 from support.load import load_llm, ModelFlags
 
-from eqformer import kernels, text
+from eqformer import text
 from eqformer.recipes import report, Screen
 
 
@@ -84,8 +84,7 @@ def is_long(command: Command) -> bool:
 def load_model(command: Command) -> text.LLM:
     """Load the model that writes, and build the kernel for its quantized weights."""
     llm = load_llm(command, predictor=command.draft == PREDICTOR, throughput=is_long(command))
-    if kernels.find_compiler() is not None:
-        text.build_kernels(llm.model)
+    text.build_kernels(llm.model)
     return llm
 
 

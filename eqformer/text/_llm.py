@@ -326,7 +326,7 @@ def prepare_to_decode(
         cache_dtype: Storage format of the caches, such as "int8"; unused with a plan.
     """
     platform, chip = jax.default_backend(), jax.devices()[0].device_kind
-    if throughput and kernels.find_compiler() is not None:
+    if throughput:
         build_kernels(model)
     if plan is None:
         processor_cache = last_level_cache() if throughput else None
@@ -338,16 +338,20 @@ def prepare_to_decode(
     return parallel.ShardedModel(model, plan)
 
 
-def build_kernels(
-    model: generation.Model, warn: Callable[[str], object] = logging.getLogger("eqformer").warning
-) -> None:
+def build_kernels(model: generation.Model, warn: Callable[[str], object] | None = None) -> None:
     """Build the kernel for a model with quantized weights on a CPU (see `kernels.build_native`).
 
-    Without a compiler, or if it fails, `warn` is called with a line that says so, and XLA computes the products.
+    Without a compiler, or if it fails, XLA computes the products, and `warn` is called with a line that says so. If
+    `warn` is None, a failure is logged, and a missing compiler is not mentioned.
     """
     weights = model.model if isinstance(model, parallel.ShardedModel) else model
-    if jax.default_backend() == "cpu" and nn.quantized_formats(weights):
-        try:
-            kernels.build_native()
-        except RuntimeError as error:
-            warn(str(error))
+    if jax.default_backend() != "cpu" or not nn.quantized_formats(weights):
+        return
+    if warn is None:
+        if kernels.find_compiler() is None:
+            return
+        warn = logging.getLogger("eqformer").warning
+    try:
+        kernels.build_native()
+    except RuntimeError as error:
+        warn(str(error))
