@@ -1,5 +1,6 @@
 """Checks of attention layers that select keys: their gradients, and decoding by pieces of rows."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -10,6 +11,30 @@ import pytest
 
 from eqformer import nn
 from eqformer.nn._cache import with_rollback
+
+
+# A packed row whose first document began before it, and which ends with padding.
+LENGTHS, START = (7, 1, 9, 2), 5
+POSITIONS = np.concatenate([START + np.arange(7), *(np.arange(n) for n in LENGTHS[1:]), [-1, -1]]).astype(np.int32)
+SEGMENTS = np.repeat([0, 1, 2, 3, -1], [*LENGTHS, 2]).astype(np.int32)
+
+
+def packed() -> nn.Tokens:
+    """Return the tokens of one row."""
+    return nn.Tokens(jnp.asarray(POSITIONS)[None], jnp.asarray(SEGMENTS)[None])
+
+
+def by_document(
+    literal: Callable[[Any, np.ndarray, int], np.ndarray], layer: nn.Mixer, x: np.ndarray, start: int = START
+) -> np.ndarray:
+    """Return the outputs of the documents of a row, each by itself: `literal(layer, document, first position)`."""
+    cuts = np.cumsum([0, *LENGTHS])
+    return np.concatenate([literal(layer, x[a:b], start if a == 0 else 0) for a, b in zip(cuts, cuts[1:])])
+
+
+def to_float64(tree: Any) -> Any:
+    """Return the tree with arrays of 64 bits."""
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float64) if eqx.is_inexact_array(x) else x, tree)
 
 
 def check_gradients(layer: Any, x: jax.Array, tokens: nn.Tokens, real: jax.Array, rng: np.random.Generator) -> None:

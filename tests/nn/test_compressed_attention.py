@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from nn_reference import linear, normal, random_module, rms, wide
-from selection_cases import check_gradients, check_replaced_tokens, decode
+from selection_cases import check_gradients, check_replaced_tokens, decode, to_float64
 
 from eqformer import nn
 from eqformer.nn._cache import quantize_caches
@@ -120,11 +120,6 @@ def literal(layer: Any, x: np.ndarray) -> np.ndarray:
     return np.array(outputs)
 
 
-def to_float64(tree: Any) -> Any:
-    """Return the tree with arrays of 64 bits."""
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float64) if eqx.is_inexact_array(x) else x, tree)
-
-
 LENGTHS = 7, 1, 9, 2
 POSITIONS = np.concatenate([*(np.arange(n) for n in LENGTHS), [-1, -1]]).astype(np.int32)
 SEGMENTS = np.repeat([0, 1, 2, 3, -1], [*LENGTHS, 2]).astype(np.int32)
@@ -156,9 +151,9 @@ def test_a_row_that_begins_within_a_block_has_all_blocks_that_it_completes():
     assert compressor is not None
     x, positions = normal(3, 1, 8, EMBED), jnp.arange(3, 11, dtype=jnp.int32)[None]
     run = eqx.filter_jit(lambda x, positions: compressor(x, nn.Tokens(positions), None)[0])
-    whole, short = run(x, positions), run(x[:, :5], positions[:, :5])  # positions 3 to 10, and 3 to 7
-    assert whole.tokens.positions.tolist() == short.tokens.positions.tolist() == [[3, 7]]
-    assert np.allclose(short.vectors, whole.vectors, rtol=0, atol=1e-6)
+    of_eight, of_five = run(x, positions), run(x[:, :5], positions[:, :5])  # positions 3 to 10, and 3 to 7
+    assert of_eight.tokens.positions.tolist() == of_five.tokens.positions.tolist() == [[3, 7]]
+    assert np.allclose(of_five.vectors, of_eight.vectors, rtol=0, atol=1e-6)
     assert run(x[:, :4], positions[:, :4]).tokens.positions.tolist() == [[3]]
 
 

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from nn_reference import linear, normal, random_module, wide
-from selection_cases import check_gradients, check_replaced_tokens, decode
+from selection_cases import (
+    by_document,
+    check_gradients,
+    check_replaced_tokens,
+    decode,
+    packed,
+    POSITIONS,
+    START,
+    to_float64,
+)
 
 from eqformer import nn
 from eqformer.nn._cache import quantize_caches
@@ -82,27 +91,6 @@ def literal(layer: Any, x: np.ndarray, start: int = 0) -> np.ndarray:
     return np.array(outputs)
 
 
-def to_float64(tree: Any) -> Any:
-    """Return the tree with arrays of 64 bits."""
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float64) if eqx.is_inexact_array(x) else x, tree)
-
-
-LENGTHS, START = (7, 1, 9, 2), 5
-# The row begins within a document, and ends with padding.
-POSITIONS = np.concatenate([START + np.arange(7), *(np.arange(n) for n in LENGTHS[1:]), [-1, -1]]).astype(np.int32)
-SEGMENTS = np.repeat([0, 1, 2, 3, -1], [*LENGTHS, 2]).astype(np.int32)
-
-
-def packed() -> nn.Tokens:
-    return nn.Tokens(jnp.asarray(POSITIONS)[None], jnp.asarray(SEGMENTS)[None])
-
-
-def by_document(layer: nn.LatentAttention, x: np.ndarray, start: int = START) -> np.ndarray:
-    """Return the outputs of the documents of a packed row, each by itself."""
-    cuts = np.cumsum([0, *LENGTHS])
-    return np.concatenate([literal(layer, x[a:b], start if a == 0 else 0) for a, b in zip(cuts, cuts[1:])])
-
-
 @BY_DEFAULT
 @pytest.mark.parametrize("chunk", [64, pytest.param(5, marks=pytest.mark.grid)])
 def test_packed_documents_follow_the_formula(kind, chunk):
@@ -110,10 +98,10 @@ def test_packed_documents_follow_the_formula(kind, chunk):
         layer = to_float64(pooled(**KINDS[kind], chunk=chunk))
         x = np.random.default_rng(1).normal(size=(len(POSITIONS), EMBED))
         y = np.asarray(eqx.filter_jit(layer)(jnp.asarray(x)[None], packed())[0][0])
-        expected = by_document(layer, x)
+        expected = by_document(literal, layer, x)
         assert np.allclose(y[: len(expected)], expected, rtol=0, atol=1e-12)
         if kind != "single keys":  # The pools of the first document depend on the position at which it begins.
-            other = by_document(layer, x, START + 1)
+            other = by_document(literal, layer, x, START + 1)
             assert np.allclose(other[7:], expected[7:], atol=1e-12) and abs(other - expected).max() > 1e-2
 
 

@@ -334,13 +334,13 @@ def blocked(key: Any) -> nn.Block:
 
 def pooled(key: Any) -> nn.SuperBlock:
     """Like GLM-5.3-Flash: latent attention to the best pools of keys, which a second layer reads."""
-    one, two, three = jax.random.split(key, 3)
+    first_key, second_key, last_key = jax.random.split(key, 3)
     sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS, "head_dim": HEAD_DIM, "latent": 16, "q_latent": 8}
     sizes |= {"latent_norm": nn.RMSNorm("latent", latent=16), "core": CORE}
-    indexer = nn.PooledIndexer(embed=EMBED, q_latent=8, heads=3, dim=6, rate=3, top_k=2, key=three)
-    first = nn.LatentAttention(**sizes, query_latent_norm=norm_of_queries(), indexer=indexer, key=one)
-    second = nn.LatentAttention(**sizes, query_latent_norm=norm_of_queries(), key=two)
-    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=three)
+    indexer = nn.PooledIndexer(embed=EMBED, q_latent=8, heads=3, dim=6, rate=3, top_k=2, key=last_key)
+    first = nn.LatentAttention(**sizes, query_latent_norm=norm_of_queries(), indexer=indexer, key=first_key)
+    second = nn.LatentAttention(**sizes, query_latent_norm=norm_of_queries(), key=second_key)
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=last_key)
     choosing = nn.Block(nn.Residual(first, norm(), shares="choice"))
     return nn.SuperBlock((choosing, nn.Block(nn.Residual(second, norm(), reads="choice"), nn.Residual(mlp, norm()))))
 
