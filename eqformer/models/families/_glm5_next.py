@@ -1,7 +1,7 @@
-"""GLM-5.3-Flash (GLM team 2026): delta nets with a decay for each channel, and latent attention to pools of keys.
+"""GLM-5.3-Flash (GLM team 2026): delta nets with a decay for each channel, and latent attention to selected tokens.
 
-Layers have several residual streams, which hyper-connections mix. No layer has positions. An indexer scores pools of
-keys, and feed-forward layers bound their hidden features.
+Layers have several residual streams, which hyper-connections mix. No layer has rotary positions. An indexer selects the
+tokens by pools, and feed-forward layers bound the results of their gate and of `up`.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ from ._mixtures import LayerMixtures, mixture, SHARED_ATTRIBUTES, small_expert
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GLM5NextConfig(LatentNetConfig):
-    """The config of a GLM-5.3-Flash, which has no positions.
+    """The config of a GLM-5.3-Flash, which has no rotary positions.
 
     `rope_dim`, `theta`, `scaling` and `temperature` have no effect.
     """
 
     net_heads: Size = 64
     lowest_log_decay: Number | None = -5.0
-    """The lower bound of the logarithm of a net's decays, a negative number; None: there is none."""
+    """The lower bound of the logarithm of a delta net's decays, a negative number; None: no bound."""
     q_latent: Size = 1536
     head_dim: Size = 256
     v_dim: Size = 256
@@ -45,16 +45,16 @@ class GLM5NextConfig(LatentNetConfig):
     index_dim: Size = 128
     """Channels of a head of the indexer."""
     index_top_k: Length = 2048
-    """The number of keys in the pools that a query selects."""
+    """The number of keys that a query selects, in whole pools; it also sees those of its own unfinished pool."""
     index_pool: Size = 16
     """Keys of a pool, a divisor of `index_top_k`."""
     reading_layers: tuple[Index, ...] = ()
-    """The numbers of the attention layers that see the keys that the layer before selected."""
+    """The numbers of attention layers without an indexer. Each sees the keys that the layer before selected."""
     experts: Size = 288
     groups: Size = 1
     kept_groups: Size = 1
     limit: Positive = 10.0
-    """The bound of the two factors of hidden features, in all feed-forward layers."""
+    """The bound in feed-forward layers: gates are at most `limit`, results of `up` within `-limit` and `limit`."""
     balance: NotNegative = 0.001
     streams: Size = 4
     """Residual streams of a token."""
@@ -66,8 +66,8 @@ class GLM5NextConfig(LatentNetConfig):
     max_seq: Length = 1_048_576
 
 
-class _Kind(NamedTuple):
-    """A kind of layer: whether it has attention and experts, and whether it shares or reads a choice of keys."""
+class _GLM5NextLayer(NamedTuple):
+    """A kind of layer: whether it has attention and experts, and the name by which it shares or reads selected keys."""
 
     is_attention: bool
     is_mixture: bool
@@ -91,7 +91,7 @@ def build_glm5_next(config: GLM5NextConfig, *, key: Key[Array, ""]) -> nn.Transf
         norm_eps=config.eps,
     )
 
-    def block(kind: _Kind, key: Key[Array, ""]) -> nn.Block:
+    def block(kind: _GLM5NextLayer, key: Key[Array, ""]) -> nn.Block:
         mixer_key, feed_forward, first, second = jax.random.split(key, 4)
         mixer = _attention(config, kind, mixer_key) if kind.is_attention else _net(config, mixer_key)
         if kind.is_mixture:
@@ -113,25 +113,25 @@ def build_glm5_next(config: GLM5NextConfig, *, key: Key[Array, ""]) -> nn.Transf
     )
 
 
-def _kinds(config: GLM5NextConfig) -> list[_Kind | Together[_Kind]]:
-    """Return the layers, each that reads a choice of keys together with the layer before."""
-    kinds: list[_Kind | Together[_Kind]] = []
+def _kinds(config: GLM5NextConfig) -> list[_GLM5NextLayer | Together[_GLM5NextLayer]]:
+    """Return the kind of each layer; one that reads selected keys is joined to the layer before."""
+    kinds: list[_GLM5NextLayer | Together[_GLM5NextLayer]] = []
     for layer, is_mixture in enumerate(config.mixtures):
         if layer not in config.reading_layers:
-            kinds.append(_Kind(layer in config.attention_layers, is_mixture))
+            kinds.append(_GLM5NextLayer(layer in config.attention_layers, is_mixture))
             continue
         before = kinds.pop() if kinds else None
-        if not isinstance(before, _Kind) or not before.is_attention or layer not in config.attention_layers:
+        if not isinstance(before, _GLM5NextLayer) or not before.is_attention or layer not in config.attention_layers:
             raise ValueError(
                 f"GLM5NextConfig(reading_layers={config.reading_layers}): layer {layer} and the layer before must have "
                 "attention, and the layer before must have an indexer; leave the number out."
             )
-        kinds.append(Together((before._replace(shares="choice"), _Kind(True, is_mixture, reads="choice"))))
+        kinds.append(Together((before._replace(shares="choice"), _GLM5NextLayer(True, is_mixture, reads="choice"))))
     return kinds
 
 
-def _attention(config: GLM5NextConfig, kind: _Kind, key: Key[Array, ""]) -> nn.LatentAttention:
-    """Return the attention of a layer, with an indexer unless the layer reads a choice of keys."""
+def _attention(config: GLM5NextConfig, kind: _GLM5NextLayer, key: Key[Array, ""]) -> nn.LatentAttention:
+    """Return the attention of a layer, with an indexer unless the layer reads selected keys."""
     mixer, index = jax.random.split(key)
     indexer = None
     if not kind.reads:
@@ -161,6 +161,7 @@ def _attention(config: GLM5NextConfig, kind: _Kind, key: Key[Array, ""]) -> nn.L
 
 
 def _net(config: GLM5NextConfig, key: Key[Array, ""]) -> nn.ChannelDeltaNet:
+    """Return the delta net of a layer."""
     return nn.ChannelDeltaNet(
         embed=config.embed,
         heads=config.net_heads,
@@ -175,7 +176,7 @@ def _net(config: GLM5NextConfig, key: Key[Array, ""]) -> nn.ChannelDeltaNet:
 
 
 def _mixture(config: GLM5NextConfig, key: Key[Array, ""]) -> nn.MoE:
-    """Return DeepSeek-V3's mixture with a bound of hidden features, in the shared experts too."""
+    """Return DeepSeek-V3's mixture with bounded gates and results of `up`, in the shared expert too."""
     router, experts, shared = jax.random.split(key, 3)
     return mixture(
         config,
@@ -194,10 +195,10 @@ def _mixture(config: GLM5NextConfig, key: Key[Array, ""]) -> nn.MoE:
 
 
 class _AttentionLayers(LayerTypes):
-    """`layer_types` and `indexer_types`; the latter states for each attention layer whether it reads a choice."""
+    """`layer_types`, and `indexer_types`: whether a layer reads selected keys, which only attention layers can."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `attention_layers` and `reading_layers`; refuse a layer that reads after one without an indexer."""
+        """Return `attention_layers` and `reading_layers`; refuse one that reads if the layer before has no indexer."""
         types = published.listed("layer_types", str)
         if types is not None:
             named = ["indexed_attention" if name == "full_attention" else name for name in types]
@@ -230,7 +231,7 @@ class _Nets(Entry):
     )
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return the fields; the object takes precedence. Refuse a bound that is not negative."""
+        """Return the fields; `linear_attn_config` takes precedence. Refuse a bound that is not negative."""
         older = published.nested("linear_attn_config")
         nested = PublishedConfig(older, f"{published.source}, linear_attn_config")
         fields: dict[str, object] = {
@@ -240,7 +241,7 @@ class _Nets(Entry):
         bound = nested.nullable("gate_lower_bound", stated)
         if older and nested.flag("safe_gate", True) and bound is None:
             bound = -5.0
-        for name in ("full_attn_layers", "kda_layers"):  # `layer_types` states the kinds of layers
+        for name in ("full_attn_layers", "kda_layers"):  # ignored: `layer_types` states the kinds of layers
             nested.listed(name, Index)
         nested.finish()
         if bound is not None and not published.checked("linear_lower_bound", bound, Number) < 0:
@@ -276,7 +277,7 @@ _PRESETS = {
 }
 
 _ATTENTION, _MIXER = f"{LAYER}self_attn.", "mixer.layer."
-# Without rotary positions, an array that DeepSeek publishes for two maps is that of one; other names are the same.
+# DeepSeek joins a map to rotary channels to each of these arrays, but not here; the final norm is in `MeanStreams`.
 _CHANGED = {
     "model.norm.weight": "norm.norm.weight",
     f"{_ATTENTION}kv_a_proj_with_mqa.weight": f"{_MIXER}latent_down.weight",

@@ -70,7 +70,7 @@ class Step3p5Config(DenseLayersConfig):
     limits: tuple[NotNegative, ...] = ()
     """The bound of experts' hidden features in each layer, 0 for none; empty: no layer has a bound."""
     shared_limits: tuple[NotNegative, ...] = ()
-    """The same for dense layers and shared experts."""
+    """The bound of hidden features of dense layers and shared experts in each layer, as in `limits`."""
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     eps: NotNegative = 1e-5
@@ -275,7 +275,7 @@ class _QueryScalar(Attribute):
         return {self.name: published.read(name, Positive, published.count("head_dim", 128))}
 
 
-class _Limits(Entry):
+class _HiddenBounds(Entry):
     """The bounds of hidden features of each layer; null and 0 mean none."""
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -293,7 +293,7 @@ class _Limits(Entry):
         return {name: list(getattr(config, field)) or None for field, name in _LIMITS.items()}
 
 
-class _Rotary(PartRotaryByType):
+class _UsedRotary(PartRotaryByType):
     """Rotary positions by type of layer; without windows, those of layers with a window are the defaults."""
 
     def write(self, config: Step3p5Config) -> Attributes:
@@ -354,11 +354,11 @@ STEP3P5 = Family(
     "step3p5",
     (
         _OlderAttributes(),
-        *decoder_attributes(_Rotary((1e4, 1e4), (1.0, 1.0)), head_dim=128, max_seq=128_000),
+        *decoder_attributes(_UsedRotary((1e4, 1e4), (1.0, 1.0)), head_dim=128, max_seq=128_000),
         Count("kv_heads", ("num_key_value_heads", "num_attention_groups"), 8),
         Attribute("eps", "rms_norm_eps", 1e-5),
         NullableWindows(None, lambda published, layers: ()),
-        *(_LocalHeads(), _QueryScalar("query_scalar", "query_pre_attn_scalar"), LayerMixtures(), _Limits()),
+        *(_LocalHeads(), _QueryScalar("query_scalar", "query_pre_attn_scalar"), LayerMixtures(), _HiddenBounds()),
         Attribute("bias", "attention_bias", False),
         Attribute("mlp_bias", "mlp_bias", False),
         Count("expert_mlp", "moe_intermediate_size", 1280),

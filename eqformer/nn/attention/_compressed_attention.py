@@ -20,7 +20,7 @@ from .._tokens import Tokens, tokens_or_default
 from ._compressed_cache import CompressedCache, CompressorCache, VectorCache
 from ._indexer import best_indices, IndexQueries, keep_selected
 from ._rotary import Rotary
-from ._token_blocks import find_block_tokens, find_ends, take_rows
+from ._token_blocks import find_block_tokens, find_ends, take_block_rows
 
 
 class KeySet(NamedTuple):
@@ -121,7 +121,7 @@ class KeyCompressor(Module):
         def take_series(memory: Array, rows: Array) -> Array:
             """Return each series' values and gates at its own rows, with tokens of all series in one dim."""
             blocks = [rows[..., number * rate : (number + 1) * rate] for number in range(series)]
-            taken = [take_rows(memory[..., number, :], block) for number, block in enumerate(blocks)]
+            taken = [take_block_rows(memory[..., number, :], block) for number, block in enumerate(blocks)]
             return jnp.concatenate(taken, axis=-3)
 
         gathered = take_series(products, rows)
@@ -129,7 +129,7 @@ class KeyCompressor(Module):
             return gathered, in_call
         old, old_positions = cache.gathered.read(products.dtype)
         slots = positions % old.shape[-2]
-        is_cached = (positions >= 0) & (take_rows(old_positions, slots) == positions)
+        is_cached = (positions >= 0) & (take_block_rows(old_positions, slots) == positions)
         old = take_series(old.reshape(*old.shape[:-1], 2, series, dim), slots)
         return jnp.where(in_call[..., None, None], gathered, old), in_call | is_cached
 

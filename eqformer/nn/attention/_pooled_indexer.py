@@ -1,4 +1,4 @@
-"""Selection of pools of keys for sparse attention: each query sees the tokens of its best pools, and its own pool."""
+"""Sparse attention over pools: each query sees the tokens of its best pools, and of its own unfinished pool."""
 
 import equinox as eqx
 import jax
@@ -11,19 +11,19 @@ from .._linear import Linear, LinearMap
 from .._norm import LayerNorm
 from .._tokens import Tokens
 from ._indexer import best_indices, IndexQueries, keep_selected, KeyIndexer, map_query_chunks, SelectedKeys
-from ._token_blocks import completes_block, find_block_tokens, find_ends, take_rows
+from ._token_blocks import completes_block, find_block_tokens, find_ends, take_block_rows
 
 
 class PooledIndexer(KeyIndexer):
     """The indexer of GLM-5.3-Flash (GLM team 2026): each query sees the tokens of its `top_k` best pools of keys.
 
     A pool holds the `rate` tokens at positions `n * rate` to `(n + 1) * rate - 1` of a document. A query may select a
-    pool if it sees the pool's last token; the tokens of its own pool that are not yet complete are always seen. The
-    score of a pool is that of an `Indexer`, `sum_h w_h relu(q_h . k)`, where `k` is the weighted mean of the small keys
-    of the pool's tokens. Each channel has its own weights, a softmax over the tokens of `gate(x) + bias`, where `bias`
-    depends on the place in the pool. There are no positions beside it. If scores are equal, the first pool is taken.
-    Tokens before the first of a row are left out of a mean, also if the row begins within a document. No gradient
-    passes through the indexer, so it would need a loss of its own in training.
+    pool if it sees the pool's last token. While its own pool is unfinished, it also sees the tokens of that pool. A
+    pool is scored as a key is by an `Indexer`: `sum_h w_h relu(q_h . k)`, up to a constant factor, where `k` is the
+    weighted mean of the small keys (index keys) of the pool's tokens. Each channel has its own weights: the softmax of
+    `gate(x) + bias` over the pool's tokens, where `bias` depends on the place in the pool. The indexer has no rotary
+    positions. If scores are equal, the first pool is taken. If a row begins within a pool, the mean is that of the
+    tokens that are in the row. No gradient passes through the indexer, so it would need a loss of its own in training.
     """
 
     query: LinearMap
@@ -56,7 +56,7 @@ class PooledIndexer(KeyIndexer):
             heads: Small heads.
             dim: Channels of a small head.
             rate: Tokens of a pool.
-            top_k: Pools whose tokens a query sees.
+            top_k: The number of pools that a query selects.
             chunk: Queries whose scores are in memory at a time.
             norm_eps: Added to the variance of the small keys.
             key: For the weights.
@@ -83,7 +83,7 @@ class PooledIndexer(KeyIndexer):
         return 2 * self.bias.shape[-1]
 
     def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq _"]:
-        """Return the small keys of the tokens of `x` and behind them their gates, which are cached."""
+        """Return each token's small key and gate, joined along the channels; both are cached."""
         return jnp.concatenate([self.key_norm(self.key(x)), self.gate(x)], -1)
 
     def index_queries(
@@ -103,7 +103,10 @@ class PooledIndexer(KeyIndexer):
         tokens: Tokens,
         kv_tokens: Tokens,
     ) -> "PoolSelection | None":
-        """Return the `top_k` best pools of each query, among those whose last token `mask` shows; None: all.
+        """Return the `top_k` best pools of each query; None if the row has room for at most `top_k` pools.
+
+        Pools whose last token `mask` shows come first. If it shows fewer, others are chosen too, but the mask hides
+        their tokens.
 
         The scores of `chunk` queries are in memory at a time.
 
@@ -112,7 +115,7 @@ class PooledIndexer(KeyIndexer):
             keys: The small keys and their gates.
             mask: The keys that a query may see.
             tokens: The tokens of the queries.
-            kv_tokens: The tokens of the keys, in the order of their document.
+            kv_tokens: The tokens of the keys; those of a document are in the order of their positions.
         """
         longest = jnp.iinfo(jnp.int32).max
         if mask.reach(longest) < longest:
@@ -149,17 +152,17 @@ class PooledIndexer(KeyIndexer):
     ) -> Float[Array, "*batch pools index_dim"]:
         """Return the weighted mean of the small keys of each pool; zeros for pools without tokens."""
         rows, _, is_known = find_block_tokens(kv_tokens, ends, pools.positions, self.bias.shape[0])
-        small_keys, gates = jnp.split(take_rows(keys, rows), 2, axis=-1)
+        small_keys, gates = jnp.split(take_block_rows(keys, rows), 2, axis=-1)
         is_known, bias = is_known[..., None], jax.lax.stop_gradient(self.bias).astype(keys.dtype)
         weights = jax.nn.softmax(jnp.where(is_known, gates + bias, jnp.finfo(keys.dtype).min), axis=-2)
         return jnp.sum(jnp.where(is_known, weights * small_keys, 0), axis=-2)
 
 
 def _number_pools(kv_tokens: Tokens, pools: Tokens, rate: int) -> Int[Array, "*batch kv_seq"]:
-    """Return the index in `pools` of each token's pool; their number for a token whose pool is not complete."""
+    """Return the index in `pools` of each token's pool; `pools`' length if the pool is not complete in the row."""
     positions, count = kv_tokens.positions, pools.positions.shape[-1]
     completes = completes_block(positions, rate).astype(jnp.int32)
-    # The pools that are complete before a token; the next one is the token's own, if it is of the same document.
+    # Count the pools that end before a token. The pool of that index is its own, if document and block are the same.
     number = jnp.minimum(jnp.cumsum(completes, axis=-1) - completes, count - 1)
     ends = jnp.take_along_axis(pools.positions, number, axis=-1)
     is_own = (positions >= 0) & (ends >= 0) & (ends // rate == positions // rate)
@@ -174,11 +177,11 @@ class PoolSelection(SelectedKeys):
     pools: Int[Array, "*batch seq top_k"]
     """The numbers of the selected pools."""
     key_pools: Int[Array, "*batch kv_seq"]
-    """The number of each key's pool, and `count` for keys whose pool is not complete."""
+    """The number of each key's pool; `count` if that pool is not complete in the row."""
     rate: int = eqx.field(static=True)
     """Tokens of a pool."""
     count: int = eqx.field(static=True)
-    """The number of pools."""
+    """The largest number of pools that the row can have."""
     chunk: int = eqx.field(static=True)
     """Queries whose scores are in memory at a time."""
 

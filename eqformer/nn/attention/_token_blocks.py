@@ -1,4 +1,4 @@
-"""Blocks of equally many tokens of a document: their last tokens, and the tokens that belong to each."""
+"""Blocks of a fixed number of a document's tokens: the last token of each block, and the tokens in it."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -7,12 +7,12 @@ from .._tokens import Tokens
 
 
 def find_ends(tokens: Tokens, rate: int) -> tuple[Int[Array, "*batch blocks"], Int[Array, "*batch blocks"]]:
-    """Return, for each token that completes a block of `rate` tokens, its index in its row and its position.
+    """Return the index in the row and the position of the last token of each complete block of `rate` tokens.
 
-    The results have as many entries as a row can have such tokens; entries after the last have position -1.
+    The results are padded to the most blocks that a row can complete. Padding has position -1 and any index.
     """
     positions = tokens.positions
-    # A row that begins within a block completes it, and so may complete one block more than it has whole ones.
+    # Rounded up, because a row that begins within a block may complete that block too.
     count = -(-positions.shape[-1] // rate)
     completes = completes_block(positions, rate)
     ends = jnp.argsort(~completes, axis=-1, stable=True)[..., :count].astype(jnp.int32)
@@ -28,20 +28,20 @@ def completes_block(positions: Int[Array, "*batch seq"], rate: int) -> Bool[Arra
 def find_block_tokens(
     tokens: Tokens, ends: Int[Array, "*batch blocks"], end_positions: Int[Array, "*batch blocks"], width: int
 ) -> tuple[Int[Array, "*batch blocks width"], Int[Array, "*batch blocks width"], Bool[Array, "*batch blocks width"]]:
-    """Return the indices and positions of the `width` tokens up to each end, and whether each is in the row.
+    """Return the indices and positions of the `width` tokens up to each end, and whether each is present.
 
-    A token that is in the row belongs to the document of the end.
+    A token is present if it is in the row and in the document of the end.
     """
     back = jnp.arange(width - 1, -1, -1, dtype=jnp.int32)
     rows, positions = ends[..., None] - back, end_positions[..., None] - back
-    in_row = (rows >= 0) & (positions >= 0) & (take_rows(tokens.positions, rows) == positions)
+    is_present = (rows >= 0) & (positions >= 0) & (take_block_rows(tokens.positions, rows) == positions)
     if tokens.segments is not None:
         documents = jnp.take_along_axis(tokens.segments, ends, axis=-1)
-        in_row &= take_rows(tokens.segments, rows) == documents[..., None]
-    return rows, positions, in_row
+        is_present &= take_block_rows(tokens.segments, rows) == documents[..., None]
+    return rows, positions, is_present
 
 
-def take_rows(memory: Array, rows: Int[Array, "*batch blocks width"]) -> Array:
+def take_block_rows(memory: Array, rows: Int[Array, "*batch blocks width"]) -> Array:
     """Return the entries of `memory` (`*batch seq ...`) at the rows; rows below 0 give the first entry."""
     batch = rows.ndim - 2
     flat_rows = jnp.maximum(rows, 0).reshape(*rows.shape[:-2], -1)
