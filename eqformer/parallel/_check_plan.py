@@ -44,7 +44,7 @@ def check_parallel_config(plan: Placement) -> None:
         if plan.microbatches % plan.size(PIPE):
             raise ValueError(
                 f"Plan(edges='spread', microbatches={plan.microbatches}) over pipe={plan.size(PIPE)}: each stage "
-                f"embeds equally many microbatches; take a multiple of {plan.size(PIPE)}."
+                f"embeds the same number of microbatches; take a multiple of {plan.size(PIPE)}."
             )
 
 
@@ -126,7 +126,7 @@ def _check_stages(plan: Placement, model: nn.LanguageModel) -> None:
 
 
 def _describe_shared(stack: nn.LayerStack) -> str:
-    """Describe the values from before a stack that the stack reads."""
+    """Describe the values of earlier layers that a stack reads."""
     reads_embedding = bool(nn.modules(stack, nn.EmbeddingSkip))
     return "the embedded tokens (EmbeddingSkip)" if reads_embedding else "keys that layers before it share"
 
@@ -183,7 +183,7 @@ def _check_mixer(plan: Placement, path: str, mixer: nn.Mixer, seq: int) -> None:
     if splits and kv_heads % tensor and tensor % kv_heads:
         raise ValueError(
             f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, which neither split over {tensor} devices "
-            f"nor are shared by equal groups of them; take an axis that divides {kv_heads} or is a multiple of it."
+            f"nor are shared by equal groups of devices; take a size that divides {kv_heads} or is a multiple of it."
         )
     if splits and kv_heads % tensor and not facts.shares_kv_heads:
         raise ValueError(
@@ -306,8 +306,9 @@ class _Subtree:
 def _check_mixture(plan: Placement, path: str, moe: nn.ExpertMixture) -> None:
     """Raise a `ValueError` if a mixture's results would depend on the mesh, or its experts cannot be split.
 
-    Results depend on the mesh if choices depend on rows or a batch of which a device has only a part. Experts cannot
-    be split if they are not made of linear maps, or if the layout does not split their hidden dim.
+    Results depend on the mesh if choices depend on whole rows or on the whole batch, and a device has only a part of
+    the rows or of the batch. Experts cannot be split if they are not made of linear maps, or if the layout does not
+    split their hidden dim.
     """
     facts = moe.router.facts()
     _check_choice_scope(plan, path, moe.router, facts.among)
@@ -331,8 +332,8 @@ def _check_mixture(plan: Placement, path: str, moe: nn.ExpertMixture) -> None:
             if "embed" in dims and not any(axis_of.get(dim) == TENSOR for dim in dims if dim != "embed"):
                 raise ValueError(
                     f"Plan over tensor={plan.size(TENSOR)}: {path} has experts with a map from {linear.inputs} to "
-                    f"{linear.outputs}, of which the axis splits no dim, so each device would compute the whole "
-                    "product and the sum over devices would count it several times; name the hidden dim `mlp`."
+                    f"{linear.outputs}, but the axis splits no dim of this map, so each device would compute the whole "
+                    "product, and the sum over devices would count it several times; name the hidden dim `mlp`."
                 )
 
 
@@ -342,8 +343,8 @@ def _check_choice_scope(plan: Placement, path: str, module: nn.Router | nn.Dispa
     if among != "token" and context > 1:
         raise ValueError(
             f"Plan over context={context}: {path} has a {name}, whose choices depend on whole rows, but a device has "
-            "pieces of rows; take another axis, or a router by which each token chooses with Dropless or a factor of "
-            "experts / top_k, which drop no choices."
+            "pieces of rows; take another axis, or a router with which each token chooses its experts, with Dropless "
+            "or a factor of experts / top_k, which drop no choices."
         )
     if among not in ("token", "sequence") and rows > 1:
         raise ValueError(

@@ -31,9 +31,9 @@ class ContextAttention(kernels.PiecewiseAttention):
     """Wrapper of an attention core for rows that are split over the axis `context`, for use inside `shard_map`.
 
     A call gets the queries, keys, values and tokens of this device's piece of each row, and returns the outputs of its
-    queries. Pieces are in the order of `context_order`. `method` decides which arrays are sent. The numbers of bytes
-    are those that a device sends in a forward and a backward pass, for `c` devices, `T` tokens in a row, and `n` and
-    `m` bytes in a token's queries, and in its keys and values.
+    queries. Pieces are in the order of `context_order`. `method` decides which arrays are sent. The formulas below give
+    the bytes that a device sends in a forward and a backward pass, for `c` devices and rows of `T` tokens. The queries
+    of a token have `n` bytes, and its keys and values `m` bytes.
 
     - `"ring"`: keys and values pass round a ring, and each device attends to the piece that it has (arXiv:2310.01889).
       A device needs memory for two pieces, and sends `3 m T (c-1)/c` bytes. The kernels of `inner` run if they support
@@ -67,8 +67,8 @@ class ContextAttention(kernels.PiecewiseAttention):
         if call.kv_tokens is not None:
             raise ValueError(
                 f"ContextAttention(method={self.method!r}) was given kv_tokens of shape "
-                f"{call.kv_tokens.positions.shape}, those of a cache, but only supports calls without a cache; wrap "
-                "the model in ShardedModel, which splits the slots of caches."
+                f"{call.kv_tokens.positions.shape}, the tokens of a cache, but supports only calls without a cache; "
+                "wrap the model in ShardedModel, which splits the slots of caches."
             )
         if jax.lax.axis_size(CONTEXT) > 1 and CONTEXT not in varying_axes(call.tokens.positions):
             raise ValueError(
@@ -159,8 +159,8 @@ def zigzag_inverse(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
 def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
     """Return the order in which rows must be stored before `ContextAttention` cuts them into `pieces`.
 
-    It is `zigzag` for `"ring"` and `"gather"`. It is reading order for `"heads"`, whose inner attention sees unsplit
-    rows.
+    The order is `zigzag` for `"ring"` and `"gather"`. It is reading order for `"heads"`, whose inner attention sees
+    unsplit rows.
     """
     if pieces == 1:
         return np.arange(seq)
@@ -220,7 +220,7 @@ def require_blockwise(core: kernels.Operation) -> kernels.BlockwiseAttention:
 
 
 def _count_copies(size: int, heads: int, kv_heads: int, call: str) -> int:
-    """Return the number of copies of each key head that are sent, so that each device gets those of its query heads.
+    """Return how many copies of each key head are sent, so that each device gets the key heads of its query heads.
 
     `call` begins the error messages.
     """
@@ -265,8 +265,8 @@ def _with_gathered_keys(call: kernels.AttentionCall, kv_tokens: kernels.TokenPos
 def _gather_in_reading_order(x: Array, dims_from_end: int) -> Array:
     """Gather all pieces of an array, which are in the order of `zigzag`, and return the array in reading order.
 
-    The dim of tokens is `x.ndim - dims_from_end`. Masks use positions, so they would be right in any order, but in
-    reading order a kernel that skips empty blocks finds more of them.
+    The dim of tokens is `x.ndim - dims_from_end`. Masks use positions, so any order gives the right result. In reading
+    order, kernels that skip empty blocks find more empty blocks.
     """
     dim = x.ndim - dims_from_end
     pieces = send.all_gather("gathered keys and values", x, CONTEXT, stacks=True)
@@ -300,7 +300,7 @@ class SplitCacheAttention(kernels.PiecewiseAttention):
     inner: kernels.Operation
 
     def supports(self, call: kernels.AttentionCall) -> str | None:
-        """Return why blockwise attention, which computes each device's part, does not support a call, else None."""
+        """Return why a call is not supported, or None; blockwise attention, which runs on each device, decides."""
         return require_blockwise(self.inner).supports(call)
 
     def __call__(self, call: kernels.AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -331,10 +331,10 @@ class SplitCacheAttention(kernels.PiecewiseAttention):
         return send.psum("split cache sums", output, CONTEXT).astype(call.query.dtype)
 
     def _attend_to_piece(self, call: kernels.AttentionCall) -> tuple[Array, Array, Array, Array]:
-        """Return the output for this device's slots, two sums of exponentials, and their scale.
+        """Return the output for this device's slots, and `share`, `total` and `peak` to combine the devices' outputs.
 
-        The sums are those of the exponentials of this device's scores and of all devices' scores, both divided by
-        `exp(scale)`.
+        `peak` is the largest logsumexp of a device. `share` is the sum of the exponentials of this device's scores, and
+        `total` the sum over the scores of all devices, both divided by `exp(peak)`.
         """
         mask = cast(kernels.Mask, call.mask)
         settings = kernels.blockwise.BlockwiseSettings(
@@ -343,7 +343,7 @@ class SplitCacheAttention(kernels.PiecewiseAttention):
         tokens = kernels.TokenPositions(call.tokens.positions)
         arrays = vary((call.query, call.key, call.value, tokens, call.kv_tokens), (CONTEXT,))
         output, logsum = kernels.blockwise.attend(settings, *arrays)
-        # The results do not depend on the scale, so it needs no gradient.
+        # The combined output does not depend on `peak`, so `peak` needs no gradient.
         peak = send.pmax("split cache maxima", jax.lax.stop_gradient(logsum), CONTEXT)
         share = jnp.exp(logsum - peak)
         return output, share, send.psum("split cache sums", share, CONTEXT), peak

@@ -3,7 +3,7 @@
 A choice is a pair of a token and one of its `top_k` experts. An exchange sends the token of each choice to the expert's
 device and the expert's output back, in rounds, until every choice has had a slot.
 
-A round is padded or ragged. A padded round is an all-to-all with equally many slots for each pair of devices, for
+A round is padded or ragged. A padded round is an all-to-all with the same number of slots for each pair of devices, for
 platforms without ragged all-to-alls, such as CPUs. A ragged round sends only the rows that exist. For a ragged round
 each device sorts its choices by expert, and sends a run of rows to each expert. The receiving device writes the runs in
 the order of its experts, and need not sort the rows again.
@@ -48,13 +48,13 @@ class Exchange(NamedTuple):
     def count_slots(self, choices: int, devices: int) -> int:
         """Return the slots of a round, if each device has `choices` choices.
 
-        In a ragged round these are the slots for all rows that a device receives; in a padded round, those for the rows
-        of each pair of devices.
+        In a ragged round, these slots are for all rows that a device receives; in a padded round, for the rows of one
+        pair of devices.
         """
         return nn.dispatch.slots_per_expert(self.factor, choices * (devices if self.is_ragged else 1), devices)
 
     def count_sent(self, choices: int, devices: int) -> int:
-        """Return the number of vectors that a device sends in a round at an even load, including those to itself."""
+        """Return how many vectors a device sends to all devices, itself included, in a round at an even load."""
         slots = self.count_slots(choices, devices)
         return min(choices, slots) if self.is_ragged else devices * slots
 
@@ -70,10 +70,10 @@ def choose_expert_method(
 ) -> str:
     """Return `"gather"` or `"exchange"`: `method` itself or, for `"auto"`, the cheaper one; both are exact.
 
-    A gather sends each device all tokens of every other device. An exchange sends `top_k / devices` times as many
-    vectors, and a padded exchange `factor` times that number. The exchange is chosen if it sends no more vectors than
-    the gather. If a gather would allocate more than `MAX_GATHERED_BYTES`, the exchange may send up to twice as many
-    vectors, since it allocates fewer rows. For few tokens, such as a decode step's, the gather is chosen.
+    A gather sends each device all tokens of every other device. A ragged exchange sends `top_k / devices` times as many
+    vectors as a gather, and a padded exchange `factor` times that number. The exchange is chosen if it sends no more
+    vectors than the gather. If a gather would allocate more than `MAX_GATHERED_BYTES`, the exchange may send up to
+    twice as many vectors, since it allocates fewer rows. For few tokens, such as a decode step's, the gather is chosen.
 
     Args:
         method: `"auto"`, `"gather"` or `"exchange"`.
@@ -91,9 +91,9 @@ def choose_expert_method(
 
 
 def count_pieces(tokens: int, gathered_bytes: int) -> int:
-    """Return the smallest number of equal pieces of the tokens of which each gathers at most `MAX_GATHERED_BYTES`.
+    """Return the smallest number of equal pieces of the tokens with which a gather takes `MAX_GATHERED_BYTES` or less.
 
-    There is at most one piece per token. `gathered_bytes` are those of a gather of all tokens at once.
+    There is at most one piece per token. `gathered_bytes` are the bytes of a gather of all tokens at once.
     """
     return next(
         pieces
@@ -118,7 +118,7 @@ class PaddedQueues(NamedTuple):
 
 
 class RaggedQueues(NamedTuple):
-    """Queues, one per device, of all devices' choices of that device's experts, as seen from this device.
+    """One queue for each device, with the choices of all devices for that device's experts.
 
     A queue is sorted by expert and then by sender. A round takes as many of the next choices as it has slots.
     """
@@ -128,7 +128,7 @@ class RaggedQueues(NamedTuple):
     rank: Int[Array, "tokens top_k"]
     """Index of each choice in `order`."""
     counts: Int[Array, "devices devices experts"]
-    """Numbers of choices: `counts[sender, owner, expert]` is that of `sender` for an expert on `owner`."""
+    """Numbers of choices: `counts[sender, owner, expert]` counts the choices of `sender` for an expert on `owner`."""
     rounds: Int[Array, ""]
     """Number of rounds until all queues are empty."""
 
@@ -137,7 +137,7 @@ Queues = PaddedQueues | RaggedQueues
 Round = Callable[..., Float[Array, "tokens top_k embed"]]
 """Function of frozen arrays, queues, the round's number and differentiable inputs."""
 RoundOfExperts = Callable[..., Float[Array, "tokens top_k embed"]]
-"""Function of experts, slots, queues, the round's number, tokens and, to weight the tokens, weights of choices."""
+"""Function of experts, slots, queues, the round's number, tokens, and the weights of tokens or None."""
 
 
 def exchange_choices(
@@ -149,13 +149,13 @@ def exchange_choices(
     *,
     weighs_inputs: bool,
 ) -> Float[Array, "tokens embed"]:
-    """Return, for each token of this device, the weighted sum of its chosen experts' outputs, whatever their devices.
+    """Return, for each token of this device, the weighted sum of the outputs of its chosen experts on all devices.
 
     The sum is exact for any load. A round has `factor` times the slots that an even load needs. Ragged rounds count
     slots per receiving device, padded rounds per pair of devices. Only uneven loads take further rounds; if all choices
-    are for the same one of `n` devices, there are `n / factor` rounds. The first round saves its residuals. Further
-    rounds run in a loop, save none, and are recomputed in the backward pass, which sums gradients over rounds in
-    float32 at least. There is no second derivative and no forward mode.
+    are for experts of one of the `n` devices, there are `n / factor` rounds. The first round saves its residuals.
+    Further rounds run in a loop and save no residuals. The backward pass recomputes them, and sums gradients over
+    rounds in float32 at least. There is no second derivative and no forward mode.
 
     Args:
         experts: Experts of this device.
@@ -203,7 +203,7 @@ def _repeat_rounds(run_round: Round) -> Callable[..., Float[Array, "tokens top_k
     def run_further_rounds(first: Array, frozen: PyTree, queues: Queues, *inputs: PyTree) -> Array:
         def add_round(number: Array, total: Array) -> Array:
             outputs = run_round(frozen, queues, number, *inputs)
-            # Each choice is in one round and zero in all others, so select instead of add.
+            # A choice has an output in one round, and zeros in all others. So select the output instead of adding.
             return jnp.where(outputs == 0, total, outputs)
 
         return loop_over_further_rounds(first, queues, add_round)

@@ -27,9 +27,9 @@ class SplitMixture(nn.Routed):
     `inner` has this device's experts. Each device routes its own tokens. There are two methods to send tokens to
     experts on other devices, with the same results:
 
-    - `"gather"`: every device gathers the tokens of all devices of `expert` and computes the terms of its experts. The
-      sums are reduce-scattered. All choices may be for experts of one device, so the tokens are processed in as many
-      pieces as keep the gathered rows below 1 GiB.
+    - `"gather"`: every device gathers the tokens of all devices of `expert` and sums the outputs of its own experts for
+      each token. A reduce-scatter adds the sums of all devices. Since all choices may be for experts of one device, the
+      tokens are processed in pieces that keep the gathered rows below 1 GiB.
     - `"exchange"`: the all-to-alls of `exchange` send the token of each choice to the device of its expert, and the
       output back, in rounds until every choice has had a slot (DeepSpeed-MoE, arXiv:2201.05596).
     """
@@ -62,7 +62,7 @@ class SplitMixture(nn.Routed):
             y, dropped = self._run_choices(inputs, routing, device_tokens)
             aux = self.inner.aux_of_routing(routing, device_tokens, dropped, self._sum_tokens, self._sum_row)
             if self._splits_tokens:
-                # The aux is that of this device's tokens, but the number of dropped choices is that of all tokens.
+                # `aux` is for this device's tokens, but `dropped` already counts the dropped choices of all tokens.
                 summed = jax.tree.map(functools.partial(_sum_over, axes=(TENSOR,)), aux)
                 aux = eqx.tree_at(lambda a: a.dropped, summed, dropped)
         y = self.inner.project_outputs(y)
@@ -116,8 +116,8 @@ class SplitMixture(nn.Routed):
     ) -> nn.Routing | nn.Slots:
         """Route this device's tokens.
 
-        `device_tokens` are the tokens of `x`. `tokens` are those of whole rows, for routers whose choices for a token
-        depend on other tokens of the row.
+        `device_tokens` are the tokens of `x`. `tokens` are the tokens of whole rows, for routers whose choices for a
+        token depend on other tokens of the row.
         """
         router, stream, device_tokens = self.inner.router, self.stream, device_tokens.fold_in(nn.ROUTER)
         if stream is None:
@@ -272,14 +272,14 @@ def _mark_replicated(x: Array) -> Array:
 
 
 def _split_hidden_features(leaf: PyTree, names: PyTree) -> PyTree:
-    """Reshard an array of an expert from its dim `embed` to its hidden dim; gather it if it has no hidden dim."""
+    """Reshard an expert's array that is split along `embed` to a split of its hidden dim, or gather it without one."""
     if not eqx.is_array(leaf) or "embed" not in names.split():
         return leaf
     embed_dim = names.split().index("embed")
     hidden_dims = [dim for dim, name in enumerate(names.split()) if name in HEAD_DIMS]
     if not hidden_dims:
         return gather_parameter(leaf, embed_dim)
-    # A layout splits the last of two dims of an axis. If this is the hidden dim, nothing is to be done.
+    # A layout that assigns two dims to `tensor` splits the last of them. If this is the hidden dim, change nothing.
     if embed_dim < hidden_dims[0]:
         return leaf
     return send.all_to_all("expert weights by hidden features", leaf, TENSOR, hidden_dims[0], embed_dim)

@@ -1,8 +1,8 @@
 """Fully sharded parameters: split over devices, and gathered while they are used (ZeRO-3, arXiv:1910.02054).
 
-Gradients of gathered parameters are summed over uses, microbatches and devices in float32 at least. JAX gives the
-gradient of an array in that array's dtype and shape. The forward pass therefore uses a 16-bit array's values, and the
-gradient goes to a gradient proxy instead: float32 zeros whose values are never read.
+Gradients of gathered parameters are summed over uses, microbatches and devices in float32 at least. JAX returns the
+gradient of an array in the array's own dtype and shape. The gradient of a 16-bit array therefore goes to a gradient
+proxy: float32 zeros, whose values are never read. The forward pass uses the 16-bit values.
 """
 
 import equinox as eqx
@@ -35,7 +35,8 @@ class Gathered(nn.Module):
     """Whether the caller runs the block under `jax.checkpoint`. If not, the block checkpoints itself, and saves no
     gathered arrays and nothing that is cheap to compute from them."""
     values: PyTree = None
-    """For each array, its values if `inner` holds its gradient proxy, else None; or None for all arrays."""
+    """For each array, the array's values if `inner` holds the array's gradient proxy, else None. A single None stands
+    for all arrays."""
     steps: TorusSteps = eqx.field(static=True, default=TorusSteps())
     """Steps in which arrays are gathered over a torus, and gradients scattered (`Placement.torus_steps`)."""
 
@@ -65,9 +66,9 @@ class Gathered(nn.Module):
 class Scattered(nn.Module):
     """Block whose gradients differ from its arrays in dtype (16-bit arrays) or shape (scattered by ZeRO-2).
 
-    `inner` is the block with gradient proxies for such arrays. `values` has, for each array, its values if `inner`
-    holds its gradient proxy, else None. `dims` has the dim along which each gradient is scattered as soon as it is
-    computed, or None. `steps` are those of `Gathered`.
+    `inner` is the block with gradient proxies for such arrays. `values` has, for each array, the array's values if
+    `inner` holds a proxy, else None. `dims` has, for each array, the dim along which its gradient is scattered as soon
+    as it is computed, or None. `steps` has the meaning of `Gathered.steps`.
     """
 
     inner: PyTree
@@ -96,7 +97,8 @@ class Scattered(nn.Module):
 def _saves_all_but_gathered(primitive: Primitive, *_: object, **parameters: object) -> bool:
     """Return whether `jax.checkpoint` saves the result of a primitive.
 
-    Not saved are all-gathers over `fsdp`, and all reshapes, casts and transposes, which cost little to redo.
+    The results of all-gathers over `fsdp` are not saved. Reshapes, casts and transposes are not saved either, because
+    they cost little to redo.
     """
     is_gather = primitive.name.startswith("all_gather") and parameters.get("axis_name") == (FSDP,)
     return not is_gather and primitive.name not in ("reshape", "convert_element_type", "transpose")

@@ -1,7 +1,7 @@
 """Global values of arrays that devices compute in parts: activations of a model, and one vector per row in a loss.
 
-The names of an array's dims say which mesh axes may split each dim. The sizes of the whole array and of a device's part
-say which of these axes do.
+The name of a dim says which mesh axes may split the dim. The sizes of the dim in the whole array and in a device's part
+show which of these axes do split it.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _AXES_OF_DIM: dict[str, tuple[str, ...]] = {
     "experts": (EXPERT, TENSOR),
 }
 _OTHER_DIM = (TENSOR,)
-# A vocabulary that the axis does not divide is padded. If there are fewer key heads than devices, equal
+# If the axis does not divide the vocabulary, the vocabulary is padded. If there are fewer key heads than devices, equal
 # groups of devices hold one key head each.
 _PADDED_DIM, _SHARED_DIM = "vocab", "kv_heads"
 
@@ -149,14 +149,14 @@ def _axes_that_split(
 
 
 def stack_devices(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Return a device's array with a dim of 1 in front for each mesh axis, whose spec is `ON_EACH_DEVICE`."""
+    """Return a device's array with a leading dim of size 1 for each mesh axis; its spec is `ON_EACH_DEVICE`."""
     return vary(x, AXES)[(None,) * len(AXES)]
 
 
 def join_parts(
     plan: Placement, parts: Shaped[Array, "..."], split: Split, shape: tuple[int, ...], dims: str
 ) -> Shaped[Array, "..."]:
-    """Return the global array whose parts `stack_devices` returned on all devices.
+    """Join the parts that `stack_devices` returned on all devices into the global array.
 
     `shape` and `dims` are the shape of the global array and the names of its dims. Entries whose copies differ between
     devices become NaN, the smallest integer, or False.
@@ -187,10 +187,11 @@ def _smallest(dtype: jnp.dtype) -> int:
 
 
 def sum_row_vectors(x: Float[Array, "batch seq embed"]) -> tuple[Float[Array, "batch embed"], int]:
-    """Return the sum over each row's tokens on all devices, and the number of devices that the row is split over.
+    """Return the sum of each row's tokens over all devices, and the number of devices that share a row.
 
-    All devices that share a row compute the loss of its vector, so divide the loss by that number; its gradients then
-    equal those on one device. Outside of `shard_map`, return the sums of `x`, and 1.
+    All devices that share a row compute the loss of the row's vector, so the caller divides the loss by the number of
+    devices. The gradients then equal the gradients on one device. Outside of `shard_map`, return the sums of `x`, and
+    1.
     """
     sums, devices = jnp.sum(x, axis=1), 1
     if CONTEXT in varying_axes(x):

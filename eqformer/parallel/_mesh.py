@@ -59,14 +59,15 @@ def make_mesh(
     """Make a mesh with all six axes, most of size 1.
 
     Raises a `ValueError` if the sizes do not multiply to the number of devices; the message says how many are missing
-    or left over. Sizes with the right product are possible on every network. Neighbors along `tensor` are closest in
-    the hardware, then neighbors along `context`, and so on in reverse order of the arguments. The axis `replica`
-    crosses the slow network between slices of TPUs or hosts of GPUs. If `replica` is smaller than the number of slices
-    or hosts, `pipe` crosses the network too, then `fsdp`.
+    or left over. All sizes with the right product work on every network. Neighbors along `tensor` are closest in the
+    hardware, then neighbors along `context`, and so on in reverse order of the arguments. The axis `replica` crosses
+    the slow network between slices of TPUs or hosts of GPUs. If `replica` is smaller than the number of slices or
+    hosts, `pipe` crosses the network too, then `fsdp`.
 
     Args:
         replica: Number of devices that split the batch, each with all training state.
-        fsdp: Number of devices that split the batch and the training state (how much of it is the plan's `zero`).
+        fsdp: Number of devices that split the batch and the training state (the plan's `zero` says which parts of the
+            state).
         expert: Number of devices that split the batch and the experts.
         pipe: Number of pipeline stages, which split the layers.
         context: Number of devices that split the tokens of a row.
@@ -105,8 +106,8 @@ def axis_sizes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> dict[str,
 def arrange_devices(devices: Sequence[Device], sizes: Sequence[int]) -> np.ndarray:
     """Arrange devices in an array of shape `sizes`, with a dim for each of `AXES`.
 
-    The sizes multiply to the number of devices. Between slices or hosts lie the axes with least traffic, `replica`
-    first. Within a slice or host, each axis gets sides of the torus, and `tensor` chooses first: it takes the cores of
+    The sizes multiply to the number of devices. The axes with least traffic, `replica` first, are laid across slices or
+    hosts. Within a slice or host, each axis gets sides of the torus, and `tensor` chooses first: it takes the cores of
     a chip, then whole sides if they fit, then pieces of sides. Devices along a ring axis follow a path from neighbor to
     neighbor, which ends beside its start if possible.
     """
@@ -129,7 +130,7 @@ class TorusSteps(NamedTuple):
 
 
 def torus_steps(devices: np.ndarray, axis: str) -> TorusSteps:
-    """Return the steps of reduce-scatters and all-gathers over an axis in which devices send the fewest bytes.
+    """Return steps for reduce-scatters and all-gathers over an axis, so that devices send the fewest bytes.
 
     `devices` has the shape of the mesh. XLA's compiler for TPUs (libtpu 0.0.42) turns some collectives over a whole
     torus into an all-reduce of the full array: reduce-scatters over a two-dimensional square or over at least three
@@ -190,7 +191,7 @@ def _torus_coords(device: Device) -> tuple[int, ...]:
 def _torus(devices: Sequence[Device]) -> np.ndarray:
     """Arrange devices in an array with a dim for each side of the torus, the cores of a chip last.
 
-    If the devices are no TPUs, or have gaps in the torus, the array has one dim.
+    If the devices are not TPUs, or leave gaps in the torus, the array has one dim.
     """
     line = np.empty(len(devices), object)
     line[:] = devices
@@ -213,7 +214,7 @@ def _arrange_torus(torus: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     for axis in reversed(range(len(sizes))):
         lengths[axis] = _choose_lengths(torus.shape, unused, sizes[axis])
         unused = unused // lengths[axis]
-    # If several axes share a side, the last of them (that with most traffic) gets adjacent devices.
+    # If several axes share a side, the last of these axes (the axis with most traffic) gets adjacent devices.
     split = torus.reshape(lengths.T.ravel())  # For each side of the torus, a dim for each axis.
     arranged = split.transpose(np.arange(split.ndim).reshape(torus.ndim, len(sizes)).T.ravel()).reshape(sizes)
     for name in RING_AXES:
@@ -271,9 +272,9 @@ class Layout:
     split; in the weight of a linear map (outputs, then inputs) the last one is a contracted dim. If an axis does not
     divide its dim, there are three cases: a dim in `lenient` is not split, a dim in `moving` leaves the axis to another
     dim, and any other dim raises a `ValueError`. `fsdp_axis` needs no entry in `dims`, and splits one dim of every
-    array with at least `smallest` entries. An axis that `moving` frees, and `fsdp_axis`, split the largest dim that
-    they divide and that no other axis splits, but never `layers` or `experts`. If there is no such dim, the axis does
-    not split the array.
+    array with at least `smallest` entries. `fsdp_axis`, and an axis that a dim in `moving` has left, each split the
+    largest dim that the axis divides and that no other axis splits, but never `layers` or `experts`. If there is no
+    such dim, the axis does not split the array.
     """
 
     dims: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -366,7 +367,7 @@ def _array_spec(
     """Return the spec of the array at `path`, with these names of dims and this shape."""
     entries: list[str | None] = [None] * len(shape)
     used_axes: set[str] = set()
-    # Axes that may split any free dim; each splits only arrays with at least this number of entries.
+    # Axes that may split any free dim, each with the number of entries that an array needs to be split.
     any_dim_axes = dict.fromkeys(() if layout.fsdp_axis is None else (layout.fsdp_axis,), layout.smallest)
     for dim in reversed(range(len(shape))):
         axis = layout.dims.get(names[dim])

@@ -64,11 +64,11 @@ class ParallelConfig:
     overlap: Overlap = "none"
     """How a split stream is gathered and scattered: by one collective, or in rings that overlap with the products."""
     context_method: ContextMethod = "ring"
-    """How attention reads other devices' tokens: by a ring of keys and values, a gather of them, or heads (Ulysses)."""
+    """How attention reads other devices' tokens: a ring of keys and values, their gather, or heads (Ulysses)."""
     expert_method: ExpertMethod = "auto"
-    """How tokens reach experts: a gather of all tokens, an exchange of choices (all-to-all), or the cheaper one."""
+    """How tokens reach experts: a gather of all tokens, an exchange of choices (all-to-all), or the cheaper of both."""
     expert_factor: float | None = None
-    """Slots of an exchange, relative to an even load: 1.25 times a device's load or, on CPUs, 2 times a pair's load."""
+    """Slots of an exchange, relative to an even load (default: 1.25 for each device or, on CPUs, 2 for each pair)."""
     schedule: ScheduleName | Maker | Schedule = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
@@ -136,7 +136,7 @@ class Placement(ParallelConfig):
         return "cpu" if device is None else device.platform
 
     def layout(self, *, splits_fsdp: bool) -> Layout:
-        """Return the layout of arrays that `fsdp` does not split or, with `splits_fsdp`, of arrays that it splits."""
+        """Return the layout of arrays; with `splits_fsdp`, the axis `fsdp` splits each array too."""
         tensor_dims = *make_residual_stream(self.residual).split_dims, "vocab"
         dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys(tensor_dims, TENSOR)}
         # The number of stages need not divide the layers of a model in reading order. In pipeline order it does,
@@ -195,7 +195,7 @@ class Placement(ParallelConfig):
 
     @property
     def scatters_layers(self) -> bool:
-        """Whether each layer's gradient is scattered at once; a pipeline does so after its last microbatch."""
+        """Whether each layer's gradient is scattered at once; a pipeline scatters it after the last microbatch."""
         return self.zero == 2 and not self.is_pipelined
 
     @property
@@ -338,7 +338,7 @@ def make_leaves(
 ) -> PyTree:
     """Return a tree like `model` with a `Leaf` for each of its leaves.
 
-    `axes` are those that split the batch's tokens; `stream=None`: nothing is split over `tensor`.
+    `axes` are the mesh axes that split the tokens of the batch. `stream` is None if nothing is split over `tensor`.
     """
     structure = jax.tree.structure(model)
     partial_flags = structure.flatten_up_to(_has_partial_gradient(model, stream))
@@ -376,7 +376,7 @@ def narrower_dtype(compute_dtype: str, dtype: str) -> str:
 
 
 def _is_used_before_cast(model: nn.LanguageModel) -> PyTree:
-    """Flag arrays that are used in their own dtype, before a cast to the compute dtype, and must be gathered in it.
+    """Flag arrays that are used, and must be gathered, in their own dtype, before a cast to the compute dtype.
 
     Routers compute in float32. Position vectors are added, and token vectors scaled, before the cast.
     """
@@ -392,10 +392,10 @@ def _is_used_before_cast(model: nn.LanguageModel) -> PyTree:
 def _has_partial_gradient(model: nn.LanguageModel, stream: ResidualStream | None) -> PyTree:
     """Flag arrays that are replicated over `tensor` and used with split activations, so their gradients are partial.
 
-    With a replicated stream these are the arrays in mixers, feed-forward layers and experts, except for biases that are
-    added after the reduction; and the tables at the ends of the model, of which each device uses a part. User-defined
-    layers may have arrays with a dim `embed`, or without named dims. Their flags stay False: JAX's varying types decide
-    where their gradients are summed.
+    With a replicated stream, these are the arrays in mixers, feed-forward layers and experts (except for biases that
+    are added after the reduction) and the tables at the ends of the model, because each device uses a part of each
+    table. User-defined layers may have arrays with a dim `embed`, or without named dims. Their flags stay False: JAX's
+    varying types decide where their gradients are summed.
     """
     if stream is None or not stream.is_whole:
         return _flag_all(model, stream is not None)
@@ -429,7 +429,7 @@ def _vocabulary_tables(model: nn.LanguageModel) -> list[PyTree]:
 
 
 def _names_split_dims(layer: PyTree) -> PyTree:
-    """Flag arrays of linear maps, and other arrays with named dims of which none is `embed`."""
+    """Flag all arrays of linear maps, and other arrays whose dims have names, but not the name `embed`."""
 
     def flag(node: PyTree, names: PyTree) -> PyTree:
         return _flag_all(node, True) if nn.is_map(node) else bool(names) and "embed" not in names

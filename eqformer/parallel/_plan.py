@@ -47,7 +47,7 @@ class OnDevice:
     """In serving, the number of devices of `tensor` that share each key head and split its cache by rows."""
 
     def parameters(self, model: nn.LanguageModel) -> PyTree:
-        """Return the arrays to differentiate by: the model's shards, typed so that gradients stay partial sums.
+        """Return the arrays that receive gradients: the model's shards, typed so that gradients stay partial sums.
 
         An array is replaced by a gradient proxy, which is zero, if its gradient has a wider dtype, or is split
         (`zero=2`).
@@ -132,7 +132,8 @@ class OnDevice:
 
         def value_of(x: Array, parameter: Array, leaf: Leaf) -> Array | None:
             has_proxy = has_wider_grad(x) or (self.plan.scatters_layers and leaf.fsdp_dim is not None)
-            # Mark as varying outside of the scan over layers. Inside, the weights of each layer would be saved.
+            # Mark as varying outside of the scan over layers. Inside the scan, the marked weights of each layer would
+            # be saved as residuals.
             return vary_like(x, parameter) if has_proxy else None
 
         stack_arrays = [jax.tree.leaves(eqx.filter(tree.blocks, eqx.is_array)) for tree in (shards, stack)]
@@ -180,13 +181,13 @@ class OnDevice:
 
 
 def _stacks(model: nn.LanguageModel) -> list[PyTree]:
-    """Return the stacks of a model, or of a tree like it, and those of its encoder."""
+    """Return the stacks of a model, or of a tree of its structure, and the stacks of its encoder, if it has one."""
     encoder = model.parts.encoder
     return [model.stacks, *([] if encoder is None else [encoder.stacks])]
 
 
 def _set_stacks(model: nn.LanguageModel, stacks: list[PyTree]) -> nn.LanguageModel:
-    """Replace the stacks of a model, and those of its encoder, if it has one."""
+    """Replace the stacks of a model, and the stacks of its encoder, if it has one."""
     model = eqx.tree_at(lambda m: m.stacks, model, stacks[0])
     has_encoder = model.parts.encoder is not None
     return eqx.tree_at(lambda m: m.parts.encoder.stacks, model, stacks[1]) if has_encoder else model
@@ -215,7 +216,7 @@ class Plan(Placement):
         """Return the functions of one device for a global model, or for its shapes.
 
         The model is wrapped for losses in the mode `"train"`, and for generation with caches in the mode `"serve"`. In
-        this mode, `kv_row_shards` devices of `tensor` share each key head and split its cache by rows.
+        the mode `"serve"`, `kv_row_shards` devices of `tensor` share each key head and split its cache by rows.
         """
         return OnDevice(self, self.leaves(model), eqx.filter_eval_shape(lambda: model), mode, kv_row_shards)
 

@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 def connect(coordinator: str | None = None, processes: int | None = None, process_id: int | None = None) -> None:
     """Connect this process to the other processes of a run; call it before JAX creates an array or lists devices.
 
-    Without arguments, the processes are those that a launcher has started: Slurm, Open MPI, Kubernetes or a TPU pod. If
-    there is no launcher, the function does nothing. If the search for a launcher fails, a warning says why.
+    Without arguments, connect the processes that a launcher has started: Slurm, Open MPI, Kubernetes or a TPU pod. If
+    there is no launcher, do nothing. If the search for a launcher fails, a warning says why.
 
     Raises a `ValueError` if the processes cannot connect, or have different numbers of devices.
 
@@ -45,7 +45,7 @@ def connect(coordinator: str | None = None, processes: int | None = None, proces
     if len(set(numbers.values())) > 1:
         raise ValueError(
             f"processes {', '.join(map(str, numbers))} have {', '.join(map(str, numbers.values()))} devices; give each "
-            "process of a run equally many (--simulate or prepare(devices=) on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
+            "process of a run the same number (--simulate or prepare(devices=) on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
         )
 
 
@@ -104,7 +104,7 @@ def on_first_process(action: Callable[[], Result]) -> Result | None:
 
 
 def numbers_from_first_process(action: Callable[[], Sequence[float]], count: int) -> list[float]:
-    """Run `action` in the first process; return its `count` numbers, with equal bits, in all processes.
+    """Run `action` in the first process; return its `count` numbers in all processes, bit for bit the same.
 
     If `action` raises, all processes raise, as in `on_all_processes`.
     """
@@ -132,10 +132,10 @@ def check_alike(values: Mapping[str, object]) -> None:
 
 
 class Votes:
-    """Votes of all processes on stopping: all processes learn at the same step whether any was asked to stop.
+    """Votes of all processes on stopping: all processes learn at the same step whether any process was asked to stop.
 
-    The devices sum the votes of a step while the next step is prepared. No process waits for this sum, so the answer of
-    a step is the result of the previous step.
+    The devices sum the votes of a step while the next step is prepared. No process waits for the sum of the current
+    step, so each step gets the result of the previous step's vote.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh):

@@ -98,7 +98,7 @@ def ring_reduce_scatter(
 
     `compute_term(start, length)` returns `length` entries along `dim`, from index `start`, of this device's term. Each
     piece of the sum passes round the ring towards its device, and every device on the way adds its term. Sums are sent
-    in `dtype` and added in float32 at least. The messages are those of `circulate`, transposed.
+    in `dtype` and added in float32 at least. It sends as many messages, of the same sizes, as `circulate`.
     """
     layout = ring.split_piece(size)
     index = jax.lax.axis_index(ring.axis)
@@ -123,11 +123,12 @@ def shift(tree: PyTree, axis: str, *, name: str = "ring") -> PyTree:
     """Send each array to the next device along `axis`, and from the last device to the first.
 
     `name` is the collective's name in the compiled program. On a mesh with several pipeline stages, the call may be in
-    a branch that the devices of other stages do not take. TPUs permute in any case. XLA's permute on CPUs and GPUs
-    waits for all devices of the program, also for those that take the other branch and never arrive. With several
-    stages, these platforms therefore use collectives that wait only for devices of the axis: two devices swap their
-    arrays; a larger even number of devices swaps in two rounds, first with one neighbor and then with the other; an odd
-    number of devices all-gathers the arrays, and each device keeps the array of the previous device.
+    a branch that the devices of other stages do not take. On TPUs, `shift` is always a permute. On CPUs and GPUs, XLA's
+    permute waits for all devices of the program, even for devices that take the other branch and never call the
+    permute. With several stages, these platforms therefore use collectives that wait only for devices of the axis: two
+    devices swap their arrays; a larger even number of devices swaps in two rounds, first with one neighbor and then
+    with the other; an odd number of devices all-gathers the arrays, and each device keeps the array of the previous
+    device.
     """
     return jax.tree.map(lambda x: send_to_neighbors((x,), axis, 0, name=name)[0], tree)
 
@@ -200,6 +201,6 @@ def _swap(
     pairs: tuple[tuple[int, int], ...],
     is_first: Shaped[Array, ""],
 ) -> Shaped[Array, "..."]:
-    """Return the `x` of the other device of this device's pair; `is_first`: whether this is the pair's first device."""
+    """Return the array of this device's partner; `is_first` says whether this device is the first of its pair."""
     pieces = send.all_to_all(name, jnp.stack([x, x]), axis, 0, 0, groups=pairs)
     return jnp.where(is_first, pieces[1], pieces[0])

@@ -23,7 +23,7 @@ Results = TypeVar("Results")
 
 
 def _send_on(ring: Ring, tree: PyTree) -> PyTree:
-    """Send arrays to the next device of the ring, and return those of the previous device."""
+    """Send arrays to the next device of the ring, and return the arrays of the previous device."""
     return shift(tree, ring.axis, name=ring.name)
 
 
@@ -40,11 +40,12 @@ def ring_attend(
 ) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
     """Return output and logsumexp of the attention to the keys of all devices (Liu et al., arXiv:2310.01889).
 
-    The results are those of `blockwise.attend`. Each device attends to one piece while the next piece arrives, and
-    combines the results of pieces by their logsumexps. Received pieces are not saved. In the backward pass, keys and
-    values pass round the ring again, and each device recomputes probabilities from the total logsumexp. The gradients
-    of a piece pass round the ring too, and reach the piece's device with the last step. For n devices, a device sends
-    n-1 pieces in each pass and, in the backward pass, n-1 gradients of pieces, in the dtypes of the arrays.
+    The results equal the results of `blockwise.attend` for unsplit rows. Each device attends to one piece while the
+    next piece arrives, and combines the results of pieces by their logsumexps. Received pieces are not saved. In the
+    backward pass, keys and values pass round the ring again, and each device recomputes probabilities from the total
+    logsumexp. The gradients of a piece pass round the ring too, and reach the piece's device with the last step. For n
+    devices, a device sends n-1 pieces in each pass and, in the backward pass, n-1 gradients of pieces, in the dtypes of
+    the arrays.
     """
     arrays = blockwise.group_heads(query, key, value, tokens, None)
     arrays = vary(vary_like(arrays, arrays), (ring.axis,))
@@ -83,7 +84,7 @@ def _block_ring_forward(
     settings: blockwise.BlockwiseSettings, ring: Ring, query: Array, key: Array, value: Array, positions: TokenPositions
 ):
     results = _block_ring(settings, ring, query, key, value, positions)
-    output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that save it
+    output, logsum = (checkpoint_name(x, "attended") for x in results)  # Remat policies save this name.
     return (output, logsum), (query, key, value, positions, output, logsum)
 
 
@@ -130,9 +131,10 @@ _block_ring.defvjp(_block_ring_forward, _block_ring_backward)
 
 
 # Attention by kernels, for causal masks and rows in the order of `zigzag`. A device holds an early and a late part of
-# each row. Its queries attend to its own keys under a causal mask. Of the keys of a device before it on the ring, all
-# its queries see the early half, and none sees the late half. Of the keys of a device after it, only its late queries
-# see any, and they see all. So a step needs a causal mask or no mask, and each step but the first is half of the work.
+# each row. Its queries attend to its own keys under a causal mask. If keys come from an earlier device, all queries see
+# the early half of the keys, and no query sees the late half. If keys come from a later device, the late queries see
+# all keys, and the early queries see none. So a step needs a causal mask or no mask, and each step after the first
+# computes half of the scores.
 
 KeyValuePiece = tuple[Array, Array, TokenPositions]
 
@@ -147,7 +149,7 @@ class RingKernels(NamedTuple):
 
 
 def choose_ring_kernels(core: kernels.Operation, devices: int, call: AttentionCall) -> RingKernels | None:
-    """Return the kernels of `core` for both kinds of keys, or None if it has no kernels for them.
+    """Return the kernels of `core` for own and for past keys, or None if `core` does not have both.
 
     Raises a `ValueError` if `core` requires a kernel that does not support the keys.
     """
@@ -180,7 +182,7 @@ def _are_known_pieces(call: AttentionCall, devices: int) -> bool:
 
 
 def _common_kernels(core: kernels.Op, local: AttentionCall, past: AttentionCall) -> RingKernels | None:
-    """Return the kernels of an op on the platforms for which it chooses a kernel for both kinds of keys."""
+    """Return the kernels of an op on the platforms for which the op has kernels for own and for past keys."""
     local_choice, past_choice = (kernels.flash_choice(core.choose(call)) for call in (local, past))
     if local_choice is None or past_choice is None:
         return None
@@ -357,7 +359,7 @@ def _branch_on_step(
     see_early_keys: Callable[[], Results],
     see_by_late_queries: Callable[[], Results],
 ) -> Results:
-    """Return the first function's results if the piece is of a device before this one, else the second's.
+    """Call `see_early_keys` if the piece of this step comes from an earlier device, else `see_by_late_queries`.
 
     In step `s`, a device has the piece of the device `s` places before it on the ring.
     """

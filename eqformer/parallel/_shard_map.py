@@ -1,4 +1,4 @@
-"""`jax.shard_map` for trees with leaves that are not arrays, and the mesh axes over which values inside of it vary."""
+"""A `jax.shard_map` that accepts leaves other than arrays, and helpers for the mesh axes over which values vary."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -20,11 +20,12 @@ def filter_shard_map(
 ) -> Callable[..., PyTree]:
     """Return a function that runs `fn` on each device, with the device's shards of the arrays in the arguments.
 
-    `in_specs` is a tuple with a tree of `PartitionSpec`s for each argument, and `out_specs` is such a tree for the
-    result. A spec may stand for a whole subtree. None means replicated. Leaves that are not arrays are passed to `fn`
-    unchanged, and their specs are ignored. Every mesh axis is manual, and JAX checks over which axes values vary: if a
-    spec says that a result is replicated over an axis, JAX must be able to prove it. The function can be called
-    eagerly, jitted and differentiated. Raises a `ValueError` with the path of the array if a spec does not fit it.
+    `in_specs` is a tuple with a tree of `PartitionSpec`s for each argument, and `out_specs` is a tree of
+    `PartitionSpec`s for the result. A spec may stand for a whole subtree. None means replicated. Leaves that are not
+    arrays are passed to `fn` unchanged, and their specs are ignored. Every mesh axis is manual, and JAX checks over
+    which axes values vary: if a spec says that a result is replicated over an axis, JAX must be able to prove that all
+    devices on the axis hold the same values. The function can be called eagerly, jitted and differentiated. Raises a
+    `ValueError` with the path of the array if a spec does not fit it.
     """
     if not isinstance(in_specs, tuple | list):
         raise ValueError(
@@ -66,15 +67,15 @@ def filter_shard_map(
 
 
 def varying_axes(x: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
-    """Return the manual mesh axes over which an array inside `shard_map` may vary; an empty set outside of it."""
+    """Return the manual mesh axes over which an array may vary; the set is empty outside of `shard_map`."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
     """Mark arrays as varying over `axes` too (`jax.lax.pcast`); values do not change.
 
-    The transpose sums gradients over the added axes. So if a loss is differentiated by a parameter that is already
-    marked, the gradient stays a partial sum on each device, to be reduced once.
+    The transpose sums gradients over the added axes. So if a loss is differentiated with respect to a parameter that
+    was marked before, each device gets a partial sum of the gradient, and the caller reduces the partial sums once.
     """
     new_axes = tuple(axes)
     return jax.tree.map(lambda x: _vary_array(x, new_axes) if eqx.is_array(x) else x, tree)
@@ -95,7 +96,7 @@ def vary_like(tree: PyTree, *examples: PyTree) -> PyTree:
 
 
 def zeros(shapes: PyTree, *dims: int) -> PyTree:
-    """Return zeros of the shapes in a tree, with `dims` in front; they vary over the same axes as the tree's arrays."""
+    """Return zeros of the shapes in a tree, with `dims` in front; each array varies over the axes of its shape."""
 
     def make_zeros(x: ArrayOrShape) -> Array:
         return vary(jnp.zeros((*dims, *x.shape), x.dtype), sorted(varying_axes(x)))
@@ -177,6 +178,6 @@ def _check_result(path: str, leaf: AnyArray, spec: PyTree, sizes: dict[str, int]
     call = _check_spec(f"result {path}".strip(), leaf, spec, sizes)
     if differs := sorted(varying_axes(leaf) - axes_of(spec)):
         raise ValueError(
-            f"{call}, by which it is replicated over the axes {differs}, but it may vary over them; reduce it over "
-            "these axes (for example by jax.lax.psum), or name the axes in the spec."
+            f"{call}, which declares the result replicated over the axes {differs}, but its values may differ over "
+            "these axes; reduce the result over the axes (for example by jax.lax.psum), or name the axes in the spec."
         )

@@ -1,9 +1,10 @@
 """KV caches and recurrent states under a plan: their sharding, and key heads that several devices share.
 
 If there are fewer key heads than devices of `tensor`, several devices use the same key head. The model's key heads are
-then repeated until there is one per device, because a layout cannot give several devices the same slice. The caches are
-not repeated: the devices that share a key head split its cache by batch rows. Before attention they exchange some query
-heads of all rows for all query heads of some rows, and after attention they exchange the outputs back.
+then repeated until there is one key head per device, because a layout cannot give several devices the same slice. The
+caches are not repeated: the devices that share a key head split its cache by batch rows. Before attention, an
+all-to-all between these devices gives each device all of their query heads for its own rows. After attention, a second
+all-to-all returns the outputs.
 """
 
 import dataclasses
@@ -33,8 +34,8 @@ _SPLIT_DIMS = "heads", "kv_heads", "mlp"
 class ShardedCache(eqx.Module):
     """Cache of a model under a plan, made by `Plan.init_cache`, and read and returned by `Plan.run_forward`.
 
-    The static fields are the arguments of `init_cache`, but `capacity` is rounded up to a multiple of the devices that
-    split the slots.
+    The static fields are the arguments of `init_cache`, but `capacity` is rounded up to a multiple of the number of
+    devices that split the slots.
     """
 
     arrays: PyTree
@@ -65,11 +66,11 @@ class CacheLayout:
         return math.prod(self.plan.size(axis) for axis in BATCH_AXES)
 
     def padded_rows(self, batch: int) -> int:
-        """Return `batch` rounded up to a multiple of the devices that split the rows of the batch and of caches."""
+        """Return `batch` rounded up so that all devices that split rows of the batch or of caches get equal parts."""
         return round_to_multiple(batch, self.row_groups * self.kv_row_shards)
 
     def init(self, shapes: PyTree) -> PyTree:
-        """Return empty sharded caches; `shapes` are those of the unsplit caches."""
+        """Return empty sharded caches; `shapes` are the shapes of the unsplit caches."""
         pieces, tensor = self.plan.size(CONTEXT), self.plan.size(TENSOR)
 
         def padded_shape(names: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
@@ -77,7 +78,7 @@ class CacheLayout:
             if "kv_seq" in sizes:
                 sizes["kv_seq"] = round_to_multiple(sizes["kv_seq"], pieces)
             if "kv_heads" in sizes:
-                # A layer that reads another layer's keys has a cache of 0 heads. Give it one head per device to split.
+                # A layer that reads another layer's keys has a cache of 0 heads. Give this cache one head per device.
                 sizes["kv_heads"] = max(sizes["kv_heads"], tensor)
             if "kv_heads" in sizes or self._is_split_by_kv_rows(x):
                 sizes["batch"] //= self.kv_row_shards
@@ -144,7 +145,7 @@ class CacheLayout:
         return jnp.where((index >= 0) & (index < rows), updated, x)
 
     def _is_split_by_kv_rows(self, x: ArrayOrShape) -> bool:
-        """Return whether an array holds token positions, whose rows are split by the devices that share a key head."""
+        """Return whether an array holds token positions, and the devices that share a key head split its rows."""
         return self.kv_row_shards > 1 and nn.is_position_array(x)
 
 
@@ -169,7 +170,7 @@ def run_on_cache_pieces(
 
 
 def check_replicated_mixers(model: nn.LanguageModel) -> None:
-    """Raise a `ValueError` for a mixer that every device runs in full, but whose cache has heads, which are split."""
+    """Raise a `ValueError` if every device runs a mixer in full, although the heads of its cache are split."""
     for path, mixer in replicated_layers(model):
         if not isinstance(mixer, nn.Mixer):
             continue
@@ -224,9 +225,9 @@ def _is_held_by_each_device(names: str, x: ArrayOrShape) -> bool:
 def count_kv_row_shards(model: PyTree, plan: Placement) -> int:
     """Return how many devices of `tensor` share each key head and split its cache by rows; 1 if caches are not split.
 
-    Caches are split if all mixers have the same number of devices per key head, allow it
-    (`MixerFacts.attends_by_rows`), and have no other arrays with a dim of heads, such as sinks. In a pipeline, caches
-    are not split, because microbatches already split the rows.
+    Caches are split by rows if all mixers have the same number of devices per key head, allow the split
+    (`MixerFacts.attends_by_rows`), and have a dim of heads only in their linear maps (sinks, for example, also have
+    one). In a pipeline, caches are not split, because microbatches already split the rows.
     """
     repeats = {_repeats(mixer, plan) for mixer in nn.modules(model, nn.Mixer)}
     if plan.size(PIPE) > 1 or len(repeats) != 1:
@@ -271,7 +272,7 @@ def _is_mixer(node: object) -> bool:
 
 
 def _has_only_maps(node: PyTree, names: PyTree) -> bool:
-    """Return whether a node is no mixer, or a mixer that attends by rows and has heads only in its maps."""
+    """Return True for a mixer that attends by rows and has heads only in its maps, and for a node that is no mixer."""
     if not _is_mixer(node):
         return True
     if not node.facts().attends_by_rows:

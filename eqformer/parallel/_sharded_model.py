@@ -1,4 +1,4 @@
-"""Models that are sharded by a plan for generation, and called like the model itself."""
+"""A model that a plan shards for generation; it is called like the unsharded model."""
 
 import abc
 import dataclasses
@@ -42,7 +42,7 @@ class DistributedModel(eqx.Module):
     def decode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch vocab"], PyTree]:
-        """Return the logits of the token after the last one of each row, and the cache with the tokens stored."""
+        """Return the logits of the token that follows each row, and the cache with the tokens stored."""
         hidden, cache, _ = self.encode(ids, tokens, cache)
         return self.unembed(hidden[:, -1]), cache
 
@@ -124,7 +124,7 @@ class ShardedModel(DistributedModel):
     def decode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch vocab"], PyTree]:
-        """Return the logits of the token after the last one of each row, and the cache with the tokens stored.
+        """Return the logits of the token that follows each row, and the cache with the tokens stored.
 
         Each device encodes and unembeds in one `shard_map`.
         """
@@ -144,7 +144,7 @@ class ShardedModel(DistributedModel):
     def predict(
         self, ids: Int[Array, "batch seq"], hidden: Float[Array, "batch seq embed"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
-        """Return the results of `Transformer.predict`; `cache` is that of `init_predictor_cache`."""
+        """Return the results of `Transformer.predict`; `init_predictor_cache` makes the first `cache`."""
         if self.predictor is None:
             raise ValueError("ShardedModel.predict: the model has no predictor; load or build it with predictor=True.")
         return self._run_with_cache(nn.Transformer.predict, ids, (hidden,), tokens, cache)
@@ -180,12 +180,12 @@ class ShardedModel(DistributedModel):
         return self._layout.init(shapes[: len(shapes) - self.predictor_stacks])
 
     def init_predictor_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
-        """Return an empty sharded cache for the predictor's layers; the arguments are those of `init_cache`."""
+        """Return an empty sharded cache for the predictor's layers; for the arguments see `init_cache`."""
         shapes = self._unsharded_caches(batch, capacity, dtype, rollback)
         return self._layout.init(shapes[len(shapes) - self.predictor_stacks :])
 
     def _unsharded_caches(self, batch: int, capacity: int, dtype: str | None, rollback: int) -> PyTree:
-        """Return the shapes of the unsplit caches of all stacks, the predictor's last."""
+        """Return the shapes of the unsplit caches of all stacks; the predictor's stacks are last."""
         rows = self._layout.padded_rows(batch)
         return eqx.filter_eval_shape(lambda: self.model.init_cache(rows, capacity, dtype, rollback=rollback))
 

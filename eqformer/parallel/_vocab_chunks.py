@@ -26,7 +26,8 @@ WHOLE_HEAD_BYTES = 2**30
 WHOLE_TIED_BYTES = 2**32
 """Bytes of a tied table's float32 gradient up to which the table is not chunked.
 
-The limit is higher than that of a head, because chunks are gathered and scattered twice: for lookups and for logits.
+The limit is higher than for an untied head, because chunks are gathered and scattered twice: for lookups and for
+logits.
 """
 
 LookupSettings = tuple[int, str, int, TorusSteps]
@@ -36,9 +37,9 @@ LookupSettings = tuple[int, str, int, TorusSteps]
 class ShardedTable(nn.Module):
     """Vocabulary table that is split over `fsdp`, and gathered in chunks.
 
-    `slice` is this device's slice along `dim`. If `value` is set, it is the slice instead, and `slice` is its gradient
-    proxy. A chunk consists of `rows` rows of every device's slice. Chunks are gathered in `gather_dtype`, in the given
-    `steps`. Their gradients are summed over tokens and devices in float32 at least.
+    `slice` is this device's slice along `dim`. If `value` is set, `value` is the slice instead, and `slice` is the
+    gradient proxy of `value`. A chunk consists of `rows` rows of every device's slice. Chunks are gathered in
+    `gather_dtype`, in the given `steps`. Their gradients are summed over tokens and devices in float32 at least.
     """
 
     slice: Float[Array, "some_vocab some_embed"]
@@ -204,7 +205,8 @@ def _split_rows(table: Array, rows: int) -> Float[Array, "chunks rows some_embed
 def _locate_ids(table: Array, dim: int, rows: int, ids: Array) -> tuple[Array, Array]:
     """Return for each id the number of its chunk, -1 if the id is outside of the table, and its row in this chunk.
 
-    The row is that in the gathered chunk, in which the rows of the devices follow each other.
+    The row is counted in the gathered chunk, which has the rows of the first device, then the rows of the second, and
+    so on.
     """
     slice_rows = len(table)
     # If devices hold slices of features (`dim` is 1), each has all rows, and `device` is 0 for all ids of the table.
@@ -270,7 +272,7 @@ def with_chunked_tables(
     Args:
         model: The model with gathered arrays.
         shards: The model with this device's slices of the arrays.
-        parameters: The arrays to differentiate by: slices, or gradient proxies for slices.
+        parameters: The arrays that receive gradients: slices, or gradient proxies for slices.
         leaves: The plan's `Leaf` of each array.
         shapes: Shapes of the unsplit model.
         steps: Steps in which chunks are gathered and scattered (`Placement.torus_steps`).

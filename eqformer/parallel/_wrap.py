@@ -1,4 +1,4 @@
-"""Wrap a model's modules for one device of the mesh, by the `nn` class (`Mixer`, `Norm`, ...) of each module."""
+"""Wrap each module of a model for one device of the mesh; the module's `nn` class selects the wrapper."""
 
 import functools
 import operator
@@ -34,10 +34,10 @@ def split_over_tensor(
 ) -> nn.LanguageModel:
     """Wrap a model for a device of the axis `tensor`, with a residual stream between its layers.
 
-    `specs` and `shapes` are those of the global model. Wrappers change neither the values of the stacks' arrays nor
-    the order of these arrays among the tree's leaves. In the mode `"train"` the final norm gathers the stream for the
-    head. In `"serve"` the stream is replicated, and so is the final norm's output. `kv_row_shards` is the number of
-    devices that share each key head and split its cache by rows, see `TensorParallelLayer`.
+    `specs` and `shapes` describe the arrays of the global model. Wrappers change neither the values of the stacks'
+    arrays nor the order of these arrays among the tree's leaves. In the mode `"train"` the final norm gathers the
+    stream for the head. In `"serve"` the stream is replicated, and so is the final norm's output. `kv_row_shards` is
+    the number of devices that share each key head and split its cache by rows, see `TensorParallelLayer`.
     """
     kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.StreamMap, nn.ExpertMixture, tensor.ReplicatedLayer)
     names = nn.dims(shapes)
@@ -92,7 +92,7 @@ def split_over_tensor(
 
 
 def split_over_context(model: PyTree, method: str, mode: Mode = "train") -> PyTree:
-    """Replace every attention core by one that takes a segment of each sequence and attends to all segments.
+    """Replace every attention core by a core that takes a segment of each sequence and attends to all segments.
 
     In the mode `"serve"` only the KV cache is split: every device has all query tokens. Raises a `ValueError` if the
     model has a mixer that needs whole sequences, such as a recurrence.
@@ -116,13 +116,13 @@ def _is_unwrapped_mixer(node: object) -> bool:
 
 
 def split_mixtures(model: PyTree, method: str, exchange: Exchange, stream: ResidualStream | None) -> PyTree:
-    """Replace every mixture of experts by a `SplitMixture`, which holds this device's experts and takes its tokens."""
+    """Replace every mixture of experts by a `SplitMixture`, with this device's experts, for this device's tokens."""
     split = functools.partial(SplitMixture, method=method, exchange=exchange, stream=stream)
     return nn.map_modules(split, model, nn.ExpertMixture)
 
 
 def _replicate_plain_layer(module: PyTree, spec: PyTree, field: str, stream: ResidualStream) -> PyTree:
-    """Wrap the layer in a module's field to run in full on every device, if the layer is of no `nn` layer class."""
+    """Wrap the layer in a module's field to run in full on every device, unless the layer is of an `nn` layer class."""
     layer = getattr(module, field)
     if not tensor.is_plain(layer):
         return module
@@ -131,20 +131,21 @@ def _replicate_plain_layer(module: PyTree, spec: PyTree, field: str, stream: Res
 
 
 def _replicate_layer(layer: Callable[..., PyTree], spec: PyTree, stream: ResidualStream) -> Callable[..., PyTree]:
-    """Wrap a layer that needs gathered features or arrays; return it unchanged if the device holds all of them."""
+    """Wrap a layer that needs gathered features or arrays; return other layers unchanged."""
     sliced = gather_when_called(layer, spec)
     return tensor.ReplicatedLayer(sliced, stream) if stream.splits_features or sliced.is_split else layer
 
 
 def gather_when_called(module: PyTree, specs: PyTree) -> tensor.Sliced:
-    """Wrap a module so that its arrays that the axis `tensor` splits are gathered when the module is called."""
+    """Wrap a module to gather, at each call, the arrays that are split over the axis `tensor`."""
     structure = jax.tree.structure(module)
     rows = zip(structure.flatten_up_to(module), structure.flatten_up_to(specs), strict=True)
     dims: list[int | None] = []
     for x, spec in rows:
         if eqx.is_array(x):
             dim = dim_over(spec, TENSOR)
-            # Counted from the end: in a stack the module runs on a layer's arrays, without the dim `layers` in front.
+            # Count dims from the end, because in a stack the module runs on one layer's arrays, without the dim
+            # `layers`.
             dims.append(None if dim is None else dim - x.ndim)
     return tensor.Sliced(module, tuple(dims))
 

@@ -241,7 +241,7 @@ def test_a_plan_takes_a_name_a_function_or_a_table():
     assert make_schedule(gpipe, stages=2, microbatches=3).name == "gpipe"
     with pytest.raises(ValueError, match="'1f1b' is for stages=2 and microbatches=4, but stages=2 and microbatches=8"):
         make_schedule(table, stages=2, microbatches=8)
-    with pytest.raises(ValueError, match="custom schedule sets .* but chunks=2; leave"):
+    with pytest.raises(ValueError, match="custom schedule sets .* but chunks=2; give chunks=1"):
         make_schedule(table, stages=2, microbatches=4, chunks=2)
     with pytest.raises(ValueError, match="one backward entry, but there is none"):
         make_schedule(dataclasses.replace(table, backward=np.full_like(table.backward, IDLE)), stages=2, microbatches=4)

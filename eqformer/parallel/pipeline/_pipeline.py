@@ -63,10 +63,11 @@ def pipeline_gradients(
         stage: Function of the layers of a part, `x` and a microbatch.
         last: Function of `edges`, `x` and a microbatch: the model after the layers, and the loss.
         parameters: `(edges, blocks)`: `edges` are replicated over the axis `pipe`. `blocks` are this device's layers:
-            the leading dim of each array has the layers of the device's first chunk, then those of the next, and so on.
+            the leading dim of each array has the layers of the device's first chunk, then the layers of its next chunk,
+            and so on.
         data: Arrays with a leading dim `microbatches`, replicated over the axis.
         has_aux: Whether a stage returns `(x, aux)`, where `aux` has values of `nn.Aux` with a leading dim of layers.
-            The losses of the aux are added to the loss sum, and its sum over microbatches is returned.
+            The losses in `aux` are added to the loss sum, and the sum of `aux` over microbatches is returned.
         remat: Whether a part runs forward again in its backward entry.
         seed: Cotangent of the loss sum.
     """
@@ -370,7 +371,7 @@ def _sum_over_stages(sums: PyTree) -> PyTree:
 
 
 def _check_data(schedule: Schedule, blocks: PyTree, data: PyTree) -> None:
-    """Raise a `ValueError` unless chunks have equally many layers and the data have one piece per microbatch."""
+    """Raise a `ValueError` unless all chunks have the same number of layers, and the data one piece per microbatch."""
     call = f"pipeline_gradients(schedule={schedule.name!r})"
     for leaf in jax.tree.leaves(data):
         if leaf.shape[:1] != (schedule.microbatches,):

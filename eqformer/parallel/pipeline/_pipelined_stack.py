@@ -1,7 +1,7 @@
 """Stacks of layers over the stages of a pipeline: the placement of layers on devices, and the forward pass.
 
-The layers of a stack are rows of its arrays. All devices hold equally many rows. If devices have unequal numbers of
-layers, some rows are padding, which the devices skip.
+The layers of a stack are rows of its arrays. All devices hold the same number of rows. If devices have unequal numbers
+of layers, some rows are padding, which the devices skip.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def check_depth(layers: int, stages: int, chunks: int = 1) -> None:
 
 
 def count_layers(depths: Sequence[int], parts: int) -> Int[np.ndarray, "stacks parts"]:
-    """Return the number of layers of each stack in each part; `depths` are those of consecutive stacks.
+    """Return the number of layers of each stack in each part; `depths` lists the layers of each stack.
 
     The layers of all stacks together are divided equally between the parts. A remainder goes to the first parts, one
     layer each, because the last part also computes the loss.
@@ -73,7 +73,8 @@ def count_layers(depths: Sequence[int], parts: int) -> Int[np.ndarray, "stacks p
 def place_layers(depths: Sequence[int], part_of: PartOf) -> list[LayerRows]:
     """Return the rows of each stack, ordered by device and then by chunk.
 
-    All parts have as many rows of a stack as its largest part has layers, so that devices hold equally many rows.
+    Every part gets as many rows of a stack as the part with the most layers of the stack, so that all devices hold the
+    same number of rows.
     """
     check_depth(sum(depths), *part_of.shape)
     placements = []
@@ -96,8 +97,8 @@ def layer_order(layers: int, part_of: PartOf) -> Int[np.ndarray, "rows"]:
 def take_layer_rows(x: Array | jax.ShapeDtypeStruct, order: Int[np.ndarray, "rows"]) -> Array | jax.ShapeDtypeStruct:
     """Return the rows of an array, or of its shape, in the given order; zeros for numbers beyond the last row.
 
-    Outside of `jit`, the function waits for the result. On simulated devices, many programs in flight, each waiting for
-    messages, could otherwise occupy all threads.
+    Outside of `jit`, the function waits for the result. Otherwise, on simulated devices, unfinished programs that wait
+    for messages could occupy all threads.
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(order), *x.shape[1:]), x.dtype)
@@ -199,7 +200,7 @@ class PaddedBlock(nn.Module):
 def skip_padding(stacks: Sequence[nn.LayerStack], rows: Sequence[int], part_of: PartOf) -> tuple[nn.LayerStack, ...]:
     """Wrap the blocks of each stack that has padding in a `PaddedBlock`.
 
-    `stacks` are this device's. `rows` has the number of rows of each stack on all devices together.
+    `stacks` are the stacks of this device. `rows` has the number of rows of each stack on all devices together.
     """
     placements, padded = place_layers([stack.depth for stack in stacks], part_of), []
     for stack, row_count, placement in zip(stacks, rows, placements, strict=True):
@@ -214,10 +215,10 @@ def skip_padding(stacks: Sequence[nn.LayerStack], rows: Sequence[int], part_of: 
 class PipelinedStack(nn.Module):
     """Stack of layers that is split over the axis `pipe`, and runs on one microbatch after the other.
 
-    `inner` has this device's layers, which are a stage. With m microbatches and p stages, a forward pass has
-    `m + p - 1` ticks. In tick `t`, stage `i` runs its layers on microbatch `t - i`, or is idle if there is no such
-    microbatch. `order[i]` is the device of stage `i`, by default device `i`. The backward pass is that of GPipe: stages
-    run in reverse order. It recomputes the layers from the stage's inputs, which are saved for each tick.
+    `inner` has this device's layers, which are a stage. With m microbatches and p stages, a forward pass has m + p - 1
+    ticks. In tick `t`, stage `i` runs its layers on microbatch `t - i`, or is idle if there is no such microbatch.
+    `order[i]` is the device of stage `i`, by default device `i`. As in GPipe, the backward pass runs the stages in
+    reverse order. It recomputes the layers from the stage's inputs, which are saved for each tick.
 
     The batch rows of the input and of the output are replicated over the axis, or split over it if `splits_rows`. If
     they are split, each device holds a buffer with its microbatches. In each tick every device sends a microbatch of
@@ -308,8 +309,8 @@ class PipelinedStack(nn.Module):
         call = f"PipelinedStack(microbatches={self.microbatches})"
         if self.splits_rows and self.microbatches % stages:
             raise ValueError(
-                f"{call}: with splits_rows each of {stages} stages holds equally many microbatches; take a multiple of "
-                f"{stages}, such as {-(-self.microbatches // stages) * stages}."
+                f"{call}: with splits_rows each of {stages} stages holds the same number of microbatches; take a "
+                f"multiple of {stages}, such as {-(-self.microbatches // stages) * stages}."
             )
         count = self.microbatches // stages if self.splits_rows else self.microbatches
         if rows % count:
@@ -360,8 +361,8 @@ def pipelined_rounds(
 ) -> tuple[PipelinedStack, ...]:
     """Split a forward pass over `stacks` into rounds, and return the rounds in order.
 
-    A round runs one chunk of every device, with the same number on all devices. A stack has a round for each chunk that
-    holds any of its layers.
+    A round runs the chunk with the same number on every device. A stack has a round for each number whose chunks hold
+    layers of the stack.
     """
     counts = count_layers([stack.depth for stack in stacks], schedule.parts)
     # Stages of a `Schedule` are devices. Stages of a `PipelinedStack` are positions; `order` maps positions to devices.

@@ -9,7 +9,7 @@ its type: indices of a mixture's tokens are not typed as varying over `pipe`, al
 The backward pass through `y = W x` needs only `W` to compute `dx`. The weight gradient, the product `dy x^T`, can be
 computed in a later entry if `x` and `dy` are stored. For this, each `nn.DenseMap` of the blocks is replaced by a map
 with two more inputs, called probes. Probes are zero and do not change the result, but the map's custom backward pass
-returns `x` and `dy` as their gradients. A scan over layers stacks them like all gradients.
+returns `x` and `dy` as their gradients. A scan over layers stacks these gradients like all others.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ from ._schedule import IDLE
 class ResidualPacker:
     """Conversion between the results of a forward pass and a list of its residuals.
 
-    `run()` returns the results of a pass and all its inputs. It is traced once, and not run, but results that depend on
-    no input are computed. The attribute `shapes` has the shapes of the residuals.
+    `run()` returns the results of a pass and all its inputs. It is only traced, once. Results that depend on no input
+    are computed and kept. The attribute `shapes` has the shapes of the residuals.
     """
 
     def __init__(self, run: Callable[[], tuple[PyTree, PyTree]]):
@@ -221,7 +221,7 @@ class RecordingMap(MapWrapper):
 
 
 class DeferredMap(MapWrapper):
-    """Wrapper of a map whose weight gets no gradient; its probes get the input and the output's cotangent."""
+    """Wrapper of a map whose weight gets no gradient; its probes get the map's input and the output's cotangent."""
 
     input_probe: Float[Array, "..."]
     output_probe: Float[Array, "..."]
@@ -297,7 +297,7 @@ def defer_maps(blocks: PyTree, deferrable: dict[int, ProbeShapes]) -> PyTree:
 
 
 def flag_differentiated(blocks: PyTree) -> PyTree:
-    """Flag the leaves by which a backward pass differentiates.
+    """Flag the leaves for which a backward pass computes gradients.
 
     These are all floating-point arrays except the weights of `DeferredMap`s and the values of gradient proxies.
     """

@@ -12,7 +12,7 @@ from ..._shapes import Array
 
 
 IDLE = -1
-"""Value of a table in which a device has nothing to do."""
+"""Entry of a table for a tick in which a device has nothing to do."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,7 +27,8 @@ class Schedule:
     An entry of a table is `chunk * microbatches + microbatch`, or `IDLE`. Within a tick, a device runs its forward
     entry, then its backward entry, then its weight entry; its messages arrive before the next tick. If the table
     `weight` has no entries, a backward entry computes the gradients of both inputs and weights. Otherwise a backward
-    entry computes the gradients of inputs, and a weight entry in the same tick or later computes those of weights.
+    entry computes the gradients of inputs, and a weight entry in the same tick or later computes the gradients of
+    weights.
     """
 
     name: str
@@ -121,9 +122,10 @@ def check_schedule(schedule: Schedule) -> None:
     """Raise a `ValueError` for a table that leaves out work, repeats work, or does work before its input exists.
 
     On every stage, each microbatch of each chunk needs one forward and one backward entry, and one weight entry if the
-    schedule is split. The forward entry of a part must be in a later tick than that of the previous part, and the
-    backward entry in a later tick than that of the next part. The last part's forward and backward entries may share a
-    tick, and so may a backward entry and its weight entry. The error names the tick, stage, microbatch, chunk and rule.
+    schedule is split. The forward entry of a part must be in a later tick than the forward entry of the previous part.
+    The backward entry must be in a later tick than the backward entry of the next part. The last part's forward and
+    backward entries may share a tick, and so may a backward entry and its weight entry. The error names the tick,
+    stage, microbatch, chunk and rule.
     """
     entry_ticks(schedule)
 
@@ -131,8 +133,8 @@ def check_schedule(schedule: Schedule) -> None:
 def entry_ticks(schedule: Schedule) -> tuple[Int[np.ndarray, "parts microbatches"], ...]:
     """Return the ticks of each part's forward, backward and weight entries, after checking the schedule.
 
-    If the schedule is not split, the ticks of backward entries are also returned as those of weight entries. Raises the
-    errors of `check_schedule`.
+    If the schedule is not split, the third result is the second: backward entries compute weight gradients too. Raises
+    the errors of `check_schedule`.
     """
     forward, backward = _find_ticks(schedule, "forward"), _find_ticks(schedule, "backward")
     _check_order(schedule, forward[1:], forward[:-1], "forward", "the forward entry of the previous part", first_part=1)
@@ -231,7 +233,7 @@ class Arrival(NamedTuple):
 
 
 class TickActions(NamedTuple):
-    """Entries of a device in a tick and the slots that they use; `IDLE` if there is none.
+    """Entries of a device in a tick and the slots that they use; `IDLE` stands for no entry, and for no slot.
 
     The fields of `Routes.actions` are tables of shape `ticks stages`. Within a tick, the order of actions is forward,
     backward, weight, and last the arrivals, which have an item for each of `Routes.links`.

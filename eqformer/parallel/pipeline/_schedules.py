@@ -113,10 +113,10 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 def one_f_one_b(stages: int, microbatches: int, *, fused: bool = True) -> Schedule:
     """Make 1F1B: forwards and backwards alternate once the first backward can run (Narayanan et al. 2020).
 
-    The bubble is (p-1)(F+B+W). If `fused`, a tick holds a forward and a backward of different microbatches. There are
-    `m+2(p-1)` ticks, the bubble is that of lock-step, for any ratio of B to F, and device i holds the inputs of
-    `min(m, 2(p-1-i)+1)` microbatches. If not `fused`, a tick holds one entry, the bubble is that without lock-step,
-    and device i holds the inputs of `min(m, p-i)` microbatches.
+    The bubble is (p-1)(F+B+W). If `fused`, a tick holds a forward and a backward of different microbatches. The bubble
+    is then the same in lock-step, for any ratio of B to F. There are `m+2(p-1)` ticks, and device i holds the inputs of
+    `min(m, 2(p-1-i)+1)` microbatches. If not `fused`, a tick holds one entry, and the formula for the bubble holds only
+    without lock-step. Device i then holds the inputs of `min(m, p-i)` microbatches.
     """
     check_counts("one_f_one_b", stages, microbatches)
     if fused:
@@ -132,8 +132,9 @@ def interleaved(stages: int, microbatches: int, chunks: int, *, fused: bool = Tr
 
     The bubble is (p-1)(F+B+W)/v. Device i holds the inputs of `min(mv, 2(p-1-i)+(v-1)p+1)` pairs of microbatch and
     chunk, where a chunk is 1/v of the device's layers. If `fused`, a tick holds a forward and a backward, there are
-    `mv+(v+1)p-2` ticks, and the bubble is that of lock-step, for any ratio of B to F. If not `fused`, a tick holds one
-    entry, and the bubble is that without lock-step. The number of microbatches must be a multiple of the stages.
+    `mv+(v+1)p-2` ticks, and the bubble is the same in lock-step, for any ratio of B to F. If not `fused`, a tick holds
+    one entry, and the formula for the bubble holds only without lock-step. The number of microbatches must be a
+    multiple of the number of stages.
     """
     check_counts("interleaved", stages, microbatches, chunks)
     if microbatches % stages:
@@ -155,8 +156,8 @@ def looping(stages: int, microbatches: int, chunks: int) -> Schedule:
 
     The bubble is (p-1)(F+B+W)/v, in `2(mv+p-1)` ticks. Every device holds the inputs of all mv pairs of microbatch and
     chunk. A chunk's forwards are consecutive, and so are its backwards. Fully sharded parameters could therefore be
-    gathered twice, and their gradients reduced once, in a step. The schedule needs m >= p: a device ends a chunk after
-    m forwards, and the first microbatch returns to it after p.
+    gathered twice, and their gradients reduced once, in a step. The schedule needs m >= p: a device needs m ticks for a
+    chunk, and the first microbatch returns to the device after p ticks.
     """
     check_counts("looping", stages, microbatches, chunks)
     if microbatches < stages:
@@ -173,8 +174,9 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
 
     With m >= p, the bubble without lock-step is (p-1) max(F, B, F+B-W), which is the paper's (p-1)(F+B-W) if W is at
     most F and at most B. Device i computes weight gradients i microbatches after their backwards: it holds the inputs
-    of p-i microbatches that wait for their backward, and of i that wait for their weight entry, p in all. A tick holds
-    one entry, and there are `3m+p-1` ticks. Fewer microbatches are possible, with a larger bubble.
+    of p-i microbatches that wait for their backward, and of i microbatches that wait for their weight entry: p
+    microbatches in all. A tick holds one entry, and there are `3m+p-1` ticks. Fewer microbatches are possible, with a
+    larger bubble.
     """
     check_counts("zero_bubble", stages, microbatches)
     orders: list[WorkOrder] = []
@@ -198,7 +200,7 @@ def _chunk_order(microbatches: int, chunks: int, group_size: int, *, backward: b
 
 
 def _wave_schedule(name: str, stages: int, microbatches: int, *, chunks: int, group_size: int, phases: int) -> Schedule:
-    """Make a schedule in which each device runs its forwards without a gap, and also its backwards.
+    """Make a schedule in which each device runs all its forwards in consecutive ticks, and likewise its backwards.
 
     Each device begins its forwards one tick after the previous device, and its backwards one tick after the next
     device. With one phase, backwards begin in the tick in which the model's last part has its first forward. With two
@@ -255,9 +257,9 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
     """Make ZB-V, zero-bubble over a V (Qi et al. 2023, section 6), called V-ZB in Qi et al. 2024 (arXiv:2405.15362).
 
     With m >= 2p-1 and W <= F <= B, the bubble without lock-step is (p-1) max(B, 2(B-W)) / 2. With F = B = W this is
-    half of `zero_bubble`'s, and device i is idle only for i ticks at the start and p-1-i ticks at the end. A device
-    holds the inputs of at most p microbatches, as in 1F1B, including those that wait for their weight entry. A tick
-    holds one entry, and there are `6m+p-1` ticks. Fewer microbatches are possible, with a larger bubble.
+    half of the bubble of `zero_bubble`, and device i is idle only for i ticks at the start and p-1-i ticks at the end.
+    A device holds the inputs of at most p microbatches, as in 1F1B, including those that wait for their weight entry. A
+    tick holds one entry, and there are `6m+p-1` ticks. Fewer microbatches are possible, with a larger bubble.
     """
     check_counts("zero_bubble_v", stages, microbatches)
     orders = []
@@ -281,11 +283,11 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 
     A forward of one chunk shares a tick with a backward of the other chunk and its weight entry, for a different
     microbatch. So with m >= 2p, the idle time in lock-step does not grow with m, for any F, B and W. Choose this
-    schedule if F, B and W differ and m is large. The published bubble without lock-step is (p-1)(F+2B-W) / 2; here it
-    is no larger, because a backward entry sends its message before the weight gradients are computed. A device holds
-    the inputs of at most `p + 1/2` microbatches. Of these, at most i+1 pairs of microbatch and chunk wait for their
-    weight entry, against 2i+1 pairs in `zero_bubble_v`. There are `2m+5p-2` ticks. Fewer microbatches are possible,
-    with a larger bubble.
+    schedule if F, B and W differ and m is large. The published bubble without lock-step is (p-1)(F+2B-W) / 2; the
+    bubble here is no larger, because a backward entry sends its message before the weight gradients are computed. A
+    device holds the inputs of at most `p + 1/2` microbatches. Of these, at most i+1 pairs of microbatch and chunk wait
+    for their weight entry, against 2i+1 pairs in `zero_bubble_v`. There are `2m+5p-2` ticks. Fewer microbatches are
+    possible, with a larger bubble.
     """
     check_counts("dualpipe_v", stages, microbatches)
     orders = []
@@ -312,7 +314,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 
 
 class _DeviceOrder:
-    """Builder of the order of a device's work, in which each kind of work on each chunk counts its microbatches."""
+    """Builder of a device's work order, which counts the microbatches of each kind of work on each chunk."""
 
     def __init__(self, microbatches: int):
         self.microbatches, self.order = microbatches, list[tuple[Work, ...]]()
@@ -321,8 +323,8 @@ class _DeviceOrder:
     def append(self, *groups: ChunkWork | tuple[ChunkWork, ...], times: int = 1) -> None:
         """Append groups of work `times` times; the entries of a tuple share a tick.
 
-        Each entry is for the next microbatch of its kind of work and chunk. It is left out if there is no such
-        microbatch.
+        Each entry is for the next microbatch of its kind of work and chunk. An entry after the last microbatch is left
+        out.
         """
         for group in groups * times:
             entries = cast(tuple[ChunkWork, ...], group if isinstance(group[0], tuple) else (group,))
@@ -361,8 +363,8 @@ SCHEDULES: Mapping[str, NamedSchedule] = {
 def make_schedule(name: str | Maker | Schedule, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Return a schedule from its name in `SCHEDULES`, from a function that makes it, or from a finished table.
 
-    A function is called with the numbers of stages and microbatches. Only names take `chunks`. Raises a `ValueError` if
-    the numbers break a rule of the schedule.
+    A function is called with the numbers of stages and microbatches. Only schedules given by name take `chunks`. Raises
+    a `ValueError` if the numbers break a rule of the schedule.
     """
     if not isinstance(name, str):
         return _check_custom(name, stages, microbatches, chunks)
@@ -384,7 +386,7 @@ def _check_custom(schedule: Maker | Schedule, stages: int, microbatches: int, ch
     """Return the table of a user's schedule, which may be a function, after checking it."""
     if chunks != 1:
         raise ValueError(
-            f"make_schedule: a custom schedule sets its number of chunks itself, but chunks={chunks}; leave it at 1."
+            f"make_schedule: a custom schedule sets its number of chunks itself, but chunks={chunks}; give chunks=1."
         )
     table = schedule if isinstance(schedule, Schedule) else schedule(stages, microbatches)
     if (table.stages, table.microbatches) != (stages, microbatches):

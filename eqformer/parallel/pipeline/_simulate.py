@@ -21,7 +21,7 @@ FORWARD, BACKWARD, WEIGHT = range(3)
 class Entries:
     """All entries of a schedule's tables, as one array for each property.
 
-    They are sorted by tick; within a tick, forward entries come first, then backward entries, then weight entries.
+    Entries are sorted by tick; within a tick, forward entries come first, then backward entries, then weight entries.
     `kind` is `FORWARD`, `BACKWARD` or `WEIGHT`.
     """
 
@@ -34,7 +34,7 @@ class Entries:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timing:
-    """Start and end time of each entry, either in lock-step or without."""
+    """Start and end time of each entry, either in lock-step or asynchronously."""
 
     starts: Float[np.ndarray, "entries"]
     ends: Float[np.ndarray, "entries"]
@@ -108,9 +108,9 @@ def simulate(schedule: Schedule, *, forward: float = 1.0, backward: float = 1.0,
     """Check a schedule, and compute its times, bubble, memory and messages.
 
     `forward`, `backward` and `weight` are the times F, B and W that a device needs for one microbatch and all v of its
-    chunks. B is the time of the gradients of inputs alone, and W that of weights. Each entry is for one chunk, so it
-    takes F/v, B/v or W/v; in a schedule that is not split, a backward entry takes (B+W)/v. Sending takes no time.
-    Raises the `ValueError` of `check_schedule`.
+    chunks. B is the time for the gradients of inputs alone, and W the time for the gradients of weights. Each entry is
+    for one chunk, so it takes F/v, B/v or W/v; in a schedule that is not split, a backward entry takes (B+W)/v. Sending
+    takes no time. Raises the `ValueError` of `check_schedule`.
     """
     if min(forward, backward, weight) < 0 or forward + backward + weight == 0:
         raise ValueError(
@@ -204,8 +204,8 @@ def draw_timeline(
 
     `F3>>` is the forward of microbatch 3, `B3--` its backward, and `W3==` its weight entry, as wide as the time that it
     takes. Dots are idle time. With several chunks, a letter names the chunk: `F3a` for the first. The scale is the
-    smallest on which every label fits. The costs are those of `simulate`; entries that take no time are not drawn.
-    `clock` says whether devices run in lock-step, as in the executor, or start as soon as inputs arrive.
+    smallest on which every label fits. For the costs see `simulate`; entries that take no time are not drawn. `clock`
+    says whether devices run in lock-step, as in the executor, or start as soon as inputs arrive.
     """
     simulation = simulate(schedule, forward=forward, backward=backward, weight=weight)
     entries, timing = simulation.entries, getattr(simulation, clock)

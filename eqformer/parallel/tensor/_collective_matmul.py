@@ -67,9 +67,9 @@ def all_gather_matmul(
     gathered `x`: in the backward pass, the pieces pass round the ring again for the weight gradients. Only reverse-mode
     differentiation is supported.
 
-    On CPUs and GPUs, inside the stages of a pipeline, other collectives replace the ring's permutes (see `shift`). An
-    even number of devices above two then sends twice as many bytes with `"ring"`, and no more with `"bidirectional"`.
-    An odd number of devices all-gathers in each of the `n-1` steps, and sends `n-1` times as many bytes.
+    On CPUs and GPUs, inside the stages of a pipeline, other collectives replace the ring's permutes (see `shift`). With
+    an even number of devices above two, `"ring"` then sends twice as many bytes, and `"bidirectional"` sends no more
+    than on TPUs. An odd number of devices all-gathers in each of the `n-1` steps, and sends `n-1` times as many bytes.
 
     Args:
         x: This device's piece of the sequence.
@@ -113,7 +113,7 @@ def matmul_reduce_scatter(
         weight: This device's slice of the weight.
         axis: The mesh axis that splits `inputs`, and the result.
         scatter: The dim of the result that is split over the axis: the sequence or the outputs.
-        overlap: `"none"` multiplies, then reduces; the rings are those of `all_gather_matmul`.
+        overlap: `"none"` multiplies, then reduces. For the rings see `all_gather_matmul`.
         products: The precision of the products.
         name: The collective's name in the compiled program.
     """
@@ -123,7 +123,7 @@ def matmul_reduce_scatter(
     if size % devices:
         raise ValueError(
             f"matmul_reduce_scatter(scatter={scatter!r}): {size} {'tokens' if scatter == 'seq' else 'outputs'} cannot "
-            f"be split evenly over the {devices} devices of {axis!r}; change one of the two."
+            f"be split evenly over the {devices} devices of {axis!r}; change one of the two numbers."
         )
     if overlap == "none":
         product = _multiply(products, x, weight)
@@ -137,8 +137,8 @@ def _unify_types(
     """Cast the weights to the dtype of `x`, and mark all arrays as varying over the same mesh axes.
 
     A custom backward pass must return gradients of the types of its arguments. So `vary` marks the arguments before the
-    call, and its transpose, outside of the custom backward pass, sums the gradient of each array over the axes along
-    which the array is replicated.
+    call. The transpose of `vary` runs outside of the custom backward pass, and sums the gradient of each array over the
+    axes along which the array is replicated.
     """
     if overlap not in OVERLAPS:
         raise ValueError(f"{call}(overlap={overlap!r}): choose one of {', '.join(map(repr, OVERLAPS))}.")
@@ -186,7 +186,7 @@ def _gather_matmul_forward(ring: Ring, products: tuple[MatmulPrecision, ...], x:
 def _gather_matmul_backward(
     ring: Ring, products: tuple[MatmulPrecision, ...], residuals: tuple, gradients: tuple[Array, ...]
 ):
-    """Return the gradients of `x` and the weights: the first by a ring of sums, the others by a ring of pieces."""
+    """Return the gradients of `x`, by a ring of partial sums, and of the weights, by a ring of the pieces of `x`."""
     x, weights = residuals
     sum_dtype = at_least_float32(x.dtype)
 

@@ -67,7 +67,7 @@ class ResidualStream(abc.ABC):
     def split_norm(self, norm: nn.Norm) -> PyTree:
         """Return the norm, or a `SplitNorm` if a dim that it averages over is split."""
         # Decide by the names of the dims, because a norm need not have an array with a spec. The mean of the devices'
-        # means is right also for key heads that devices share, because each key head is on equally many devices.
+        # means is also right if devices share key heads, because every key head is on the same number of devices.
         return SplitNorm(norm, TENSOR) if set(norm.reduced) & set(self.split_dims) else norm
 
     def split_stream_weights(self, weights: nn.StreamMap) -> PyTree:
@@ -77,7 +77,7 @@ class ResidualStream(abc.ABC):
     @property
     @abc.abstractmethod
     def routed(self) -> "ResidualStream":
-        """Stream that routers and experts read, with all features of a token: this stream, or one split over tokens."""
+        """Stream with all features of a token, which routers and experts read: this stream, or a `SequenceStream`."""
 
     @abc.abstractmethod
     def to_routed(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -93,7 +93,7 @@ class ResidualStream(abc.ABC):
     ) -> eqx.Module:
         """Wrap a layer, which holds slices of its arrays, to run on this device's part of the stream.
 
-        `shapes`, `specs` and `names` are those of the unsplit layer's arrays. `kv_row_shards` devices share each key
+        `shapes`, `specs` and `names` describe the arrays of the unsplit layer. `kv_row_shards` devices share each key
         head of a mixer, and each device attends for some of the batch rows.
         """
 
@@ -152,7 +152,7 @@ class SplitStreamWeights(nn.Module):
 
 
 class TokensDropout(nn.Module):
-    """Wrapper of dropout for this device's tokens, which takes the random keys of all tokens."""
+    """Wrapper of dropout for this device's tokens; the caller passes the random keys of all tokens."""
 
     inner: nn.RandomMask
 
@@ -179,7 +179,7 @@ class FeatureDropout(nn.Module):
 
 
 class TokensPositions(nn.Module):
-    """Wrapper of learned positions for this device's tokens, which takes the positions of all tokens."""
+    """Wrapper of learned positions for this device's tokens; the caller passes the positions of all tokens."""
 
     inner: nn.PositionEmbedding
 

@@ -31,7 +31,7 @@ FEATURE_DIMS = ("embed", "heads", "kv_heads", "mlp", "latent", "q_latent")
 
 
 class FeatureLinear(nn.LinearWrapper):
-    """Wrapper of a map of which this device holds a slice of the inputs."""
+    """Wrapper of a linear map whose inputs are split: this device holds the weights of a slice of the inputs."""
 
     scatters: bool = eqx.field(static=True)
     """Whether the result is this device's slice of the first output dim; otherwise it has all outputs."""
@@ -44,7 +44,7 @@ class FeatureLinear(nn.LinearWrapper):
     """
 
     def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return this device's slice of the product, or all of it, summed over devices."""
+        """Return the product summed over devices: this device's slice if `scatters`, else all outputs."""
         linear = self.inner if self.split_outputs is None else gather_module(self.inner, self.split_outputs)
         outputs = linear.output_shape
         if not self.scatters:
@@ -61,7 +61,7 @@ class FeatureLinear(nn.LinearWrapper):
                 name="feature-parallel output",
             )
             y = y.reshape(*y.shape[:-1], -1, *outputs[1:])
-        return checkpoint_name(y, "product")  # Remat policies that save it avoid a second reduction.
+        return checkpoint_name(y, "product")  # If a remat policy saves `y`, recomputation needs no second reduction.
 
 
 class FeatureKeyHead(nn.LinearWrapper):
@@ -87,8 +87,8 @@ def split_features(module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyT
     """Wrap the maps and norms of a layer to run on slices of features.
 
     Every map reduces its result over devices and, if possible, scatters it; every norm averages over devices. If the
-    axis does not divide the key heads, every device computes all of them and keeps one. `shapes`, `specs` and `names`
-    are those of the unsplit layer's arrays.
+    axis does not divide the key heads, every device computes all key heads and keeps one. `shapes`, `specs` and `names`
+    describe the arrays of the unsplit layer.
     """
 
     def split_node(node: PyTree, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
@@ -119,7 +119,7 @@ def _scatters(linear: nn.LinearMap) -> bool:
 def _split_outputs(linear: nn.LinearMap, specs: PyTree, names: PyTree) -> tuple[int | None, ...] | None:
     """Return the `split_outputs` of a map's `FeatureLinear`, or None if no array but the bias is split along outputs.
 
-    None, unlike a tuple, fits any number of arrays: a pipeline may later replace the map by a wrapper with more.
+    A pipeline may later replace the map by a wrapper with more arrays. A tuple would no longer fit, but None does.
     """
 
     def split_output_dim(x: Array, spec: jax.sharding.PartitionSpec, names: str) -> int | None:
@@ -194,7 +194,7 @@ class SequenceStream(_UnsplitFeatures):
         return TokensDropout(dropout)
 
     def split_positions(self, positions: nn.PositionEmbedding) -> TokensPositions:
-        """Wrap positions to look up those of this device's tokens."""
+        """Wrap learned positions to look up the positions of this device's tokens."""
         return TokensPositions(positions)
 
 

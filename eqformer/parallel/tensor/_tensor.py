@@ -34,8 +34,8 @@ class TensorParallelLayer(nn.Module):
     All maps that read the layer's input share one gather, and are computed before the layer runs (`PrecomputedMap`). A
     map that the layer calls on another array is computed when it is called. The bias of an output map is added once,
     after the reduction. If there are fewer key heads than devices (`shares_kv_heads`), the key heads are replicated,
-    and each device uses the key head of its query heads. With `kv_row_shards > 1`, in serving, this number of devices
-    shares a key head, and each attends for some of the batch rows, with all query heads of the key head.
+    and each device uses the key head of its query heads. In serving, `kv_row_shards` devices may share each key head.
+    Each of these devices then attends for some of the batch rows, with all query heads of the key head.
     """
 
     inner: PyTree
@@ -87,7 +87,7 @@ class TensorParallelMixer(nn.Mixer):
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """Return the mixer's results; `x` is this device's part of the stream, `tokens` are those of unsplit rows."""
+        """Return the mixer's results for `x`, this device's part of the stream; `tokens` describes unsplit rows."""
         if self.inner.stream.splits_tokens and tokens is None and cache is None:
             # The mixer's default would number the tokens of `x`, but the mixer reads the gathered tokens.
             tokens = nn.positions_like((*x.shape[:-2], x.shape[-2] * jax.lax.axis_size(TENSOR)))
@@ -113,8 +113,8 @@ class LayerContext:
     def select_rows(self, linear: nn.LinearMap, y: Array) -> Array:
         """Return the rows of a map's product for which this device attends.
 
-        Devices that share a key head all have its keys and values for all rows. Each has a part of its query heads for
-        all rows, and exchanges it for all of its query heads for some rows.
+        Devices that share a key head all have the keys and values of this head for all rows. Each device has some of
+        the head's query heads for all rows, and exchanges them for all of the head's query heads for some rows.
         """
         if self.kv_row_shards == 1:
             return y
@@ -128,8 +128,8 @@ class LayerContext:
             spec = f"{' '.join(linear.inputs)} -> {' '.join(linear.outputs)}"
             raise ValueError(
                 f"Plan(residual='sequence') over tensor={jax.lax.axis_size(TENSOR)}: the map {spec!r} of {self.mixer} "
-                "reads an array that the mixer computed from its input, of which a device has only some tokens; let "
-                "the map read the input itself, or use residual='replicated' or 'feature'."
+                "reads an array that the mixer computed from its input, and a device has only some tokens of this "
+                "array; let the map read the input itself, or use residual='replicated' or 'feature'."
             )
         return self.select_rows(linear, linear.product(self.stream.gather("column-parallel input", x)))
 
@@ -152,7 +152,7 @@ class PrecomputedMap(nn.LinearWrapper):
 
 
 class RowParallelMap(nn.LinearWrapper):
-    """Wrapper of a map to the stream, of which this device holds a slice of the inputs (row parallelism)."""
+    """Wrapper of a map to the stream whose inputs are split over devices (row parallelism)."""
 
     stream: ResidualStream = eqx.field(static=True)
 
@@ -171,7 +171,7 @@ class RowParallelMap(nn.LinearWrapper):
                 products=self.products,
                 name="row-parallel output",
             )
-        y = checkpoint_name(y, "product")  # Remat policies that save it avoid a second reduction.
+        y = checkpoint_name(y, "product")  # If a remat policy saves `y`, recomputation needs no second reduction.
         return checkpoint_name(y, "own tokens") if self.stream.splits_tokens else y
 
 
@@ -202,7 +202,7 @@ def take_attended_rows(x: Array, kv_row_shards: int) -> Array:
 
 
 def take_kv_head(module: PyTree) -> PyTree:
-    """Return the mixer with one of its replicated key heads: that of this device's query heads.
+    """Return the mixer with only one of its replicated key heads, the key head of this device's query heads.
 
     There are fewer key heads than devices, so each key head serves the query heads of several devices.
     """
@@ -221,7 +221,7 @@ def take_kv_head(module: PyTree) -> PyTree:
 def is_split(module: object) -> bool:
     """Return whether a module is a layer that can run on a slice of its heads or hidden features.
 
-    It cannot if an array outside of its maps has both the dim `embed` and a split dim.
+    A layer cannot if an array outside of its linear maps has both the dim `embed` and a split dim.
     """
     if isinstance(module, nn.FeedForward):
         output_maps = _unwrapped_maps(module, "outputs")
@@ -251,7 +251,7 @@ def stream_maps(module: PyTree, side: str) -> list[nn.LinearMap]:
 def token_maps(module: PyTree) -> list[nn.LinearMap]:
     """Return the maps of a feed-forward layer that read the stream and whose outputs are not split.
 
-    They run on this device's tokens, without a gather. Other layers have no such maps.
+    These maps run on this device's tokens, without a gather. Other layers have no such maps.
     """
     if not isinstance(module, nn.FeedForward):
         return []
@@ -284,7 +284,7 @@ def shares_kv_heads(shapes: PyTree) -> bool:
 
 
 class ReplicatedMixer(nn.Mixer):
-    """Wrapper of a mixer without heads to split, by its `facts()`: every device runs it on all tokens and features."""
+    """Wrapper of a mixer whose `facts()` declare no heads: every device runs the mixer on all tokens and features."""
 
     inner: "Sliced"
     stream: ResidualStream = eqx.field(static=True)
@@ -292,7 +292,7 @@ class ReplicatedMixer(nn.Mixer):
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """Return the mixer's results; `x` is this device's part of the stream, `tokens` are those of unsplit rows."""
+        """Return the mixer's results for `x`, this device's part of the stream; `tokens` describes unsplit rows."""
         y, cache = self.inner.whole(self.stream.gather("column-parallel input", x), tokens, cache)
         return count_once(self.stream, y), cache
 
@@ -302,7 +302,7 @@ class ReplicatedMixer(nn.Mixer):
 
 
 class ReplicatedLayer(nn.Module):
-    """Wrapper of a layer on single tokens that names no dim to split: every device runs it in full."""
+    """Wrapper of a layer that reads one token at a time and has no dim to split: every device runs it in full."""
 
     inner: "Sliced"
     stream: ResidualStream = eqx.field(static=True)
@@ -339,7 +339,7 @@ class Sliced(eqx.Module):
 
 
 def count_once(stream: ResidualStream, y: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return this device's part of an output that all devices have computed equally.
+    """Return this device's part of an output that all devices have computed identically.
 
     Gradients of the output must not be summed over devices. So for a replicated stream, the first device sends its
     output to all devices, and only this device gets a gradient.
@@ -351,7 +351,7 @@ def count_once(stream: ResidualStream, y: Float[Array, "..."]) -> Float[Array, "
 
 
 def is_plain(layer: object) -> bool:
-    """Return whether a layer is an instance of no `nn` class of layers, such as a user's module."""
+    """Return whether a layer, for example a user's module, belongs to none of the `nn` classes of layers."""
     return layer is not None and not isinstance(layer, nn.Mixer | nn.FeedForward | nn.Routed)
 
 

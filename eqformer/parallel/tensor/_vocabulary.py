@@ -14,7 +14,7 @@ from ._residual_stream import ResidualStream
 
 
 def logits_parts(model: nn.LanguageModel) -> list[PyTree]:
-    """Return the head and the logit bias of a model, or of a tree like it; a part that the model lacks is left out."""
+    """Return the head and the logit bias of a model, or of a tree of its structure; leave out a part that is None."""
     return [part for part in (model.head, model.parts.logit_bias) if part is not None]
 
 
@@ -63,7 +63,7 @@ class FeatureEmbedding(nn.Module):
 
     @property
     def weight(self) -> Float[Array, "vocab embed"]:
-        """This device's rows of the table, from which it computes logits."""
+        """This device's rows of the table, from which the device computes logits."""
         return self.rows
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
@@ -175,7 +175,8 @@ class SplitVocabulary(eqx.Module):
     ) -> Float[Array, "tokens vocab"]:
         """Return `values` with a very negative number at the given ids of each token."""
         local_ids = ids - self._ids(values)[:, :1]
-        # `mode="drop"` ignores indices behind the end. A negative index would count from the end, so move it behind.
+        # `mode="drop"` ignores indices behind the end. A negative index would count from the end, so replace it by an
+        # index behind the end.
         indices = jnp.where(local_ids < 0, values.shape[1], local_ids)
         return values.at[jnp.arange(len(ids))[:, None], indices].set(jnp.finfo(values.dtype).min / 4, mode="drop")
 
