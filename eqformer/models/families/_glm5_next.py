@@ -1,7 +1,7 @@
 """GLM-5.3-Flash (GLM team 2026): delta nets with a decay for each channel, and latent attention to selected tokens.
 
-Layers have several residual streams, which hyper-connections mix. No layer has rotary positions. An indexer selects the
-tokens by pools, and feed-forward layers bound the results of their gate and of `up`.
+There are several residual streams, which hyper-connections read, write and mix. No layer has rotary positions. An
+indexer selects pools of 16 neighboring tokens. Feed-forward layers bound the outputs of their maps `gate` and `up`.
 """
 
 import dataclasses
@@ -29,50 +29,56 @@ from ._mixtures import LayerMixtures, mixture, SHARED_ATTRIBUTES, small_expert
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GLM5NextConfig(LatentNetConfig):
-    """The config of a GLM-5.3-Flash, which has no rotary positions.
+    """The config of a GLM-5.3-Flash.
 
-    `rope_dim`, `theta`, `scaling` and `temperature` have no effect.
+    The model has no rotary positions, so `rope_dim`, `theta`, `scaling` and `temperature` have no effect.
     """
 
     net_heads: Size = 64
     lowest_log_decay: Number | None = -5.0
-    """The lower bound of the logarithm of a delta net's decays, a negative number; None: no bound."""
+    """The lower bound of the logarithms of a delta net's decays, a negative number; None: no bound."""
     q_latent: Size = 1536
     head_dim: Size = 256
     v_dim: Size = 256
     index_heads: Size = 32
-    """Heads of the indexer."""
+    """The number of the indexer's heads."""
     index_dim: Size = 128
     """Channels of a head of the indexer."""
     index_top_k: Length = 2048
-    """The number of keys that a query selects, in whole pools; it also sees those of its own unfinished pool."""
+    """The number of keys in the pools that a query selects. A query also sees the keys of its own unfinished pool."""
     index_pool: Size = 16
-    """Keys of a pool, a divisor of `index_top_k`."""
+    """The number of keys in a pool, a divisor of `index_top_k`."""
     reading_layers: tuple[Index, ...] = ()
-    """The numbers of attention layers without an indexer. Each sees the keys that the layer before selected."""
+    """The numbers of the attention layers without an indexer. Such a layer uses the keys that the layer before it
+    selects."""
     experts: Size = 288
     groups: Size = 1
     kept_groups: Size = 1
     limit: Positive = 10.0
-    """The bound in feed-forward layers: gates are at most `limit`, results of `up` within `-limit` and `limit`."""
+    """The bound in feed-forward layers: the output of `gate` is at most `limit`, and the output of `up` is between
+    `-limit` and `limit`."""
     balance: NotNegative = 0.001
     streams: Size = 4
     """Residual streams of a token."""
     mixing_iterations: Size = 20
-    """Iterations of the normalization of the matrices that mix streams."""
+    """Iterations that normalize the matrices which mix streams (`nn.Sinkhorn`)."""
     stream_eps: NotNegative = 1e-6
-    """Added to the weights of reading streams, and in the normalization of the matrices that mix streams."""
+    """The number that is added to the weights with which streams are read, and in `nn.Sinkhorn`."""
     eps: NotNegative = 1e-5
     max_seq: Length = 1_048_576
 
 
 class _GLM5NextLayer(NamedTuple):
-    """A kind of layer: whether it has attention and experts, and the name by which it shares or reads selected keys."""
+    """A kind of layer."""
 
     is_attention: bool
+    """Whether the layer has attention; False: it has a delta net."""
     is_mixture: bool
+    """Whether the layer has a mixture of experts; False: it has a dense MLP."""
     shares: str | None = None
+    """The name by which the layer shares its selected keys with the next layer; None: it does not share them."""
     reads: str | None = None
+    """The name by which the layer reads the keys that the layer before it shares; None: it reads none."""
 
 
 def build_glm5_next(config: GLM5NextConfig, *, key: Key[Array, ""]) -> nn.Transformer:
@@ -80,7 +86,7 @@ def build_glm5_next(config: GLM5NextConfig, *, key: Key[Array, ""]) -> nn.Transf
     if config.index_top_k % config.index_pool:
         raise ValueError(
             f"GLM5NextConfig(index_top_k={config.index_top_k}, index_pool={config.index_pool}): a query selects whole "
-            "pools; give an index_top_k that index_pool divides."
+            "pools of index_pool keys; give an index_top_k that is a multiple of index_pool."
         )
     connect = functools.partial(
         nn.HyperConnection,
@@ -114,7 +120,7 @@ def build_glm5_next(config: GLM5NextConfig, *, key: Key[Array, ""]) -> nn.Transf
 
 
 def _kinds(config: GLM5NextConfig) -> list[_GLM5NextLayer | Together[_GLM5NextLayer]]:
-    """Return the kind of each layer; one that reads selected keys is joined to the layer before."""
+    """Return the kind of each layer; a layer that reads selected keys is joined to the layer before it."""
     kinds: list[_GLM5NextLayer | Together[_GLM5NextLayer]] = []
     for layer, is_mixture in enumerate(config.mixtures):
         if layer not in config.reading_layers:
@@ -123,15 +129,16 @@ def _kinds(config: GLM5NextConfig) -> list[_GLM5NextLayer | Together[_GLM5NextLa
         before = kinds.pop() if kinds else None
         if not isinstance(before, _GLM5NextLayer) or not before.is_attention or layer not in config.attention_layers:
             raise ValueError(
-                f"GLM5NextConfig(reading_layers={config.reading_layers}): layer {layer} and the layer before must have "
-                "attention, and the layer before must have an indexer; leave the number out."
+                f"GLM5NextConfig(reading_layers={config.reading_layers}): layer {layer} uses the keys that the layer "
+                "before it selects, so both must be attention layers, and the layer before it must have an indexer; "
+                f"remove {layer} from reading_layers."
             )
         kinds.append(Together((before._replace(shares="choice"), _GLM5NextLayer(True, is_mixture, reads="choice"))))
     return kinds
 
 
 def _attention(config: GLM5NextConfig, kind: _GLM5NextLayer, key: Key[Array, ""]) -> nn.LatentAttention:
-    """Return the attention of a layer, with an indexer unless the layer reads selected keys."""
+    """Return the attention of a layer; it has an indexer unless the layer reads the keys of the layer before it."""
     mixer, index = jax.random.split(key)
     indexer = None
     if not kind.reads:
@@ -176,7 +183,7 @@ def _net(config: GLM5NextConfig, key: Key[Array, ""]) -> nn.ChannelDeltaNet:
 
 
 def _mixture(config: GLM5NextConfig, key: Key[Array, ""]) -> nn.MoE:
-    """Return DeepSeek-V3's mixture with bounded gates and results of `up`, in the shared expert too."""
+    """Return DeepSeek-V3's mixture, with `limit` in every expert and in the shared expert."""
     router, experts, shared = jax.random.split(key, 3)
     return mixture(
         config,
@@ -195,10 +202,14 @@ def _mixture(config: GLM5NextConfig, key: Key[Array, ""]) -> nn.MoE:
 
 
 class _AttentionLayers(LayerTypes):
-    """`layer_types`, and `indexer_types`: whether a layer reads selected keys, which only attention layers can."""
+    """The entry for `layer_types` and `indexer_types`, two lists with a text for each layer.
+
+    In `indexer_types`, an attention layer with an indexer is `"full"`. An attention layer that reads the keys which the
+    layer before it selects is `"shared"`. For a delta net, the text has no effect.
+    """
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `attention_layers` and `reading_layers`; refuse one that reads if the layer before has no indexer."""
+        """Return `attention_layers` and `reading_layers`; refuse a reading layer after a layer without an indexer."""
         types = published.listed("layer_types", str)
         if types is not None:
             named = ["indexed_attention" if name == "full_attention" else name for name in types]
@@ -210,8 +221,8 @@ class _AttentionLayers(LayerTypes):
         readers = tuple(layer for layer in layers if modes[layer] == "shared")
         if wrong := [layer for layer in readers if layer - 1 not in layers or modes[layer - 1] == "shared"]:
             published.refuse(
-                f"indexer_types={modes}: layers {wrong} read the keys that the layer before selected, and it has no "
-                "indexer."
+                f"indexer_types={modes}: layers {wrong} read the keys that the layer before selects, because they are "
+                "'shared', but the layer before has no indexer; it must be an attention layer that is 'full'."
             )
         return fields | {"reading_layers": readers}
 
@@ -222,7 +233,10 @@ class _AttentionLayers(LayerTypes):
 
 
 class _Nets(Entry):
-    """The sizes of nets and the bound of their decays, as attributes or in the older object `linear_attn_config`."""
+    """The entry for the sizes of delta nets and the bound of their decays.
+
+    Older configurations have them in an object, `linear_attn_config`.
+    """
 
     sizes = (
         ("net_heads", "linear_num_heads", "num_heads", 64),
@@ -231,7 +245,7 @@ class _Nets(Entry):
     )
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return the fields; `linear_attn_config` takes precedence. Refuse a bound that is not negative."""
+        """Return the fields; refuse a bound that is not negative. `linear_attn_config` takes precedence."""
         older = published.nested("linear_attn_config")
         nested = PublishedConfig(older, f"{published.source}, linear_attn_config")
         fields: dict[str, object] = {
@@ -245,11 +259,14 @@ class _Nets(Entry):
             nested.listed(name, Index)
         nested.finish()
         if bound is not None and not published.checked("linear_lower_bound", bound, Number) < 0:
-            published.refuse(f"linear_lower_bound={bound}: it must be negative, since states would grow.")
+            published.refuse(
+                f"linear_lower_bound={bound}: it must be negative, because it bounds the logarithms of decays, and the "
+                "state would grow with a decay above 1."
+            )
         return fields | {"lowest_log_decay": bound}
 
     def write(self, config: GLM5NextConfig) -> Attributes:
-        """Return the attributes of transformers."""
+        """Return the attributes; the older object is not written."""
         sizes = {name: getattr(config, field) for field, name, _, _ in self.sizes}
         return sizes | {"linear_lower_bound": config.lowest_log_decay}
 
@@ -277,7 +294,8 @@ _PRESETS = {
 }
 
 _ATTENTION, _MIXER = f"{LAYER}self_attn.", "mixer.layer."
-# DeepSeek joins a map to rotary channels to each of these arrays, but not here; the final norm is in `MeanStreams`.
+# The paths that differ from DeepSeek-V3.2's. In DeepSeek-V3.2, these attention arrays also hold the map to the rotary
+# channels, which this family lacks. The final norm is within a `MeanStreams`.
 _CHANGED = {
     "model.norm.weight": "norm.norm.weight",
     f"{_ATTENTION}kv_a_proj_with_mqa.weight": f"{_MIXER}latent_down.weight",
@@ -340,7 +358,7 @@ GLM5_NEXT = Family(
         Expect("topk_method", "noaux_tc", written=False),
         Expect("moe_layer_freq", 1, written=False),
         Ignore("head_dim", "qk_head_dim", "rope_theta", "first_k_dense_replace"),
-        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # predictors, which transformers skips too
+        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # Transformers does not read predictors either.
     ),
     _WEIGHTS,
     unread=lambda config: (f"model.layers.{config.layers}.",),

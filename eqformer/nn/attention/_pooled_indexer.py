@@ -17,13 +17,17 @@ from ._token_blocks import completes_block, find_block_tokens, find_ends, take_b
 class PooledIndexer(KeyIndexer):
     """The indexer of GLM-5.3-Flash (GLM team 2026): each query sees the tokens of its `top_k` best pools of keys.
 
-    A pool holds the `rate` tokens at positions `n * rate` to `(n + 1) * rate - 1` of a document. A query may select a
-    pool if it sees the pool's last token. While its own pool is unfinished, it also sees the tokens of that pool. A
-    pool is scored as a key is by an `Indexer`: `sum_h w_h relu(q_h . k)`, up to a constant factor, where `k` is the
-    weighted mean of the small keys (index keys) of the pool's tokens. Each channel has its own weights: the softmax of
-    `gate(x) + bias` over the pool's tokens, where `bias` depends on the place in the pool. The indexer has no rotary
-    positions. If scores are equal, the first pool is taken. If a row begins within a pool, the mean is that of the
-    tokens that are in the row. No gradient passes through the indexer, so it would need a loss of its own in training.
+    Each document is divided into pools of `rate` tokens: pool `n` holds the tokens at positions `n * rate` to
+    `(n + 1) * rate - 1`. A query may select a pool if the query sees the pool's last token. A query that is not the
+    last token of its own pool also sees the earlier tokens of that pool.
+
+    A pool's score is `sum_h w_h relu(q_h . k)`, up to a constant factor, over the heads `h`. The small queries `q` and
+    the weights `w` are the query token's, as in an `Indexer`. `k` is the pool's mean key: a weighted mean of the small
+    keys (index keys) of the pool's tokens. Each channel has its own weights: the softmax of `gate(x) + bias` over the
+    pool's tokens, where `bias` depends on the token's place in the pool. If a row begins within a pool, the mean is
+    over the tokens in the row. If pools have equal scores, the first of them is selected.
+
+    The indexer has no rotary positions. No gradient passes through the indexer, so training it needs a loss of its own.
     """
 
     query: LinearMap
@@ -48,23 +52,23 @@ class PooledIndexer(KeyIndexer):
         norm_eps: float = 1e-6,
         key: Key[Array, ""],
     ):
-        """Initialize the maps; the bias begins at zero.
+        """Initialize the maps randomly, and the bias with zeros.
 
         Args:
             embed: Channels of the input.
             q_latent: Channels of the queries' latent.
-            heads: Small heads.
+            heads: The number of small heads.
             dim: Channels of a small head.
             rate: Tokens of a pool.
-            top_k: The number of pools that a query selects.
+            top_k: Pools that a query selects.
             chunk: Queries whose scores are in memory at a time.
-            norm_eps: Added to the variance of the small keys.
-            key: For the weights.
+            norm_eps: The number that the norm of the small keys adds to their variance.
+            key: The key of the weights.
         """
         if rate < 1 or top_k < 1:
             raise ValueError(
-                f"PooledIndexer(rate={rate}, top_k={top_k}): a query sees at least one pool of at least one token; "
-                "give numbers of at least 1."
+                f"PooledIndexer(rate={rate}, top_k={top_k}): a pool has at least 1 token (rate), and a query selects "
+                "at least 1 pool (top_k); give numbers of at least 1."
             )
         keys = jax.random.split(key, 4)
         self.query = Linear(
@@ -79,17 +83,17 @@ class PooledIndexer(KeyIndexer):
 
     @property
     def key_channels(self) -> int:
-        """The channels of a small key and of its gate."""
+        """The channels of a small key and of its gate together."""
         return 2 * self.bias.shape[-1]
 
     def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq _"]:
-        """Return each token's small key and gate, joined along the channels; both are cached."""
+        """Return each token's small key and its gate, concatenated along the channels; the cache keeps both."""
         return jnp.concatenate([self.key_norm(self.key(x)), self.gate(x)], -1)
 
     def index_queries(
         self, x: Float[Array, "*batch _ embed"], latent: Float[Array, "*batch seq q_latent"], tokens: Tokens
     ) -> IndexQueries:
-        """Return the small queries, from the input and the queries' latent."""
+        """Return the small queries, computed from the queries' latent, and their weights, computed from `x`."""
         dtype = at_least_float32(x.dtype)
         arrays = self.query(latent), self.weight(x)
         return IndexQueries(*(jax.lax.stop_gradient(array).astype(dtype) for array in arrays))
@@ -103,32 +107,31 @@ class PooledIndexer(KeyIndexer):
         tokens: Tokens,
         kv_tokens: Tokens,
     ) -> "PoolSelection | None":
-        """Return the `top_k` best pools of each query; None if the row has room for at most `top_k` pools.
+        """Return the `top_k` best pools of each query; None if the row can have no more than `top_k` pools.
 
-        Pools whose last token `mask` shows come first. If it shows fewer, others are chosen too, but the mask hides
-        their tokens.
-
-        The scores of `chunk` queries are in memory at a time.
+        A query selects among the pools whose last token it sees. If there are fewer than `top_k` such pools, the query
+        also selects other pools, whose tokens the mask of the attention hides. The scores of `chunk` queries are in
+        memory at a time.
 
         Args:
             queries: The small queries.
-            keys: The small keys and their gates.
+            keys: The small keys and their gates, concatenated.
             mask: The keys that a query may see.
             tokens: The tokens of the queries.
-            kv_tokens: The tokens of the keys; those of a document are in the order of their positions.
+            kv_tokens: The tokens of the keys. The tokens of each document must be in the order of their positions.
         """
         longest = jnp.iinfo(jnp.int32).max
         if mask.reach(longest) < longest:
             raise ValueError(
-                f"PooledIndexer.select_keys(mask={mask}): a query selects among the pools of all earlier tokens; give "
+                f"PooledIndexer.select_keys(mask={mask}): the mask must show all earlier tokens of the document; give "
                 "a mask without a window and without chunks."
             )
-        shape, rate = keys.shape[:-1], self.bias.shape[0]
+        shape, pool_size = keys.shape[:-1], self.bias.shape[0]
         positions, segments = jax.tree.map(
             lambda x: jnp.broadcast_to(x, shape), (kv_tokens.positions, kv_tokens.segments)
         )
         kv_tokens = Tokens(positions, segments)
-        ends, end_positions = find_ends(kv_tokens, rate)
+        ends, end_positions = find_ends(kv_tokens, pool_size)
         count = ends.shape[-1]
         if count <= self.top_k:
             return None
@@ -140,8 +143,8 @@ class PooledIndexer(KeyIndexer):
             return best_indices(queries, pool_keys, mask(tokens, pools), self.top_k)
 
         best = map_query_chunks(best_pools, tokens, queries.weight.shape[:-1], queries, self.chunk)
-        key_pools = _number_pools(kv_tokens, pools, rate)
-        return PoolSelection(pools=best, key_pools=key_pools, rate=rate, count=count, chunk=self.chunk)
+        key_pools = _number_pools(kv_tokens, pools, pool_size)
+        return PoolSelection(pools=best, key_pools=key_pools, rate=pool_size, count=count, chunk=self.chunk)
 
     def _average(
         self,
@@ -150,7 +153,10 @@ class PooledIndexer(KeyIndexer):
         ends: Int[Array, "*batch pools"],
         pools: Tokens,
     ) -> Float[Array, "*batch pools index_dim"]:
-        """Return the weighted mean of the small keys of each pool; zeros for pools without tokens."""
+        """Return each pool's mean key, the weighted mean of its tokens' small keys; zeros for a pool without tokens.
+
+        `ends` has the index in the row of each pool's last token, and `pools` has this token's position and document.
+        """
         rows, _, is_known = find_block_tokens(kv_tokens, ends, pools.positions, self.bias.shape[0])
         small_keys, gates = jnp.split(take_block_rows(keys, rows), 2, axis=-1)
         is_known, bias = is_known[..., None], jax.lax.stop_gradient(self.bias).astype(keys.dtype)
@@ -158,26 +164,30 @@ class PooledIndexer(KeyIndexer):
         return jnp.sum(jnp.where(is_known, weights * small_keys, 0), axis=-2)
 
 
-def _number_pools(kv_tokens: Tokens, pools: Tokens, rate: int) -> Int[Array, "*batch kv_seq"]:
-    """Return the index in `pools` of each token's pool; `pools`' length if the pool is not complete in the row."""
+def _number_pools(kv_tokens: Tokens, pools: Tokens, pool_size: int) -> Int[Array, "*batch kv_seq"]:
+    """Return the index in `pools` of each token's pool; the length of `pools` if the row lacks the pool's last token.
+
+    `pools` has the position and the document of each pool's last token, in the order of the row.
+    """
     positions, count = kv_tokens.positions, pools.positions.shape[-1]
-    completes = completes_block(positions, rate).astype(jnp.int32)
-    # Count the pools that end before a token. The pool of that index is its own, if document and block are the same.
+    completes = completes_block(positions, pool_size).astype(jnp.int32)
+    # If `number` pools end before a token, `number` is the index of the first pool that ends at the token or later.
+    # That pool holds the token if both are in the same document and in the same range of `pool_size` positions.
     number = jnp.minimum(jnp.cumsum(completes, axis=-1) - completes, count - 1)
     ends = jnp.take_along_axis(pools.positions, number, axis=-1)
-    is_own = (positions >= 0) & (ends >= 0) & (ends // rate == positions // rate)
+    holds_token = (positions >= 0) & (ends >= 0) & (ends // pool_size == positions // pool_size)
     if kv_tokens.segments is not None and pools.segments is not None:
-        is_own &= jnp.take_along_axis(pools.segments, number, axis=-1) == kv_tokens.segments
-    return jnp.where(is_own, number, count)
+        holds_token &= jnp.take_along_axis(pools.segments, number, axis=-1) == kv_tokens.segments
+    return jnp.where(holds_token, number, count)
 
 
 class PoolSelection(SelectedKeys):
     """The pools of keys that a `PooledIndexer` selected for each query."""
 
     pools: Int[Array, "*batch seq top_k"]
-    """The numbers of the selected pools."""
+    """The numbers of the selected pools, counted in the order of the row from 0 on."""
     key_pools: Int[Array, "*batch kv_seq"]
-    """The number of each key's pool; `count` if that pool is not complete in the row."""
+    """The number of each key's pool; `count` if the row lacks the pool's last token."""
     rate: int = eqx.field(static=True)
     """Tokens of a pool."""
     count: int = eqx.field(static=True)
@@ -197,9 +207,13 @@ class PoolSelection(SelectedKeys):
         tokens: Tokens,
         kv_tokens: TokenPositions,
     ) -> Bool[Array, "*batch chunk kv_seq"]:
-        """Return which keys are visible, and in a selected pool or in their query's own, incomplete pool."""
+        """Return which of the `visible` keys a query sees: keys of its selected pools and of its own unfinished pool.
+
+        A query's own pool is unfinished if the query is not the pool's last token.
+        """
         is_selected = keep_selected(jnp.ones((*choices.shape[:-1], self.count + 1), bool), choices)
         is_selected = jnp.take_along_axis(is_selected, self.key_pools[..., None, :], axis=-1)
         query, key = tokens.positions[..., None], kv_tokens.positions[..., None, :]
-        is_own = (query // self.rate == key // self.rate) & ((query + 1) % self.rate != 0)
-        return visible & (is_selected | is_own)
+        is_unfinished = (query + 1) % self.rate != 0
+        shares_pool = query // self.rate == key // self.rate
+        return visible & (is_selected | (shares_pool & is_unfinished))
