@@ -15,19 +15,19 @@ from ._transforms import Chain, History
 
 
 class SamplingState(eqx.Module):
-    """Inputs of sampling beside the logits: transforms, and for each row a random key, a number and the end ids."""
+    """Inputs of sampling besides the logits: transforms, and for each row a key, a number and end-of-text ids."""
 
     transforms: Chain
     keys: Key[Array, "batch"]
     examples: Int[Array, "batch"]
-    """For each row the number on which its random samples depend, together with its key."""
+    """A number for each row; the row's key and this number determine the row's random samples."""
     end_of_text: Int[Array, "batch ends"]
     """Ids that end a row; -1 fills unused entries."""
     scores_transformed: bool = eqx.field(static=True, default=False)
-    """Whether the log-probabilities of sampled ids are those after the transforms."""
+    """Whether log-probabilities of sampled ids are computed after the transforms, rather than before."""
 
     def fold_in(self, stream: int) -> "SamplingState":
-        """Return a state whose samples are independent of this state's."""
+        """Return a state whose random samples are independent of this state's samples."""
         return dataclasses.replace(self, keys=jax.vmap(lambda key: jax.random.fold_in(key, stream))(self.keys))
 
     def token_keys(self, positions: Int[Array, "batch seq"]) -> Key[Array, "batch seq"]:
@@ -70,7 +70,10 @@ class Alternatives(eqx.Module):
         index: tuple[Int[Array, "batch _"], Int[Array, "batch new"]],
         done: Bool[Array, "batch"],
     ) -> "Alternatives":
-        """Return the alternatives with those of new tokens, written at `index`; rows that are `done` get none."""
+        """Return the alternatives with the likeliest ids of each new token, which are written at `index`.
+
+        They are computed only if a row asks for alternatives and is not `done`.
+        """
         count = self.ids.shape[2]
         shape = (*logits.shape[:2], count)
         # Log-probabilities of all ids are computed inside the branch: an operand of `cond` is written to memory also in

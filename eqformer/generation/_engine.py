@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class _Row:
-    """A request whose prompt is being read, or which is being continued, in a slot."""
+    """A request that has a slot: its prompt is being read, or its text is being generated."""
 
     request: Request
     result: Result
@@ -50,17 +50,18 @@ class _Row:
     read: int
     """Number of ids of the prompt that have been read."""
     keep_at: int = 0
-    """Number of ids after which the cache is copied, since an earlier prompt began with the same ids; 0: no copy."""
+    """Number of prompt ids after which a copy of the cache is stored, because an earlier prompt began with the same
+    ids; 0: no copy."""
 
 
 class Engine:
-    """Engine that continues requests that come and go, each with the ids that `generate` alone would sample.
+    """Engine that continues requests as they arrive, each by the same ids as a call of `generate` with it alone.
 
     One compiled decoding step continues a fixed number of slots. A request waits until a slot is free, and its prompt
     is read in chunks between decoding steps. A request's ids do not depend on other requests, on the slot or on the
     time of arrival. A prefix that a prompt shares with earlier prompts is not read again.
 
-    `submit` and `cancel` may be called from any thread, `step` and `run` from one at a time.
+    `submit` and `cancel` may be called from any thread. Only one thread at a time may call `step` or `run`.
     """
 
     def __init__(
@@ -76,18 +77,20 @@ class Engine:
         draft: Model | str | None = None,
         draft_tokens: int = 4,
     ):
-        """Prepare an engine, whose caches take `cache_bytes` and never more.
+        """Prepare an engine. Its caches never take more than `cache_bytes`.
 
         Raises a `ValueError` for numbers below 1 and for a draft that does not fit the model.
 
         Args:
             model: The model, which must have a cache.
-            slots: Requests that are continued at once.
-            capacity: Ids of the longest row, with its prompt; at most the model's learned positions.
-            prefill_chunk: Ids of a prompt that are read at once, rounded up to a multiple of 64. Between two decoding
-                steps, such a chunk is read for each free slot.
+            slots: Number of requests that are continued at once.
+            capacity: Maximum number of ids of a row, prompt included. It is rounded up to a multiple of 64, and lowered
+                if the model has fewer learned positions.
+            prefill_chunk: Number of prompt ids that are read at once, rounded up to a multiple of 64. Between two
+                decoding steps, one such chunk is read for each free slot.
             stride: Maximum number of tokens of each row that are generated before the host reads them. A small stride
-                streams more evenly; a large stride is faster. If a request waits, a step ends when a row ends.
+                streams more evenly; a large stride is faster. While a request waits for a slot, a step ends as soon as
+                a row ends.
             prefixes: Number of prompt prefixes whose caches are stored for later prompts with the same beginning.
             cache_dtype: The dtype of keys and values in the caches; None: the compute dtype.
             draft: A smaller model that proposes tokens for `model` to check; `"mtp"` is the model's own predictor.
@@ -144,8 +147,9 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise a `ValueError` for a request that `submit` refuses.
 
-        `submit` refuses a prompt that is empty or has unknown ids, numbers that are out of range, and a request that is
-        longer than the capacity.
+        `submit` refuses a prompt that is empty; unknown ids in the prompt, in `end_of_text` or in `logit_bias`; a
+        `seed` or `example` that is negative or does not fit into 31 bits; `allowed` if the engine has a draft; and a
+        request that is longer than the capacity.
         """
         call, ids = "Engine.submit(request)", np.asarray(request.prompt)
         if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
@@ -220,7 +224,7 @@ class Engine:
                     yield dataclasses.replace(result, number=positions.pop(result.number))
 
     def take_requests(self, remaining: Iterator[T], max_new_tokens: Callable[[T], int]) -> list[T]:
-        """Return the next items of an iterator of requests, those with the most new tokens first.
+        """Return the next items of an iterator of requests, sorted by `max_new_tokens`, the largest first.
 
         The list is empty while at least `slots` requests wait. Otherwise it fills the queue up to `2 * slots` requests.
         """
@@ -249,9 +253,9 @@ class Engine:
             self.cancel(number)
 
     def delete_caches(self) -> None:
-        """Free the caches of an engine that cannot go on, so that another engine has their memory.
+        """Free the memory of all caches, after an error that ends this engine, so that another engine can use it.
 
-        References to the engine, such as those of a traceback, would keep the caches otherwise.
+        Without this call, a reference to the engine, for example from a traceback, would keep the memory allocated.
         """
         prompt_cache = None if self._reading is None else self._reading.cache
         for leaf in jax.tree.leaves((self._state, prompt_cache, self._prefixes.caches())):
@@ -274,7 +278,10 @@ class Engine:
                     self._stream_queues[result.number].put_nowait(copied)
 
     def _end_cancelled(self) -> list[Result]:
-        """End the cancelled requests, and return the results of those without a slot; `_decode` returns the others."""
+        """Mark cancelled requests as ended; return the results of those that have not begun to generate.
+
+        `_decode` returns the results of the other cancelled requests.
+        """
         cancelled = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
         if not cancelled:
             return []
@@ -293,7 +300,8 @@ class Engine:
     def _read_prompts(self) -> None:
         """Read a chunk of a prompt for each free slot, since a decoding step takes as long with free slots as without.
 
-        While other rows wait for their next step, at most `_MAX_CHUNKS` chunks of unfinished prompts are read.
+        If other rows wait for their next decoding step, reading stops after `_MAX_CHUNKS` chunks that each left their
+        prompt unfinished.
         """
         unfinished_chunks = 0
         for _ in range(self.slots - len(self._rows)):
@@ -368,8 +376,9 @@ class Engine:
         masked = [row for row in self._rows.values() if row.request.allowed is not None and not row.result.finish]
         count, bias = self.stride, None
         if masked:
-            # The mask of a row's second token depends on the first, which the host does not have right after the row
-            # starts. Such a step samples no token, and passes unused biases so that it runs the program of later steps.
+            # The mask of a row's second token depends on its first token, which the host does not have right after the
+            # row starts. The first step of such a row therefore samples no token. It passes biases, although they are
+            # unused, so that it runs the same program as later steps.
             has_ids = all(row.result.ids for row in masked)
             count, bias = int(has_ids), self._mask_next_tokens(masked if has_ids else ())
         ended = np.ones(self.slots, bool)
@@ -445,7 +454,7 @@ class Engine:
 
     @staticmethod
     def _pad(ids: Int[np.ndarray, "tokens"], width: int) -> tuple[Int[jax.Array, "batch seq"], Int[jax.Array, "batch"]]:
-        """Return ids as a padded batch of one row, and its length."""
+        """Return ids as a padded batch of one row, and the number of ids before the padding."""
         return jnp.asarray(np.pad(ids, (0, width - len(ids)))[None]), jnp.asarray([len(ids)], jnp.int32)
 
 

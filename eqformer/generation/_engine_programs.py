@@ -170,8 +170,8 @@ def decode_slots(
 ) -> tuple[EngineRows, NewTokens]:
     """Sample tokens for all rows that have not ended; the slots are donated.
 
-    `max_new` is the maximum number of ids of a row that the host does not have after this step. With `is_greedy`, all
-    rows take the likeliest tokens of the model's own logits.
+    `max_new` is the width of the returned arrays: after a step, the host lacks at most this many ids of a row. With
+    `is_greedy`, all rows take the likeliest tokens of the model's own logits.
     """
     sampling = slots.sampling
     if is_greedy:

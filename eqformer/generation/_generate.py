@@ -34,13 +34,16 @@ class Generation(eqx.Module):
     lengths: Int[np.ndarray, "batch"]
     """Number of ids in each row, including the sampled ids."""
     log_probabilities: Float[np.ndarray, "batch seq"] | None
-    """Log-probabilities of the sampled ids in nats, before the transforms (after them if the call asked for that); 0 at
-    prompt and padding, so that the sum of a row is the log-probability of its continuation."""
+    """Log-probabilities of the sampled ids in nats, or None if the call did not ask for them.
+
+    They are computed before the transforms, or after the transforms if the call asked for `"transformed"`. Prompt and
+    padding have 0, so that the sum of a row is the log-probability of its continuation.
+    """
     draft: DraftStatistics | None = None
     """Counts of the draft's proposals; None without a draft."""
 
     def new_ids(self) -> list[list[int]]:
-        """Return the ids that were sampled for each prompt, with the end of text if it was sampled."""
+        """Return the ids that were sampled for each prompt, including a sampled end-of-text id."""
         spans = zip(self.ids, self.prompt_lengths, self.lengths)
         return [row[start:stop].tolist() for row, start, stop in spans]
 
@@ -65,40 +68,44 @@ def generate(
 ) -> Generation:
     """Continue each prompt by up to `max_new_tokens` tokens, sampled from the model's transformed distribution.
 
-    A row ends with the first id of `end_of_text` that it samples; decoding ends when all rows have ended. The samples
-    of a row depend on `key`, on its number in `examples` and on positions, not on other rows. Without `ends_row`,
-    prefill and decoding are one compiled program. Sizes are rounded up to multiples of 64, so other prompts, other
-    counts of new tokens and other temperatures mostly reuse the program; another number of rows does not. A model with
-    an encoder (T5) reads the prompts with its encoder; its rows begin with the model's start id, which counts as the
-    prompt.
+    A row ends with the first id of `end_of_text` that is sampled for it; decoding ends when all rows have ended. A
+    row's samples depend on `key`, on the row's number in `examples` and on the positions of its tokens, but not on
+    other rows. A model with an encoder (T5) reads the prompts with its encoder; its rows begin with the model's start
+    id, which counts as the prompt.
+
+    Without `ends_row`, prefill and decoding are one compiled program. The program is compiled for a number of rows, and
+    for sizes that are rounded up to multiples of 64. Calls with other prompts, other numbers of new tokens or other
+    temperatures therefore mostly reuse the program.
 
     Raises a `ValueError` for prompts that are empty or hold unknown ids, for more tokens than learned positions, for a
-    draft of another vocabulary, for another value of `log_probabilities`, for transforms that leave a row no token, and
-    for NaN logits.
+    draft of another vocabulary, for an unknown value of `log_probabilities`, for transforms that leave a row no token,
+    and for NaN logits.
 
     Args:
         model: The model, which must have a cache.
         prompts: A list of lists of ids, or an integer array whose rows have `lengths` ids each.
         max_new_tokens: Maximum number of tokens to generate for a row.
         lengths: Ids in each row of an array; None: all.
-        transforms: Changes of the logits before an id is sampled; `sampling(temperature=0)` is greedy. Without any, ids
-            are sampled from the model's distribution.
-        end_of_text: The id, or ids, that end a row; it stays in the row.
+        transforms: Changes of the logits before an id is sampled; `sampling(temperature=0)` is greedy. Without
+            transforms, ids are sampled from the model's distribution.
+        end_of_text: The id, or ids, that end a row; the sampled end-of-text id stays in the row.
         log_probabilities: Whether to return the model's log-probabilities of the sampled ids; `"transformed"` returns
             the log-probabilities after the transforms, in the distribution that the ids were sampled from.
-        examples: For each row the number that its samples depend on, with `key`; None: 0, 1, ... A row with the same
-            number and the same key gets the same samples in any batch.
-        prefill_chunk: Tokens of a prompt that are read at once, in equal chunks, so that activations do not grow with
-            the prompt; None: at most 1,024. Results do not depend on it. An encoder reads the prompt in one piece.
-        cache_dtype: The dtype of keys and values in the cache; None: the compute dtype. `"int8"` and `"fp8"` round
-            them, with a scale for each token and head.
+        examples: A number for each row; `key` and this number determine the row's random samples. None: 0, 1, ... The
+            same prompt with the same number and key gets the same samples in any batch.
+        prefill_chunk: Number of prompt tokens that the model reads at once. Longer prompts are read in equal chunks, so
+            that activations do not grow with the prompt. None: at most 1,024. Results do not depend on the chunk. An
+            encoder reads the prompt in one piece.
+        cache_dtype: The dtype of keys and values in the cache; None: the compute dtype. `"int8"` and `"fp8"` round keys
+            and values, with a scale for each token and head.
         draft: A smaller model of the same vocabulary that proposes several tokens for `model` to check at once, by the
             rule of Leviathan et al. (2023): greedy text stays the same, and samples keep their distribution. `"mtp"` is
             the model's own multi-token predictor.
         draft_tokens: Tokens that the draft proposes at a time.
-        ends_row: A function of a row's number and its new ids so far that says whether the row has ended, for example
-            at a string. It is called after every 16 tokens, so a row may have up to 15 ids after its end, and more
-            with a draft; None: rows end at `end_of_text` only, and the host waits until all rows have ended.
+        ends_row: A function that receives a row's number and its new ids so far, and returns whether the row has ended,
+            for example at a string. The function is called after every 16 tokens, so a row may have up to 15 ids after
+            its end, and more with a draft. None: rows end at `end_of_text` only, and the host waits until all rows have
+            ended.
         key: The key of all random samples.
     """
     if log_probabilities not in (False, True, "transformed"):
@@ -111,8 +118,8 @@ def generate(
     if log_probabilities == "transformed":
         if draft is not None:
             raise ValueError(
-                "generate(log_probabilities='transformed', draft=...): tokens of a draft have log-probabilities before "
-                "the transforms only; leave out the draft, or pass log_probabilities=True."
+                "generate(log_probabilities='transformed', draft=...): with a draft, log-probabilities are known "
+                "before the transforms only; leave out the draft, or pass log_probabilities=True."
             )
         sampling = dataclasses.replace(sampling, scores_transformed=True)
     model = add_draft(model, draft, draft_tokens, int(np.max(padded.lengths)) + max_new_tokens)
@@ -157,10 +164,10 @@ def _start_rows(
     sizes: ProgramSizes,
     new_tokens: int | None,
 ) -> tuple[Rows, DraftCounts | None]:
-    """Read the prompts and sample tokens until each row has ended, or has `new_tokens` new ones.
+    """Read the prompts and sample tokens until each row has ended, or has `new_tokens` new tokens.
 
-    Returns the rows, and the counts of the draft. Without `new_tokens`, the rows have no caches, because nothing reads
-    them after the last new token.
+    Without `new_tokens`, all rows are complete: they are returned without their caches, which nothing reads any more,
+    and with the counts of the draft. With `new_tokens`, the rows keep their caches, and None is returned as the counts.
     """
     rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=log_probabilities, sizes=sizes)
     step = make_decode_step(model, sampling)
@@ -218,7 +225,7 @@ def make_sampling_state(
     if end_of_text is not None and np.any((ends < 0) | (ends >= model.vocab)):
         raise ValueError(
             f"generate(end_of_text={end_of_text}): the model's {model.vocab} ids are 0 to {model.vocab - 1}; pass one "
-            "or some of them, or None to allow all tokens."
+            "or several of these ids, or None if no id ends a row."
         )
     numbers = np.arange(batch, dtype=np.int32) if examples is None else np.asarray(examples, np.int32)
     if numbers.shape != (batch,):
@@ -231,7 +238,8 @@ def make_sampling_state(
 
 
 _NO_ID = -1
-"""An end of text that is never sampled, so that calls with and without one end of text run the same program."""
+"""An end-of-text id that is never sampled. Calls without an end of text use it, and so run the same program as calls
+with one end-of-text id."""
 
 
 def _as_traced_int(number: int) -> Int[jax.Array, ""]:
@@ -248,8 +256,8 @@ def check_logits(are_numbers: Bool[Array, "batch"], have_candidates: Bool[Array,
         )
     if not np.all(have_candidates):
         raise ValueError(
-            "generate(transforms=...): the transforms left a row no token to sample: they made all of its logits minus "
-            "infinity, or one of them NaN; leave at least one token a finite logit, such as an end of text."
+            "generate(transforms=...): the transforms left a row no token to sample: they set all of the row's logits "
+            "to minus infinity, or one to NaN; leave at least one token a finite logit, such as an end of text."
         )
 
 
@@ -271,22 +279,22 @@ def stream(
 ) -> "TokenStream":
     """Yield the ids that `generate` samples for one prompt, while they are generated.
 
-    Raises the errors of `generate` at this call; only the errors for NaN logits and for transforms that leave no token
-    come later, while the text is generated.
+    This call raises the errors of `generate`. Only two errors come later, while the text is generated: for NaN logits,
+    and for transforms that leave no token to sample.
 
     Args:
         model: The model, which must have a cache.
         prompt: The ids.
         max_new_tokens: Maximum number of tokens to generate.
         transforms: Changes of the logits before an id is sampled; `sampling(temperature=0)` is greedy.
-        end_of_text: The id, or ids, that end the text; it is yielded.
-        example: The row's number, as in `generate`'s `examples`.
-        prefill_chunk: Tokens of the prompt that are read at once; None: at most 1,024.
+        end_of_text: The id, or ids, that end the text; the sampled end-of-text id is yielded, too.
+        example: The number that determines the random samples together with `key`, as in `generate`'s `examples`.
+        prefill_chunk: Number of prompt tokens that the model reads at once; None: at most 1,024.
         cache_dtype: The dtype of keys and values in the cache; None: the compute dtype.
         draft: A smaller model that proposes tokens for `model` to check; `"mtp"` is the model's own predictor.
         draft_tokens: Tokens that the draft proposes at a time.
-        stride: Ids that the host reads from the device at a time: with a small stride, ids come more evenly; a large
-            stride is faster.
+        stride: Number of ids that the host reads from the device at a time. A small stride yields ids more evenly; a
+            large stride is faster.
         key: The key of all random samples.
     """
     padded = pad_prompts(model, [prompt], None, max_new_tokens, prefill_chunk, cache_dtype)
@@ -362,7 +370,7 @@ def _continue(fixed: tuple[Model, SamplingState, Int[jax.Array, ""], int], rows:
 
 
 def _with_progress(rows: Rows, start: Int[jax.Array, ""], stride: int, model: Model) -> tuple[Rows, tuple]:
-    """Return the rows, and what the host reads: row 0's length, flags, new ids from `start` on, and draft counts."""
+    """Return the rows, and arrays for the host: row 0's length, flags, new ids from `start` on, and draft counts."""
     max_new = stride + (model.draft.tokens if isinstance(model, SpeculativeModel) else 0)
     padded = jnp.pad(rows.ids[0], (0, max_new))
     new_ids = jax.lax.dynamic_slice_in_dim(padded, start, max_new)

@@ -96,12 +96,15 @@ def unstack_for_platform(
 ) -> LanguageModel:
     """Unstack the layers of a model if decoding on a platform is then known to be faster.
 
-    Layers are unstacked on GPUs and on TPU7x. Mixtures of experts are unstacked everywhere, because a scan copies the
-    weights of all experts: on CPUs although a token reads few experts, and on TPUs for the experts' kernels. Other TPUs
-    read slices of stacked arrays in place, except for projections to or from heads that do not fit into vector memory.
-    On CPUs dense layers are unstacked if their weights, with the KV caches, do not fit into the last-level cache,
-    because copies then go through main memory; compilation takes several times as long. Models whose layers are split
-    over the axis `pipe` stay stacked: do not call this for them.
+    - On GPUs and on TPU7x, layers are unstacked.
+    - On other TPUs, a scan reads slices of stacked arrays in place, so layers stay stacked, unless the projections to
+      or from heads do not fit into vector memory.
+    - On CPUs, dense layers are unstacked if their weights, with the KV caches, do not fit into the last-level cache,
+      because a scan's copies then go through main memory. Compilation takes several times as long.
+    - Mixtures of experts are unstacked on all platforms, because a scan copies the weights of all experts: on CPUs
+      although a token reads few experts, on TPUs because the experts' kernels need copies.
+
+    Do not call this for models whose layers are split over the axis `pipe`; they must stay stacked.
 
     Args:
         model: The model, or its shapes.
@@ -122,7 +125,7 @@ def unstack_for_platform(
 
 
 _COPYING_PLATFORMS = ("gpu", "cuda", "rocm")
-"""Platforms whose compilers copy slices of all arrays that a loop reads; TPU7x copies to change the tiling, too."""
+"""Platforms whose compilers copy slices of all arrays that a loop reads. TPU7x also copies, to change the tiling."""
 _VECTOR_MEMORY = 2**26
 """Bytes of a TPU's vector memory. Slices of projections with a dim of heads are copied if they are larger than this."""
 

@@ -1,4 +1,4 @@
-"""Checks and padding of prompts, and the caches of their beginnings.
+"""Checks and padding of prompts, and stored caches of prompt prefixes.
 
 Padded sizes are multiples of `BUCKET`, so that compiled programs are reused.
 """
@@ -32,7 +32,7 @@ class PaddedPrompts(NamedTuple):
     lengths: Int[jax.Array, "batch"]
     sizes: ProgramSizes
     initial_lengths: Int[jax.Array, "batch"]
-    """Ids in each row before the first new token: the prompt, or the one start id if an encoder reads the prompt."""
+    """Number of ids in each row before the first new token: the prompt's, or 1 (the start id) with an encoder."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def pad_prompts(
     prefill_chunk: int | None,
     cache_dtype: str | None = None,
 ) -> PaddedPrompts:
-    """Check prompts against the model and pad them; the arguments are those of `generate`."""
+    """Check prompts against the model and pad them; `generate` describes the arguments."""
     for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
         if value is not None and value < 1:
             raise ValueError(f"generate({name}={value}): {name} must be at least 1.")
@@ -97,7 +97,7 @@ def pad_prompts(
 
 
 def check_ids(name: str, ids: Shaped[np.ndarray, "tokens"], vocab: int) -> None:
-    """Raise a `ValueError` that begins with the `name` for ids outside of the vocabulary.
+    """Raise a `ValueError` for ids outside of the vocabulary; its message begins with `name`.
 
     The ids are integers of any dtype, or of dtype object: a user's id may be too large for an integer dtype.
     """
@@ -109,9 +109,10 @@ def check_ids(name: str, ids: Shaped[np.ndarray, "tokens"], vocab: int) -> None:
 
 
 def fit_to_positions(model: Model, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], int]:
-    """Keep the end of a prompt, and lower the number of new tokens, so that both fit a model's learned positions.
+    """Shorten a prompt to its end, and lower the number of new tokens, so that both fit a model's learned positions.
 
-    Both stay as they are for a model without learned positions. `generate` refuses prompts that do not fit.
+    For a model without learned positions, both are returned unchanged. `generate` itself shortens nothing: it refuses
+    prompts that do not fit.
     """
     if model.max_seq is None:
         return list(prompt), max_new_tokens
@@ -174,9 +175,10 @@ def _split_rows(
 
 
 class PrefixCaches:
-    """Caches of up to `max_caches` prompt prefixes of whole chunks; the least recently used prefix is dropped.
+    """Stored caches of up to `max_caches` prompt prefixes; the least recently used prefix is dropped first.
 
-    A prefix is stored when a second prompt has it; the third and later prompts get a copy of the stored cache.
+    A prefix consists of whole chunks. Its cache is stored when a second prompt begins with the same ids; the third and
+    later prompts get a copy of the stored cache.
     """
 
     def __init__(self, max_caches: int, chunk: int):
@@ -187,8 +189,8 @@ class PrefixCaches:
     def find(self, prompt: tuple[int, ...]) -> tuple[PyTree, int, int]:
         """Return a copy of the cache of the prompt's longest stored prefix, the prefix's length, and `keep_at`.
 
-        The cache is None if no prefix of the prompt is stored. `keep_at` is the length of a longer prefix that an
-        earlier prompt has, too, or 0; the caller calls `keep` after reading that many ids.
+        The cache is None if no prefix of the prompt is stored. `keep_at` is the length of a longer prefix that the
+        prompt shares with an earlier prompt, or 0; the caller calls `keep` after reading that many ids.
         """
         if not self.max_caches:
             return None, 0, 0
@@ -214,7 +216,10 @@ class PrefixCaches:
         self._caches[beginning] = _copy(cache)
 
     def _shared_length(self, prompt: tuple[int, ...], earlier: tuple[int, ...]) -> int:
-        """Return how many ids in full chunks two prompts begin with; the last id of a prompt is always read."""
+        """Return the length of the longest common prefix of two prompts that consists of full chunks.
+
+        The prefix never includes the prompt's last id, which must be read to predict the first new token.
+        """
         length, max_length = self._chunk, min(len(prompt) - 1, len(earlier))
         while length <= max_length and prompt[length - self._chunk : length] == earlier[length - self._chunk : length]:
             length += self._chunk

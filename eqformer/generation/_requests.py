@@ -1,4 +1,4 @@
-"""Requests of an `Engine`, their results, and the sampling of rows that each have settings of their own."""
+"""Requests of an `Engine`, their results, and sampling with separate settings for each row."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ class Request:
     """A prompt and the settings with which it is continued."""
 
     prompt: Sequence[int]
-    """Ids that the new ids follow, or that the model's encoder reads."""
+    """Ids that the new ids continue; a model with an encoder reads them with its encoder."""
     max_new_tokens: int = 256
     """Maximum number of tokens to generate."""
     temperature: float | int = 0.0
@@ -37,7 +37,7 @@ class Request:
     top_p: float | int | None = None
     """Sample from the likeliest tokens that together have this probability."""
     min_p: float | int | None = None
-    """Sample from the tokens that are at least this share as likely as the likeliest."""
+    """Sample from the tokens whose probability is at least `min_p` times the largest probability."""
     repetition_penalty: float | int | None = None
     """Above 1: make tokens that are already in the row less likely."""
     presence_penalty: float | int = 0
@@ -47,18 +47,18 @@ class Request:
     logit_bias: Mapping[int, float | int] = dataclasses.field(default_factory=dict)
     """Numbers that are added to the logits of ids before anything else; minus infinity forbids an id."""
     allowed: Callable[[list[int]], Bool[np.ndarray, "vocab"]] | None = None
-    """A function of the new ids so far that says which ids may come next, such as a grammar. With it, the host is asked
-    before each token of all rows."""
+    """A function of the new ids so far that says which ids may come next, such as a grammar. While such a request runs,
+    the engine generates one token at a time for all rows, because the host calls the function before each token."""
     end_of_text: int | Sequence[int] = ()
     """The id, or ids, that end the text; the id that is sampled stays in the result."""
     ends: Callable[[list[int]], bool] | None = None
-    """A function of the new ids so far that says whether the text has ended, for example at a string. The result holds
-    the ids up to the first for which it is true."""
+    """A function of the new ids so far that says whether the text has ended, for example at a string. The last id of
+    the result is the first id after which the function returns true."""
     seed: int = 0
     """The samples depend on the seed, on `example` and on positions, like those of `generate(...,
     key=jax.random.key(seed), examples=[example])`."""
     example: int = 0
-    """The row's number, as in `generate`'s `examples`."""
+    """The number that determines the random samples together with `seed`, as in `generate`'s `examples`."""
     alternatives: int = 0
     """Number of the likeliest ids that the result reports beside each sampled id."""
 
@@ -176,12 +176,13 @@ class RowSampling(eqx.Module):
             "top_p": top_p,
             "min_p": min_p,
         }
-        return RowSampling(**jax.device_put(settings))  # One transfer takes a third of the time of one for each array.
+        # Transferring all arrays together takes a third of the time of transferring each array alone.
+        return RowSampling(**jax.device_put(settings))
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Return the changed logits; ids that must not be sampled have minus infinity.
 
-        A step with a draft passes several positions of each row, one after another.
+        In a step with a draft, `logits` has several positions of each row, one after another.
         """
         positions = len(logits) // len(self.temperature)
         if positions > 1:

@@ -18,7 +18,7 @@ from ._prompts import BUCKET, check_ids, round_up
 CHUNK = 64
 """Tokens of each row whose logits are in memory at once."""
 MIN_SHARING_GAIN = 1.5
-"""Continuations share the cache of a common prompt if the tokens to read are then at least this factor fewer."""
+"""Continuations share the cache of a common prompt if sharing divides the tokens to read by at least this factor."""
 Ids = Sequence[int]
 Item = TypeVar("Item")
 ScoreTables = tuple[
@@ -86,9 +86,10 @@ def score_tokens(
 
 
 def _group_by_prompt(model: Model, prompts: Sequence[Ids], continuations: Sequence[Ids]) -> list[list[int]]:
-    """Return groups of rows with the same prompt; each row is a group if sharing does not pay or is inexact.
+    """Return groups of rows with the same prompt, which share the cache of the prompt.
 
-    Sharing is inexact where rotary frequencies depend on a row's whole length.
+    Each row is a group of its own if sharing would save too little, if the model has an encoder, or if rotary
+    frequencies depend on a row's whole length, so that rows of different lengths have different caches.
     """
     apart = [[number] for number in range(len(prompts))]
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -214,7 +215,8 @@ def _score_after_caches(
 ) -> ScoreTables:
     """Return the scores of the targets, with `top` alternatives; row `i` continues the prompt `owner[i]`.
 
-    The row reads `input_lengths[i]` ids after the prompt; its first target is predicted by the prompt's last token.
+    Row `i` reads `input_lengths[i]` ids after the prompt. The output at the prompt's last token predicts its first
+    target.
     """
     hidden, cache, _ = model.encode(ids, right_padded(lengths, ids.shape[1]), model.init_cache(len(ids), capacity))
     last_hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[owner]
@@ -285,6 +287,6 @@ def _check_rows(model: Model, prompts: Sequence[Ids], continuations: Sequence[Id
         total = len(continuation) + (len(prompt) if model.start is None else 1)
         if model.max_seq is not None and total - 1 > model.max_seq:
             raise ValueError(
-                f"{call}: row {number} has {total} ids, of which the model reads {total - 1}, but it has "
+                f"{call}: row {number} has {total} ids and the model reads all but the last, but the model has only "
                 f"{model.max_seq} learned positions; shorten the prompt."
             )

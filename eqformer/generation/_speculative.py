@@ -22,7 +22,7 @@ from ._transforms import History
 
 
 class Draft(eqx.Module):
-    """A proposer of `tokens` tokens at a time.
+    """Interface of a draft, which proposes `tokens` tokens at a time.
 
     A draft reads the tokens of a row and, with each token, the model's hidden vector of the previous token.
     """
@@ -72,7 +72,7 @@ class DraftModel(Draft):
 
 
 class PredictorDraft(Draft):
-    """The model's own multi-token predictor, which is fed its own hidden vectors to predict further."""
+    """The model's own multi-token predictor, which predicts further tokens from its own hidden vectors."""
 
     model: PredictingModel
     tokens: int = eqx.field(static=True)
@@ -146,13 +146,16 @@ def _check_draft_model(model: Model, draft: Model, total: int) -> None:
 
 
 def _check_frequencies(models: PyTree, total: int) -> None:
-    """Raise a `ValueError` for rotary frequencies that change from token to token: several tokens are read at once."""
+    """Raise a `ValueError` for rotary frequencies that change from token to token.
+
+    With a draft, several tokens are read at once, so all of them have the same frequencies.
+    """
     for rotary in nn.modules(models, nn.Rotary):
         if rotary.changes_within(total):
             raise ValueError(
                 f"generate(draft): rotary frequencies of {type(rotary.scaling).__name__} change with each token beyond "
-                f"its original_length, and rows have up to {total} tokens, of which several are read at once; give "
-                "shorter prompts, fewer new tokens or no draft."
+                f"its original_length, but with a draft several tokens are read at once, and rows have up to {total} "
+                "tokens; give shorter prompts, fewer new tokens or no draft."
             )
 
 
@@ -174,7 +177,7 @@ class SpeculativeCache(eqx.Module):
     Before each `speculative_step`, for every row of `length` tokens that is not done:
 
     - The model has read all tokens but the last: positions 0 to `length - 2`. Slots of later positions may hold
-      rejected proposals. The step writes all of these slots before a query reads one.
+      rejected proposals. The step overwrites all of these slots before a query reads any of them.
     - The draft has read `draft_length` tokens, between 1 and `draft.tokens + 1` fewer than `length`, and no proposal.
     - `hidden[i]` is the model's hidden vector of position `draft_length - 1 + i`, for `i < length - draft_length`.
     """
@@ -310,7 +313,7 @@ def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState
     last_token = jnp.take_along_axis(rows.ids, rows.lengths[:, None] - 1, axis=1)
     checked_ids = jnp.concatenate([last_token, proposals], axis=1)
     positions = rows.lengths[:, None] - 1 + order
-    # The last token of a row is never read, and rows that are done read nothing: both count as padding.
+    # A row's last token before its limit is never read, and rows that are done read nothing: these count as padding.
     tokens = Tokens(jnp.where(rows.done[:, None] | (positions >= rows.limits[:, None] - 1), -1, positions))
     hidden, model_cache, _ = pair.model.encode(checked_ids, tokens, rows.cache.model)
     logits = pair.model.unembed(hidden.reshape(-1, hidden.shape[-1]))
@@ -366,8 +369,9 @@ def accept_proposals(
         jnp.take_along_axis(x, count[:, None, None], axis=1)[:, 0] for x in (probabilities, padded_draft_probabilities)
     )
     residual = jnp.maximum(next_target - next_draft, 0)
-    # The residual is zero if both distributions are equal up to rounding, or if the draft's distribution is NaN, whose
-    # proposals are never accepted. The next token is then sampled from the model's distribution.
+    # The residual is zero if both distributions are equal up to rounding. It is NaN if the draft's distribution is NaN;
+    # proposals from such a distribution are never accepted. In both cases the next token is sampled from the model's
+    # distribution.
     return count, jnp.where(jnp.sum(residual, axis=1, keepdims=True) > 0, residual, next_target)
 
 

@@ -89,7 +89,8 @@ class TopP(eqx.Module):
         logits = _to_float32(logits)
         falling = -jnp.sort(-logits, axis=-1)
         sums = jnp.cumsum(jax.nn.softmax(falling, axis=-1), axis=-1)
-        # Shift the sums: subtracting each token's own probability would round, and at a tie keep one token too many.
+        # The sum before a token is the previous token's sum. Computing it as the token's sum minus its probability
+        # would round, and could keep one token too many at a tie.
         sums_before = jnp.pad(sums[:, :-1], [(0, 0), (1, 0)])
         threshold = self.top_p.astype(logits.dtype) * (1 - _ROUNDING)
         # The sums may round to 1 before the last token; but with `top_p` 1 all tokens must be kept.
@@ -120,8 +121,8 @@ class MinP(eqx.Module):
 class RepetitionPenalty(eqx.Module):
     """Repetition penalty of CTRL (Keskar et al. 2019), for each token that occurs in the row, prompt included.
 
-    A positive logit is divided by `penalty`, a negative one multiplied: above 1 discourages repetition, below 1
-    encourages it. How often a token occurred makes no difference.
+    A positive logit is divided by `penalty`, and a negative logit is multiplied by it. A penalty above 1 discourages
+    repetition, a penalty below 1 encourages it. How often a token occurred makes no difference.
     """
 
     penalty: Float[Array, ""]
@@ -258,7 +259,8 @@ def keep_top(logits: Float[Array, "batch vocab"], top_k: Int[Array, ""]) -> Floa
 
 def clamp_setting(setting: float | int) -> float:
     """Clamp a setting to 2^-100 .. 2^100, so that neither the setting nor its reciprocal overflows; 0 stays 0."""
-    # Beyond 1e30 and 1e-30 results no longer change. XLA may replace a division by a product with the reciprocal.
+    # Settings above 1e30 or below 1e-30 give the same results as these bounds. The reciprocal must not overflow either,
+    # because XLA may replace a division by a product with the reciprocal.
     return float(min(max(setting, 2.0**-100), 2.0**100)) if setting else 0.0
 
 

@@ -50,7 +50,7 @@ def test_greedy_is_the_slow_loop(plain):
 
 
 def test_log_probabilities_after_the_transforms_have_no_draft(plain):
-    with pytest.raises(ValueError, match="tokens of a draft have log-probabilities before the transforms only"):
+    with pytest.raises(ValueError, match="with a draft, log-probabilities are known before the transforms only"):
         generation.generate(plain, PROMPTS, max_new_tokens=2, log_probabilities="transformed", draft=plain, key=KEY)
 
 

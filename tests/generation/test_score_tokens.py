@@ -109,7 +109,7 @@ def test_prompts_before_single_ids_are_read_alone_and_numbers_are_checked(model)
         ([[1]], [[]], "continuation 0 has 0 ids"),
         ([[1]], [[2, VOCAB]], "continuation 0 holds the id 61, but the model's 61 ids are 0 to 60"),
         ([[-1]], [[2]], "prompt 0 holds the id -1"),
-        ([[1] * 15], [[2] * 7], "row 0 has 22 ids, of which the model reads 21, but it has 20 learned positions"),
+        ([[1] * 15], [[2] * 7], "row 0 has 22 ids and the model reads all but the last, but the model has only 20"),
     ],
 )
 def test_bad_input_is_refused(model, prompts, new, message):
