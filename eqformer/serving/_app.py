@@ -1,4 +1,7 @@
-"""The routes of the server; this file imports `starlette`, which is optional, so other files import it in functions."""
+"""The routes of the server.
+
+This file imports the optional package `starlette`. Other files therefore import this file only inside of functions.
+"""
 
 import asyncio
 import contextlib
@@ -112,7 +115,7 @@ class ServerRoutes(Generic[ServiceT]):
             raise RequestError(401, "the request needs the header Authorization: Bearer KEY with the server's key.")
 
     async def _refuse_route(self, request: Request, error: Exception) -> Response:
-        """Answer a request to an unknown path, or by another method."""
+        """Refuse a request to an unknown path, or with a method that its path does not have."""
         assert isinstance(error, HTTPException)  # The app registers this handler for no other class.
         self._service.metrics.count_response("other", error.status_code)
         message = f"{request.method} {request.url.path:.80} is not served ({error.detail})."
@@ -146,7 +149,11 @@ class ServerRoutes(Generic[ServiceT]):
             raise RequestError(404, message, parameter="model", code="model_not_found")
 
     async def _read_body(self, request: Request) -> Fields:
-        """Return the fields of the body; raise a `RequestError` if it is too large, too slow or no JSON object."""
+        """Return the fields of the body.
+
+        Raises a `RequestError` for a body that is not declared as JSON, is too large, arrives too slowly or holds no
+        JSON object.
+        """
         limits = self._service.limits
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise RequestError(400, "the request needs the header Content-Type: application/json.")
@@ -168,7 +175,7 @@ class ServerRoutes(Generic[ServiceT]):
         return parse_body(bytes(content))
 
     async def _until_deadline(self, request: Request, work: Awaitable[T]) -> T:
-        """Return the result of the work; end the work when the client hangs up or the time is over."""
+        """Return the result of `work`; cancel the work and raise an error if the client hangs up or time runs out."""
         seconds = self._service.limits.seconds
         task, hangup = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_hangup(request))
         try:
@@ -243,7 +250,7 @@ class TextRoutes(ServerRoutes[TextService]):
         return writer.response(choices, self._usage(prompts, texts))
 
     async def _echo(self, prompt: Prompt, options: TextOptions) -> ResponseText:
-        """Return the text of a prompt, with the scores of its tokens if they are asked for."""
+        """Return the text of a prompt, with the log-probabilities of its tokens if the request asks for them."""
         ids, tokenizer = prompt.ids, self._service.llm.tokenizer
         echo = ResponseText(tokenizer.decode(ids))
         if options.alternatives is None:
@@ -290,7 +297,7 @@ class TextRoutes(ServerRoutes[TextService]):
     async def _start(
         self, prompts: Sequence[Prompt], options: TextOptions, count: int
     ) -> list[AsyncGenerator[TextPiece, None]]:
-        """Return the pieces of `count` texts, equally many for each prompt."""
+        """Return an iterator of pieces for each of `count` texts, with the same number of texts for each prompt."""
         numbers = range(count // len(prompts))
         return [await self._service.start(prompt, options, number) for prompt in prompts for number in numbers]
 
@@ -371,7 +378,7 @@ class EmbeddingRoutes(ServerRoutes[EmbeddingService]):
 
 
 class _EventStream(StreamingResponse):
-    """Response of server-sent events; when the response ends, for whatever reason, its texts end, too."""
+    """Response of server-sent events. When the response ends, for whatever reason, generation of its texts ends too."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], admitted: contextlib.ExitStack, deadline: float):
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -380,7 +387,7 @@ class _EventStream(StreamingResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         with self._admitted, contextlib.suppress(TimeoutError, ClientDisconnect):
             try:
-                # A client that does not read keeps `send` waiting.
+                # Without a time limit, a client that does not read would keep `send` waiting.
                 async with asyncio.timeout(self._deadline - time.monotonic()):
                     await super().__call__(scope, receive, send)
             finally:
@@ -388,7 +395,7 @@ class _EventStream(StreamingResponse):
 
 
 def _best(texts: Sequence[ResponseText], count: int) -> Sequence[ResponseText]:
-    """Return the texts with the highest mean log-probability; if all are asked for, keep their order."""
+    """Return the `count` texts with the highest mean log-probability; if that is all texts, keep their order."""
     return texts if count == len(texts) else sorted(texts, key=lambda choice: -choice.mean_log_prob)[:count]
 
 
@@ -420,7 +427,7 @@ def _error_response(error: RequestError) -> Response:
     if error.status in (429, 503):
         response.headers["retry-after"] = "1"
     if error.status in (408, 413):
-        # An open connection would read the rest of the body as the next request.
+        # If the connection stayed open, the server would read the rest of the body as the next request.
         response.headers["connection"] = "close"
     return response
 

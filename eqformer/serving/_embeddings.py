@@ -75,12 +75,12 @@ class EmbeddingService(Service):
 
     @property
     def slots(self) -> int:
-        """Texts that are embedded at once."""
+        """Number of texts that are embedded at once."""
         return _BATCHES * self.batch_size
 
     @property
     def capacity(self) -> int | None:
-        """Tokens of the longest text that is read; None: texts of any length are read."""
+        """Maximum number of tokens of a text; None: texts of any length are read."""
         return self.encoder.max_length
 
     def compile(self, progress: Callable[[str], object] = lambda line: None) -> None:
@@ -182,7 +182,7 @@ class EmbeddingService(Service):
         return [vectors[row] for row in range(len(batch))]
 
     def _check_length(self, number: int, length: int) -> None:
-        """Raise a `RequestError` for a text without a token, or with too many."""
+        """Raise a `RequestError` for a text without tokens, or with too many tokens."""
         max_tokens = min(
             (limit for limit in (self.limits.prompt_tokens, self.capacity) if limit is not None), default=None
         )

@@ -17,7 +17,7 @@ class Histogram:
         self._counts, self._sum = [0] * (len(_SECONDS) + 1), 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count a time."""
+        """Count a duration in its bucket."""
         self._counts[bisect.bisect_left(_SECONDS, seconds)] += 1
         self._sum += seconds
 

@@ -23,7 +23,7 @@ _MAX_NUMBER = 1e9  # the largest number in a field; NaN fails the comparison wit
 
 
 class RequestError(Exception):
-    """An error of a request, with the status and the names that the HTTP response has."""
+    """An error of a request, with the HTTP status, the parameter and the code of the response."""
 
     def __init__(self, status: int, message: str, *, parameter: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -62,7 +62,7 @@ class CompletionRequest:
     echo: bool
     """Whether each text begins with its prompt."""
     best_of: int
-    """Texts that are generated for each prompt; the likeliest `options.count` are returned."""
+    """Number of texts that are generated for each prompt; the likeliest `options.count` texts are returned."""
     options: TextOptions
 
 
@@ -74,7 +74,7 @@ class ChatRequest:
     messages: list[JsonObject]
     tools: list[JsonObject]
     forced_tools: list[JsonObject]
-    """The tools of which the answer must call one (`tool_choice`); empty: the model decides whether it calls a tool."""
+    """The answer must call one of these tools (`tool_choice`). Empty: the model decides whether it calls a tool."""
     schema: JsonObject | None
     """The JSON schema of the answer; None: any text."""
     template_options: JsonObject
@@ -103,7 +103,7 @@ class EmbeddingRequest:
 
 
 class Fields:
-    """The fields of a JSON object, each of which is checked and taken once."""
+    """Fields of a JSON object. Each field is checked when it is taken, and can be taken once."""
 
     def __init__(self, values: JsonValue, where: str = "the body"):
         if not isinstance(values, dict):
@@ -208,7 +208,7 @@ def parse_completion(fields: Fields, *, max_texts: int) -> CompletionRequest:
     best_of = options.count if best_of is None else best_of
     if best_of < options.count:
         raise RequestError(
-            400, f"best_of must be at least n, but is {best_of} of n={options.count}.", parameter="best_of"
+            400, f"best_of must be at least n, but best_of is {best_of} and n is {options.count}.", parameter="best_of"
         )
     if options.stream and (best_of > options.count or echo):
         name = "echo" if echo else "best_of"
@@ -279,7 +279,7 @@ def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | Non
     """Return the options that completions and chats share."""
     stream, experts = fields.flag("stream"), fields.flag("experts")
     if experts and not stream:
-        raise RequestError(400, "experts: the end of a stream has the experts; add stream: true.", parameter="experts")
+        raise RequestError(400, "experts: a stream reports them at its end; add stream: true.", parameter="experts")
     stream_options = Fields(fields.take("stream_options", {}), "stream_options")
     include_usage = stream_options.flag("include_usage")
     stream_options.ignore("include_obfuscation")
@@ -358,7 +358,7 @@ def _above_zero(fields: Fields, name: str, maximum: Number) -> Number | None:
 
 
 def _top_k(fields: Fields) -> int | None:
-    """Return `top_k`; other servers take -1 and 0 for all tokens."""
+    """Return `top_k`; None for -1 and 0, which mean all tokens on other servers, too."""
     top_k = fields.integer("top_k", -1, 2**31 - 1)
     return None if top_k in (-1, 0) else top_k
 
@@ -377,7 +377,7 @@ def _list(fields: Fields, name: str, *, required: bool = False) -> list[JsonValu
 
 
 def _message(value: JsonValue, number: int) -> JsonObject:
-    """Return a message as chat templates read it: its content is a text, and arguments of calls are objects."""
+    """Return a message in the form for chat templates: the content is a text, and arguments of calls are objects."""
     where = f"messages[{number}]"
     fields = Fields(value, where)
     role = fields.text("role")
@@ -428,7 +428,7 @@ def _tool_call(value: JsonValue, where: str) -> JsonObject:
 
 
 def _tools(fields: Fields) -> tuple[list[JsonObject], list[JsonObject]]:
-    """Return the tools that the model may call, and those of which it must call one."""
+    """Return the tools that the model may call, and the tools from which it must call one (empty: no forced call)."""
     tools: list[Any] = _list(fields, "tools")
     for number, tool in enumerate(tools):
         match tool:
@@ -455,11 +455,11 @@ def _tools(fields: Fields) -> tuple[list[JsonObject], list[JsonObject]]:
 
 
 def _answer_start(fields: Fields) -> tuple[bool, bool]:
-    """Return whether the answer continues the final message, and whether its header is part of the prompt (default)."""
+    """Return whether the answer continues the final message, and whether the prompt ends with the answer's header."""
     continues = fields.flag("continue_final_message")
     adds_header = fields.flag("add_generation_prompt", not continues)
     if continues and adds_header:
-        reason = "continue_final_message goes on with the last message, and add_generation_prompt begins another one."
+        reason = "continue_final_message continues the last message, add_generation_prompt begins another; set one."
         raise RequestError(400, reason, parameter="continue_final_message")
     return continues, adds_header
 

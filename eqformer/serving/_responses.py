@@ -25,9 +25,9 @@ class Token:
 
     id: int
     text: str
-    """The text that the token completes; empty for all tokens of a character but its last."""
+    """The text that is complete with this token. If several tokens encode a character, only the last one has a text."""
     log_prob: float | None
-    """None for the first token of a prompt, which nothing precedes."""
+    """None for the first token of a prompt, because no token precedes it."""
     alternatives: Sequence[tuple[int, float]] = ()
     """The likeliest ids, with their log-probabilities."""
 
@@ -49,7 +49,7 @@ class ResponseText:
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason for the end; None before it."""
+        """The reason why the text ended; None while it grows."""
         return None if self.result is None else self.result.finish_reason
 
     @property
@@ -65,7 +65,7 @@ def tokens_of(piece: TextPiece) -> list[Token]:
 
 
 def token_texts(tokenizer: data.PromptTokenizer) -> Callable[[int], str]:
-    """Return a function from an id to its text, which decodes each id once.
+    """Return a function that maps an id to its text, and decodes each id only once.
 
     The text is empty for a part of a character and for an id without a token.
     """
@@ -93,7 +93,7 @@ class ResponseWriter:
             kind: The name of the object, such as `text_completion`.
             prefix: The beginning of the response's id.
             model: The name of the model.
-            token_text: A function from an id to its text, as `token_texts` returns it.
+            token_text: A function that maps an id to its text, as `token_texts` returns it.
         """
         self._shared = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -116,9 +116,9 @@ class ResponseWriter:
         Args:
             index: The number of the choice.
             text: The text.
-            finish_reason: The reason for the end of the text; None before it.
-            tokens: The tokens with their log-probabilities; None: they are not reported.
-            offset: Characters of the text before these tokens.
+            finish_reason: The reason why the text ended; None while it grows.
+            tokens: The tokens with their log-probabilities; None: no log-probabilities are reported.
+            offset: Number of characters of the text before these tokens.
         """
         log_probs = None if tokens is None else self._completion_log_probs(tokens, offset)
         return {"index": index, "text": text, "finish_reason": finish_reason, "logprobs": log_probs}
@@ -130,9 +130,9 @@ class ResponseWriter:
 
         Args:
             index: The number of the choice.
-            message: The message, or what a part of a stream adds to it.
-            finish_reason: The reason for the end of the message; None before it.
-            tokens: The tokens with their log-probabilities; None: they are not reported.
+            message: The message, or in a stream the part that this event adds to it.
+            finish_reason: The reason why the message ended; None while it grows.
+            tokens: The tokens with their log-probabilities; None: no log-probabilities are reported.
             delta: Whether the message is a part of a stream.
         """
         log_probs = None if tokens is None else {"content": [self._chat_token(token) for token in tokens]}
@@ -168,7 +168,7 @@ class ResponseWriter:
         return {"token": self._show(token), "logprob": log_prob, "bytes": list(text.encode()) if text else None}
 
     def _show(self, token: int) -> str:
-        """Return the name of a token: its text, or its number for a part of a character, which has no text."""
+        """Return the name of a token: its text, or its number if it has no text, as for a part of a character."""
         return self._token_text(token) or f"token_id:{token}"
 
 
@@ -201,7 +201,7 @@ class ChatEvents:
         self._has_begun = [False] * body.options.count
 
     def write(self, number: int, choice: ResponseText, piece: TextPiece) -> list[JsonObject]:
-        """Return the events of a piece; the first one of a message names its role."""
+        """Return the events of a piece; the first event of a message names the message's role."""
         content, calls, finish_reason = self._parsers[number].split(piece.text, choice.finish_reason)
         message = chat_message(content, calls, delta=True)
         if not self._has_begun[number]:

@@ -26,7 +26,7 @@ def make_app(service: TextService | EmbeddingService, *, name: str = "eqformer",
     Args:
         service: The service that generates the texts, or embeds them.
         name: The name of the model in requests.
-        api_key: The key that requests to `/v1` must name; None: no key is needed.
+        api_key: The key that requests to `/v1` must send; None: no key is needed.
     """
     load_extra("starlette", extra="serve", call="make_app(service)")
     from ._app import EmbeddingRoutes, TextRoutes
@@ -47,17 +47,17 @@ def serve(
 ) -> None:
     """Compile the programs of a service, and serve its model until the process gets SIGTERM or SIGINT.
 
-    At the first signal, or at `service.drain()`, new requests are refused (503) and the admitted texts are
-    finished; a second signal ends them. Raises an `ImportError` without the packages of the extra `serve`, and a
-    `ValueError` for an address that cannot be used.
+    After the first signal, or after `service.drain()`, the server refuses new requests (503), finishes the admitted
+    texts and ends; at a second signal, it ends at once. Raises an `ImportError` without the packages of the extra
+    `serve`, and a `ValueError` for an address that cannot be used.
 
     Args:
         service: The service that generates the texts, or embeds them.
-        host: The address that the server listens on; the default is reached from the same machine only.
-        port: The port; 0 takes a free one.
+        host: The address that the server listens on; the default can be reached from the same machine only.
+        port: The port; 0 takes a free port.
         name: The name of the model in requests.
-        api_key: The key that requests to `/v1` must name; None: no key is needed.
-        progress: A function that is called with lines on what is compiled and where the server listens.
+        api_key: The key that requests to `/v1` must send; None: no key is needed.
+        progress: A function that is called with lines that report compiled programs and the server's address.
     """
     uvicorn = load_extra("uvicorn", extra="serve", call="serve(service)")
     app = make_app(service, name=name, api_key=api_key)
@@ -80,7 +80,7 @@ def serve(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address, and refuses connections until the programs are compiled."""
+    """Return a socket that is bound to an address; connections are refused until the caller listens on it."""
     listener = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -178,7 +178,7 @@ def _max_connections(wanted: int) -> int:
     """Return the maximum number of open connections; raise the limit on open files as far as needed."""
     try:
         import resource
-    except ImportError:  # Other systems than POSIX have no such limit.
+    except ImportError:  # Only POSIX systems have this limit.
         return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _SPARE_FILES

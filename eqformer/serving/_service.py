@@ -1,4 +1,4 @@
-"""Texts of a server's requests by one engine: limits, admission, replacement of a failed engine, draining."""
+"""Generate the texts of a server's requests by one engine: limits, admission, draining, replacing a failed engine."""
 
 import abc
 import asyncio
@@ -39,7 +39,7 @@ class Limits:
     new_tokens: int = 1024
     """Maximum number of new tokens of a text (400), and the default number for a chat."""
     texts: int = 16
-    """Maximum number of texts that one request may generate, over all of its prompts, or embed (400)."""
+    """Maximum number of texts that one request may embed, or may generate for all of its prompts together (400)."""
     waiting: int = 64
     """Maximum number of texts that wait until others have ended (429)."""
     seconds: float | int = 300.0
@@ -51,7 +51,8 @@ class Limits:
     idle_seconds: float | int = 15.0
     """Longest time that a connection may take to send the head of a request, before it is closed."""
     connections: int = 4096
-    """Maximum number of open connections; at one more, the connection that has been idle longest is closed."""
+    """Maximum number of open connections. If another one is opened, the connection that has been idle longest is
+    closed."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -106,16 +107,16 @@ class Service(abc.ABC):
     @property
     @abc.abstractmethod
     def slots(self) -> int:
-        """Texts that are computed at once."""
+        """Number of texts that are computed at once."""
 
     @property
     @abc.abstractmethod
     def capacity(self) -> int | None:
-        """Tokens of the longest text; None: any number."""
+        """Maximum number of tokens of a text; None: texts may have any length."""
 
     @abc.abstractmethod
     def compile(self, progress: Callable[[str], object] = lambda line: None) -> None:
-        """Compile the programs before the first request; `progress` is called with a line after each."""
+        """Compile the programs before the first request; after each program, `progress` is called with a line."""
 
     def drain(self) -> None:
         """Refuse new requests from now on; admitted texts are finished. The server then ends when no text is left."""
@@ -123,21 +124,21 @@ class Service(abc.ABC):
 
     @property
     def waiting(self) -> int:
-        """Texts that wait until others have ended."""
+        """Number of texts that wait until others have ended."""
         return max(0, self.active - self.slots)
 
     @property
     def refusal(self) -> str:
-        """The reason why no request is taken; empty if requests are taken."""
+        """The reason why all requests are refused; empty if requests are accepted."""
         return "the server is ending" if self.is_draining else self._failure
 
     def gauges(self) -> dict[str, int]:
-        """Return the current numbers of `/metrics`, by name."""
+        """Return the gauges of `/metrics` by name."""
         return {"active_texts": self.active, "waiting_texts": self.waiting, "slots": self.slots}
 
     @contextlib.contextmanager
     def admit(self, count: int) -> Iterator[None]:
-        """Count `count` texts as active in the block; raise a `RequestError` if they cannot be taken."""
+        """Count `count` texts as active in the block; raise a `RequestError` if there is no room for them."""
         if self.refusal:
             raise RequestError(503, f"{self.refusal}; try again later, or another server.", code="unavailable")
         max_texts = self.slots + self.limits.waiting
@@ -176,16 +177,16 @@ class TextService(Service):
 
     @property
     def slots(self) -> int:
-        """Texts that are generated at once."""
+        """Number of texts that are generated at once."""
         return self.engine.engine.slots
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest text, with its prompt."""
+        """Maximum number of tokens of a text, prompt included."""
         return self.engine.engine.capacity
 
     def gauges(self) -> dict[str, int]:
-        """Return the current numbers of `/metrics`, by name."""
+        """Return the gauges of `/metrics` by name."""
         return super().gauges() | {"cache_bytes": self.engine.cache_bytes}
 
     async def encode_completion(self, request: CompletionRequest) -> list[Prompt]:
@@ -223,18 +224,18 @@ class TextService(Service):
         return prompt
 
     async def start(self, prompt: Prompt, options: TextOptions, example: int) -> AsyncGenerator[TextPiece, None]:
-        """Return the pieces of a text, which is generated while they are read; closing the iterator ends the request.
+        """Return an iterator over the pieces of a text, which is generated while the pieces are read.
 
-        Raises a `RequestError` for settings that the engine refuses.
+        Closing the iterator ends the request. Raises a `RequestError` for settings that the engine refuses.
 
         Args:
             prompt: The prompt.
             options: The settings.
-            example: The text's index within its request, on which its random samples depend.
+            example: The text's index within its request; its random samples depend on this number.
         """
         engine = self.engine
         decoder = _SpecialTokenDecoder(self.llm.tokenizer) if prompt.keeps_special_tokens else None
-        # An encoder reads the prompt outside of the decoder's row, which then begins with the one start id.
+        # With an encoder, the prompt takes no room in the decoder's row, which begins with one start id.
         used = prompt.length if self.llm.model.start is None else 1
         max_new_tokens = min(self.limits.new_tokens, engine.engine.capacity - used)
 
@@ -256,7 +257,7 @@ class TextService(Service):
         return self._observe(engine, pieces, prompt)
 
     async def score(self, ids: Sequence[int], alternatives: int) -> generation.TokenScores:
-        """Return the scores of all ids of a text but the first, each with `alternatives` likely ids."""
+        """Return the scores of a text's ids after the first id, each with `alternatives` likely ids."""
         score = functools.partial(generation.score_tokens, alternatives=alternatives)
         async with self._scoring:
             scores = await asyncio.to_thread(score, self.llm.model, [ids[:1]], [ids[1:]])
@@ -269,7 +270,7 @@ class TextService(Service):
             raise RequestError(400, reason, parameter="experts")
 
     async def trace_experts(self, prompt: Prompt, ids: Sequence[int]) -> list[interpretability.LayerExperts]:
-        """Return the experts that read each new token after a prompt, by one pass over both.
+        """Return the experts that read each new token, by one forward pass over the prompt and the new tokens.
 
         Raises a `RequestError` if the pass fails.
         """
@@ -381,7 +382,7 @@ class TextService(Service):
         return ids
 
     def _check(self, prompt: Prompt, options: TextOptions) -> None:
-        """Raise a `RequestError` for what the engine would refuse; errors name fields of the request's body."""
+        """Raise a `RequestError` for a request that the engine would refuse; it names a field of the request's body."""
         vocab = self.llm.model.vocab
         for field, ids in ((prompt.field, prompt.ids), ("logit_bias", options.settings.logit_bias)):
             if (outside := next((number for number in ids if number >= vocab), None)) is not None:
@@ -389,7 +390,7 @@ class TextService(Service):
                 raise RequestError(400, message, parameter=field)
         if prompt.grammar is not None and self._has_draft:
             field = prompt.grammar_field
-            reason = "this server generates with a draft, by which no text can be restricted; leave it out."
+            reason = f"this server generates with a draft, and so cannot restrict a text; leave {field} out."
             raise RequestError(400, f"{field}: {reason}", parameter=field)
         self._check_length(prompt, options)
 
@@ -415,7 +416,7 @@ class TextService(Service):
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the items of several iterators as they come, each with the iterator's number; close all at the end."""
+    """Yield the items of several iterators as they come, each with its iterator's number; then close the iterators."""
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
 
     async def feed(number: int, stream: AsyncGenerator[T, None]) -> None:
@@ -447,7 +448,7 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
 
 @contextlib.contextmanager
 def _as_bad_request(field: str) -> Iterator[None]:
-    """Raise a `RequestError` of status 400 in place of a `ValueError` or an `ImportError` of the block.
+    """Turn a `ValueError` or `ImportError` of the block into a `RequestError` of status 400.
 
     `field` is the field of the request's body that is at fault.
     """

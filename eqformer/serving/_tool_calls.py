@@ -13,7 +13,7 @@ from ..text import Grammar
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"  # Hermes and Qwen: one JSON object in each pair of tags.
 _LIST = "[TOOL_CALLS]"  # Mistral: a list of JSON objects, or in later versions a name, [ARGS] and an object.
-_PYTHON = "<|python_tag|>"  # Llama 3: before a JSON object, or left out by smaller models.
+_PYTHON = "<|python_tag|>"  # Llama 3: before a JSON object; smaller models write the object without it.
 _MARKERS = (_OPEN, _LIST, _PYTHON)
 _ANY_MARKER = "|".join(map(re.escape, _MARKERS))
 _CALL_START = re.compile(
@@ -32,10 +32,10 @@ class ToolCall:
 
 
 class ToolCallParser:
-    """Parser of an answer in pieces, which divides it into plain text and calls of tools.
+    """Parser that reads an answer piece by piece, and divides it into plain text and calls of tools.
 
-    Text that may begin a call is held back. Text that looks like a call, but has broken JSON or the name of no tool, is
-    plain text, and so is all text if there are no tools.
+    Text that may begin a call is held back. Text that looks like a call is plain text if its JSON is broken or if it
+    names no known tool. Without tools, all text is plain text.
     """
 
     def __init__(self, names: Collection[str]):
@@ -46,10 +46,10 @@ class ToolCallParser:
         self._has_text = False
 
     def split(self, piece: str, finish_reason: str | None) -> tuple[str, list[ToolCall], str | None]:
-        """Return the plain text of the next piece, the calls, and the reason for the end.
+        """Return the plain text of the next piece, the calls of tools, and the finish reason.
 
-        The reason is None before the last piece, which brings all calls; it becomes `tool_calls` for an answer with
-        calls.
+        All calls are returned with the last piece. The finish reason is None before the last piece; for an answer with
+        calls, it is `tool_calls`.
         """
         content = self.push(piece)
         if finish_reason is None:
@@ -58,11 +58,11 @@ class ToolCallParser:
         return content + ending, calls, "tool_calls" if calls else finish_reason
 
     def push(self, piece: str) -> str:
-        """Return the text that is certain to belong to no call."""
+        """Add a piece, and return the text that certainly belongs to no call."""
         if not self._names:
             return piece
         self._pending += piece
-        # Smaller models answer with the JSON object alone, whose texts may name a marker.
+        # Smaller models write the JSON object of a call without a marker. Strings in this object may contain a marker.
         if self._is_call or (not self._has_text and self._pending.lstrip()[:1] in ("{", "")):
             return ""
         starts = [start for marker in _MARKERS if (start := self._pending.find(marker)) >= 0]
@@ -83,7 +83,7 @@ class ToolCallParser:
 
 
 def _marker_length(text: str) -> int:
-    """Return the length of the longest end of a text that is the beginning of a marker."""
+    """Return the length of the longest suffix of a text that is a prefix of a marker."""
     lengths = range(1, min(len(text) + 1, max(map(len, _MARKERS))))
     return max((n for n in lengths if any(marker.startswith(text[-n:]) for marker in _MARKERS)), default=0)
 
@@ -97,7 +97,7 @@ def _parse_calls(text: str) -> list[tuple[int, ToolCall]]:
         except ValueError:
             pass
     calls, position = [], 0
-    # The search goes on behind each call, because the texts in its arguments may name a marker.
+    # The search continues after each call, because strings in the call's arguments may contain a marker.
     while match := _CALL_START.search(text, position):
         position = match.end()
         value, stop = _decode_json(text, position)
@@ -121,7 +121,7 @@ def _decode_json(text: str, start: int) -> tuple[JsonValue, int]:
 
 
 def _calls_of(value: JsonValue) -> Iterator[ToolCall]:
-    """Yield the call that a JSON value describes; nothing if it describes none."""
+    """Yield the call that a JSON value describes, if it describes a call."""
     match value:
         case {"name": str() as name, "arguments": dict() as arguments}:
             yield ToolCall(name, arguments)
@@ -154,7 +154,7 @@ class ToolCallFormat:
     after_arguments: str
 
     def grammar(self, tools: Iterable[JsonObject], marker_ids: Mapping[str, int]) -> Grammar:
-        """Return the grammar of an answer without its lead, which is a call of one of the tools.
+        """Return the grammar of a call of one of the tools, for the part of the answer after its lead.
 
         Raises a `ValueError` for a tool whose name or parameters the grammar cannot express.
 
@@ -176,10 +176,10 @@ class ToolCallFormat:
 def find_call_format(
     template: data.ChatTemplate, messages: Sequence[JsonObject], options: JsonObject, ends: Iterable[str]
 ) -> ToolCallFormat | None:
-    """Return the format in which a chat template writes the answer's call of a tool.
+    """Return the format in which a chat template writes an answer that calls a tool.
 
-    The template renders a call of a made-up tool as the answer to the messages. Returns None if the template refuses
-    that, or if the server does not read calls of the format.
+    To find the format, the template renders a call of a made-up tool as the answer to the messages. Returns None if the
+    template refuses this call, or if the server cannot parse calls of the format.
 
     Args:
         template: The chat template.
@@ -220,7 +220,7 @@ def find_marker_ids(tokenizer: data.PromptTokenizer) -> dict[str, int]:
 
 
 def _write_literal(text: str, marker_ids: Mapping[str, int]) -> str:
-    """Return a text in the language of Lark, with markers by token id; the probe's call id becomes a pattern of ids."""
+    """Return the Lark expression for a text: markers as token ids, and the probe's call id as a pattern of ids."""
     names = sorted(filter(None, [*marker_ids, _PROBE_ID]), key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, names))})", text)
     ids = {name: f"<[{number}]>" for name, number in marker_ids.items()} | {_PROBE_ID: "/[a-zA-Z0-9]{9}/"}

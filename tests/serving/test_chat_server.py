@@ -259,7 +259,7 @@ ERRORS = {
     "both": (
         {"messages": ASK, "continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message",
-        "continue_final_message goes on with the last message, and add_generation_prompt begins another one",
+        "continue_final_message continues the last message, add_generation_prompt begins another",
     ),
     "forced": (
         {"messages": ASK, "continue_final_message": True, "tools": [WEATHER], "tool_choice": "required"},
