@@ -25,7 +25,7 @@ class Accelerator:
     """One device as JAX sees it: a chip, or half of a chip that is two devices. All speeds are per second."""
 
     name: str
-    """Its name in a topology, `v5e`."""
+    """Name in the text of a topology, such as `v5e`."""
     memory: int
     """Bytes of memory that programs may fill; for a GPU, the share that JAX takes (`eqformer.prepare` sets it)."""
     bandwidth: float
@@ -33,13 +33,13 @@ class Accelerator:
     bf16: float
     """Operations in bfloat16 (float16), a multiplication and an addition counted as two; no sparsity."""
     fp8: float
-    """Operations in 8-bit floating point; those in bfloat16 if the device has no 8-bit floating point."""
+    """Operations in 8-bit floating point; equal to `bf16` if the device has no 8-bit floating point."""
     int8: float
     """Operations in 8-bit integers."""
     link: float
     """Bytes sent over one link in one direction."""
     links: int
-    """Number of links: in a torus two for each dim; otherwise all of them lead to one switch."""
+    """Number of links: two for each dim of a torus, or, without a torus, all links to one switch."""
     network: float
     """Bytes sent in one direction over the slow network, between slices or machines."""
     host: float
@@ -65,12 +65,12 @@ class Accelerator:
 _GIB = 2**30
 _H100_BYTES, _H200_BYTES, _B200_BYTES = 84_942_979_072, 150_110_000_000, 191_514_411_008
 # TPUs: `memory` is what the compiler lets a program fill (the chip's memory minus the system's). `host` is from "How to
-# Scale Your Model" (Austin et al. 2025, part 2); tpu7x is missing there and gets v6e's figure per chip. All else is
-# from https://cloud.google.com/tpu/docs: `link` is "bidirectional ICI bandwidth per chip" divided by the links and by
-# two directions, `network` is "DCN bandwidth per chip".
+# Scale Your Model" (Austin et al. 2025, part 2); tpu7x is missing there and gets v6e's figure per chip. All other
+# figures are from https://cloud.google.com/tpu/docs: `link` is "bidirectional ICI bandwidth per chip" divided by the
+# links and by two directions, `network` is "DCN bandwidth per chip".
 # GPUs: NVIDIA's data sheets (H100 SXM, H200 SXM, HGX B200), dense; PCIe 5 to the host, 128 GB/s for both directions
 # together; one port of 400 Gb/s per GPU between machines. `whole` is what CUDA reports on an H100 and a B200, and is
-# estimated from these for an H200.
+# estimated from these two for an H200.
 _V4 = Accelerator(
     name="v4",
     memory=int(30.5 * _GIB),
@@ -207,10 +207,10 @@ class Topology:
         """Return the bytes a second that a device sends in one direction over each axis of a mesh.
 
         Devices along the mesh's last axes are the nearest. In a torus, mesh axes are laid along torus dims, both from
-        the last to the first; an axis covers several dims, or a part of one. A dim that an axis covers in full and that
-        is a ring adds two links, any other dim or part adds one. Behind a switch, an axis inside one machine
-        uses all links of a device, and an axis that reaches beyond one machine uses the slow network. Raises a
-        `ValueError` for a mesh of another number of devices.
+        the last to the first; an axis covers several dims, or a part of one dim. A dim that is a ring and that the axis
+        covers in full adds two links. Any other dim, or part of a dim, adds one link. Behind a switch, an axis inside
+        one machine uses all links of a device, and an axis that reaches beyond one machine uses the slow network.
+        Raises a `ValueError` for a mesh of another number of devices.
         """
         if mesh.size != self.devices:
             sizes = " x ".join(f"{axis} {size}" for axis, size in dict(mesh.shape).items() if size > 1) or "1"

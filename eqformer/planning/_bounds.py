@@ -1,15 +1,16 @@
 """Lower bounds of the bytes that one device sends for each way to split a model, as closed formulas.
 
 Rings are optimal in bandwidth (Patarasuk and Yuan 2009): to gather or to reduce-scatter `S` bytes over `n` devices,
-each sends `(n-1)/n S`; to all-reduce them, twice that. `program.list_transfers` counts a program's bytes. In formulas,
-`T`, `h`, `h_kv` and `a` are the arguments `tokens`, `embed`, `kv_embed` and `activation_bytes`.
+each device sends `(n-1)/n S` bytes; to all-reduce `S` bytes, it sends twice as many. `program.list_transfers` counts
+the bytes that a given program sends. In formulas, `T`, `h`, `h_kv` and `a` are the arguments `tokens`, `embed`,
+`kv_embed` and `activation_bytes`.
 """
 
 Number = int | float
 
 
 def gather_bytes(size: Number, devices: int) -> Number:
-    """Return the bytes to gather `size` bytes, or to reduce-scatter them: `(n-1)/n S`; an all-reduce is twice that."""
+    """Return the bytes that a device sends to gather or reduce-scatter `size` bytes; an all-reduce sends twice that."""
     return (devices - 1) / devices * size
 
 
@@ -26,11 +27,17 @@ def sharded_state_bytes(
 ) -> Number:
     """Return the bytes per step of data parallelism, with the training state replicated (`zero=0`) or split (1 to 3).
 
-    With `f = (n-1)/n`, `P` parameters and `G` microbatches, ZeRO (arXiv:1910.02054) sends `2 f P b_g` at stage 0 (plain
-    data parallelism), `f P (b_g + b_w)` at 1, `f P (G b_g + b_w)` at 2, where each microbatch's gradients are
-    scattered, and `f P G (2 b_w + b_g)` at 3, where each microbatch gathers parameters in both passes. At stage 3
-    `gathers` replaces the 2: it is 3 in a pipeline whose stages recompute their forward pass. `replicas` of the group
-    (HSDP) add an all-reduce of each device's share of the gradients, once a step.
+    ZeRO (arXiv:1910.02054) sends these bytes, for `n` devices, `P` parameters, `G` microbatches, `b_w` bytes of a
+    parameter, `b_g` bytes of a gradient, and `f = (n-1)/n`:
+
+    - stage 0, plain data parallelism: `2 f P b_g`;
+    - stage 1: `f P (b_g + b_w)`;
+    - stage 2, which scatters the gradients of each microbatch: `f P (G b_g + b_w)`;
+    - stage 3, which gathers the parameters in both passes of each microbatch: `f P G (2 b_w + b_g)`. `gathers` replaces
+      the 2; it is 3 in a pipeline whose stages recompute their forward pass.
+
+    With several `replicas` of the group of devices (HSDP), an all-reduce of each device's share of the gradients is
+    added, once a step.
 
     Args:
         parameters: Number of parameters.

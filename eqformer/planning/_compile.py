@@ -52,8 +52,8 @@ def _lists_memories(mesh: Mesh | AbstractMesh) -> bool:
 def _keep_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
     """Let a program take some of its first arguments from the host's memory.
 
-    Shardings over real devices name the memory. Devices of a compiler for absent GPUs have no memories, and JAX drops
-    the memories that shardings over them name.
+    For real devices, the shardings of arguments name the memory. A compiler for absent GPUs has devices without
+    memories, so JAX drops the memory from shardings over such devices, and this function restores it.
     """
     module = lowered.compiler_ir("stablehlo")
     assert module is not None
@@ -71,7 +71,7 @@ def _keep_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
 def decode_shapes(
     plan: parallel.Plan, model: nn.LanguageModel, rows: int, capacity: int, cache_dtype: str | None = None
 ) -> tuple[parallel.ShardedModel, PyTree]:
-    """Return a model served under a plan, and its cache for `rows` of up to `capacity` tokens, as shapes."""
+    """Return the shapes of a model that a plan serves, and of its cache for `rows` rows of up to `capacity` tokens."""
     served = parallel.ShardedModel(model, plan)
     shardings = parallel.shardings(plan.parameter_specs(served.model), plan.mesh)
     arrays, static = eqx.partition(served.model, is_shape)
@@ -142,7 +142,7 @@ def missing_compiler(topology: Topology) -> str | None:
 
 
 def devices_of(topology: Topology) -> list[Device]:
-    """Return devices to compile for, which need not be present; a `ValueError` if the compiler refuses the topology."""
+    """Return the devices of a topology to compile for, present or not; raise a `ValueError` if the compiler cannot."""
     accelerator = topology.accelerator
     if accelerator.platform == "tpu":
         name, options = str(topology), {"chips_per_host_bounds": chips_per_host(topology.shape)}
@@ -159,14 +159,14 @@ def devices_of(topology: Topology) -> list[Device]:
         ) from error
     if len(devices) != topology.devices:
         raise ValueError(
-            f"devices_of(topology={topology}): its compiler makes {len(devices)} devices of it, where a run has "
+            f"devices_of(topology={topology}): its compiler makes {len(devices)} devices, but a run has "
             f"{topology.devices}; take planning.forecast (plan.py --formulas), which compiles nothing."
         )
     return devices
 
 
 def chips_per_host(shape: tuple[int, ...]) -> list[int]:
-    """Return how many chips of each dim of a torus share a host: 2 x 2, or as many as a smaller shape has.
+    """Return how many chips of each dim of a torus share a host: 2 x 2, or fewer in a smaller shape.
 
     libtpu's default is 2 x 2 for every shape, which does not divide the shape of a single chip.
     """
@@ -188,7 +188,7 @@ class Compilation:
     """The compiler's message if the program does not fit."""
 
     def fits(self, memory: int) -> bool:
-        """Return whether a device of so many bytes can run the program."""
+        """Return whether a device with `memory` bytes can run the program."""
         return self.program is not None and self.program.fits(memory)
 
     def as_dict(self) -> JsonObject:
@@ -209,9 +209,9 @@ def compilation_of(
 ) -> Compilation:
     """Compile a program for the devices of a topology, which need not be present, and return its costs.
 
-    The `folder` keeps the costs in a file per program, so that the same program for the same topology and the same
-    flags of XLA and libtpu is compiled once. Raises JAX's `JaxRuntimeError` if the compiler fails for another reason
-    than memory.
+    The `folder` keeps a file with the costs of each program. A program is compiled only once for the same topology and
+    the same flags of XLA and libtpu. Raises JAX's `JaxRuntimeError` if the compiler fails for another reason than
+    memory.
     """
     accelerator = topology.accelerator
     key_parts = [str(topology), [device.id for device in mesh.devices.flat], compiler_flags(), lowered.as_text()]
@@ -243,7 +243,7 @@ def _key(key_parts: list[JsonValue]) -> str:
 
 @functools.cache
 def _source_hash() -> str:
-    """Return a hash of the source of `eqformer.program`: costs that other code has counted are not reused."""
+    """Return a hash of the source of `eqformer.program`, so that costs that other code has counted are not reused."""
     sources = sorted((Path(__file__).parents[1] / "program").glob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
@@ -266,7 +266,7 @@ def _version(name: str) -> str:
 
 
 def _target(gpu: Accelerator) -> str:
-    """Return the description of an absent GPU that XLA needs, as a text of protocol buffers.
+    """Return the description of an absent GPU that XLA needs, as a protocol buffer in text form.
 
     The description names versions of CUDA, because without them XLA does not call cuBLAS for 8-bit products.
     """
@@ -275,7 +275,7 @@ def _target(gpu: Accelerator) -> str:
     return _GPU.format(gpu=gpu, major=major, cores=cores, cache=cache, clock=clock, name=f"NVIDIA {gpu.name.upper()}")
 
 
-# By compute capability, of SXM cards, as XLA describes them: cores, bytes of the L2 cache, gigahertz.
+# For each compute capability, as XLA describes SXM cards: cores, bytes of the L2 cache, and clock rate in GHz.
 _CORES = {9: (132, 52_428_800, 1.98), 10: (148, 132_644_864, 1.965)}
 
 _GPU = """gpu_device_info {{

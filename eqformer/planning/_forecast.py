@@ -36,8 +36,8 @@ def scatter_padding(
 ) -> float:
     """Return the bytes that a device sends in a step beyond its gradients, because TPUs pad reduce-scatters.
 
-    The compiler pads each device's slice to whole chunks of equal height. The padded slices begin later than the
-    unpadded ones, so after the reduce-scatter the devices also send the rows that are not on their device.
+    The compiler pads each device's slice to whole chunks of equal height. Padded slices begin later than unpadded
+    slices. So after the reduce-scatter, the devices also exchange the rows that arrived on the wrong device.
     """
     if topology.accelerator.name not in _CHUNKS or plan.size(FSDP) == 1 or plan.zero == 0:
         return 0.0
@@ -93,10 +93,10 @@ _EXACT_CAUSES = ("parameters", "optimizer state", "weights", _ENCODER, "caches")
 
 
 class DeviceMemory(NamedTuple):
-    """Devices of any kind, of which only the memory is known: a forecast for them has no seconds."""
+    """Devices of any kind whose memory alone is known, so a forecast for these devices has no seconds."""
 
     memory: int | None = None
-    """Bytes of a device; None where no verdict is asked for."""
+    """Bytes of a device; None if no verdict is needed."""
     platform: str = "cuda"
     """Platform of the compiler that formulas count bytes for: `cuda` or `tpu`."""
 
@@ -106,7 +106,7 @@ Target = Topology | DeviceMemory
 
 
 def topology_of(target: Target) -> Topology | None:
-    """Return the topology of a target; None for a target of which only the memory is known."""
+    """Return the target if it is a topology; None for a `DeviceMemory`."""
     return target if isinstance(target, Topology) else None
 
 
@@ -127,7 +127,7 @@ class Forecast:
     operations: float
     """The model's own operations of a step, on one device."""
     devices: int
-    """How many devices the step runs on."""
+    """Number of devices that the step runs on."""
     on_host: int = 0
     """Bytes that a device stores in the memory of its host."""
     state: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -229,7 +229,7 @@ def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batc
 def add_padding(
     sent: tuple[Sent, ...], states: training.PlannedState, model: nn.LanguageModel, topology: Topology
 ) -> tuple[Sent, ...]:
-    """Return the bytes sent, with those that a topology's compiler adds to the reduce-scatters of gradients."""
+    """Return the bytes sent, including bytes that a topology's compiler adds to the reduce-scatters of gradients."""
     padding = scatter_padding(states.plan, model, topology, states.optimizer.trained)
     return (*sent, Sent(STATE, f"{GRADIENTS}, padded by the compiler", padding)) if padding else sent
 
@@ -277,7 +277,8 @@ def decode_forecast(
     """Forecast the bytes and the seconds of a step that decodes one token of each row, with full caches.
 
     Each device reads its weights and its caches once. Bytes sent are counted in the traced step, and no communication
-    overlaps with other work. An encoder stays in memory and is not read, since its text has been encoded before.
+    overlaps with other work. An encoder stays in memory but is not read, because the source text is encoded before
+    decoding.
 
     Args:
         plan: The plan that serves the model.
@@ -311,7 +312,7 @@ def decode_held(served: parallel.ShardedModel, caches: PyTree) -> dict[str, int]
 
 
 def decode_read_bytes(held: Mapping[str, int]) -> int:
-    """Return the bytes that a decode step reads, of the causes in `decode_held`: all but the encoder."""
+    """Return the bytes that a decode step reads: all causes of `decode_held` except for the encoder."""
     return sum(size for cause, size in held.items() if cause != _ENCODER)
 
 

@@ -28,9 +28,9 @@ class StepBytes(NamedTuple):
     """Bytes that a step holds at its peak."""
 
     held: dict[str, int]
-    """On a device, by cause."""
+    """Bytes on a device, by cause."""
     on_host: int
-    """Kept in the memory of the device's host for the backward pass, where the model's `remat` says so."""
+    """Bytes that the model's `remat` keeps in the memory of the device's host until the backward pass."""
 
     @property
     def total(self) -> int:
@@ -44,7 +44,7 @@ class StepBytes(NamedTuple):
 
 
 def state_bytes(states: training.PlannedState) -> dict[str, tuple[int, int]]:
-    """Return the bytes on one device, and in all, of parameters, gradients and the optimizer's state.
+    """Return the bytes of parameters, gradients and optimizer state, each on one device and on all devices together.
 
     Optimizer state that a plan keeps in the memory of a device's host has a cause of its own.
     """
@@ -71,8 +71,8 @@ def _gradient_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def updated_bytes(states: training.PlannedState, on_host: int) -> int:
     """Return the bytes of the copies of optimizer moments that an update holds on a device beside the state.
 
-    These are copies of the `on_host` bytes or, for 8-bit moments, all moments in float32: compilers compute all of them
-    before they search for the largest moment of each row.
+    These are copies of the `on_host` bytes or, for 8-bit moments, all moments in float32: compilers compute all of
+    these moments before they search for the largest moment of each row.
     """
     leaves = jax.tree.leaves(states.sharded_shapes().optimizer_state)
     codes = [leaf for leaf in leaves if is_shape(leaf) and leaf.dtype == jnp.uint8]
@@ -82,10 +82,11 @@ def updated_bytes(states: training.PlannedState, on_host: int) -> int:
 def step_bytes(
     states: training.PlannedState, model: nn.LanguageModel, batch: Batch, platform: str = "cuda"
 ) -> StepBytes:
-    """Return an upper bound of the bytes of a step at its peak, on a device by cause.
+    """Return an upper bound of the bytes that a device holds at the peak of a step, by cause.
 
-    The state is exact. Added to the state is the larger of two numbers: `temporary_bytes`, and gradients with
-    `updated_bytes`. Compiled steps need up to 15 % more than this estimate, so a margin is added as a separate cause.
+    The bytes of the state are exact. The estimate adds the larger of two numbers: `temporary_bytes`, or the gradients
+    together with `updated_bytes`. Compiled steps need up to 15 % more than this estimate, so a margin is added as a
+    separate cause.
 
     Args:
         states: The state under the plan in question.
@@ -157,7 +158,7 @@ def activation_bytes(plan: parallel.Plan, model: nn.LanguageModel, *, rows: int,
 
 
 def batch_shapes(rows: int, seq: int, *, packed: bool = False) -> Batch:
-    """Return the shapes of a batch; one of `packed` documents, of 128 tokens each, has positions."""
+    """Return the shapes of a batch; with `packed`, rows pack documents of 128 tokens, and the batch has positions."""
 
     def make() -> Batch:
         ids, weights, examples = _make_tokens(rows, seq)
@@ -218,7 +219,7 @@ def _place_shapes(tree: PyTree, specs: PyTree, plan: parallel.Plan) -> PyTree:
 
 
 def placed_bytes(tree: PyTree) -> tuple[int, int]:
-    """Return the bytes on one device, and in all, of shapes with shardings."""
+    """Return the bytes of shapes with shardings, on one device and on all devices together."""
     shapes = [leaf for leaf in jax.tree.leaves(tree) if is_shape(leaf)]
     shards = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in shapes if x.sharding is not None]
     return sum(shards), sum(x.size * x.dtype.itemsize for x in shapes)
@@ -229,8 +230,8 @@ def judge_formula(bound: int, certain: int, memory: int) -> Verdict:
 
     Args:
         bound: The estimate of `step_bytes` with its margin, or a decode step's weights and caches.
-        certain: The bytes that are needed whatever the compiler does. Compiled steps need more, so the margin is added
-            to these bytes, too.
+        certain: The bytes that are needed whatever the compiler does. Compiled steps need more, so the step counts as
+            fitting only if these bytes fit with the margin, too.
         memory: The bytes that programs may fill.
     """
     if max(certain, bound * (1 - MAX_UNDERESTIMATE) / (1 + MAX_OVERESTIMATE)) > memory:

@@ -19,8 +19,8 @@ from ._report import FormatPlan, gigabytes
 from ._search import Candidate, search_plans
 
 
-_MAX_TRACED = 6  # plans over other meshes that are traced; each trace takes a second or two
-_PHASES = [training.SchedulePhase(0, 2, 1)]  # Any learning rates: they do not change how much a step holds.
+_MAX_TRACED = 6  # Maximum number of plans over other meshes to trace; each trace takes a second or two.
+_PHASES = [training.SchedulePhase(0, 2, 1)]  # Any learning rates will do: they do not change the bytes of a step.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +79,10 @@ FormatSettings = Callable[[Mapping[str, object]], str]
 
 
 def find_smaller_setups(setup: TrainingSetup, memory: int, platform: str, *, limit: int = 3) -> list[SmallerSetup]:
-    """Return up to `limit` setups on the same mesh that fit into the memory: for each kind, the smallest change.
+    """Return up to `limit` setups on the same mesh that fit into memory: the smallest sufficient change of each kind.
 
-    The kinds are: sharding all weights, computing activations again or storing them on hosts, dividing the batch into
-    more microbatches, and storing the state in fewer bits, the only kind that changes results.
+    The kinds of changes are: sharding all weights, recomputing activations or storing them on hosts, dividing the batch
+    into more microbatches, and storing the state in fewer bits. Only the last kind changes results.
 
     Args:
         setup: The setup that does not fit.
@@ -177,10 +177,10 @@ def out_of_memory_report(
     step = step_bytes(states, setup.model, setup.batch, platform)
     causes = ", ".join(f"{name} {gigabytes(size)}" for name, size in step.held.items() if size)
     heading = f"a device ({device.device_kind}) is out of memory"
-    heading += f": {gigabytes(requested)} were asked for at once" if requested else ""
-    heading += f", and programs get {gigabytes(available)} in all" if available else ""
-    lines = [heading, f"by formulas this run holds {gigabytes(step.total)} on each: {causes}"]
-    # If the step should have fitted by formulas, setups are proposed that hold a tenth less.
+    heading += f": the program requested {gigabytes(requested)} at once" if requested else ""
+    heading += f"; all programs together may use {gigabytes(available)}" if available else ""
+    lines = [heading, f"by formulas, a step of this run holds {gigabytes(step.total)} on each device: {causes}"]
+    # The step did not fit, even if formulas say that it does. So propose setups that hold at least a tenth less.
     memory = min(available or step.total, step.total * 9 // 10)
     proposals = []
     if setup.plan.mesh.size > 1:
@@ -190,6 +190,6 @@ def out_of_memory_report(
     for smaller in find_smaller_setups(setup, memory, platform, limit=3 - len(proposals)):
         proposals.append(f"  {format_settings(smaller.settings)}: {gigabytes(smaller.held)}")
     if proposals:
-        return "\n".join([*lines, f"by formulas it would hold no more than {gigabytes(memory)} with", *proposals])
+        return "\n".join([*lines, f"by formulas, it would hold at most {gigabytes(memory)} with", *proposals])
     advice = "take more devices, a model of fewer layers, or a batch of fewer rows or tokens"
-    return "\n".join([*lines, f"nothing was found that holds no more than {gigabytes(memory)} by formulas: {advice}"])
+    return "\n".join([*lines, f"no setup was found that holds at most {gigabytes(memory)} by formulas: {advice}"])

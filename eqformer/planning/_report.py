@@ -28,7 +28,7 @@ def gigabytes(size: int | float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that `80GB` (or `80G`) says.
+    """Parse a size, such as `80GB` or `80G`, and return its bytes.
 
     Raises a `ValueError` for anything else, such as a number without a unit.
     """
@@ -51,7 +51,7 @@ def forecast_table(forecast: Forecast) -> str:
     lines = [held_table(forecast)]
     on_host = ""
     if forecast.on_host:
-        on_host = f"{gigabytes(forecast.on_host)} in the host's memory, copied there and back in each step"
+        on_host = f"{gigabytes(forecast.on_host)} in the host's memory, copied to and from it in each step"
     if forecast.verdict is not None and forecast.memory is not None:
         topology = topology_of(forecast.target)
         accelerator = None if topology is None else topology.accelerator
@@ -112,11 +112,11 @@ def _time_table(time: Roofline) -> str:
 
 def _verdict_line(verdict: Verdict, held: int, memory: int, accelerator: Accelerator | None) -> str:
     """Return a verdict with the bytes that decide it."""
-    share = f" that JAX takes of {gigabytes(accelerator.whole)}" if accelerator and accelerator.whole else ""
-    of_memory = f"of {gigabytes(memory)}{share}"
+    share = f", JAX's share of {gigabytes(accelerator.whole)}" if accelerator and accelerator.whole else ""
+    limit = f"{gigabytes(memory)}{share}"
     if verdict == "does not fit":
-        return f"{verdict}: {gigabytes(held - memory)} too much, {of_memory}"
-    return f"{verdict}, {of_memory}" if verdict == "fits" else f"{verdict}: {gigabytes(held)} by formulas, {of_memory}"
+        return f"{verdict}: {gigabytes(held - memory)} more than {limit}"
+    return f"{verdict} in {limit}" if verdict == "fits" else f"{verdict}: {gigabytes(held)} by formulas, of {limit}"
 
 
 def compilation_table(compilation: Compilation, forecast: Forecast) -> str:
@@ -135,7 +135,7 @@ def compilation_table(compilation: Compilation, forecast: Forecast) -> str:
         f"{gigabytes(program.peak)} at once; by formulas {gigabytes(forecast.total)} in all",
     ]
     if program.unread:
-        return "\n".join([*lines, f"its text is not available: {program.unread}"])
+        return "\n".join([*lines, f"the compiled program's text is not available: {program.unread}"])
     return "\n".join([*lines, *_program_lines(program, forecast, accelerator)])
 
 
@@ -151,7 +151,8 @@ def _program_lines(program: CompiledCosts, forecast: Forecast, accelerator: Acce
         busy = program.cycles / accelerator.clock
         share = f"an MFU of at most {forecast.time.of_model / busy:.1%} if it never waits for links"
         lines.append(
-            f"{program.cycles:,} cycles by its estimate, {busy:.4f} s at {accelerator.clock / 1e9:.2f} GHz: {share}"
+            f"{program.cycles:,} cycles by the compiler's estimate, {busy:.4f} s at {accelerator.clock / 1e9:.2f} GHz: "
+            f"{share}"
         )
     needed = decode_read_bytes(forecast.held)
     of_held = f", {program.moved / needed:.2f} times the weights and caches" if "caches" in forecast.held else ""
@@ -170,9 +171,9 @@ def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
         return "\n".join([_HEADING, *(_proposal_line(proposal, format_plan) for proposal in search.proposals)])
     if search.smallest is None:
         return (
-            f"no mesh of as many devices was found that fits, of {search.meshes} that are possible: the state alone "
-            f"(parameters, gradients, optimizer) takes {gigabytes(search.smallest_state)} at least; take more devices, "
-            "or a smaller model (more pieces or a smaller batch make no difference to it)"
+            f"no mesh of as many devices was found that fits, of {search.meshes} possible meshes: the state alone "
+            f"(parameters, gradients, optimizer) takes at least {gigabytes(search.smallest_state)}; take more devices, "
+            "or a smaller model (more microbatches or a smaller batch do not change the state)"
         )
     candidate, step = search.smallest
     stopped = f"; the search stopped after {search.traced} of {search.candidates} plans, the best by their shapes"
@@ -195,7 +196,7 @@ def _proposal_line(proposal: Proposal, format_plan: FormatPlan) -> str:
 def format_decode_plans(plans: Sequence[DecodePlan], format_plan: Callable[[DecodePlan], str]) -> str:
     """Format the plans that `search_decode_plans` returns."""
     if not plans:
-        return "no mesh over these devices was found that holds the caches of a row; take more devices, or shorter rows"
+        return "no mesh over these devices was found that fits even with one row; take more devices, or shorter rows"
     lines = [_HEADING]
     for plan in plans:
         total, seconds = plan.forecast.total, plan.forecast.time.seconds
@@ -209,7 +210,7 @@ def ranking_table(
     format_plan: FormatPlan,
     memory: int,
 ) -> str:
-    """Format the plans of `search_plans` over a topology by rank, with the costs of those that were compiled.
+    """Format the plans of `search_plans` over a topology by rank, with the costs of plans that were compiled.
 
     As in every roofline, the seconds are a lower bound, and the MFU is an upper bound.
 
@@ -273,6 +274,6 @@ def plot_costs(held: Mapping[str, int], memory: int, seconds: Mapping[str, float
         axes.barh(names[::-1], sizes[::-1], color="#1f4e79")
         axes.set_xlabel(label)
         axes.grid(alpha=0.25, axis="x")
-    memory_axes.axvline(memory * 1e-9, color="#c8552b", label="what it has")
+    memory_axes.axvline(memory * 1e-9, color="#c8552b", label="memory of a device")
     memory_axes.legend(frameon=False)
     figure.savefig(path, format="png")

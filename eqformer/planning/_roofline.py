@@ -1,4 +1,4 @@
-"""The seconds of a step by a roofline: a model's operations, memory traffic and messages at data sheets' speeds."""
+"""Seconds of a step by a roofline: operations, memory traffic and messages of a model, at the speeds of data sheets."""
 
 import dataclasses
 import math
@@ -50,7 +50,7 @@ def flops_per_token(
     `seq` keys (the convention of PaLM and most published MFU figures). The backward pass costs twice the forward pass;
     recomputation is not counted. Only as many experts of a layer are counted as a token chooses, on average. `trained`
     picks the parameters that are trained, such as `nn.lora_factors` (`None`: all); a frozen weight has no gradient, so
-    that its backward pass costs as much as its forward pass.
+    its backward pass costs only as much as its forward pass.
     """
     if attention not in ("half", "full"):
         raise ValueError(f"flops_per_token(attention={attention!r}): give 'half' (visible keys) or 'full' (all keys).")
@@ -112,12 +112,12 @@ def visible_keys(mask: Mask, seq: int) -> float:
     if mask.chunk is not None and reach == mask.chunk:
         chunks, last = divmod(seq, reach)  # `last` tokens are in a shorter chunk at the end
         return (chunks * reach * (reach + 1) + last * (last + 1)) / 2 / seq
-    # The first `reach` queries see 1, 2, ... keys, each later one `reach`.
+    # The first `reach` queries see 1, 2, ... keys, and each later query sees `reach` keys.
     return (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
 
 
 def idle_shares(model: PyTree) -> dict[int, float]:
-    """Return the average share of experts that a token does not take, by the `id` of each map of the experts."""
+    """Return, for each linear map of experts (by `id`), the average share of experts that a token does not take."""
     return {
         id(linear): _idle_share(moe) for moe in modules(model, ExpertMixture) for linear in linear_maps(moe.experts)
     }
@@ -148,7 +148,7 @@ class Roofline:
     """Seconds of a step by cause, computed from data sheets and not measured."""
 
     products: float
-    """Seconds of matrix products at the peak, including those that are recomputed."""
+    """Seconds of matrix products at the peak, including recomputed products."""
     memory: float
     """Seconds to read and write memory: weights, activations, gradients, the optimizer's state."""
     sent: dict[str, float]
@@ -167,7 +167,7 @@ class Roofline:
     host_update: float = 0.0
     """Seconds to copy the optimizer's state from the host and back; the update waits for the copies."""
     exposed_state: float = 0.0
-    """Seconds of `state` messages during which nothing else runs: on TPUs those of gradients, elsewhere 0."""
+    """Seconds of `state` messages during which nothing else runs: the messages of gradients on TPUs, elsewhere 0."""
 
     @property
     def by_cause(self) -> dict[str, float]:
@@ -214,14 +214,13 @@ def roofline(
     """Return the seconds of a training step whose devices send the bytes of `sent`.
 
     Products run at the peak of the compute dtype, products of 8 bits at the peak of fp8, and each link at its data
-    sheet's speed. Memory traffic is that of linear maps and of the optimizer's update alone, so the result is close to
-    a lower bound. Of the messages of state, TPUs wait only for those of gradients, as was seen in their compiled
-    programs (docs/accelerators-memory.md). Raises a `ValueError` if the mesh has another number of devices than the
-    topology.
+    sheet's speed. Only linear maps and the optimizer's update count as memory traffic, so the result is close to a
+    lower bound. Compiled programs of TPUs wait for the messages of gradients, but not for the other messages of state
+    (docs/accelerators-memory.md). Raises a `ValueError` if the mesh has another number of devices than the topology.
 
     Args:
         plan: How the model is laid out.
-        model: The model, which may be of shapes.
+        model: The model, or its shapes.
         sent: The bytes that a device sends, by cause.
         topology: The accelerators and their links.
         rows: Rows of a batch.
@@ -242,7 +241,7 @@ def roofline(
         return (products - fp8) * tokens / peak + fp8 * tokens / fp8_peak
 
     of_model, forward = product_seconds(backward=True), product_seconds(backward=False)
-    # Reruns of forward products in a backward pass; the `remat` of the first stack stands for that of all stacks.
+    # Reruns of forward products in a backward pass; the `remat` of the first stack stands for all stacks.
     forward_reruns = plan.reruns_stages + (model.stacks[0].remat in ("full", "full_on_host", "dots_no_batch"))
     bubble = parallel.simulate(plan.timetable()).lock_step.bubble if plan.is_pipelined else 0.0
     sent = list(sent)
@@ -271,10 +270,10 @@ def roofline(
 
 
 def link_speed(cause: str, plan: parallel.Plan, speeds: dict[str, float]) -> float:
-    """Return the speed of the axis that a cause sends over.
+    """Return the speed of the mesh axis over which the bytes of a cause are sent.
 
-    State goes over `fsdp` if that axis has more than one device and `replica` has one. Otherwise it is taken to go over
-    the slowest of `fsdp`, the axes of the batch, `context` and `pipe`, among those with more than one device.
+    State goes over `fsdp` if that axis has more than one device and `replica` has one. Otherwise, state is taken to go
+    over the slowest axis among `fsdp`, the axes of the batch, `context` and `pipe` with more than one device.
     """
     if cause != STATE:
         return speeds[cause]
@@ -283,7 +282,7 @@ def link_speed(cause: str, plan: parallel.Plan, speeds: dict[str, float]) -> flo
 
 
 def _memory_seconds(plan: parallel.Plan, model: nn.LanguageModel, tokens: float, accelerator: Accelerator) -> float:
-    """Return the seconds in which memory is read and written.
+    """Return the seconds of a step in which memory is read and written.
 
     Each map reads its input and weight and writes its output, in a forward and two backward products; the optimizer
     passes over the state.
@@ -295,7 +294,7 @@ def _memory_seconds(plan: parallel.Plan, model: nn.LanguageModel, tokens: float,
         is_expert = id(linear) in idle
         split = plan.size(TENSOR) * plan.size(PIPE) * (plan.size(EXPERT) if is_expert else 1)
         weights += math.prod(linear.shape) / split * plan.microbatches
-        # A token goes through the map of each layer and, if it is an expert's, of the experts that the token takes.
+        # A token goes through the map of every layer or, for maps of experts, only through its chosen experts' maps.
         stacked_maps = math.prod(linear.shape[: len(linear.shape) - len(linear.sizes)])
         maps_per_token = stacked_maps * (1 - idle.get(id(linear), 0.0))
         outputs = math.prod(linear.output_shape)

@@ -43,7 +43,7 @@ class Candidate(NamedTuple):
     plan: parallel.Plan
     """Mesh and choices."""
     model: nn.LanguageModel
-    """Model of shapes, with its policy of recomputation."""
+    """Shapes of the model, with its policy of recomputation."""
     state: int
     """Bytes of parameters, gradients and optimizer state on a device."""
     sent: float
@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
     sent_by: tuple[Sent, ...] = ()
     """The same bytes by cause."""
     min_held: int = 0
-    """Bytes that a device holds at least, whatever the compiler does."""
+    """Lower bound of the bytes that a device holds, whatever the compiler does."""
 
     @property
     def remat(self) -> str:
@@ -71,20 +71,20 @@ class Proposal(NamedTuple):
     held: int
     time: Roofline | None = None
     verdict: Verdict | None = None
-    """Whether it fits by formulas; None for a plan that was not traced, for which `held` is a lower bound."""
+    """Whether the plan fits by formulas. None for a plan that was not traced; its `held` is a lower bound."""
 
     def as_dict(self) -> JsonObject:
-        """Return what it holds, sends and takes as plain data."""
+        """Return the bytes held and sent, and the seconds of a step, as plain data."""
         return {"held": self.held, "sent": self.candidate.sent, **_forecast.roofline_dict(self.time)}
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Seconds to three digits, as exact as a roofline is (without a topology, bytes sent); then bytes held."""
+        """Sort key: the seconds of a step to three digits (without a topology, the bytes sent), then the bytes held."""
         return (self.candidate.sent if self.time is None else float(f"{self.time.seconds:.3g}"), self.held)
 
 
 class ShapeRanking(NamedTuple):
-    """The best plans by their shapes alone, before any is traced."""
+    """The best plans by their shapes alone, before any plan is traced."""
 
     proposals: list[Proposal]
     compared: int
@@ -103,11 +103,11 @@ class PlanSearch(NamedTuple):
     smallest_state: int
     """The fewest bytes of a plan's state."""
     meshes: int
-    """Meshes that suit the model."""
+    """Number of meshes that suit the model."""
     candidates: int
-    """Number of plans that may fit by their shapes; 1 if none may, for the plan that comes nearest."""
+    """Number of plans that may fit by their shapes; 1 if no plan may fit, for the plan that comes nearest."""
     traced: int
-    """Plans of which all bytes were computed."""
+    """Number of plans that were traced, so that all their bytes are known."""
 
 
 def search_plans(
@@ -128,7 +128,7 @@ def search_plans(
     are traced. Over a topology plans rank by the time of a step by formulas, to three digits, then by the bytes that a
     device holds; over several machines of GPUs, plans with a copy of the state on each machine are tried too. Without a
     topology plans rank by the bytes that a device sends. The time of copies to hosts is known only after tracing, so it
-    decides the order of the proposed plans, and not which plans are traced.
+    changes the order of the proposed plans, but not the choice of the plans to trace.
 
     Args:
         states: The training state under a plan, whose other choices all plans have.
@@ -144,7 +144,7 @@ def search_plans(
         raise ValueError(f"search_plans(target={target}): only plans that fit are searched, so give a device's memory.")
     step = _PlannedStep(states, model, batch, target, target.memory)
     ranked, state_sizes = _rank_by_shapes(step, limit, progress, show_ranking)
-    # If no plan can fit, one is traced, to tell what is too large.
+    # If no plan can fit, trace the smallest plan, to report what is too large.
     possible = [proposal.candidate for proposal in ranked if proposal.held <= step.memory]
     possible = possible or [proposal.candidate for proposal in sorted(ranked, key=attrgetter("held"))[:1]]
     fitting, traced = _trace_until_fits(possible[:max_traced], step.trace, step.memory, limit, progress)
@@ -331,9 +331,10 @@ def _trace_until_fits(
     limit: int,
     progress: Progress,
 ) -> tuple[list[tuple[Candidate, StepBytes]], list[tuple[Candidate, StepBytes]]]:
-    """Trace candidates in order up to a limit; return those that may fit, and all traced, each with its bytes.
+    """Trace candidates in order up to a limit; return the candidates that may fit, and all traced candidates.
 
-    The estimate without its margin decides, so plans that only the compiler can judge count as fitting.
+    Each candidate is returned with its bytes. The estimate without its margin decides, so plans that only the compiler
+    can judge count as fitting.
     """
     fitting: list[tuple[Candidate, StepBytes]] = []
     traced: list[tuple[Candidate, StepBytes]] = []
@@ -371,11 +372,11 @@ def search_decode_plans(
     limit: int = 3,
     progress: Progress = _ignore,
 ) -> list[DecodePlan]:
-    """Search for plans for decoding that fit into a topology's memory by formulas, those with the fewest changes first.
+    """Search for plans for decoding that fit into a topology's memory by formulas, fewest changes first.
 
-    A plan has the other choices of `plan`, and another mesh of tensor, expert and fsdp. Plans rank by their time. The
-    same meshes follow with int8 caches and, if no mesh holds all rows, with half the rows, a quarter, and so on. Meshes
-    that do not suit the model are left out.
+    Each plan keeps the choices of `plan`, on another mesh over `tensor`, `expert` and `fsdp`, and plans rank by their
+    time. After all meshes, the search tries all meshes with int8 caches and, if no mesh holds all rows, with half of
+    the rows, a quarter, and so on. Meshes that do not suit the model are left out.
 
     Args:
         plan: The plan that does not fit.
@@ -408,7 +409,7 @@ def search_decode_plans(
                 forecast = _forecast.decode_forecast(
                     mesh_plan, model, topology, rows=row_count, capacity=capacity, cache_dtype=dtype
                 )
-            except ValueError:  # the mesh suits neither the model nor so few rows
+            except ValueError:  # The mesh does not suit the model or this number of rows.
                 continue
             fitting.append(DecodePlan(mesh_plan, row_count, dtype, forecast))
         results += sorted(fitting, key=attrgetter("forecast.time.seconds"))

@@ -62,7 +62,7 @@ def sent_bytes(
 
     Args:
         plan: How the model is laid out.
-        model: The model, which may be of shapes.
+        model: The model, or its shapes.
         rows: Rows of a batch.
         seq: The tokens of a row.
         trained: Picks the parameters that are trained, like the optimizer's `trained`. Frozen parameters have no
@@ -96,7 +96,7 @@ class _PlacedArray(NamedTuple):
     """An array of a model, as a plan lays it out over devices."""
 
     whole: jax.ShapeDtypeStruct
-    """The array on all devices together."""
+    """Shape of the array on all devices together."""
     shard: tuple[int, ...]
     """The shape of a device's part, before `fsdp` splits it."""
     fsdp_dim: int | None
@@ -106,7 +106,7 @@ class _PlacedArray(NamedTuple):
     summed_axes: tuple[str, ...]
     """Axes over which partial sums of the gradient are added up."""
     layers: int
-    """Layers whose arrays are stacked in the array; 0 outside of stacks."""
+    """Number of layers that are stacked in the array; 0 for an array outside of stacks."""
     is_trained: bool
     """Whether the array has a gradient."""
 
@@ -128,7 +128,7 @@ class _PlacedArray(NamedTuple):
 def place_arrays(
     plan: parallel.Plan, model: nn.LanguageModel, trained_model: nn.LanguageModel
 ) -> Iterator[_PlacedArray]:
-    """Yield the floating-point arrays of a model of shapes."""
+    """Yield the floating-point arrays of a model, given as shapes."""
     leaves = plan.leaves(model)
     specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
     pairs = zip(model.stacks, leaves.stacks, strict=True)
@@ -210,9 +210,10 @@ def _summed_gradient(plan: parallel.Plan, array: _PlacedArray) -> Sent:
 
 
 def _edge_gradients(plan: parallel.Plan, model: nn.LanguageModel, trained_model: nn.LanguageModel) -> float:
-    """Return the bytes to sum the gradients of edges (arrays outside of layers) over the stages, which all hold them.
+    """Return the bytes to sum the gradients of edges (arrays outside of layers) over all stages.
 
-    If the edges are spread over the stages, their gradients are counted as state instead, and the result is 0.
+    Every stage holds the edges. If the edges are spread over the stages, their gradients are counted as state instead,
+    and the result is 0.
     """
     if plan.spreads_edges:
         return 0.0
@@ -352,7 +353,7 @@ def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
     for moe in nn.modules(stack, (nn.ExpertMixture,)):
         facts = moe.router.facts()
         vector = moe.expert_width(model.embedding.weight.shape[-1]) * _activation_bytes(model)  # bytes
-        top_k = 0 if facts.expert_choice else int(facts.choices)  # choices made by experts need no sending to experts
+        top_k = 0 if facts.expert_choice else int(facts.choices)  # If experts choose tokens, no choices are sent.
         method = plan.expert_method_of(model, moe, int(tokens))
         if method == "exchange":
             sent = plan.exchange.count_sent(int(tokens) * top_k, devices)
@@ -372,7 +373,7 @@ def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
 
 
 def _pipeline(plan: parallel.Plan, model: nn.LanguageModel, tokens: float) -> float:
-    """Return the bytes of a stage's outputs; all devices send in each tick in which any has something to send."""
+    """Return the bytes of a stage's outputs; all devices send in each tick in which any device has a message."""
     # With spread edges, every tick also sends an input microbatch towards the first stage (`PipelinedStack`).
     all_ticks = 2 * count_ticks(plan)
     rounds = all_ticks if plan.spreads_edges else sum(parallel.count_link_ticks(plan.timetable()).values()) / 2
@@ -397,7 +398,7 @@ def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float
 def _scattered_outputs(plan: parallel.Plan, linear: nn.LinearMap) -> int:
     """Return how many values per token a map scatters in a feature stream; values that it all-reduces count twice."""
     dims = plan.layout(splits_fsdp=False).dims
-    if not set(linear.inputs) & set(dims):  # no sum over devices: each holds all that it contracts
+    if not set(linear.inputs) & set(dims):  # No sum over devices: each device holds all inputs.
         return 0
     is_split = linear.outputs[0] in dims and linear.output_shape[0] % plan.size(TENSOR) == 0
     return math.prod(linear.output_shape) * (1 if is_split else 2)
@@ -428,11 +429,11 @@ def count_ticks(plan: parallel.Plan) -> int:
 def counted_bytes(plan: parallel.Plan, transfers: Iterable[Transfer]) -> dict[str, float]:
     """Return the bytes that a compiled program's collectives send, by the causes of `sent_bytes`.
 
-    The name of a collective gives its cause. Collectives without a name count as state: those of the partitioner,
+    The name of a collective gives its cause. Collectives without a name count as state: collectives of the partitioner,
     gathers of parameters after the optimizer's step, and a few sums that JAX adds to a backward pass. All bytes over
-    the axis `tensor` alone count for `tensor`, because XLA merges gradients and sums of the loss into one all-reduce
-    with one of their names. In a pipeline a collective counts only in the ticks that run it: entries are branches of a
-    conditional, and an idle entry sends nothing.
+    the axis `tensor` alone count for `tensor`, because XLA merges gradients and sums of the loss into one all-reduce,
+    which keeps only one of their names. In a pipeline a collective counts only in the ticks that run it: entries are
+    branches of a conditional, and an idle entry sends nothing.
     """
 
     def to_sent(transfer: Transfer) -> Sent:
@@ -446,7 +447,7 @@ def counted_bytes(plan: parallel.Plan, transfers: Iterable[Transfer]) -> dict[st
 
 
 def name_transfers(transfers: Iterable[Transfer]) -> tuple[Sent, ...]:
-    """Return the bytes that a device sends by the collectives' names; those in loops of unknown length count once."""
+    """Return the bytes that a device sends by the names of collectives; loops of unknown length count once."""
 
     def to_sent(transfer: Transfer) -> Sent:
         name = transfer.named(COLLECTIVES)

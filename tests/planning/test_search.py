@@ -57,7 +57,7 @@ def test_a_result_lists_plans_or_what_is_too_large():
     assert format_search(PlanSearch([timed], smallest, 1, 9, 5, 5), flags) == f"{heading}, at least 2.000 s a step"
     unsure = proposal._replace(verdict="too close to tell without the compiler")
     assert format_search(PlanSearch([unsure], smallest, 1, 9, 5, 5), flags) == f"{heading}, {unsure.verdict}"
-    assert "of 9 that are possible: the state alone" in format_search(PlanSearch([], None, 10**9, 9, 0, 0), flags)
+    assert "of 9 possible meshes: the state alone" in format_search(PlanSearch([], None, 10**9, 9, 0, 0), flags)
     for traced, stops in ((5, False), (2, True)):
         text = format_search(PlanSearch([], smallest, 10**9, 9, 5, traced), flags)
         assert "takes 1.000 GB and fits alone, but the temporaries of a step take at least 4.000 GB more" in text

@@ -177,12 +177,12 @@ def test_a_decode_step_holds_what_was_told():
         "row-parallel output"
     }
     table = compilation_table(compilation, forecast)
-    assert table.startswith("compiled in 2 s: fits, of 16.9 GB\narguments 0.0") and "times the weights" in table
+    assert table.startswith("compiled in 2 s: fits in 16.9 GB\narguments 0.0") and "times the weights" in table
     assert f"{program.sent:,.0f}" in table.splitlines()[-1] and "times the model's own" in table
     chips = topology("v5e:2x4")
     too_small = dataclasses.replace(chips.accelerator, memory=program.held - 1)
     forecast = dataclasses.replace(forecast, target=dataclasses.replace(chips, accelerator=too_small))
-    assert "compiled in 2 s: does not fit: 0.000 GB too much" in compilation_table(compilation, forecast)
+    assert "compiled in 2 s: does not fit: 0.000 GB more than" in compilation_table(compilation, forecast)
     assert compilation_table(Compilation(None, 2.0, True, "Used 9G"), forecast).endswith(" run): does not fit: Used 9G")
 
 
@@ -208,8 +208,8 @@ def test_a_program_holds_its_peak_on_tpus_and_its_allocations_elsewhere():
     assert program.held == program.peak and on_gpus.held == program.argument + program.temporary > memory
     told = decode_forecast(Plan(abstract_mesh({})), shapes(NUMBERS), topology("v5e:1x1"), rows=8, capacity=64)
     tables = [compilation_table(Compilation(each, 2.0, False), told) for each in (program, on_gpus)]
-    assert tables[0].startswith("compiled in 2 s: fits, of 16.9 GB\n")
-    assert tables[1].startswith("compiled in 2 s: does not fit: 1.244 GB too much, of 16.9 GB\n")
+    assert tables[0].startswith("compiled in 2 s: fits in 16.9 GB\n")
+    assert tables[1].startswith("compiled in 2 s: does not fit: 1.244 GB more than 16.9 GB\n")
     assert program.fits(memory) and not on_gpus.fits(memory) and on_gpus.fits(on_gpus.held)
     assert not Compilation(None, 2.0, False, "Used 17G").fits(memory)
 

@@ -32,7 +32,7 @@ def test_a_topology_and_a_devices_memory_give_the_same_figures(tmp_path):
     found = json.loads(told(f"--topology h100:8 {mesh} --json --picture {tmp_path}/costs.png"))
     assert found["devices"] == 8 and found["fits"] and found["flags"] == mesh
     counted = told(f"{mesh} --memory 1GB")
-    assert f"{sum(found['held'].values()):,}" in counted and "\nfits, of 1.000 GB" in counted
+    assert f"{sum(found['held'].values()):,}" in counted and "\nfits in 1.000 GB" in counted
     assert f"{sum(found['sent'].values()):,.0f}" in counted
     assert 0 < found["mfu"] < 1 and found["seconds"] > max(found["seconds_by"].values()) > 0
     assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
@@ -86,7 +86,7 @@ def test_what_does_not_fit_has_other_plans_that_do():
     found = run_here("plan.py", *f"{TINY} {LARGE} --topology v5e:1x2 --execution.remat none".split())
     assert "looking for plans that fit" in found.stderr
     text = found.stdout
-    assert "too much, of 16.9 GB" in text
+    assert "more than 16.9 GB" in text
     offered = text.partition("plans for the same number of devices, by formulas:\n")[2].strip().splitlines()
     assert 1 <= len(offered) <= 3 and all(" s a step" in line for line in offered)
 
@@ -185,9 +185,9 @@ def test_without_a_compiler_formulas_are_told_and_the_extra_is_named(name, extra
     mesh = "--mesh.fsdp 4 --mesh.tensor 2 --zero 3"
     text = told(f"--recipe llama --topology {name} {mesh} --precision.compute bfloat16")
     assert ("\nattention: CudnnAttention\n" in text) == (name == "h100:8")
-    assert text.startswith(f"{name}; 8 devices: fsdp 4 x tensor 2; zero 3") and "an MFU of" in text and "fits," in text
+    assert text.startswith(f"{name}; 8 devices: fsdp 4 x tensor 2; zero 3") and "an MFU of" in text and "fits" in text
     assert f"so nothing is compiled for {name}: pip install '{extra}'" in text
-    assert ("fits, of 76.4 GB that JAX takes of 84.9 GB" in text) == (name == "h100:8")
+    assert ("fits in 76.4 GB, JAX's share of 84.9 GB" in text) == (name == "h100:8")
 
 
 @pytest.mark.skipif(missing_compiler(topology("v5e:2x2")) is not None, reason="the extra `tpu` is not installed")
@@ -326,10 +326,10 @@ def test_memory_that_is_enough_and_meshes_where_it_is_not(report):
     """Each plan that is offered is then reported to hold what was said, and that fits."""
     sum_of = lambda text: figure(text, "sum at the peak of a step")
     bytes_held = sum_of(report(TIGHT))
-    assert "\nfits, of 1,000.0 GB" in report(f"{TIGHT} --memory 1TB")
+    assert "\nfits in 1,000.0 GB" in report(f"{TIGHT} --memory 1TB")
     memory = bytes_held // 2
     text = report(f"{TIGHT} --memory {memory}B")
-    assert f"\ndoes not fit: {(bytes_held - memory) / 1e9:.3f} GB too much, of {memory / 1e9:.3f} GB" in text
+    assert f"\ndoes not fit: {(bytes_held - memory) / 1e9:.3f} GB more than {memory / 1e9:.3f} GB" in text
     offered = re.findall(r"^  (--.*): ([\d.]+) GB, sends ([\d.]+) GB a step(?:, too close.*)?$", text, re.MULTILINE)
     assert 1 <= len(offered) <= 3
     for flags, size, _ in offered[:2]:
@@ -337,7 +337,7 @@ def test_memory_that_is_enough_and_meshes_where_it_is_not(report):
         assert offered_report.startswith("8 devices") and sum_of(offered_report) / 1e9 == pytest.approx(
             float(size), abs=0.001
         )
-        assert re.search("^(fits,|too close to tell without the compiler:)", offered_report, re.MULTILINE)
+        assert re.search("^(fits in|too close to tell without the compiler:)", offered_report, re.MULTILINE)
     sends = [float(sent) for *_, sent in offered]
     assert sends == sorted(sends)
 
