@@ -30,20 +30,31 @@ class Mask(eqx.Module):
     """An attention mask: a rule for the positions and segments of a query and a key.
 
     A key at position `j` is visible to a query at position `i` when both are of one segment, `j` is not padding (-1),
-    and each rule that is set holds: `is_causal` (`j <= i`), `window` (`i - j < window`, and `j - i < ahead`; `ahead`
-    is the window by default), `chunk` (`i // chunk == j // chunk`). With `source`, every query also sees its segment's
-    keys at position `OF_SOURCE`. Kernels compute the mask of single tiles, and skip tiles that the rules make empty.
+    and the rule of each field that is set holds. Kernels compute the mask of single tiles, and skip tiles that the
+    rules make empty.
+
+    A row may hold noisy copies of its tokens beside the clean tokens, as in the training of block diffusion (BD3-LM,
+    arXiv:2503.09573). The noisy copies of segment `s` have the positions of the clean tokens and the segment `~s`,
+    which is negative. With `block`, a noisy copy sees the noisy copies of its own block and the clean tokens of earlier
+    blocks, and clean tokens see no noisy copies.
     """
 
     is_causal: bool = eqx.field(static=True, default=True)
+    """`j <= i`."""
     window: int | None = eqx.field(static=True, default=None)
+    """`i - j < window`, and `j - i < ahead`."""
     chunk: int | None = eqx.field(static=True, default=None)
+    """`i // chunk == j // chunk`."""
     ahead: int | None = eqx.field(static=True, default=None)
+    """The bound of later tokens in a window on both sides; None: the window."""
     source: bool = eqx.field(static=True, default=False)
+    """Whether every query also sees its segment's keys at position `OF_SOURCE`."""
+    block: int | None = eqx.field(static=True, default=None)
+    """`j // block <= i // block`, and the rule above for noisy copies."""
 
     def __check_init__(self):
-        for name, value in (("window", self.window), ("chunk", self.chunk), ("ahead", self.ahead)):
-            if value is not None and value < 1:
+        for name in ("window", "chunk", "ahead", "block"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(
                     f"Mask({name}={value}): {name} counts tokens and must be at least 1; pass None for no {name}."
                 )
@@ -52,6 +63,12 @@ class Mask(eqx.Module):
                 f"Mask(is_causal={self.is_causal}, window={self.window}, ahead={self.ahead}): ahead limits the later "
                 "tokens of a window over both sides; pass it with a window and is_causal=False."
             )
+        if self.block is not None and (self.is_causal or self.chunk is not None or self.source):
+            raise ValueError(
+                f"Mask(block={self.block}, is_causal={self.is_causal}, chunk={self.chunk}, source={self.source}): "
+                "tokens of a block see one another and all earlier blocks; pass block with is_causal=False, without a "
+                "chunk or a source."
+            )
 
     def reach(self, seq: int) -> int:
         """Return how many of the last `seq` tokens a query can see at most; a cache must store that many."""
@@ -59,6 +76,11 @@ class Mask(eqx.Module):
 
     def check_cached(self, mixer: str) -> None:
         """Raise a `ValueError` if tokens see later tokens: then keys and values change, and cannot be cached."""
+        if self.block is not None:
+            raise ValueError(
+                f"{mixer}.init_cache: with {self} a token sees later tokens of its block, so tokens cannot be sampled "
+                "one by one; call the model on whole rows, without a cache."
+            )
         if not self.is_causal:
             raise ValueError(
                 f"{mixer}.init_cache: with {self} a token sees later tokens, so keys and values change with each new "
@@ -77,8 +99,16 @@ class Mask(eqx.Module):
             visible &= query // self.chunk == key // self.chunk
         if self.source:
             visible |= key == OF_SOURCE
+        if self.block is not None:
+            visible &= key // self.block <= query // self.block
         if queries.segments is not None and keys.segments is not None:
-            visible &= queries.segments[..., :, None] == keys.segments[..., None, :]
+            query_segment, key_segment = queries.segments[..., :, None], keys.segments[..., None, :]
+            if self.block is None:
+                return visible & (query_segment == key_segment)
+            is_earlier, is_clean = key // self.block < query // self.block, key_segment >= 0
+            visible &= ((query_segment == key_segment) & (is_clean | ~is_earlier)) | (
+                (query_segment == ~key_segment) & is_clean & is_earlier
+            )
         return visible
 
 
@@ -89,6 +119,7 @@ class ChosenKeys(eqx.Module):
     is_causal: ClassVar[bool] = False
     window: ClassVar[None] = None
     chunk: ClassVar[None] = None
+    block: ClassVar[None] = None
 
     def __call__(self, queries: HasPositions, keys: HasPositions) -> Bool[Array, "*batch seq kv_seq"]:
         """Return the matrix; the tokens are not read."""
@@ -119,3 +150,8 @@ def window_both_ways(window: int) -> Mask:
 def chunked(chunk: int) -> Mask:
     """Return the mask by which each token sees itself and the earlier tokens of its chunk of positions (Llama 4)."""
     return Mask(chunk=chunk)
+
+
+def block_causal(block: int) -> Mask:
+    """Return the mask by which each token sees all tokens of its block of positions and of earlier blocks (BD3-LM)."""
+    return Mask(is_causal=False, block=block)

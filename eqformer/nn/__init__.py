@@ -1,6 +1,7 @@
 """Components: arrays and their named dims. Nothing here knows a family, a device or a training run."""
 
 from .._mask import (
+    block_causal as block_causal,
     causal as causal,
     chunked as chunked,
     full as full,

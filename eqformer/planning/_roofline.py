@@ -106,6 +106,9 @@ def visible_keys(mask: Mask, seq: int) -> float:
     """
     if mask.source:
         return seq + visible_keys(dataclasses.replace(mask, source=False), seq)
+    if mask.block is not None:
+        blocks, last = divmod(seq, mask.block)  # `last` tokens are in a shorter block at the end
+        return (mask.block**2 * blocks * (blocks + 1) / 2 + last * seq) / seq
     if not mask.is_causal:
         return float(seq)
     reach = mask.reach(seq)

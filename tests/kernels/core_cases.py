@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from eqformer.nn import causal, chunked, full, mark_whole_rows, Mask, sliding_window, Tokens
+from eqformer.nn import block_causal, causal, chunked, full, mark_whole_rows, Mask, sliding_window, Tokens
 
 
 class Case(NamedTuple):
@@ -22,6 +22,7 @@ class Case(NamedTuple):
     kv_seq: int | None = None  # keys of their own: slots of a cache, in no order, some empty
     blind: bool = False  # nothing but padding in the last row's keys
     head_dim: int = 4
+    is_noisy: bool = False  # noisy copies of the tokens in front, under a mask of blocks
     is_known: bool = True  # that rows are whole, before any number is, where they are
 
 
@@ -35,6 +36,8 @@ CASES = {
     "window, one document": Case(sliding_window(3), seq=12),
     "window both ways": Case(Mask(is_causal=False, window=2), kv_heads=4),
     "chunk, packed": Case(chunked(3), segments=True, seq=12),
+    "blocks": Case(block_causal(4), seq=11),
+    "blocks, packed, with noisy copies": Case(block_causal(3), segments=True, is_noisy=True, padding=2, seq=18),
     "softcap": Case(causal(), softcap=0.7),
     "sinks": Case(causal(), sinks=True, padding=2),
     "everything": Case(sliding_window(4), softcap=0.7, sinks=True, segments=True, seq=11, heads=6, v_dim=3),
@@ -64,6 +67,9 @@ def arrays_of(case: Case, dtype: str = "float32") -> tuple[dict, Tokens, Tokens 
         for row in range(rows):
             segments[row, 4 + row :] += 1
             positions[row, 4 + row :] -= 4 + row
+    if case.is_noisy:
+        half = case.seq // 2
+        positions, segments = np.tile(positions[:, :half], 2), np.hstack([~segments[:, :half], segments[:, :half]])
     if case.padding:
         positions[-1, -case.padding :] = -1
     kv_tokens = None

@@ -43,6 +43,13 @@ def literal(case: Case, arrays: dict, tokens: Tokens, kv_tokens: Tokens | None) 
         for j in range(k.shape[1]):
             a, c = q_pos[b, i], k_pos[b, j]
             ok = c >= 0 and (segments is None or segments[b, i] == segments[b, j])
+            if case.mask.block is not None:
+                query_block, key_block = a // case.mask.block, c // case.mask.block
+                ok &= key_block <= query_block
+                if segments is not None and (segment := segments[b, j]) < 0:
+                    ok &= key_block == query_block
+                elif segments is not None and segments[b, i] < 0:
+                    ok = c >= 0 and segment == ~segments[b, i] and key_block < query_block
             ok &= not case.mask.is_causal or c <= a
             ok &= case.mask.window is None or abs(a - c) < case.mask.window
             ok &= case.mask.chunk is None or a // case.mask.chunk == c // case.mask.chunk
@@ -123,6 +130,7 @@ def differences(core: str, case: Case, reference: Case | None = None, dtype: str
     "blockwise-window, packed",
     "dot_product-chunk, packed",
     "blockwise-window both ways",
+    "blockwise-blocks, packed, with noisy copies",
     "reference-everything",
     "blockwise-everything",
     "dot_product-cache",

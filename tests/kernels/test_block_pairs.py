@@ -7,7 +7,7 @@ from haste import put
 
 from eqformer.kernels import TokenPositions
 from eqformer.kernels.attention._call import possible_pairs
-from eqformer.nn import causal, chunked, full, Mask, sliding_window, window_both_ways
+from eqformer.nn import block_causal, causal, chunked, full, Mask, sliding_window, window_both_ways
 
 
 pairs_of = jax.jit(possible_pairs, static_argnums=0)
@@ -28,6 +28,8 @@ def blocked(positions, segments=None, block: int = 4) -> TokenPositions:
         (sliding_window(5), 8 + 7),
         (sliding_window(6), 8 + 7 + 6),
         (chunked(8), 4 * 3),
+        (block_causal(4), 8 * 9 // 2),
+        (block_causal(8), 4 * (2 + 4 + 6 + 8) // 2),
         (Mask(is_causal=False, window=2), 8 + 7 + 7),
         (Mask(is_causal=False, window=1, ahead=2), 8 + 7),
     ],
@@ -48,7 +50,9 @@ def test_documents_and_padding_leave_out_blocks():
     ]
 
 
-@pytest.mark.parametrize("mask", [causal(), sliding_window(3), chunked(5), full(), window_both_ways(6)])
+@pytest.mark.parametrize(
+    "mask", [causal(), sliding_window(3), chunked(5), full(), window_both_ways(6), block_causal(3)]
+)
 def test_no_visible_pair_is_ever_left_out(mask):
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -64,6 +68,33 @@ def test_no_visible_pair_is_ever_left_out(mask):
             visible = np.asarray(visible_to(mask, TokenPositions(*map(put, rows)), TokenPositions(*map(put, columns))))
             needed = (visible & (positions >= 0)[None, :, None]).reshape(6, 4, 6, 4).any((1, 3))
             assert not np.any(needed & ~np.asarray(pairs_of(mask, here, there)))
+
+
+def test_a_row_of_noisy_copies_and_clean_tokens_computes_half_of_two_quarters():
+    """Tiles of 4 in blocks of 4: noisy tiles see themselves and earlier clean tiles, clean ones see clean ones."""
+    positions, segments = np.tile(np.arange(16), 2)[None], np.repeat([-1, 0], 16)[None]
+    tokens, below = blocked(positions, segments), np.tril(np.ones((4, 4), int))
+    expected = np.block([[np.eye(4, dtype=int), below], [np.zeros((4, 4), int), below]])
+    # The clean tiles at the place of a noisy tile are computed too, because ends of tiles alone do not rule them out.
+    assert pairs_of(block_causal(4), tokens, tokens).astype(int).tolist() == expected.tolist()
+
+
+def test_no_visible_pair_of_noisy_copies_is_ever_left_out():
+    rng = np.random.default_rng(1)
+    for block, window in ((3, None), (4, 5)):
+        mask = Mask(is_causal=False, block=block, window=window)
+        for _ in range(10):
+            cut, order = rng.integers(1, 11), rng.permutation(24)
+            document = np.tile(np.arange(12) >= cut, 2).astype(np.int32)
+            positions = np.tile(np.arange(12), 2) - cut * document
+            segments = np.where(np.arange(24) < 12, ~document, document)
+            positions[[11, 23]] = -1
+            for part in (slice(None), order):
+                rows = positions[None, part].astype(np.int32), segments[None, part].astype(np.int32)
+                tiles = blocked(*rows)
+                visible = np.asarray(visible_to(mask, *[TokenPositions(*map(put, rows))] * 2))[0]
+                needed = (visible & (rows[0][0] >= 0)[:, None]).reshape(6, 4, 6, 4).any((1, 3))
+                assert not np.any(needed & ~np.asarray(pairs_of(mask, tiles, tiles)))
 
 
 def test_packed_rows_leave_out_what_comes_later_and_what_lies_beyond_the_window():

@@ -140,6 +140,8 @@ def test_where_no_other_compiler_is_installed_blocks_are_all_that_is_traced(monk
         (CUDNN, Case(nn.causal(), v_dim=260), {}, "up to 256 channels, in multiples of 8, not 8 and 260"),
         (CUDNN, Case(nn.Mask(False, 9)), {}, "windows only under a causal mask"),
         (SPLASH, Case(nn.chunked(64)), {}, "without chunks"),
+        (SPLASH, Case(nn.block_causal(64)), {}, "without chunks and blocks"),
+        (CUDNN, Case(nn.block_causal(64)), {}, "without chunks and blocks"),
         (SPLASH, Case(nn.causal()), {"dtype": np.float16}, "not float16"),
         (SPLASH, Case(nn.causal()), {}, r"SplashAttention\(\)\): its kernel runs on tpu.*compiled for 'cpu'"),
         (CUDNN, Case(nn.causal()), {}, r"CudnnAttention\(\)\): its kernel runs on cuda.*compiled for 'cpu'"),

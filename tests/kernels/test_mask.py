@@ -25,6 +25,8 @@ KINDS = {
     "even window both ways": nn.window_both_ways(2),
     "chunk both ways": nn.Mask(is_causal=False, chunk=3),
     "window and chunk": nn.Mask(window=2, chunk=4),
+    "block": nn.block_causal(3),
+    "window and block": nn.Mask(is_causal=False, window=2, block=3),
 }
 
 
@@ -43,6 +45,8 @@ def literal(mask, queries, keys):
             see = see and -(mask.ahead or mask.window) < query - key < mask.window
         if mask.chunk is not None:
             see = see and np.floor(query / mask.chunk) == np.floor(key / mask.chunk)
+        if mask.block is not None:
+            see = see and np.floor(key / mask.block) <= np.floor(query / mask.block)
         visible[b, i, j] = see
     return visible
 
@@ -83,10 +87,45 @@ def test_the_other_side_of_a_window_needs_one():
             nn.Mask(is_causal, window, ahead=2)
 
 
-@pytest.mark.parametrize("name", ["window", "chunk"])
+@pytest.mark.parametrize("block", [1, 3, 4])
+def test_noisy_copies_see_their_block_and_the_clean_blocks_before_it(block):
+    """The three parts of BD3-LM's mask (arXiv:2503.09573, section 3.3), for a row of noisy copies and clean tokens."""
+    seq = 8
+    positions, segments = np.tile(np.arange(seq), 2)[None], np.repeat([-1, 0], seq)[None]
+    is_clean, block_number = np.arange(2 * seq) >= seq, positions[0] // block
+    query, key = (block_number[:, None], is_clean[:, None]), (block_number[None], is_clean[None])
+    within = (query[0] == key[0]) & ~query[1] & ~key[1]
+    before = (query[0] > key[0]) & ~query[1] & key[1]
+    clean = (query[0] >= key[0]) & query[1] & key[1]
+    expected = within | before | clean
+    row = tokens(positions, segments)
+    assert np.array_equal(nn.block_causal(block)(row, row)[0], expected)
+    assert not np.array_equal(nn.full()(row, row)[0], expected)
+    # Two packed documents see nothing of each other, whatever the order of the tokens.
+    starts = np.array([0, 3])
+    document = np.searchsorted(starts, np.arange(seq), side="right") - 1
+    positions = np.tile(np.arange(seq) - starts[document], 2)[None]
+    packed = tokens(positions, np.r_[~document, document][None])
+    visible = np.asarray(nn.block_causal(block)(packed, packed)[0])
+    parts = [np.tile(document, 2) == number for number in (0, 1)]
+    assert not visible[parts[0]][:, parts[1]].any() and not visible[parts[1]][:, parts[0]].any()
+    for part in parts:
+        alone = tokens(positions[:, part], np.repeat([-1, 0], part.sum() // 2)[None])
+        assert np.array_equal(visible[part][:, part], nn.block_causal(block)(alone, alone)[0])
+
+
+def test_blocks_are_neither_causal_nor_in_chunks_and_are_not_cached():
+    for options in ({}, {"is_causal": False, "chunk": 4}, {"is_causal": False, "source": True}):
+        with pytest.raises(ValueError, match="tokens of a block see one another and all earlier blocks"):
+            nn.Mask(block=2, **options)
+    with pytest.raises(ValueError, match=r"Attention.init_cache: .* tokens cannot be sampled one by one"):
+        nn.block_causal(2).check_cached("Attention")
+
+
+@pytest.mark.parametrize("name", ["window", "chunk", "block"])
 def test_lengths_are_at_least_one(name):
     with pytest.raises(ValueError, match=rf"Mask\({name}=0\): {name} counts tokens and must be at least 1"):
-        nn.Mask(window=0) if name == "window" else nn.Mask(chunk=0)
+        nn.Mask(False, 0) if name == "window" else nn.Mask(False, chunk=0 if name == "chunk" else None, block=0)
 
 
 def test_masks_hold_no_arrays_and_compare_by_their_rules():

@@ -28,6 +28,7 @@ class Case(NamedTuple):
     has_sinks: bool = False
     is_packed: bool = False
     is_padded: bool = False
+    is_noisy: bool = False
 
 
 class Unknown(kernels.Operation):
@@ -47,6 +48,7 @@ CASES = {
     "full": Case(mask=nn.full(), core=kernels.ReferenceAttention(), is_padded=True),
     "documents": Case(kv_heads=2, is_packed=True, is_padded=True),
     "documents, any core": Case(core=kernels.DotProductAttention(), is_packed=True, mask=nn.sliding_window(5)),
+    "noisy blocks": Case(nn.block_causal(3), kv_heads=4, is_packed=True, is_padded=True, is_noisy=True),
     "softcap": Case(core=kernels.BlockwiseAttention(block=8), head_dim=6, v_dim=2, softcap=0.7),
     "sinks": Case(kv_heads=4, has_sinks=True, mask=nn.Mask(is_causal=False, window=9)),
     "all at once": Case(
@@ -74,6 +76,9 @@ def drawn(case: Case, dtype: str = "float64") -> tuple[tuple, nn.Tokens, jax.Arr
     starts = np.array([[0, 5, 19], [0, 16, 17]]) if case.is_packed else np.zeros((BATCH, 1), int)
     segments = (np.arange(SEQ)[None, None] >= starts[:, :, None]).sum(1) - 1
     positions = np.arange(SEQ)[None] - np.take_along_axis(starts, segments, 1)
+    if case.is_noisy:
+        positions, segments = np.tile(positions[:, : SEQ // 2], 2), segments[:, : SEQ // 2]
+        segments = np.hstack([~segments, segments])
     if case.is_padded:
         positions[0, -3:], positions[1, -9:] = -1, -1
     direction *= (positions >= 0)[:, :, None, None]

@@ -9,7 +9,7 @@ import pytest
 
 from eqformer import nn
 from eqformer.models import build, GPT2Config, JAXformerConfig, LlamaConfig
-from eqformer.nn import causal, chunked, full, positions_like, sliding_window
+from eqformer.nn import block_causal, causal, chunked, full, positions_like, sliding_window
 from eqformer.planning import flops_per_token, parameter_count, visible_keys
 
 
@@ -68,12 +68,15 @@ def test_latent_attention_by_hand():
     assert flops_per_token(model, 9, backward=False, attention="full") == 2 * products + scores * 9
 
 
-@pytest.mark.parametrize("mask", [causal(), full(), sliding_window(4), sliding_window(40), chunked(4), chunked(7)])
+@pytest.mark.parametrize(
+    "mask", [causal(), full(), sliding_window(4), sliding_window(40), chunked(4), chunked(7), block_causal(4)]
+)
 @pytest.mark.parametrize("seq", [1, 4, 11])
 def test_visible_keys_is_the_mean_of_the_mask(mask, seq):
     tokens = positions_like((seq,))
     assert visible_keys(mask, seq) == pytest.approx(float(np.asarray(mask(tokens, tokens)).sum()) / seq)
-    assert visible_keys(dataclasses.replace(mask, source=True), seq) == seq + visible_keys(mask, seq)
+    if mask.block is None:
+        assert visible_keys(dataclasses.replace(mask, source=True), seq) == seq + visible_keys(mask, seq)
 
 
 def test_an_unknown_custom_of_counting_is_refused():

@@ -118,10 +118,10 @@ class AttentionCall(Call):
         if self.kv_tokens is not None and self.piece is None:
             return "it takes no keys of a cache or of another sequence"
         is_known = self.piece is not None or self.tokens.are_packed_in_order or self.tokens.are_whole_rows
-        if not is_known or isinstance(self.mask, ChosenKeys) or self.mask.chunk is not None:
+        if not is_known or isinstance(self.mask, ChosenKeys) or (self.mask.chunk, self.mask.block) != (None, None):
             return (
                 "it needs rows of one text (nn.positions_like) or documents in order (Batch.documents), and a mask "
-                "without chunks"
+                "without chunks and blocks"
             )
         return None
 
@@ -160,7 +160,8 @@ def possible_pairs(mask: Mask, queries: TokenPositions, keys: TokenPositions) ->
     possible = (high >= 0) & (kv_high >= 0)
     if mask.chunk is not None:
         possible &= (low // mask.chunk <= kv_high // mask.chunk) & (kv_low // mask.chunk <= high // mask.chunk)
-    (first, last), (kv_first, kv_last) = (_ends(part, is_packed) for part in (queries, keys))
+    clean_queries, clean_keys = (queries, keys) if mask.block is None else map(_as_clean, (queries, keys))
+    (first, last), (kv_first, kv_last) = (_ends(part, is_packed) for part in (clean_queries, clean_keys))
     first, last = jax.tree.map(lambda x: x[:, None], (first, last))
     kv_first, kv_last = jax.tree.map(lambda x: x[None], (kv_first, kv_last))
     possible &= (first[0] <= kv_last[0]) & (kv_first[0] <= last[0])
@@ -170,9 +171,36 @@ def possible_pairs(mask: Mask, queries: TokenPositions, keys: TokenPositions) ->
         if reach is not None:
             possible &= _not_after(first, (kv_last[0], kv_last[1] + reach - 1))
             possible &= _not_after(kv_first, (last[0], last[1] + (ahead or reach) - 1))
+    if mask.block is not None:
+        possible &= _possible_by_block(mask.block, queries, keys)
     if mask.source:
         possible |= (high >= 0) & jnp.any(keys.positions == OF_SOURCE, axis=-1)[None]
     return jnp.any(possible, axis=-1)
+
+
+def _as_clean(tokens: TokenPositions) -> TokenPositions:
+    """Return the tokens with the segments of clean tokens in place of those of noisy copies (see `Mask`)."""
+    segments = tokens.segments
+    return tokens if segments is None else TokenPositions(tokens.positions, jnp.maximum(segments, ~segments))
+
+
+def _possible_by_block(block: int, queries: TokenPositions, keys: TokenPositions) -> Bool[Array, "_ _ _"]:
+    """Return, for each pair of tiles in each row, whether the rule `Mask.block` may hold for any pair of tokens."""
+
+    def ends(tokens: TokenPositions) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        blocks = jnp.where(tokens.positions >= 0, tokens.positions // block, -1)
+        return _ends(TokenPositions(blocks, _as_clean(tokens).segments), is_packed)
+
+    is_packed = queries.segments is not None and keys.segments is not None
+    first, last = jax.tree.map(lambda x: x[:, None], ends(queries))
+    kv_first, kv_last = jax.tree.map(lambda x: x[None], ends(keys))
+    possible = _not_after(kv_first, last)
+    if queries.segments is not None and keys.segments is not None:
+        # Keys that are all noisy copies are seen only by noisy copies of the same blocks.
+        has_noisy = jnp.any((queries.segments < 0) & (queries.positions >= 0), axis=-1)[:, None]
+        is_noisy = jnp.all((keys.segments < 0) | (keys.positions < 0), axis=-1)[None]
+        possible &= ~is_noisy | (has_noisy & _not_after(first, kv_last))
+    return possible
 
 
 def _ends(tokens: TokenPositions, is_packed: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
