@@ -38,7 +38,7 @@ def largest_buffers(text: str) -> tuple[int, list[Buffer]]:
     buffers outside of the device's main memory. A value is written over an existing buffer in four cases: the
     instruction states that an output aliases an operand; the instruction writes into a part of an operand; a loop's
     body returns its next carry; a fused loop is the last reader of an operand of the result's size. The compiler may
-    reuse more buffers, or leave gaps between buffers: its own figure is the true one.
+    reuse more buffers, or leave gaps between buffers, so the compiler's own figure differs, and is exact.
     """
     computations, entry = hlo_text.parse_hlo(text)
     first, (result, _) = _walk(computations, entry, set())
@@ -91,8 +91,8 @@ class _Walk:
     def run(self, name: str, arguments: list[Value], is_loop: bool = False) -> tuple[Value, _Peak]:
         """Return the result of the computation with this name, and the peak of the buffers that it makes.
 
-        `is_loop` marks a loop's body: its result, the next carry, is written over its argument, the carry, wherever
-        nothing reads the carry after the next carry is made.
+        `is_loop` marks a loop's body, which takes the carry and returns the next carry. The next carry is written over
+        the carry, except where an instruction reads the carry after the next carry is made.
         """
         lines, values = self.computations[name], {}
         for line, value in zip(self.parameters(name), arguments):
@@ -222,7 +222,8 @@ class _Walk:
     def _written_value(self, line: hlo_text.Instruction, operands: list[Value]) -> Value:
         """Return the value that an instruction writes: new buffers, or an operand that it writes over."""
         new = self.new_value(line.result, line)
-        # `output_to_operand_aliasing={{1}: (0, {})}` writes output 1 over operand 0, `{{}: (0, {})}` the only output.
+        # `output_to_operand_aliasing={{1}: (0, {})}` writes output 1 over operand 0; `{{}: (0, {})}` is for a single
+        # output.
         for index, number in re.findall(r"\{(\d*)\}: \((\d+), \{\}", line.attributes):
             if index and line.has_tuple_result:
                 new[int(index)] = operands[int(number)]

@@ -1,8 +1,8 @@
 """Costs of a program, as sums over its operations: matrix products, cycles, memory traffic, communication and time.
 
-Loops are multiplied out. A conditional counts as its most expensive branch, and a loop of unknown length as one
-iteration. `CompiledCosts` holds all costs of a compiled program as plain data that can be written to a file.
-`time_account` divides the measured time of a program, from a trace, by kind of work and by module.
+The body of a loop counts once per iteration, or once if the number of iterations is unknown. A conditional counts as
+its most expensive branch. `CompiledCosts` holds all costs of a compiled program as plain data that can be written to a
+file. `time_account` divides the measured time of a program, from a trace, by kind of work and by module.
 """
 
 import dataclasses
@@ -71,17 +71,17 @@ def list_transfers(program: Program) -> tuple[Transfer, ...]:
     """Return the collectives of one run of a program, with the bytes that each device sends.
 
     Over `n` devices an all-reduce of `S` bytes sends `2(n-1)/n S`, an all-gather `(n-1)/n` of its result, a
-    reduce-scatter and an all-to-all `(n-1)/n` of their operands (a ragged one is counted with an even load), and a
-    permute `S` times the share of devices that send. Loops are multiplied out. A conditional counts as the branch that
-    sends most, and an exchange of experts' tokens as its first round. Sizes are those of the program: XLA's CPU
-    backend, for example, sums 16-bit numbers as float32. A traced program lacks the collectives that the partitioner
-    adds, and counts all ticks of a pipeline, although a device is idle in some of them.
+    reduce-scatter and an all-to-all `(n-1)/n` of their operands (a ragged all-to-all is counted with an even load), and
+    a permute `S` times the share of devices that send. A loop's collectives count once per iteration. A conditional
+    counts as the branch that sends most, and an exchange of experts' tokens as its first round. Sizes are those of the
+    program: XLA's CPU backend, for example, sums 16-bit numbers as float32. A traced program lacks the collectives that
+    the partitioner adds, and counts all ticks of a pipeline, although a device is idle in some of them.
     """
     return tuple(transfer for transfer in _multiply_out(program) if transfer.times != 0)
 
 
 def _multiply_out(program: Program) -> Iterator[Transfer]:
-    """Yield a program's transfers, with those of loops and conditionals, and how often each runs in all."""
+    """Yield all transfers of a program, also in loops and conditionals, with the number of times that each runs."""
     for operation in program.operations:
         if operation.transfer is not None:
             yield operation.transfer
@@ -138,7 +138,7 @@ class CompiledCosts:
     transfers: tuple[Transfer, ...] = ()
     """The program's collectives, by `list_transfers`."""
     unread: str = ""
-    """Reason why the program's text, and the figures read from it, are not available; empty if they are."""
+    """Reason why the program's text, and the figures read from it, are not available; else empty."""
     on_host: int = 0
     """Bytes of arguments and temporaries in the memory of the device's host, beside those on the device."""
     platform: str = ""
@@ -157,7 +157,7 @@ class CompiledCosts:
     def fits(self, memory: int) -> bool:
         """Return whether a device with `memory` bytes can run the program.
 
-        A program for TPUs always fits, since their compiler refuses any that does not.
+        A program for TPUs always fits, because the compiler for TPUs refuses a program that does not.
         """
         return self.platform == "tpu" or self.held <= memory
 

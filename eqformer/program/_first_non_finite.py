@@ -117,8 +117,8 @@ class _Interpreter:
     ) -> list[_Value]:
         """Return the results, each with its origin if it is not finite.
 
-        The origin is that of a NaN among the inputs, else one inside the inner program, else that of an infinity among
-        the inputs, else this equation (or this iteration of a loop).
+        The origin is the first that exists of: the origin of a NaN among the inputs, an origin inside the inner
+        program, the origin of an infinity among the inputs, and this equation itself (or this iteration of a loop).
         """
         results = compute(*(value.value for value in inputs))
         kinds = [_kind_of(x) for x in results]
@@ -183,7 +183,7 @@ def _first_origin(values: Iterable[_Value], kind: str) -> NonFiniteOrigin | None
 
 
 def _slice(stacked: _Value, iteration: int) -> _Value:
-    """Return the part of a stacked value that an iteration reads; it has an origin if the part is not finite."""
+    """Return the part of a stacked value that an iteration reads; a part that is not finite has an origin."""
     x = stacked.value[iteration]
     kind = _kind_of(x) if stacked.kind else 0
     return _Value(x, kind, stacked.origin if kind else None)

@@ -151,7 +151,7 @@ def _hide(transfer: Transfer) -> Transfer:
 
 
 def _as_reduce_scatter(transfer: Transfer) -> Transfer:
-    """Return an all-reduce as a reduce-scatter, which sends half of its bytes; other transfers stay."""
+    """Return an all-reduce as a reduce-scatter, which sends half as many bytes; return other transfers unchanged."""
     is_sum = transfer.kind == "all-reduce"
     return dataclasses.replace(transfer, kind="reduce-scatter", sent=transfer.sent / 2) if is_sum else transfer
 
@@ -258,7 +258,7 @@ class _Traffic:
 
     Each instruction reads its operands once and writes its result; a fusion is one instruction. If an instruction reads
     or updates a slice of an array, only the slice counts. If a Pallas kernel states the bytes that it accesses
-    (`pl.CostEstimate`), they count instead. A TPU's vector memory does not count.
+    (`pl.CostEstimate`), these bytes count instead. A TPU's vector memory does not count.
     """
 
     def __init__(self, computations: hlo_text.Computations):
@@ -296,7 +296,7 @@ class _Traffic:
         return float(sum(sizes) + hlo_text.main_memory_size(output))
 
     def _count_fusion(self, line: hlo_text.Instruction, neighbors: Neighbors) -> float:
-        """Return the bytes that a fusion reads of its operands, and those that it writes."""
+        """Return the bytes that a fusion reads from its operands and writes to its results."""
         body = hlo_text.fusion_body(line, self._computations)
         parameters = _parameters(body)
         bytes_read = 0.0

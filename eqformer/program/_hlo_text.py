@@ -20,7 +20,7 @@ class Instruction(NamedTuple):
     """The type of the result."""
     opcode: str
     operands: tuple[str, ...]
-    """Names of the instructions that it reads."""
+    """Names of the instructions whose results are read."""
     attributes: str
     """The text after the closing bracket of the operands."""
     literal: str = ""
@@ -72,7 +72,7 @@ def _split_operands(tail: str) -> tuple[str, str]:
 def called_computations(instruction: Instruction) -> list[str]:
     """Return the names of the computations that an instruction runs.
 
-    The end of an asynchronous instruction also names the computations of its start, and runs none.
+    The end of an asynchronous instruction also names the computations of its start, but does not run them.
     """
     if instruction.opcode.endswith(("-done", "-update")):
         return []
@@ -153,7 +153,7 @@ class AsyncRole(enum.Enum):
 
 
 def async_role(name: str, lines: Iterable[Instruction]) -> AsyncRole | None:
-    """Return whether a computation starts a collective, waits for its end, or works meanwhile; None for any other.
+    """Return whether a computation starts a collective, waits for its end, or works meanwhile; None for others.
 
     Computations of all three roles contain the collective.
     """
@@ -174,8 +174,8 @@ _FORWARDING = {"get-tuple-element", "bitcast", "tuple", "copy", "copy-start", "c
 def find_hidden_starts(lines: Sequence[Instruction], computations: Computations) -> set[str]:
     """Return the names of instructions that start a collective which overlaps with a product or a kernel.
 
-    Elementwise work does not count, since it takes too little time to hide a collective: during the first gather of a
-    layer often only the parameters of the next gathers are cast.
+    Elementwise work does not count, since it takes too little time to hide a collective. For example, often only casts
+    of parameters run during the first gather of a layer.
     """
     roles = {
         line.name: next(
@@ -225,7 +225,7 @@ def size_of(result: str) -> int:
 
 
 def split_arrays(result: str) -> list[str]:
-    """Return the types of the arrays of a type."""
+    """Return the type of each array in a type, which may be a tuple."""
     return re.findall(r"\b[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?", result)
 
 
@@ -250,7 +250,7 @@ def _op_name(attributes: str) -> str:
 
 
 def module_of(scopes: tuple[str, ...]) -> str:
-    """Return the path of the module that an operation belongs to: its scopes without those of loops and of JAX."""
+    """Return the path of the module that an operation belongs to: its scopes except for loops and JAX's own."""
     is_module = lambda scope: not (scope in _NOT_MODULES or scope.startswith("branch_") or "->" in scope)
     return ".".join(filter(is_module, scopes))
 
@@ -258,8 +258,8 @@ def module_of(scopes: tuple[str, ...]) -> str:
 def groups_of(attributes: str, devices: int) -> Int[np.ndarray, "groups devices"]:
     """Return the groups of devices that a collective runs over, one row per group.
 
-    XLA writes them as `{{0,1},{2,3}}`, as `[2,2]<=[2,2]T(1,0)`, as `mesh['a'=2,'b'=2] {'b'}`, which may also state an
-    order of the devices, or as `{}` for one group of all devices.
+    XLA writes the groups in one of four forms: `{{0,1},{2,3}}`; `[2,2]<=[2,2]T(1,0)`; `mesh['a'=2,'b'=2] {'b'}`, with
+    or without an order of the devices; or `{}` for one group of all devices.
     """
     if listed := re.search(r"replica_groups=\{\{(.*?)\}\}", attributes):
         return np.array([[int(i) for i in group.split(",")] for group in listed.group(1).split("},{")])

@@ -7,12 +7,12 @@ from collections.abc import Container
 
 FURTHER_ROUNDS = "further rounds of choices"
 """Named scope of loops that run only if the load of experts is uneven, such as the rounds of an exchange after the
-first. The costs of a program leave them out."""
+first. The costs of a program leave these loops out."""
 
 # Operations that run one of their bodies, in jaxprs and in HLO.
 CONDITIONALS = ("cond", "conditional")
 
-# Collectives, in HLO's words.
+# HLO's names of collectives.
 COLLECTIVES = (
     "all-reduce",
     "all-gather",
@@ -26,7 +26,7 @@ COLLECTIVES = (
 def sent_share(kind: str, devices: int) -> float:
     """Return the bytes that each device of a group sends for each byte of its operands.
 
-    The figures are those of ring algorithms (Patarasuk and Yuan 2009).
+    The figures hold for ring algorithms (Patarasuk and Yuan 2009).
     """
     match kind:
         case "all-reduce":
@@ -42,7 +42,7 @@ def sent_share(kind: str, devices: int) -> float:
 def count_ragged_bytes(operand: int, output: int, *_: int) -> int:
     """Return the bytes that a ragged all-to-all exchanges with an even load.
 
-    These are the bytes of the smaller array, because the larger one has unused rows.
+    These are the bytes of the smaller array, because the larger array has unused rows.
     """
     return min(operand, output)
 
@@ -50,8 +50,9 @@ def count_ragged_bytes(operand: int, output: int, *_: int) -> int:
 def split_scopes(name: str) -> tuple[str, ...]:
     """Return the scopes of a name such as `while/body/transpose(jvp(maps))/psum`, without JAX's transformations.
 
-    An operation of a backward pass has the scopes of the forward operation that it differentiates. For an operation
-    into which XLA merged several (`a/(b/psum:c/psum)`), the result has the scopes of all of them.
+    An operation of a backward pass has the scopes of the forward operation that it differentiates. If XLA merged
+    several operations into one, the name lists all of them (`a/(b/psum:c/psum)`), and the result has the scopes of all
+    of them.
     """
     return tuple(filter(None, (re.sub(r"^(?:[\w<>]*\()*|\)*$", "", scope) for scope in re.split("[/:]", name))))
 
@@ -121,7 +122,7 @@ class Operation:
     flops: float = 0.0
     """Floating-point operations of a matrix product; 0 for kernels (Mosaic, Triton, cuDNN), whose text is not read."""
     cycles: float = 0.0
-    """Cycles by the estimate of a TPU's compiler, for a fusion with those of its body; 0 if there is no estimate."""
+    """Cycles that a TPU's compiler estimates, including the body of a fusion; 0 if there is no estimate."""
     moved: float = 0.0
     """Bytes read from the device's main memory and written there; 0 for a jaxpr, since a compiler fuses operations."""
     transfer: Transfer | None = None

@@ -29,7 +29,7 @@ def read_traced(jaxpr: Jaxpr, platform: str | None = None) -> tuple[ir.Program, 
 
 
 def read_jaxpr(jaxpr: Jaxpr, platform: str | None = None, axis_sizes: Mapping[str, int] | None = None) -> ir.Program:
-    """Read a jaxpr; `axis_sizes` are the sizes of the mesh axes that collectives run over, 1 for an axis left out."""
+    """Read a jaxpr; `axis_sizes` are the sizes of the mesh axes that collectives run over (1 if left out)."""
     chosen = jaxpr if platform is None else _choose_platform(jaxpr, platform)
     return _JaxprReader(axis_sizes or {}).read(_without_dead_code(chosen))
 
@@ -91,7 +91,7 @@ class _JaxprReader:
     def _known_cast(self, eqn: JaxprEqn, value: int | None) -> int | None:
         """Return an earlier value that equals the result of this cast; None if there is none.
 
-        Compilers merge equal casts, and remove a cast to a wider dtype that is cast back.
+        Compilers merge equal casts, and remove a cast to a wider dtype that a cast back follows.
         """
         dtype = _aval_of(eqn.outvars[0]).dtype
         narrower = None if value is None else self._narrower.get(value)

@@ -1,6 +1,6 @@
 """Estimate of the peak memory of a traced program, from the lifetimes of its values.
 
-The rules are those that all compilers share. A compiler may order, fuse and place operations differently:
+The estimate follows rules that all compilers share. A compiler may order, fuse and place operations differently:
 docs/accelerators-planning.md compares the estimate with compiled steps.
 """
 
@@ -31,8 +31,8 @@ def estimate_peak(program: Program) -> PeakMemory:
     A value lives from the operation that writes it to the last operation that reads it. All compilers share these
     rules:
 
-    - Elementwise results that only elementwise operations and reductions read are never written. An exception is a
-      convolution, a sum of overlapping slices of one array, whose result several operations read.
+    - Elementwise results that only elementwise operations and reductions read are never written. An exception is the
+      result of a convolution (a sum of overlapping slices of one array) that several operations read.
     - If an operation can work in place, its result replaces an operand of the same size that is not read any more.
     - A product that is only added to an array is added in place.
     - A loop's carry stays in place, and a branch's results are written to the results of the conditional.
@@ -59,8 +59,8 @@ Parts = list[tuple[str, int]]  # bytes by purpose
 def _walk(program: Program, loop: Operation | None = None, placed: Collection[int] = ()) -> tuple[int, Parts]:
     """Return the bytes that a program allocates at its peak, and their purposes.
 
-    `loop` is the loop whose body the program is. `placed` are the indices of a branch's results that are allocated
-    before the branch runs.
+    If the program is the body of a loop, `loop` is this loop. `placed` are the indices of a branch's results that are
+    allocated before the branch runs.
     """
     lifetimes = _Lifetimes(program)
     unwritten = {*lifetimes.views, *lifetimes.fused, *_added_in_place(lifetimes), *_results_in_place(lifetimes, placed)}
@@ -83,7 +83,7 @@ def _walk(program: Program, loop: Operation | None = None, placed: Collection[in
                 continue
             new.append(value)
         inside = _walk_bodies(operation, [n for n, value in enumerate(operation.writes) if value not in made_in_branch])
-        # While the bodies run, the results that branches allocate do not exist yet; later the bodies take no memory.
+        # Results that branches allocate do not exist yet while the bodies run. Afterwards, the bodies take no memory.
         for values, (inner_size, inner_parts) in ((new, inside), (made_in_branch, (0, []))):
             alive |= {value: program.sizes[value] for value in values if value not in alive}
             size = sum(alive.values()) + inner_size
@@ -134,7 +134,8 @@ SUMS = {"reduce_sum", "reduce_max", "reduce_min", "argmax", "reduce_and", "reduc
 IN_PLACE = {"scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "psum", "psum_invariant", "while", "cond"}
 # Operations that change an operand, so that it must be in memory even if it is a constant.
 UPDATES = {"scan", "while", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "ragged_all_to_all"}
-# Operations that compilers fuse with no reader: their results are in memory, and so are the operands of all but `SUMS`.
+# Operations that compilers do not fuse with their readers. Their results are in memory, and so are their operands,
+# except for the operands of `SUMS`.
 UNFUSED = SUMS | IN_PLACE | UPDATES | {"dot_general", "cond", "shard_map", "gather", "sort", "cumsum", "cumlogsumexp"}
 UNFUSED |= {"cummax", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "pallas_call", "concatenate", "pad"}
 UNFUSED |= {"all_gather", "all_gather_invariant", "psum_scatter", "reduce_scatter", "all_to_all", "ppermute", "top_k"}
@@ -273,8 +274,8 @@ def _carried_in_place(lifetimes: _Lifetimes, loop: Operation) -> set[int]:
 def _added_in_place(lifetimes: _Lifetimes) -> set[int]:
     """Return the values that are never allocated because an addition accumulates them in its other term.
 
-    Two kinds of values are meant: products that only the addition reads, if nothing else reads the other term, and
-    scatters into zeros that only the addition reads, with these zeros.
+    There are two kinds: a product that only the addition reads, if nothing else reads the other term; and a scatter
+    into zeros that only the addition reads, together with these zeros.
     """
     values = set()
     for value, index in lifetimes.writers.items():
