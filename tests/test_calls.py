@@ -174,7 +174,7 @@ def test_trees_that_do_not_fit_are_told():
         "Optimizer(trained=...): it picks stacks[0].numbers, int32 of shape (2,), which has no gradient": lambda: (
             trained(lambda m: eqx.filter(m, eqx.is_array))
         ),
-        "Optimizer(trained=...): for a Transformer it must return a tree like the model": lambda: trained(
+        "Optimizer(trained=...): for a Transformer the function must return a tree like the model": lambda: trained(
             jax.tree.leaves
         ),
         "generate(lengths=[1.5, 2]): it holds float64; give integers": lambda: generation.generate(

@@ -1,4 +1,4 @@
-"""Training: losses, gradients, steps, optimizers, checkpoints and metrics; on a mesh, all by way of a `Plan`."""
+"""Training: losses, gradients, steps, optimizers, checkpoints and metrics, on one device or on the mesh of a `Plan`."""
 
 from ._debug_nans import DebugNans as DebugNans, first_non_finite as first_non_finite, NonFinite as NonFinite
 from ._evaluation import (

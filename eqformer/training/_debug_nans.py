@@ -25,12 +25,12 @@ from .optimizer._optimizer import trainable, Trained
 
 
 class DebugNans(Callback):
-    """A callback that ends a run at the first step whose loss or gradient norm is not finite, and names the module.
+    """A callback that ends a run whose loss or gradient norm is not finite, and names the module that caused it.
 
-    Such a step has changed neither the model nor the optimizer, so `first_non_finite` computes the loss again from the
-    state. Under a plan it runs on one device of each process, which must have memory for the whole model and a
-    microbatch. In float16, gradients that are not finite are no error as long as the loss scale can be halved. The
-    callback waits for each step, and raises a `DivergedError`.
+    A step with such a loss or norm changes neither the model nor the optimizer state. `first_non_finite` can therefore
+    compute the loss again from the state. Under a plan, this search runs on one device of each process, which must have
+    memory for the whole model and a microbatch. In float16, gradients that are not finite are no error as long as the
+    loss scale can be halved. The callback waits for the results of each step, and raises a `DivergedError`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class DebugNans(Callback):
         trained: Trained = trainable,
         states: PlannedState | None = None,
     ):
-        """`loss_fn`, `key`, `microbatches` and `trained` are the step's; `states` is that of a run under a plan."""
+        """Take the step's `loss_fn`, `key`, `microbatches` and `trained`; under a plan, pass its `PlannedState` too."""
         self._loss_fn, self._key, self._microbatches, self._trained = loss_fn, key, microbatches, trained
         self._states = states
 
@@ -56,7 +56,7 @@ class DebugNans(Callback):
             return
         raise DivergedError(
             f"step {run.step}: the loss is {loss} and the gradient norm {norm}. {self._explain(run, scale)}. "
-            f"The model is that of step {run.step - 1}."
+            f"The model is unchanged since step {run.step - 1}."
         )
 
     def _explain(self, run: Progress, scale: Array | None) -> str:
@@ -77,7 +77,10 @@ class DebugNans(Callback):
             self._loss_fn, model, batch, key, microbatches=self._microbatches, trained=self._trained, scale=scale
         )
         if non_finite is None:
-            return "On one device both are finite: a sum over the mesh, or the norm of large gradients, overflows"
+            return (
+                "Computed on one device, the loss and its gradients are finite: a sum over the mesh, or the norm of "
+                "large gradients, overflows"
+            )
         return f"The first number that is not finite is {non_finite}"
 
 
@@ -137,14 +140,14 @@ def first_non_finite(
 
     The loss and its gradients are computed on one device, a microbatch at a time, in the order of the program. If the
     result of a loop, a layer or a call is not finite, that result is computed again, part by part. Numbers that are
-    meant to be infinite, such as those of a mask, do not count as long as the results that use them are finite. The
-    result is None if the loss and its gradients are finite. Modules have names if they are `nn.Module`s.
+    meant to be infinite, such as the entries of a mask, do not count as long as the results that use them are finite.
+    Only modules that are `nn.Module`s are named. The result is None if the loss and its gradients are finite.
 
     Args:
         loss_fn: The step's loss.
         model: The model before the step, on one device; it is not donated.
         batch: The step's batch.
-        key: The step's key: the run's, into which the step's number is folded.
+        key: The step's key: the run's key, with the number of the step folded in.
         microbatches: The number of microbatches into which the step splits the batch.
         trained: Picks the parameters that have gradients.
         scale: The step's `LossScale` value, in float16.
@@ -202,7 +205,10 @@ def _find_module(model: PyTree, scopes: tuple[str | int, ...]) -> tuple[str, int
 
 
 def _child(node: object, field: str, indices: str) -> eqx.Module | None:
-    """Return the module in a field, such as `layers` with the indices `[0]`, of a module or of what it wraps."""
+    """Return the module in a field of `node`, or of the module that `node` wraps; None if there is no such module.
+
+    `indices`, such as `[0]`, select an element of a field that is a tuple or a list.
+    """
     while isinstance(node, eqx.Module):
         fields = vars(node)
         if field in fields:

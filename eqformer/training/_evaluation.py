@@ -1,7 +1,7 @@
 """Evaluation: sums over a batch under a plan, arrays for its rows, and callbacks that validate and evaluate a run.
 
-Arrays for rows are the nats of a reference and the probabilities of a teacher, which `data.Loader.with_row_arrays`
-adds to batches.
+The arrays for rows are a reference model's nats, and a teacher's log-probabilities. `data.Loader.with_row_arrays` adds
+them to batches.
 """
 
 import dataclasses
@@ -42,8 +42,9 @@ def make_loss_evaluation(
 ) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
     """Return a jitted function `(model, batch)` that sums a loss of whole texts over a batch under a plan.
 
-    The sums are `nats`, of the losses; `correct`, of the loss's metric of the name `accuracy` (`"retrieval_accuracy"`
-    for a `contrastive_loss`, `"accuracy"` for `classification_loss`); and `count`, the number of groups or of texts.
+    The function returns three sums. `nats` is the sum of the losses. `correct` is the sum of the loss's metric with the
+    name `accuracy`: `"retrieval_accuracy"` for a `contrastive_loss`, `"accuracy"` for `classification_loss`. `count` is
+    the number of groups or of texts.
     """
 
     def sums(
@@ -70,10 +71,10 @@ def make_token_log_probs(plan: Plan) -> Callable[[PyTree, PolicyBatch], Float[Ar
 def make_reward_evaluation(
     plan: Plan, loss: PreferenceLoss, *, beta: float
 ) -> Callable[[PyTree, PreferenceBatch], dict[str, Float[Array, ""]]]:
-    """Return a jitted function `(model, batch)` that sums the rewards of a batch of pairs, by a loss of pairs.
+    """Return a jitted function `(model, batch)` that sums the rewards of a batch of preference pairs.
 
-    The sums are `reward_margin` and `reward_accuracy`, as in `preference_loss`, and `pairs`, the number of pairs. Pairs
-    without any weight, with which an epoch fills its last batch up, do not count.
+    `loss` and `beta` define the rewards. The sums are `reward_margin` and `reward_accuracy`, as in `preference_loss`,
+    and `pairs`, the number of pairs. Pairs whose weights are all 0 do not count; they fill the last batch of an epoch.
     """
     row_nats = make_row_nats(plan)
 
@@ -89,9 +90,9 @@ def make_reward_evaluation(
 
 
 def add_reference_nats(batches: Iterable[PreferenceBatch], reference: PyTree, plan: Plan) -> Iterator[PreferenceBatch]:
-    """Yield each batch with the nats of its rows by a frozen model, computed under a plan when the batch is due.
+    """Yield each batch with the nats of its rows under a frozen reference model.
 
-    The nats of the batch's `mismatched` rows are added too.
+    The nats of the batch's `mismatched` rows are added too. The nats are computed under a plan when the batch is read.
     """
     add = make_reference_nats(plan)
     for batch in batches:
@@ -99,7 +100,7 @@ def add_reference_nats(batches: Iterable[PreferenceBatch], reference: PyTree, pl
 
 
 def make_reference_nats(plan: Plan) -> Callable[[PyTree, PreferenceBatch], PreferenceBatch]:
-    """Return a function `(reference, batch)` that adds a frozen model's nats to a batch, as `add_reference_nats`."""
+    """Return a function `(reference, batch)` that adds a frozen model's nats to a batch, see `add_reference_nats`."""
     row_nats = make_row_nats(plan)
 
     def add(reference: PyTree, batch: PreferenceBatch) -> PreferenceBatch:
@@ -114,9 +115,9 @@ def make_reference_nats(plan: Plan) -> Callable[[PyTree, PreferenceBatch], Prefe
 class KtoStep:
     """A training step for KTO, called like a `Step`: it computes the batch's `baseline` before it takes the step.
 
-    The baseline is `kto_baseline` of the batch's `mismatched` rows, from their nats by the state's model and by the
-    reference (`add_reference_nats`). All microbatches of a batch share one baseline, on any mesh. The batch is
-    otherwise that of `make_step(preference_loss("kto"), optimizer, plan)`.
+    `step` is `make_step(preference_loss("kto"), optimizer, plan)`. The baseline is the `kto_baseline` of two kinds of
+    nats of the batch's `mismatched` rows: under the state's model, and under the reference (`add_reference_nats`). All
+    microbatches of a batch share one baseline, on any mesh.
     """
 
     def __init__(self, step: Step, plan: Plan):
@@ -142,7 +143,7 @@ class KtoStep:
     def __call__(
         self, state: TrainState, batch: PreferenceBatch, key: Key[Array, ""] | None = None
     ) -> tuple[TrainState, dict[str, Array]]:
-        """Take one step; `state` is donated. The metrics have the batch's `baseline` too."""
+        """Take one step; `state` is donated. The metrics also have the batch's `baseline`."""
         mismatched = batch.mismatched
         if mismatched is None or mismatched.reference_nats is None:
             raise ValueError(
@@ -155,9 +156,9 @@ class KtoStep:
 
 
 def add_teacher(batches: Iterable[Batch], teacher: PyTree, plan: Plan | None = None) -> Iterator[DistillationBatch]:
-    """Yield each batch with a teacher and its hidden states, which are computed when the batch is due.
+    """Yield each batch with a teacher and the teacher's hidden states, which are computed when the batch is read.
 
-    The teacher is any model of the same token ids; under a plan, pass `plan.shard(models.load(..., plan=plan))`.
+    The teacher is any model with the same token ids; under a plan, pass `plan.shard(models.load(..., plan=plan))`.
     """
     if plan is None:
         hidden_states = eqx.filter_jit(_hidden_states)
@@ -191,8 +192,9 @@ def _make_forward(
 ) -> Callable[[PyTree, Batch], PyTree]:
     """Jit `function(model, batch, tokens=..., vocabulary=...)`, run on each device's rows.
 
-    `finish` makes a result of each device equal on all devices between which `out_specs` does not split it.
-    Without a pipeline the batch is not split into microbatches, since no residuals are stored for a backward pass.
+    `finish` combines the devices' results, so that they are equal on all devices between which `out_specs` does not
+    split them. Without a pipeline the batch is not split into microbatches, since no residuals are stored for a
+    backward pass.
     """
     forward_plan = plan if plan.is_pipelined else dataclasses.replace(plan, microbatches=1)
 
@@ -239,11 +241,11 @@ class Means(Protocol):
 
 
 class Validation(Every):
-    """A callback that writes validation metrics after each `every` steps.
+    """A callback that writes a row of validation metrics after each `every` steps.
 
-    The row has `validation_loss`, `validation_bits_per_byte` and `validation_accuracy`, for pairs of completions also
-    `validation_reward_margin` and `validation_reward_accuracy` and, for several sources, the `validation_loss/NAME` of
-    each source.
+    The row has `validation_loss`, `validation_bits_per_byte` and `validation_accuracy`. For pairs of completions, the
+    row also has `validation_reward_margin` and `validation_reward_accuracy`. If there are several sources of text, it
+    has a `validation_loss/NAME` for each source.
     """
 
     def __init__(
@@ -254,10 +256,11 @@ class Validation(Every):
         *,
         has_bits: bool = True,
     ):
-        """`means(model)` returns the means over all held-out text and those of each source, as `Corpus.validate` does.
+        """Set the functions that compute the metrics and write the row.
 
-        `write` is called with the row. `has_bits` tells whether the loss is of all tokens of a text, so that the row
-        has bits per byte.
+        `means(model)` returns the means over all held-out text, and the means of each source, as `Corpus.validate`
+        does. `write` is called with the row. `has_bits` says whether the row has bits per byte, which need a loss over
+        all tokens of a text.
         """
         super().__init__(every, self._validate)
         self._means, self._write, self._has_bits = means, write, has_bits
@@ -313,11 +316,14 @@ class RowArrays:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The range of each batch's rows that this process passes: the first, and the one after the last."""
+        """The range of each batch's rows that this process passes: its first row, and the row after its last."""
         return self._process_rows.start, self._process_rows.stop
 
     def on_writer(self, action: Callable[[], object]) -> object:
-        """Run an action in the first process, which writes the arrays; the others wait. If it raises, all do."""
+        """Run an action in the first process, which writes the arrays, while the other processes wait.
+
+        If the action raises an error, all processes raise it.
+        """
         return on_first_process(action)
 
     def __call__(self, batch: Batch) -> dict[str, np.ndarray]:
@@ -327,14 +333,14 @@ class RowArrays:
 
 
 def reference_arrays(reference: PyTree, plan: Plan, *, batch_size: int) -> RowArrays:
-    """Return the nats of preference rows by a frozen model, for `Loader.with_row_arrays`.
+    """Return the nats of preference rows under a frozen reference model, for `Loader.with_row_arrays`.
 
-    They are computed once, so that the model need not stay in memory as for `add_reference_nats`.
+    The nats are computed once, so the model need not stay in memory, as it must for `add_reference_nats`.
 
     Args:
         reference: The model, sharded by the plan.
         plan: The plan.
-        batch_size: The rows of a batch of the loader, which are computed at once.
+        batch_size: The number of rows in a batch of the loader; these rows are computed at once.
     """
     row_nats = make_row_nats(plan)
 
@@ -351,14 +357,14 @@ def teacher_arrays(
 ) -> RowArrays:
     """Return `teacher_top_nats` of rows, for `distillation_loss` without the teacher in memory.
 
-    A token takes `top` ids and `top + 1` numbers of 32 bits, also where a row has padding.
+    Each token, padding included, takes `top` ids and `top + 1` log-probabilities, of 32 bits each.
 
     Args:
         teacher: The model, sharded by the plan.
         plan: The plan.
         top: The number of ids of each token.
-        temperature: The temperature of the probabilities, that of the loss.
-        batch_size: The rows of a batch of the loader, which are computed at once.
+        temperature: The temperature of the probabilities; the loss must have the same temperature.
+        batch_size: The number of rows in a batch of the loader; these rows are computed at once.
     """
     if not 1 <= top <= teacher.vocab:
         raise ValueError(f"teacher_arrays(top={top}): a token has 1 to {teacher.vocab} ids; pass one of these numbers.")
@@ -373,9 +379,9 @@ def teacher_arrays(
 
 
 def fingerprint(model: PyTree, plan: Plan | None = None) -> str:
-    """Return a text that differs between models whose shapes or weights differ, the same under any plan.
+    """Return a hash of a model's weights, as text: it differs between models, and is the same under any plan.
 
-    It is a hash of the bits of every array, computed where the arrays are.
+    The bits of every array are hashed on the devices that hold the array.
     """
     arrays = eqx.filter(model, eqx.is_array)
 
@@ -390,7 +396,7 @@ def fingerprint(model: PyTree, plan: Plan | None = None) -> str:
 
 
 def _hash_bits(x: Array) -> UInt32[Array, ""]:
-    """Return a hash of an array's bits and of their places: a sum, so that the order of devices does not matter."""
+    """Return a hash of an array's numbers and their indices: a sum, so that the order of devices does not matter."""
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
     bits = x.astype(unsigned) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, unsigned)
     value, stride = bits.astype(jnp.uint32), 1

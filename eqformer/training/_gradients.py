@@ -1,7 +1,7 @@
 """Gradients of a loss over a batch: on one device, over a mesh, or through the schedule of a pipeline.
 
-A step differs between the three in a few places, which are the methods of `SingleDevice`; `ShardedExecution` and
-`PipelinedExecution` override them. `make_execution` chooses the class once, when a step is made.
+The parts of a step that differ between these three cases are the methods of `SingleDevice`, which `ShardedExecution`
+and `PipelinedExecution` override. `make_execution` chooses the class once, when a step is made.
 """
 
 import dataclasses
@@ -32,22 +32,22 @@ GradientFunction = Callable[..., LossGradients]  # (model, batch, key, scale=Non
 def make_gradient_function(
     loss_fn: _loss_aux.LossFn, plan: parallel.Plan | None = None, *, microbatches: int = 1, trained: Trained = trainable
 ) -> GradientFunction:
-    """Return `(model, batch, key, scale=None) -> (sum, count, gradients of the sum)`, which `make_step` runs.
+    """Return the function `(model, batch, key, scale=None) -> (sum, count, gradients of the sum)` of a step.
 
-    The gradients are a tree like the model, with None for every leaf that `trained` does not pick. Gradients and their
-    sums are float32 at least, whatever the parameters' dtype. `scale` is a `LossScale`'s value.
+    The gradients are a tree like the model, with None for every leaf that `trained` does not pick. Gradients, and their
+    sums over microbatches, are at least float32, whatever the parameters' dtype. `scale` is a `LossScale`'s value.
 
-    The batch is cut into `microbatches` or, under a plan, `plan.microbatches`, whose gradients are summed. Microbatch
-    `i` holds rows `i`, `i + microbatches`, ..., so that no row moves to another device; if a `Batch` has groups of
-    rows, the groups are dealt out. All microbatches get the same key: random numbers depend on the example, so the
-    result is that of the whole batch. A loss over the whole batch (`LoadBalance(per="batch")`) is computed for each
-    microbatch.
+    The batch is split into `microbatches` parts (under a plan: `plan.microbatches`), and their gradients are summed.
+    Microbatch `i` holds rows `i`, `i + microbatches`, ..., so that no row moves to another device. If a `Batch` has
+    groups of rows, whole groups are distributed in the same way. All microbatches get the same key. Random numbers
+    depend on the example, so the result does not depend on the number of microbatches. The exception is a loss over the
+    whole batch, `LoadBalance(per="batch")`, which is computed for each microbatch by itself.
 
-    Under a plan the numbers equal those of one device. The model is sharded (`plan.shard`), and so are its gradients
-    and the aux of routed layers. The loss is called as
-    `loss_fn(model, batch, None, tokens=..., vocabulary=...)` with the wrapped model, this device's rows and tokens, and
-    the `Vocabulary` that reads split logits, as `next_token_loss` takes them. In a pipeline the last stage calls it
-    with a model whose stacks only return the layers' output.
+    Under a plan, the results equal the results of one device. The model is sharded (`plan.shard`), and so are its
+    gradients and the aux of routed layers. The loss is called as `loss_fn(model, batch, None, tokens=...,
+    vocabulary=...)`, as `next_token_loss` is. Its arguments are the wrapped model, this device's rows and tokens, and
+    the `Vocabulary` that reads split logits. In a pipeline, the last stage calls the loss, with a model whose stacks
+    only return the layers' output.
     """
     return make_execution(loss_fn, trained, plan, microbatches).gradients
 
@@ -67,11 +67,11 @@ class SingleDevice:
     def fetch_optimizer_state(
         self, optimizer: Optimizer, optimizer_state: PyTree, gradients: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """Copy the optimizer's state from host memory to the devices after the gradients exist; return both."""
+        """Return the optimizer state and the gradients; a plan may first copy the state from host memory."""
         return optimizer_state, gradients
 
     def place_state(self, optimizer: Optimizer, state: TrainState) -> TrainState:
-        """Constrain the sharding and the memory of the new state."""
+        """Return the new state; a plan constrains its sharding and its memory."""
         return state
 
     def order_aux(self, aux: PyTree, model: PyTree) -> PyTree:
@@ -232,7 +232,7 @@ def make_execution(
     if microbatches > 1:
         raise ValueError(
             f"make_step(plan=Plan(microbatches={plan.microbatches}), microbatches={microbatches}): a plan has its own "
-            f"number of microbatches; write Plan(microbatches={microbatches}), and leave it out of make_step."
+            f"number of microbatches; write Plan(microbatches={microbatches}), and leave microbatches out of make_step."
         )
     return (PipelinedExecution if plan.runs_schedule else ShardedExecution)(loss_fn, trained, plan)
 
@@ -248,7 +248,7 @@ def accumulate_gradients(
 ) -> LossGradients:
     """Sum the loss, the count and the gradients over microbatches, by a scan; see `make_gradient_function`."""
     parameters, static = partition_trained(model, trained)
-    # A 16-bit parameter is differentiated at a float32 proxy, to which `route_gradient` gives the parameter's value.
+    # The gradient of a 16-bit parameter is computed in float32: `route_gradient` sends it to a float32 proxy.
     proxies = jax.tree.map(_make_proxy, parameters)
 
     def loss(proxies: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
@@ -281,7 +281,7 @@ def _make_proxy(x: PyTree) -> PyTree:
 
 
 def _read_through_proxy(x: PyTree, proxy: PyTree) -> PyTree:
-    """Return the value of `x`, whose gradient goes to the result of `_make_proxy`."""
+    """Return the value of `x`; its gradient goes to `proxy`, the result of `_make_proxy`."""
     return parallel.route_gradient(x, proxy) if parallel.has_wider_grad(x) else proxy
 
 
@@ -296,8 +296,8 @@ def split_microbatches(batch: PyTree, number: int) -> PyTree:
         if remainder := x.shape[0] % (number * group):
             unit = "" if group == 1 else f" of whole groups of {group} rows"
             raise ValueError(
-                f"make_step(microbatches={number}): the batch of {x.shape[0]} rows must divide into as many "
-                f"microbatches{unit}, but {remainder} rows would be left; change one of them."
+                f"make_step(microbatches={number}): the batch of {x.shape[0]} rows must divide into {number} "
+                f"microbatches{unit}, but {remainder} rows would be left; change the number of rows or of microbatches."
             )
         grouped = jnp.asarray(x).reshape(-1, number, group, *x.shape[1:]).swapaxes(0, 1)
         return grouped.reshape(number, -1, *x.shape[1:])
@@ -324,11 +324,11 @@ class _ReturnHidden(eqx.Module):
 
 
 def _unwrap_gradients(device: parallel.OnDevice, parameters: PyTree, model: PyTree, gradients: PyTree) -> PyTree:
-    """Return the gradients of `parameters` from the gradients of the model that `device.wrap` made of them.
+    """Return the gradients of `parameters` from the gradients of the wrapped model that `device.wrap` returns.
 
-    The derivative of `wrap` sums gradients over devices. Parameters are taken and gathered as float32, so that the
-    gradients, which are sums over microbatches, are not rounded before they are reduced. Nothing reads the model that
-    `wrap` returns here, so the compiler removes it.
+    The derivative of `wrap` sums gradients over devices. Parameters are cast to float32 and gathered as float32, so
+    that the gradients, which are sums over microbatches, are not rounded before they are reduced. Nothing reads the
+    model that `wrap` returns here, so the compiler removes it.
     """
     float32_model = _in_float32(model)
     float32_device = dataclasses.replace(device, leaves=_gather_in_float32(device.leaves))

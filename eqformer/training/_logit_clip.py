@@ -1,9 +1,9 @@
 """MuonClip (Kimi K2, arXiv 2507.20534): heads whose attention logits grow too large get smaller queries and keys.
 
-While a step computes gradients, `LogitWatch` stands around the core of each attention. It returns the largest logit of
-each head and row as the gradient of an array of zeros, because gradients leave a model through loops, rematerialisation
-and meshes, and models need no field or output for them. Each row of the batch has a column of its own in the array, so
-that sums of gradients over microbatches and devices mix nothing.
+While a step computes gradients, a `LogitWatch` wraps the core of each attention. The watch returns the largest logit of
+each head and row as the gradient of an array of zeros. Gradients pass through loops, rematerialisation and meshes, so
+models need no extra output for the logits. Each row of the batch has its own column in the array, so that sums of
+gradients over microbatches and devices do not mix rows.
 """
 
 import dataclasses
@@ -23,36 +23,36 @@ from .optimizer._optimizer import is_none, Optimizer, Trained
 
 
 QUERY_SHARE = 0.5
-"""The share of a head's factor, as an exponent, that its queries take; the keys take the rest (Kimi K2)."""
-_CHUNK = 512  # Queries, and keys, whose logits are in memory at once.
+"""Queries are multiplied by `factor**QUERY_SHARE` of their head, and keys by `factor**(1 - QUERY_SHARE)` (Kimi K2)."""
+_CHUNK = 512  # Logits are computed for this many queries and this many keys at a time.
 
 
 @dataclasses.dataclass(frozen=True)
 class LogitClip:
-    """The part of a training step that clips attention logits; without a limit, each method leaves all as it is."""
+    """The part of a training step that clips attention logits; without a limit, the methods change nothing."""
 
     limit: float | None
     """The largest logit; None: no clipping."""
 
     def check_plan(self, plan: parallel.Plan | None) -> None:
-        """Raise a `ValueError` for a limit that is not positive, and for a plan that hides the largest logits."""
+        """Raise a `ValueError` for a limit of 0 or less, or for a plan whose devices cannot find the largest logits."""
         if self.limit is None:
             return
         if not self.limit > 0:
             raise ValueError(f"make_step(clip_logits={self.limit}): the limit is positive; Kimi K2 takes 100.")
         if plan is not None and (size := plan.size(parallel.CONTEXT)) > 1:
             raise ValueError(
-                f"clip_logits under Plan over context={size}: no device sees all keys of a row, so none knows the "
+                f"clip_logits under Plan over context={size}: no device sees all keys of a row, so no device knows the "
                 "row's largest logits; split rows or heads instead."
             )
         if plan is not None and plan.spreads_edges:
             raise ValueError(
-                "clip_logits under Plan(edges='spread'): a stage cannot tell whose rows it attends for; take "
-                "edges='ends'."
+                "clip_logits under Plan(edges='spread'): a stage does not know which rows of the batch its attention "
+                "computes; use edges='ends'."
             )
 
     def with_row_numbers(self, loss_fn: LossFn) -> LossFn:
-        """Return the loss for watched models: before each call it gives them the row numbers of the batch."""
+        """Return a loss that writes the batch's row numbers into the model's watches, and then calls `loss_fn`."""
         if self.limit is None:
             return loss_fn
 
@@ -62,7 +62,7 @@ class LogitClip:
         return loss
 
     def with_zeros(self, trained: Trained) -> Trained:
-        """Return a function that picks what `trained` picks, and the zeros of a watched model, for their gradients."""
+        """Return a function that picks the parameters of `trained`, and the zeros of all watches, for gradients."""
         if self.limit is None:
             return trained
 
@@ -90,7 +90,7 @@ class LogitClip:
         largest: Sequence[Float[Array, "*layers heads"]],
         optimizer: Optimizer,
     ) -> tuple[PyTree, PyTree]:
-        """Return the parameters, and fast weights of a schedule-free optimizer, with clipped heads (`clip_heads`)."""
+        """Apply `clip_heads` to the parameters, and to the fast weights of a schedule-free optimizer; return both."""
         if self.limit is None:
             return parameters, optimizer_state
         clip = partial(clip_heads, largest=largest, limit=self.limit)
@@ -104,14 +104,14 @@ class LogitClip:
 
 
 class LogitWatch(kernels.Operation):
-    """A core of attention that also brings the largest logit of each head and row out, as the gradient of `largest`."""
+    """An attention core that also returns the largest logit of each head and row, as the gradient of `largest`."""
 
     inner: kernels.Operation
     """The core that computes the attention."""
     largest: Float[Array, "heads _"]
-    """Zeros, for each head and each row of the whole batch, whose gradients are the largest logits."""
+    """A zero for each head and each row of the whole batch; the gradients of the zeros are the largest logits."""
     numbers: Int[Array, "_"]
-    """The number of each row of the call in the whole batch; a single 0 until `number_rows` sets them."""
+    """The index in the whole batch of each row of the call; a single 0 until `number_rows` sets the indices."""
 
     def supports(self, call: kernels.AttentionCall) -> str | None:
         """Return the reason why the inner core cannot compute the call, or None."""
@@ -122,9 +122,9 @@ class LogitWatch(kernels.Operation):
         rows, heads = call.query.shape[0], call.query.shape[-2]
         if (heads, rows) != (self.largest.shape[-2], *self.numbers.shape):
             raise ValueError(
-                f"make_step(clip_logits=...): a device attends for {heads} heads of {rows} rows at a time, but its "
-                f"array of logits has {self.largest.shape[-2]} heads, and there are numbers of "
-                f"{self.numbers.shape[-1]} rows, so it cannot tell whose logits these are; take a smaller axis tensor."
+                f"make_step(clip_logits=...): a device computes attention of {heads} heads and {rows} rows at a time, "
+                f"but its array of largest logits has {self.largest.shape[-2]} heads and {self.numbers.shape[-1]} "
+                "numbered rows, so it cannot assign the logits to heads and rows; take a smaller axis tensor."
             )
         largest = largest_logits(call).astype(self.largest.dtype)
         return _record(self.inner(call), self.largest, largest, self.numbers)
@@ -132,7 +132,7 @@ class LogitWatch(kernels.Operation):
 
 @jax.custom_vjp
 def _record(attended: Array, zeros: Array, largest: Array, numbers: Array) -> Array:
-    """Return `attended`; the gradient of `zeros` has the largest logits of each row in the column of its number."""
+    """Return `attended`. Column `numbers[i]` of the gradient of `zeros` has the largest logits of row `i`."""
     return attended
 
 
@@ -180,7 +180,7 @@ def largest_logits(call: kernels.AttentionCall, chunk: int = _CHUNK) -> Float[Ar
 def _split_tokens(
     tokens: kernels.TokenPositions, shape: tuple[int, ...], chunk: int
 ) -> tuple[Int[Array, "n batch chunk"], Int[Array, "n batch chunk"] | None]:
-    """Return positions and segments in chunks; the last chunk is padded by tokens of padding."""
+    """Return positions and segments in chunks; the last chunk is filled up with padding tokens."""
     split = lambda x: kernels.split_blocks(jnp.broadcast_to(x, shape), 1, min(chunk, shape[1]), fill=-1)
     return split(tokens.positions), None if tokens.segments is None else split(tokens.segments)
 
@@ -189,13 +189,13 @@ def check_clipping(model: PyTree, trained: Trained, *, has_loss_scale: bool = Fa
     """Raise a `ValueError` for a model whose attention logits cannot be clipped through its weights."""
     call, parameters = "clip_logits", trained(model)
     if has_loss_scale:
-        raise ValueError(f"{call}: a loss scale would multiply the logits; take bfloat16 or float32 for float16.")
+        raise ValueError(f"{call}: the loss scale of float16 would multiply the logits; use bfloat16 or float32.")
     mixers = [(path, mixer) for path, mixer in nn.named_modules(model, nn.Mixer) if _is_attention(mixer)]
     if not mixers:
-        raise ValueError(f"{call}: the model has no attention, and so no logits to clip; leave it out.")
+        raise ValueError(f"{call}: the model has no attention, and so no logits to clip; leave out {call}.")
     for (path, mixer), trained_mixer in zip(mixers, _attentions(parameters), strict=True):
         if (reason := _refusal(mixer, trained_mixer)) is not None:
-            raise ValueError(f"{call}: {path}, {reason}; leave it out for this model.")
+            raise ValueError(f"{call}: {path}: {reason}; leave out {call} for this model.")
 
 
 def _is_attention(node: object) -> bool:
@@ -216,18 +216,18 @@ def _map_attentions(change: Callable[[Any], Any], tree: PyTree) -> PyTree:
 def _refusal(mixer: Any, parameters: Any) -> str | None:
     """Return the reason why the logits of an attention cannot be clipped, or None."""
     if not hasattr(mixer, "key") and not hasattr(mixer, "key_up"):
-        return f"a {type(mixer).__name__}, has the keys of another layer, for which MuonClip has no rule"
+        return f"a {type(mixer).__name__} uses the keys of another layer, for which MuonClip has no rule"
     if any(getattr(mixer, name, None) is not None for name in ("query_norm", "key_norm")):
-        return "norms of queries and keys already bound its logits, and undo any factor of the weights"
+        return "norms of queries and keys already bound its logits, and cancel any factor of the weights"
     if mixer.scores.softcap is not None:
         return f"a softcap already bounds its logits by {mixer.scores.softcap:g}"
     if getattr(mixer, "value", mixer.query) is None:
-        return "its values are its keys, which a factor of the keys would change"
+        return "its keys are also its values, so smaller keys would change its values"
     if getattr(mixer, "indexer", None) is not None:
         return "an indexer selects its keys, and its core does not see all logits"
     weights = [getattr(part, "weight", None) for part in _scaled_maps(parameters)]
     if not all(isinstance(part, nn.DenseMap) for part in _scaled_maps(mixer)) or any(w is None for w in weights):
-        return "the weights of its queries and keys are not trained themselves, as with low-rank changes"
+        return "its query and key weights are not trained directly, as with LoRA"
     return None
 
 
@@ -257,9 +257,9 @@ def _watch_model(model: PyTree, rows: int) -> PyTree:
 
 
 def number_rows(model: PyTree, batch: PyTree) -> PyTree:
-    """Return a watched model that takes the numbers of its rows from a batch; other models stay.
+    """Return the model with a batch's row numbers in its watches; a model without watches is returned unchanged.
 
-    The schedule of a pipeline calls this for its stages, which it runs without the loss.
+    The schedule of a pipeline calls this function for its stages, because it runs them without the loss.
     """
 
     def number(watch: LogitWatch) -> LogitWatch:
@@ -273,8 +273,8 @@ def _with_row_numbers(batch: PyTree) -> PyTree:
     """Return the batch with the number of each row; raise a `ValueError` for anything but a `Batch`."""
     if not isinstance(batch, Batch):
         raise ValueError(
-            f"make_step(clip_logits=...): the rows of the batch get numbers, and a {type(batch).__name__} has no place "
-            "for them; give an eqformer.Batch."
+            f"make_step(clip_logits=...): the batch must store the numbers of its rows, and a {type(batch).__name__} "
+            "has no field for them; give an eqformer.Batch."
         )
     return dataclasses.replace(batch, row_numbers=jnp.arange(batch.ids.shape[0], dtype=jnp.int32))
 
@@ -307,7 +307,7 @@ def clip_heads(parameters: PyTree, largest: Sequence[Float[Array, "*layers heads
 
 
 def _scale_heads(part: Any, factors: Float[Array, "*layers heads"]) -> Any:
-    """Return a map whose outputs are multiplied by a factor for each head: the first dim of outputs of each array."""
+    """Return a linear map with the outputs of each head multiplied by its factor; heads are the first output dim."""
 
     def scale(x: Array) -> Array:
         by = factors.reshape(*factors.shape, *(1 for _ in x.shape[factors.ndim :]))

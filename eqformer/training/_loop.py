@@ -1,6 +1,6 @@
-"""The training loop: steps one after another, with callbacks between them, and what happens to runs that diverge.
+"""The training loop, its callbacks, and the errors and rollbacks of runs that diverge.
 
-After a spike of the loss, the run returns to its last checkpoint, and continues without the batches that followed it.
+After a loss spike, a run returns to its last checkpoint and skips the batches that followed the checkpoint.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from .checkpoint._checkpointer import Checkpointer
 
 
 class DivergedError(RuntimeError):
-    """An error for too many steps in a row whose loss or gradient was not finite."""
+    """An error for a run whose loss or gradients are not finite, or whose loss jumps."""
 
 
 def check_finite(metrics: Mapping[str, Array], limit: int = 10, *, step: int | None = None) -> None:
@@ -38,9 +38,9 @@ def check_finite(metrics: Mapping[str, Array], limit: int = 10, *, step: int | N
         steps = "" if step is None else f", steps {step - in_a_row + 1} to {step},"
         raise DivergedError(
             f"{in_a_row} steps in a row{steps} had a loss or a gradient norm that was not finite (limit {limit}; last: "
-            f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}). Parameters are those of the "
-            "last finite step; lower the learning rate, lengthen the warmup, look at the data of these steps, or have "
-            "DebugNans (--debug-nans) name the module."
+            f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}). The parameters have not "
+            "changed since the last finite step; lower the learning rate, lengthen the warmup, look at the data of "
+            "these steps, or have DebugNans (--debug-nans) name the module."
         )
 
 
@@ -76,7 +76,7 @@ class Callback:
         """Run after each step has been dispatched."""
 
     def end(self, run: Progress) -> None:
-        """Run at the end of a run, also of one that a callback or an error ends. The last callback ends first."""
+        """Run at the end of a run, also if a callback or an error ends it. Callbacks end in reverse order."""
 
 
 @runtime_checkable
@@ -102,7 +102,7 @@ def train(
     start: int = 0,
     callbacks: Sequence[Callback] = (),
 ) -> Progress:
-    """Take the steps `start + 1` to `steps`, call each callback after each of them, and return the final progress.
+    """Take the steps `start + 1` to `steps`, call the callbacks after each step, and return the final progress.
 
     The step is compiled once, for the first batch, unless it is already compiled. The loop does not wait for a step's
     results, so that the host prepares the next batch while the devices compute. Raises a `DivergedError` for a run
@@ -112,8 +112,9 @@ def train(
     Args:
         step: The step, from `make_step`.
         state: The state after `start` steps, which is donated.
-        batches: One batch per step, placed where the step reads it, as by `data.prefetch`; or a function of the run's
-            progress that makes each step's batch after all callbacks of the step before, such as `text.Rollouts`.
+        batches: One batch per step, already in the memory where the step reads it (see `data.prefetch`). Or a function
+            that makes each step's batch from the run's progress, after all callbacks of the previous step, such as
+            `text.Rollouts`.
         key: The run's key, into which each step folds its number; None: no dropout, no router noise.
         steps: The number of the last step.
         start: The number of steps that the state has taken.
@@ -179,17 +180,17 @@ class Every(Callback):
 
 
 class StopSignals(Callback):
-    """A callback that ends the run after a step once SIGTERM or Ctrl-C asks any of its processes to stop.
+    """A callback that ends the run after its current step once any of its processes gets SIGTERM or Ctrl-C.
 
-    Signals are caught inside its `with` block; a second signal ends the program as usual. In a thread other than the
-    main one no signal is caught.
+    Signals are caught inside the callback's `with` block; a second signal ends the program as usual. Outside of the
+    main thread, no signal is caught.
 
         with training.StopSignals(plan.mesh) as stop:
             training.train(step, state, batches, steps=100, callbacks=[stop, checkpoints])
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, note: Callable[[], object] = lambda: None):
-        """`mesh` is that of the run; `note` is called at the first signal."""
+        """`mesh` is the run's mesh; `note` is called at the first signal."""
         self._votes, self._note, self._is_requested = Votes(mesh), note, False
         self._old_handlers: dict[int, Any] = {}
 
@@ -205,7 +206,7 @@ class StopSignals(Callback):
             signal.signal(number, handler)
 
     def after_step(self, run: Progress) -> None:
-        """Have the run end if a process was asked to stop."""
+        """End the run after this step if any process was asked to stop."""
         run.is_stopping = self._votes.any(self._is_requested)
 
     def _request_stop(self, number: int, frame: object) -> None:
@@ -223,7 +224,7 @@ class Log(Every):
         write: Callable[[dict[str, object]], object],
         more: Callable[[Progress], Mapping[str, object]] | None = None,
     ):
-        """`more(run)` returns further columns, such as the speed; it is called after the step has been computed."""
+        """`more(run)` returns further columns, such as the speed; `more` is called after the step has been computed."""
         super().__init__(every, self._write_row)
         self._write, self._more = write, more
 
@@ -243,12 +244,12 @@ class Checkpoints(Every):
         metadata: Callable[[int], Mapping[str, object]],
         states: PlannedState | None = None,
     ):
-        """`metadata(step)` is saved with the state, see `run_metadata`; `states` is that of a run under a plan."""
+        """`metadata(step)` is saved with the state, see `run_metadata`; under a plan, pass the run's `PlannedState`."""
         super().__init__(every, self._save)
         self._checkpointer, self._metadata, self._states = checkpointer, metadata, states
 
     def after_step(self, run: Progress) -> None:
-        """Save if it is due, or if the run ends here."""
+        """Save the state if a checkpoint is due, or if the run ends here."""
         if run.is_due(self.every) or run.is_stopping:
             self._save(run)
 
@@ -279,7 +280,7 @@ Result = TypeVar("Result")
 
 
 class LossSpikeError(DivergedError):
-    """An error for a loss far above the losses before; `step` is the number of the step with this loss."""
+    """An error for a loss far above the previous losses; `step` is the number of the step with this loss."""
 
     def __init__(self, message: str, step: int):
         super().__init__(message)
@@ -290,18 +291,20 @@ class LossSpikes(Callback):
     """A callback that raises a `LossSpikeError` if the loss jumps; `retry` then continues the run without the batches.
 
     A spike is a loss above `factor` times the median of the `window` losses before it. As with PaLM (arXiv 2204.02311,
-    section 5.1), the run returns to its last checkpoint and skips the batches of the steps since, the spike's own batch
-    included. It does so at most `max_rollbacks` times, and then ends with the error.
+    section 5.1), the run returns to its last checkpoint and skips the batches of all steps since that checkpoint, the
+    spike's own batch included. After `max_rollbacks` such returns, the next spike ends the run with the error.
 
-    The skipped batches follow from the checkpoints alone, which save `record()`: a run that is killed and started again
+    Checkpoints save the ranges of skipped batches, with `record()`. A run that is killed and started again therefore
     skips the same batches and computes the same numbers. Pass this callback before `Checkpoints`, so that no spike is
-    saved. It waits for each step.
+    saved. The callback waits for the loss of each step.
     """
 
     def __init__(self, factor: float | None, *, window: int = 50, max_rollbacks: int = 3):
-        """With `factor=None` it looks for no spikes and waits for no step; it skips the batches of a record (`start`).
+        """Define a spike, and the number of rollbacks.
 
-        Raises a `ValueError` for a factor of 1 or less, and for a `window` or `max_rollbacks` below 1.
+        With `factor=None` the callback looks for no spikes and waits for no step. It still skips the batches of a
+        checkpoint's record (see `start`). Raises a `ValueError` for a factor of 1 or less, and for a `window` or
+        `max_rollbacks` below 1.
         """
         if factor is not None and not factor > 1:
             raise ValueError(f"LossSpikes(factor={factor}): a spike is above the losses before it; give more than 1.")
@@ -316,7 +319,7 @@ class LossSpikes(Callback):
 
     @property
     def skipped_batches(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of batches that were skipped: the numbers of the first and the last of each range, from 0."""
+        """The ranges of skipped batches: the first and the last batch of each range, numbered from 0."""
         return tuple(self._skipped)
 
     def batch_number(self, step: int) -> int:
@@ -351,10 +354,10 @@ class LossSpikes(Callback):
                 if len(self._skipped) >= self._max_rollbacks:
                     raise
                 self._spike_step = error.step
-                note(f"{error} The run goes back to its last checkpoint and leaves out the batches since.")
+                note(f"{error} The run goes back to its last checkpoint and skips the batches since that checkpoint.")
 
     def after_step(self, run: Progress) -> None:
-        """Compare the loss with those before; a loss that is not finite has changed nothing and is not compared."""
+        """Raise a `LossSpikeError` if the loss is a spike; a loss that is not finite is ignored."""
         if self._factor is None:
             return
         loss = float(run.metrics["loss"])

@@ -1,4 +1,4 @@
-"""Metrics of a run (time, throughput, MFU, bits per byte), a profile, and writers: JSON lines and others."""
+"""Metrics of a run (time, throughput, MFU, bits per byte), traces for profilers, and writers of metrics."""
 
 import contextlib
 import functools
@@ -24,8 +24,8 @@ from ._loop import Callback, Every, Progress
 class Clock:
     """A stopwatch for steps that excludes the time of some callbacks.
 
-    `Log(10, write, clock.rate)` before `*clock.excluding([...])` among a loop's callbacks logs the speed without the
-    time of validations and checkpoints.
+    The callbacks `[Log(10, write, clock.rate), *clock.excluding([validation, checkpoints])]` log the speed of a run
+    without the time of its validations and checkpoints.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Clock:
         flops_per_token: float | None = None,
         peak_flops: Callable[[], float] | None = None,
     ):
-        """`flops_per_token` is passed to `throughput`, and so is the result of `peak_flops()`, which is called once."""
+        """`flops_per_token` and the result of `peak_flops()`, which is called once, are passed to `throughput`."""
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._find_peak = peak_flops
         self._steps, self._seconds = 0, 0.0
@@ -46,10 +46,10 @@ class Clock:
         return [Every(1, lambda run: self._stop()), *callbacks, _StartClock(self)]
 
     def rate(self, run: Progress) -> dict[str, int | float]:
-        """Return the columns that `Log` writes beside the metrics, for the steps since the last call; stop the clock.
+        """Return the speed of the steps since the last call, as columns for `Log`, and stop the clock.
 
-        The columns are `tokens` so far, `step_seconds`, those of `throughput`, and `peak_bytes`: the most memory that
-        one of this process's devices has used so far; on a CPU, that of the process.
+        The columns are `tokens` (so far), `step_seconds`, the columns of `throughput`, and `peak_bytes`. The last is
+        the most memory that one of this process's devices has used so far; on a CPU, the memory of the process.
         """
         self._stop()
         steps, seconds = self._steps, self._seconds
@@ -86,7 +86,7 @@ class _StartClock(Callback):
 
 
 def _peak_bytes() -> int:
-    """Return the most bytes that one of this process's devices has used so far; on a CPU, those of the process."""
+    """Return the peak memory of this process's devices, the largest of them; on a CPU, the peak of the process."""
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]
     device_bytes = max(stats.get("peak_bytes_in_use", 0) for stats in statistics)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -145,7 +145,8 @@ def bits_per_byte(nats_per_token: float, bytes_per_token: float = 1.0) -> float:
     """Return `nats / ln 2 / bytes`: the bits per byte of text, which are comparable between tokenizers."""
     if not bytes_per_token > 0:
         raise ValueError(
-            f"bits_per_byte(bytes_per_token={bytes_per_token}): it must be above 0; pass the mean bytes per token."
+            f"bits_per_byte(bytes_per_token={bytes_per_token}): the bytes must be above 0; pass the mean bytes per "
+            "token."
         )
     return nats_per_token / math.log(2) / bytes_per_token
 
@@ -182,15 +183,16 @@ class MetricWriter(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is still buffered, and close."""
+        """Write all buffered rows, and close the writer."""
         ...
 
 
 class JsonLines:
-    """A writer of one JSON object per line, flushed after each; NaN and infinity become null, since JSON has neither.
+    """A writer of one JSON object per line, which flushes the file after each line.
 
-    It appends to an existing file. `from_step` is the first step that will run again: rows of that step and of later
-    ones are dropped, and so is an incomplete last line of a killed process. `None` keeps all rows.
+    NaN and infinity become null, since JSON has neither. The writer appends to an existing file. `from_step` is the
+    first step that will run again: the rows of that step and of later steps are dropped; `None` keeps all rows. The
+    incomplete last line of a killed process is always dropped.
     """
 
     def __init__(self, path: str | Path, *, from_step: int | None = None):
@@ -202,7 +204,7 @@ class JsonLines:
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
-        """Append the row; it is in the file when this returns."""
+        """Append the row to the file, and flush the file."""
         plain = {name: _finite_or_none(plain_number(value)) for name, value in row.items()}
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
@@ -274,10 +276,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A writer to Weights & Biases, by `wandb` (the extra `metrics`); `mode="offline"` needs no network or account.
-
-    The same `identifier` continues a run.
-    """
+    """A writer to Weights & Biases, by `wandb` (the extra `metrics`); `mode="offline"` needs no network or account."""
 
     def __init__(
         self,
@@ -296,7 +295,7 @@ class WeightsAndBiases:
             folder: The folder of offline files.
             mode: `"online"`, `"offline"` or `"disabled"`.
             name: The run's name; None: Weights & Biases invents one.
-            identifier: Continues the run with this identifier.
+            identifier: The run's identifier; a run that exists under it is continued.
             recipe: The settings to show with the run.
         """
         if mode not in ("online", "offline", "disabled"):
@@ -326,13 +325,14 @@ class WeightsAndBiases:
 
 
 class MetricWriters:
-    """Several writers as one, for runs of one or more processes: all processes call it, and only the first one writes.
+    """Several writers as one, for runs of one or more processes: all processes call it, and only the first writes.
 
-    If opening or writing fails in the first process, all processes raise. As a context manager, it closes the writers.
+    If opening or writing fails in the first process, all processes raise the error. The end of a `with` block closes
+    the writers.
     """
 
     def __init__(self, *opens: Callable[[], MetricWriter]):
-        """Each of `opens` opens a writer; if one fails, those opened before are closed again."""
+        """Each of `opens` opens a writer; if one of them fails, the writers that are already open are closed again."""
         self._opened, self._writers = contextlib.ExitStack(), list[MetricWriter]()
         on_first_process(lambda: self._open(opens))
 
@@ -369,7 +369,7 @@ def _step(row: Row) -> int:
 
 
 def _numbers(row: Row) -> dict[str, int | float]:
-    """Return the numbers of a row, without its step, texts and lists."""
+    """Return the numbers of a row; its step, texts and lists are left out."""
     plain = {name: plain_number(value) for name, value in row.items() if name != "step"}
     return {name: value for name, value in plain.items() if isinstance(value, int | float)}
 

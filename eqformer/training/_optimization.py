@@ -19,42 +19,42 @@ from .optimizer._optimizer import GroupRates, Optimizer, trainable, Trained
 
 @dataclasses.dataclass(frozen=True)
 class Optimization:
-    """The settings of an optimizer, its learning rates and the loss. Plain data: the methods check it."""
+    """The settings of an optimizer, its learning rates and the loss, as plain data; the methods check the values."""
 
     name: Literal["adamw", "schedule-free-adamw", "muon", "normuon", "soap", "sgd"] = "adamw"
-    """The optimizer; muon, normuon and soap train hidden matrices, AdamW the rest; schedule-free has constant rates."""
+    """The optimizer; muon, normuon and soap train hidden matrices, and AdamW trains the other parameters."""
     learning_rate: float = 3e-3
     """The peak learning rate."""
     rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
     """The learning rate after the warmup: half a cosine, a plateau and a linear decay, or the peak."""
     decay_share: float = DECAY_SHARE
-    """The share of the steps over which the rate of warmup-stable-decay falls at the end."""
+    """The share of the run's steps, at its end, over which the rate of warmup-stable-decay falls."""
     warmup: int | None = None
-    """Steps of linear warmup; by default a tenth of the run's, at least 1 and at most 50."""
+    """Steps of linear warmup; by default a tenth of the run's steps, at least 1 and at most 50."""
     moments: Literal["float32", "bfloat16", "8bit"] = "float32"
     """The dtype of the optimizer's moments between steps: bfloat16 takes half the memory, 8bit a quarter."""
     momentum: float | None = None
-    """The decay of the mean of gradients, for muon, normuon and sgd; None: their default."""
+    """The decay of the mean of gradients, for muon, normuon and sgd; None: the optimizer's default."""
     b1: float | None = None
-    """The decay of the mean of gradients in soap and AdamW, also beside muon and normuon; None: their default."""
+    """The decay of the mean of gradients in soap and in AdamW; None: the optimizer's default."""
     weight_decay: float = 0.1
-    """Decay of matrices, times the learning rate; biases and norms never decay."""
+    """Each step, matrices shrink by this number times the learning rate; biases and norms never decay."""
     cautious: bool = False
-    """Whether only those weights decay that the update moves towards 0 (arXiv 2510.12402)."""
+    """Whether a weight decays only if the update moves it towards 0 (arXiv 2510.12402)."""
     decay_tables: bool = True
     """Whether embeddings and heads decay too."""
     update_size: Literal["rms", "spectral"] = "rms"
     """Muon's updates have a root mean square of 0.2, or the spectral norm sqrt(outputs / inputs) (arXiv 2310.17813)."""
     embedding_rate: float = 1.0
-    """The learning rate of embeddings and other tables, as a multiple of the learning rate."""
+    """The learning rate of embeddings and other tables, as a multiple of learning_rate."""
     head_rate: float = 1.0
-    """The learning rate of the head, if it is not tied to the embedding, as a multiple."""
+    """The learning rate of a head that is not tied to the embedding, as a multiple of learning_rate."""
     vector_rate: float = 1.0
-    """The learning rate of norms, biases and other vectors and scalars, as a multiple."""
+    """The learning rate of norms, biases and other vectors and scalars, as a multiple of learning_rate."""
     clip: float | None = 1.0
-    """The largest global gradient norm; larger gradients are scaled down to it. None switches clipping off."""
+    """The largest global gradient norm; larger gradients are scaled down to this norm. None switches clipping off."""
     clip_logits: float | None = None
-    """The limit of attention logits, kept by smaller queries and keys (MuonClip, arXiv 2507.20534: 100); None: none."""
+    """The limit of attention logits; heads above it get smaller queries and keys (MuonClip, 2507.20534: 100)."""
     z_loss: float = 0.0
     """Weight of the squared log-normalizer in the loss."""
     balance_rate: float = 0.001
@@ -73,8 +73,8 @@ class Optimization:
     def optimizer(self, model: PyTree, phases: Sequence[SchedulePhase], *, trained: Trained = trainable) -> Optimizer:
         """Return the optimizer for a model's structure and a run in phases; `trained` picks the trained parameters.
 
-        Settings of other optimizers have no effect, so `name` alone can be replaced. Raises a `ValueError` for a decay
-        or a multiple below zero, for impossible learning rates, and for a model whose logits cannot be clipped.
+        Settings that the optimizer does not have are ignored, so `name` can be changed alone. Raises a `ValueError` for
+        a decay or a multiple below zero, for impossible learning rates, and for a model whose logits cannot be clipped.
         """
         self._check_positive("weight_decay", "embedding_rate", "head_rate", "vector_rate")
         if self.clip_logits is not None:
@@ -104,11 +104,11 @@ class Optimization:
         loss: LossFn | None = None,
         gradient_norms: bool = False,
     ) -> Step:
-        """Return the step of an optimizer, under a plan or on one device; `gradient_norms` adds each module's norm.
+        """Return the training step of an optimizer, under a plan or on one device.
 
-        `loss` takes the place of the next-token loss, such as a `preference_loss`.
-
-        Raises a `ValueError` for a `clip` that is not positive, and a `z_loss` or `balance_rate` below zero.
+        `loss`, such as a `preference_loss`, replaces the next-token loss. `gradient_norms` adds the norm of each
+        module's gradient to the metrics. Raises a `ValueError` for a `clip` that is not positive, and for a `z_loss` or
+        `balance_rate` below zero.
         """
         self._check_positive("z_loss", "balance_rate")
         return make_step(
@@ -124,7 +124,7 @@ class Optimization:
     def _options_of_some(self) -> dict[str, object]:
         """Return the options that only some optimizers have, if an optimizer in use has them.
 
-        Raises a `ValueError` for a decay of means that is impossible.
+        Raises a `ValueError` for a `momentum` or `b1` outside of 0 to 1.
         """
         for option in ("momentum", "b1"):
             value = getattr(self, option)
@@ -140,21 +140,19 @@ class Optimization:
     def _check_positive(self, *names: str) -> None:
         for name in names:
             if not getattr(self, name) >= 0:
-                raise ValueError(
-                    f"Optimization({name}={getattr(self, name)}): it must be at least 0; 0 switches it off."
-                )
+                raise ValueError(f"Optimization({name}={getattr(self, name)}): {name} must be at least 0.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The settings of LoRA: low-rank changes are trained instead of the weights. `nn.with_lora` checks them."""
+    """The settings of LoRA, which trains low-rank changes instead of the weights; `nn.with_lora` checks the values."""
 
     rank: int = 0
     """The rank of the trained low-rank changes; 0 trains all weights."""
     alpha: float = 16.0
     """The changes are multiplied by alpha / rank."""
     maps: tuple[str, ...] = ("query", "key", "value", "output")
-    """The linear maps that get a low-rank change, by the ends of their names, as in eqformer.nn.with_lora."""
+    """The ends of the names of the linear maps that get a low-rank change, as in eqformer.nn.with_lora."""
 
     def apply(self, model: PyTree, *, key: Key[Array, ""]) -> PyTree:
         """Replace each of the maps by an `nn.LoRA`, which changes nothing before the first step."""
@@ -162,5 +160,5 @@ class Lora:
 
     @property
     def trained(self) -> Trained:
-        """The optimizer's `trained`: the low-rank changes and a classifier alone, or all weights."""
+        """The optimizer's `trained`: only the low-rank changes and a classifier or, with rank 0, all weights."""
         return nn.lora_factors if self.rank else trainable

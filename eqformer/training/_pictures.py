@@ -1,4 +1,7 @@
-"""Pictures of a run: losses, rewards, evaluations and loads of experts, from rows of `JsonLines`; a text in colors."""
+"""Pictures of a run: its losses, rewards, evaluations and expert loads, and a text in the colors of its experts.
+
+All except the colored text are drawn from the rows that `JsonLines` writes.
+"""
 
 import colorsys
 import html
@@ -31,13 +34,13 @@ def plot_losses(metrics: str | Path, path: str | Path) -> None:
     if validated:
         axes.plot(*zip(*validated), color="#c8552b", marker="o", markersize=4, label="validation")
     ordered = sorted(loss for _, loss in trained)
-    # The highest 3 % of the losses may be cut off, so that the high losses of the first steps do not flatten the rest.
+    # The highest 3 % of the losses may be cut off, so that the first losses do not flatten the curve after them.
     axes.set_ylim(0.9 * ordered[0], 1.05 * max(ordered[int(0.97 * (len(ordered) - 1))], ordered[0] * 1.2))
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     pairs = [(row.get("validation_loss"), row.get("validation_bits_per_byte")) for row in rows]
-    # A loss in nats a token, over its bits per byte, is `ln 2` times the bytes a token: the same ratio in each row.
+    # The loss in nats a token, divided by its bits per byte, is `ln 2` times the bytes a token: the same in each row.
     ratios = [loss / bits for loss, bits in pairs if isinstance(loss, float) and isinstance(bits, float) and bits]
     if ratios:
         nats_per_bit = ratios[-1]
@@ -50,8 +53,8 @@ def plot_losses(metrics: str | Path, path: str | Path) -> None:
 def plot_evaluations(metrics: str | Path, path: str | Path) -> None:
     """Plot the scores that `Evaluations` wrote to the file `metrics`, as a PNG.
 
-    One panel has the bits per byte of each text, and one the accuracy of each task and the tasks' averages. If no row
-    has such a score, no file is written. The file is written atomically. Needs matplotlib.
+    One panel has the bits per byte of each text. The other panel has the accuracy of each task, and averages over
+    tasks. If no row has such a score, no file is written. The file is written atomically. Needs matplotlib.
     """
     rows = read_rows(metrics)
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(_EVALUATION))
@@ -75,11 +78,11 @@ def plot_evaluations(metrics: str | Path, path: str | Path) -> None:
 
 _EVALUATION = "evaluation/"
 _SCORES = {"bits_per_byte": "bits per byte", "acc": "accuracy", "exact_match": "accuracy"}
-"""The panels of the scores of texts and tasks that are drawn."""
+"""The panel in which each kind of score is drawn."""
 
 
 def _label_score(name: str) -> tuple[str | None, str]:
-    """Return the panel of a score such as `arc_easy/acc`, None if the score is not drawn, and its label."""
+    """Return the panel and the label of a score such as `arc_easy/acc`; the panel is None if no panel draws it."""
     subject, _, metric = name.rpartition("/")
     if subject == "average":
         return "accuracy", f"average, {metric.replace('_', ' ')}"
@@ -104,15 +107,15 @@ def plot_expert_loads(metrics: str | Path, path: str | Path) -> None:
         image = axes.pcolormesh(steps, range(experts), shares, cmap="RdBu_r", vmin=0, vmax=2, shading="nearest")
         axes.set(ylabel=f"layer {number}", yticks=[0, experts - 1])
     panels[-1].set_xlabel("step")
-    figure.colorbar(image, ax=list(panels), label="load over an even share")
+    figure.colorbar(image, ax=list(panels), label="load, as a multiple of an even share")
     write_atomic(path, figure.savefig)
 
 
 def plot_rewards(metrics: str | Path, path: str | Path) -> None:
-    """Plot the metrics of `policy_loss` in rows of the file `metrics`, as a PNG of four panels.
+    """Plot the metrics of `policy_loss` in rows of the file `metrics`, as a PNG of four panels (`_REWARD_PANELS`).
 
-    The panels have the reward, the tokens of a completion, shares of tokens, completions and groups, and nats a token.
-    If no row has a reward, no file is written. The file is written atomically. Needs matplotlib.
+    The panels show rewards, the length of completions, shares, and nats a token. If no row has a reward, no file is
+    written. The file is written atomically. Needs matplotlib.
     """
     rows = read_rows(metrics)
     if not _list_points(rows, "reward"):
@@ -158,20 +161,20 @@ def _stack_loads(rows: list[JsonObject], metrics: str | Path) -> Float[np.ndarra
         loads = np.zeros(0)
     if loads.ndim != 3:
         raise ValueError(
-            f"{metrics}: expert_load must hold one number for each layer and expert, and all rows the same numbers of "
-            "both; draw rows of one model only."
+            f"{metrics}: expert_load must hold one number for each layer and expert, with the same numbers of layers "
+            "and experts in all rows; draw rows of one model only."
         )
     return loads
 
 
 def make_figure(call: str, size: tuple[int | float, int | float]) -> Figure:
-    """Make an empty figure of `size` inches; the error of a missing matplotlib names the public `call`."""
+    """Make an empty figure of `size` inches; if matplotlib is missing, the error names the public `call`."""
     figures = load_extra("matplotlib.figure", extra="train", call=call)
     return figures.Figure(figsize=size, dpi=110, layout="constrained")
 
 
 def _smooth(points: list[tuple[int | float, float]]) -> list[tuple[int | float, float]]:
-    """Average over a window centered on each point, narrower at the ends, so that the line does not lag."""
+    """Replace each value by the mean of a window centered on it, so that the smooth line does not lag behind."""
     half_width = max(1, len(points) // 40)
     losses = [loss for _, loss in points]
     windows = [losses[max(0, i - half_width) : i + half_width + 1] for i in range(len(points))]
@@ -184,7 +187,7 @@ def plot_experts(
     """Draw a text's first `lines` with each token in the color of its expert, as a PNG with a panel for each mixture.
 
     If `path` ends in .html, the file is a web page of the whole text. `chosen` is the result of `nn.first_experts` for
-    a row, and `pieces` the text of each of its ids, as `data.TextStream(tokenizer).pieces(ids)` returns them. The file
+    the text's ids. `pieces` is the text of each id, as `data.TextStream(tokenizer).pieces(ids)` returns it. The file
     is written atomically. A PNG needs matplotlib.
     """
     colors = _make_colors(int(chosen.max()) + 1)

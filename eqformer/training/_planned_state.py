@@ -1,4 +1,4 @@
-"""Training state and batches under a plan, which are never on one device as a whole."""
+"""Training state and batches under a plan: no device ever holds a whole state or a whole batch."""
 
 import functools
 import operator
@@ -30,7 +30,7 @@ class PlannedState:
     def __init__(
         self, build: Callable[[], PyTree], optimizer: Optimizer, plan: Plan, *, model_shapes: PyTree | None = None
     ):
-        """`build` makes the model with initial weights; pass its shapes as `model_shapes` if they are known already."""
+        """`build` makes the model with initial weights; pass the model's shapes as `model_shapes` if they are known."""
         self.build, self.optimizer, self.plan = build, optimizer, plan
         self._model_shapes = eqx.filter_eval_shape(build) if model_shapes is None else model_shapes
         self._mover = _LayerMover(plan)
@@ -57,9 +57,10 @@ class PlannedState:
     def restore(
         self, checkpointer: Checkpointer, step: int | None = None, *, reset_counters: bool = False
     ) -> tuple[TrainState, JsonObject]:
-        """Return the state of a checkpoint (the latest, or that of `step`), saved under any plan, and its metadata.
+        """Return the state of the latest checkpoint, or of the checkpoint of `step`, and its metadata.
 
-        With `reset_counters` the counters are 0, for a new run that starts from this state.
+        The checkpoint may have been saved under any plan. With `reset_counters` the state's counters are 0, for a new
+        run that starts from this state.
         """
         like, empty_batches = self.shapes(), operator.attrgetter("empty_batches")
         if "empty_batches" in checkpointer.leaves(step):
@@ -75,17 +76,17 @@ class PlannedState:
     def save(
         self, checkpointer: Checkpointer, state: TrainState, step: int, metadata: Mapping[str, object]
     ) -> TrainState:
-        """Start to save a state, which is donated; return the state with which training continues."""
+        """Start to save a state, which is donated, and return the state with which training continues."""
         state = self.unshard(state)
         checkpointer.save(state, step, metadata)
         return self.shard(state)
 
     def shapes(self) -> TrainState:
-        """Return the shapes of a plain model's state, with the plan's shardings, for restoring a checkpoint."""
+        """Return the shapes of a checkpoint's state (layers in model order), with the plan's shardings."""
         return _with_shardings(self._plain_shapes, self._shardings(eqx.filter(self._plain_shapes, is_shape)))
 
     def sharded_shapes(self) -> TrainState:
-        """Return the shapes of a step's state, with the plan's shardings."""
+        """Return the shapes of a step's state (layers in the order of stages), with the plan's shardings."""
         return _with_shardings(self._sharded_shapes, self._shardings(eqx.filter(self._sharded_shapes, is_shape)))
 
     def step_shapes(self, batch: Batch) -> tuple[TrainState, Batch, jax.ShapeDtypeStruct]:
@@ -99,7 +100,7 @@ class PlannedState:
         return self.sharded_shapes(), batch_shapes, key
 
     def with_plan(self, plan: Plan) -> "PlannedState":
-        """Return the `PlannedState` of the same model and optimizer under another plan; no shapes are traced again."""
+        """Return the `PlannedState` of the same model and optimizer under another plan, without tracing the model."""
         states = PlannedState(self.build, self.optimizer, plan, model_shapes=self._model_shapes)
         states._plain_shapes = self._plain_shapes
         return states
@@ -113,11 +114,11 @@ class PlannedState:
         return eqx.filter_eval_shape(self.plan.shard, self._plain_shapes)
 
     def shard(self, state: TrainState) -> TrainState:
-        """Convert the state of a plain model, which is donated, to the layout of a step's state."""
+        """Convert a state with layers in model order, which is donated, to the layout of a step's state."""
         return self._mover.shard(state, self._shardings)
 
     def unshard(self, state: TrainState) -> TrainState:
-        """Convert a step's state, which is donated, to the layout of a plain model's, with layers in model order."""
+        """Convert a step's state, which is donated, to a state with layers in model order."""
         return self._mover.unshard(state, self._shardings)
 
     def replicate(self, key: Key[Array, ""]) -> Key[Array, ""]:
@@ -128,15 +129,15 @@ class PlannedState:
         return jax.random.wrap_key_data(copies, impl=str(jax.random.key_impl(key)))
 
     def copy_model_to_one_device(self, model: PyTree) -> PyTree:
-        """Copy the state's model as a plain model to this process's first device; all processes call together."""
+        """Copy the state's model, with layers in model order, to this process's first device; all processes call."""
         return self._copy(model, self.plan.unshard)
 
     def copy_to_one_device(self, tree: PyTree) -> PyTree:
-        """Copy a batch, or any other tree but a state, to this process's first device."""
+        """Copy a tree without layers, such as a batch, to this process's first device."""
         return self._copy(tree, lambda arrays: arrays)
 
     def _copy(self, tree: PyTree, convert: Callable[[PyTree], PyTree]) -> PyTree:
-        """Copy `convert` of a tree's arrays to this process's first device."""
+        """Apply `convert` to a tree's arrays, and copy the results to this process's first device."""
         arrays, static = eqx.partition(tree, eqx.is_array)
         if jax.process_count() == 1:
             return eqx.combine(jax.device_put(convert(arrays), jax.local_devices()[0]), static)
@@ -151,10 +152,10 @@ class PlannedState:
 def restore_model(
     checkpointer: Checkpointer, shapes: PyTree, plan: Plan | None = None, *, step: int | None = None
 ) -> PyTree:
-    """Return the plain model of a checkpoint (the latest, or that of `step`), on one device or under a plan.
+    """Return the model of the latest checkpoint, or of the checkpoint of `step`, on one device or under a plan.
 
-    `shapes` are the model's shapes, from `eqx.filter_eval_shape`. Raises a `CheckpointError` for a checkpoint of
-    another model.
+    Layers are in model order. `shapes` are the model's shapes, from `eqx.filter_eval_shape`. Raises a `CheckpointError`
+    for a checkpoint of another model.
     """
     if plan is not None:
         shapes = _with_shardings(shapes, shardings(plan.parameter_specs(shapes), plan.mesh))
@@ -216,8 +217,8 @@ ShardingsOf = Callable[[PyTree], PyTree]
 class _LayerMover:
     """`Plan.shard` and `unshard` for large trees on the devices, such as a training state.
 
-    The trees are donated, and one array is moved at a time, so that at most one array exists twice. One program is
-    compiled for all arrays of a sharding whose length changes, and one for those whose length stays.
+    The trees are donated, and one array is moved at a time, so that at most one array exists twice. For each sharding,
+    two functions are jitted: one for arrays whose number of layers changes, and one for all other arrays.
     """
 
     def __init__(self, plan: Plan):
@@ -246,7 +247,7 @@ class _LayerMover:
         return eqx.combine(jax.tree.map(move_array, arrays, orders, shardings_of(moved_shapes)), static)
 
     def _take(self, x: jax.Array, order: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        """Return the rows of an array, which is donated, in an order; numbers beyond the last row give zeros."""
+        """Return the rows `order` of an array, which is donated; an index beyond the last row gives zeros."""
         keeps_length = len(order) == x.shape[0]
         if (key := (keeps_length, sharding)) not in self._programs:
             donated = (0,) if keeps_length else ()  # A result of another shape cannot use the array's memory.
@@ -260,5 +261,5 @@ class _LayerMover:
 
 
 def _take_rows(x: jax.Array, order: jax.Array) -> jax.Array:
-    """Return rows, in the memory of the devices; numbers beyond the last row give zeros."""
+    """Return the rows `order` of an array, in device memory; an index beyond the last row gives zeros."""
     return jax.device_put(x, jax.memory.Space.Device).at[order].get(mode="fill", fill_value=0)

@@ -27,7 +27,7 @@ Folder = TypeVar("Folder", bound="RunFolder")
 
 
 class RunFolder:
-    """The folder of a run. Nothing is written before `acquire`, which locks it for this process.
+    """The folder of a run. Nothing is written before `acquire`, which locks the folder for this process.
 
         with training.RunFolder("runs/mine") as folder:
             folder.acquire()
@@ -40,7 +40,8 @@ class RunFolder:
 
     The fields are paths in the folder: `recipe`, `source`, `metrics`, `checkpoints`, `samples`, the pictures `loss`,
     `rewards`, `evaluations`, `loads`, `experts` and `experts_page`, `data` (tokens), `published` and `tokenizer`
-    (copies of what the run began from), `quantized` (the formats of its quantized weights), `profile` and `lock`.
+    (copies of the model's files from which the run began), `quantized` (the formats of its quantized weights),
+    `profile` and `lock`.
     """
 
     def __init__(self, path: str | Path, *, call: str | None = None):
@@ -71,24 +72,24 @@ class RunFolder:
 
     @property
     def run(self) -> str | None:
-        """The random identifier of the run, which its checkpoints have too; None for a folder without one."""
+        """The random identifier of the run, which is also in its checkpoints; None if the folder has no identifier."""
         if self._run is not None or not self.recipe.exists():
             return self._run
         run = read_json(self.recipe).get("run")
         if not isinstance(run, str | None):
-            raise ValueError(f"{self.recipe}: this is not a recipe that a run wrote (run is {run!r:.100}).")
+            raise ValueError(f"{self.recipe}: this is not a recipe that a run wrote (its run is {run!r:.100}).")
         return run
 
     def identify(self) -> str:
-        """Return the identifier of the run, a new one if the folder has none."""
+        """Return the identifier of the run; make a new identifier if the folder has none."""
         self._run = self.run or secrets.token_hex(8)
         return self._run
 
     def acquire(self) -> None:
         """Create the folder if it is missing, and lock it.
 
-        Raises a `ValueError` for a file, for a folder that holds other things than a run, for a folder that another
-        process has locked, and for one that cannot be written.
+        Raises a `ValueError` if the path is a file, and if the folder holds anything but a run, is locked by another
+        process, or cannot be written.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self._call}: this is a file; give a folder.")
@@ -105,7 +106,7 @@ class RunFolder:
     def write_recipe(self, name: str, recipe: Any, source: str | None = None) -> None:
         """Write the run's recipe, a dataclass, under a name; from now on the folder is kept.
 
-        `source` is the text of a Python file that defines classes of the recipe, and is written beside it.
+        `source` is the text of a Python file that defines classes of the recipe; the file is written into the folder.
         """
         with self._name_folder_in_errors():
             if source is not None:
@@ -134,7 +135,7 @@ class RunFolder:
             return ""
 
     def checkpointer(self, keep: int | None = None) -> Checkpointer:
-        """Return the run's `Checkpointer`; it refuses checkpoints of another run, and keeps the last `keep`, or all."""
+        """Return a `Checkpointer` that refuses checkpoints of other runs, and keeps the last `keep` (None: all)."""
         return Checkpointer(self.checkpoints, keep=keep, run=self.run)
 
     def open_metrics(
@@ -144,8 +145,8 @@ class RunFolder:
 
         Args:
             start: The number of steps that the run has taken.
-            tensorboard: Whether to write events for TensorBoard into the folder `tensorboard`, too.
-            wandb: A project of Weights & Biases to write to, too; a run from step 0 is a new one there.
+            tensorboard: Whether to also write events for TensorBoard into the folder `tensorboard`.
+            wandb: A project of Weights & Biases that gets the metrics too; a run from step 0 is a new run there.
             recipe: The run's recipe, a dataclass, for Weights & Biases.
         """
         path, first_step = self.path, start + 1 if start else 0  # A new run evaluates its model at step 0.
@@ -171,7 +172,7 @@ class RunFolder:
         plot_expert_loads(self.metrics, self.loads)
 
     def add_sample(self, step: int, text: str) -> None:
-        """Append a sample under its step; samples of this step or later, from before a resume, are removed."""
+        """Append a step's sample, and remove the samples of this and later steps, which a resumed run takes again."""
         content = read_utf8(self.samples) if self.samples.exists() else ""
         _, *entries = re.split(r"^--- step (\d+)\n", content, flags=re.MULTILINE)
         pairs = zip(entries[::2], entries[1::2])
@@ -181,8 +182,8 @@ class RunFolder:
     def color_by_experts(self, model: nn.Transformer, ids: Sequence[int], pieces: Sequence[str]) -> None:
         """Write a text colored by each token's first expert to experts.html and experts.png.
 
-        `ids` and `pieces` are the text's tokens; those beyond the model's positions are left out. Raises a `ValueError`
-        as `nn.first_experts` does.
+        `ids` and `pieces` are the text's tokens; tokens beyond the model's `max_seq` positions are left out. Raises a
+        `ValueError` as `nn.first_experts` does.
         """
         experts = np.asarray(eqx.filter_jit(nn.first_experts)(model, jnp.asarray(ids[: model.max_seq], jnp.int32)))
         title = f"{self.path.name}: the expert that each token takes first"
@@ -190,7 +191,7 @@ class RunFolder:
             plot_experts(experts, pieces[: model.max_seq], path, title=title)
 
     def files_to_look_at(self) -> list[Path]:
-        """Return the existing files of the folder that people look at."""
+        """Return the folder's existing pictures, samples and metrics, which people look at."""
         pictures = self.loss, self.rewards, self.evaluations, self.loads, self.experts, self.experts_page
         return [path for path in (*pictures, self.samples, self.metrics) if path.exists()]
 
@@ -216,16 +217,17 @@ class RunFolder:
         except OSError as error:
             reason, fix = explain_write_error(self.path, error)
             raise ValueError(
-                f"{self._call}: the folder cannot be written ({reason}); {fix or 'find the cause'}, or give another."
+                f"{self._call}: the folder cannot be written ({reason}); {fix or 'find the cause'}, or give another "
+                "folder."
             ) from error
 
     def _leftovers(self) -> set[Path]:
-        """Return the files that a process which was killed before its first step may have left."""
+        """Return the files that a process may have left if it was killed before its first step."""
         recipes = {self.path / f"recipe{suffix}" for suffix in (".py", ".part.py", ".part.json")}
         return recipes | {self.lock} | ({self.data} if self.lock.exists() else set())
 
     def _remove_created(self) -> None:
-        """Remove what `acquire` has created: tokens, the lock, and folders if they are empty."""
+        """Remove the tokens, the lock and the empty folders that `acquire` has created."""
         for path in reversed(self._created):
             with suppress(OSError):
                 if path == self.data:
@@ -243,11 +245,11 @@ class RunFolder:
             is_locked = os.path.samestat(os.fstat(self._lock.fileno()), self.lock.stat())
         except (BlockingIOError, FileNotFoundError):
             is_locked = False
-        if not is_locked:  # Another process has the lock, or has just removed a folder that it had created.
+        if not is_locked:  # Another process has the lock, or has just removed the folder, which it had created.
             self._lock.close()
             self._lock, self._created = None, []
             raise ValueError(f"{self._call}: another process is running here; wait for it, or give another folder.")
         self._lock.truncate(0)
         self._lock.write(secrets.token_hex(16))
         self._lock.flush()
-        os.fsync(self._lock.fileno())  # So that processes on other hosts see it.
+        os.fsync(self._lock.fileno())  # So that processes on other hosts see the token.

@@ -45,8 +45,8 @@ class Step(eqx.Module):
         """
         if not isinstance(state.step, Tracer) and state.step.is_deleted():
             raise ValueError(
-                "step(state, batch, key): the state was given to a step before, which donates it; go on with the state "
-                "that this step returned."
+                "step(state, batch, key): an earlier step has already taken this state, and a step donates its state; "
+                "pass the state that the earlier step returned."
             )
         if self.program is None:
             return self.run((batch, key, self.rate), state)
@@ -59,8 +59,8 @@ class Step(eqx.Module):
     ) -> jax.stages.Lowered:
         """Lower the step for arguments like these, or their shapes.
 
-        The program's argument 0 is a flat list of the state's arrays. If the argument were a tree of modules, each call
-        would flatten the tree in Python, which takes a noticeable part of the time of a small step.
+        The program's argument 0 is a flat list of the state's arrays. If the argument were a tree of modules, Python
+        would flatten the tree in each call, which would slow small steps noticeably.
         """
         arrays, rebuild_state = _flatten_arrays(state)
         data, rebuild_data = _flatten_arrays((batch, key, self.rate))
@@ -89,31 +89,31 @@ def make_step(
 ) -> Step:
     """Make a jitted step that minimizes `sum / count` of `loss_fn(model, batch, key) -> (sum, count)`.
 
-    The step trains the parameters that `optimizer.trained` picks, and computes no other gradients. The gradient is that
-    of the sum over all microbatches, divided by the count over all of them, and scaled by `min(1, clip / norm)`.
+    The step trains the parameters that `optimizer.trained` picks, and computes no other gradients. The gradient of the
+    loss's sum over all microbatches is divided by the count over all microbatches, and scaled by `min(1, clip / norm)`.
     If the loss or the norm is not finite, the step is skipped: the model and the optimizer's state are returned
-    unchanged, bit for bit. A batch whose weights are all 0 changes nothing either. It is counted in `empty_batches` and
-    not in `skipped`, because many skipped steps stop a run and empty batches should not.
+    unchanged, bit for bit. A batch whose weights are all 0 changes nothing either. Such a batch is counted in
+    `empty_batches` and not in `skipped`, because many skipped steps stop a run and empty batches should not.
 
-    Under a plan the step gives the numbers of one device. `PlannedState` makes its state, which is sharded as
-    `state_shardings` says, and the loss is called as `make_gradient_function` says.
+    Under a plan, the step returns the same numbers as on one device. `PlannedState` makes the state, which is sharded
+    by `state_shardings`. The loss is called as `make_gradient_function` describes. The state is donated.
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
-    and `empty_batches` (so far), `skipped_in_a_row`, the metrics that the loss returns, and those of `routing_metrics`;
-    with `clip_logits` also the step's `largest_logit`, and in float16 its `loss_scale` (see `LossScale`). The state is
-    donated.
+    and `empty_batches` (so far), `skipped_in_a_row`, the metrics that the loss returns, and the `routing_metrics`. With
+    `clip_logits`, the step's `largest_logit` is added, and in float16 its `loss_scale` (see `LossScale`).
 
     Args:
-        loss_fn: `loss_fn(model, batch, key) -> (sum, count)`, whose quotient is minimized.
+        loss_fn: `loss_fn(model, batch, key) -> (sum, count)`; the step minimizes `sum / count`.
         optimizer: Picks the parameters that are trained, and updates them.
-        plan: The mesh, how the model runs over it, and in how many microbatches; None: one device.
+        plan: The mesh, the parallelism of the model and the number of microbatches; None: one device.
         microbatches: The number of microbatches into which a batch is split on one device; they run one after another,
-            and their gradients are summed. A plan has its own number.
-        clip: The largest global norm of the gradients, to which a larger one is scaled down; None: no clipping.
+            and their gradients are summed. A plan has its own number of microbatches.
+        clip: The largest global norm of the gradients; larger gradients are scaled down to this norm; None: no
+            clipping.
         balance_rate: The step size of the routers' selection biases, see `rebalance_routers`.
         gradient_norms: Whether the metrics include the norm of each module's gradient, see `module_gradient_norms`.
-        clip_logits: The largest attention logit: heads with a larger one in the step's batch get smaller queries and
-            keys after the update, see `LogitClip` (MuonClip, arXiv 2507.20534); None: no clipping.
+        clip_logits: The limit of attention logits: heads with a larger logit in the step's batch get smaller queries
+            and keys after the update, see `LogitClip` (MuonClip, arXiv 2507.20534); None: no clipping.
     """
     check_optimizer(optimizer, "make_step(loss_fn, optimizer)")
     if clip is not None and not clip > 0:
@@ -227,9 +227,9 @@ def _copy_counters(state: TrainState) -> dict[str, Array]:
 def update_where(condition: Bool[Array, ""], update: Callable[..., tuple], *state: PyTree) -> tuple:
     """Return `update(*state)`, which has the state's shapes, if the condition holds; else the state, bit for bit.
 
-    On accelerators each array is selected by itself, in place: compilers for GPUs allocate new memory for the results
-    of a branch, so that parameters and optimizer state would exist twice. On CPUs a branch is four times as fast,
-    because selections keep XLA from fusing the update into one pass.
+    On accelerators, `jnp.where` selects each array in place. A branch (`jax.lax.cond`) would allocate new memory for
+    its results on GPUs, so that parameters and optimizer state would exist twice. On CPUs a branch is four times as
+    fast as `jnp.where`, which keeps XLA from fusing the update into one pass.
     """
 
     def branch(condition: Array, *state: PyTree) -> tuple:
@@ -242,10 +242,11 @@ def update_where(condition: Bool[Array, ""], update: Callable[..., tuple], *stat
 
 
 def rebalance_routers(model: PyTree, aux: PyTree, rate: float) -> PyTree:
-    """Return the model with its routers' biases moved by `rate` towards an even load; other routers are unchanged.
+    """Return the model with its routers' biases moved by `rate` towards an even load.
 
-    `aux` is the tree of `Aux` that the model's layers returned for the whole batch. For the `selection_bias` of
-    a `TopKRouter` this is DeepSeek-V3's load balancing without an auxiliary loss (arXiv:2408.15664).
+    Routers without such a bias are unchanged. `aux` is the tree of `Aux` that the model's layers returned for the whole
+    batch. For the `selection_bias` of a `TopKRouter`, this is DeepSeek-V3's load balancing without an auxiliary loss
+    (arXiv:2408.15664).
     """
     layer_aux = dict(zip(map(id, nn.modules(model, nn.Routed)), nn.aux_of(aux), strict=True))
 
@@ -258,9 +259,9 @@ def rebalance_routers(model: PyTree, aux: PyTree, rate: float) -> PyTree:
 def module_gradient_norms(gradients: PyTree) -> dict[str, Float[Array, ""]]:
     """Return the norm of each module's gradient, over all its layers, by the module's path.
 
-    Modules are the residual sublayers, such as `stacks[0].blocks.sublayers[0]` with its norms, and the parts beside the
-    stacks: `embedding`, `norm`, `head`. The squares of the norms add up to the square of the whole gradient's norm.
-    Under a plan the arrays are global, so each number counts once.
+    The modules are the residual sublayers, such as `stacks[0].blocks.sublayers[0]` with its norms, and the parts
+    outside of the stacks: `embedding`, `norm`, `head`. The squares of the norms add up to the square of the whole
+    gradient's norm. Under a plan the arrays are global, so each gradient counts once.
     """
     sublayers = [path for path, _ in nn.named_modules(gradients, nn.Residual)]
     leaves_by_module: dict[str, list[Array]] = {}
@@ -278,7 +279,7 @@ def _is_tuple_element(path: tuple) -> bool:
 
 
 def _flatten_arrays(tree: PyTree) -> tuple[list[PyTree], Callable[[Sequence[Array]], PyTree]]:
-    """Return a tree's arrays, or their shapes, and the function that makes the same tree of other arrays."""
+    """Return a tree's arrays, or their shapes, and a function that puts other arrays into the same tree."""
     leaves, structure = jax.tree.flatten(tree)
     indices = [index for index, leaf in enumerate(leaves) if _is_traced(leaf)]
 

@@ -27,11 +27,11 @@ class TrainState(eqx.Module):
     skipped: Int[Array, ""]
     """The number of steps skipped because the loss or the gradient norm was not finite."""
     skipped_in_a_row: Int[Array, ""]
-    """The number of steps skipped since the last step that was not skipped."""
+    """The number of consecutive skipped steps up to now."""
     loss_scale: LossScale | None = None
     """The loss scale of a model in float16; None for models in other dtypes."""
     empty_batches: Int[Array, ""] | None = None
-    """The number of batches without any weight, which change nothing; None: such batches are not counted."""
+    """The number of batches whose weights are all 0, which change nothing; None: such batches are not counted."""
 
 
 def init_state(model: PyTree, optimizer: Optimizer) -> TrainState:
@@ -51,9 +51,10 @@ def init_state(model: PyTree, optimizer: Optimizer) -> TrainState:
 
 
 def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
-    """Return the sharding of each array of a `TrainState` (of arrays or shapes), as a tree like it; None elsewhere.
+    """Return the sharding of each array of a `TrainState` (of arrays or shapes), as a tree like the state.
 
-    Raises a `ValueError` for an optimizer that holds an array of another shape than its parameter.
+    Leaves that are not arrays become None. Raises a `ValueError` for an optimizer that holds an array of another shape
+    than its parameter.
     """
     replicated, parameters = jax.sharding.PartitionSpec(), optimizer.trained(state.model)
     optimizer_specs = optimizer.map_state(
@@ -99,14 +100,17 @@ def _optimizer_spec(plan: Plan, moment: PyTree, spec: jax.sharding.PartitionSpec
     ):
         raise ValueError(
             f"state_shardings: the optimizer holds an array of shape {moment.shape} for a parameter of shape "
-            f"{parameter.shape}, but under a plan it is sharded like the parameter; hold it in the parameter's shape, "
-            "or with 1 in the place of some sizes."
+            f"{parameter.shape}, but a plan shards the array like the parameter; give the array the parameter's shape, "
+            "in which some sizes may be 1."
         )
     return jax.sharding.PartitionSpec(*(None if size == 1 else axes for size, axes in zip(moment.shape, spec)))
 
 
 def _preconditioner_specs(plan: Plan, moment: Preconditioner, spec: jax.sharding.PartitionSpec) -> Preconditioner:
-    """Return specs of a preconditioner's arrays: its side's dims keep their axes, the last one has the other side's."""
+    """Return the specs of a preconditioner's arrays.
+
+    The dims of an array's own side are sharded as in the parameter. The last dim takes the axes of the other side.
+    """
     first, last = moment.ensemble, moment.ensemble + moment.outputs
 
     def with_flat_dim(array: ArrayOrShape | None, side: tuple, other_side: tuple) -> jax.sharding.PartitionSpec | None:
@@ -130,7 +134,7 @@ def _preconditioner_specs(plan: Plan, moment: Preconditioner, spec: jax.sharding
 
 
 def _copy_repeated_arrays(tree: PyTree) -> PyTree:
-    """Copy each array that occurs a second time in a tree: no array can be donated twice."""
+    """Copy each array that occurs again in a tree, because no array can be donated twice."""
     seen_ids: set[int] = set()
 
     def copy_if_seen(leaf: PyTree) -> PyTree:
@@ -142,7 +146,7 @@ def _copy_repeated_arrays(tree: PyTree) -> PyTree:
 
 
 def is_on_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) -> PyTree:
-    """Return for each array of an optimizer's state whether a plan keeps it in host memory; counters never are."""
+    """Return for each array of an optimizer's state whether a plan keeps it in host memory; False for counters."""
     on_host = plan.optimizer_memory == "pinned_host"
 
     def mark(moments: PyTree) -> PyTree:
@@ -159,10 +163,10 @@ def is_on_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) -> PyT
 def fetch_from_host(
     plan: Plan, optimizer: Optimizer, optimizer_state: PyTree, gradients: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Copy the arrays that a plan keeps in host memory to the devices, in a jitted function; return both trees.
+    """Copy the arrays that a plan keeps in host memory to the devices; return the optimizer state and the gradients.
 
-    A barrier makes the copies wait for the gradients: compilers for GPUs would otherwise copy at the beginning of the
-    step, and the copies would take memory beside the residuals of the backward pass.
+    Call this function inside jit. A barrier makes the copies wait for the gradients. Compilers for GPUs would otherwise
+    copy at the beginning of the step, so that the copies would take memory beside the residuals of the backward pass.
     """
     if plan.optimizer_memory == "device":
         return optimizer_state, gradients
@@ -172,12 +176,12 @@ def fetch_from_host(
 
 
 def return_to_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) -> PyTree:
-    """Move the arrays that a plan keeps in host memory back to it, in a jitted function."""
+    """Move the arrays that a plan keeps in host memory back to the host; call this function inside jit."""
     return _move(plan, optimizer, optimizer_state, to_host=True)
 
 
 def _move(plan: Plan, optimizer: Optimizer, arrays: PyTree, *, to_host: bool) -> PyTree:
-    """Move the arrays that a plan keeps in host memory to the host or to the devices; others stay."""
+    """Move the arrays that a plan keeps in host memory to the host or to the devices; other arrays stay in place."""
     space = jax.memory.Space.Host if to_host else jax.memory.Space.Device
 
     def move(x: Array, on_host: bool) -> Array:

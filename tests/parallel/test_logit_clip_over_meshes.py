@@ -57,7 +57,7 @@ def test_a_run_goes_on_over_another_mesh(tmp_path):
     "name, mesh, choices, reason",
     [
         ("llama", {"context": 2}, {}, "no device sees all keys of a row"),
-        ("llama", {"fsdp": 2, "pipe": 2}, SPREAD, "a stage cannot tell whose rows it attends for"),
+        ("llama", {"fsdp": 2, "pipe": 2}, SPREAD, "a stage does not know which rows of the batch"),
     ],
 )
 def test_meshes_that_hide_whose_logits_are_large_are_refused(name, mesh, choices, reason):

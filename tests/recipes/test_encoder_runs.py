@@ -227,7 +227,7 @@ def test_a_bad_row_is_named(row, message, tmp_path):
         ({"loss": "mlm", "model": models.preset("llama-byte-1m")}, "^--loss mlm: in a LlamaConfig no token sees"),
         ({"loss": "mlm", "seq": 65}, "^--seq 65: the model has 64 learned positions"),
         ({"loss": "mlm", "evaluate_every": 2, "evaluate_text": ("x",)}, "^--loss mlm --evaluate-every: a text encoder"),
-        ({"loss": "next-token"}, "a token attends to later ones"),
+        ({"loss": "next-token"}, "a token attends to later tokens"),
     ],
 )
 def test_choices_that_do_not_go_together_are_refused(fields, message, corpus, tmp_path):

@@ -70,11 +70,11 @@ def refused(capsys):
         ("--batch 16 --microbatches 3", ["--microbatches 3 --batch 16", "multiple of 3 rows"]),
         (
             "--recipe t5-byte-200k",
-            ["error: --recipe t5-byte-200k: ", "the model's encoder", "data.batch_pairs(sources, targets)"],
+            ["error: --recipe t5-byte-200k: ", "the model has an encoder", "data.batch_pairs(sources, targets)"],
         ),
         (
             "--recipe modernbert-byte-200k",
-            ["error: --recipe modernbert-byte-200k: ", "in stacks[0]", "a token attends to later ones"],
+            ["error: --recipe modernbert-byte-200k: ", "in stacks[0]", "a token attends to later tokens"],
         ),
         ("--recipe gpt2-byte-1m --seq 1024", ["--seq 1024", "512 learned positions"]),
         ("--steps 0", ["--steps 0", "at least 1"]),

@@ -116,7 +116,7 @@ def test_lines_without_a_terminal_tell_what_was_measured(trained):
     run_dir, done = trained
     opening, *lines = [line for line in done.stdout.splitlines() if line.startswith(("llama: ", "step "))]
     assert "of 26,784 parameters, all trained, starts in" in opening
-    assert "\nadamw trains 11 arrays of 26,784 parameters: all that are trained\n" in done.stdout
+    assert "\nadamw trains 11 arrays of 26,784 parameters: all trained parameters\n" in done.stdout
     first, last = rows(run_dir)[0], rows(run_dir)[-1]
     assert lines[0].startswith(f"step 1/6  loss {first['loss']:.3f}  rate {first['learning_rate']:.2e}  ")
     assert lines[0].endswith("ETA -:--:--")

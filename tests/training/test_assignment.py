@@ -133,7 +133,7 @@ def test_what_is_chosen_is_told_in_a_line_for_each_optimizer(make_model):
     model = make_model(layers=1)
     assert training.optimizer("adamw", model, rate=RATE).describe(model) == [
         f"adamw trains 15 arrays of {sum(x.size for x in jax.tree.leaves(training.trainable(model))):,} parameters: "
-        "all that are trained"
+        "all trained parameters"
     ]
     optimizer = training.optimizer("muon", model, rate=RATE, paths=("embedding=sgd",))
     shapes = eqx.filter_eval_shape(lambda: model)
@@ -158,9 +158,12 @@ def test_what_is_chosen_is_told_in_a_line_for_each_optimizer(make_model):
             ["embedding=adam"],
             r"NAME is adamw, schedule-free-adamw, muon, normuon, soap, sgd; the nearest name is adamw",
         ),
-        (["up=schedule-free-adamw"], r"schedule-free-adamw averages all weights; take it as the optimizer"),
+        (["up=schedule-free-adamw"], r"schedule-free-adamw averages all weights; pass schedule-free-adamw as"),
         (["embedding"], r"paths='embedding'\): give PATTERN=NAME"),
-        (["up=sgd", "sublayers=adamw"], r"paths='up=sgd'\): later choices take all parameters that this one matches"),
+        (
+            ["up=sgd", "sublayers=adamw"],
+            r"paths='up=sgd'\): later choices take all parameters that this choice matches",
+        ),
     ],
 )
 def test_choices_that_cannot_work_are_refused(paths, words, make_model):

@@ -146,10 +146,10 @@ def test_texts_become_rows(tmp_path):
 @pytest.mark.parametrize(
     "options, error",
     [
-        ({"temperature": 0.0}, r"temperature=0\.0\): it must be above 0"),
-        ({"pooling": "max"}, "pooling='max'.: it must be one of cls, mean"),
+        ({"temperature": 0.0}, r"temperature=0\.0\): the temperature must be above 0"),
+        ({"pooling": "max"}, "pooling='max'.: the pooling must be one of cls, mean"),
         ({"dims": (4, 2)}, "in rising order"),
-        ({"dims": (2, 9)}, "a vector has 5 channels"),
+        ({"dims": (2, 9)}, "vectors have 5 channels"),
     ],
 )
 def test_bad_options(options, error):

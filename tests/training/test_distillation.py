@@ -139,7 +139,9 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=r"temperature must be above 0 and finite, weight at least 0"):
             training.distillation_loss(**options)
     teacher, loss = teacher_of(), training.distillation_loss(temperature=2.0)
-    with pytest.raises(ValueError, match=r"stored probabilities have the temperature 1.5, .* pass this temperature"):
+    with pytest.raises(
+        ValueError, match=r"stored probabilities have the temperature 1.5, .* pass the stored temperature"
+    ):
         loss(make_table(), stored_batch(teacher, 3, 1.5))
     with pytest.raises(ValueError, match=r"the batch needs a teacher with its hidden states, or top_ids"):
         loss(make_table(), dataclasses.replace(batch_with(teacher), teacher=None))

@@ -218,5 +218,5 @@ def test_other_bad_input_is_refused():
         training.make_step(training.next_token_loss, optimizer, clip_logits=0.0)
     low_rank = nn.with_lora(model, ("query",), rank=2, alpha=4.0, key=jax.random.key(0))
     optimization = dataclasses.replace(training.Optimization(), clip_logits=100.0)
-    with pytest.raises(ValueError, match="are not trained themselves"):
+    with pytest.raises(ValueError, match="are not trained directly"):
         optimization.optimizer(low_rank, optimization.phases(2), trained=nn.lora_factors)

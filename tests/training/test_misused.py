@@ -157,7 +157,7 @@ def test_a_state_is_given_to_one_step(model):
     step = training.make_step(training.next_token_loss, optimizer)
     state = training.init_state(jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, model), optimizer)
     after, _ = step(state, batch_with())
-    with pytest.raises(ValueError, match="was given to a step before, which donates it; go on with the state"):
+    with pytest.raises(ValueError, match="an earlier step has already taken this state, and a step donates its state"):
         step(state, batch_with())
     step(after, batch_with())
 

@@ -107,13 +107,13 @@ def _maps(model):
 
 
 @pytest.mark.by_default(
-    "modernbert-byte-200k-in stacks\\\\[0\\\\].* attends to later ones", "gpt2-byte-1m-seq=513.*512 learned positions"
+    "modernbert-byte-200k-in stacks\\\\[0\\\\].* attends to later tokens", "gpt2-byte-1m-seq=513.*512 learned positions"
 )
 @pytest.mark.parametrize(
     "preset, words",
     [
-        ("t5-byte-200k", "encoder reads a text beside"),
-        ("modernbert-byte-200k", r"in stacks\[0\].* attends to later ones"),
+        ("t5-byte-200k", "has an encoder, which reads a second text"),
+        ("modernbert-byte-200k", r"in stacks\[0\].* attends to later tokens"),
         ("gpt2-byte-1m", "seq=513.*512 learned positions"),
     ],
 )

@@ -193,8 +193,8 @@ def test_what_is_refused():
             training.policy_loss(**choices)
         return str(error.value)
 
-    assert "for dr_grpo pass the most new tokens" in refused(name="dr_grpo")
-    assert "clip_low is above 0" in refused(clip_low=1.0)
+    assert "for dr_grpo pass the largest number of new tokens" in refused(name="dr_grpo")
+    assert "clip_low must be above 0" in refused(clip_low=1.0)
     with pytest.raises(
         ValueError, match=r"temperature=0\.0\): it must be the temperature of sampling, finite and above 0"
     ):
@@ -202,5 +202,5 @@ def test_what_is_refused():
     single = jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch_of())
     with pytest.raises(ValueError, match="the batch has no advantages; give"):
         training.policy_loss()(model_of(), dataclasses.replace(single, advantages=None))
-    with pytest.raises(ValueError, match=r"beta=0\.1\): the batch needs log-probabilities by a reference"):
+    with pytest.raises(ValueError, match=r"beta=0\.1\): the batch needs log-probabilities under a reference"):
         training.policy_loss(beta=0.1)(model_of(), dataclasses.replace(single, reference_log_probs=None))

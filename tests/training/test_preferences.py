@@ -133,7 +133,7 @@ def test_what_is_refused():
         return str(error.value)
 
     half = {"weights": np.ones((ROWS, SEQ), np.float32)}
-    assert "the batch needs the nats of each row by a reference" in refused(
+    assert "the batch needs the nats of each row under a reference" in refused(
         "dpo", batch_of(reference_nats=None, **half)
     )
     assert "has no labels" in refused("kto", batch_of(labels=None, **half))

@@ -125,5 +125,5 @@ def test_routers_move_in_the_average_and_in_the_weights_that_it_averages(make_ba
 
 @pytest.mark.quick
 def test_what_is_no_share_is_refused():
-    with pytest.raises(ValueError, match=r"Optimizer\(average=1.0\): a share lies between 0 and 1"):
+    with pytest.raises(ValueError, match=r"Optimizer\(average=1.0\): average must be between 0 and 1"):
         training.Optimizer(optax.sgd(1.0), training.constant(1e-3), average=1.0)

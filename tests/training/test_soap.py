@@ -143,7 +143,7 @@ def test_a_run_resumes_bit_for_bit(moments, make_model, make_batch, tmp_path):
 
 @pytest.mark.quick
 def test_what_cannot_work_is_refused(make_model):
-    with pytest.raises(ValueError, match=r"soap\(frequency=0\): it counts steps"):
+    with pytest.raises(ValueError, match=r"soap\(frequency=0\): the frequency is a number of steps"):
         training.optimizer("soap", make_model(layers=1), rate=RATE, frequency=0)
     with pytest.raises(ValueError, match="soap takes hidden matrices only, and embedding.weight is a table"):
         training.optimizer("adamw", make_model(layers=1), rate=RATE, paths=["embedding=soap"])

@@ -251,7 +251,9 @@ def test_bad_arguments_are_refused(quadratic, make_batch):
     with pytest.raises(ValueError, match="microbatches=0"):
         training.make_step(of_batch, optimizer, microbatches=0)
     plan = Plan(make_mesh(devices=jax.devices()[:1]), microbatches=4)
-    with pytest.raises(ValueError, match=r"Plan\(microbatches=4\), microbatches=2\): .*leave it out of make_step"):
+    with pytest.raises(
+        ValueError, match=r"Plan\(microbatches=4\), microbatches=2\): .*leave microbatches out of make_step"
+    ):
         training.make_step(training.next_token_loss, optimizer, plan, microbatches=2)
     with pytest.raises(ValueError, match="clip=0.0"):
         training.make_step(of_batch, optimizer, clip=0.0)

@@ -47,28 +47,30 @@ class Checkpointer:
 
     `save` copies the arrays to the host and returns. In the background, orbax writes them to `<step>.unfinished`; then
     a manifest with the size and checksum of every file is added, every file and folder is synced (fsync), and a rename
-    to `<step>` commits the checkpoint. Only then are older steps deleted. A folder whose name is a number is therefore
-    always a complete checkpoint, even if the process was killed or the power failed. The next call of `save`, `wait` or
-    `close` raises an error of the background thread, and warns of an older step that could not be deleted; a program
-    that ends without such a call waits for the save, and shows its error. `restore` checks every file against the
-    manifest and every leaf's shape and dtype before it reads arrays, and never falls back to an older step by itself.
+    to `<step>` commits the checkpoint. Older steps are deleted only after the commit. A folder whose name is a number
+    is therefore always a complete checkpoint, even if the process was killed or the power failed. If the background
+    thread fails, the next call of `save`, `wait` or `close` raises its error; such a call also warns of an older step
+    that could not be deleted. A program that ends without such a call waits for the save, and shows its error.
 
-    The folder of a step may be moved elsewhere if a symbolic link is left in its place: the step is restored through
-    the link, and when the step is too old, the link is deleted and the moved folder stays. A broken link (a disk that
-    is not mounted) is a `CheckpointError`.
+    `restore` checks every file against the manifest, and every leaf's shape and dtype, before it reads arrays. It never
+    falls back to an older step by itself.
+
+    The folder of a step may be moved elsewhere if a symbolic link to it is left in its place. The step is restored
+    through the link. When the step is too old to be kept, the link is deleted, and the moved folder stays. A broken
+    link, for example to a disk that is not mounted, is a `CheckpointError`.
 
     Only one run may write to a folder, and any number of runs may read it. Nothing is created or deleted before the
-    first `save`. In a run of several processes, all of them call `save`, `restore`, `wait` and `close` at the same
-    steps with the same tree of global arrays and a shared folder: each writes its shards, the first process commits,
-    and a failure in one is raised in all.
+    first `save`. In a run of several processes, all processes call `save`, `restore`, `wait` and `close` at the same
+    steps, with the same tree of global arrays and a shared folder. Each process writes its own shards, and the first
+    process commits. If one process fails, all processes raise an error.
     """
 
     def __init__(self, directory: str | Path, *, keep: int | None = 3, run: str | None = None):
-        """`keep=None` keeps every checkpoint.
+        """Keep the last `keep` checkpoints; None keeps all.
 
-        `run` is the run's identifier, any text: it is saved in the metadata of each checkpoint as `"run"`, and a
-        checkpoint with another identifier cannot be read. Checkpoints without an identifier can always be read; with
-        `run=None`, all checkpoints can.
+        `run` is the run's identifier, any text. It is saved in the metadata of each checkpoint as `"run"`, and a
+        checkpoint with another identifier cannot be read. A checkpoint without an identifier can always be read. With
+        `run=None`, every checkpoint can be read.
         """
         if keep is not None and keep < 1:
             raise ValueError(f"Checkpointer(keep={keep}): at least one checkpoint is kept; pass None to keep all.")
@@ -86,7 +88,7 @@ class Checkpointer:
         if broken:
             raise CheckpointError(
                 f"{broken[0]}: this checkpoint is a link to {broken[0].readlink()}, which does not exist; mount that "
-                "disk or repair the link, or remove it to do without this step."
+                "disk or repair the link, or remove the link to do without this step."
             )
         return self._committed()
 
@@ -103,10 +105,10 @@ class Checkpointer:
         return max(self.steps, default=None)
 
     def save(self, state: PyTree, step: int, metadata: Mapping[str, object]) -> None:
-        """Start to save the arrays of `state`; first wait for the previous save, and raise its error if it failed.
+        """Start to save the arrays of `state`, after waiting for the previous save and raising its error if it failed.
 
-        The arrays may be donated as soon as this returns. `metadata` is any JSON object; the versions of eqformer, jax,
-        equinox, optax and orbax are added to it.
+        The arrays may be donated as soon as this method returns. `metadata` is any JSON object; the versions of
+        eqformer, jax, equinox, optax and orbax are added to it.
         """
         self.wait()
         latest = self.latest_step
@@ -120,7 +122,7 @@ class Checkpointer:
         if self._writer is not None and not self._directory.is_dir():
             raise CheckpointError(
                 f"Checkpointer.save(step={step}): {self._directory} was deleted or moved since the last save, with the "
-                "checkpoints in it. Nothing is saved: restore the folder, or start again in a new one."
+                "checkpoints in it. Nothing is saved: restore the folder, or start again in a new folder."
             )
         text = metadata_to_json(metadata if self._run is None else {**metadata, "run": self._run})
         leaves = named_arrays(state)
@@ -146,16 +148,16 @@ class Checkpointer:
     def restore(self, like: PyTree, step: int | None = None, *, partial: bool = False) -> tuple[PyTree, JsonObject]:
         """Return the state and the metadata of a step (`None`: the latest).
 
-        `like` is a tree like the saved state, with arrays or `jax.ShapeDtypeStruct`s; each array is read into the
-        sharding of its leaf in `like`, and leaves that are not arrays are taken from `like`. With `partial`, leaves
-        that `like` lacks are not read: `{"model": shapes}` restores a model without its optimizer's state. Raises
+        `like` is a tree like the saved state, with arrays or `jax.ShapeDtypeStruct`s. Each array is read into the
+        sharding of its leaf in `like`, and leaves that are not arrays are taken from `like`. With `partial`, `like` may
+        lack some of the saved leaves: `{"model": shapes}` restores a model without its optimizer's state. Raises a
         `CheckpointError` if there is no such checkpoint, if any of its files is missing or damaged, or if a leaf
         differs from `like` in name, shape or dtype.
         """
         step, folder, manifest, saved_names = self._check_leaves(like, step, partial)
         arrays, static = eqx.partition(like, nn.has_shape)
         wanted = named_arrays(arrays)
-        # Only the first process computes checksums, so that each file is read for them once.
+        # Only the first process computes checksums, so that each file is read only once to check it.
         faults = check_files(folder, manifest["files"]) if jax.process_index() == 0 else []
         if not _all_agree(not faults):
             _refuse(
@@ -175,7 +177,7 @@ class Checkpointer:
         return eqx.combine(restored, static), manifest["metadata"]
 
     def check(self, like: PyTree, step: int | None = None, *, partial: bool = False) -> None:
-        """Raise the `CheckpointError` of `restore` for leaves that differ from `like`, without reading any array."""
+        """Raise a `CheckpointError` if the saved leaves differ from `like`, as `restore` does, but read no arrays."""
         self._check_leaves(like, step, partial)
 
     def _check_leaves(
@@ -183,7 +185,7 @@ class Checkpointer:
     ) -> tuple[int, Path, JsonObject, dict[str, str]]:
         """Return the step, its folder, its manifest, and the saved names of its leaves by their current names.
 
-        Raises a `CheckpointError` for leaves unlike `like`.
+        Raises a `CheckpointError` if the saved leaves differ from `like`.
         """
         step, folder, manifest = self._read_manifest(step)
         wanted = named_arrays(eqx.filter(like, nn.has_shape))
@@ -202,7 +204,7 @@ class Checkpointer:
         return self._read_manifest(step)[2]["metadata"]
 
     def wait(self) -> None:
-        """Wait until no save is running; raise the error of a failed save, and warn of folders still to delete."""
+        """Wait for the running save; raise its error, and warn of older folders that could not be deleted."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -233,7 +235,7 @@ class Checkpointer:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None and self._thread is not None and jax.process_count() > 1:
-            self._thread.join()  # Other processes may not have failed, and would not take part in the collective.
+            self._thread.join()  # A process that has not failed would not take part in the collective of `wait`.
             self._thread = None
         self.close()
 
@@ -303,7 +305,11 @@ class Checkpointer:
         steps = self._committed()
         latest = f"the checkpoint of step {steps[-1]} is whole" if steps else "no checkpoint exists"
         is_there = step in steps
-        outcome = "It was written, but not synced: a power cut may lose it" if is_there else "Nothing of it was kept"
+        outcome = (
+            "The checkpoint was written, but not synced, so a power cut may lose it"
+            if is_there
+            else "No part of this checkpoint was kept"
+        )
         reason, fix = explain_error(error)
         return CheckpointError(
             f"Checkpointer.save(step={step}) to {self._directory} failed: {reason.rstrip('.')}. {outcome}; {latest}. "
@@ -322,17 +328,17 @@ class Checkpointer:
         if isinstance(manifest, str):
             _refuse(folder, [manifest])
         if (saved := manifest["step"]) != chosen:
-            fault = f"its manifest is of step {saved}, and the folder's name says {chosen}"
+            fault = f"its manifest belongs to step {saved}, and the folder's name says {chosen}"
             _refuse(folder, [fault], f"Rename the folder back to {saved}, or delete it.")
         run = manifest["metadata"].get("run")
         if None not in (run, self._run) and run != self._run:
             fault = f"it was saved by run {run}, and this folder holds run {self._run}"
-            _refuse(folder, [fault], "Move it back, or begin another run with its weights (--from-run).")
+            _refuse(folder, [fault], "Move the checkpoint back, or begin another run with its weights (--from-run).")
         return chosen, folder, manifest
 
 
-# Seconds after which a save that hangs fails. Orbax's default of twenty minutes is too short for large states on slow
-# disks.
+# A save that takes longer than this number of seconds fails. Orbax's default of twenty minutes is too short for large
+# states on slow disks.
 _LONGEST_SAVE = 24 * 60 * 60
 
 
@@ -347,7 +353,7 @@ def _inode_of(folder: Path) -> int | None:
 
 
 def _all_agree(condition: bool) -> bool:
-    """Return whether a condition holds in every process of the run; also a barrier."""
+    """Return whether a condition holds in every process of the run; the call is also a barrier."""
     if jax.process_count() == 1:
         return condition
     return bool(multihost_utils.process_allgather(np.array(condition)).all())
@@ -362,10 +368,10 @@ def _refuse(
 
 
 def run_at_exit(method: Callable[[], object]) -> None:
-    """Register an object's method to be called when the program ends, unless the object is gone; show its errors.
+    """Register an object's method to be called when the program ends; errors of the method are shown.
 
-    The call comes before Python shuts down executors, so that background work can still finish; `atexit` would come
-    after that. If Python has no such hook, nothing is called.
+    If the object no longer exists by then, nothing is called. The call comes before Python shuts down executors, so
+    that background work can still finish; `atexit` would be too late. A Python without such a hook calls nothing.
     """
     reference = weakref.WeakMethod(method)
 
@@ -385,9 +391,10 @@ def run_at_exit(method: Callable[[], object]) -> None:
 def quiet_orbax() -> None:
     """Drop orbax's log records: its progress, and its tracebacks, which `Checkpointer` raises as one error.
 
-    A full disk or a deleted folder fails several of orbax's threads at once, and each would print the same traceback.
+    If the disk is full or the folder is deleted, several of orbax's threads fail at once, and each of them would print
+    the same traceback.
     """
-    # Orbax logs through absl's logger, which other libraries share: the filter by source keeps their records.
+    # Orbax logs through absl's logger, which other libraries share; the filter keeps the records of other libraries.
     logger = logging.getLogger("absl")
     if _is_not_from_orbax not in logger.filters:
         logger.addFilter(_is_not_from_orbax)

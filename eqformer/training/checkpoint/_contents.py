@@ -1,6 +1,7 @@
-"""Contents of a checkpoint: the arrays of a state by name, metadata from which a run resumes exactly, and its files.
+"""Contents of a checkpoint: a state's arrays by name, the metadata from which a run resumes exactly, and a manifest.
 
-Folders survive a power cut (by fsync), and a manifest lists their files.
+The manifest lists the checkpoint's files with their checksums. Files and folders are synced (fsync), so that they
+survive a power cut.
 """
 
 import functools
@@ -42,7 +43,10 @@ def to_stored(leaf: ArrayOrShape) -> ArrayOrShape:
 
 
 def stored_shape(like: ArrayOrShape) -> jax.ShapeDtypeStruct:
-    """Return the stored shape of an array like this one, with the sharding into which it is read."""
+    """Return the shape that a checkpoint stores for an array like `like`, with the sharding of `like`.
+
+    An array without a sharding is read onto the first device.
+    """
     sharding = None if isinstance(like, np.ndarray) else like.sharding
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -55,7 +59,7 @@ def from_stored(leaf: jax.Array, like: ArrayOrShape) -> jax.Array:
     if not _is_key(like):
         return leaf
     implementations: list[str] = []
-    # A traced key has an implementation; a key's shape has none.
+    # Only a traced key, and not a key's shape, gives the name of its implementation.
     jax.eval_shape(lambda key: implementations.append(str(jax.random.key_impl(key))), like)
     return jax.random.wrap_key_data(leaf, impl=implementations[0])
 
@@ -100,7 +104,7 @@ def saved_key(metadata: JsonObject) -> Key[Array, ""]:
 
 
 def metadata_to_json(metadata: Mapping[str, object]) -> str:
-    """Write metadata and the installed versions as JSON; a `ValueError` names a value that JSON cannot hold."""
+    """Write metadata and the installed versions as JSON; raises a `ValueError` for a value that JSON cannot hold."""
     _check_json("metadata", dict(metadata))
     return json.dumps(dict(metadata) | {"versions": versions()}, allow_nan=False)
 
@@ -127,7 +131,7 @@ def _check_json(path: str, value: object) -> None:
 
 
 def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
-    """Return the installed versions of packages, by default of those on which a run's numbers depend."""
+    """Return the installed versions of packages; the default packages are those on which a run's numbers depend."""
 
     def find_version(package: str) -> str:
         try:
@@ -139,7 +143,7 @@ def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, and sync the folders that list them."""
+    """Make a folder and its missing parents, and sync the parent of each new folder."""
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in new_folders:
@@ -147,7 +151,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync everything below a folder, whoever wrote it: every file, then every folder, innermost first."""
+    """Sync everything below a folder: every file, then every folder, innermost folders first."""
     files, folders = [], []
     for path, _, names in os.walk(folder, topdown=False):
         files += [Path(path, name) for name in names]
@@ -159,7 +163,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder if it exists; of a symbolic link, only the link, since the user moved the folder elsewhere."""
+    """Delete a folder if it exists. If the path is a symbolic link, delete only the link, and not the moved folder."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -227,7 +231,7 @@ def _describe(path: Path) -> list[int]:
     return [size, checksum]
 
 
-# Names that arrays of a state had in checkpoints of older revisions.
+# Former names of arrays, in checkpoints of older revisions of eqformer.
 
 # Fields that a block had for its sublayers, in the order in which they ran. Each is now an element of `sublayers`.
 _FIELDS = ("mixer", "cross", "feed_forward", "gated_input", "scalar")
@@ -242,15 +246,15 @@ _RENAMED = (
     (r"mixer", r"branches.0"),  # A parallel block also had the fields `mixer` and `feed_forward`.
     (r"feed_forward", r"branches.1"),
 )
-# Arrays of an attention that moved into one of its parts: sinks, and norms that follow the rotation.
+# Arrays that were fields of an attention, and are now fields of its scores or its rotary positions.
 _MOVED = (("sinks", "scores.sinks"), ("query_norm", "rotary.query_norm"), ("key_norm", "rotary.key_norm"))
 
 
 def match_saved_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
     """Return a dict from the current name of each saved array to its saved name.
 
-    A saved name that is not `wanted` is from an older revision: its current name is the first of its possible new names
-    that is wanted. If none is wanted, the name stays.
+    A saved name that is not `wanted` comes from an older revision. Its current name is the first of its possible new
+    names that is `wanted`. If none of them is `wanted`, the name stays.
     """
     indices = _sublayer_indices(saved)
     return {name if name in wanted else _current_name(name, wanted, indices): name for name in saved}
@@ -263,7 +267,7 @@ def _current_name(name: str, wanted: Collection[str], indices: Mapping[str, Mapp
 
 
 def _names_in_blocks(name: str, indices: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    """Yield the names that an array of a block may have among the block's sublayers."""
+    """Yield the possible current names of an array that an older block held in a field for a sublayer."""
     for former, current in _RENAMED:
         match = re.fullmatch(rf"(?P<block>(?:.*?\.)??){former}(?P<end>(?:\..+)?)", name)
         if match and match["block"] in indices:  # If not, a module other than a block has a field of this name.
@@ -271,16 +275,16 @@ def _names_in_blocks(name: str, indices: Mapping[str, Mapping[str, int]]) -> Ite
 
 
 def _names_in_parts(name: str) -> Iterator[str]:
-    """Yield the names that an array of an attention may have among the attention's parts."""
+    """Yield the possible current names of an array that is now in a part of an attention."""
     for former, current in _MOVED:
         if match := re.fullmatch(rf"(?P<attention>(?:.*\.)?){former}(?P<end>(?:\..+)?)", name):
             yield match["attention"] + current + match["end"]
 
 
 def _sublayer_indices(names: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Return for each block, by the beginning of its arrays' names, the index of the sublayer of each field.
+    """Return the index in `sublayers` of each field that a block had, by the prefix of the block's array names.
 
-    A block always had a mixer, perhaps one without arrays.
+    Every block had a field `mixer`, even if the mixer has no arrays.
     """
     fields_by_block: dict[str, set[str]] = {}
     for name in names:

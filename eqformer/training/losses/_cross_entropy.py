@@ -1,8 +1,8 @@
-"""Cross-entropy over chunks of tokens: the logits of all tokens never exist at once, in either pass.
+"""Cross-entropy over chunks of tokens: the logits of all tokens never exist at once, forward or backward.
 
-A table that is multiplied in bfloat16 may be stored, or have its gradient, in float32. Such a table is cast once,
-before the loop over chunks: in the loop, XLA for GPUs carries the wide table along and casts all of it in each
-iteration.
+The table of an unembedding may be stored in float32, or have its gradient in float32, and be multiplied in bfloat16.
+Such a table is cast once, before the loop over chunks. Inside the loop, XLA for GPUs would cast the whole table again
+in each iteration.
 """
 
 import functools
@@ -55,8 +55,8 @@ def sum_over_chunks(
     """Sum the first result of `chunk_fn` over chunks, and concatenate the second, which has one entry per token.
 
     `token_arrays` holds arrays of all tokens: hidden states, targets and perhaps more. Zeros pad the last chunk.
-    `sizes` is the result of `split_into_chunks`. The sums start from zeros that depend on `tables`, which `chunk_fn`
-    reads: no buffer for the sums exists while the tables are cast.
+    `sizes` is the result of `split_into_chunks`. The zeros from which the sums start depend on `tables`, which
+    `chunk_fn` reads, so that no buffer for the sums exists while the tables are cast.
     """
     (num_chunks, size), num_tokens = sizes, token_arrays[0].shape[0]
     if num_chunks == 1:
@@ -82,7 +82,7 @@ def sum_over_chunks(
 def _zeros_after(arrays: Sequence[Array], like: jax.ShapeDtypeStruct) -> Array:
     """Return zeros that depend on `arrays`, so that they are not allocated before the arrays exist.
 
-    Compilers for GPUs allocate constant zeros, of a table's size, before the first layer.
+    Compilers for GPUs would allocate constant zeros, which are as large as a table, before the first layer.
     """
     axes = varying_axes(like)
     arrays = [x for x in arrays if varying_axes(x) <= axes]
@@ -93,11 +93,11 @@ def _zeros_after(arrays: Sequence[Array], like: jax.ShapeDtypeStruct) -> Array:
 # Chunks of the vocabulary.
 
 MAX_LOGITS = 2**25
-"""Most logits that exist at once: tokens of a token chunk times ids of a vocabulary chunk."""
+"""The largest number of logits that exist at once: tokens of a token chunk times ids of a vocabulary chunk."""
 
 
 def has_chunked_vocabulary(unembed: PyTree) -> bool:
-    """Return whether a bound method of a module returns logits for one chunk of the vocabulary after another."""
+    """Return whether the module of a bound method `unembed` computes logits by chunks of the vocabulary."""
     return bool(nn.modules(unembed, nn.ChunkedUnembedding))
 
 
@@ -110,14 +110,14 @@ def vocabulary_chunk_nats(
     """Compute `token_nats` from the logits of one vocabulary chunk after another.
 
     No device needs the whole table. The backward pass recomputes a chunk's logits. The gradients of `hidden` are summed
-    over vocabulary chunks, and those of a chunk's table over tokens, in float32 at least. `unembed` must read no
-    arrays beside the `nn.ChunkedUnembedding`'s.
+    over vocabulary chunks, and the gradients of a chunk's table over tokens, in float32 at least. `unembed` must read
+    only the arrays of its `nn.ChunkedUnembedding`.
     """
     (table,) = nn.modules(unembed, nn.ChunkedUnembedding)
     trained, static = table.parts()
 
     def chunk_log_sums(static: PyTree, trained: PyTree, hidden: Array) -> tuple[Array, Array]:
-        """Return each token's log-normalizer over a vocabulary chunk, and its target's logit, -inf in other chunks."""
+        """Return each token's log-normalizer over a vocabulary chunk, and its target's logit (-inf if not in it)."""
         module, ids = table.of_part(trained, static)
         axes = varying_axes(hidden) | frozenset().union(*map(varying_axes, jax.tree.leaves(trained)))
         module = vary(module, axes)
@@ -145,7 +145,7 @@ def vocabulary_chunk_nats(
             lambda part: chunk_log_sums(part[0], part[1], hidden), (static, trained)
         )
         log_normalizer = jax.nn.logsumexp(log_normalizers, axis=0)
-        # The target's logit is -inf in all chunks but its own, and in all chunks for a target that is no id.
+        # A target's logit is -inf in all chunks except its own chunk. A target that is no id has no chunk.
         target_logit = jnp.max(target_logits, axis=0)
         nats = jnp.where(target_logit > -jnp.inf, log_normalizer - target_logit, jnp.nan)
         return (nats, log_normalizer), (trained, hidden, log_normalizers - log_normalizer)
@@ -190,21 +190,21 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return `sum_i w_i (-log p_i[target_i] + z_loss log^2 Z_i)` in nats, and `sum_i w_i`; their quotient is the mean.
 
-    Under differentiation, the forward pass over a chunk also computes that chunk's gradients. The residuals of the
-    backward pass are therefore the gradients of `hidden` and of the arrays that `unembed` reads: no logits are stored,
-    and there are three matrix products with the table, whereas recomputing chunks in the backward pass takes four. Sums
-    and accumulated gradients are float32 at least. A module whose table no device holds whole (`nn.ChunkedUnembedding`)
-    computes logits for one vocabulary chunk after another, with four products.
+    Under differentiation, the forward pass over a chunk also computes that chunk's gradients. The residuals are
+    therefore the gradients of `hidden` and of the arrays that `unembed` reads. No logits are stored, and there are
+    three matrix products with the table; recomputing logits in the backward pass would take four. Sums and accumulated
+    gradients are at least float32. If no device holds the whole table (`nn.ChunkedUnembedding`), logits are computed
+    for one vocabulary chunk after another, with four products.
 
     Args:
-        unembed: Maps `tokens embed` to `tokens vocab`. The arrays that it reads (a tied or untied table, a bias, a
-            scale) receive gradients, whether `unembed` is a bound method of a module or closes over them.
+        unembed: Maps `tokens embed` to `tokens vocab`: a bound method of a module, or a function. All arrays that it
+            reads (a tied or untied table, a bias, a scale) get gradients, also those that a function closes over.
         hidden: The model's outputs before the logits.
-        targets: The ids that they predict.
+        targets: The id that each token's output predicts.
         weights: The weight of each token; weights get no gradient.
         chunk: The number of tokens whose logits exist at once; None: see `chunk_size`.
         z_loss: The factor of `log^2 Z` (arXiv 2204.02311).
-        nats: Computes nats from logits; a mesh that splits the vocabulary passes its own function.
+        nats: Computes nats and log-normalizers from logits and targets; the default suits logits of all ids.
     """
     flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
     chunk = _float16_chunk(hidden) if chunk is None else chunk
@@ -224,22 +224,22 @@ def cross_entropy(
 
 
 def _float16_chunk(hidden: Array) -> int | None:
-    """Return 1024 for float16: a chunk's gradient of the table is computed before scaling, and must not overflow."""
+    """Return 1024 for float16, in which the table's gradient, unscaled, must not overflow; else None."""
     return 1024 if hidden.dtype == jnp.float16 else None
 
 
 ChunkLoss = Callable[[Array, tuple, PyTree], tuple[Array, PyTree]]
-"""(logits, a chunk of the arrays behind the hidden states, constants) -> (sum of the losses, other sums)"""
+"""(logits, a chunk of all token arrays but the hidden states, constants) -> (sum of the losses, other sums)"""
 
 
 def sum_token_losses(
     unembed: Unembed, token_arrays: tuple, chunk_loss: ChunkLoss, *, chunk: int | None, constants: PyTree = ()
 ) -> tuple[Float[Array, ""], PyTree]:
-    """Return the results of `chunk_loss`, summed over chunks of tokens; the first is differentiable.
+    """Return the results of `chunk_loss`, summed over chunks of tokens; only the first result is differentiable.
 
     Gradients go to the hidden states, which are the first of `token_arrays`, and to the arrays that `unembed` reads.
-    They are computed in the forward pass, as `cross_entropy` says, and no logits are stored. `constants` has the arrays
-    that `chunk_loss` reads beside its tokens; they get no gradients.
+    The forward pass computes these gradients, as `cross_entropy` describes, and stores no logits. `constants` holds the
+    other arrays that `chunk_loss` reads; they get no gradients.
     """
     hidden = token_arrays[0]
     chunk = _float16_chunk(hidden) if chunk is None else chunk
@@ -288,7 +288,7 @@ def sum_token_losses(
 
 
 def frozen_unembed(unembed: Unembed, chunk: Array) -> tuple[Unembed, PyTree]:
-    """Return `unembed` for chunks like this one as a function of hidden states and constants, and these constants."""
+    """Return `unembed` as a function of hidden states (shaped like `chunk`) and constants, and these constants."""
     unembed, tables = _extract_tables(unembed, chunk)
     constants = [table.cast() for table in tables], tables
 
@@ -313,15 +313,15 @@ def chunked_token_nats(
 
 
 ReadLogits = Callable[[Array, tuple], tuple[PyTree, PyTree]]
-"""(logits, a chunk of the arrays behind the hidden states) -> (sums over tokens, results of each token)"""
+"""(logits, a chunk of all token arrays but the hidden states) -> (sums over tokens, results of each token)"""
 
 
 def read_over_chunks(
     unembed: Unembed, token_arrays: tuple, read: ReadLogits, chunk: int | None
 ) -> tuple[PyTree, PyTree]:
-    """Return the sums that `read` computes from logits, added over chunks of tokens, and its results of each token.
+    """Apply `read` to the logits of each chunk; return its sums, added over chunks, and its results of each token.
 
-    The hidden states are the first of `token_arrays`. Not meant for differentiation; see `sum_token_losses`.
+    The hidden states are the first of `token_arrays`. For differentiation, use `sum_token_losses`.
     """
     sizes = split_tokens(unembed, token_arrays[0], chunk)
     unembed = cast_tables_once(unembed, token_arrays[0][: sizes[1]])
@@ -329,12 +329,12 @@ def read_over_chunks(
 
 
 def split_tokens(unembed: Unembed, hidden: Float[Array, "tokens embed"], chunk: int | None) -> tuple[int, int]:
-    """Return `split_into_chunks` of these tokens; the shape of `unembed`'s result gives the size of the vocabulary."""
+    """Return `split_into_chunks` for these tokens and the size of `unembed`'s vocabulary."""
     vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
     return split_into_chunks(len(hidden), vocab, chunk)
 
 
-# Tables that are cast once, before the loop over chunks.
+# Tables are cast once, before the loop over chunks.
 
 
 class ReadTable(eqx.Module):
@@ -349,8 +349,8 @@ class ReadTable(eqx.Module):
 
 
 def cast_tables_once(unembed: Unembed, chunk: Array) -> Unembed:
-    """Return `unembed` for chunks like this one, with a table cast now if every read of the table casts it."""
-    if has_chunked_vocabulary(unembed):  # Its tables are gathered chunk by chunk, where they are read.
+    """Return `unembed` with each table cast now, if every read of the table casts it; for arguments like `chunk`."""
+    if has_chunked_vocabulary(unembed):  # Each chunk of its table is gathered where the chunk is read.
         return unembed
     unembed_tables, tables = _extract_tables(unembed, chunk)
     casts = [table.cast() for table in tables]
@@ -362,7 +362,7 @@ def cast_tables_once(unembed: Unembed, chunk: Array) -> Unembed:
 
 
 def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[ReadTable]]:
-    """Return `unembed` as a function of a chunk and the arrays that it reads, and these arrays."""
+    """Return `unembed` as a function of a chunk and of all arrays that it reads, and these arrays."""
     leaves, static = eqx.partition(unembed, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(leaves)
     chunk = jax.lax.stop_gradient(chunk)
@@ -370,14 +370,14 @@ def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[ReadT
     def call(leaves: list[Array], chunk: Array) -> Array:
         return eqx.combine(jax.tree.unflatten(structure, leaves), static)(chunk)
 
-    # A bound method holds the whole model: only the arrays that it reads get gradients here.
+    # A bound method holds the whole model; only the arrays that the method reads get gradients here.
     program = jax.make_jaxpr(call)(leaves, chunk)
     read_ids = {id(variable) for equation in program.eqns for variable in equation.invars}
     variables = program.jaxpr.invars[: len(leaves)]
     read_indices = [index for index, variable in enumerate(variables) if id(variable) in read_ids]
     dtypes = find_narrower_dtypes(program.jaxpr, [variables[index] for index in read_indices])
-    # Inside `shard_map` a replicated table is multiplied with hidden states that vary over devices. `pcast` to varying
-    # here, outside of the custom rule: the table's gradient is then reduced once, after all chunks, not once a chunk.
+    # Inside `shard_map` a replicated table is multiplied with hidden states that vary over devices. The table is marked
+    # as varying here, outside of the custom rule, so that its gradient is reduced once, after all chunks.
     arrays = [vary(leaves[index], varying_axes(chunk)) for index in read_indices]
 
     def call_with_tables(chunk: Array, *tables: Array) -> Array:
@@ -398,15 +398,15 @@ def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[ReadT
 
 
 def find_narrower_dtypes(program: core.Jaxpr, tables: Sequence[core.Var]) -> list[np.dtype | None]:
-    """Return for each variable of a jaxpr the narrower dtype to which all reads cast it, or None if there is none.
+    """Return for each variable of a jaxpr the dtype of fewer bits to which every read casts it, or None.
 
-    Narrower means a floating-point dtype of fewer bits.
+    Only floating-point dtypes count.
     """
     return [_narrower_dtype(_collect_read_dtypes(program, table), _dtype_of(table)) for table in tables]
 
 
 def _with_casts(casts: Sequence[Array | None], tables: Sequence[ReadTable]) -> list[Array]:
-    """Return the tables' arrays, with the values of the casts in their place; gradients keep the arrays' dtypes."""
+    """Return the tables' arrays with the values of their casts; gradients keep the dtypes of the arrays."""
     return [
         table.array if cast_array is None else _replace_value(cast_array, table.array)
         for cast_array, table in zip(casts, tables, strict=True)
@@ -417,7 +417,7 @@ def _with_casts(casts: Sequence[Array | None], tables: Sequence[ReadTable]) -> l
 def _replace_value(value: Shaped[Array, "..."], table: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Return `value` in the table's dtype; the gradient goes to the table.
 
-    `unembed` reads an array of the table's dtype and casts it: its cast and the one here cancel each other exactly.
+    `unembed` casts the result back to the dtype of `value`, so the two casts cancel each other exactly.
     """
     return value.astype(table.dtype)
 
@@ -434,7 +434,7 @@ _replace_value.defvjp(_replace_value_forward, _replace_value_backward)
 
 
 def _collect_read_dtypes(program: core.Jaxpr, variable: core.Var) -> set[np.dtype]:
-    """Return the dtypes to which a variable of a jaxpr is cast, with its own dtype if it is read without a cast."""
+    """Return the dtypes to which a jaxpr casts a variable; a read without a cast adds the variable's own dtype."""
     dtypes = {_dtype_of(variable) for atom in program.outvars if atom is variable}
     for equation in program.eqns:
         for position, atom in enumerate(equation.invars):
@@ -456,7 +456,7 @@ def _dtype_of(variable: core.Var) -> np.dtype:
 
 
 def _narrower_dtype(dtypes: set[np.dtype], table_dtype: np.dtype) -> np.dtype | None:
-    """Return the only dtype of a set if it is a floating-point dtype of fewer bits than the table's."""
+    """Return the only dtype of a set if it is a floating-point dtype with fewer bits than the table's; else None."""
     (dtype, *further) = dtypes or {table_dtype}
     is_narrower = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < jnp.finfo(table_dtype).bits
     return dtype if is_narrower and not further else None

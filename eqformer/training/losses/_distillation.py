@@ -1,4 +1,4 @@
-"""Distillation: a loss that learns from a teacher's probabilities of the next token, whole or of its top ids."""
+"""Distillation: a loss that learns from a teacher's probabilities of the next token, of all ids or of the top ids."""
 
 import dataclasses
 import functools
@@ -28,11 +28,11 @@ ReadTeacher = Callable[[Vocabulary, tuple, PyTree], tuple[Array, Array | None]]
 def distillation_loss(
     divergence: Divergence = "forward-kl", *, temperature: float = 1.0, weight: float = 0.5, beta: float = 0.5
 ) -> LossFn:
-    """Return a loss, called like `next_token_loss`, of the rows of a `DistillationBatch`.
+    """Return a loss of the rows of a `DistillationBatch`, which is called like `next_token_loss`.
 
     Each token's loss is `weight * temperature^2 * D + (1 - weight) * nats`, where `nats` is the next-token loss and `D`
-    the divergence between the teacher's `p = softmax(logits / temperature)` and the model's `q`, likewise. The square
-    keeps the size of the gradients (Hinton et al., arXiv:1503.02531).
+    the divergence between the probabilities `softmax(logits / temperature)` of the teacher, `p`, and of the model, `q`.
+    The factor `temperature^2` keeps gradients at one size at all temperatures (Hinton et al., arXiv:1503.02531).
 
     - "forward-kl": `sum_v p_v log(p_v / q_v)`.
     - "reverse-kl": `sum_v q_v log(q_v / p_v)`.
@@ -41,11 +41,11 @@ def distillation_loss(
 
     The logits of both models exist for one chunk of tokens at a time, as in `cross_entropy`. If the batch has a
     teacher's `top_ids` and not the teacher, the sums are over these ids and one bucket, whose probability is the sum
-    over all other ids. The divergence is then at most that over all ids, and equal if `top_ids` has all ids. The
-    step's metrics are `next_token_loss` and `divergence`, both per token.
+    over all other ids. Such a divergence is at most as large as the divergence over all ids. The step's metrics are
+    `next_token_loss` and `divergence`, both per token.
 
     Args:
-        divergence: The divergence.
+        divergence: The name of the divergence `D`.
         temperature: A number above 0 by which both models' logits are divided.
         weight: The share of the divergence, from 0 to 1; the rest is the next-token loss.
         beta: The share of the teacher in "jsd", between 0 and 1.
@@ -55,8 +55,8 @@ def distillation_loss(
         raise ValueError(f"{call}: the divergences are {', '.join(get_args(Divergence))}; pass one.")
     if not (0 < temperature < math.inf and 0 <= weight <= 1 and 0 < beta < 1):
         raise ValueError(
-            f"{call}: temperature must be above 0 and finite, weight at least 0 and at most 1, and beta between 0 and "
-            "1; change the number that is not."
+            f"{call}: temperature must be above 0 and finite, weight at least 0 and at most 1, and beta above 0 and "
+            "below 1; change the number that breaks its rule."
         )
     token_losses = functools.partial(_chunk_losses, divergence, temperature, weight, beta)
 
@@ -94,7 +94,7 @@ def _teacher_of(
 ) -> tuple[tuple, PyTree, ReadTeacher]:
     """Return the teacher's arrays with one row per token, its constants, and the function that reads both.
 
-    The teacher's hidden states are typed as varying over the mesh axes over which the model's `hidden` varies.
+    The teacher's hidden states are marked as varying over the same mesh axes as the model's `hidden`.
     """
     flatten = lambda x: jax.lax.stop_gradient(jnp.asarray(x)).reshape(-1, x.shape[-1])
     if batch.teacher is not None and batch.teacher_hidden is not None:
@@ -112,8 +112,9 @@ def _teacher_of(
         )
     if batch.temperature != temperature:
         raise ValueError(
-            f"{call}: the stored probabilities have the temperature {batch.temperature}, at which a bucket of other "
-            "ids cannot be changed; pass this temperature, or store them anew."
+            f"{call}: the teacher's stored probabilities have the temperature {batch.temperature}, and a bucket of "
+            "other ids cannot be converted to another temperature; pass the stored temperature, or store the "
+            "probabilities anew."
         )
     return (flatten(batch.top_ids), flatten(batch.top_nats)), (), lambda view, arrays, _: (-arrays[1], arrays[0])
 
@@ -129,7 +130,7 @@ def _chunk_losses(
     arrays: tuple,
     constants: PyTree,
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Float[Array, ""]]]:
-    """Return the sums over a chunk of tokens of the loss, and of the next-token loss and the divergence."""
+    """Return three sums over a chunk of tokens: of the loss, of the next-token loss, and of the divergence."""
     targets, weights, *teacher_arrays = arrays
     nats, _ = view.nats(logits, targets)
     log_q = view.log_probabilities(logits / temperature)
@@ -147,7 +148,7 @@ def _chunk_losses(
 def bucket_log_probabilities(
     view: Vocabulary, log_probabilities: Float[Array, "tokens vocab"], top_ids: Int[Array, "tokens top"]
 ) -> Float[Array, "tokens buckets"]:
-    """Return the log-probabilities of some ids of each token, and last that of all other ids together."""
+    """Return the log-probabilities of `top_ids` for each token and, last, of all other ids together."""
     other_mass = view.sum_ids(jnp.exp(view.drop_ids(log_probabilities, top_ids)))
     # The bound keeps the logarithm finite if `top_ids` holds all ids; it is then about -87 in float32.
     log_others = jnp.log(jnp.maximum(other_mass, jnp.finfo(other_mass.dtype).tiny))
@@ -173,12 +174,12 @@ def _divergences(
 def check_teacher(model: PyTree, teacher: PyTree) -> None:
     """Raise a `ValueError` for models (or shapes) with different numbers of token ids.
 
-    `data.check_same_ids` compares what the ids mean.
+    `data.check_same_ids` compares the texts of the ids.
     """
     if model.vocab != teacher.vocab:
         raise ValueError(
-            f"check_teacher(model, teacher): the logits of both models must be of the same ids, but the model has "
-            f"{model.vocab} and the teacher {teacher.vocab}; take a teacher with the model's tokenizer and table size."
+            f"check_teacher(model, teacher): both models must have the same token ids, but the model has {model.vocab} "
+            f"ids and the teacher {teacher.vocab}; take a teacher with the model's tokenizer and table size."
         )
 
 
@@ -192,13 +193,13 @@ def teacher_top_nats(
     tokens: Tokens | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> tuple[Int[Array, "batch seq top"], Float[Array, "batch seq buckets"]]:
-    """Return the `top` most probable next ids of each token, and their `-log p` with that of all other ids last.
+    """Return the `top` most probable next ids of each token, and their `-log p`; all other ids together come last.
 
     Args:
         model: The teacher.
         batch: The rows.
         top: The number of ids of each token.
-        temperature: By which the logits are divided.
+        temperature: The number by which the logits are divided.
         tokens: As in `next_token_loss`.
         vocabulary: As in `next_token_loss`.
     """
@@ -218,14 +219,17 @@ def teacher_top_nats(
 
 
 def detach_teacher(batch: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the batch without its teacher, whose arrays have no dim of rows, and the teacher (None if it has none)."""
+    """Return the batch without its teacher, and the teacher (None if the batch has none).
+
+    The teacher's arrays have no dim of rows, and therefore cannot be split like the batch.
+    """
     if not isinstance(batch, DistillationBatch) or batch.teacher is None:
         return batch, None
     return dataclasses.replace(batch, teacher=None), batch.teacher
 
 
 def give_teacher(loss_fn: LossFn, teacher: PyTree) -> LossFn:
-    """Return a loss of batches that `detach_teacher` returned; the same loss if there is no teacher."""
+    """Return a loss that adds the teacher to its batches again; the same loss if `teacher` is None."""
     if teacher is None:
         return loss_fn
 

@@ -19,24 +19,24 @@ LossFn = Callable[..., PyTree]  # (model, batch, key) -> (sum, count or LossAux)
 
 
 class LossAux(eqx.Module):
-    """The weight of a loss's tokens and the `Aux` of routed layers; both add up over microbatches and devices."""
+    """The total weight of a loss's tokens and the `Aux` of routed layers; both add up over microbatches and devices."""
 
     count: Float[Array, ""]
-    """The weight of the tokens, by which the sum is divided."""
+    """The total weight of the tokens, by which the loss's sum is divided."""
     aux: PyTree = None
     """The tree of `Aux` that the model's layers returned."""
     metrics: Mapping[str, tuple[Float[Array, ""], Float[Array, ""]]] = eqx.field(default_factory=dict)
-    """Metrics of the loss itself by name: the sum of each, and the weight by which the step divides it."""
+    """The loss's own metrics by name: a sum, and the weight by which the step divides the sum."""
 
 
 CountOrAux = Float[Array, ""] | LossAux
-"""The second result of a loss: the weight of the tokens alone or, with routed layers or metrics, a `LossAux`."""
+"""The second result of a loss: the total weight of the tokens or, with routed layers or metrics, a `LossAux`."""
 
 
 def add_aux_losses(total: Float[Array, ""], count: CountOrAux, aux: PyTree) -> tuple[Float[Array, ""], CountOrAux]:
-    """Add the losses of routed layers to a loss's sum, and return the count with their aux, as a `LossAux`.
+    """Add the losses of routed layers to a loss's sum; return this sum, and a `LossAux` of the count and the aux.
 
-    The sum and the count of a model without routed layers are returned as they are.
+    For a model without routed layers, the sum and the count are returned unchanged.
     """
     if not aux_of(aux):
         return total, count
@@ -44,15 +44,15 @@ def add_aux_losses(total: Float[Array, ""], count: CountOrAux, aux: PyTree) -> t
 
 
 def loss_count(loss_aux: Any) -> Any:
-    """Return the weight of the tokens, which a loss returns alone or in a `LossAux`.
+    """Return the total weight of the tokens, which a loss returns alone or in a `LossAux`.
 
-    A user's loss may return any object as the weight, until `sum_and_count` has checked it.
+    The weight may be any object that a user's loss returns, until `sum_and_count` has checked the weight.
     """
     return loss_aux.count if isinstance(loss_aux, LossAux) else loss_aux
 
 
 def routing_aux(loss_aux: CountOrAux) -> PyTree:
-    """Return the aux of routed layers in a `LossAux`; None for a loss that returned the weight of its tokens alone."""
+    """Return the aux of routed layers in a `LossAux`; None for a loss that returned only the weight of its tokens."""
     return _as_loss_aux(loss_aux).aux
 
 
@@ -66,17 +66,20 @@ def _as_loss_aux(loss_aux: CountOrAux) -> LossAux:
 
 
 def with_routing_aux(loss_aux: CountOrAux, aux: PyTree) -> LossAux:
-    """Return the count and the metrics of a loss with this aux of routed layers."""
+    """Return the count and the metrics of a loss, together with `aux`, the aux of routed layers."""
     return LossAux(loss_count(loss_aux), aux, loss_metrics(loss_aux))
 
 
 def routing_metrics(loss_aux: CountOrAux) -> dict[str, Array]:
     """Return metrics of the routed layers in a step; an empty dict for a model without such layers.
 
-    `balance_loss`: the layers' part of the loss per token. `dropped_share`: the share of all choices that were dropped
-    for lack of capacity. `router_entropy`: in nats a token, the mean over layers. `load_violation`: the load of the
-    busiest expert over the even load, minus 1, in the worst layer (MaxVio of arXiv:2408.15664). `expert_load`: each
-    expert's share of its layer's choices, `routed_layers experts`; layers with fewer experts are padded with zeros.
+    - `balance_loss`: the routed layers' part of the loss per token.
+    - `dropped_share`: the share of all choices that were dropped for lack of capacity.
+    - `router_entropy`: the mean over layers, in nats a token.
+    - `load_violation`: the load of the busiest expert divided by the even load, minus 1, in the worst layer (MaxVio of
+      arXiv:2408.15664).
+    - `expert_load`: each expert's share of its layer's choices, `routed_layers experts`; layers with fewer experts are
+      padded with zeros.
     """
     if not (layer_aux := aux_of(routing_aux(loss_aux))):
         return {}
@@ -107,9 +110,9 @@ def sum_and_count(result: PyTree, loss_fn: LossFn) -> tuple[Float[Array, ""], Co
             total = loss_aux = count = None
     if total is None or count is None or np.shape(total) != () or np.shape(count) != ():
         raise ValueError(
-            f"{_name(loss_fn)}(model, batch, key): a loss returns two numbers, the sum over tokens and their count: "
-            "the sums and counts of microbatches and devices are added before the one division; this loss returned "
-            f"{_describe(result)}. Return (sum, count)."
+            f"{_name(loss_fn)}(model, batch, key): a loss must return two numbers, the sum over tokens and the count "
+            f"of tokens, but this loss returned {_describe(result)}. Return (sum, count): the step adds the sums and "
+            "counts of all microbatches and devices, and then divides once."
         )
     total = jnp.asarray(total)
     if isinstance(loss_aux, LossAux):
@@ -119,7 +122,7 @@ def sum_and_count(result: PyTree, loss_fn: LossFn) -> tuple[Float[Array, ""], Co
 
 
 def check_takes_tokens(loss_fn: LossFn) -> None:
-    """Raise a `ValueError` for a loss that cannot be called under a plan, with a device's tokens and vocabulary."""
+    """Raise a `ValueError` for a loss that does not take `tokens` and `vocabulary`, which a plan passes to losses."""
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # some callables have no signature
@@ -129,13 +132,13 @@ def check_takes_tokens(loss_fn: LossFn) -> None:
     if missing and not takes_all:
         raise ValueError(
             f"make_step({_name(loss_fn)}, plan=...): under a plan a loss is called as loss_fn(model, batch, None, "
-            f"tokens=..., vocabulary=...), and this one takes no {' and no '.join(sorted(missing))}; take both, and "
+            f"tokens=..., vocabulary=...), and this loss takes no {' and no '.join(sorted(missing))}; take both, and "
             "pass them on to next_token_loss, or tokens to model.encode and vocabulary.nats to cross_entropy(nats=)."
         )
 
 
 def check_not_split(total: Float[Array, ""], loss_fn: LossFn, size: int) -> None:
-    """Raise a `ValueError` for a sum that differs between the `size` devices of `tensor`, which share tokens."""
+    """Raise a `ValueError` for a sum that differs between the `size` devices of axis `tensor`, which have one batch."""
     if TENSOR in varying_axes(total):
         raise ValueError(
             f"{_name(loss_fn)} under Plan over tensor={size}: the sum differs between devices that have the same "
@@ -169,20 +172,20 @@ Scale = Float[Array, ""] | None  # a `LossScale`'s value
 class LossScale(eqx.Module):
     """The power of two by which the loss, a mean over tokens, is multiplied before it is differentiated.
 
-    A step whose gradients are not finite halves the scale (to 1 at least); `interval` steps in a row with finite
-    gradients double it (to 2^24 at most; Micikevicius et al., arXiv:1710.03740). Gradients are divided by the scale as
-    soon as they are float32.
+    A step whose gradients are not finite halves the scale, but not below 1. After `interval` steps in a row with finite
+    gradients, the scale doubles, but not above 2^24 (Micikevicius et al., arXiv:1710.03740). Gradients are divided by
+    the scale as soon as they are float32.
     """
 
     value: Float[Array, ""]
-    """The factor."""
+    """The scale."""
     finite_in_a_row: Int[Array, ""]
     """The number of steps with finite gradients since the scale last changed."""
     interval: int = eqx.field(static=True, default=2000)
-    """The number of such steps after which the scale doubles."""
+    """The number of steps with finite gradients after which the scale doubles."""
 
     def advance(self, is_finite: Bool[Array, ""]) -> "LossScale":
-        """Return the scale for the next step, after a step with these gradients."""
+        """Return the scale for the next step, after a step whose gradients were finite or not."""
         finite_in_a_row = (self.finite_in_a_row + 1) * is_finite.astype(jnp.int32)
         is_due = finite_in_a_row >= self.interval
         factor = jnp.where(is_finite, jnp.where(is_due, 2.0, 1.0), 0.5)
@@ -200,9 +203,10 @@ def init_loss_scale(model: PyTree) -> LossScale | None:
 
 
 def loss_cotangent(scale: Scale, batch: PyTree) -> Float[Array, ""] | int:
-    """Return the cotangent of the summed loss: about `scale` over the number of tokens, a power of two; 1 for no scale.
+    """Return the cotangent of the summed loss: 1 without a scale.
 
-    The number of tokens is the size of the batch's first array.
+    With a scale, it is the scale divided by the number of tokens, which is rounded up to a power of two. The number of
+    tokens is the size of the batch's first array.
     """
     if scale is None:
         return 1

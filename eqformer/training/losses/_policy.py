@@ -1,4 +1,4 @@
-"""Losses of policies, which raise rewards of sampled completions: GRPO, with the choices of DAPO, Dr. GRPO and GSPO."""
+"""Policy losses, which raise the rewards of sampled completions: GRPO, DAPO, Dr. GRPO and GSPO."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -55,12 +55,13 @@ def policy_loss(
     beta: float = 0.0,
     unbiased_kl: bool = True,
 ) -> LossFn:
-    """Return a loss, called like `next_token_loss`, of the rows of a `PolicyBatch`.
+    """Return a loss of the rows of a `PolicyBatch`, which is called like `next_token_loss`.
 
     The loss of a token is `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + beta KL`. `A` is the advantage of the
-    token's row. `r` is the token's probability over the probability by the model that sampled it (`old_log_probs`;
-    without them `r` is 1, and its gradient is that of the log-probability). `KL` is `r (exp(d) - d - 1)`, where `d` is
-    the reference's log-probability minus the model's: Schulman's estimator k3, times the ratio.
+    token's row. The ratio `r` is the token's probability, divided by its probability under the model that sampled it
+    (`old_log_probs`). Without `old_log_probs`, `r` is 1, and has the gradient of the log-probability. `KL` is
+    `r (exp(d) - d - 1)`, where `d` is the reference's log-probability minus the model's: Schulman's estimator k3, times
+    the ratio.
 
     | name | ratio | mean | clip_low, clip_high | advantages in the paper |
     |---|---|---|---|---|
@@ -69,23 +70,25 @@ def policy_loss(
     | "dr_grpo" (Liu et al., arXiv:2503.20783) | "token" | a number | 0.2, 0.2 | `scale=False` |
     | "gspo" (Zheng et al., arXiv:2507.18071, eq. 5) | "sequence" | "rows" | 3e-4, 4e-4 | `scale=True` |
 
-    A completion counts if one of its tokens has a weight. The batch has the advantages; `group_advantages(scale=...)`
-    computes them. The loss, its gradients and its metrics are the same on any mesh, in any number of microbatches.
+    A completion counts if any of its tokens has a weight above 0. The batch must have advantages, which
+    `group_advantages(scale=...)` computes. The loss, its gradients and its metrics are the same on any mesh, in any
+    number of microbatches.
 
-    Metrics: `entropy` of the model's distribution and `clip_fraction`, the share of tokens whose gradient is clipped;
-    `kl` for a batch with `reference_log_probs`, `sampler_difference` for one with `sampler_log_probs` (the mean of
-    `|log p - log p by the sampler|`), and the means of the batch's `row_metrics`.
+    Metrics: `entropy` of the model's distribution; `clip_fraction`, the share of tokens whose gradient is clipped; and
+    the means of the batch's `row_metrics`. A batch with `reference_log_probs` adds `kl`. A batch with
+    `sampler_log_probs` adds `sampler_difference`, the mean of `|log p - sampler_log_prob|`.
 
     Args:
-        name: The name of a row of the table, whose choices hold where an argument is None.
+        name: The name of a row of the table, which gives the values of arguments that are None.
         clip_low: How far a ratio may fall below 1 before its gradient is clipped.
         clip_high: How far a ratio may rise above 1 before its gradient is clipped.
-        ratio: "token", or "sequence": the geometric mean of the ratios of a row's tokens takes the place of each.
+        ratio: "token": each token has its own ratio. "sequence": all tokens of a row have the geometric mean of their
+            ratios.
         mean: "tokens": the mean over all tokens. "rows": the mean over rows of each row's mean. A number: the sum over
             tokens, divided by the number of rows times this number, such as the most new tokens of a completion.
         beta: The weight of the KL divergence from the reference.
         unbiased_kl: Whether the estimator of the KL divergence is multiplied by the ratio, which makes its gradient
-            unbiased (DeepSeek-V3.2, arXiv:2512.02556); False: as in the first paper on GRPO.
+            unbiased (DeepSeek-V3.2, arXiv:2512.02556); False: without the ratio, as in the first paper on GRPO.
     """
     if name not in _OBJECTIVES:
         raise ValueError(f"policy_loss({name!r}): the losses are {', '.join(_OBJECTIVES)}; pass one.")
@@ -116,7 +119,7 @@ def policy_loss(
             return vary_like(total, log_probs), (count, metrics)
 
         (value, (count, metrics)), slopes = jax.value_and_grad(apply_objective, has_aux=True)(-nats)
-        # The slopes are the weights of the nats: a second pass over chunks of logits makes the gradients of the model.
+        # A second pass over chunks of logits computes the model's gradients, with the slopes as weights of the nats.
         total, _ = _cross_entropy.cross_entropy(unembed, hidden, targets, -slopes, chunk=chunk, nats=nats_fn)
         total = total + jax.lax.stop_gradient(value.astype(total.dtype) - total)
         count, metrics = jax.lax.stop_gradient((count, metrics))
@@ -126,20 +129,20 @@ def policy_loss(
 
 
 def _check_objective(name: str, objective: _Objective) -> None:
-    """Raise a `ValueError` for choices that are no loss."""
+    """Raise a `ValueError` for a choice that is out of its range."""
     if not (0 < objective.clip_low < 1 and objective.clip_high > 0 and objective.beta >= 0):
         raise ValueError(
             f"policy_loss({name!r}, clip_low={objective.clip_low}, clip_high={objective.clip_high}, "
-            f"beta={objective.beta}): clip_low is above 0 and below 1, clip_high above 0, and beta at least 0; correct "
-            "the one that is not."
+            f"beta={objective.beta}): clip_low must be above 0 and below 1, clip_high above 0, and beta at least 0; "
+            "change the number that breaks its rule."
         )
     if objective.ratio not in get_args(RatioOf):
-        raise ValueError(f"policy_loss(ratio={objective.ratio!r}): a ratio is of a 'token' or of a 'sequence'.")
+        raise ValueError(f"policy_loss(ratio={objective.ratio!r}): the ratio must be 'token' or 'sequence'.")
     is_number = isinstance(objective.mean, int) and objective.mean > 0
     if objective.mean not in ("tokens", "rows") and not is_number:
         raise ValueError(
-            f"policy_loss({name!r}, mean={objective.mean!r}): the mean is over 'tokens' or 'rows', or a number of "
-            "tokens by which each row's sum is divided; for dr_grpo pass the most new tokens of a completion."
+            f"policy_loss({name!r}, mean={objective.mean!r}): the mean must be 'tokens', 'rows', or a number of tokens "
+            "by which each row's sum is divided; for dr_grpo pass the largest number of new tokens of a completion."
         )
 
 
@@ -152,7 +155,7 @@ def _check_batch(objective: _Objective, batch: PolicyBatch) -> None:
         )
     if objective.beta and batch.reference_log_probs is None:
         raise ValueError(
-            f"policy_loss(beta={objective.beta}): the batch needs log-probabilities by a reference; give "
+            f"policy_loss(beta={objective.beta}): the batch needs log-probabilities under a reference model; give "
             "dataclasses.replace(batch, reference_log_probs=training.make_token_log_probs(plan)(reference, batch))."
         )
 
@@ -166,7 +169,7 @@ def _policy_sums(
     """Return the sum over this device's tokens, the count that divides it, and the metrics' sums and weights."""
     dtype = log_probs.dtype
     weights = jnp.asarray(batch.weights).astype(dtype)
-    # Targets without weight may be no ids, whose log-probability is NaN.
+    # A target without weight may be no id, and then its log-probability is NaN.
     log_probs = jnp.where(weights != 0, log_probs, 0)
     lengths, devices = sum_rows(weights)
     shares = weights / jnp.where(lengths == 0, 1, lengths)[:, None]
@@ -180,7 +183,7 @@ def _policy_sums(
     if (sampler := _known_log_probs(batch.sampler_log_probs, weights)) is not None:
         per_token["sampler_difference"] = jnp.abs(log_probs - sampler)
 
-    # Each device that shares a row counts its part of it.
+    # The devices that share a row each count an equal fraction of the row.
     tokens, rows = jnp.sum(weights), jnp.sum(lengths > 0, dtype=dtype) / devices
     count = tokens if objective.mean == "tokens" else rows
     if isinstance(objective.mean, int):
@@ -196,7 +199,7 @@ def _clipped_losses(
 ) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
     """Return each token's loss without the KL divergence, its ratio, and whether its gradient is clipped.
 
-    `shares` is the weight of each token over that of its row.
+    `shares` is the weight of each token, divided by the weight of its row.
     """
     assert batch.advantages is not None, "see _check_batch"
     advantages = jnp.asarray(batch.advantages).astype(log_probs.dtype)[:, None]
@@ -213,7 +216,7 @@ def _clipped_losses(
 def _known_log_probs(
     log_probs: Float[Array | np.ndarray, "batch seq"] | None, weights: Float[Array, "batch seq"]
 ) -> Float[Array, "batch seq"] | None:
-    """Return log-probabilities that a batch has, and 0 for targets without weight."""
+    """Return a batch's log-probabilities, with 0 for targets without weight; None if the batch has none."""
     return None if log_probs is None else jnp.where(weights != 0, jnp.asarray(log_probs).astype(weights.dtype), 0)
 
 
@@ -231,8 +234,7 @@ def token_log_probs(
 ) -> Float[Array, "batch seq"]:
     """Return `log p_i[target_i]` of each target of a batch, without dropout; no gradients go through the result.
 
-    The logits are divided by the batch's temperature; `chunk`, `tokens` and `vocabulary` are those of
-    `next_token_loss`.
+    The logits are divided by the batch's temperature. `chunk`, `tokens` and `vocabulary` are as in `next_token_loss`.
     """
     tokens = batch_tokens(batch) if tokens is None else tokens
     hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
@@ -270,8 +272,8 @@ def _token_statistics(
 
     def read_statistics(logits: Array, arrays: tuple) -> tuple[tuple[()], tuple[Array, Array]]:
         nats, log_normalizers = nats_fn(logits, arrays[0])
-        # The entropy is `log Z` minus the mean logit, which is the derivative of `log Z` by a factor of the logits.
-        # The derivative also adds up over devices that split the vocabulary.
+        # The entropy is `log Z` minus the mean logit. The mean logit is the derivative of `log Z` with respect to a
+        # factor of the logits; this derivative is also correct on devices that split the vocabulary.
         _, pull_back = jax.vjp(
             lambda factors: nats_fn(logits * factors[:, None], arrays[0])[1],
             vary_like(jnp.ones_like(log_normalizers), log_normalizers),
@@ -287,28 +289,27 @@ def _token_statistics(
 
 
 class GroupAdvantages(NamedTuple):
-    """Advantages of completions in their groups, and each group's spread."""
+    """Advantages of completions within their groups, and the spread of each group's rewards."""
 
     advantages: Float[np.ndarray, "batch"]
     stds: Float[np.ndarray, "batch"]
-    """The standard deviation of the rewards of a row's group; 0 if all its rewards are equal, so that it has no
-    signal."""
+    """The standard deviation of the rewards of a row's group; 0 for a group without signal, whose rewards are equal."""
 
 
 @checked
 def group_advantages(
     rewards: Sequence[float] | Float[np.ndarray, "batch"], group: int, *, scale: bool = True
 ) -> GroupAdvantages:
-    """Return each reward minus the mean of its group; with `scale`, over the group's standard deviation plus 1e-4.
+    """Return each reward minus the mean of its group; `scale` divides by the group's standard deviation plus 1e-4.
 
-    A group is `group` rewards in a row, of completions of one prompt. The standard deviation is that of a sample, with
-    `group - 1`, as in TRL. Advantages of a group whose rewards are all equal are exactly 0.
+    A group is `group` rewards in a row, of completions of one prompt. The variance is a sum of squares divided by
+    `group - 1`, as in TRL. If all rewards of a group are equal, its advantages are exactly 0.
     """
     values = np.asarray(rewards, np.float64)
     if group < 2 or values.ndim != 1 or not values.size or values.size % group:
         raise ValueError(
-            f"group_advantages(rewards, group={group}): rewards are compared in whole groups of at least 2, but there "
-            f"are rewards of shape {values.shape}; pass group as many as the completions of a prompt."
+            f"group_advantages(rewards, group={group}): rewards are compared in whole groups of at least 2, but the "
+            f"rewards have shape {values.shape}; pass the number of completions of a prompt as group."
         )
     groups = values.reshape(-1, group)
     is_equal = np.all(groups == groups[:, :1], axis=1, keepdims=True)

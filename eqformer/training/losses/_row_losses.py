@@ -1,6 +1,7 @@
-"""Losses of rows: classification of texts, and contrastive losses that tell each anchor from other groups' texts.
+"""Losses of whole rows: classification of texts, and contrastive losses of embeddings.
 
-A classifier's row has one label, several labels, or a number.
+A classified text has one label, several labels, or a number. A contrastive loss trains a model to find the text that
+belongs to an anchor among other texts.
 """
 
 import functools
@@ -34,13 +35,17 @@ def classification_loss(
     """Return the sum over a `LabelBatch` of each text's loss, and the number of texts.
 
     The model is a `nn.Transformer` with a classifier of texts, as `models.build(config, classifier=...)` builds it. As
-    in transformers, the loss of a text with one label, a whole number, is the nats of the label; with a number for each
-    of several labels it is the mean over the labels of the nats of a yes or no; and for a model with one output it is
-    the squared difference from the number. The metric `accuracy` is the share of texts, or of decisions, that are
-    right; numbers have none. Texts without any weight, with which an epoch fills its last batch up, do not count.
+    in transformers, the labels determine the loss of a text:
 
-    Loss and gradients are the same in any number of microbatches and on any mesh, except that a residual stream split
-    by features refuses classifiers.
+    - A whole number, the text's only label: the nats of this label.
+    - A number for each of several labels: the mean over labels of the nats of yes or no.
+    - A number, for a model with one output: the squared difference of output and number.
+
+    The metric `accuracy` is the share of texts, or of yes-or-no decisions, that are right; a model with one output has
+    no accuracy. Texts whose weights are all 0 do not count; they fill the last batch of an epoch.
+
+    Loss and gradients are the same in any number of microbatches and on any mesh. A residual stream that is split by
+    features refuses classifiers.
     """
     head = getattr(model, "classifier", None)
     if head is None or head.pooling is None or len(head.pooling.modes) > 1 or head.pooling.modes[0] == "max":
@@ -65,7 +70,10 @@ def classification_loss(
 def _label_losses(
     logits: Float[Array, "batch labels"], labels: Array
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch"] | None]:
-    """Return the loss of each text, and the share of its decisions that are right; None for numbers."""
+    """Return the loss of each text, and the share of its decisions that are right.
+
+    The share is None for a model with one output.
+    """
     outputs = logits.shape[1]
     if jnp.issubdtype(labels.dtype, jnp.integer) and labels.ndim == 1 and outputs > 1:
         return token_nats(logits, labels)[0], (jnp.argmax(logits, axis=1).astype(labels.dtype) == labels).astype(
@@ -79,7 +87,7 @@ def _label_losses(
             f"classification_loss: a model with {outputs} outputs takes a whole number from 0 to {outputs - 1} for "
             f"each text, or {outputs} numbers, but the labels are {labels.dtype} of shape {labels.shape}."
         )
-    # log(1 + exp(x)) - x y, the nats of a yes or no.
+    # The nats of a yes or no are log(1 + exp(x)) - x y.
     losses = jnp.mean(jax.nn.softplus(logits) - logits * values, axis=1)
     return losses, jnp.mean(((logits > 0) == (values > 0.5)).astype(logits.dtype), axis=1)
 
@@ -97,30 +105,31 @@ def contrastive_loss(
     symmetric: bool = False,
     dims: Sequence[int] = (),
 ) -> LossFn:
-    """Return a loss, called like `next_token_loss`, of groups of texts that belong together.
+    """Return a loss of groups of texts that belong together, which is called like `next_token_loss`.
 
     The batch's rows are groups of `batch.group` texts, see `data.batch_text_groups`: an anchor, its positive and, in
     larger groups, hard negatives. The candidates of each anchor are the positives and hard negatives of all groups. The
-    loss of an anchor is `-log softmax(similarity to each candidate / temperature)` of its own positive: InfoNCE (van
-    den Oord et al., arXiv:1807.03748, eq. 4), which sentence-transformers calls `MultipleNegativesRankingLoss` with
-    `scale = 1 / temperature`. The loss is a mean over groups.
+    loss of an anchor is `-log softmax(similarity to each candidate / temperature)` of its own positive. This is InfoNCE
+    (van den Oord et al., arXiv:1807.03748, eq. 4), which sentence-transformers calls `MultipleNegativesRankingLoss`,
+    with `scale = 1 / temperature`. The loss is a mean over groups.
 
-    Candidates come from all devices that split the batch, so loss and gradients are the same on any mesh. They come
-    from one microbatch, so with fewer microbatches an anchor has more candidates. The batch's targets are not read.
-    Groups whose anchor has no weight, with which an epoch fills its last batch up, do not count and are no candidates.
+    Candidates come from all devices that split the batch, so loss and gradients are the same on any mesh. The
+    candidates of an anchor are in its microbatch, so with fewer microbatches an anchor has more candidates. The batch's
+    targets are not read. Groups whose anchor has no weight do not count, and their texts are no candidates; such groups
+    fill the last batch of an epoch.
 
     The step's metrics are `retrieval_accuracy`, the share of anchors whose own positive is the most similar candidate,
-    and `positive_similarity`, the mean similarity of anchors to their own positives, both of whole vectors.
+    and `positive_similarity`, the mean similarity of anchors to their own positives. Both compare whole vectors.
 
     Args:
         temperature: The number by which similarities are divided.
-        pooling: How the vector of a text is made from those of its tokens: a name in `nn.POOLINGS` other than "max".
+        pooling: How the vectors of a text's tokens become one vector: a name in `nn.POOLINGS` other than "max".
         similarity: "cosine", or "dot" for the plain product of two vectors.
         symmetric: Whether to average this loss with the loss in which anchors and positives are swapped, as in CLIP
             (Radford et al., arXiv:2103.00020, figure 3). The candidates of the swapped loss are the anchors alone.
-        dims: Widths in rising order; the losses of vectors that are truncated to their first channels of each width
-            are added up, so that truncated vectors are useful too (Matryoshka; Kusupati et al., arXiv:2205.13147, eq.
-            1). Empty: whole vectors alone. Name the full width to count it too.
+        dims: Widths in rising order. For each width, vectors are truncated to their first channels, and the losses of
+            all widths are added up, so that truncated vectors are useful too (Matryoshka; Kusupati et al.,
+            arXiv:2205.13147, eq. 1). The full width counts only if it is one of `dims`. Empty: whole vectors only.
     """
     _check_options(temperature, pooling, similarity, dims)
 
@@ -142,7 +151,7 @@ def contrastive_loss(
         sum_losses = functools.partial(_sum_losses, counts, temperature, similarity, symmetric)
         results = [sum_losses(groups[..., :width]) for width in dims or (None,)]
         total = sum((loss for loss, _ in results[1:]), results[0][0])
-        # Metrics are those of whole vectors.
+        # The metrics compare whole vectors.
         last = results[-1] if not dims or dims[-1] == hidden.shape[-1] else None
         _, metrics = last or sum_losses(groups)
         # All devices that share a row have computed its loss.
@@ -156,11 +165,13 @@ def contrastive_loss(
 def _check_options(temperature: float, pooling: str, similarity: str, dims: Sequence[int]) -> None:
     """Raise a `ValueError` for an option that is out of its range."""
     if not temperature > 0:
-        raise ValueError(f"contrastive_loss(temperature={temperature}): it must be above 0.")
+        raise ValueError(f"contrastive_loss(temperature={temperature}): the temperature must be above 0.")
     if pooling not in SUMMED_POOLINGS:
-        raise ValueError(f"contrastive_loss(pooling={pooling!r}): it must be one of {', '.join(SUMMED_POOLINGS)}.")
+        raise ValueError(
+            f"contrastive_loss(pooling={pooling!r}): the pooling must be one of {', '.join(SUMMED_POOLINGS)}."
+        )
     if similarity not in get_args(VectorSimilarity):
-        raise ValueError(f"contrastive_loss(similarity={similarity!r}): it must be 'cosine' or 'dot'.")
+        raise ValueError(f"contrastive_loss(similarity={similarity!r}): the similarity must be 'cosine' or 'dot'.")
     if any(width < 1 for width in dims) or list(dims) != sorted(set(dims)):
         raise ValueError(f"contrastive_loss(dims={tuple(dims)}): give numbers of channels from 1 on, in rising order.")
 
@@ -170,15 +181,15 @@ def _check_batch(batch: Batch, channels: int, dims: Sequence[int]) -> None:
     rows = batch.ids.shape[0]
     if batch.group < 2 or rows % batch.group:
         raise ValueError(
-            "contrastive_loss: a batch holds groups of at least 2 texts, an anchor and its positive, but this one has "
-            f"group={batch.group} and {rows} rows; use data.batch_text_groups."
+            "contrastive_loss: a batch holds groups of at least 2 texts, an anchor and its positive, but this batch "
+            f"has group={batch.group} and {rows} rows; use data.batch_text_groups."
         )
     if dims and max(dims) > channels:
-        raise ValueError(f"contrastive_loss(dims={tuple(dims)}): a vector has {channels} channels; keep at most these.")
+        raise ValueError(f"contrastive_loss(dims={tuple(dims)}): vectors have {channels} channels; give smaller dims.")
 
 
 def _count_rows(batch: Batch, dtype: DTypeLike) -> Float[Array, "batch"]:
-    """Return 1 for each row that has a weight, and 0 for the others; devices that share a row return the same."""
+    """Return 1 for each row that has a weight above 0, and 0 for other rows; devices that share a row agree."""
     weights, _ = sum_rows(jnp.asarray(batch.weights).astype(dtype))
     return (weights > 0).astype(dtype)
 
@@ -186,11 +197,11 @@ def _count_rows(batch: Batch, dtype: DTypeLike) -> Float[Array, "batch"]:
 def pool_rows(
     mode: str, hidden: Float[Array, "batch seq embed"], tokens: Tokens
 ) -> tuple[Float[Array, "batch embed"], int]:
-    """Return the vector of each row, as `nn.Pooling` does, and the number of devices that a row is split over.
+    """Return the vector of each row, as `nn.Pooling` does, and the number of devices over which a row is split.
 
-    `nn.Pooling` selects tokens by their index in a row, which a device with a part of the row does not know, and this
-    function selects them by their positions. Both agree on rows of one text with the padding behind it. They differ on
-    rows that no batch of texts has: packed rows, and rows of padding alone, whose vector is 0 here.
+    This function selects tokens by their positions. `nn.Pooling` selects tokens by their index in a row, which a device
+    with a part of the row does not know. Both agree on rows of one text that is followed by padding. They differ on
+    packed rows and on rows of only padding (whose vector is 0 here), which batches of texts do not have.
     """
     hidden, positions = nn.in_float32(hidden), tokens.positions
     is_read, order = positions >= 0, (positions + 1).astype(hidden.dtype)
@@ -213,8 +224,10 @@ def _sum_losses(
     symmetric: bool,
     groups: Float[Array, "groups group embed"],
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Return the sum over this device's groups of a loss, and the sums of its metrics; `counts` are 0 for groups that
-    do not count, and 1 for the others."""
+    """Return the sums over this device's groups of the loss and of its metrics.
+
+    `counts` is 0 for groups that do not count, and 1 for all other groups.
+    """
     if similarity == "cosine":
         groups = nn.UnitLength()(groups)
     number, size, width = groups.shape
@@ -235,17 +248,17 @@ def _sum_losses(
     return jnp.sum(jnp.where(counts > 0, nats, 0)), metrics
 
 
-_NO_CANDIDATE = -1e30  # A finite similarity, whose gradient is zero, of vectors that are no candidates.
+_NO_CANDIDATE = -1e30  # The similarity to a vector that is no candidate: finite, so that its gradient is zero.
 
 
 def _candidate_similarities(
     vectors: Float[Array, "rows embed"], local_candidates: Float[Array, "_ embed"], counts: Float[Array, "_"]
 ) -> tuple[Float[Array, "rows candidates"], int | Int[Array, ""]]:
-    """Return the similarity of each vector to the candidates of all devices, and the number of the first local one.
+    """Return each vector's similarity to the candidates of all devices, and the index of the first local candidate.
 
     Candidates whose count is 0 get the similarity `_NO_CANDIDATE`.
     """
-    # Vectors and counts are gathered at once.
+    # One all-gather moves both the vectors and the counts.
     gathered, first = gather_rows(jnp.concatenate([local_candidates, counts[:, None]], axis=1))
     similarities = vectors @ gathered[:, :-1].T
     return jnp.where(gathered[:, -1] > 0, similarities, _NO_CANDIDATE), first

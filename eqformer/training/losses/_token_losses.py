@@ -32,21 +32,21 @@ def next_token_loss(
     tokens: Tokens | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> tuple[Float[Array, ""], CountOrAux]:
-    """Return the sum over a batch of the nats of each target, and the weight of those tokens.
+    """Return the weighted sum over a batch of the nats of each target, and the sum of the weights.
 
-    The targets are the next tokens, as the loaders give them, or masked tokens, see `mask_tokens`.
+    The targets are the next tokens, which loaders give, or the original ids of masked tokens, see `mask_tokens`.
 
-    The auxiliary losses of routed layers (load balancing, z-loss of the router) are added to the sum, and the weight
-    then comes in a `LossAux`, which also holds the layers' `Aux`.
+    If the model has routed layers, their auxiliary losses (load balancing, z-loss of the router) are added to the sum.
+    The second result is then a `LossAux`, which holds the sum of the weights and the layers' `Aux`.
 
     Args:
         model: An object with `encode(ids, tokens) -> (hidden, cache, aux)` and `unembed(hidden) -> logits`.
         batch: Ids, targets and weights.
-        key: The key of dropout and router noise; None: neither of them, and no dropped choices of experts.
+        key: The key of dropout and router noise; None: no dropout, no router noise, no dropped choices of experts.
         chunk: The number of tokens whose logits exist at once; None: see `chunk_size`.
         z_loss: As in `cross_entropy`.
-        tokens: The tokens of the batch; None: `batch_tokens(batch, key)`. A mesh that splits rows passes its own.
-        vocabulary: The reader of logits that a mesh splits.
+        tokens: The tokens of the batch; None: `batch_tokens(batch, key)`. A plan passes each device's tokens.
+        vocabulary: The reader of logits whose vocabulary a plan splits over devices; None: logits of all ids.
     """
     tokens = batch_tokens(batch, key) if tokens is None else tokens
     hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
@@ -67,7 +67,7 @@ def evaluation_sums(
     tokens: Tokens | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> dict[str, Float[Array, ""]]:
-    """Return `nats`, `correct` (targets with the largest logit) and `count`, summed over a batch, without dropout."""
+    """Return sums over a batch, without dropout: `nats`, `correct` (targets with the largest logit) and `count`."""
     tokens = batch_tokens(batch) if tokens is None else tokens
     hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
     flat = (hidden.reshape(-1, hidden.shape[-1]), *(jnp.asarray(x).reshape(-1) for x in (batch.targets, batch.weights)))
@@ -89,7 +89,7 @@ def evaluation_sums(
 
 @checked
 def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
-    """Return the `Tokens` that layers read: positions, documents, a source and, given a `key`, a random key per token.
+    """Return the `Tokens` that layers read: positions, documents, an encoder's source and, with `key`, random keys.
 
     A token's random key depends on its example and its index in the row, not on its position, since positions restart
     in each packed document.
@@ -143,22 +143,25 @@ def mask_tokens(
 ) -> Batch:
     """Return a batch for masked-language modeling (Devlin et al. 2018, arXiv:1810.04805, section 3.1).
 
-    Each token that is no padding is chosen with `mlm_probability`, independently of the others. The target of a chosen
-    token is its own id, and only chosen tokens have weight 1. A chosen token is replaced by `mask_id` with
-    `mask_replace_prob`, by a random id with `random_replace_prob`, and otherwise stays as it is. `next_token_loss` of
-    this batch is then the sum of `-log p` of the chosen tokens' ids, and their number. The random numbers of a token
-    are a function of the key, the row's number in `examples` and the token's index in the row: they are the same in any
-    batch and on any mesh. The targets and weights of the given batch, which are those of next tokens, are not read.
+    Each token except padding is chosen with the probability `mlm_probability`, independently of other tokens. The
+    target of a chosen token is its own id, with weight 1; all other tokens have weight 0. A chosen token is replaced by
+    `mask_id` with the probability `mask_replace_prob`, or by a random id with the probability `random_replace_prob`;
+    otherwise its id stays. `next_token_loss` of the new batch is then the sum of `-log p` of the chosen tokens' ids,
+    and the number of chosen tokens.
+
+    The random numbers of a token are a function of the key, the row's number in `examples` and the token's index in the
+    row, so they are the same in any batch and on any mesh. The targets of the given batch, which are next tokens, are
+    replaced.
 
     Args:
         batch: Ids, packed or not.
         key: A new key for each step: `jax.random.fold_in(key, step)`.
         mask_id: The id that replaces a masked token.
         vocab: The number of ids among which a random id is sampled.
-        mlm_probability: The probability that a token is chosen; ModernBERT's is 0.3, BERT's was 0.15.
-        mask_replace_prob: The share of the chosen tokens that `mask_id` replaces.
-        random_replace_prob: The share of the chosen tokens that an id sampled evenly from all replaces.
-        special_ids: Ids that are never chosen, such as those that begin and end a text.
+        mlm_probability: The probability that a token is chosen: 0.3 in ModernBERT, 0.15 in BERT.
+        mask_replace_prob: The share of the chosen tokens that are replaced by `mask_id`.
+        random_replace_prob: The share of the chosen tokens that are replaced by an id sampled evenly from all ids.
+        special_ids: Ids that are never chosen, such as the ids that begin and end a text.
     """
     has_shares = min(mask_replace_prob, random_replace_prob) >= 0 and mask_replace_prob + random_replace_prob <= 1
     if not 0 < mlm_probability <= 1 or not has_shares:
@@ -194,29 +197,29 @@ def mask_tokens(
 def check_next_token(model: nn.LanguageModel, *, seq: int) -> None:
     """Raise a `ValueError` for a model (or its shapes) that cannot learn from predicting the next of `seq` tokens.
 
-    It refuses models with an encoder, which reads a second text, models whose tokens attend to later tokens, and models
-    with fewer than `seq` learned positions. Recurrent mixers read in order and are never refused.
+    The check refuses models with an encoder, models whose tokens attend to later tokens, and models with fewer than
+    `seq` learned positions. Recurrent mixers read tokens in order, and are never refused.
     """
     if model.start is not None:
         raise ValueError(
-            "check_next_token(model): the model's encoder reads a text beside the one that is written; train it on "
-            "pairs, by eqformer.data.batch_pairs(sources, targets)."
+            "check_next_token(model): the model has an encoder, which reads a second text, the source; train the model "
+            "on pairs, by eqformer.data.batch_pairs(sources, targets)."
         )
     for path, mixer in nn.named_modules(model, nn.Mixer):
         attends = mixer.facts().attends
         if attends is not None and not attends.mask.is_causal:
             raise ValueError(
-                f"check_next_token(model): in {path} a token attends to later ones, so the model learns nothing from "
+                f"check_next_token(model): in {path} a token attends to later tokens, so the model learns nothing from "
                 "predicting the next token; train it on masked tokens, by eqformer.training.mask_tokens(batch, ...)."
             )
     if (longest := model.max_seq) is not None and seq > longest:
         raise ValueError(
-            f"check_next_token(model, seq={seq}): the model has {longest} learned positions; give it more (max_seq), "
-            "or rows of at most as many."
+            f"check_next_token(model, seq={seq}): the model has {longest} learned positions; give the model more "
+            f"positions (max_seq), or give rows of at most {longest} tokens."
         )
 
 
-# Losses of whole rows: the nats of all tokens of a row together determine the weight of each token.
+# Losses that are functions of the nats of whole rows.
 
 RowMetrics = Mapping[str, tuple[Array, Array]]
 RowFunction = Callable[[Float[Array, "batch"], Any], tuple[Any, ...]]
@@ -234,7 +237,7 @@ def row_nats(
 ) -> Float[Array, "batch"]:
     """Return `-sum_i w_i log p_i[target_i]` of each row, without dropout; no gradients go through the result.
 
-    `chunk`, `tokens` and `vocabulary` are those of `next_token_loss`.
+    `chunk`, `tokens` and `vocabulary` are as in `next_token_loss`.
     """
     tokens = batch_tokens(batch) if tokens is None else tokens
     hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
@@ -242,16 +245,17 @@ def row_nats(
 
 
 def row_loss(function: RowFunction) -> LossFn:
-    """Return a loss, called like `next_token_loss`, from a function of the nats of whole rows.
+    """Turn a function of the nats of whole rows into a loss, which is called like `next_token_loss`.
 
-    `function(nats, batch)` takes `-sum_i w_i log p_i[target_i]` of each row, over all tokens of the row even if a mesh
-    splits it, and the rows' batch; it returns a sum over rows and a count. It is differentiated with respect to the
-    nats. A third result, `{name: (sum, weight)}`, is reported by the step: each sum over the whole batch divided by its
-    weight. If the function compares rows, `batch.group` is the number of rows that are never separated.
+    `function(nats, batch)` gets the nats of each row, `-sum_i w_i log p_i[target_i]`, and the batch of these rows. The
+    nats are over all tokens of a row, even if a mesh splits the row. The function returns a sum over rows and a count,
+    and is differentiated with respect to the nats. It may also return metrics, `{name: (sum, weight)}`; the step
+    reports each sum over the whole batch, divided by its weight. If the function compares rows, `batch.group` is the
+    number of rows that are never separated.
 
-    The logits of all tokens never exist at once, as in `cross_entropy`: a first pass over chunks computes the nats. A
-    second pass computes the gradients; there a token's weight is multiplied by the derivative of the sum with respect
-    to its row's nats. Both take as many matrix products with the table as one pass that is recomputed.
+    As in `cross_entropy`, the logits of all tokens never exist at once. A first pass over chunks computes the nats. A
+    second pass computes the gradients: the weight of a token is multiplied by the derivative of the sum with respect to
+    the nats of its row. There are four matrix products with the table.
     """
 
     @checked
@@ -280,7 +284,7 @@ def row_loss(function: RowFunction) -> LossFn:
         total, _ = _cross_entropy.cross_entropy(
             model.unembed, hidden, jnp.asarray(batch.targets), weights, chunk=chunk, nats=nats_fn
         )
-        # The gradient is that of this device's tokens; the value is divided among the devices that share a row.
+        # The gradient is of this device's tokens; the value is divided by the number of devices that share a row.
         total = total + jax.lax.stop_gradient(value.astype(total.dtype) / devices - total)
         count, metrics = jax.tree.map(lambda x: jax.lax.stop_gradient(x / devices), (count, metrics))
         return add_aux_losses(total, LossAux(count, None, metrics) if metrics else count, aux)
@@ -300,7 +304,7 @@ def _sum_row_nats(
     return sum_rows(jax.lax.stop_gradient(_cross_entropy.apply_weights(nats, weights)))
 
 
-# Losses of preferences: the completions of a prompt are compared, or labelled.
+# Losses of preferences, for completions that are compared in pairs, or labelled.
 
 PreferenceLoss = Literal["dpo", "ipo", "orpo", "kto"]
 
@@ -308,28 +312,29 @@ PreferenceLoss = Literal["dpo", "ipo", "orpo", "kto"]
 def preference_loss(
     name: PreferenceLoss, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
 ) -> LossFn:
-    """Return a loss, called like `next_token_loss`, of the rows of a `PreferenceBatch`.
+    """Return a loss of the rows of a `PreferenceBatch`, which is called like `next_token_loss`.
 
-    A row's nats are those of its completion, `-log p`. Its reward is `beta log (p / p_reference)`, by the batch's
-    `reference_nats`.
+    A row's nats are the `-log p` of its completion. The reward of a row is `beta log (p / p_reference)`; the batch's
+    `reference_nats` are `-log p_reference`.
 
     - "dpo": `-log sigmoid(chosen reward - rejected reward)` of each pair (Rafailov et al., arXiv:2305.18290, eq. 7).
-    - "ipo": `(chosen - rejected - 1 / (2 beta))^2` of each pair, where both are rewards over beta and per token, as in
-      TRL (Azar et al., arXiv:2310.12036, eq. 17).
-    - "orpo": the nats per token of the chosen completion, minus `beta log sigmoid(log odds ratio)`, where the odds are
-      `p / (1 - p)` for the mean `log p` of a completion's tokens (Hong et al., arXiv:2403.07691, eq. 6 and 7). There is
-      no reference, and the reward is `beta` times that mean.
+    - "ipo": `(chosen - rejected - 1 / (2 beta))^2` of each pair, where `chosen` and `rejected` are `reward / beta` per
+      token, as in TRL (Azar et al., arXiv:2310.12036, eq. 17).
+    - "orpo": the nats per token of the chosen completion, minus `beta log sigmoid(log odds ratio)`. The odds are
+      `p / (1 - p)`, where `log p` is the mean over a completion's tokens (Hong et al., arXiv:2403.07691, eq. 6 and 7).
+      There is no reference, and the reward is `beta` times this mean.
     - "kto": `1 - sigmoid(reward - beta baseline)` of each desirable row and `1 - sigmoid(beta baseline - reward)` of
       each other row, times the weights (Ethayarajh et al., arXiv:2402.01306, eq. 8), with the batch's `baseline`.
 
-    The loss is a mean over pairs, or over rows for KTO. The step's metrics are `rewards_chosen` and `rewards_rejected`
-    (for KTO those of desirable and other rows) and for pairs `reward_margin` and `reward_accuracy`, the share of pairs
-    whose chosen row has the larger reward. Pairs are never split (`group=2`), so the loss is the same on any mesh, in
-    any number of microbatches.
+    The loss is a mean over pairs; for KTO, over rows. The step's metrics are `rewards_chosen` and `rewards_rejected`;
+    for KTO these are the rewards of desirable and of other rows. Pairs add `reward_margin`, the difference of the two
+    rewards, and `reward_accuracy`, the share of pairs whose chosen row has the larger reward. Pairs are never split
+    (`group=2`), so the loss is the same on any mesh, in any number of microbatches.
 
     Args:
-        name: The loss.
-        beta: How strongly the model is held to the reference; for ORPO the weight of the odds ratio.
+        name: The name of the loss.
+        beta: A factor of the rewards: a larger beta keeps the model closer to the reference. For ORPO, the weight of
+            the odds ratio.
         desirable_weight: The weight of KTO's desirable rows.
         undesirable_weight: The weight of KTO's other rows.
     """
@@ -349,10 +354,10 @@ def preference_loss(
 def kto_baseline(
     nats: Float[Array | np.ndarray, "batch"], reference_nats: Float[Array | np.ndarray, "batch"]
 ) -> Float[Array, ""]:
-    """Return KTO's reference point: the mean of `log p / p_reference` of rows with other prompts' completions, or 0
-    if it is negative.
+    """Return KTO's reference point: the mean of `log (p / p_reference)` over mismatched rows, or 0 if it is negative.
 
-    Both nats are of the same rows, by the model and by the reference, as `make_row_nats` computes them before a step.
+    Mismatched rows have completions of other prompts. `nats` and `reference_nats` are the nats of these rows under the
+    model and under the reference, as `make_row_nats` computes them before a step.
     """
     return jnp.maximum(jnp.mean(jnp.asarray(reference_nats) - jnp.asarray(nats)), 0)
 
@@ -360,11 +365,11 @@ def kto_baseline(
 def _pair_sums(
     name: str, beta: float, nats: Float[Array, "batch"], batch: PreferenceBatch
 ) -> tuple[Array, int, RowMetrics]:
-    """Return the sum over pairs of a loss, the number of pairs, and their metrics."""
+    """Return the sum of a loss over pairs, the number of pairs, and the metrics of pairs."""
     if batch.group % 2 or len(nats) % 2:
         raise ValueError(
             f"preference_loss({name!r}): each chosen row stands before its rejected row, so a batch has group=2 and an "
-            f"even number of rows, but this one has group={batch.group} and {len(nats)} rows; use "
+            f"even number of rows, but this batch has group={batch.group} and {len(nats)} rows; use "
             "data.batch_preferences."
         )
     rewards = pair_rewards(name, beta, nats, batch)
@@ -394,14 +399,14 @@ def _pair_sums(
 
 
 def pair_rewards(name: str, beta: float, nats: Float[Array, "batch"], batch: PreferenceBatch) -> Float[Array, "batch"]:
-    """Return the reward of each row of a batch of pairs, as `preference_loss` says."""
+    """Return the reward of each row of a batch of pairs, as `preference_loss` defines it."""
     return beta * (-nats / _row_weights(batch) if name == "orpo" else _log_ratios(name, nats, batch))
 
 
 def _kto_sums(
     beta: float, desirable_weight: float, undesirable_weight: float, nats: Float[Array, "batch"], batch: PreferenceBatch
 ) -> tuple[Array, int, RowMetrics]:
-    """Return the sum of KTO's loss over rows, the number of rows, and their metrics."""
+    """Return the sum of KTO's loss over rows, the number of rows, and the metrics of rows."""
     if batch.labels is None or batch.baseline is None:
         missing = "labels" if batch.labels is None else "baseline"
         raise ValueError(
@@ -420,16 +425,16 @@ def _kto_sums(
 
 
 def _log_ratios(name: str, nats: Float[Array, "batch"], batch: PreferenceBatch) -> Float[Array, "batch"]:
-    """Return the logarithm of each row's probability over that by the reference."""
+    """Return `log (p / p_reference)` of each row."""
     if batch.reference_nats is None:
         raise ValueError(
-            f"preference_loss({name!r}): the batch needs the nats of each row by a reference model; give "
+            f"preference_loss({name!r}): the batch needs the nats of each row under a reference model; give "
             "dataclasses.replace(batch, reference_nats=training.make_row_nats(plan)(reference, batch))."
         )
     return jnp.asarray(batch.reference_nats).astype(nats.dtype) - nats
 
 
 def _row_weights(batch: Batch) -> Float[Array, "batch"]:
-    """Return the weight of each row's targets, over all devices that share the row."""
+    """Return the sum of each row's weights over all devices that share the row; 1 for a row without weight."""
     weights, _ = sum_rows(jnp.asarray(batch.weights))
     return jnp.where(weights == 0, 1, weights)

@@ -1,4 +1,4 @@
-"""Functions of logits over a vocabulary that a device has whole or in part: nats, log-probabilities, sums, top ids."""
+"""Functions of logits for losses (nats, log-probabilities, sums, top ids), of the whole vocabulary or of a part."""
 
 from typing import Protocol, runtime_checkable
 
@@ -12,7 +12,7 @@ from ..._annotation_checks import checked
 
 @runtime_checkable
 class Vocabulary(Protocol):
-    """Functions of logits (`tokens vocab`) for losses; on a mesh, each device may have the logits of some ids."""
+    """Functions of logits (`tokens vocab`) for losses; on a mesh, each device may have the logits of some ids only."""
 
     def nats(self, logits: Array, targets: Array) -> tuple[Array, Array]:
         """Return each token's nats and log-normalizer, as `token_nats` does."""
@@ -47,11 +47,11 @@ class WholeVocabulary(eqx.Module):
     """The `Vocabulary` of a device that has the logits of all ids."""
 
     def nats(self, logits: Array, targets: Array) -> tuple[Array, Array]:
-        """Return `token_nats`."""
+        """Return each token's nats and log-normalizer, by `token_nats`."""
         return token_nats(logits, targets)
 
     def is_first(self, logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
-        """Return whether the target is the first of the ids with the largest logit."""
+        """Return whether the target has the largest logit; if several ids share this logit, only the first id does."""
         return jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets
 
     def log_probabilities(self, logits: Float[Array, "tokens vocab"]) -> Float[Array, "tokens vocab"]:
@@ -85,12 +85,14 @@ def token_nats(
 ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
     """Return `logsumexp(logits) - logits[target]` of each token in nats, and the logsumexp itself.
 
-    The result is NaN for a target that is no id, just as the embedding of such an id; a weight of 0 leaves the token
-    out of the loss. The function takes logits over the whole vocabulary; a loss over a split vocabulary replaces it.
+    A target that is no id gives NaN, just as the embedding of such an id does; a weight of 0 leaves the token out of
+    the loss. The logits are of the whole vocabulary; under a plan that splits the vocabulary, losses use another
+    `Vocabulary.nats`.
     """
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     log_normalizer = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1)) + peak[:, 0]
-    # A comparison instead of a gather: its gradient fuses with the softmax's, where a gather's would be a scatter.
+    # A comparison is used instead of a gather, because the gradient of a gather is a scatter, which does not fuse with
+    # the gradient of the softmax.
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
     target_logit = jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=-1)
     is_id = (targets >= 0) & (targets < logits.shape[1])

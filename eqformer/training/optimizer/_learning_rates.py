@@ -1,7 +1,7 @@
-"""Learning-rate schedules: functions of the step, made by name, and runs of several phases.
+"""Learning-rate schedules: functions of the step, made by name, and the schedules of runs in several phases.
 
-They are called rates, since a schedule is an order of pipeline passes in this package. Their numbers are arrays, which
-a compiled step takes as arguments.
+This package calls learning-rate schedules "rates", because a "schedule" is the order of passes in a pipeline. The
+numbers in rates are arrays, which a compiled step takes as arguments.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 
 DECAY_SHARE = 0.2
-"""The share of the steps over which the rates of `warmup-stable-decay` fall, unless another is passed."""
+"""The default share of the steps over which the rates of `warmup-stable-decay` fall."""
 Rates = Callable[[int | Int[Array, ""]], Float[Array, ""]]  # step -> learning rate
 
 
@@ -39,7 +39,8 @@ def warmup_stable_decay(
 ) -> Rates:
     """Return a linear warmup to `peak`, a plateau, then a line down to `final * peak` over the last `decay` steps.
 
-    A run may be extended from any checkpoint of its plateau (arXiv 2404.06395). `decay=None` is a fifth of the steps.
+    With `decay=None`, the rate falls over the last fifth of the steps. A run may be extended from any checkpoint of its
+    plateau (arXiv 2404.06395).
     """
     decay = _descent_steps(DECAY_SHARE, steps, warmup) if decay is None else decay
     _check("warmup_stable_decay", peak=peak, steps=steps, warmup=warmup, final=final, decay=decay)
@@ -47,7 +48,7 @@ def warmup_stable_decay(
 
 
 def _descent_steps(share: float, steps: int, warmup: int) -> int:
-    """Return the steps of a descent that is this share of the run, and that the warmup leaves room for."""
+    """Return the number of steps over which the rate falls: a share of the run, but no more than after the warmup."""
     return max(1, min(int(share * steps), steps - warmup))
 
 
@@ -65,7 +66,7 @@ def rates(
     decay: int | None = None,
     final: float | None = None,
 ) -> Rates:
-    """Return the learning rate as a function of the step, by a name in `RATES`: float32, and traceable.
+    """Return the learning rate as a function of the step, in float32; jit may trace the function.
 
     The warmup rises linearly from `peak / (warmup + 1)` at step 0 to `peak` at step `warmup`, so that no step has a
     rate of zero. Raises a `ValueError` for an unknown name and for an option that the named rates do not have.
@@ -73,10 +74,10 @@ def rates(
     Args:
         name: A name in `RATES`.
         peak: The largest rate.
-        steps: The steps of the run.
-        warmup: The steps before the peak.
-        decay: The steps of the descent at the end, for rates that have one; None: a fifth of the run.
-        final: The last rate as a share of the peak, for rates that have a descent; None: their default.
+        steps: The number of steps of the run.
+        warmup: The number of steps before the peak.
+        decay: For "warmup-stable-decay", the number of last steps over which the rate falls; None: a fifth of the run.
+        final: The last rate as a share of the peak, for rates that fall; None: the default of the named rates.
     """
     options = {"decay": decay, "final": final}
     given_options = {option: value for option, value in options.items() if value is not None}
@@ -95,7 +96,7 @@ def rates(
 def switch_rates(first: Rates, after: Rates, *, at: int) -> Rates:
     """Return `first(step)` for steps before `at`, and `after(step)` from step `at` on."""
     if at < 1:
-        raise ValueError(f"switch_rates(at={at}): no step comes before that one; pass at least 1, or `after` alone.")
+        raise ValueError(f"switch_rates(at={at}): no step comes before step 0; pass at least 1, or use only `after`.")
     return _Switch(first, after, at)
 
 
@@ -197,7 +198,7 @@ def _check(
         raise ValueError(f"{name}(final={final}): the last rate is a share of the peak, from 0 to 1.")
 
 
-# Runs of several phases, whose number of steps changes during the run.
+# A run has several phases if its number of steps changes during the run.
 
 TRANSITIONS: tuple[Literal["hold", "rewarm", "reshape"], ...] = ("hold", "rewarm", "reshape")
 MAX_DEFAULT_WARMUP = 50  # steps
@@ -207,32 +208,35 @@ MAX_DEFAULT_WARMUP = 50  # steps
 class SchedulePhase:
     """The steps of a run from `start` on, and the learning rates of these steps.
 
-    `how="reshape"`: the rates of a run that had `steps` steps from its beginning. `"rewarm"`: the rates of a new run of
-    the remaining steps, with its own warmup (arXiv 2403.08763). `"hold"`: the last rate of the phase before.
+    `how` chooses the rates:
+
+    - `"reshape"`: the rates of a run that has `steps` steps from its beginning.
+    - `"rewarm"`: the rates of a new run of the remaining steps, with its own warmup (arXiv 2403.08763).
+    - `"hold"`: the last rate of the previous phase.
     """
 
     start: int
     """The number of steps before this phase."""
     steps: int
-    """The number of steps of the run, this phase included."""
+    """The number of steps of the run at the end of this phase."""
     warmup: int
     """The number of steps of linear warmup."""
     how: Literal["reshape", "rewarm", "hold"] = "reshape"
-    """How the rates continue those of the phases before."""
+    """How the rates continue after the previous phases."""
 
 
 def default_warmup(steps: int) -> int:
-    """Return a tenth of the steps: at most 50, and at least 1 if a step remains for the peak."""
+    """Return the default warmup: a tenth of the steps, at most 50, and at least 1 if the run has two steps or more."""
     return min(MAX_DEFAULT_WARMUP, max(1, steps // 10), steps - 1)
 
 
 def phase_rates(name: str, phases: Sequence[SchedulePhase], *, peak: float, decay_share: float = DECAY_SHARE) -> Rates:
     """Return the learning rate of each step of a run in phases, by a name in `RATES`; raises as `rates` does.
 
-    `decay_share` is the share of the steps over which the rates of `warmup-stable-decay` fall at the end.
+    `decay_share` is the share of the steps, at the end, over which the rates of `warmup-stable-decay` fall.
     """
     if not 0 < decay_share <= 1:
-        raise ValueError(f"phase_rates(decay_share={decay_share}): a share of the steps lies above 0 and at most at 1.")
+        raise ValueError(f"phase_rates(decay_share={decay_share}): the share must be above 0 and at most 1.")
     joined: Rates | None = None
     for phase in phases:
         new_rates = _make_phase_rates(name, phase, peak, decay_share, joined)
@@ -246,11 +250,11 @@ class Continuation:
     """The ways in which a run may continue after `start` steps to another number of steps."""
 
     extended: list[SchedulePhase]
-    """The phases of a run whose last phase had the new number of steps from its beginning."""
+    """The phases of the run so far, in which the last phase has the new number of steps."""
     options: dict[str, list[SchedulePhase]]
-    """The phases for each possible transition; one with too few remaining steps for its warmup is left out."""
+    """The phases for each possible transition. A transition whose warmup needs too many steps is left out."""
     is_smooth: Callable[[int], bool]
-    """A function of a step: whether its rate is the same in the run so far and in the extended run."""
+    """A function of a step: whether the step has the same rate in the run so far and in the extended run."""
 
 
 def continue_phases(
@@ -271,7 +275,7 @@ def continue_phases(
         peak: The largest rate.
         start: The number of steps that the run has taken.
         steps: The new number of steps.
-        warmup: The steps before the peak of a `rewarm`; None: `default_warmup` of the remaining steps.
+        warmup: The number of warmup steps of a `rewarm`; None: `default_warmup` of the remaining steps.
         decay_share: As in `phase_rates`.
     """
     rewarm = default_warmup(steps - start) if warmup is None else warmup

@@ -18,9 +18,9 @@ from ...nn import Matrix
 from ._moments import is_masked, Preconditioner
 
 
-# The factors of x, x^3 and x^5 in a step of the iteration: the same in each step, or a row for each. The rows of Polar
-# Express are the best polynomials for singular values from 0.001 to 1, one after another. They are applied to x / 1.01,
-# so that rounding cannot let the iteration diverge (arXiv 2505.16932).
+# The factors of x, x^3 and x^5 in a step of the Newton-Schulz iteration. QUINTIC holds for every step. POLAR_EXPRESS
+# has one row for each step; the rows are the best successive polynomials for singular values from 0.001 to 1. They are
+# applied to x / 1.01, so that rounding cannot let the iteration diverge (arXiv 2505.16932).
 QUINTIC = (3.4445, -4.7750, 2.0315)
 POLAR_EXPRESS = tuple(
     (a / 1.01, b / 1.01**3, c / 1.01**5)
@@ -51,9 +51,9 @@ def coefficients(iteration: str, steps: int) -> tuple[float, float, float] | tup
 
 
 def map_marked(function: Callable[..., PyTree], marks: PyTree, updates: PyTree, *others: PyTree) -> PyTree:
-    """Return `function(mark, update, *others)` for each update, except for those that optax masks: they stay.
+    """Return `function(mark, update, *others)` for each update; updates that optax masks are returned unchanged.
 
-    `marks` has an `nn.Matrix` for each matrix; the others are trees like `updates`.
+    `marks` has an `nn.Matrix` for each matrix; `others` are trees like `updates`.
     """
 
     def map_update(x: PyTree, mark: PyTree, *others: PyTree) -> PyTree:
@@ -68,7 +68,7 @@ class RowVarianceState(NamedTuple):
     count: Int[Array, ""]
     """The number of updates so far."""
     squares: PyTree
-    """For each matrix, the mean square of each output's updates; the dims of the inputs have size 1."""
+    """For each matrix, the mean square of each output's updates, with size 1 in the dims of the inputs."""
 
 
 def equalize_rows(decay: float, marks: PyTree, eps: float = 1e-8) -> optax.GradientTransformation:
@@ -79,8 +79,8 @@ def equalize_rows(decay: float, marks: PyTree, eps: float = 1e-8) -> optax.Gradi
 
     Args:
         decay: The decay of the mean squares.
-        marks: A tree like the updates, with an `nn.Matrix` for each.
-        eps: A constant that is added to the root.
+        marks: A tree like the updates, with an `nn.Matrix` for each update.
+        eps: A constant that is added to the root of the mean square.
     """
 
     def zeros(mark: Matrix, x: Array) -> Array:
@@ -110,7 +110,7 @@ def equalize_rows(decay: float, marks: PyTree, eps: float = 1e-8) -> optax.Gradi
     return optax.GradientTransformation(init, update)
 
 
-_SHIFT = 1e-6  # Added to the eigenvalues in the power method, as a share of their sum.
+_SHIFT = 1e-6  # The power method adds this share of the sum of all eigenvalues to each eigenvalue.
 
 
 class SoapState(NamedTuple):
@@ -131,19 +131,21 @@ def scale_by_soap(
 ) -> optax.GradientTransformation:
     """Return the transformation that turns gradients of matrices into the directions of SOAP.
 
-    A matrix's gradient is turned into the eigenbasis of the means of `G G^T` and `G^T G`, where Adam divides its mean
-    by the root of its mean square, and the result is turned back. The basis is the identity at first. After the first
-    update, and after each update whose number is a multiple of `frequency`, it is refreshed by a step of the power
-    method and a QR decomposition, with its vectors in the order of their eigenvalues. The refresh comes after the
-    update, so a basis does not depend on the gradients of the first update in which it is used.
+    A matrix's gradient is transformed into the eigenbasis of the means of `G G^T` and `G^T G`. In this basis, Adam
+    divides the mean of gradients by the root of their mean square. The result is transformed back.
+
+    The first basis is the identity. The basis is refreshed after the first update, and after each update whose number
+    is a multiple of `frequency`: by a step of the power method and a QR decomposition, which orders the basis vectors
+    by their eigenvalues. The refresh comes after the update, so a basis does not depend on the gradients of the first
+    update that uses it.
 
     Args:
-        marks: A tree like the updates, with an `nn.Matrix` for each.
+        marks: A tree like the updates, with an `nn.Matrix` for each update.
         b1: The decay of the mean of gradients.
         b2: The decay of the mean of squared gradients, and of the means of `G G^T` and `G^T G`.
         eps: A constant that is added to the root of the mean square.
         frequency: The number of updates between two refreshments of the basis.
-        max_size: The most rows or columns that a basis has; a longer side of a matrix is not turned.
+        max_size: The longest side of a matrix (rows or columns) that gets a basis; longer sides are not transformed.
     """
 
     def init(params: PyTree) -> SoapState:
@@ -201,20 +203,20 @@ def _split_shape(x: Array, mark: Matrix) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _flatten(x: Array, mark: Matrix) -> Float[Array, "*ensemble rows columns"]:
-    """Return a matrix with its output dims flattened to one, and its input dims to another."""
+    """Return a matrix with its output dims flattened into rows, and its input dims flattened into columns."""
     ensemble, outputs, inputs = _split_shape(x, mark)
     return x.reshape(*ensemble, math.prod(outputs), math.prod(inputs))
 
 
 def _flatten_side(x: Array, ensemble: int) -> Float[Array, "*ensemble size size"]:
-    """Return an array of a preconditioner as square matrices."""
+    """Return an array of a preconditioner reshaped to square matrices."""
     return x.reshape(*x.shape[:ensemble], x.shape[-1], x.shape[-1])
 
 
 def _new_side(
     ensemble: tuple[int, ...], sizes: tuple[int, ...], max_size: int, dtype: jnp.dtype
 ) -> tuple[Array | None, Array | None]:
-    """Return zeros and the identity for a side of a matrix; None for a side that is longer than `max_size`."""
+    """Return the first mean (zeros) and basis (the identity) of a matrix's side; None if it exceeds `max_size`."""
     size = math.prod(sizes)
     if size > max_size:
         return None, None
@@ -235,7 +237,7 @@ def _turn(mark: Matrix, x: Array, preconditioner: Preconditioner, *, back: bool 
 
 
 def _add_gradient(mark: Matrix, x: Array, preconditioner: Preconditioner, decay: float) -> Preconditioner:
-    """Return the preconditioner with the gradient in its means of `G G^T` and `G^T G`."""
+    """Return the preconditioner after adding the gradient `x` to its means of `G G^T` and `G^T G`."""
     matrix = _flatten(x, mark)
 
     def average(mean: Array | None, product: Array) -> Array | None:
@@ -247,7 +249,7 @@ def _add_gradient(mark: Matrix, x: Array, preconditioner: Preconditioner, decay:
 
 
 def _refresh(mark: Matrix, squares: Array, preconditioner: Preconditioner) -> tuple[Array, Preconditioner]:
-    """Return the mean squares and the preconditioner in a basis that is nearer to the eigenbasis."""
+    """Return the mean squares in the order of the new basis vectors, and the preconditioner with the new bases."""
     matrix = _flatten(squares, mark)
     left_basis, right_basis = preconditioner.left_basis, preconditioner.right_basis
     if preconditioner.left is not None and left_basis is not None:
@@ -261,9 +263,9 @@ def _refresh(mark: Matrix, squares: Array, preconditioner: Preconditioner) -> tu
 
 
 def _refresh_basis(mean: Array, basis: Array, ensemble: int) -> tuple[Array, Int[Array, "*ensemble size"]]:
-    """Return the next basis of the power method, and the order in which it takes the vectors of the last basis."""
+    """Return the next basis of the power method, and the order of the old basis vectors by falling eigenvalue."""
     symmetric, vectors = _flatten_side(mean, ensemble), _flatten_side(basis, ensemble)
-    # Without the shift, the product of a vector whose eigenvalue is zero would be nothing but rounding errors.
+    # Without the shift, a vector whose eigenvalue is zero would become a vector of rounding errors.
     trace = jnp.trace(symmetric, axis1=-2, axis2=-1)
     shift = _SHIFT * trace[..., None, None]
     values = jnp.sum(vectors * (symmetric @ vectors), axis=-2)
@@ -280,7 +282,7 @@ def _qr_factor(x: Float[Array, "*ensemble size size"]) -> Float[Array, "*ensembl
 def orthogonal_factor(x: Float[Array, "*ensemble size size"]) -> Float[Array, "*ensemble size size"]:
     """Return the orthogonal factor of the QR decomposition of square matrices, by Householder's reflections.
 
-    CPUs use this function instead of LAPACK, which almost stops if many simulated devices share the threads of a CPU.
+    CPUs use this function instead of LAPACK, which becomes very slow if many simulated devices share a CPU's threads.
     """
     size = x.shape[-1]
     rows = jnp.arange(size)

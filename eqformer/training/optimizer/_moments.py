@@ -1,4 +1,4 @@
-"""The dtype of an optimizer's moments between steps: float32, bfloat16, or logarithms in 8 bits."""
+"""Storage of an optimizer's moments between steps: in float32, in bfloat16, or as logarithms in 8 bits."""
 
 import math
 from collections.abc import Callable
@@ -14,28 +14,29 @@ from ...nn import at_least_float32
 
 MOMENTS = ("float32", "bfloat16", "8bit")
 MIN_ROW = 32
-"""Least length of the rows that are coded: with shorter rows, the scales would take too much memory."""
+"""The shortest row that is stored in 8 bits; the scales of shorter rows would take too much memory."""
 _LEVELS_PER_OCTAVE = 8  # neighboring levels are 9 % apart
 _SIGNED_LEVELS, _UNSIGNED_LEVELS = 127, 255  # The highest level in a row with negative numbers, and in one without.
 
 
 class MomentCodes(eqx.Module):
-    """An array in 8 bits a number: signs, and logarithms in eighths of an octave below the largest number of the row.
+    """An array with 8 bits for each number: its sign, and its logarithm relative to the largest number of its row.
 
-    A row lies along the last dim, also if a mesh splits that dim: the codes do not depend on the mesh. In a row with
-    negative numbers, the level `l` stands for the magnitude `scale * 2 ** ((l - 127) / 8)`, and levels reach 16 octaves
-    down. In a row without negative numbers, such as a mean of squares, it stands for `-scale * 2 ** ((l - 255) / 8)`,
-    and levels reach 32 octaves down. Level 0 is zero.
+    The logarithm counts eighths of an octave (a factor of two). In a row with negative numbers, the level `l` stands
+    for the magnitude `scale * 2 ** ((l - 127) / 8)`, and levels reach 16 octaves down. In a row without negative
+    numbers, such as a mean of squares, the level `l` stands for `-scale * 2 ** ((l - 255) / 8)`, and levels reach 32
+    octaves down. Level 0 is zero. A row is the whole last dim, even if a mesh splits that dim, so the codes do not
+    depend on the mesh.
     """
 
     levels: UInt8[Array, "*dims row"]
     """The level of each number, plus 128 for a negative number."""
     scale: Float[Array, "*dims 1"]
-    """The largest magnitude of each row, negated for a row that has no negative numbers."""
+    """The largest magnitude of each row; with a minus sign for a row that has no negative numbers."""
 
 
 class Preconditioner(eqx.Module):
-    """Means of `G G^T` and `G^T G` of a matrix's gradients, and bases near to their eigenvectors; kept in float32.
+    """Means of `G G^T` and `G^T G` of a matrix's gradients `G`, and approximate eigenvectors of the means, in float32.
 
     The dims of each array are the ensemble dims of the matrix, then the dims of one side (outputs or inputs), then the
     same side flattened to one dim. The array is None if the side is too long for a basis.
@@ -52,16 +53,16 @@ class Preconditioner(eqx.Module):
     ensemble: int = eqx.field(static=True)
     """The number of the matrix's ensemble dims."""
     outputs: int = eqx.field(static=True)
-    """The number of its output dims."""
+    """The number of the matrix's output dims."""
 
 
 class CodedState(eqx.Module):
-    """An optimizer's state with `MomentCodes` in the place of arrays, and the number of its earlier encodings."""
+    """An optimizer's state with `MomentCodes` instead of arrays, and a count on which the rounding depends."""
 
     inner: PyTree
     """The optimizer's state."""
     coded: Int[Array, ""]
-    """The number of earlier encodings of the state, on which the rounding depends."""
+    """The number of times that the state was encoded before."""
 
 
 def is_codes(node: object) -> TypeGuard[MomentCodes]:
@@ -75,14 +76,17 @@ def is_preconditioner(node: object) -> TypeGuard[Preconditioner]:
 
 
 def is_masked(node: object) -> TypeGuard[optax.MaskedNode]:
-    """Return whether a node is the mark with which `optax.partition` masks leaves of another transformation."""
+    """Return whether a node is the mark that `optax.partition` puts in place of leaves of another transformation."""
     return isinstance(node, optax.MaskedNode)
 
 
 def compress_moments(
     moments: str, transform: optax.GradientTransformation, state: PyTree, previous: PyTree = None
 ) -> PyTree:
-    """Return an optimizer's float32 state as it is stored; `previous` is the stored state before the step."""
+    """Convert an optimizer's float32 state to the form in which it is stored.
+
+    `previous` is the stored state before the step, or None before the first step.
+    """
     if moments == "float32":
         return state
     if moments == "bfloat16":
@@ -125,7 +129,7 @@ def map_moments(
 ) -> PyTree:
     """Apply `function(moment, *likes)` to each moment of a state: an array, `MomentCodes` or a `Preconditioner`.
 
-    `likes` are trees like the parameters. Counters become `other(counter)`; without `other` they stay.
+    `likes` are trees like the parameters. Counters become `other(counter)`; without `other`, counters stay unchanged.
     """
 
     def map_leaf(leaf: PyTree, *likes: PyTree) -> PyTree:
@@ -140,19 +144,19 @@ def map_moments(
 
 
 def _has_rows(x: Array) -> bool:
-    """Return whether an array has rows that are long enough to be coded."""
-    # Vectors are no rows: a vector may have one number per layer, and the order of layers depends on the pipeline.
+    """Return whether an array has rows that are long enough to be stored in 8 bits."""
+    # A vector does not count as a row, because it may have one number per layer, in an order that depends on the mesh.
     return x.ndim > 1 and x.shape[-1] >= MIN_ROW
 
 
 def encode_moment(x: Float[Array, "*dims row"], count: Int[Array, ""]) -> MomentCodes:
     """Round an array to 8 bits, up or down, so that the mean over many encodings is the array itself.
 
-    A number between two levels goes to the upper level if its position between them, from 0 to 1, is above a threshold.
-    The threshold is the fractional part of a sum of irrational steps, one for each earlier encoding (there are `count`)
-    and one for each column: such thresholds cover the interval more evenly than random numbers. (With rounding to the
-    nearest level, a mean that loses less than half of the distance in a step would never fall.) Positive numbers of a
-    row without negative numbers are never rounded to zero.
+    A number between two levels is rounded up if its position between them, from 0 to 1, is above a threshold. The
+    threshold is the fractional part of `count * golden ratio + column / plastic ratio`, where `count` is the number of
+    earlier encodings. Such thresholds cover the interval more evenly than random numbers. Rounding to the nearest level
+    would not do: a mean that falls by less than half of the distance between levels in a step would never fall.
+    Positive numbers of a row without negative numbers are never rounded to zero.
     """
     size = jnp.abs(x)
     largest = jnp.max(size, axis=-1, keepdims=True)
@@ -171,7 +175,7 @@ def encode_moment(x: Float[Array, "*dims row"], count: Int[Array, ""]) -> Moment
 
 
 def decode_moment(codes: MomentCodes) -> Float[Array, "*dims row"]:
-    """Return the numbers for which codes stand, in the dtype of their scales."""
+    """Return the numbers that codes stand for, in the dtype of the codes' scales."""
     is_signed, level = codes.scale > 0, codes.levels.astype(jnp.int32)
     is_negative = is_signed & (level >= 128)
     level = jnp.where(is_signed, level % 128, level)

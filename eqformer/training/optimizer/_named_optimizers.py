@@ -1,4 +1,4 @@
-"""Optimizers by name: AdamW, schedule-free AdamW, Muon, NorMuon, SOAP and SGD; only matrices decay."""
+"""Optimizers by name: AdamW, schedule-free AdamW, Muon, NorMuon, SOAP and SGD. Only matrices have weight decay."""
 
 import dataclasses
 import inspect
@@ -31,9 +31,9 @@ def adamw(
     matrices: PyTree = None,
     trained: Trained = trainable,
 ) -> Optimizer:
-    """Return AdamW (arXiv 1711.05101), whose decay is outside of the moments and multiplied by the learning rate.
+    """Return AdamW (arXiv 1711.05101): Adam with weight decay that bypasses the moments.
 
-    Biases, norms and other vectors never decay.
+    The decay is multiplied by the learning rate. Biases, norms and other vectors never decay.
 
     Args:
         model: The model; only its structure is read.
@@ -68,15 +68,16 @@ def schedule_free_adamw(
 ) -> Optimizer:
     """Return schedule-free AdamW (arXiv 2405.15682), for which the learning rate need not fall: take a constant rate.
 
-    The model's weights are averages of those that the updates move, and gradients are computed between the two. The
-    average replaces AdamW's mean of gradients, so both take the same memory. Validation, samples and checkpoints have
-    the averaged weights; parameters in 16 bits would lose most of the average's small changes.
+    Updates move fast weights, which are in the optimizer state. The model's weights are the average of the fast weights
+    over the steps. Gradients are computed at a point between the fast and the averaged weights. The fast weights
+    replace AdamW's mean of gradients, so both optimizers take the same memory. Validation, samples and checkpoints use
+    the averaged weights. Parameters should be float32: in 16 bits, most of the average's small changes would be lost.
 
     Args:
         model: The model; only its structure is read.
         rate: The learning rate as a function of the step; it should never fall. A step's weight in the average is the
             square of the largest rate so far.
-        b1: The share of the averaged weights in those where gradients are computed.
+        b1: The share of the averaged weights in the point at which gradients are computed.
         b2: The decay of the mean of squared gradients.
         eps: A constant that is added to the root of the mean square.
         weight_decay: A step subtracts `rate * weight_decay` times the weight.
@@ -111,25 +112,27 @@ def muon(
     matrices: PyTree = None,
     trained: Trained = trainable,
 ) -> Optimizer:
-    """Return Muon for hidden matrices (Nesterov momentum, orthogonalized by Newton-Schulz), and AdamW for the rest.
+    """Return Muon for hidden matrices, and AdamW for embeddings, heads and vectors.
 
-    In a stack, the matrix of each layer (and expert) is orthogonalized by itself, with several output or input dims
-    flattened to one. Updates are scaled by `rms * sqrt(max(outputs, inputs))`, so that one learning rate suits both
-    optimizers (arXiv 2502.16982), or to a spectral norm of `sqrt(outputs / inputs)`, so that one learning rate suits
-    all widths (arXiv 2310.17813). AdamW trains embeddings, heads and vectors.
+    Muon's updates are the Nesterov momentum, orthogonalized by a Newton-Schulz iteration. In a stack, the matrix of
+    each layer (and expert) is orthogonalized by itself; several output dims count as one dim, and so do several input
+    dims. `update_size` chooses how updates are scaled. "rms": by `rms * sqrt(max(outputs, inputs))`, so that one
+    learning rate suits Muon and AdamW (arXiv 2502.16982). "spectral": to a spectral norm of `sqrt(outputs / inputs)`,
+    so that one learning rate suits all widths (arXiv 2310.17813).
 
     Args:
         model: The model; only its structure is read.
         rate: The learning rate as a function of the step.
         momentum: The decay of the mean of gradients that is orthogonalized.
         newton_schulz_steps: The steps of the Newton-Schulz iteration; Polar Express has at most 5.
-        iteration: The polynomials of these steps: "quintic" (Keller Jordan's), or "polar-express", which ends nearer to
-            an orthogonal matrix (arXiv 2505.16932).
-        row_decay: The decay of the mean squares by which NorMuon divides each output's update (arXiv 2510.05491); None:
-            the update is orthogonal.
-        rms: The approximate root mean square of an update at a rate of 1; AdamW's is similar.
-        update_size: "rms": updates have the size `rms`. "spectral": they have the spectral norm
-            `sqrt(outputs / inputs)` at a rate of 1, or for NorMuon the root mean square of such an orthogonal matrix.
+        iteration: The polynomials of the iteration's steps: "quintic" (Keller Jordan's), or "polar-express", which ends
+            nearer to an orthogonal matrix (arXiv 2505.16932).
+        row_decay: For NorMuon, the decay of the mean squares by which each output's update is divided
+            (arXiv 2510.05491); None: Muon, whose update is orthogonal.
+        rms: The approximate root mean square of an update at a rate of 1; AdamW's updates have a similar size.
+        update_size: "rms": updates have the root mean square `rms` at a rate of 1. "spectral": updates have the
+            spectral norm `sqrt(outputs / inputs)`; for NorMuon, the root mean square of an orthogonal matrix with this
+            norm.
         b1: AdamW's decay of the mean of gradients.
         b2: AdamW's decay of the mean of squared gradients.
         eps: The constant that AdamW adds to the root of the mean square.
@@ -152,7 +155,7 @@ def muon(
     def scale_update(mark: nn.Matrix, x: Array) -> Array:
         outputs, inputs = _matrix_sizes(x, mark)
         size = rms if update_size == "rms" else math.sqrt(outputs / inputs / max(outputs, inputs))
-        # An orthogonal matrix has a root mean square of 1 / sqrt(max(outputs, inputs)), and NorMuon's updates of 1.
+        # An orthogonal matrix has a root mean square of 1 / sqrt(max(outputs, inputs)); `equalize_rows` gives one of 1.
         return x * (size * math.sqrt(max(outputs, inputs)) if row_decay is None else -size)
 
     orthogonalize = optax.contrib.scale_by_muon(
@@ -172,10 +175,10 @@ def muon(
 
 
 def normuon(model: PyTree, *, rate: Rates, row_decay: float = 0.95, **options: PyTree) -> Optimizer:
-    """Return NorMuon (arXiv 2510.05491) by Polar Express: Muon whose updates have rows of about the same size.
+    """Return NorMuon (arXiv 2510.05491): Muon with Polar Express, whose updates have rows of about the same size.
 
-    It holds one number for each output beside Muon's momentum. `options` are those of `muon`; `row_decay` is the decay
-    of the mean squares of rows.
+    Its state is Muon's momentum, and one number for each output. `row_decay` is the decay of the mean squares of rows;
+    `options` are options of `muon`.
     """
     return muon(model, rate=rate, row_decay=row_decay, **{"iteration": "polar-express", **options})
 
@@ -195,11 +198,12 @@ def soap(
     matrices: PyTree = None,
     trained: Trained = trainable,
 ) -> Optimizer:
-    """Return SOAP (arXiv 2409.11321) for hidden matrices, and AdamW with the same numbers for the rest.
+    """Return SOAP (arXiv 2409.11321) for hidden matrices, and AdamW with the same options for all other parameters.
 
-    SOAP is Adam in the eigenbasis of Shampoo's preconditioners, see `scale_by_soap`. In a stack, each layer's (and
-    expert's) matrix has its own, with several output or input dims flattened to one. Beside Adam's moments, a matrix of
-    `m` outputs and `n` inputs holds `2 m^2 + 2 n^2` numbers, in float32 for any `moments` of `optimizer`.
+    SOAP is Adam in the eigenbasis of Shampoo's preconditioners, see `scale_by_soap`. In a stack, the matrix of each
+    layer (and expert) has its own preconditioners; several output dims count as one dim, and so do several input dims.
+    The state of a matrix of `m` outputs and `n` inputs is Adam's moments and `2 m^2 + 2 n^2` numbers. These numbers are
+    float32, whatever the `moments` of `optimizer`.
 
     Args:
         model: The model; only its structure is read.
@@ -208,7 +212,7 @@ def soap(
         b2: The decay of the mean of squared gradients, and of the preconditioners.
         eps: A constant that is added to the root of the mean square.
         frequency: The number of steps between two refreshments of the eigenbases.
-        max_size: The most rows or columns that an eigenbasis has; a longer side of a matrix is not turned.
+        max_size: The longest side of a matrix (rows or columns) that gets an eigenbasis; longer sides get none.
         weight_decay: A step subtracts `rate * weight_decay` times the weight.
         decay_tables: Whether embeddings and heads decay too.
         cautious: Whether a weight decays only in steps whose update moves it towards 0 (arXiv 2510.12402).
@@ -216,7 +220,7 @@ def soap(
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
     if frequency < 1:
-        raise ValueError(f"soap(frequency={frequency}): it counts steps; pass at least 1.")
+        raise ValueError(f"soap(frequency={frequency}): the frequency is a number of steps; pass at least 1.")
     marks = _mark_matrices(model, matrices, trained)
     turned = scale_by_soap(marks, b1=b1, b2=b2, eps=eps, frequency=frequency, max_size=max_size)
     hidden, adam = optax.chain(turned, optax.scale(-1.0)), optax.adam(1.0, b1=b1, b2=b2, eps=eps)
@@ -237,13 +241,13 @@ def sgd(
     matrices: PyTree = None,
     trained: Trained = trainable,
 ) -> Optimizer:
-    """Return stochastic gradient descent; decay is decoupled from the momentum, as in AdamW.
+    """Return stochastic gradient descent; weight decay is decoupled from the momentum, as in AdamW.
 
     Args:
         model: The model; only its structure is read.
         rate: The learning rate as a function of the step.
         momentum: The decay of the sum of gradients that replaces the gradient; None: no momentum.
-        nesterov: Whether to use Nesterov momentum, which looks ahead along that sum.
+        nesterov: Whether to use Nesterov momentum, which looks ahead along the sum of gradients.
         weight_decay: A step subtracts `rate * weight_decay` times the weight.
         decay_tables: Whether embeddings and heads decay too.
         cautious: Whether a weight decays only in steps whose update moves it towards 0 (arXiv 2510.12402).
@@ -256,9 +260,9 @@ def sgd(
     return Optimizer(optax.chain(step, decay_weights), rate, trained, assignment=assign("sgd", marks))
 
 
-# A mean that falls by a small share in each step is rounded to another share. Without gradients, a bfloat16 mean with
-# the decay 0.98 falls at its exact rate within 1.1 %; with 0.99 the rate is 7 % off, with 0.996 37 %, and with 0.997
-# the mean never falls.
+# Rounding distorts a bfloat16 mean that falls by a small share in each step. Without gradients, a mean with the decay
+# 0.98 falls at its exact rate within 1.1 %. With the decay 0.99 the rate is 7 % off, with 0.996 it is 37 % off, and
+# with 0.997 the mean never falls.
 _MAX_BFLOAT16_DECAY = 0.98
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType(
     {
@@ -275,20 +279,20 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType(
 def optimizer(
     name: str, model: PyTree, *, rate: Rates | float, paths: Sequence[str] = (), **options: PyTree
 ) -> Optimizer:
-    """Return the optimizer of a name in `OPTIMIZERS` for a model's structure.
+    """Return the optimizer with a name in `OPTIMIZERS` for a model's structure.
 
-    Raises a `ValueError` for an unknown name, for a choice in `paths` that cannot work, and for bfloat16 moments whose
-    change in a step is so small that rounding distorts it (`b2` or `row_decay` above 0.98).
+    Raises a `ValueError` for an unknown name, for a choice in `paths` that cannot work, and for bfloat16 moments with
+    `b2` or `row_decay` above 0.98, whose small changes in a step bfloat16 would distort.
 
     Args:
-        name: The name.
+        name: A name in `OPTIMIZERS`.
         model: The model; only its structure is read.
         rate: The learning rate, a number or a function of the step.
         paths: Other optimizers for some parameters, as `PATTERN=NAME`. A pattern is a part of a parameter's path, such
-            as `embedding`, `sublayers[1].layer` or `up.weight`; a `*` stands for any text. Where several choices match
-            a parameter, the last one counts.
-        options: The options of these optimizers; `moments`, the dtype of their state between steps (float32, bfloat16,
-            8bit); and `group_rates`, a `GroupRates`.
+            as `embedding`, `sublayers[1].layer` or `up.weight`; a `*` stands for any text. If several choices match a
+            parameter, the last of them counts.
+        options: The options of the named optimizers; `moments`, the dtype of their state between steps (float32,
+            bfloat16, 8bit); and `group_rates`, a `GroupRates`.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer({name!r}): the optimizers are {', '.join(OPTIMIZERS)}; pass one of these.")
@@ -299,8 +303,8 @@ def optimizer(
         if moments == "bfloat16" and average_decay is not None and average_decay > _MAX_BFLOAT16_DECAY:
             raise ValueError(
                 f"optimizer({name!r}, moments={moments!r}, {option}={average_decay}): in a step a mean of squares "
-                f"loses {1 - average_decay:.2g} of its value, which bfloat16 rounds to another share, or to none (with "
-                f"0.997 and above); take moments='float32' or '8bit', or {option} of at most {_MAX_BFLOAT16_DECAY}."
+                f"falls by {1 - average_decay:.2g} of its value, and bfloat16 cannot store so small a change exactly; "
+                f"take moments='float32' or '8bit', or {option} of at most {_MAX_BFLOAT16_DECAY}."
             )
     optimizer = (
         _choose_by_paths(name, model, rate, paths, options) if paths else OPTIMIZERS[name](model, rate=rate, **options)
@@ -315,17 +319,17 @@ def optimizer(
 def _choose_by_paths(
     name: str, model: PyTree, rate: Rates, paths: Sequence[str], options: Mapping[str, PyTree]
 ) -> Optimizer:
-    """Return the named optimizer with other ones for the parameters that `paths` choose, as `optimizer` describes."""
+    """Return the named optimizer, with other optimizers for the parameters that `paths` choose (see `optimizer`)."""
     marks = _mark_matrices(model, options.get("matrices"), options.get("trained", trainable))
     assignment = assign(name, marks, paths, tuple(OPTIMIZERS))
     chosen_by_path = choose_optimizers(marks, paths, tuple(OPTIMIZERS), name)
     chosen_names = {choice.rpartition("=")[2] for choice in paths} - {name}
     takes = {chosen: option_names(chosen) for chosen in (name, *chosen_names)}
-    # With a decay of rows, Muon would be NorMuon, which is an optimizer of its own.
+    # With `row_decay`, Muon would be NorMuon, which has its own name.
     takes |= {"muon": takes["muon"] - {"row_decay"}} if "muon" in takes else {}
 
     def build(optimizer_name: str) -> Optimizer:
-        # An option that no optimizer has is passed to the first, which refuses it.
+        # An option that no optimizer has is passed to the named optimizer, which refuses it.
         is_first = optimizer_name == name
         taken = {
             option: value
@@ -339,7 +343,7 @@ def _choose_by_paths(
     transforms |= {chosen: build(chosen).transform for chosen in sorted(chosen_names)}
 
     def label(path: tuple, _: nn.Matrix | Literal[False]) -> str:
-        # The named optimizer also trains, by its own AdamW, the parameters that neither it nor a path takes.
+        # The named optimizer's own AdamW trains parameters that no path matches and that are no hidden matrices.
         return chosen_by_path.get(nn.path_name(path), name)
 
     labels = jax.tree_util.tree_map_with_path(label, marks)
@@ -366,7 +370,7 @@ def _mark_matrices(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
 def _partition_hidden(
     label: str, hidden: optax.GradientTransformation, adam: optax.GradientTransformation, marks: PyTree
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the transformation that is `hidden` for hidden matrices and `adam` for everything else.
+    """Return the transformation that applies `hidden` to hidden matrices, and `adam` to all other parameters.
 
     `label` names the state of `hidden` in checkpoints.
     """
@@ -377,7 +381,7 @@ def _partition_hidden(
 def _decay_weights(
     weight_decay: float, marks: PyTree, decay_tables: bool, cautious: bool
 ) -> optax.GradientTransformation:
-    """Return the transformation that adds `weight_decay` times the weights that decay to their updates."""
+    """Return the transformation that adds `weight_decay * weight` to the updates of all weights that decay."""
 
     def decays(mark: nn.Matrix | Literal[False] | None) -> bool:
         return bool(mark and (decay_tables or not mark.table))
@@ -397,7 +401,7 @@ def _decay_weights(
 
 
 def _muon_axes(mark: nn.Matrix) -> optax.contrib.MuonDimensionNumbers:
-    """Return the input and output dims of a matrix; all others are ensemble dims."""
+    """Return the input and output dims of a matrix; all its other dims are ensemble dims."""
     first, last = mark.ensemble + mark.outputs, mark.ensemble + mark.outputs + mark.inputs
     return optax.contrib.MuonDimensionNumbers(
         reduction_axis=tuple(range(first, last)), output_axis=tuple(range(mark.ensemble, first))

@@ -1,6 +1,7 @@
-"""`Optimizer`: optax transformations, the parameters that each of them trains, a learning rate, and rates of groups.
+"""`Optimizer`: an optax transformation, the parameters that it trains, and their learning rates.
 
-A parameter's kind decides which of several optimizers takes it, or the user does by its path.
+An `Optimizer` may combine several named optimizers. The kind of a parameter decides which of them trains it, unless
+the user chooses one by the parameter's path.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from ._moments import compress_moments, decompress_moments, map_moments, MOMENTS
 
 
 def trainable(model: PyTree) -> PyTree:
-    """Return the floating-point arrays of a model, with None in the place of everything that is not trained."""
+    """Return a tree like the model with its floating-point arrays, and None in place of everything else."""
     return eqx.filter(model, nn.is_trainable)
 
 
@@ -37,9 +38,12 @@ def partition_trained(model: PyTree, trained: Trained) -> tuple[PyTree, PyTree]:
 
 
 def trained_parameters(model: PyTree, trained: Trained) -> PyTree:
-    """Return the parameters that `trained` picks; raise a `ValueError` for other trees and arrays without gradients."""
+    """Return the parameters that `trained` picks.
+
+    Raises a `ValueError` if the result is not a tree like the model, or has arrays that have no gradients.
+    """
     parameters = trained(model)
-    rule = "it must return a tree like the model, with None for all that is not trained, as eqx.filter does"
+    rule = "the function must return a tree like the model, with None for all that is not trained, as eqx.filter does"
     try:
         jax.tree.map(lambda parameter, x: None, parameters, model, is_leaf=is_none)
     except (ValueError, TypeError) as error:
@@ -48,8 +52,8 @@ def trained_parameters(model: PyTree, trained: Trained) -> PyTree:
         if not nn.is_trainable(leaf):
             kind = f"{leaf.dtype} of shape {leaf.shape}" if nn.has_shape(leaf) else f"a {type(leaf).__name__}"
             raise ValueError(
-                f"Optimizer(trained=...): it picks {nn.path_name(path)}, {kind}, which has no gradient; pick only "
-                "floating-point arrays, as training.trainable does."
+                f"Optimizer(trained=...): it picks {nn.path_name(path)}, {kind}, which has no gradient; pick "
+                "only floating-point arrays, as training.trainable does."
             )
     return parameters
 
@@ -60,17 +64,17 @@ def is_none(node: object) -> TypeGuard[None]:
 
 
 class ScheduleFreeState(eqx.Module):
-    """The state of an optimizer that averages the weights: its transformation's state, and the weights that it moves.
+    """The state of an optimizer whose updates move fast weights, which are not the model's parameters.
 
-    The parameters themselves are the averages, which are evaluated, sampled from and saved.
+    The model's parameters are averages of the fast weights, and are evaluated, sampled from and saved.
     """
 
     inner: PyTree
     """The transformation's state."""
     fast: PyTree
-    """The weights that the updates move, float32 at least."""
+    """The fast weights, which the updates move, in float32 at least."""
     weight_sum: Float[Array, ""]
-    """The sum over the steps of the squared largest learning rate so far, the weight of a step in the average."""
+    """The sum of the weights of all steps in the average; a step's weight is its `max_rate`, squared."""
     max_rate: Float[Array, ""]
     """The largest learning rate so far."""
 
@@ -78,12 +82,12 @@ class ScheduleFreeState(eqx.Module):
 class Optimizer(eqx.Module):
     """An optax transformation built for a learning rate of 1, and the learning rate that multiplies its updates.
 
-    `trained` picks the parameters that are trained; the others have no gradients and no optimizer state.
+    `trained` picks the parameters that are trained; other parameters have no gradients and no optimizer state.
 
     `rate` is a function of the run's step, not of a counter in the optimizer's state: a step that is skipped because
     its gradients are not finite still counts for the rate, and leaves the state unchanged. Each array that the state
-    holds for a parameter has the parameter's shape, or 1 in the place of some of its sizes. It is float32 or wider, or
-    stored in fewer bits between steps (`moments`). `map_state` maps over these arrays.
+    holds for a parameter has the parameter's shape, in which some sizes may be 1. During a step the arrays are float32
+    or wider; between steps `moments` may store them in fewer bits. `map_state` maps over these arrays.
     """
 
     transform: optax.GradientTransformation = eqx.field(static=True)
@@ -95,18 +99,18 @@ class Optimizer(eqx.Module):
     moments: str = eqx.field(static=True, default="float32")
     """The dtype of the moments between steps: float32, bfloat16 or 8bit."""
     average: float | None = eqx.field(static=True, default=None)
-    """The share of averaged weights in those where gradients are computed, for schedule-free training; or None.
+    """None, except for schedule-free training (arXiv 2405.15682), where parameters are averages of fast weights.
 
-    The parameters are then averages of the weights that updates move (arXiv 2405.15682), see `ScheduleFreeState`.
+    The number is then the share of the averages in the point at which gradients are computed, see `ScheduleFreeState`.
     """
     assignment: tuple[tuple[str, str], ...] = eqx.field(static=True, default=())
-    """The path of each trained parameter and the name of its optimizer; none for a transformation of one's own."""
+    """The path of each trained parameter and the name of its optimizer; empty for a user's own transformation."""
 
     def __check_init__(self):
         if self.moments not in MOMENTS:
             raise ValueError(f"Optimizer(moments={self.moments!r}): moments are stored in {' or '.join(MOMENTS)}.")
         if self.average is not None and not 0 < self.average < 1:
-            raise ValueError(f"Optimizer(average={self.average}): a share lies between 0 and 1; 0.9 is usual.")
+            raise ValueError(f"Optimizer(average={self.average}): average must be between 0 and 1; 0.9 is usual.")
 
     def init(self, model: PyTree) -> PyTree:
         """Return the state before the first step, for the trained parameters of `model`."""
@@ -118,7 +122,7 @@ class Optimizer(eqx.Module):
         return ScheduleFreeState(state, jax.tree.map(jnp.copy, parameters), *zeros)
 
     def gradient_point(self, model: PyTree, state: PyTree) -> PyTree:
-        """Return the model at which a step computes gradients: the model itself, unless its weights are averages."""
+        """Return the model at which a step computes gradients: the model itself, except in schedule-free training."""
         if self.average is None:
             return model
         parameters, untrained = partition_trained(model, self.trained)
@@ -131,7 +135,7 @@ class Optimizer(eqx.Module):
     ) -> tuple[PyTree, PyTree]:
         """Return `parameters + learning_rate * transform(gradients)`, in float32 at least, and the new state.
 
-        For schedule-free training the updates move the fast weights, and the new parameters are their average.
+        In schedule-free training, the updates move the fast weights, and the new parameters are averages of these.
         """
         wide = nn.in_float32(parameters)
 
@@ -152,7 +156,7 @@ class Optimizer(eqx.Module):
         return jax.tree.map(lambda x, parameter: x.astype(parameter.dtype), wide, parameters), state
 
     def map_fast_weights(self, function: Callable[[PyTree], PyTree], state: PyTree) -> PyTree:
-        """Return the state with `function` of the weights that updates move, if these are not the parameters."""
+        """Return the state with `function` applied to the fast weights; the same state if there are none."""
         if self.average is None:
             return state
         return eqx.tree_at(lambda s: s.fast, state, function(state.fast))
@@ -165,7 +169,7 @@ class Optimizer(eqx.Module):
         return updates, compress_moments(self.moments, self.transform, wide_state, state)
 
     def _interpolate(self, parameters: PyTree, state: ScheduleFreeState) -> PyTree:
-        """Return the weights between the fast weights and their averages at which gradients are computed."""
+        """Return the point between the averaged and the fast weights at which gradients are computed."""
         share = self.average
         assert share is not None
         return jax.tree.map(lambda x, z: share * x + (1 - share) * z, parameters, state.fast)
@@ -173,10 +177,10 @@ class Optimizer(eqx.Module):
     def map_state(
         self, function: Callable[..., PyTree], state: PyTree, *like_parameters: PyTree, other: PyTree
     ) -> PyTree:
-        """Apply `function` to each moment of `state` of a parameter: an array, `MomentCodes` or a `Preconditioner`.
+        """Apply `function` to each parameter's moments in `state`: arrays, `MomentCodes` or a `Preconditioner`.
 
-        `function` also takes that parameter's leaves of `like_parameters` (trees like the trained parameters, such as
-        partition specs). Counters become `other`.
+        `function` also takes the same parameter's leaves of `like_parameters`, which are trees like the trained
+        parameters, such as partition specs. Counters become `other`.
         """
         if self.average is None:
             return self._map_stored(function, state, *like_parameters, other=other)
@@ -194,29 +198,28 @@ class Optimizer(eqx.Module):
         return eqx.tree_at(lambda s: (s.inner, s.coded), state, (inner, other), is_leaf=is_none)
 
     def describe(self, model: PyTree) -> list[str]:
-        """Return a line for each named optimizer: how many arrays and parameters of a model it trains, and which.
+        """Return a line for each named optimizer, with the numbers and the paths of the parameters that it trains.
 
-        The paths are the shortest ones below which it trains everything. Shapes in the place of the model are enough. A
-        transformation of one's own has no name, and no line.
+        The paths are the shortest paths below which the optimizer trains everything. `model` may have shapes instead of
+        arrays. A user's own transformation has no name, and no line.
         """
         return describe_assignment(dict(self.assignment), model)
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupRates:
-    """Learning rates of groups of parameters, as multiples of the learning rate; hidden matrices have the rate itself.
+    """Factors of the learning rate for groups of parameters; hidden matrices always have the factor 1.
 
-    Models of different widths can share one learning rate if some multiples depend on the width. Under AdamW, the
-    head's multiple is proportional to `1 / embed`, and those of embeddings and vectors are constant (muP, arXiv
-    2203.03466).
+    With suitable factors, models of different widths can share one learning rate. For AdamW, the head's factor is then
+    proportional to `1 / embed`, and the factors of embeddings and vectors are constant (muP, arXiv 2203.03466).
     """
 
     embedding: float = 1.0
-    """The multiple of tables that are looked up: of token embeddings, values, positions and types."""
+    """The factor for tables that are looked up: embeddings of tokens, values, positions and types."""
     head: float = 1.0
-    """The multiple of a head that is not tied to the embedding."""
+    """The factor for a head that is not tied to the embedding."""
     vectors: float = 1.0
-    """The multiple of everything that is no matrix: norms, biases, factors of the stream."""
+    """The factor for everything that is no matrix: norms, biases, factors of the stream."""
 
     def scaling(self, marks: PyTree) -> Callable[[PyTree, PyTree], PyTree]:
         """Return the function that multiplies updates; `marks` has an `nn.Matrix` or False for each parameter."""
@@ -235,11 +238,11 @@ class GroupRates:
 
 
 def check_optimizer(optimizer: object, call: str) -> None:
-    """Raise a `ValueError` for anything but an `Optimizer`, such as an optax transformation alone."""
+    """Raise a `ValueError` for anything but an `Optimizer`, such as a plain optax transformation."""
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
-            f"{call}: the optimizer must be a training.Optimizer, and this is a {type(optimizer).__name__}; build an "
-            "optax transformation for a learning rate of 1 and pass it with the rate, as "
+            f"{call}: the optimizer must be a training.Optimizer, not a {type(optimizer).__name__}; build an optax "
+            "transformation for a learning rate of 1 and pass it with the rate, as "
             "training.Optimizer(optax.adam(1.0), training.constant(1e-3))."
         )
 
@@ -261,8 +264,8 @@ def _widest_dtype(wide: PyTree) -> jnp.dtype:
 MATRIX_OPTIMIZERS = ("muon", "normuon", "soap")
 """Optimizers that take hidden matrices only; AdamW trains the other parameters of a model."""
 AVERAGING_OPTIMIZERS = ("schedule-free-adamw",)
-"""Optimizers that average all trained weights, so that no path chooses them."""
-_MAX_GROUPS = 8  # The most groups of paths of an optimizer in a line of `describe_assignment`.
+"""Optimizers that average all trained weights, and therefore cannot be chosen for some parameters by path."""
+_MAX_GROUPS = 8  # A line of `describe_assignment` shows at most this many groups of paths.
 
 
 def assign(
@@ -273,7 +276,7 @@ def assign(
     Args:
         name: The optimizer of the model. `MATRIX_OPTIMIZERS` leave all but hidden matrices to AdamW.
         marks: A tree like the trained parameters, with an `nn.Matrix` for each matrix and False for other parameters.
-        paths: Choices `PATTERN=NAME` of other optimizers, see `optimizer`; a later choice comes before an earlier one.
+        paths: Choices `PATTERN=NAME` of other optimizers, see `optimizer`; a later choice overrides an earlier choice.
         optimizers: The names that may be chosen.
     """
     default = {path: _default(name, mark) for path, mark in _by_path(marks).items()}
@@ -281,12 +284,12 @@ def assign(
 
 
 def _by_path(marks: PyTree) -> dict[str, nn.Matrix | Literal[False]]:
-    """Return the marks of parameters by the parameters' paths."""
+    """Return the mark of each parameter by the parameter's path."""
     return {nn.path_name(path): mark for path, mark in jax.tree_util.tree_leaves_with_path(marks)}
 
 
 def choose_optimizers(marks: PyTree, paths: Sequence[str], optimizers: Sequence[str], name: str) -> dict[str, str]:
-    """Return the name of the optimizer of each parameter that a choice in `paths` matches, as `assign` takes them."""
+    """Return the optimizer's name for each parameter that a choice in `paths` matches; arguments as in `assign`."""
     marks_by_path = _by_path(marks)
     chosen_by: dict[str, str] = {}
     for choice in paths:
@@ -299,8 +302,8 @@ def choose_optimizers(marks: PyTree, paths: Sequence[str], optimizers: Sequence[
             )
         if chosen in AVERAGING_OPTIMIZERS and chosen != name:
             raise ValueError(
-                f"optimizer({name!r}, paths={choice!r}): {chosen} averages all weights; take it as the optimizer, and "
-                f"choose {name} by path."
+                f"optimizer({name!r}, paths={choice!r}): {chosen} averages all weights; pass {chosen} as the "
+                f"optimizer's name, and choose {name} by path."
             )
         matched = [path for path in marks_by_path if _matches(pattern, path)]
         if not matched:
@@ -313,8 +316,8 @@ def choose_optimizers(marks: PyTree, paths: Sequence[str], optimizers: Sequence[
     for choice in paths:
         if choice not in chosen_by.values():
             raise ValueError(
-                f"optimizer(paths={choice!r}): later choices take all parameters that this one matches; leave it out, "
-                "or put it last."
+                f"optimizer(paths={choice!r}): later choices take all parameters that this choice matches; leave this "
+                "choice out, or put it last."
             )
     return {path: choice.rpartition("=")[2] for path, choice in chosen_by.items()}
 
@@ -324,24 +327,24 @@ def _default(name: str, mark: nn.Matrix | Literal[False]) -> str:
 
 
 def is_hidden(mark: nn.Matrix | Literal[False] | None) -> bool:
-    """Return whether a mark is that of a hidden matrix, and not of a table, a vector or an untrained parameter."""
+    """Return whether a mark belongs to a hidden matrix, not to a table, a vector or an untrained parameter."""
     return bool(mark and not mark.table)
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """Return whether a path has consecutive names like the pattern, in which `*` stands for any text."""
+    """Return whether consecutive names of a path match the pattern, in which `*` stands for any text."""
     names = ".*".join(map(re.escape, pattern.split("*")))
     return re.search(rf"(?:^|\.){names}(?=$|[.\[])", path) is not None
 
 
 def _nearest(pattern: str, paths: Mapping[str, object]) -> list[str]:
-    """Return the names, or paths, of parameters that are nearest to a pattern."""
+    """Return up to three names or paths of parameters that are most similar to a pattern."""
     candidates = dict.fromkeys(name for path in paths for name in (path, *path.split(".")))
     return difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.5) or list(paths)[:3]
 
 
 def _check_matrices(choice: str, name: str, marks: Mapping[str, nn.Matrix | Literal[False]]) -> None:
-    """Raise a `ValueError` if an optimizer of hidden matrices is chosen for other parameters."""
+    """Raise a `ValueError` if an optimizer that trains only hidden matrices is chosen for other parameters."""
     refused = {path: mark for path, mark in marks.items() if not is_hidden(mark)}
     if name not in MATRIX_OPTIMIZERS or not refused:
         return
@@ -355,7 +358,7 @@ def _check_matrices(choice: str, name: str, marks: Mapping[str, nn.Matrix | Lite
 
 
 def describe_assignment(assignment: Mapping[str, str], model: PyTree) -> list[str]:
-    """Return a line for each optimizer: its arrays, their parameters, and the shortest paths that hold no others."""
+    """Return a line for each optimizer: its numbers of arrays and parameters, and the shortest paths of only these."""
     leaves = {nn.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
     names_below: dict[str, set[str]] = {}
     for path, name in assignment.items():
@@ -370,7 +373,7 @@ def describe_assignment(assignment: Mapping[str, str], model: PyTree) -> list[st
         shown = ", ".join(groups[:_MAX_GROUPS])
         shown += f" and {len(groups) - _MAX_GROUPS} more" if len(groups) > _MAX_GROUPS else ""
         if len(paths) == len(assignment):
-            shown = "all that are trained"
+            shown = "all trained parameters"
         lines.append(f"{name} trains {len(paths)} array{'s' * (len(paths) > 1)} of {parameters:,} parameters: {shown}")
     return lines
 
@@ -382,7 +385,7 @@ def _prefixes(path: str) -> list[str]:
 
 
 def _join_siblings(paths: Iterable[str]) -> list[str]:
-    """Return paths with those joined that differ in the last name but one only: `layer.{up,down}.weight`."""
+    """Join paths that differ only in the second to last name, as in `layer.{up,down}.weight`."""
     siblings: dict[tuple[str, ...], list[str]] = {}
     for path in paths:
         *parents, name, last = ["", "", *path.split(".")]
