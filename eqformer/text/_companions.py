@@ -28,13 +28,12 @@ TOKENIZER = "tokenizer.json"
 def load_tokenizer(source: str | Path, *, end_of_text: str | None = None) -> data.ByteTokenizer | data.FileTokenizer:
     """Load the tokenizer of a published folder or of a GGUF file.
 
-    A folder without `tokenizer.json` has the tokenizer of bytes if its model has 256 ids. Raises a `ValueError` for any
-    other folder without that file.
+    Without a `tokenizer.json`, a model with 256 ids gets the byte tokenizer, and any other model raises a `ValueError`.
 
     Args:
         source: The folder, or the file.
-        end_of_text: The token that ends a text; None: the first end id that the model's configs name or,
-            if they name none, the token that `data.FileTokenizer` takes.
+        end_of_text: The token that ends a text; None: the first end id that the model's configs name or, if they name
+            none, the default of `data.FileTokenizer`.
     """
     folder = models.companion_folder(source)
     file, ends = folder / TOKENIZER, models.read_eos_token_ids(folder)
@@ -42,7 +41,7 @@ def load_tokenizer(source: str | Path, *, end_of_text: str | None = None) -> dat
         return data.FileTokenizer(file, end_of_text=next(iter(ends), None) if end_of_text is None else end_of_text)
     call = f"load_tokenizer({str(source)!r})"
     if models.read_config(source).vocab != data.ByteTokenizer.vocab:
-        raise ValueError(f"{call}: the folder has no {TOKENIZER}; put the model's own there.")
+        raise ValueError(f"{call}: the folder has no {TOKENIZER}; put the model's tokenizer there.")
     if end_of_text is not None:
         raise ValueError(
             f"{call}: end_of_text={end_of_text!r}: the byte tokenizer ends a text with id 0; leave it out."
@@ -118,7 +117,7 @@ class EmbeddingHead(nn.Module):
     def __call__(
         self, hidden: Float[Array, "batch seq embed"], tokens: nn.Tokens, skipped: int | Int[Array, ""] = 0
     ) -> Float[Array, "batch features"]:
-        """Return the vector of each row, from its tokens other than the first `skipped` ones."""
+        """Return the vector of each row, from its tokens after the first `skipped` tokens."""
         x = self.pooling(hidden, tokens, skipped)
         for layer in self.layers:
             x = layer(x)
@@ -141,7 +140,7 @@ class EncoderFiles:
     similarity: str = "cosine"
     """The function by which vectors are compared."""
     max_length: int | None = None
-    """Tokens to which texts are cut; None: the folder states none."""
+    """Number of tokens to which longer texts are cut; None: the folder states no length."""
     lower_case: bool = False
     """Whether texts are read in lower case."""
 
@@ -149,7 +148,7 @@ class EncoderFiles:
 def read_encoder_files(path: Path) -> EncoderFiles:
     """Read the files of a text encoder; raise a `ValueError` that names the file of an unsupported setting.
 
-    A folder without `modules.json` has the mean of all tokens, as in sentence-transformers.
+    Without a `modules.json`, the vector of a text is the mean over all of its tokens, as in sentence-transformers.
     """
     if not (path / MODULES).exists():
         return EncoderFiles(path, EmbeddingHead(nn.Pooling(("mean",))))
@@ -181,11 +180,11 @@ def read_encoder_files(path: Path) -> EncoderFiles:
 
 
 def read_pooling(folder: str | Path) -> str:
-    """Return how a published model makes the vector of a text, a name in `nn.POOLINGS`, for training it further.
+    """Return the pooling of a published model that is trained further: a name in `nn.POOLINGS`.
 
     The pooling is read from the folder's `modules.json`; without this file, encoders take the mean, and decoders the
-    last token. Raises a `ValueError` for a folder with several poolings, or with dense layers, which training leaves
-    out.
+    last token. Raises a `ValueError` for a folder with several poolings or with dense layers, which training does not
+    support.
     """
     path = models.companion_folder(folder)
     if not (path / MODULES).exists():
@@ -202,9 +201,9 @@ def encoder_files(
     """Return the files of a text encoder for sentence-transformers, by name, without the files of its model.
 
     Args:
-        pooling: How the vector of a text is made from those of its tokens, a name in `nn.POOLINGS`.
-        channels: The channels of a vector.
-        max_length: The tokens to which texts are cut.
+        pooling: How the vector of a text is made from the vectors of its tokens: a name in `nn.POOLINGS`.
+        channels: Number of channels of a vector.
+        max_length: Number of tokens to which longer texts are cut.
         similarity: The function by which vectors are compared.
         published: The files of a published encoder, whose prompts and layers after the pooling are taken over.
     """
@@ -252,7 +251,7 @@ def _check_transformer(folder: Path) -> None:
     modalities = settings.nested("modality_config")
     wanted = {"method": "forward", "method_output_name": "last_hidden_state"}
     if modalities and modalities.get("text") != wanted:
-        settings.refuse(f"modality_config={modalities!r}: that of 'text' must be {wanted!r}.")
+        settings.refuse(f"modality_config={modalities!r}: the entry of 'text' must be {wanted!r}.")
 
 
 def stated_max_length(folder: Path) -> int | None:
@@ -276,7 +275,7 @@ def _list_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _read_list(file: Path) -> list[JsonObject]:
-    """Return a JSON list of objects; raises a `ValueError` that begins with the path for anything else."""
+    """Return the JSON list of objects in a file; raise a `ValueError` that begins with the path for anything else."""
     try:
         value = parse_json(read_utf8(file))
     except ValueError as error:
@@ -287,7 +286,7 @@ def _read_list(file: Path) -> list[JsonObject]:
 
 
 def _module_folder(path: Path, name: str) -> Path:
-    """Return the folder of a module; raises a `ValueError` for one outside of `path`."""
+    """Return the folder of a module; raise a `ValueError` for a folder outside of `path`."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{path / MODULES}: path={name!r}: the folder of a module lies within this folder.")
     return path / name
@@ -299,7 +298,7 @@ def _read_optional(file: Path) -> PublishedConfig:
 
 
 def _finish(attributes: PublishedConfig, ignored: tuple[str, ...] = ()) -> None:
-    """Raise a `ValueError` for attributes that were not read, which may change the vectors."""
+    """Raise a `ValueError` for attributes that were not read, because they may change the vectors."""
     attributes.finish_strictly(lambda name, value: name in ignored)
 
 
@@ -325,7 +324,7 @@ def _read_layer(path: Path, kind: str, folder: Path) -> Callable[[Array], Array]
             f"{path / MODULES}: a module {kind!r} is not supported; after Pooling there may be Dense and Normalize."
         )
     file = folder / "config.json"
-    has_config = folder != path and file.exists()  # The file in the outermost folder is the model's.
+    has_config = folder != path and file.exists()  # The outermost folder's config.json describes the model.
     attributes = PublishedConfig(read_json(file) if has_config else {}, str(file), "this version")
     attributes.expect(_INPUT, "sentence_embedding", None)
     attributes.expect(_OUTPUT, None, "sentence_embedding")

@@ -29,13 +29,13 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float | int | None
     """Sample from the likeliest tokens that together have this probability."""
     min_p: float | int | None
-    """Sample from the tokens that are at least this share as likely as the likeliest."""
+    """Sample from the tokens whose probability is at least `min_p` times the largest probability."""
     repetition_penalty: float | int | None
     """Above 1: make tokens that are already in the text less likely."""
     seed: int
     """Seed of the sampling, 0 by default: the same seed gives the same text."""
     batch_size: int | None
-    """Texts of a list that are generated together; None, the default, generates all. The texts do not depend on it."""
+    """Number of texts of a list that are generated together; None, the default: all. Texts do not depend on it."""
     cache_dtype: str | None
     """Dtype of keys and values in the cache: None, the default, is the dtype in which they are computed; `"int8"` and
     `"fp8"` take less memory."""
@@ -47,7 +47,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 class ChatOptions(GenerateOptions, total=False):
-    """Keyword arguments of `LLM.chat`: those of `GenerateOptions`, and two more."""
+    """Keyword arguments of `LLM.chat`: the `GenerateOptions`, and two more."""
 
     template_options: Mapping[str, object]
     """Further variables of the chat template, such as `{"enable_thinking": False}`."""
@@ -85,7 +85,7 @@ class Settings:
 
     @staticmethod
     def from_options(call: str, options: Mapping[str, Any]) -> "Settings":
-        """Return the settings of a call; raise a `TypeError` for an unknown option, with the most similar name."""
+        """Return the settings of a call; for an unknown option, raise a `TypeError` that suggests a similar name."""
         names = [field.name for field in dataclasses.fields(Settings)]
         if unknown := [name for name in options if name not in names]:
             near = difflib.get_close_matches(unknown[0], names, n=1)
@@ -116,15 +116,15 @@ class Completion:
     log_probs: tuple[float, ...]
     """Log-probability of each id by the model's logits, before temperature and truncations, in nats."""
     finish_reason: Literal["stop", "length"]
-    """Reason for the end of the text: `"stop"` for an id or a string that ends it, `"length"` for `max_new_tokens`."""
+    """Why the text ended: `"stop"` if an id or a string ended the text, `"length"` if `max_new_tokens` ended it."""
 
 
 class StopStrings:
-    """Filter of a text in pieces, which ends the text before the first stop string.
+    """Filter that reads a text piece by piece, and ends the text before the first stop string.
 
-    The first stop string is the one that is complete first and, of several that are complete at once, the longest. The
-    end of a piece that may begin a stop string is held back until the text goes on, so the result does not depend on
-    how the text is divided into pieces.
+    The first stop string is the one that ends first; if several end at the same character, it is the longest of them.
+    If the end of a piece may begin a stop string, this end is held back until more text decides. The result therefore
+    does not depend on how the text is divided into pieces.
     """
 
     def __init__(self, stops: str | Sequence[str]):
@@ -136,7 +136,7 @@ class StopStrings:
         """Whether a stop string has ended the text."""
 
     def push(self, piece: str) -> str:
-        """Return the further text that is certain to precede any stop string; empty after a stop string."""
+        """Add a piece; return the new text that certainly precedes any stop string, empty after a stop string."""
         if self.is_complete:
             return ""
         text = self._pending + piece
@@ -160,7 +160,7 @@ class StopStrings:
         return sum(min(matches)) if matches else None
 
     def _pending_length(self, text: str) -> int:
-        """Return the length of the longest end of the text that is the beginning of a stop string."""
+        """Return the length of the text's longest suffix that is a prefix of a stop string."""
         longest = min(max(map(len, self._stops), default=1) - 1, len(text))
         return max((length for length in range(1, longest + 1) if self._is_beginning(text[-length:])), default=0)
 
@@ -262,7 +262,9 @@ def generate_texts(
     """
     if stream and (log_probs or len(prompts.rows) != 1):
         fault = "log_probs=True" if log_probs else f"{len(prompts.rows)} prompts"
-        raise ValueError(f"{call}(stream=True): one text is streamed without log_probs, not {fault}; leave one out.")
+        raise ValueError(
+            f"{call}(stream=True): a stream is one text without log_probs, but the call has {fault}; leave one out."
+        )
     if not prompts.rows:
         return []
     if stream:

@@ -19,9 +19,9 @@ _IN_PATTERN = re.compile(r"\\.|/|\n", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """A grammar that a whole text must follow, by the package `llguidance` (the extra `grammar`).
+    """A grammar that a generated text must follow, which the package `llguidance` (the extra `grammar`) reads.
 
-    If `max_new_tokens` cuts off a text, the text is a prefix of a text of the grammar.
+    If `max_new_tokens` cuts off a text, it is the beginning of a text that follows the grammar.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
@@ -55,9 +55,9 @@ class GrammarCompiler:
             self._tokenizer = self._package.LLTokenizer(tokenizer.to_json(), n_vocab=vocab, eos_token=list(end_ids))
 
     def compile(self, grammar: Grammar) -> Callable[[list[int]], Bool[np.ndarray, "vocab"]]:
-        """Return the `allowed` function of one text, which has state; each call must pass all new ids so far.
+        """Return a function for the `allowed` of one request, which maps the new ids so far to the ids that may follow.
 
-        Raises a `ValueError` for a grammar that cannot be read.
+        The function has state, so it serves a single text. Raises a `ValueError` for a grammar that cannot be read.
         """
         source = grammar.source if isinstance(grammar.source, str) else json.dumps(grammar.source, ensure_ascii=False)
         call = f"Grammar({grammar.kind!r}, {source!r:.60})"
@@ -79,7 +79,7 @@ class GrammarCompiler:
 
 
 def _write_unforced(kind: str, source: str) -> str:
-    """Return a grammar in the language of Lark that turns off the forcing of llguidance."""
+    """Return the grammar in the language of Lark, with an option that turns off llguidance's forcing."""
     if kind == "lark":
         return f"{_NO_FORCING}\n{source}"
     if kind == "regex":
@@ -92,9 +92,9 @@ def _write_unforced(kind: str, source: str) -> str:
 class _GrammarMask:
     """The tokens that a grammar allows after the ids of one text.
 
-    llguidance itself tokenizes text that has no alternative, and allows the one next token of it. If that text holds
-    the name of a special token, llguidance allows that special token, which its own parser then refuses. From there on,
-    a matcher without this forcing reads the text.
+    Forcing: where the grammar leaves only one possible text, llguidance tokenizes this text and allows its next token
+    only. If the forced text contains the name of a special token, llguidance allows the special token, although its own
+    parser refuses it. In that case, a matcher without forcing reads the text from its beginning and takes over.
     """
 
     def __init__(self, matcher: Any, make_unforced: Callable[[], Any], vocab: int):
@@ -103,7 +103,7 @@ class _GrammarMask:
         """Ids that the matcher has read."""
 
     def __call__(self, ids: list[int]) -> Bool[np.ndarray, "vocab"]:
-        """Return which ids may follow these; raise a `RuntimeError` if the matcher gives up, at one of its limits."""
+        """Return which ids may follow these; raise a `RuntimeError` if the matcher reaches one of its limits."""
         self._read(ids)
         allowed = self._compute_allowed()
         (tokens,) = np.nonzero(allowed)
@@ -124,7 +124,7 @@ class _GrammarMask:
 
     def _accepts(self, tokens: list[int]) -> bool:
         """Return whether the parser reads these tokens next, or may end the text with them."""
-        # `validate_tokens` refuses every special token, so a copy of the matcher reads those that the grammar allows.
+        # `validate_tokens` refuses every special token, even an allowed one, so a copy of the matcher reads the tokens.
         matcher = self._matcher
         return bool(
             matcher.validate_tokens(tokens) or matcher.is_accepting() or matcher.deep_copy().consume_tokens(tokens)

@@ -26,8 +26,8 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class LLM:
     """A language model with its tokenizer, its chat template and the ids that end a text.
 
-    `load` returns the `LLM` of a published model. `dataclasses.replace(llm, model=...)` generates with other weights or
-    another template.
+    `load` returns the `LLM` of a published model. `dataclasses.replace(llm, model=...)` returns an `LLM` with other
+    weights.
     """
 
     model: generation.Model
@@ -39,12 +39,12 @@ class LLM:
     end_ids: tuple[int, ...] = ()
     """Ids that end a text. The first is the main id, which is appended where a text must end."""
     special_tokens: bool = True
-    """Whether prompts get the special tokens that the tokenizer adds, such as a beginning of text, and may name special
-    tokens. False for a model that was trained on plain text."""
+    """Whether the tokenizer adds special tokens to prompts, such as a beginning of text, and reads the names of special
+    tokens in a prompt as these tokens. False for a model that was trained on plain text."""
     max_length: int | None = None
-    """Tokens of the longest text that the model was published for or trained on; None: unknown."""
+    """Maximum number of tokens of a text for which the model was published or trained; None: unknown."""
     begin_id: int | None = None
-    """The id of the beginning of text, whether or not prompts get it; None: the model's files name none."""
+    """The id of the beginning of text, even if prompts do not get it; None: the model's files name no such id."""
 
     def __post_init__(self):
         if isinstance(self.chat_template, str):
@@ -129,8 +129,8 @@ class LLM:
     ) -> Result:
         """Answer a conversation, or each conversation of a list, in the model's chat template.
 
-        Raises what `generate` raises, and a `ValueError` if there is no chat template, the template refuses the
-        messages, or the final message cannot be continued.
+        Raises the errors of `generate`, and a `ValueError` if there is no chat template, if the template refuses the
+        messages, or if the final message cannot be continued.
 
         Args:
             messages: Messages such as `{"role": "user", "content": "Why is the sky blue?"}`, or a list of such lists. A
@@ -160,10 +160,11 @@ class LLM:
         continue_final_message: bool = False,
         lead: str = "",
     ) -> list[int]:
-        """Return the ids of a conversation as the model reads it, up to the answer's header and then its `lead`.
+        """Return the ids of a conversation, with the header of the answer and the answer's beginning `lead`.
 
-        With `continue_final_message`, the ids end with the content of the final message. Raises a `ValueError` if there
-        is no chat template, the template refuses the messages, or the final message cannot be continued.
+        With `continue_final_message`, the content of the final message takes the place of the header. Raises a
+        `ValueError` if there is no chat template, if the template refuses the messages, or if the final message cannot
+        be continued.
         """
         return self._encode_rendered(self._render(messages, template_options, continue_final_message) + lead)
 
@@ -182,23 +183,23 @@ class LLM:
     ) -> TextEngine:
         """Return an engine that continues many texts and chats at once, each with settings of its own.
 
-        Texts may come and go at any time, and each is the text that `generate` or `chat` alone would generate. The
+        Requests may arrive at any time; each gets the text that `generate` or `chat` would generate for it alone. The
         engine decodes with `model`, so the engine runs under the plan that `load` was given. Raises a `ValueError` for
         numbers below 1 and for a draft that does not fit the model.
 
         Args:
-            slots: Texts that are generated at once.
-            capacity: Tokens of the longest text, with its prompt.
-            prefill_chunk: Tokens of a prompt that are read at once; between two decoding steps, such a chunk is read
-                for each free slot.
+            slots: Number of texts that are generated at once.
+            capacity: Maximum number of tokens of a text, prompt included.
+            prefill_chunk: Number of prompt tokens that are read at once; between two decoding steps, one such chunk is
+                read for each free slot.
             stride: Maximum number of tokens of each text that the device generates before the host reads them. With a
                 small stride, texts stream more evenly; with a large stride, all texts are faster.
             prefixes: Number of prompt prefixes whose caches are stored for later prompts with the same beginning.
             cache_dtype: Dtype of keys and values in the caches; None: the dtype in which they are computed.
             draft: A smaller model that proposes tokens; `"mtp"` is the model's own predictor.
             draft_tokens: Tokens that the draft proposes at a time.
-            throughput: Whether programs may take longer to compile if decoding is faster then, as in `load`. Here the
-                engine's caches count, too, in the decision to unstack layers on a CPU.
+            throughput: Whether to accept longer compilation for faster decoding, as in `load`. On a CPU, whether layers
+                are then unstacked depends on the size of the engine's caches, too.
         """
         draft_llm, model = draft if isinstance(draft, LLM) else None, self.model
         if throughput and isinstance(model, nn.LanguageModel):
@@ -227,10 +228,10 @@ class LLM:
     def log_likelihood(
         self, context: str | Texts, continuation: str | Texts, *, batch_size: int | None = None
     ) -> float | list[float]:
-        """Return the log-probability of a continuation after a context, in nats, or a list with one for each pair.
+        """Return the log-probability of a continuation after a context in nats; for lists, one number for each pair.
 
-        One context may have a list of continuations. Context and continuation are encoded as one text, and a token that
-        has characters of both belongs to the continuation; a model with an encoder reads them as two texts. The model
+        A single context may have a list of continuations. Context and continuation are encoded as one text; a token
+        with characters of both belongs to the continuation. A model with an encoder reads them as two texts. The model
         reads `batch_size` pairs of a list at a time, by default all. Raises a `ValueError` if a context or a
         continuation has no token.
         """
@@ -313,14 +314,14 @@ def prepare_to_decode(
     capacity: int = 0,
     cache_dtype: str | None = None,
 ) -> generation.Model:
-    """Return the model in the form that decodes fastest on JAX's default devices; with a plan, sharded by it.
+    """Return the model in the form that decodes fastest on JAX's default devices; a plan also shards the model.
 
     Args:
         model: The model as it was loaded.
         plan: The mesh and its shardings; None for one device.
-        throughput: Whether faster decoding is worth a longer compilation. If not, dense layers stay stacked on CPUs,
-            and their programs compile several times as fast. If so, `kernels.build_native` is called for quantized
-            weights if there is a C++ compiler.
+        throughput: Whether to accept longer compilation for faster decoding. If False, dense layers stay stacked on
+            CPUs, and their programs compile several times as fast. If True, `kernels.build_native` is called for
+            quantized weights, if there is a C++ compiler.
         rows: Rows that decode together, as `generation.unstack_for_platform` reads them; unused with a plan.
         capacity: Tokens of each row's cache; unused with a plan.
         cache_dtype: Storage format of the caches, such as "int8"; unused with a plan.
@@ -341,8 +342,8 @@ def prepare_to_decode(
 def build_kernels(model: generation.Model, warn: Callable[[str], object] | None = None) -> None:
     """Build the kernel for a model with quantized weights on a CPU (see `kernels.build_native`).
 
-    Without a compiler, or if it fails, XLA computes the products, and `warn` is called with a line that says so. If
-    `warn` is None, a failure is logged, and a missing compiler is not mentioned.
+    If there is no compiler, or if the compiler fails, XLA computes the products, and `warn` is called with a line that
+    says so. If `warn` is None, a failure is logged, and a missing compiler is not mentioned.
     """
     weights = model.model if isinstance(model, parallel.ShardedModel) else model
     if jax.default_backend() != "cpu" or not nn.quantized_formats(weights):

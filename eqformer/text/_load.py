@@ -42,17 +42,17 @@ def load(
 
     A folder holds a classifier if its `config.json` names a model `ForSequenceClassification` or
     `ForTokenClassification`. It holds a text encoder if it has the `modules.json` of sentence-transformers, or if its
-    model is an encoder for masked tokens; a GGUF file also holds one if it states a pooling. `load_llm`, `load_encoder`
-    and `load_classifier` load only one of the three kinds, and raise a `ValueError` for the others.
+    model is an encoder for masked tokens; a GGUF file holds a text encoder if it states a pooling. `load_llm`,
+    `load_encoder` and `load_classifier` load only one of the three kinds, and raise a `ValueError` for the other kinds.
 
     Args:
         source: A published folder, one file of GGUF, the folder of a run, or the name of a model of the hub.
         plan: The plan that shards the model over a mesh; None: one device.
         dtype: The dtype of all weights; None: each has its published dtype.
-        weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them. The quantized
-            weights of a run are decoded with its low-rank changes merged.
-        predictor: Whether an `LLM` also reads the module that predicts a further token.
-        throughput: Whether an `LLM`'s programs may take longer to compile if decoding is faster then.
+        weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them, and merges the
+            low-rank changes of a run into them.
+        predictor: Whether to load the multi-token predictor of an `LLM`, too.
+        throughput: Whether to accept longer compilation of an `LLM`'s programs for faster decoding.
         progress: A function that is called with the number of bytes read so far, and of all bytes.
     """
     path = _find_source(f"load({str(source)!r})", source)
@@ -91,19 +91,20 @@ def load_llm(
     """Load a language model with its tokenizer and chat template.
 
     Raises a `ValueError` for a path that does not exist, for a text encoder, for a model that does not fit the plan,
-    for a folder without `tokenizer.json`, and for what `models.local_path`, `models.load` or `load_run_model` refuse.
+    for a folder without `tokenizer.json`, and for everything that `models.local_path`, `models.load` or
+    `load_run_model` refuse.
 
     Args:
         source: A published folder, one file of GGUF, the folder of a run (the model of its latest checkpoint), or the
             name of a model of the hub, such as `"HuggingFaceTB/SmolLM2-135M-Instruct"` (see `models.local_path`).
-        plan: The plan that shards the model over a mesh; None: one device. The text is the same.
+        plan: The plan that shards the model over a mesh; None: one device. Generated texts do not depend on the plan.
         dtype: The dtype of all weights; None: each has its published dtype.
         weights: `"quantized"` keeps quantized weights as they are stored, in less memory; `"decoded"` decodes them,
             and merges the low-rank changes of a run into them.
-        predictor: Whether to read the module that predicts a further token too, for `generate(draft="mtp")`.
-        throughput: Whether programs may take longer to compile if decoding is faster then: on a CPU, layers whose
-            weights fit into no cache are unstacked (see `generation.unstack_for_platform`), and a C++ compiler builds
-            the products with quantized weights, once (see `kernels.build_native`).
+        predictor: Whether to load the multi-token predictor, too, for `generate(draft="mtp")`.
+        throughput: Whether to accept longer compilation for faster decoding. On a CPU, layers are unstacked if their
+            weights exceed the last-level cache (see `generation.unstack_for_platform`), and a C++ compiler builds the
+            kernel for quantized weights, once (see `kernels.build_native`).
         progress: A function that is called with the number of bytes read so far, and of all bytes.
     """
     call = f"load_llm({str(source)!r})"
@@ -187,8 +188,8 @@ def make_llm(
 ) -> LLM:
     """Join a model and its tokenizer with the chat template and the special ids of a published folder.
 
-    A folder that does not exist has neither. The first end id is the tokenizer's end of text, which is by default the
-    first end id that the model's configs name.
+    If the folder does not exist, the `LLM` has no chat template and no special ids but the tokenizer's. The first end
+    id is the tokenizer's end of text, which is by default the first end id that the model's configs name.
     """
     ends = dict.fromkeys([tokenizer.end_of_text, *models.read_eos_token_ids(folder)])
     begin_id = read_begin_id(folder, tokenizer)
@@ -213,7 +214,7 @@ class RunRecipe(NamedTuple):
     published: Path | None
     """The published model that the run began from."""
     seq: int
-    """The tokens of a row that the run trained on."""
+    """Number of tokens of a row in training."""
     loss: str = "next-token"
     """The loss of the run."""
     pooling: str = "mean"
@@ -256,8 +257,8 @@ def load_run_model(path: str | Path, plan: parallel.Plan | None = None) -> nn.Tr
     """Load the model of a run's latest checkpoint, on one device or sharded by a plan.
 
     The model has no fp8 products. The recipe is read as data: no code of the folder runs. Raises a `ValueError` for a
-    run without a checkpoint, and for a recipe with classes that this process does not know: first import the code that
-    registers a family of your own.
+    run without a checkpoint, and for a recipe with classes that this process does not know. Before you load a model of
+    your own family, import the code that registers the family.
     """
     return restore_run_model(path, read_run_recipe(path), plan)
 
@@ -301,7 +302,7 @@ def load_run_encoder(path: str | Path, plan: parallel.Plan | None = None) -> Tex
     """
     recipe = read_run_recipe(path)
     if not recipe.trains_encoder:
-        raise ValueError(f"load_run_encoder({str(path)!r}): the run's loss is {recipe.loss}, not one of text encoders.")
+        raise ValueError(f"load_run_encoder({str(path)!r}): the run's loss, {recipe.loss}, trains no text encoder.")
     model = nn.without_head(nn.merge_lora(restore_run_model(path, recipe, plan)))
     tokenizer, published = open_run_tokenizer(path, recipe), _published_encoder(path, recipe)
     head, options = EmbeddingHead(nn.Pooling((recipe.pooling,))), {}

@@ -1,4 +1,4 @@
-"""`complete_file`: a text for each row of a file of prompts, in a file that is continued after an interruption."""
+"""`complete_file`: generate a text for each row of a file of prompts; an interrupted call can be repeated."""
 
 import dataclasses
 import hashlib
@@ -54,22 +54,22 @@ def complete_file(
 ) -> FileSummary:
     """Write a text for each row of a file of JSON lines, and go on where an earlier call stopped.
 
-    A row is an object with a `prompt` (a text or ids) or `messages`, and may set fields of `TextRequest` for itself. A
-    line of the result has the number of the row's line, the row and its text. Lines are written when their texts end.
-    When all are written, they are put into the order of the rows. A killed process therefore loses only unfinished
-    texts, and the same call, repeated, then writes the same file as an uninterrupted call.
+    A row is an object with a `prompt` (a text or ids) or `messages`, and may set fields of `TextRequest` for itself.
+    Each line of the target holds the line number of a row, the row and its text. A line is written as soon as its text
+    has ended, so a killed process loses only unfinished texts. Once all lines are written, they are put into the order
+    of the rows. If an interrupted call is repeated, the target is the same as after an uninterrupted call.
 
     All rows are read before anything is generated. Raises a `ValueError` that names the line for a row that is no JSON
-    object, has unknown fields, or is refused by `TextEngine.encode`; and for a target that another call has begun: with
-    other rows, other settings or another `fingerprint`. A text that cannot go on has a line with its `error`.
+    object, has unknown fields, or is refused by `TextEngine.encode`, and for a target that was begun with other rows,
+    other settings or another `fingerprint`. A text that cannot go on has a line with its `error`.
 
     Args:
         engine: The engine. The texts do not depend on its sizes.
         source: The file of rows. Empty lines are left out.
         target: The file of texts.
-        request: The settings of rows that do not have them; its prompt is not read.
+        request: Default settings, which a row's own fields replace; the prompt of this request is not used.
         ask: A function that turns a row's text into the prompt of a request, such as a list of messages.
-        best_of: Texts that are generated for each row. All are written, the likeliest first.
+        best_of: Number of texts that are generated for each row. All are written, the likeliest first.
         log_probs: Whether to write the ids of each text and their log-probabilities.
         fingerprint: A string for everything else that the texts depend on, such as the name of the model.
         progress: A function that is called with the number of rows that this call has written and the number that it
@@ -154,7 +154,7 @@ def _read_written(job: _PromptFileJob, lines: dict[int, str]) -> set[int]:
 
 
 def _check_record(job: _PromptFileJob, number: int, content: bytes, lines: dict[int, str]) -> int:
-    """Return the line of the row that a line of the target belongs to."""
+    """Return the line number of the row whose text a line of the target holds."""
     call = f"{job.target}, line {number}"
     try:
         record = parse_json(content)
@@ -204,7 +204,7 @@ def _complete_rows(
 
 
 def _describe(job: _PromptFileJob, results: list[TextResult]) -> dict[str, Any]:
-    """Return the texts of one row as JSON: the only one, or a list of samples, the likeliest first."""
+    """Return the texts of one row as JSON: a single text, or a list of samples, the likeliest first."""
     results.sort(key=lambda result: (bool(result.error), -sum(result.log_probs), result.number))
     samples: list[dict[str, Any]] = []
     for result in results:
@@ -232,7 +232,7 @@ def _round(log_prob: float) -> float:
 
 
 def _sort(target: Path) -> None:
-    """Put the lines of a complete file into the order of their rows, if they are not."""
+    """Put the lines of a complete file into the order of their rows, if they have another order."""
     starts: list[tuple[int, int, int]] = []
     with open_regular(target) as file:
         start = 0

@@ -87,20 +87,21 @@ class Rollouts:
 
     The processes of a run sample together under the plan, and only the first process calls the reward function.
 
-    Completions depend on the key, on the number of the step and on the weights alone, so a run resumed from a
-    checkpoint (`start=`) gives the same numbers as an uninterrupted run, unless it stopped between two `updates` on one
-    batch. Prompts are shuffled anew in each pass over the rows. Completions end with an id of `llm.end_ids`. Call
-    `train` without a key: dropout would make the trainer's log-probabilities differ from the sampler's.
+    Completions depend only on the key, on the number of the step and on the weights. A run that is resumed from a
+    checkpoint (`start=`) therefore gives the same numbers as an uninterrupted run, unless it stopped between two
+    `updates` on one batch. Prompts are shuffled anew in each pass over the rows. Completions end with an id of
+    `llm.end_ids`. Call `train` without a key: dropout would make the trainer's log-probabilities differ from the
+    sampler's.
 
-    The metrics of a step are over the completions that were sampled first, before groups were replaced: `reward`,
-    `reward_std` (the mean of the groups' standard deviations), `groups_without_signal` (the share of groups whose
-    rewards are all equal), `completion_tokens`, and `truncated` (the share of completions that `max_new_tokens` ended).
+    The metrics of a step are means over its first completions, before groups are replaced: `reward`, `reward_std` (the
+    standard deviation in a group), `groups_without_signal` (the share of groups whose rewards are all equal),
+    `completion_tokens`, and `truncated` (the share of completions that `max_new_tokens` ended).
     """
 
     samples: Sequence[Sample] = ()
     """The completions of the last batch, with their rewards."""
     seq: int
-    """The tokens of a batch's rows, in which every prompt and completion fits."""
+    """Number of tokens of a batch's rows, enough for every prompt with its completion."""
 
     def __init__(
         self,
@@ -124,8 +125,8 @@ class Rollouts:
         """Check the rows, and encode their prompts.
 
         Raises a `ValueError` for rows without a prompt or with other fields than the first row, and for prompts that
-        have no tokens or are too long. A call raises a `ValueError`, before the step is taken, if the reward function
-        fails or does not return one finite number for each completion.
+        have no tokens or are too long. Calling the object raises a `ValueError`, before the step is taken, if the
+        reward function fails or does not return one finite number for each completion.
 
         Args:
             llm: The tokenizer, chat template and end ids. Of its model, only vocabulary and longest row are used.
@@ -139,11 +140,12 @@ class Rollouts:
             scale_rewards: Whether advantages are divided by the standard deviation of the group's rewards; False for
                 Dr. GRPO.
             mask_equal_groups: Whether groups whose rewards are all equal have weight 0, as in DAPO.
-            resample: How many times further prompts are sampled in a step, to replace groups whose rewards are equal.
+            resample: How many times a step may sample further prompts, to replace groups whose rewards are all equal.
             mask_truncated: Whether completions that `max_new_tokens` ended have weight 0.
             reference: A function of the trained model that returns the reference of the KL divergence, such as
                 `nn.without_lora`, or `lambda model: frozen` for a copy; None: no reference.
-            updates: Steps taken on each batch of completions; a run that is resumed between them samples anew.
+            updates: Number of steps on each batch of completions. A run that is resumed between two of these steps
+                samples a new batch.
             plan: The plan of the training step, under which the sharded model also samples; None: one device.
             key: The key of the prompts' order and of all samples.
         """
@@ -181,9 +183,9 @@ class Rollouts:
         return self._batch
 
     def greedy_reward(self, model: PyTree) -> float:
-        """Return the mean reward of greedy completions of all rows, which may be rows that no step trains on.
+        """Return the mean reward of greedy completions of all rows, for example in a `Rollouts` of validation rows.
 
-        Each batch that is generated has as many completions as a step. Greedy completions do not depend on the key.
+        The completions are generated in batches of as many as a step has. They do not depend on the key.
         """
         decoding_model, size, rewards = self._decoding_model(model), self._prompts * self._group, list[float]()
         for start in range(0, len(self._rows), size):
@@ -223,7 +225,7 @@ class Rollouts:
         return first, samples
 
     def _join(self, samples: _Samples, step: int) -> PolicyBatch:
-        """Join prompts, completions and advantages to a batch; completions that are left out get weight 0."""
+        """Join prompts, completions and advantages to a batch; masked completions get weight 0."""
         completions = [sample.completion for sample in samples.samples]
         batch = data.batch_completions(
             samples.prompts,
@@ -305,7 +307,8 @@ class Rollouts:
     def _score(self, occasion: str, numbers: Sequence[int], completions: Sequence[Completion]) -> list[float]:
         """Return the rewards of completions; raise a `ValueError` for a reward that fails.
 
-        In a run of several processes the first one calls the function, and the others receive its rewards.
+        In a run of several processes, the first process calls the function, and the other processes receive its
+        rewards.
         """
         call = lambda: self._call_reward(occasion, numbers, completions)
         return parallel.numbers_from_first_process(call, len(numbers))
@@ -371,11 +374,14 @@ def _encode_prompt(llm: LLM, prompt: Any, number: int) -> list[int]:
 
 
 def _fit_rows(model: generation.Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-    """Return the tokens of a training row in which all completions fit; raise a `ValueError` if none exists."""
+    """Return the number of tokens of a training row, enough for each prompt with its completion.
+
+    Raises a `ValueError` for a model that cannot read such rows.
+    """
     longest = max(map(len, prompts)) + max_new_tokens - 1
     if model.start is not None:
         raise ValueError(
-            "Rollouts(llm): completions continue their prompts, but this model has an encoder; give one without."
+            "Rollouts(llm): completions continue their prompts, but this model has an encoder; give a decoder."
         )
     if model.max_seq is not None and longest > model.max_seq:
         raise ValueError(

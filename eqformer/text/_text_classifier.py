@@ -31,7 +31,7 @@ class Classification(NamedTuple):
 
 
 class TokenLabel(NamedTuple):
-    """The likeliest label of a token, which is the text from the character `start` up to `stop`."""
+    """The likeliest label of a token; the token is the text from the character `start` up to `stop`."""
 
     text: str
     label: str
@@ -55,7 +55,7 @@ class TextClassifier:
     labels: tuple[str, ...]
     """The name of each label."""
     max_length: int | None = None
-    """Tokens to which longer texts are cut; None: texts of any length are read whole."""
+    """Number of tokens to which longer texts are cut; None: texts of any length are read whole."""
     is_multi_label: bool = False
     """Whether a text may have several labels, each with a probability of its own."""
     activation: str = "sigmoid"
@@ -79,9 +79,9 @@ class TextClassifier:
     def classify(self, texts: Any, *, batch_size: int = 32) -> Any:
         """Classify a text, or each text of a list; a classifier of tokens returns the labels of a text's tokens.
 
-        Probabilities are a softmax over the labels or, for a model with one label or with several labels of a text, a
-        sigmoid of each. Special tokens have no label. Raises a `ValueError` for an empty list and for anything but
-        texts.
+        Probabilities are a softmax over the labels. If the model has one label, or if a text may have several labels,
+        each label's probability is the sigmoid of its logit. Special tokens have no label. Raises a `ValueError` for an
+        empty list and for anything but texts.
         """
         rows = check_texts("classify(texts)", texts)
         encoded = self.tokenizer.encode_texts(rows, max_length=self.max_length)
@@ -97,12 +97,13 @@ class TextClassifier:
         self, texts: list[str] | Sequence[Pair], *, activation: str | None = None, batch_size: int = 32
     ) -> Float[np.ndarray, "texts *labels"]: ...
     def score(self, texts: Any, *, activation: str | None = None, batch_size: int = 32) -> Any:
-        """Return the score of each pair of texts, such as a question and an answer, or of each text of a list.
+        """Return the score of each pair of texts in a list, such as a question and an answer, or of each text.
 
-        A text or a tuple of two texts has one score. A model with several labels returns a score for each. Scores are
-        the model's `activation` of the logits, as in sentence-transformers' `CrossEncoder.predict`; `"identity"`
-        returns the logits, such as the reward of a reward model. Pairs of more tokens than `max_length` are cut at the
-        end of the longer text. Raises a `ValueError` for an empty list, and for anything but texts or pairs of texts.
+        A single text, or a single tuple of two texts, returns one score. A model with several labels returns a score
+        for each label. Scores are the model's `activation` of the logits, as in sentence-transformers'
+        `CrossEncoder.predict`; `"identity"` returns the logits, such as the reward of a reward model. Pairs of more
+        tokens than `max_length` are cut at the end of the longer text. Raises a `ValueError` for an empty list, and for
+        anything but texts or pairs of texts.
         """
         is_single = isinstance(texts, str) or (isinstance(texts, tuple) and _is_pair(texts))
         rows = [texts] if is_single else texts
@@ -194,9 +195,10 @@ def load_classifier(
     Args:
         source: A folder of transformers' `ForSequenceClassification` or `ForTokenClassification` model, or the name of
             such a model of the hub.
-        answers: Two tokens of a language model, such as `("yes", "no")` of Qwen3-Reranker. A text must end where the
-            model would answer. The score of a text is the logit of the first token minus the logit of the second; the
-            sigmoid of the score is the probability of the first token among the two.
+        answers: None: the folder holds a classifier. Two tokens, such as `("yes", "no")` of Qwen3-Reranker: the folder
+            holds a language model, whose next token classifies a text that ends where the model would answer. The score
+            of the text is the logit of the first token minus the logit of the second; the sigmoid of the score is the
+            probability of the first token among the two.
         plan: The plan that shards the model over a mesh; None: one device. The scores are the same.
         dtype: The dtype of all weights; None: each has its published dtype.
         weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them.
@@ -243,7 +245,7 @@ def _load_answers(
     """Load a language model as a classifier by the logits of two answers."""
     call = f"load_classifier({str(source)!r}, answers={answers!r})"
     if not path.is_dir() or models.is_encoder(path) or models.is_classifier(path):
-        raise ValueError(f"{call}: answers are tokens of a language model; give the folder of one.")
+        raise ValueError(f"{call}: answers are tokens of a language model; give the folder of a language model.")
     tokenizer = load_text_tokenizer(call, path)
     ids = [tokenizer.encode(answer) for answer in answers]
     if len(answers) != 2 or any(len(row) != 1 for row in ids):
@@ -270,7 +272,7 @@ def read_label_names(folder: str | Path) -> tuple[str, ...]:
 
 
 def _label_names(attributes: JsonObject, count: int) -> tuple[str, ...]:
-    """Return the name of each label; transformers leaves out its own default names."""
+    """Return the name of each label; `LABEL_0`, `LABEL_1`, ... if the config has no names, as in transformers."""
     names = attributes.get("id2label")
     if not isinstance(names, dict):
         return tuple(f"LABEL_{number}" for number in range(count))
@@ -289,9 +291,10 @@ def _read_activation(path: Path, attributes: JsonObject, labels: int) -> str:
 
 
 def _read_pad_id(model: nn.Transformer, attributes: JsonObject) -> int | None:
-    """Return the id of padding, which a classifier that pools the last token skips, as in transformers.
+    """Return the id of padding for a classifier that pools the last token; None for other classifiers.
 
-    A text ends with this id if the end of text is also the padding, as in many reward models.
+    The pooling skips this id, as in transformers, even at the end of a text: in many reward models, padding and the end
+    of text have the same id.
     """
     text_attributes = attributes.get("text_config")
     holder = text_attributes if isinstance(text_attributes, dict) else attributes
@@ -301,7 +304,10 @@ def _read_pad_id(model: nn.Transformer, attributes: JsonObject) -> int | None:
 
 
 def reads_token_types(folder: str | Path) -> bool:
-    """Return whether a published model reads token types; false only if the tokenizer's settings list other inputs."""
+    """Return whether a published model reads token types.
+
+    False only if the tokenizer's settings list the model's inputs without token types.
+    """
     file = Path(folder) / "tokenizer_config.json"
     names = read_json(file).get("model_input_names") if file.exists() else None
     return not isinstance(names, list) or "token_type_ids" in names

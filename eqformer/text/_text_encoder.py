@@ -28,13 +28,14 @@ _MIN_WIDTH = 16  # tokens of a row
 class TextEncoder:
     """A text encoder with its tokenizer, which turns texts into vectors.
 
-    `load` returns the `TextEncoder` of a published folder. The vectors are those of sentence-transformers' `encode`.
+    `load` returns the `TextEncoder` of a published folder. The vectors are the same as by sentence-transformers'
+    `encode`.
     """
 
     model: nn.Transformer
     """The model without a head; its `encode` returns the hidden vectors of the tokens."""
     head: EmbeddingHead
-    """The pooling of these vectors, and the layers after it."""
+    """The pooling of the hidden vectors, and the layers after the pooling."""
     tokenizer: data.ByteTokenizer | data.FileTokenizer
     """The tokenizer of texts."""
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -44,9 +45,9 @@ class TextEncoder:
     includes_prompt: bool = True
     """Whether the tokens of a prompt are pooled too."""
     max_length: int | None = None
-    """Tokens to which longer texts are cut; None: texts of any length are read whole."""
+    """Number of tokens to which longer texts are cut; None: texts of any length are read whole."""
     similarity_name: str = "cosine"
-    """The function by which the vectors are compared: a name in `SIMILARITIES`."""
+    """The function by which vectors of texts are compared: a name in `SIMILARITIES`."""
     lower_case: bool = False
     """Whether texts are read in lower case."""
     plan: parallel.Plan | None = None
@@ -92,10 +93,10 @@ class TextEncoder:
         Args:
             texts: A text, or a list of texts.
             prompt_name: The name of a prompt of `prompts` that is put before each text; None: the default prompt.
-            prompt: A prompt in place of a named one.
+            prompt: The text of a prompt, in place of `prompt_name`.
             truncate_dim: The number of leading channels to keep, for models that are trained for this (Matryoshka).
             normalize: Whether vectors are divided by their length, after they are truncated.
-            batch_size: Texts that are read together.
+            batch_size: Number of texts that are read together.
 
         Raises:
             ValueError: For an empty list, for anything but texts, for an unknown prompt, and for a `truncate_dim` that
@@ -133,10 +134,10 @@ class TextEncoder:
         Args:
             rows: The tokens of each text, as `tokenize` returns them with the same prompt.
             prompt_name: The name of the prompt that the tokens begin with; None: the default prompt.
-            prompt: A prompt in place of a named one.
-            truncate_dim: The number of first channels that are kept.
+            prompt: The text of a prompt, in place of `prompt_name`.
+            truncate_dim: The number of leading channels to keep.
             normalize: Whether vectors are divided by their length, after they are truncated.
-            batch_size: Texts that are read together.
+            batch_size: Number of texts that are read together.
         """
         if batch_size < 1:
             raise ValueError(f"embed(batch_size={batch_size}): at least 1 text is read at a time.")
@@ -155,7 +156,7 @@ class TextEncoder:
     def similarity(
         self, vectors: Float[np.ndarray, "*rows _"], others: Float[np.ndarray, "*columns _"]
     ) -> Float[np.ndarray, "rows columns"]:
-        """Return the similarity of each vector to each of the others, by `similarity_name`.
+        """Return the similarity of each of `vectors` to each of `others`, by `similarity_name`.
 
         Distances are negated, so that the greatest number is the nearest vector. A single vector counts as one row.
         """
@@ -207,7 +208,7 @@ class TextEncoder:
 
 
 def check_texts(call: str, texts: object) -> list[str]:
-    """Return texts as a list; raises a `ValueError` that begins with `call` for anything but a text or texts."""
+    """Return a text, or several texts, as a list; raise a `ValueError` that begins with `call` for anything else."""
     rows = [texts] if isinstance(texts, str) else texts
     if not isinstance(rows, list | tuple) or not rows:
         description = "an empty list" if rows == [] or rows == () else f"a {type(rows).__name__}"
@@ -237,7 +238,8 @@ def map_batches(
     devices = 1 if plan is None else math.prod(map(plan.size, plan.batch_axes)) * plan.microbatches
     results = (run(*_pad_batch([rows[number] for number in batch], batch_size, devices)) for batch in batches)
     arrays: list[np.ndarray] = [np.empty(0)] * len(rows)
-    # A result is copied after the next batch is started, so that the device never waits and holds only two batches.
+    # Each result is copied to the host after the next batch has started. The device therefore never waits, and its
+    # memory holds at most two batches.
     current = next(results, None)
     for batch in batches:
         following = next(results, None)
@@ -256,7 +258,8 @@ def padded_width(length: int) -> int:
 def _pad_batch(rows: Sequence[EncodedText], batch_size: int, devices: int) -> tuple[Int[Array, "batch seq"], nn.Tokens]:
     """Return texts as rows of one width.
 
-    Rows of one token fill the batch up to a power of two (at most `batch_size`), and then to a multiple of the devices.
+    Rows of one token fill the batch up to a power of two (at most `batch_size`), and then up to a multiple of the
+    number of devices.
     """
     count = -(-min(batch_size, next_power_of_two(len(rows))) // devices) * devices
     width = padded_width(max(len(row.ids) for row in rows))
@@ -285,7 +288,7 @@ def hidden_vectors(
 ) -> Float[Array, "batch seq embed"]:
     """Return the hidden vectors of a model on one device, or under its plan.
 
-    Token types that the model has no vectors for, such as those of RoBERTa, are left out.
+    Token types are left out if the model has no vectors for them, such as RoBERTa.
     """
     tokens = tokens if model.reads_types else tokens.replace(types=None)
     return model.encode(ids, tokens)[0] if plan is None else plan.encode(model, ids, tokens)
@@ -313,8 +316,8 @@ def load_encoder(
         progress: A function that is called with the number of bytes read so far, and of all bytes.
 
     Raises:
-        ValueError: For a decoder without `modules.json` and `pooling`, and for unsupported settings in the folder's
-            files.
+        ValueError: For a decoder if neither `pooling` nor a `modules.json` states its pooling, and for unsupported
+            settings in the folder's files.
     """
     path = models.local_path(source)
     call = f"load_encoder({str(source)!r})"
@@ -367,7 +370,7 @@ def load_text_tokenizer(call: str, folder: Path) -> data.FileTokenizer:
     """
     file = folder / "tokenizer.json"
     if not file.exists():
-        raise ValueError(f"{call}: the folder has no tokenizer.json; put the model's own there.")
+        raise ValueError(f"{call}: the folder has no tokenizer.json; put the model's tokenizer there.")
     check_truncation_side(folder)
     names = data.read_special_tokens(folder)
     end = next((names[name] for name in ("eos_token", "sep_token", "pad_token") if names.get(name)), None)

@@ -1,4 +1,4 @@
-"""`TextEngine`: requests for texts that come and go, continued together by a `generation.Engine`."""
+"""`TextEngine`: requests for texts, which a `generation.Engine` continues together as they arrive."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ class TextRequest:
     top_p: float | int | None = None
     """Sample from the likeliest tokens that together have this probability."""
     min_p: float | int | None = None
-    """Sample from the tokens that are at least this share as likely as the likeliest."""
+    """Sample from the tokens whose probability is at least `min_p` times the largest probability."""
     repetition_penalty: float | int | None = None
     """Above 1: make tokens that are already in the row less likely."""
     presence_penalty: float | int = 0
@@ -54,8 +54,8 @@ class TextRequest:
     seed: int = 0
     """Seed of the sampling: the same seed and example give the same text."""
     example: int | None = None
-    """The number of the text, which the samples depend on, too; None: its position in the list of `run`, or 0. Samples
-    of one prompt get the numbers 0, 1, ..."""
+    """A number that determines the random samples together with the seed; several samples of one prompt have the
+    numbers 0, 1, ... None: the request's position in the list of `run`, or 0 for `stream`."""
     alternatives: int = 0
     """Number of the likeliest ids that a stream reports beside each sampled id."""
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -66,9 +66,9 @@ class TextRequest:
     def with_fields(self, fields: Mapping[str, Any]) -> "TextRequest":
         """Return the request with the values of a JSON object's fields.
 
-        An object may have every field of a request, except `allowed`; `messages` in place of `prompt`; and
-        `json_schema`, `regex` or `lark`, the source of a `Grammar`. Raises a `ValueError` for unknown fields and for
-        values of another type.
+        The object may have all fields of a request except `allowed` and `alternatives`. It may have `messages` in place
+        of `prompt`, and `json_schema`, `regex` or `lark`: the source of a `Grammar`. Raises a `ValueError` for unknown
+        fields and for values of another type.
         """
         changes: dict[str, Any] = {}
         for name, value in fields.items():
@@ -130,7 +130,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 def _read_bias(fields: Mapping[str, object]) -> dict[int, float | int]:
-    """Return a bias whose ids are texts, as the names of a JSON object are."""
+    """Return the `logit_bias` of a JSON object, whose ids are texts, with integers as ids."""
     bias: dict[int, float | int] = {}
     for name, value in fields.items():
         if not str(name).isdecimal() or not isinstance(value, int | float):
@@ -154,7 +154,7 @@ class TextResult:
     log_probs: tuple[float, ...]
     """Log-probability of each id by the model's logits, before anything changes them, in nats."""
     finish_reason: FinishReason
-    """Reason for the end of the text: `"stop"` for an id or a string that ends it, `"length"` for `max_new_tokens`,
+    """Why the text ended: `"stop"` if an id or a string ended the text, `"length"` if `max_new_tokens` ended it,
     `"cancelled"`, or `"error"` for a request that was refused or could not go on."""
     error: str = ""
     """The error that ended or refused the request."""
@@ -173,22 +173,22 @@ class TextPiece:
     ids: tuple[int, ...]
     """The new ids."""
     texts: tuple[str, ...]
-    """The text that each new id completes. `text` is these texts joined and, in the last piece, an end that was held
-    back as a possible stop string."""
+    """The text that each new id completes. `text` joins these texts; in the last piece, it also has the text that was
+    held back as a possible stop string."""
     log_probs: tuple[float, ...]
     """Log-probability of each new id."""
     alternatives: tuple[tuple[tuple[int, float], ...], ...]
     """The likeliest ids in the place of each new id, with their log-probabilities, as many as the request asks for."""
     result: TextResult | None = None
-    """The whole text and the reason for its end, with the last piece; None before."""
+    """The result of the whole text, in the last piece; None in the other pieces."""
 
 
 class TextEngine:
-    """Engine that continues texts and answers chats together, each as `LLM.generate` or `LLM.chat` would alone.
+    """Engine that continues many texts and chats together; each text is the same as by `LLM.generate` or `LLM.chat`.
 
-    `LLM.engine` makes one. `run` takes a list or an iterator of requests; `stream` takes one request at any time, in
-    asynchronous code. A text does not depend on the requests beside it. See `generation.Engine` for slots, caches and
-    the sharing of prompts.
+    `LLM.engine` returns a `TextEngine`. `run` takes a list or an iterator of requests; `stream` takes one request at
+    any time, in asynchronous code. A text does not depend on other requests. See `generation.Engine` for slots, caches
+    and the sharing of prompts.
     """
 
     def __init__(self, llm: "LLM", engine: generation.Engine, draft: "LLM | None" = None):
@@ -197,8 +197,8 @@ class TextEngine:
         Args:
             llm: The model with its tokenizer.
             engine: The engine over `llm.model`.
-            draft: The draft of the engine with its tokenizer, which must read prompts as the model's does; None: there
-                is no draft, or it has no tokenizer.
+            draft: The engine's draft with its tokenizer, which must give prompts the same ids as the model's tokenizer;
+                None: the engine has no draft, or the draft has no tokenizer.
         """
         self.llm, self.engine, self._draft = llm, engine, draft
 
@@ -218,7 +218,7 @@ class TextEngine:
 
         Args:
             request: The request.
-            position: The number of the text if the request names no `example`.
+            position: The `example` of a request that states none.
             prompt_ids: The ids of the request's prompt if they are known already; None: the prompt is encoded.
         """
         prompt, allowed = self._encode_prompt(request, prompt_ids), request.allowed
@@ -246,9 +246,9 @@ class TextEngine:
     def run(self, requests: Iterable[TextRequest | str]) -> Iterator[TextResult]:
         """Yield the text of each request when it ends; its `number` is the request's position in `requests`.
 
-        Requests are taken from the iterable when they can soon begin, and those with the most new tokens begin first,
-        as by `generation.Engine.run`. A string is continued with the default request. A request that is refused has a
-        result whose `finish_reason` is `"error"`.
+        Requests are taken from the iterable shortly before they can begin. Of the requests that are taken together,
+        those with the most new tokens begin first, as in `generation.Engine.run`. A string is continued with the
+        default settings. A request that is refused has a result whose `finish_reason` is `"error"`.
         """
         text_requests = (TextRequest(request) if isinstance(request, str) else request for request in requests)
         remaining = enumerate(text_requests)
@@ -276,7 +276,7 @@ class TextEngine:
         prompt_ids: Sequence[int] | None = None,
         decoder: data.Tokenizer | None = None,
     ) -> AsyncGenerator[TextPiece, None]:
-        """Return an asynchronous iterator over the pieces of a text while it is generated; the last has the `result`.
+        """Return an asynchronous iterator over the pieces of a text; the last piece has the `result`.
 
         Raises the errors of `encode` at this call, before anything is generated. No piece splits a character or holds
         the beginning of a stop string. Closing the iterator (`aclose`) cancels the request.
@@ -284,8 +284,8 @@ class TextEngine:
         Args:
             request: The request.
             prompt_ids: The ids of the request's prompt if they are known already; None: the prompt is encoded.
-            decoder: A tokenizer that decodes the new ids, for example one that keeps special tokens in the text; None:
-                the model's.
+            decoder: A tokenizer that decodes the new ids, for example a tokenizer that keeps special tokens in the
+                text; None: the model's tokenizer.
         """
         return self._stream(self._make_row(request, 0, prompt_ids, decoder))
 
@@ -368,7 +368,7 @@ class _TextRow:
         self.pieces: list[str] = []
         """The text that each id completes."""
         self.ending = ""
-        """The text at the end that was held back as a possible stop string, and is not one."""
+        """The end of the text, which was held back because it might have begun a stop string."""
         self._assembler = assembler
 
     def _push(self, ids: list[int]) -> bool:

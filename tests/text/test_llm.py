@@ -205,8 +205,8 @@ def test_the_beginning_of_an_answer_is_continued(llm, tmp_path):
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda llm: llm.generate("a", stream=True, log_probs=True), "streamed without log_probs"),
-        (lambda llm: llm.generate(["a", "b"], stream=True), "not 2 prompts"),
+        (lambda llm: llm.generate("a", stream=True, log_probs=True), "a stream is one text without log_probs"),
+        (lambda llm: llm.generate(["a", "b"], stream=True), "the call has 2 prompts"),
         (lambda llm: inspect.unwrap(LLM.generate)(llm, [USER]), "a prompt is a text, but one has the type dict"),
         (lambda llm: llm.generate(["a", ""]), r"generate\(prompts\): prompt 1 is empty"),
         (lambda llm: llm.generate("a", max_new_tokens=0), "max_new_tokens must be at least 1"),

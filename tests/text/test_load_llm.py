@@ -110,7 +110,7 @@ def test_bad_input_has_one_clear_error(folder, tmp_path):
         assert eqformer.load(broken).chat_template is None
     (broken / "tokenizer.json").unlink()
     (broken / "config.json").write_text((broken / "config.json").read_text().replace(": 256", ": 255"))
-    with pytest.raises(ValueError, match="the folder has no tokenizer.json; put the model's own there"):
+    with pytest.raises(ValueError, match="the folder has no tokenizer.json; put the model's tokenizer there"):
         eqformer.load(broken)
 
 

@@ -217,7 +217,7 @@ def test_bad_files(file, content, error, tmp_path):
         (
             "sentence_bert_config.json",
             {"modality_config": {"message": {}}},
-            "modality_config=.* that of 'text' must be",
+            "modality_config=.* the entry of 'text' must be",
         ),
         ("config_sentence_transformers.json", {"truncate_dim": 4}, "does not know: truncate_dim=4"),
         (
