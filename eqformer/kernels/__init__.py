@@ -1,7 +1,7 @@
 """Operations that run differently on different chips: their definitions, their kernels, and the choice between them.
 
-The tables at the end name the implementations of attention, of grouped products and of quantized products. Components
-import an op from here, and no file of a kernel.
+The tables at the end name the implementations of attention, of grouped products and of quantized products. Other rooms
+import an op from here, and never the file of a kernel.
 """
 
 import types
@@ -131,8 +131,8 @@ ATTENTION = Op(
 )
 """Attention by cuDNN on NVIDIA GPUs, by splash attention on TPUs, and by a loop over blocks on other platforms.
 
-Calls that these do not support are computed by the loop over blocks or, if that does not support them either, by
-`ReferenceAttention`.
+Calls that cuDNN or splash attention does not support are computed by the loop over blocks or, if the loop does not
+support them either, by `ReferenceAttention`.
 """
 ATTENTIONS = types.MappingProxyType(
     {

@@ -1,10 +1,11 @@
 """Writes of new tokens into the slots of a cache in place: by a scatter and, on TPUs, by a kernel or one pass.
 
 The array of a cache is called its memory here. On TPUs, XLA's scatter needs another layout for 8-bit memories and for
-memories whose number of channels is no multiple of 128. XLA then copied the memory of the whole stack into that layout,
-and back, in each layer. Two implementations avoid these copies. `TileWrite`, a Pallas kernel, writes up to 8 tokens of
-each row: it fetches the tiles with their slots from main memory (HBM), all at once, and sends them back. `LayerFill`
-writes more tokens, by one pass over the memory of a layer in which each slot takes its new token or keeps its numbers.
+memories whose number of channels is not a multiple of 128. XLA then copied the memory of the whole stack into that
+layout, and back, in each layer. Two implementations avoid these copies. `TileWrite`, a Pallas kernel, writes up to 8
+tokens of each row: it fetches the tiles with their slots from main memory (HBM), all at once, and sends them back.
+`LayerFill` writes more tokens, by one pass over the memory of a layer in which each slot takes its new token or keeps
+its numbers.
 """
 
 import functools
@@ -46,7 +47,7 @@ class ScatterWrite(Implementation[CacheWriteCall, Array]):
     """Write of any number of tokens by one scatter."""
 
     def supports(self, call: CacheWriteCall) -> str | None:
-        """Return None: it computes every call."""
+        """Return None: every call is supported."""
         return None
 
     def run(self, call: CacheWriteCall) -> Num[Array, "..."]:
@@ -70,7 +71,7 @@ _TILE_BYTES = 2**21  # Largest number of bytes of tiles that are fetched at once
 def stores_channels_first(kv_seq: int, width: int) -> bool:
     """Return whether XLA for TPUs stores a memory with channels before slots.
 
-    It does if the number of slots is a multiple of 128 and the number of channels is not.
+    XLA does so if the number of slots is a multiple of 128 and the number of channels is not.
     """
     return kv_seq % LANES == 0 and width % LANES != 0
 

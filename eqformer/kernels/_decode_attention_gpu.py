@@ -1,4 +1,4 @@
-"""Attention of one new token per row to a cache on NVIDIA GPUs: flash decoding, a kernel in Pallas and Triton.
+"""Attention of one new token per row to a cache on NVIDIA GPUs: flash decoding by a Pallas (Triton) kernel.
 
 The slots of a row are cut into as many chunks as fill a GPU. Each chunk is read once, with a running softmax in
 registers, and the results of the chunks are combined by their sums of exponentials
@@ -40,10 +40,10 @@ _QUERY_NUMBERS = 16384  # Largest number of entries of a program's queries, whic
 
 
 class FlashDecodingGpu(Implementation[DecodeCall, Array]):
-    """Flash decoding in Triton, with products in 16 bits; 8-bit keys and values are converted to the queries' dtype.
+    """Flash decoding with products in 16 bits; 8-bit keys and values are converted to the dtype of the queries.
 
     A program reads its chunk of slots in blocks of 8,192 entries of keys, but of at least 16 slots. Chunks are as long
-    as possible while there are at least 264 programs. The constants are those of an H100 (compute capability 9.0).
+    as possible while there are at least 264 programs. These constants are for an H100 (compute capability 9.0).
     `interpret` runs the kernel as plain JAX on any platform, for tests.
     """
 
@@ -173,7 +173,7 @@ def _attend_to_chunks(
 ) -> _ChunkSoftmax:
     """Call the kernel.
 
-    The dims of its grid are rows, chunks of slots and, first, pairs of a key head and a share of its query heads.
+    The dims of its grid are: pairs of a key head and a share of its query heads; rows; and chunks of slots.
     """
     pl, triton = pallas_and_triton()
 

@@ -1,4 +1,4 @@
-"""Attention of one new token per row to a cache on TPUs: flash decoding in place, a kernel in Pallas and Mosaic.
+"""Attention of one new token per row to a cache on TPUs: flash decoding in place by a Pallas (Mosaic) kernel.
 
 A program reads a block of a row's slots once, for scores and for values, and leaves a running softmax in vector memory
 (VMEM) to the next program of the row. The kernel gets the arrays of the whole stack in main memory (HBM) and the number
@@ -27,11 +27,11 @@ from .attention._call import apply_softcap, DecodeCall, if_given, lowest, ScoreS
 _BLOCK_NUMBERS = 2**20  # Largest number of entries of keys in a block: 2 MB in bfloat16; the next block needs as much.
 _SCORES = 2**19  # Largest number of scores of a block: 2 MB; their exponentials need as much.
 _SUBLANES = 8  # Number of rows of a vector register of float32 numbers.
-_LEAST_BYTES = 2**18  # Least number of bytes of a head's slots in a row; fewer take less time than a program's start.
+_LEAST_BYTES = 2**18  # Least number of bytes of a head's slots in a row; for fewer, starting a program costs more.
 
 
 class FlashDecodingTpu(Implementation[DecodeCall, Array]):
-    """Flash decoding in Mosaic, with products in bfloat16, to which 8-bit keys and values are converted.
+    """Flash decoding with products in bfloat16; 8-bit keys and values are converted to bfloat16.
 
     A block has a multiple of 128 slots, with up to 2^20 entries of keys and 2^19 scores. `interpret` runs the kernel as
     plain JAX on any platform, for tests.
@@ -231,7 +231,7 @@ def to_stored_order(x: Num[Array, "layers rows kv_seq width"]) -> Num[Array, "la
 
 
 def _nearest_visible_block(kv_heads: int, row: int | Array, number: int | Array, scalars: PrefetchedScalars) -> Array:
-    """Return the number of the visible block that is nearest to block `number`, which may be itself."""
+    """Return the number of the visible block that is nearest to block `number`: `number` itself if it is visible."""
     row = jax.lax.div(row, kv_heads)
     return jnp.minimum(jnp.maximum(number, scalars.first[row]), scalars.last[row])
 
@@ -394,6 +394,6 @@ def _select_head(scales: Array | Ref, head: Array) -> Float[Array, "1 _"]:
 
 
 def _multiply(left: Array, right: Array, is_transposed: bool) -> Float[Array, "_ _"]:
-    """Return the product of two matrices, of which the right one may be transposed, with sums in float32."""
+    """Return the product of two matrices, with sums in float32; the right matrix may be transposed."""
     dims = (((1,), (int(is_transposed),)), ((), ()))
     return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""A kernel for CPUs in C++, which the user's compiler builds: products of vectors with a matrix of codes."""
+"""A C++ kernel for CPUs, which the user's compiler builds: products of vectors with a quantized matrix."""
 
 import ctypes
 import functools
@@ -23,7 +23,7 @@ from ._quantized_matmul import codes_in_a_byte, QuantizedMatmulCall
 
 
 def build_native(compiler: str | None = None) -> Path:
-    """Compile the kernels for this machine's processor, unless that is done, and return the file of the library.
+    """Compile the kernels for this machine's processor, unless the library exists, and return the library's file.
 
     This takes a few seconds, once for each version of eqformer and of jaxlib. The library is stored in the user's
     cache, or in the folder `EQFORMER_KERNELS`, and later processes load it from there when they trace their first
@@ -110,7 +110,7 @@ def _load_library() -> str | None:
 class NativeQuantizedMatmul(Implementation[QuantizedMatmulCall, Array]):
     """The product by a kernel in C++, which decodes codes into the processor's cache on all cores, for CPUs.
 
-    Each number of the matrix is that of `DecodedMatmul`; sums in float32 have another order. `build_native` compiles
+    The decoded matrix equals that of `DecodedMatmul`, but sums in float32 have another order. `build_native` compiles
     the kernel once.
     """
 
@@ -130,7 +130,7 @@ class NativeQuantizedMatmul(Implementation[QuantizedMatmulCall, Array]):
         """Compute the call."""
         target, parts = _load_library(), codes_in_a_byte(call.form)
         assert target is not None
-        # The inputs of low codes, then those of high codes.
+        # First the inputs of the low codes, then the inputs of the high codes.
         vectors = jnp.swapaxes(call.x.reshape(-1, call.codes.shape[1], parts), 1, 2)
         zeros = jnp.zeros((0, 0), jnp.float32) if call.zeros is None else _readable(call.zeros, "uint8")
         arrays = vectors, call.codes, _readable(call.scales, "uint8", "float16", "bfloat16"), zeros

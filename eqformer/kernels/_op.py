@@ -52,7 +52,7 @@ class Operation(eqx.Module, Generic[CallT, ResultT]):
         """Compute the call, or raise a `ValueError` with the reason why not."""
 
     def decode_op(self, *, has_codes: bool) -> "Operation | None":
-        """Return the attention to a cache that replaces this operation in a decode step; None: nothing does.
+        """Return the attention to a cache that replaces this operation in a decode step; None if nothing replaces it.
 
         Args:
             has_codes: Whether the replacement must read keys and values as 8-bit codes and their scales.
@@ -64,8 +64,8 @@ class Implementation(Operation[CallT, ResultT]):
     """One way to compute a call: plain JAX, or a kernel for one platform.
 
     A subclass defines `supports` and `run`. `run` needs no derivative, because an `Op` differentiates its fallback
-    instead: the first implementation for all platforms that supports the call. A kernel of attention with a backward
-    pass of its own is a `FlashAttention`.
+    instead, which is the first implementation for the platform `any` that supports the call. A kernel of attention with
+    a backward pass of its own is a `FlashAttention`.
     """
 
     @abc.abstractmethod
@@ -78,7 +78,7 @@ class Implementation(Operation[CallT, ResultT]):
         if (reason := self.supports(call)) is not None:
             raise ValueError(
                 f"{self} cannot compute {call.describe()}: {reason}; pass an op such as kernels.ATTENTION, which takes "
-                "another implementation where it must."
+                "another implementation for such calls."
             )
         with jax.named_scope(scope_name(call)):
             return self.run(call)
@@ -157,7 +157,7 @@ class Op(Operation[CallT, ResultT]):
         return Op(self.reference, ((platform, implementation), *remaining), self.run_choice)
 
     def implementation_for(self, call: CallT, platform: str) -> Implementation[CallT, ResultT]:
-        """Return the first implementation that supports the call on a platform; by default the reference."""
+        """Return the first implementation that supports the call on a platform; the reference if there is none."""
         pairs = zip(self.platforms, self.implementations)
         candidates = [implementation for name, implementation in pairs if name in (platform, "any")]
         supported = (implementation for implementation in candidates if implementation.supports(call) is None)
@@ -184,7 +184,7 @@ class Op(Operation[CallT, ResultT]):
         return None
 
     def decode_op(self, *, has_codes: bool) -> Operation | None:
-        """Return the first replacement of an implementation that reads caches both with and without codes."""
+        """Return the first `decode_op` of an implementation for caches without codes; it also reads codes."""
         replacements = (implementation.decode_op(has_codes=False) for implementation in self.implementations)
         return next((op for op in replacements if op is not None), None)
 
@@ -212,7 +212,7 @@ def dispatch_with_derivative(
 ) -> ResultT:
     """Run the branch of the platform that the program is compiled for, and `default` on all other platforms.
 
-    The derivative is that of `default`, whichever of them runs.
+    The derivative is that of `default`, whichever function runs.
     """
     return _dispatch((tuple(branches.items()), default), call) if branches else default(call)
 

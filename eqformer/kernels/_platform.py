@@ -1,6 +1,6 @@
-"""Facts of a program that kernels read: the platform it is traced for, its mesh axes, and number formats of sums.
+"""Facts that kernels need about the program that is traced: its platform, its mesh axes, and the dtypes of sums.
 
-Numbers are rounded to 8-bit floats with scales that are powers of two.
+The file also rounds numbers to 8-bit floats, with scales that are powers of two.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ def gpu_capability() -> float:
     """Return the compute capability of the GPUs that a program is traced for, 9.0 for Hopper.
 
     These are the GPUs of the mesh, or without a mesh the GPU of this machine. If the mesh has GPUs of another kind than
-    this machine, their name determines the capability. A program that is traced without any GPU counts as one for
+    this machine, their name determines the capability. A program that is traced without any GPU counts as a program for
     Hopper.
     """
     gpu, mesh = _local_gpu(), jax.sharding.get_abstract_mesh().abstract_device
@@ -148,9 +148,9 @@ _KINDS = {
 
 
 def gpu_cores() -> int:
-    """Return the number of multiprocessors of the GPU that a program is traced for, or an H100's 132.
+    """Return the number of multiprocessors of the GPU that a program is traced for.
 
-    An H100 is assumed if this machine has no such GPU.
+    An H100, with 132 multiprocessors, is assumed if this machine has no such GPU.
     """
     gpu = _local_gpu()
     return 132 if gpu is None else int(gpu.core_count)
@@ -215,17 +215,17 @@ E4M3 = jnp.float8_e4m3fn
 """The 8-bit float with 4 exponent bits, for weights and activations."""
 E5M2 = jnp.float8_e5m2
 """The 8-bit float with 5 exponent bits, for gradients."""
-# The exponent of the largest magnitude after division by the scale, which is below 2^8 in E4M3 and 2^15 in E5M2.
+# Binary exponents of the largest magnitude after division by the scale: it is below 2^8 in E4M3 and 2^15 in E5M2.
 _EXPONENTS: dict[jax.typing.DTypeLike, int] = {E4M3: 7, E5M2: 14}
 
 
 def round_to_fp8(
     x: Float[Array, "..."], dtype: jax.typing.DTypeLike, dim: int | tuple[int, ...] | None
 ) -> tuple[Array, Float[Array, "..."]]:
-    """Return `x / scale` rounded to an 8-bit dtype, and the scale, which keeps `x`'s number of dims.
+    """Return `x / scale` rounded to an 8-bit dtype, and the scale.
 
-    There is one scale for each slice along `dim`, or a single scalar for all of `x` if `dim` is None. Infinities and
-    NaN do not become finite.
+    There is one scale for each slice along `dim`, in an array with as many dims as `x`, or a single scalar if `dim` is
+    None. Infinities and NaN do not become finite.
     """
     wide = at_least_float32(x.dtype)
     scale, inverse = fp8_scale(jnp.max(jnp.abs(x), dim, keepdims=dim is not None), dtype)

@@ -51,11 +51,11 @@ def decode_matrix(
 def decode_numbers(
     codes: UInt8[Array, "*dims columns"], form: str, zeros: Float32[Array, "*dims _"] | None
 ) -> Float32[Array, "*dims columns"]:
-    """Decode codes, one in each byte, to unscaled numbers, elementwise, so that kernels can do so in registers.
+    """Decode codes, one in each byte, to unscaled numbers, elementwise, so that kernels can decode in registers.
 
     Codes of `int8` and `int4` are unsigned integers, from which a zero point is subtracted: `zeros`, which broadcast
-    against the codes, or half of the range if it is None. `fp8` is E4M3 without infinities; `fp4` is E2M1 (0, 0.5, 1,
-    1.5, 2, 3, 4, 6 and their negatives).
+    against the codes, or half of the range if `zeros` is None. `fp8` is E4M3 without infinities; `fp4` is E2M1 (0, 0.5,
+    1, 1.5, 2, 3, 4, 6 and their negatives).
     """
     if form == "fp8":
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
@@ -132,7 +132,7 @@ class DecodedMatmul(Implementation[QuantizedMatmulCall, Array]):
     """The definition: the matrix is decoded in float32, rounded to the dtype of the vectors, and multiplied."""
 
     def supports(self, call: QuantizedMatmulCall) -> str | None:
-        """Return None: it computes every call."""
+        """Return None: every call is supported."""
         return None
 
     def run(self, call: QuantizedMatmulCall) -> Float[Array, "*batch outputs"]:
@@ -142,12 +142,12 @@ class DecodedMatmul(Implementation[QuantizedMatmulCall, Array]):
 
 
 class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
-    """The product by blocks of some 256 rows of the matrix, each decoded into the processor's cache, for CPUs.
+    """The product in blocks of about 256 rows of the matrix, each decoded into the processor's cache, for CPUs.
 
-    XLA has no product that reads codes. It would write the decoded matrix to memory, which is allocated at each call,
-    and the page faults cost more than the product. To place the two codes of a byte side by side would be slow, so the
-    low and the high codes are two matrices, for the even and the odd inputs. The result equals that of `DecodedMatmul`
-    up to the order of sums in float32.
+    XLA has no product that reads codes. Without blocks, XLA would write the decoded matrix to memory that it allocates
+    at each call, and the page faults cost more than the product. Placing the two codes of a byte side by side would be
+    slow, so the low codes (for the even inputs) and the high codes (for the odd inputs) are two matrices. The result
+    equals that of `DecodedMatmul` up to the order of sums in float32.
     """
 
     def supports(self, call: QuantizedMatmulCall) -> str | None:
@@ -168,7 +168,7 @@ class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
         inputs, outputs = call.x.shape[-1], call.codes.shape[0]
         vectors = call.x.reshape(-1, inputs)
         parts, sum_dtype = codes_in_a_byte(call.form), at_least_float32(vectors.dtype)
-        # Input vectors of the low codes, and those of the high codes.
+        # Input vectors of the low codes, and input vectors of the high codes.
         part_vectors = [vectors[:, first::parts] for first in range(parts)]
 
         def multiply_block(block: tuple[Array, Array, Array | None]) -> Float[Array, "rows vectors"]:
@@ -197,12 +197,12 @@ def _block_rows(outputs: int) -> int | None:
     return min(divisors, key=lambda rows: abs(rows - 256), default=None)
 
 
-# A kernel for NVIDIA GPUs, by Pallas on Triton, which decodes codes on their way to the product.
+# A Pallas (Triton) kernel for NVIDIA GPUs, which decodes codes on their way to the product.
 #
 # XLA for GPUs writes the decoded weight to main memory and reads it again: a product of 64 vectors in bfloat16 then
 # moves five times the bytes of int8 codes, and more than a weight in bfloat16. The kernel reads the codes once and
 # decodes a block of them in registers, by the same formula and with the same rounding as the definition. For many
-# vectors, to write and read the decoded weight is a small part of the work, so the definition computes such calls.
+# vectors, writing and reading the decoded weight is a small part of the work, so the definition computes such calls.
 
 _MAX_GPU_VECTORS = 128  # A program keeps all vectors' sums in registers.
 _OUTPUTS = 64  # Outputs of a program.
@@ -211,10 +211,10 @@ _PROGRAMS = 264  # Programs that fill a GPU: two for each of the 132 multiproces
 
 
 class QuantizedMatmulGpu(Implementation[QuantizedMatmulCall, Array]):
-    """The product by Triton, in 16 bits: a program decodes blocks of the codes of 64 outputs.
+    """The product by a Triton kernel, in 16 bits: a program decodes blocks of the codes of 64 outputs.
 
-    Few outputs would leave multiprocessors without work. The inputs are then cut into chunks, whose sums are added
-    afterwards. `interpret` runs the kernel as plain JAX on any platform, for tests.
+    If there are too few outputs to give all multiprocessors work, the inputs are cut into chunks, and the sums of the
+    chunks are added afterwards. `interpret` runs the kernel as plain JAX on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
@@ -242,7 +242,7 @@ class _ProgramArrays(NamedTuple):
     """Arrays that the kernel reads."""
 
     parts: list[Float[Array, "padded_rows bytes"]]
-    """The vectors' inputs; if two codes share a byte, those of the low bits, and those of the high bits."""
+    """The inputs of the vectors; if two codes share a byte, first the inputs of low codes, then those of high codes."""
     codes: UInt8[Array, "outputs bytes"]
     scales: Float[Array, "outputs groups"] | UInt8[Array, "outputs groups"]
     zeros: UInt8[Array, "outputs groups"] | Float[Array, "outputs groups"] | None

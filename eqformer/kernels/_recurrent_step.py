@@ -1,7 +1,7 @@
 """One token's step of a recurrence, whose states are read and written where they are stored.
 
-On TPUs a kernel (Pallas by Mosaic) reads and writes the states once, in main memory (HBM). XLA makes two passes over
-the states: one writes the new states, and the other reads the old ones for the outputs.
+On TPUs, a Pallas kernel reads and writes the states once, in main memory (HBM). XLA makes two passes over the states:
+one pass writes the new states, and the other reads the old states for the outputs.
 
 In shapes, `kv_heads` are the groups of heads that share an input such as a key, and `copies` the heads of a group.
 """
@@ -28,14 +28,14 @@ class StateLayout(NamedTuple):
     """Whether states are read by matrix products, as on CPUs; elsewhere they are multiplied and summed elementwise,
     which XLA fuses with other passes over the states."""
     values_first: bool = False
-    """Whether values' channels come before keys'."""
+    """Whether the value channels come before the key channels."""
 
     def expand_key(self, x: Float[Array, "*heads head_dim"]) -> Float[Array, "*heads _ _"]:
-        """Add a dim for values' channels to an array over keys' channels, so that it multiplies states."""
+        """Add a dim for value channels to an array over key channels, so that the array broadcasts against states."""
         return x[..., None, :] if self.values_first else x[..., :, None]
 
     def expand_value(self, x: Float[Array, "*heads v_dim"]) -> Float[Array, "*heads _ _"]:
-        """Add a dim for keys' channels to an array over values' channels, so that it multiplies states."""
+        """Add a dim for key channels to an array over value channels, so that the array broadcasts against states."""
         return x[..., :, None] if self.values_first else x[..., None, :]
 
     def read(self, query: Float[Array, "..."], state: Float[Array, "*heads _ _"]) -> Float[Array, "*heads v_dim"]:
@@ -46,9 +46,10 @@ class StateLayout(NamedTuple):
 
 
 Step = Callable[..., tuple[Float[Array, "*batch kv_heads copies v_dim"], Float[Array, "*batch kv_heads copies _ _"]]]
-"""`step(layout, *inputs, state)` returns a token's outputs and the states after it.
+"""`step(layout, *inputs, state)` returns a token's outputs and the states after the token.
 
-States have dims of groups and of their heads. Each input has a row of channels for each head, or one for its group.
+States have dims of groups and of their heads. Each input has a row of channels for each head, or one row for the whole
+group.
 """
 
 
@@ -58,7 +59,7 @@ class RecurrentStepCall(Call):
     inputs: tuple[Float[Array, "*batch kv_heads _ _"], ...]
     """The token's vectors that the step reads, such as its query, key, value and decay."""
     memory: Float[Array, "*layers_batch heads head_dim v_dim"]
-    """The states, of all layers where there is a `layer`."""
+    """The states; of all layers of a stack if `layer` is set."""
     initial: Int[Array, "*batch"]
     """A code of the state before the token: 0 is the state in the memory, 1 is zeros, and 2 is NaN. NaN marks an error
     of the caller: a token that does not follow the last token of the row's state."""
@@ -86,7 +87,7 @@ class ReferenceStep(Implementation[RecurrentStepCall, StepResult]):
     """The step in plain JAX: states are read by matrix products on CPUs, and by sums elsewhere."""
 
     def supports(self, call: RecurrentStepCall) -> str | None:
-        """Return None: it computes every call."""
+        """Return None: every call is supported."""
         return None
 
     def run(self, call: RecurrentStepCall) -> StepResult:
@@ -105,10 +106,10 @@ _STATE_BYTES = 2**20  # bytes of the states of one program of the kernel
 
 
 class StepTpu(Implementation[RecurrentStepCall, StepResult]):
-    """The step in Mosaic, of float32 states whose channels fill whole vectors.
+    """The step by a Pallas kernel, for float32 states whose channels fill whole vector registers.
 
-    A program has about 1 MB of states in vector memory (VMEM): those of whole groups, or of a multiple of 8 heads of
-    one group. `interpret` runs the kernel as plain JAX on any platform, for tests.
+    A program of the kernel has about 1 MB of states in vector memory (VMEM): the states of whole groups, or of a
+    multiple of 8 heads of one group. `interpret` runs the kernel as plain JAX on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)

@@ -1,4 +1,4 @@
-"""Loads and stores of parts of arrays, padded to powers of two, for kernels in Pallas by Triton."""
+"""Loads and stores of parts of arrays, padded to powers of two, for Pallas kernels that Triton compiles."""
 
 import importlib
 from types import ModuleType
@@ -12,15 +12,15 @@ from ._platform import Ref
 
 
 TRITON = "jax.experimental.pallas.triton"
-"""The module of Pallas by Triton. JAX plans to remove it; GPUs then run the reference implementations."""
+"""Pallas's Triton backend. Once JAX removes this module, as planned, GPUs run the reference implementations."""
 SMALLEST_DIM = 16
 """The smallest dim of a product on tensor cores."""
 FP8_CAPABILITY = 8.9
-"""The compute capability from which GPUs convert E4M3 in hardware: that of Ada Lovelace."""
+"""Lowest compute capability of GPUs that convert E4M3 in hardware (Ada Lovelace)."""
 
 
 def pallas_and_triton() -> tuple[ModuleType, ModuleType]:
-    """Return Pallas and its part for GPUs by Triton, which are imported only for programs with this kernel."""
+    """Import and return Pallas and its Triton backend, which only programs with Triton kernels need."""
     return importlib.import_module("jax.experimental.pallas"), importlib.import_module(TRITON)
 
 
@@ -50,7 +50,7 @@ def select_part(ref: Array | Ref, *spans: PaddedSpan) -> Ref:
 
 
 def is_inside(*spans: PaddedSpan) -> Bool[Array, "..."]:
-    """Return a mask of a part of an array that is false for padding."""
+    """Return a mask for a part of an array; the mask is false at padding."""
     are_inside = [span.begin + jnp.arange(span.size, dtype=jnp.int32) < span.end for span in spans]
     return are_inside[0] if len(are_inside) == 1 else are_inside[0][:, None] & are_inside[1][None]
 

@@ -22,11 +22,12 @@ from ._reference import attend_by_definition
 class ReferenceAttention(Implementation[AttentionCall, Array]):
     """The definition of attention, with every option and every derivative.
 
-    It builds the whole matrix of probabilities. Softmax and sums are float32, or float64 for float64 inputs.
+    This implementation builds the whole matrix of probabilities. Softmax and sums are float32, or float64 for float64
+    inputs.
     """
 
     def supports(self, call: AttentionCall) -> str | None:
-        """Return None: it computes every call."""
+        """Return None: every call is supported."""
         return None
 
     def decode_op(self, *, has_codes: bool) -> Op | None:
@@ -41,10 +42,10 @@ class ReferenceAttention(Implementation[AttentionCall, Array]):
 class DotProductAttention(Implementation[AttentionCall, Array]):
     """Attention by `jax.nn.dot_product_attention` in plain XLA, with all derivatives and memory quadratic in `seq`.
 
-    For whole rows (`nn.Tokens.are_whole_rows`), JAX's function gets its causal flag and the window, or the rows'
-    lengths if the mask is that of an encoder. Otherwise it gets a mask of `batch 1 seq kv_seq`. If `head_dim` and
-    `v_dim` differ, the smaller is padded with zeros. JAX's own code for 16-bit arrays mixes dtypes, so it can be traced
-    and lowered only under standard dtype promotion.
+    For whole rows (`nn.Tokens.are_whole_rows`), JAX's function gets its causal flag and the window, or the lengths of
+    the rows if the mask is bidirectional. Otherwise, JAX's function gets a mask of `batch 1 seq kv_seq`. If `head_dim`
+    and `v_dim` differ, the smaller of the two is padded with zeros. JAX's own code for 16-bit arrays mixes dtypes, so
+    it can be traced and lowered only under standard dtype promotion.
     """
 
     def supports(self, call: AttentionCall) -> str | None:
@@ -118,7 +119,7 @@ def _pad_channels(array: Float[Array, "*shape channels"], width: int) -> Float[A
 def run_attention(choice: Choice, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
     """Run the chosen implementation; kernels with a backward pass save the softmax sums that the backward pass reads.
 
-    The derivative of an implementation without a backward pass is that of the fallback.
+    An implementation without a backward pass takes the derivative of the fallback.
     """
     flash = flash_choice(choice)
     flash_platforms = set() if flash is None else {platform for platform, _ in flash.by_platform}
@@ -131,7 +132,7 @@ def run_attention(choice: Choice, call: AttentionCall) -> Float[Array, "*batch s
 
 
 def flash_choice(choice: Choice) -> FlashChoice | None:
-    """Return the chosen kernels with a backward pass, and a fallback that returns the same softmax sums as they do.
+    """Return the chosen kernels with a backward pass, and a fallback that returns the same softmax sums as the kernels.
 
     Return None if there are no such kernels, or if the fallback is neither a kernel nor `BlockwiseAttention`. The call
     is then differentiated through the fallback.
@@ -157,7 +158,7 @@ class RequiredKernel(Operation[AttentionCall, Array]):
         return None if call.kv_tokens is not None else self.kernel.supports(call)
 
     def decode_op(self, *, has_codes: bool) -> Op:
-        """Return `DECODE_ATTENTION`: calls with a cache are those of `BlockwiseAttention`."""
+        """Return `DECODE_ATTENTION`, because `BlockwiseAttention` computes calls with a cache."""
         return DECODE_ATTENTION
 
     def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -167,7 +168,7 @@ class RequiredKernel(Operation[AttentionCall, Array]):
         if (reason := self.kernel.supports(call)) is not None:
             raise ValueError(
                 f"{self} cannot compute {call.describe()}: {reason}; pass kernels.ATTENTION, which takes another "
-                "implementation where it must."
+                "implementation for such calls."
             )
         record_choice(Choice(call.operation, (), self.kernel, ()))
         return run_flash(self.flash_choice(), call)
@@ -184,7 +185,7 @@ class PiecewiseAttention(Operation[AttentionCall, Array]):
 
     @abc.abstractmethod
     def weights(self, call: AttentionCall) -> Float[Array, "*batch heads seq kv_seq"]:
-        """Return weights of the softmax over all keys of the row: of all these keys, or of the call's keys alone."""
+        """Return weights of the softmax over all keys of the row: weights of all keys, or of the call's keys alone."""
 
     @abc.abstractmethod
     def weigh_values(
@@ -211,9 +212,9 @@ def blockwise_of(core: Operation) -> BlockwiseAttention | None:
 
 
 def unsupported_options(core: Operation, options: Sequence[str]) -> tuple[str, ...]:
-    """Return those of `softcap`, `sinks` and `bias` that `core` cannot compute, by asking it about small calls.
+    """Return which options (`softcap`, `sinks` and `bias`) `core` does not support, by asking `core` about small calls.
 
-    If `core` refuses even the small call without options, nothing can be learned, and the result is empty.
+    If `core` refuses even the small call without options, nothing is known about options, and the result is empty.
     """
     values = {"softcap": 1.0, "sinks": jnp.zeros(1), "bias": jnp.zeros((1, 128, 128))}
 

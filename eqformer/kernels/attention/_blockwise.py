@@ -151,7 +151,7 @@ def attend(
         key: The keys.
         value: The values.
         tokens: Positions and segments of the queries.
-        kv_tokens: Positions and segments of the keys; None if they are those of the queries.
+        kv_tokens: Positions and segments of the keys; None if queries and keys have the same tokens.
     """
     arrays = group_heads(query, key, value, tokens, kv_tokens)
     # Under `shard_map` the arrays may vary over different mesh axes, for example if key heads are replicated and query
@@ -267,7 +267,7 @@ def attend_backward(
     """Return the gradients of query, key and value from the gradients of output and logsumexp.
 
     `residuals` are the array arguments of `attend_forward`, then output and logsumexp. In ring attention, output and
-    logsumexp are those of a softmax over more keys than `key`. The result for the query is then only the part of its
+    logsumexp belong to a softmax over more keys than `key`. The result for the query is then only the part of its
     gradient that comes from `key`.
     """
     return _by_block(_backward_in_blocks, settings, *residuals, *gradients)
@@ -400,7 +400,7 @@ def _merge_batch(tokens: TokenPositions, batch: tuple[int, ...], seq: int) -> To
 def split_into_blocks(
     max_block: int, query_arrays: PyTree, key_arrays: PyTree, tokens: TokenPositions, kv_tokens: TokenPositions
 ) -> tuple[PyTree, PyTree, TokenPositions, TokenPositions, Float[Array, ""]]:
-    """Split all arrays into blocks of up to `max_block` tokens; return them, and a zero of the type of loop carries.
+    """Split all arrays into blocks of up to `max_block` tokens; return the blocks, and a zero of the loop carry's type.
 
     If there are few queries, blocks of keys are up to `_WIDEST` times larger, so that the number of scores of a pair of
     blocks is about the same.

@@ -22,7 +22,7 @@ from .._platform import Result
 class TokenPositions(eqx.Module):
     """Positions and documents of tokens, and facts about their order that are known at trace time.
 
-    `whole_rows`, `documents` and `pieces` are those of `nn.Tokens`.
+    `whole_rows`, `documents` and `pieces` mean the same as in `nn.Tokens`.
     """
 
     positions: Int[Array, "*batch seq"]
@@ -99,12 +99,12 @@ class AttentionCall(Call):
         if heads % kv_heads:
             raise ValueError(
                 f"attention over {heads} query heads and {kv_heads} key/value heads: heads must be a multiple of "
-                "kv_heads; change one of the two."
+                "kv_heads; change one of the two numbers."
             )
 
     @property
     def key_tokens(self) -> TokenPositions:
-        """Positions and segments of the keys: `kv_tokens`, or those of the queries."""
+        """Positions and segments of the keys: `kv_tokens` or, if it is None, those of the queries."""
         return self.tokens if self.kv_tokens is None else self.kv_tokens
 
     @property
@@ -228,7 +228,7 @@ def _range(numbers: Int[Array, "_ batch _"], positions: Int[Array, "_ batch _"])
 
 
 def spans(possible: Bool[Array, "_ _"]) -> tuple[Int[Array, "_"], Int[Array, "_"]]:
-    """Return each row's first possible column and the column after its last; equal if no column is possible."""
+    """Return each row's first possible column, and the column after its last possible one; equal if there is none."""
     first = jnp.argmax(possible, axis=1)
     stop = possible.shape[1] - jnp.argmax(possible[:, ::-1], axis=1)
     return first, jnp.where(jnp.any(possible, axis=1), stop, first)

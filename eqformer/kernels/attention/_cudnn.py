@@ -25,8 +25,8 @@ class CudnnAttention(FlashAttention):
     On compute capability 9.0 (H100 and H200), cuDNN is the fastest kernel that was measured here. On A100 (8.0), A10G
     (8.6) and RTX Blackwell (12.0), others measured that it takes 7 to 22 % longer than flash-type kernels in PyTorch.
     This package has no such kernel for these GPUs, and its loop over blocks in plain XLA is slower than cuDNN, so cuDNN
-    is chosen there too. `capabilities` limits it to some GPUs: with `CudnnAttention(capabilities=(9.0,))`, an op takes
-    its next implementation on all others.
+    is chosen there too. `capabilities` limits cuDNN to some GPUs: with `CudnnAttention(capabilities=(9.0,))`, an op
+    takes its next implementation on all other GPUs.
     """
 
     capabilities: tuple[float, ...] | None = eqx.field(static=True, default=None)
@@ -70,7 +70,7 @@ class CudnnAttention(FlashAttention):
         return None
 
     def forward(self, call: AttentionCall) -> tuple[Output, LogSum]:
-        """Return the output and the logarithm of each row's sum of exponentials."""
+        """Return the output and the logsumexp of each query's scores."""
         cudnn, query, key, value = _cudnn(), call.query, call.key, call.value
         if call.documents is None:
             settings = _settings(call, "wrapper") | {"is_training": True}
@@ -143,7 +143,8 @@ def _pack_documents(documents: int, tokens: TokenPositions) -> _PackedDocuments:
 def _lengths(call: AttentionCall) -> tuple[Array, ...]:
     """Return the primitives' arguments that follow query, key and value, for rows of one document.
 
-    They include the lengths of the rows, except under a causal mask, which already hides the padding at the end.
+    These arguments include the lengths of the rows, except under a causal mask, which already hides the padding at the
+    end.
     """
     empty = jnp.zeros_like(call.query, shape=(0,))
     if call.mask.is_causal:
@@ -155,7 +156,7 @@ def _lengths(call: AttentionCall) -> tuple[Array, ...]:
 def _settings(call: AttentionCall, primitive: str) -> dict[str, object]:
     """Return the parameters of the forward or backward primitive of this version of JAX.
 
-    `primitive` is "wrapper" or "inner"; newer versions name their further parameters differently in the two.
+    `primitive` is "wrapper" or "inner"; newer versions of JAX name some parameters differently in these two primitives.
     """
     cudnn = _cudnn()
     kinds = cudnn.MaskType

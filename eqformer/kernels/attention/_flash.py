@@ -61,13 +61,13 @@ class FlashAttention(Implementation[AttentionCall, Array]):
 
         Args:
             call: The call.
-            output: The output of the softmax over all keys; in ring attention, there are more keys than in the call.
+            output: The output of the softmax over all keys; in ring attention, these include keys outside of the call.
             logsum: The logsumexp of each query's scores for all keys and sinks.
             output_grad: The gradient of the output.
         """
 
     def decode_op(self, *, has_codes: bool) -> Op | None:
-        """Return `DECODE_ATTENTION` for a cache of 8-bit codes; None for others: nothing replaces this operation."""
+        """Return `DECODE_ATTENTION` for a cache of 8-bit codes; None for other caches, which this operation reads."""
         return DECODE_ATTENTION if has_codes else None
 
     def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -130,7 +130,7 @@ def call_gradient(call: AttentionCall, *gradients: Array | None) -> AttentionCal
 
 
 def add_sinks(output: Output, logsum: LogSum, sinks: Float[Array, "heads"] | None) -> tuple[Output, LogSum]:
-    """Return output and logsumexp of the softmax with sinks, from those of the softmax without sinks.
+    """Return output and logsumexp of the softmax with sinks, from output and logsumexp without sinks.
 
     A sink adds to each query's sum of exponentials, and has no value. If a backward pass gets this output and this
     logsumexp, it returns the right gradients without knowing the sinks.

@@ -23,8 +23,8 @@ def attend_by_definition(
 
     Args:
         call: The call.
-        key_scales: Factors of the keys. The scores are multiplied by them, so that 8-bit keys are read as they are.
-        value_scales: Factors of the values. The probabilities are multiplied by them.
+        key_scales: Factors of the keys. The scores are multiplied by them, instead of the keys.
+        value_scales: Factors of the values. The probabilities are multiplied by them, instead of the values.
         rotated: Further channels of queries and keys, whose products are added to the scores.
     """
     probabilities = _probabilities(call, key_scales, rotated)
@@ -48,7 +48,7 @@ def weigh_values(
     value: Num[Array, "*batch kv_seq kv_heads v_dim"],
     dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Return the values' sums weighted by the result of `attention_probabilities` (or weights like it), in `dtype`."""
+    """Return weighted sums of the values, in `dtype`; `attention_probabilities` returns such weights."""
     *batch, heads, seq, kv_seq = weights.shape
     kv_heads = value.shape[-2]
     by_kv_head = weights.reshape(*batch, kv_heads, heads // kv_heads, seq, kv_seq)
@@ -60,7 +60,7 @@ def _probabilities(
     key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
     rotated: RotatedChannels | None = None,
 ) -> Float[Array, "*batch kv_heads group seq kv_seq"]:
-    """Return the softmax of the scores; the other arguments are those of `attend_by_definition`."""
+    """Return the softmax of the scores; for the arguments see `attend_by_definition`."""
     heads, kv_heads = call.query.shape[-2], call.key.shape[-2]
     wide = at_least_float32(call.query.dtype)
 
@@ -96,7 +96,7 @@ def _weigh_values(
     output = jnp.einsum("...kgqs,...skd->...kgqd", narrow, value, preferred_element_type=at_least_float32(dtype))
     *batch, kv_heads, group, seq, v_dim = output.shape
     output = jnp.moveaxis(output, -2, -4).reshape(*batch, seq, kv_heads * group, v_dim).astype(dtype)
-    return checkpoint_name(output, "attended")  # for remat policies that keep the output
+    return checkpoint_name(output, "attended")  # Remat policies save this name.
 
 
 def softmax_of(
@@ -129,9 +129,9 @@ def attend_to_sources(
 ) -> Float[Array, "*batch seq heads v_dim"]:
     """Return the attention of queries to several sources of keys and values under one softmax.
 
-    The result is that of `ReferenceAttention` for concatenated sources, but the scores are concatenated instead, which
-    copies no keys or values. `sources` are pairs of keys and values. The last dim of `visible` counts the keys of all
-    sources, one source after another.
+    The result equals that of `ReferenceAttention` for concatenated sources. Here the scores are concatenated instead,
+    so that no keys or values are copied. `sources` are pairs of keys and values. The last dim of `visible` counts the
+    keys of all sources, one source after another.
     """
     heads, kv_heads = query.shape[-2], sources[0][0].shape[-2]
     wide = at_least_float32(query.dtype)

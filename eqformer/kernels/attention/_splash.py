@@ -1,7 +1,7 @@
 """Attention on TPUs: the kernels of `jax.experimental.pallas.ops.tpu.splash_attention`, typed for `shard_map`.
 
-The forward kernel and the two backward kernels, one for the gradients of queries and one for those of keys and values,
-are called one by one, so that remat policies can keep the output and the logarithms of the softmax's sums.
+The forward kernel and the two backward kernels (one for the gradients of queries, one for the gradients of keys and
+values) are called one by one, so that remat policies can keep the output and the logsumexp of each query's scores.
 """
 
 import functools
@@ -21,14 +21,14 @@ from ._flash import FlashAttention, Gradients, LogSum, Output
 
 
 LANES = 128
-"""Numbers along the last dim of a TPU's vector; the number of tokens of a row must be a multiple of it."""
+"""Numbers along the last dim of a TPU's vector; the number of tokens of a row must be a multiple of 128."""
 
 
 class SplashAttention(FlashAttention):
     """Splash attention on TPUs, with windows, packed documents and softcaps.
 
-    A block has 512 queries and 512 keys in vector memory, or 256 or 128 where these divide the rows. `interpret` runs
-    the kernel as plain JAX on any platform, which is slow: for tests.
+    A block has up to 512 queries and 512 keys in vector memory: the largest of 512, 256 and 128 that divides the tokens
+    of a row. `interpret` runs the kernel as plain JAX on any platform, which is slow: for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
@@ -49,7 +49,7 @@ class SplashAttention(FlashAttention):
         return None
 
     def forward(self, call: AttentionCall) -> tuple[Output, LogSum]:
-        """Return the output and the logarithm of each row's sum of exponentials."""
+        """Return the output and the logsumexp of each query's scores."""
         query, key, value = call.query, call.key, call.value
         kernels = _kernels()
         mask = _block_mask(_mask_rule(call), call.piece, query.shape[-3], key.shape[-3], "forward")
@@ -159,8 +159,8 @@ def _mask_rule(call: AttentionCall) -> Mask:
 def _segments(call: AttentionCall) -> tuple[Int[Array, "batch seq"], Int[Array, "batch kv_seq"]] | None:
     """Return segments of queries and keys; tokens see only their own segment.
 
-    They are the documents of packed rows. In other rows they separate padding from the document, or are None if the
-    causal mask hides padding or all keys are in the past.
+    The segments of packed rows are their documents. In other rows, segments separate padding from the document. The
+    result is None if a causal mask hides padding, or if all keys are in the past.
     """
     tokens, kv_tokens = call.tokens, call.key_tokens
     if call.documents is not None and tokens.segments is not None and kv_tokens.segments is not None:
@@ -171,7 +171,7 @@ def _segments(call: AttentionCall) -> tuple[Int[Array, "batch seq"], Int[Array, 
 
 
 def _scale_queries(call: AttentionCall, query: Array) -> Array:
-    """Return queries times the scale, for which the kernel has no argument, heads first."""
+    """Return queries times the scale, heads first; the kernel has no argument for the scale."""
     exact = at_least_float32(query.dtype)
     return _heads_first((query.astype(exact) * call.scale).astype(query.dtype))
 

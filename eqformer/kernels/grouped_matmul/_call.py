@@ -1,6 +1,6 @@
-"""The arguments of a grouped product, and the contract of kernels that compute such products and their gradients.
+"""The arguments of grouped matrix products, and the base class of kernels for these products and their gradients.
 
-A grouped product multiplies each row by the matrix of the row's group, such as each token by the weight of an expert.
+A grouped product multiplies each row by the matrix of its group, for example each token by the weight of its expert.
 """
 
 import abc
@@ -27,7 +27,7 @@ class GroupedMatmulCall(Call):
     sizes: Int[Array, "groups"]
     """The number of rows of each group."""
     in_fp8: bool = eqx.field(static=True, default=False)
-    """Whether both factors are rounded to 8-bit floats, if the platform has a kernel for them."""
+    """Whether both factors are rounded to 8-bit floats, if the platform has a kernel for 8-bit factors."""
     max_group_rows: int | None = eqx.field(static=True, default=None)
     """A bound on the rows of a group; None: no bound is known."""
     is_stored: bool = eqx.field(static=True, default=True)
@@ -43,7 +43,8 @@ class GroupedMatmulCall(Call):
 class GroupedMatmul(Implementation[GroupedMatmulCall, Array]):
     """A kernel of grouped products, for the forward pass and for both gradients; sums are in float32.
 
-    A subclass defines two products, `multiply_rows` and `sum_outer_products`. The passes follow from these.
+    A subclass defines two products, `multiply_rows` and `sum_outer_products`. The forward pass and both gradients call
+    these two.
     """
 
     @abc.abstractmethod
@@ -111,12 +112,13 @@ class GroupedMatmul(Implementation[GroupedMatmulCall, Array]):
 class XlaGroupedMatmul(Implementation[GroupedMatmulCall, Array]):
     """The definition of a grouped product, by `jax.lax.ragged_dot`, without a kernel.
 
-    On CPUs and GPUs, XLA multiplies every row by the matrix of every group for a `ragged_dot`. So `nn.Experts` does not
-    use this definition if no kernel supports its linear maps; it then runs whole experts on slots or blocks of rows.
+    For a `ragged_dot` on CPUs and GPUs, XLA multiplies every row by the matrices of all groups. So if no kernel
+    supports its linear maps, `nn.Experts` does not use this definition, but runs whole experts on slots or blocks of
+    rows.
     """
 
     def supports(self, call: GroupedMatmulCall) -> str | None:
-        """Return None: it computes every call."""
+        """Return None: every call is supported."""
         return None
 
     def run(self, call: GroupedMatmulCall) -> Float[Array, "rows outputs"]:

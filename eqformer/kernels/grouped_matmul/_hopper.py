@@ -1,12 +1,12 @@
-"""Grouped products on NVIDIA's Hopper GPUs (compute capability 9.0): kernels in Pallas by Mosaic.
+"""Grouped matrix products on NVIDIA's Hopper GPUs (compute capability 9.0): Pallas (Mosaic) kernels.
 
 A program copies blocks of both factors from main memory (GMEM) to shared memory (SMEM), multiplies them on tensor cores
 with sums in registers, and copies the tile of the result back through SMEM. Which rows belong to a tile is computed
 before the kernel starts. The first tile of a group begins at the group's first row, or up to seven rows before it,
 because copies begin at multiples of eight rows.
 
-The kernels follow JAX's own, `ragged_dot_mgpu` and `transposed_ragged_dot_mgpu` in `jax.experimental.pallas.ops.gpu`,
-which are not called for these reasons:
+The kernels follow JAX's own kernels, `ragged_dot_mgpu` and `transposed_ragged_dot_mgpu` in
+`jax.experimental.pallas.ops.gpu`. JAX's kernels are not called, for these reasons:
 
 - They load JAX's test tools, and ask the machine that traces a program for its GPU.
 - They search for each tile's group in a loop that is unrolled over all groups, and compute tiles that no group has.
@@ -33,13 +33,13 @@ from ._call import GroupedMatmul, GroupedMatmulCall
 BLOCK = 64
 """Channels or rows that one product sums over: 128 bytes of 16-bit numbers, the width of a swizzle in SMEM."""
 ALIGNMENT = 8
-"""Copies of tiles begin at multiples of so many rows."""
+"""Copies of tiles begin at multiples of this number of rows."""
 _SHARED_BYTES = 98304  # SMEM for a program's blocks in flight, so that a multiprocessor has room for two programs
 _MOSAIC = "jax.experimental.pallas.mosaic_gpu"
 
 
 class HopperGroupedMatmul(GroupedMatmul):
-    """Grouped products in Mosaic on Hopper GPUs: in 16 bits, with matrices that are parameters.
+    """Grouped products on Hopper GPUs: in 16 bits, with matrices that are parameters.
 
     Tiles of the result are 64 or 128 rows by 64 or 128 columns. `interpret` runs the kernels as plain JAX on any
     platform, for tests.
@@ -135,9 +135,9 @@ class RowTiles(NamedTuple):
     begin: Int[Array, "tiles"]
     """The first row of the tile, a multiple of `ALIGNMENT`."""
     start: Int[Array, "tiles"]
-    """The first row of the tile that is its group's; the rows before it are the previous group's."""
+    """The first row of the tile that belongs to its group; earlier rows belong to the previous group."""
     size: Int[Array, "tiles"]
-    """The number of rows of the tile, from `start` on, that are its group's."""
+    """The number of rows of the tile, from `start` on, that belong to its group."""
     number: Int[Array, "1"]
     """The number of tiles that are used; the arrays are long enough for any sizes of groups."""
 
@@ -192,7 +192,7 @@ def pad_rows_to(rows: Array, number: int) -> Array:
 
 
 def mosaic_gpu() -> tuple[ModuleType, ModuleType]:
-    """Return Pallas and its part for GPUs by Mosaic, which are imported only for programs with these kernels."""
+    """Import and return Pallas and its Mosaic backend for GPUs, which only programs with these kernels need."""
     pallas = importlib.import_module("jax.experimental.pallas")
     return pallas, importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
@@ -271,7 +271,7 @@ def sum_tiles(
 ) -> None:
     """Compute the tiles of each group's matrix as sums over the group's rows.
 
-    The rows of a group are in `blocks` blocks, of which the first begins at `first_rows`.
+    The rows of a group are in `blocks` blocks; the first block begins at `first_rows`.
     """
     pl, plgpu = mosaic_gpu()
     swizzle, (groups, *tiles) = swizzled_layout(output_grad.dtype), number

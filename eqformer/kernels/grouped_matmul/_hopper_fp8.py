@@ -1,4 +1,4 @@
-"""Grouped products in 8 bits on NVIDIA's Hopper GPUs (compute capability 9.0): kernels in Pallas by Mosaic.
+"""Grouped matrix products in 8 bits on NVIDIA's Hopper GPUs (compute capability 9.0): Pallas (Mosaic) kernels.
 
 Tensor cores take 8-bit factors only if the dim that is summed over is the last in memory. So the rounded weights are
 transposed for the gradients of the rows. For the gradients of the weights both factors are transposed, and the rows of
@@ -19,11 +19,11 @@ from ._call import GroupedMatmul, GroupedMatmulCall
 
 
 DEPTH = 128
-"""Numbers that one product sums over: 128 bytes, as in a `BLOCK` of the kernels in 16 bits."""
+"""Numbers that one product sums over: 128 bytes, as many as in a `BLOCK` of the 16-bit kernels."""
 
 
 class HopperFp8GroupedMatmul(GroupedMatmul):
-    """Grouped products in Mosaic on Hopper GPUs in 8 bits: each row, and each group's matrix, has a scale.
+    """Grouped products in 8 bits on Hopper GPUs: each row has a scale, and so has the matrix of each group.
 
     `interpret` runs the kernels as plain JAX on any platform, for tests.
     """
@@ -89,8 +89,8 @@ class HopperFp8GroupedMatmul(GroupedMatmul):
 def has_fp8_grouped_matmul(chip: str) -> bool:
     """Return whether grouped products of 8-bit factors run at the speed of 8 bits on a chip such as `NVIDIA H100`.
 
-    TPUs, and Hopper GPUs with JAX before 0.12, compute them by kernels in 16 bits. CPUs and older GPUs round the
-    factors to 8 bits and multiply them in a wider format.
+    TPUs, and Hopper GPUs with JAX before 0.12, compute such products by kernels in 16 bits. CPUs and older GPUs round
+    the factors to 8 bits and multiply them in a wider format.
     """
     capability = capability_of(chip)
     return capability >= 10 or (capability == 9 and has_mixed_formats())
@@ -104,7 +104,7 @@ def has_mixed_formats() -> bool:
 def _scale_groups(
     output_grad: Float[Array, "rows outputs"], row_scale: Float[Array, "rows 1"], sizes: Int[Array, "groups"]
 ) -> tuple[Float[Array, "groups"], Float[Array, "rows 1"]]:
-    """Return the scale of each group's rows of `output_grad * row_scale`, and the inverse of each row's group's scale.
+    """Return each group's scale of `output_grad * row_scale` and, for each row, the inverse of its group's scale.
 
     The inverse is 0 for rows after the last group. `multiply_rows` computes the same row maxima of `output_grad` for
     its scales, so XLA reads `output_grad` once for both.
@@ -184,7 +184,7 @@ def outer_product_fp8_kernel(
 ) -> None:
     """Compute the tiles of each group's matrix as sums over the group's columns.
 
-    The columns of a group are in `blocks` blocks of `DEPTH`, of which the first begins at `first_columns`.
+    The columns of a group are in `blocks` blocks of `DEPTH`; the first block begins at `first_columns`.
     """
     pl, plgpu = hopper.mosaic_gpu()
     groups, *tiles = number
@@ -209,7 +209,7 @@ def _multiply_tiles(
     factors: tuple[Ref, Ref],
     is_exact: bool,
 ) -> Array:
-    """Return a tile of the product of two matrices, which are summed over the last dims of both.
+    """Return a tile of the product of two matrices, with the sum over the last dim of both matrices.
 
     The tile is zero unless `is_any`. Tensor cores sum products of 8-bit numbers with fewer digits than float32 has. If
     `is_exact`, the result of each step is therefore added to the sum in float32 instead.

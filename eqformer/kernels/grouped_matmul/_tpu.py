@@ -1,4 +1,4 @@
-"""Grouped products on TPUs: a kernel in Pallas by Mosaic.
+"""Grouped matrix products on TPUs: Pallas (Mosaic) kernels.
 
 XLA's own ragged products copy the weights when they contract the weights' last dim. For weight gradients they multiply
 every row once per group, so the work is multiplied by the number of groups. JAX's megablox kernels, on which these
@@ -27,14 +27,14 @@ from ._call import GroupedMatmul, GroupedMatmulCall
 
 
 ALIGNMENT = 16
-"""Rows of a vector register of bfloat16; pieces begin at multiples of it."""
+"""Rows of a vector register of bfloat16; pieces begin at multiples of this number."""
 HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Numbers of rows that a piece may have, if it is not a whole tile."""
 _COLUMNS = 256  # Columns of one product of a piece. It keeps the program short, and the widest matrix units have 256.
 
 
 class TpuGroupedMatmul(GroupedMatmul):
-    """Grouped products in Mosaic: in bfloat16, or in float32 for any other dtype.
+    """Grouped products on TPUs: in bfloat16, or in float32 for any other dtype.
 
     Blocks have up to 512 rows in VMEM, 4,096 bytes of inputs, and 768 outputs in bfloat16 (512 in float32); sums of
     outer products have tiles of 512 x 512. Tiles and matrices are fetched from main memory (HBM) by Pallas's pipeline.
@@ -127,9 +127,9 @@ class Visits(NamedTuple):
     low: Int[Array, "visits"]
     high: Int[Array, "visits"]
     is_first: Int[Array, "visits"]
-    """Whether it is the group's first visit."""
+    """Whether this visit is the group's first."""
     is_last: Int[Array, "visits"]
-    """Whether it is the group's last visit."""
+    """Whether this visit is the group's last."""
 
 
 def mosaic_tpu() -> tuple[ModuleType, ModuleType]:
