@@ -167,7 +167,7 @@ def test_trees_that_do_not_fit_are_told():
         "Transformer(cache): its keys of shape (2, 3, 2, 8, 4) .* there are (2,); make": lambda: whole(
             ids, tokens, whole.init_cache(3, 8)
         ),
-        "takes a tuple of as many caches, and cache is a KVCache": lambda: whole(ids, tokens, cache[0]),
+        "caches, but cache is a KVCache; make the cache by init_cache": lambda: whole(ids, tokens, cache[0]),
         "Transformer(tokens of type .*): it must be of the class Tokens; make one, as Tokens(positions)": lambda: whole(
             ids, typing.cast(nn.Tokens, ids)
         ),

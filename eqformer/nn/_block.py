@@ -26,9 +26,9 @@ EMBEDDING = "embedding"
 
 
 class Dropout(RandomMask):
-    """Zero each channel with probability `rate` and divide the others by `1 - rate` (Srivastava et al. 2014).
+    """Dropout: zero each channel with probability `rate`, divide the others by `1 - rate` (Srivastava et al. 2014).
 
-    Each token has a key of its own, so its mask is the same in any batch, on any mesh.
+    Each token has its own key, so a token's mask is the same in any batch and on any mesh.
     """
 
     rate: float = eqx.field(static=True)
@@ -59,18 +59,18 @@ class Dropout(RandomMask):
 class Residual(Sublayer):
     """A residual sublayer: `sum_norm(x + scale * output_norm(layer(input_scale * norm(x))))`.
 
-    Each norm may be left out, for pre-norm, post-norm or both. A layer that reads one more input names that input in
-    `reads`.
+    Any of the three norms may be left out. A layer that reads one more input than `x` names that input in `reads`.
     """
 
     layer: Mixer | Routed | Callable[..., Array]
     """A `Mixer`, a `Routed` layer, or a function of an array to an array of the same shape."""
     norm: Norm | Callable[[Array], Array] | None = None
-    """Norm of the layer's input: alone it is pre-norm (GPT-2, Llama), with `output_norm` the sandwich of Gemma 2."""
+    """Norm of the layer's input. This norm alone is pre-norm (GPT-2, Llama); with `output_norm` it is Gemma 2's
+    sandwich."""
     output_norm: Norm | Callable[[Array], Array] | None = None
-    """Norm of the layer's output: alone it is OLMo 2's arrangement."""
+    """Norm of the layer's output, which OLMo 2 has alone."""
     sum_norm: Norm | Callable[[Array], Array] | None = None
-    """Norm of the sum: alone it is post-norm (Vaswani 2017)."""
+    """Norm of the sum of input and branch. This norm alone is post-norm (Vaswani 2017)."""
     dropout: RandomMask | None = None
     """Dropout of the branch."""
     scale: float | None = eqx.field(static=True, default=None)
@@ -82,9 +82,9 @@ class Residual(Sublayer):
     called with a `ShareRequest` in place of its cache."""
     reads: str | None = eqx.field(static=True, default=None)
     """The name of one more input. `"source"` gives a mixer the sequence of `Tokens.source`, for cross-attention;
-    `"layer_input"` gives a function a second argument, the token's vector for this layer (`PerLayerInputs`). Any other
-    name is that of a value which an earlier layer `shares`; a mixer is called with this `SharedValue`, wrapped around
-    its cache, and returns one."""
+    `"layer_input"` gives a function a second argument, the token's vector for this layer (`PerLayerInputs`). With any
+    other name, a mixer reads the value that an earlier layer `shares` under this name: the mixer is called with this
+    `SharedValue`, wrapped around its cache, and returns a `SharedValue` around its new cache."""
 
     def __check_init__(self):
         if self.shares and self.reads:
@@ -110,7 +110,7 @@ class Residual(Sublayer):
         *,
         index: int | None = None,
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Add the branch to `x`; the keys of dropout are folded with `index`, or with 0 outside of a block."""
+        """Add the branch to `x`; `index`, or 0 outside of a block, is folded into the keys of dropout."""
         added, cache, aux = self.run_branch(x, tokens, cache, index=index)
         return apply_norm(self.sum_norm, x + added), cache, aux
 
@@ -186,9 +186,9 @@ class Residual(Sublayer):
 class ParallelResidual(Sublayer):
     """Residual branches that read one input and add to one sum: `sum_norm(x + output_norm(sum of branch(norm(x))))`.
 
-    The branches share `norm`, or each has its own. They may be a mixer and a feed-forward layer (GPT-J, PaLM), mixers
-    of any kinds and numbers of heads (Falcon-H1), or a dense layer and a mixture of experts (Gemma 4). The whole is a
-    sublayer of a `Block`, or by itself a layer that a stack repeats.
+    The branches share `norm`, or each branch has its own norm. Branches may be a mixer and a feed-forward layer (GPT-J,
+    PaLM), mixers of any kinds and numbers of heads (Falcon-H1), or a dense layer and a mixture of experts (Gemma 4). A
+    `ParallelResidual` is a sublayer of a `Block`, or by itself a layer that a stack repeats.
     """
 
     branches: tuple[Residual, ...]
@@ -197,7 +197,7 @@ class ParallelResidual(Sublayer):
     output_norm: Norm | Callable[[Array], Array] | None = None
     """Norm of the sum of the branches, before it is added to the input."""
     sum_norm: Norm | Callable[[Array], Array] | None = None
-    """Norm of the sum with the input."""
+    """Norm of the sum of the input and the branches."""
 
     def __check_init__(self):
         for number, branch in enumerate(self.branches):
@@ -285,7 +285,7 @@ class EmbeddingSkip(Sublayer):
     """The factor of the model's embedded tokens."""
 
     def __init__(self, stream: float = 1.0, embedding: float = 0.0):
-        """Begin with these factors, by default with a layer that changes nothing."""
+        """Set the initial factors; with the defaults, the layer changes nothing."""
         self.stream = jnp.full((), stream, jnp.float32)
         self.embedding = jnp.full((), embedding, jnp.float32)
 
@@ -420,15 +420,15 @@ def check_caches(caches: PyTree, number: int, readers: str) -> None:
     """Raise a `ValueError` unless there is a tuple of as many caches as `readers`, such as "layers or stacks"."""
     is_sequence = isinstance(caches, tuple | list)
     if not is_sequence or len(caches) != number:
-        passed = f"{len(caches)} of them" if is_sequence else f"a {type(caches).__name__}"
+        passed = f"a tuple of {len(caches)}" if is_sequence else f"a {type(caches).__name__}"
         raise ValueError(
-            f"a call of {number} {readers} takes a tuple of as many caches, and cache is {passed}; make it by "
+            f"a call of {number} {readers} takes a tuple of {number} caches, but cache is {passed}; make the cache by "
             "init_cache of the same module."
         )
 
 
 def join_caches(sublayers: Sequence[Sublayer], caches: Sequence[PyTree]) -> PyTree:
-    """Return the cache of the only sublayer with a mixer; a tuple of caches if several have one, None if none has."""
+    """Return the cache of the only sublayer with a mixer; a tuple of caches if there are several, None if none."""
     mixer_caches = [cache for sublayer, cache in zip(sublayers, caches, strict=True) if has_mixer(sublayer)]
     return tuple(mixer_caches) if len(mixer_caches) > 1 else next(iter(mixer_caches), None)
 

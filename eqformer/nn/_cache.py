@@ -54,7 +54,7 @@ class SlotCache(LayerCache):
     `first` on, of `capacity` slots in all.
 
     An 8-bit cache (`with_scales`) has a scale for each token and head. Numbers are rounded when they are stored, and
-    attention reads the rounded numbers, also those of the new tokens.
+    attention reads the rounded numbers, for the new tokens, too.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
@@ -95,21 +95,21 @@ def is_position_array(x: ArrayOrShape) -> bool:
 
 
 def quantize_caches(cache: PyTree, dtype: str) -> PyTree:
-    """Return empty caches like these in an 8-bit dtype; caches without slots, such as recurrent states, stay."""
+    """Return empty caches like these in an 8-bit dtype; caches without slots (recurrent states) stay unchanged."""
     return map_slot_caches(lambda slots: slots.with_scales(dtype), cache)
 
 
 def with_rollback(cache: PyTree, tokens: int) -> PyTree:
-    """Return empty caches like these whose windows have `tokens` more slots, so the last `tokens` can be replaced.
+    """Return empty caches like these in which the last `tokens` tokens can be replaced; windows get more slots.
 
-    A token at a position that a cache holds already overwrites it, and queries see nothing after their own position.
-    But in a window without spare slots, rejected tokens would have overwritten older tokens that are still visible.
+    A new token overwrites a rejected token at the same position, and queries see nothing after their own position. But
+    in a window without spare slots, rejected tokens would have overwritten older tokens that are still visible.
     """
     return map_slot_caches(lambda slots: _add_slots(slots, tokens) if slots.rolling else slots, cache)
 
 
 def restore_states(previous: PyTree, current: PyTree) -> PyTree:
-    """Return a cache with the slots of `current` and everything else (recurrent states) of `previous`.
+    """Return a cache with the slots of `current`, and with everything else (recurrent states) from `previous`.
 
     Tokens that are read again overwrite their slots, so slots need no restoring.
     """
@@ -129,7 +129,7 @@ def can_roll_back(cache: PyTree) -> bool:
 
 
 def map_slot_caches(change: Callable[["SlotCache"], PyTree], cache: PyTree) -> PyTree:
-    """Replace each cache with slots by `change(cache)`; caches without slots, such as recurrent states, stay."""
+    """Replace each cache with slots by `change(cache)`; caches without slots (recurrent states) stay unchanged."""
     return map_modules(change, cache, SlotCache)
 
 
@@ -239,8 +239,8 @@ def store_slots(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads:
         CACHE_WRITE(CacheWriteCall(memory, slots, x.astype(memory.dtype), layer, dim)) for memory, x, dim in pairs
     )
     if cache.rolling and seq > 1:
-        # Earlier new tokens may see slots that later ones overwrite, so they attend to the old cache and to each other.
-        # After a rollback, the old cache holds other tokens at the new positions; those are hidden.
+        # A new token may see slots that later new tokens overwrite, so new tokens attend to the old cache and to each
+        # other. After a rollback, the old cache holds rejected tokens at the new positions; these are hidden.
         begin = jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max), axis=-1, keepdims=True)
         old_positions = jnp.where(old_positions < begin, old_positions, -1)
         # If the cache is split over devices, the new tokens are visible on only one device, so that they count once.
@@ -266,9 +266,9 @@ class KVCache(SlotCache):
     values: Num[Array, "*batch kv_heads kv_seq v_dim"]
     """The values."""
     positions: Int[Array, "*batch kv_seq"]
-    """The position in each slot; -1: it is empty."""
+    """The position of the token in each slot; -1 for an empty slot."""
     rolling: bool = eqx.field(static=True, default=False)
-    """Whether new tokens take the slots of the oldest."""
+    """Whether new tokens take the slots of the oldest tokens."""
     first: Int[Array, "*batch"] | None = None
     """The first slot of a shard; None: the cache is whole."""
     capacity: int | None = eqx.field(static=True, default=None)
@@ -280,7 +280,7 @@ class KVCache(SlotCache):
     value_scales: Float[Array, "*batch kv_heads kv_seq"] | None = None
     """Scales of 8-bit values."""
     rotary_lengths: Int[Array, "*batch"] | None = None
-    """For each row, the document length for whose rotary frequencies the keys are rotated; None: one set for all."""
+    """For each row, the document length whose rotary frequencies its keys have; None: keys are never rotated again."""
 
     @classmethod
     def empty(
@@ -297,12 +297,12 @@ class KVCache(SlotCache):
 
         Args:
             batch: Sizes of the batch dims.
-            capacity: The longest row, in tokens.
+            capacity: Maximum number of tokens of a row.
             keys: Heads of keys, and channels of a head.
             values: Heads of values, and channels of a head.
             dtype: Float dtype of keys and values.
-            reach: Tokens that the mask lets a query see, or a few more; if they are fewer than `capacity`, the cache
-                rolls. None: all.
+            reach: Number of tokens that the mask lets a query see, or a few more. If this is less than `capacity`, the
+                cache is a rolling window. None: all tokens.
         """
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         size = capacity if reach is None else slots_for(reach, capacity)
@@ -378,7 +378,7 @@ def store_keys(
 ]:
     """Store new tokens; return the cache, and all keys and values that the new tokens may see, with their tokens.
 
-    Without a cache these are the new keys and values, and None for their tokens.
+    Without a cache, return None, the new keys and values, and None for their tokens.
     """
     if cache is None:
         return None, keys, values, None
@@ -396,9 +396,9 @@ class LatentCache(SlotCache):
     rotary_keys: Num[Array, "*batch kv_seq rope_dim"]
     """The rotated keys, which all heads share."""
     positions: Int[Array, "*batch kv_seq"]
-    """The position in each slot; -1: it is empty."""
+    """The position of the token in each slot; -1 for an empty slot."""
     rolling: bool = eqx.field(static=True, default=False)
-    """Whether new tokens take the slots of the oldest."""
+    """Whether new tokens take the slots of the oldest tokens."""
     first: Int[Array, "*batch"] | None = None
     """The first slot of a shard; None: the cache is whole."""
     capacity: int | None = eqx.field(static=True, default=None)
@@ -424,8 +424,7 @@ class LatentCache(SlotCache):
         )
 
     def read_quantized(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """Return the 8-bit latents of all slots with their scales, and the 8-bit rotated keys with theirs, as
-        stored."""
+        """Return the stored 8-bit latents of all slots with their scales, and the rotated keys with their scales."""
         assert self.latent_scales is not None and self.rotary_scales is not None
         select_layer = functools.partial(index_layer, layer=self.layer)
         return (select_layer(self.latents), select_layer(self.latent_scales)), (

@@ -26,9 +26,9 @@ class LinearMap(Module):
     """A linear map `y = W x + b` between named dims, with W stored in any form: the contract of `Linear` and `LoRA`.
 
     A module that follows this contract may take the place of any `Linear`. Its arrays name their dims (`nn.named_by`),
-    so that a layout can shard them; all sizes are those of the slice that a device holds. If devices split the inputs,
-    their results are summed: an array with only output dims, such as the scales of an 8-bit weight's outputs, is
-    applied before the sum, and the bias is added after it.
+    so that a layout can shard them; all sizes are the sizes of the slice that a device holds. If devices split the
+    inputs, the devices' results are summed: an array with only output dims, such as the scales of an 8-bit weight's
+    outputs, is applied before the sum, and the bias is added after the sum.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
@@ -95,7 +95,7 @@ class LinearMap(Module):
 class DenseMap(LinearMap):
     """A linear map whose W is a parameter, `weight`.
 
-    So the gradient of `weight` is the product of the output's gradient and the input. `product` must be
+    The gradient of `weight` is therefore the product of the output's gradient and the input. `product` must be
     `products.forward` with the weight cast to the dtype of `x`, and nothing more.
     """
 
@@ -130,9 +130,9 @@ Channels = tuple[tuple[int, ...], ...]  # Pairs (heads, channels of a head) of o
 class MatmulPrecision(abc.ABC):
     """The three products of a map `y = W x`: the output, and the gradients of the input and of the weight.
 
-    Each product gets whole vectors and a matrix of outputs by inputs; on a mesh they may be the slices of one device.
-    It may round both in any way, sums in float32 at least, and returns `dtype`. A call computes `forward`, and its
-    gradients by the other two products (in reverse mode).
+    Each product gets whole vectors and a matrix of outputs by inputs; on a mesh, these may be slices of one device. A
+    product may round its operands in any way, sums in float32 at least, and returns an array of `dtype`. A call
+    computes `forward`; the other two products are its gradients in reverse mode.
     """
 
     operand_bits: ClassVar[int | None]
@@ -234,24 +234,25 @@ class Attends(NamedTuple):
     output: Channels
     """Heads and channels of the output."""
     needs: tuple[str, ...] = ()
-    """Options among `softcap`, `sinks` and `bias` that the core must compute; `source`: another row's keys."""
+    """What the core must compute: options among `softcap`, `sinks` and `bias`, and `source` for keys of another
+    sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MixerFacts:
     """Facts about a mixer for transforms and cost formulas; the defaults are safe for any mixer.
 
-    Sizes are those of the slice that a device holds.
+    Sizes are the sizes of the slice that a device holds.
 
     - `splits_heads`: whether the mixer runs on a slice of its `heads`, `kv_heads` or `mlp`. Its input projections
       then return such slices, and the results of its output projections are summed over devices. Besides projections
       and norms, the mixer may apply only elementwise functions to its input; a projection may read the result of such
-      a function, except in a `sequence` stream. Every device runs the whole mixer if `splits_heads` is false, or if an
-      array that belongs to no map has both the dim `embed` and one of the dims above.
+      a function, except in a plan with `residual="sequence"`. Every device runs the whole mixer if `splits_heads` is
+      false, or if an array that belongs to no map has both the dim `embed` and one of the dims above.
     - `attends`: the attention that the mixer's core computes. None for a mixer that needs whole rows, because it reads
       tokens in sequence, chooses among all tokens, or combines neighbouring tokens outside of its core.
     - `operations`: operations for each token, without those of linear maps and the core; a multiply-add is two.
-    - `shares_kv_heads`: whether devices may share a key head, each with some of the query heads that it serves.
+    - `shares_kv_heads`: whether several devices may hold the same key head, each with some of its query heads.
     - `attends_by_rows`: whether, in serving, devices that share a key head may each attend for some of the rows, with
       only the caches and tokens of these rows. Such a mixer reads its input only through projections, whose results
       the devices exchange.
@@ -283,9 +284,9 @@ class Mixer(Module):
 
 
 class ScoreBias(Module):
-    """A bias by positions, added to the scores of the attentions that ask for it (`Scores(bias=True)`).
+    """A bias by positions, added to the scores of each attention that has `Scores(bias=True)`.
 
-    It runs on a slice of its heads: its arrays name their dim `heads`, or are the same for all heads.
+    The module also runs on a slice of its heads: its arrays name their dim `heads`, or are the same for all heads.
     """
 
     @abc.abstractmethod
@@ -310,7 +311,7 @@ class FeedForward(Module):
 
 
 class Routed(Module):
-    """A feed-forward layer that routes tokens; it also reads their random keys and padding, and returns an `Aux`."""
+    """A feed-forward layer that routes tokens to experts; it reads random keys and padding, and returns an `Aux`."""
 
     @abc.abstractmethod
     def __call__(
@@ -346,7 +347,7 @@ class Layer(Module):
 
 
 class Sublayer(Layer):
-    """A layer that a `Block` runs beside others, on the residual stream."""
+    """A layer of a `Block`, which runs its sublayers one after another on the residual stream."""
 
     @abc.abstractmethod
     def __call__(
@@ -377,7 +378,7 @@ class ChunkedUnembedding(Module):
     def of_part(self, trained: PyTree, constants: PyTree) -> tuple[Module, Int[Array, "part"]]:
         """Return a module that computes the logits of one part, and the part's ids; id -1 marks padding.
 
-        `trained` and `constants` are that part of the two trees that `parts` returns.
+        `trained` and `constants` are this part of each of the two trees that `parts` returns.
         """
 
 
@@ -385,7 +386,7 @@ class Aux(eqx.Module):
     """Auxiliary losses and counts of a mixture of experts, each summed over a call's tokens other than padding.
 
     In a stack, each array has a `layers` dim in front. `loss` is added to the sum of the tokens' losses; `load` counts
-    the choices of each expert, also those dropped; `entropy` sums the entropy of each token's scores, in nats.
+    the choices of each expert, including dropped choices; `entropy` sums the entropy of each token's scores, in nats.
     """
 
     loss: Float[Array, "*layers"]

@@ -36,7 +36,7 @@ def _is_float(x: object) -> bool:
 def lossless_dtype(*dtypes: jax.typing.DTypeLike) -> np.dtype:
     """Return the narrowest floating-point dtype that represents all numbers of these dtypes.
 
-    It is float32 for bfloat16 and float16, neither of which contains the other and for which NumPy has no answer.
+    For bfloat16 with float16 the result is float32: neither contains the other, and NumPy knows no common dtype.
     """
     by_size = sorted({jnp.dtype(dtype) for dtype in dtypes}, key=operator.attrgetter("itemsize"))
     wider = [jnp.dtype(name) for name in ("float32", "float64")]
@@ -51,9 +51,9 @@ def _contains(wide: np.dtype, narrow: np.dtype) -> bool:
 
 
 def float_dtype(dtype: object, call: str) -> str:
-    """Return the full name of a dtype of weights or computation, given a name, a short one (`bf16`, `half`) or a dtype.
+    """Return the full name of a floating-point dtype from a name, a short name (`bf16`, `half`) or a dtype.
 
-    Raises a `ValueError` that begins with `call` for any other dtype, and for float64 where JAX has it switched off.
+    Raises a `ValueError` that begins with `call` for any other dtype, and for float64 if JAX has it switched off.
     """
     if isinstance(dtype, str):
         name, shown = dtype.strip().lower().rpartition(".")[2], repr(dtype)
@@ -75,7 +75,7 @@ def _name(dtype: Any) -> str:
         return str(dtype)
 
 
-# Full names, and the other names of each dtype; messages show the first.
+# The full name of each dtype, and its other names, of which messages show the first.
 _FLOATS = {
     "float32": ("fp32", "f32", "float", "single"),
     "bfloat16": ("bf16",),
@@ -103,9 +103,9 @@ def broadcast_float32(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[A
     return jnp.broadcast_to(x.astype(at_least_float32(x.dtype)), shape).astype(x.dtype)
 
 
-# On CPUs, the second factor of a product is reordered in memory before the product, which for few vectors costs more
-# than the product. Up to this many vectors the matrix is therefore the first factor, if it is so large that the gain
-# is worth a program with a case for CPUs.
+# On CPUs, the second factor of a product is first reordered in memory, and with few vectors this costs more than the
+# product itself. With up to `_FEW_VECTORS` vectors, the matrix is therefore the first factor. The gain is worth a
+# separate case for CPUs in the program only if the matrix has at least `_LARGE_MATRIX` numbers.
 _FEW_VECTORS = 64
 _LARGE_MATRIX = 2**16
 
@@ -133,8 +133,8 @@ def matmul_float32(
 ) -> Float[Array, "*batch outputs"]:
     """Return `x W^T`: products in the dtype of `x`; sums and result float32 at least, in the gradients too.
 
-    JAX would multiply the result's float32 gradient in float32, with the weight cast up, and round sums over tokens to
-    the dtype of `x`. For 16-bit `x` only reverse mode is defined (no `jax.jvp`).
+    JAX's own gradients would multiply in float32, with the weight cast up, and would round sums over tokens to the
+    dtype of `x`. For 16-bit `x` only reverse mode is defined (no `jax.jvp`).
     """
     is_float32 = at_least_float32(x.dtype) == x.dtype
     return multiply_vectors(x, weight.astype(x.dtype), x.dtype) if is_float32 else _matmul_16_bits(x, weight)
@@ -166,8 +166,8 @@ def _einsum(pattern: str, x: Array, other: Array, dtype: np.dtype) -> Array:
 def lookup_rows(table: Float[Array, "rows *row"], ids: Int[Array, "*batch"]) -> Float[Array, "..."]:
     """Return `table[ids]`; NaN for an id outside the table, negative or too large.
 
-    A row's gradient has an addend for each occurrence of its token in the batch, possibly thousands. So the gradient is
-    summed in float32, without a float32 copy of the table.
+    A row's gradient has an addend for each occurrence of its token in the batch, possibly thousands. The gradient is
+    therefore summed in float32, without a float32 copy of the table.
     """
     return _take_rows(table, ids)
 
@@ -190,7 +190,7 @@ def parse_cache_dtype(dtype: object, call: str) -> tuple[str, bool]:
     """Return a cache dtype's full name, and whether it has 8 bits and needs scales.
 
     Accepts `"int8"`, `"float8_e4m3fn"` (`"fp8"`) and the dtypes of `float_dtype`. Raises a `ValueError` that begins
-    with `call` for any other.
+    with `call` for any other dtype.
     """
     name = dtype.strip().lower() if isinstance(dtype, str) else dtype
     full = {"fp8": "float8_e4m3fn", "float8": "float8_e4m3fn"}.get(str(name), str(name))

@@ -1,6 +1,6 @@
 """Embeddings of tokens and of positions, also embeddings that differ by layer; and the matrices of a model.
 
-A matrix is the table of an embedding or the weight of a linear map. Optimizers treat both kinds differently.
+A matrix is the table of an embedding or the weight of a linear map. Optimizers treat these two kinds differently.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class LearnedPositions(PositionEmbedding):
         Args:
             max_seq: The number of positions.
             embed: Channels of a vector.
-            offset: Rows of the table before that of position 0, which no token reads (RoBERTa).
+            offset: Number of rows before the row of position 0; no token reads them (RoBERTa).
             std: Standard deviation of the table.
             key: For the table.
         """
@@ -78,7 +78,7 @@ class LearnedPositions(PositionEmbedding):
 
 
 class TokenTypes(PositionEmbedding):
-    """A table with a vector for each token type, such as the text of a pair, added to the token embeddings (BERT).
+    """A table with a vector for each token type, added to the token embeddings (BERT: the first or second text).
 
     Types are looked up like positions. The vector of a type outside the table is NaN.
     """
@@ -109,8 +109,8 @@ class PerLayerEmbedding(EmbeddingTable):
     """A table with a vector for each token id and each of `depth` layers; looked-up vectors are multiplied by `scale`.
 
     The row of a token id holds its vectors for all layers: `depth` numbers of the first channel, then `depth` numbers
-    of the second, and so on. So `mlp`, the dim of a row, counts the channels of all layers. If layers had a dim of
-    their own, some platforms would store the table by columns, and copy the whole table to look up a token.
+    of the second, and so on. The dim of a row, `mlp`, therefore counts the channels of all layers. If the table had a
+    separate dim of layers, some platforms would store it by columns, and copy the whole table to look up a token.
     """
 
     weight: Float[Array, "vocab mlp"]

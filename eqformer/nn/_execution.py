@@ -22,11 +22,11 @@ class Execution:
     """Settings of speed and memory that change no results, as plain data; `apply` checks them."""
 
     core: Literal["auto", "xla", "reference", "blockwise", "cudnn", "splash"] = "auto"
-    """The attention, by its name in `kernels.ATTENTIONS`; auto takes the kernel of the platform."""
+    """The implementation of attention, a name in `kernels.ATTENTIONS`; auto takes the kernel of the platform."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "products", "products_on_host", "full_on_host"] = "products"
     """The rematerialisation policy; a policy that ends in `_on_host` stores its residuals in host memory."""
     unroll: int = 1
-    """How many layers one scan iteration runs; with all layers there is no scan, and compilation takes longer."""
+    """How many layers one scan iteration runs. If it is all layers, there is no scan, and compilation takes longer."""
 
     def apply(self, model: Model) -> Model:
         """Return the model, or its shapes, with these settings.
@@ -45,7 +45,7 @@ def with_execution(
     remat: str | None = None,
     unroll: int | None = None,
 ) -> Model:
-    """Return the model, or any part of one, with other execution settings; a setting of None stays as it is.
+    """Return the model, or a part of a model, with other execution settings; a setting that is None stays unchanged.
 
     No array is read, so a model of shapes from `equinox.filter_eval_shape` works too.
 

@@ -74,7 +74,7 @@ class PrecomputedLinear(LinearWrapper):
 
 
 def is_map(node: object) -> TypeGuard[LinearMap]:
-    """Return whether a node is a linear map that is not made of others."""
+    """Return whether a node is a linear map that is not made of other maps (a `ComposedMap`)."""
     return isinstance(node, LinearMap) and not isinstance(node, ComposedMap)
 
 
@@ -84,16 +84,16 @@ def linear_maps(tree: PyTree) -> list[LinearMap]:
 
 
 def map_linears(change: Callable[[Any], PyTree], module: PyTree) -> PyTree:
-    """Return the module with `change(linear)` in the place of each linear map that is not made of others."""
+    """Return the module with `change(linear)` in the place of each linear map that is not made of other maps."""
     return jax.tree.map(lambda node: change(node) if is_map(node) else node, module, is_leaf=is_map)
 
 
 class Linear(DenseMap):
     """`y = W x + b` over named dims: `Linear("embed -> heads head_dim", embed=512, heads=8, head_dim=64, key=key)`.
 
-    The weight's dims are the outputs, then the inputs (`heads head_dim embed`), as published checkpoints have them, and
-    the same names contract it: `... embed, heads head_dim embed -> ... heads head_dim`. Sizes are read off the weight,
-    so the map runs on any slice of itself. The weight is cast to the input's dtype where it is used.
+    The weight's dims are the outputs, then the inputs (`heads head_dim embed`), as in published checkpoints. The same
+    names define the product: `... embed, heads head_dim embed -> ... heads head_dim`. Sizes are read off the weight, so
+    the map runs on any slice of itself. The weight is cast to the input's dtype where it is used.
     """
 
     outputs: tuple[str, ...] = eqx.field(static=True)
@@ -114,7 +114,7 @@ class Linear(DenseMap):
         self.bias = jnp.zeros([sizes[dim] for dim in self.outputs], jnp.float32) if bias else None
 
     def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return `W x` over the trailing dims of `x`; a given `dtype` is that of sums and result, in gradients too."""
+        """Return `W x` over the trailing dims of `x`; if `dtype` is given, sums, result and gradients are in it."""
         return apply_weight(self, self.weight, x, dtype)
 
 
@@ -127,7 +127,7 @@ _FEW = 512
 def apply_weight(
     linear: LinearMap, weight: Float[Array, "..."], x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None
 ) -> Float[Array, "..."]:
-    """Return the product of `weight`, as the matrix of `linear`, and `x`, in the precision of `linear.products`.
+    """Return the product of `weight` and `x`, with the dims of the map `linear`, in the precision `linear.products`.
 
     Raises a `ValueError` if the last dims of `x` are not the inputs of the map.
     """

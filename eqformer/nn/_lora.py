@@ -60,7 +60,7 @@ class LoRA(ComposedMap):
     def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `W x + scale * B A x`.
 
-        The sum is named, so that rematerialisation which keeps the results of maps keeps the sum, not both products.
+        The sum is named: rematerialisation policies that keep the results of maps then keep the sum, not both products.
         """
         change = self.scale * self.up.product(self.down.product(x), dtype)
         return checkpoint_name(self.linear.product(x, dtype) + change, "product")
@@ -90,8 +90,8 @@ def with_lora(
     """Return the model with a `LoRA` in the place of each chosen map; outputs are unchanged, because B is zero.
 
     Each layer and expert has factors of its own, in float32. A is initialized with standard deviation `1 /
-    sqrt(inputs)`. The maps of a classifier are never chosen, since it is trained whole (`lora_factors`). Raises a
-    `ValueError` if `where` chooses no map, or a map that is a `LoRA` already.
+    sqrt(inputs)`. The maps of a classifier are never chosen, because all of its weights are trained (`lora_factors`).
+    Raises a `ValueError` if `where` chooses no map, or a map that is a `LoRA` already.
 
     Args:
         model: A tree of modules.
@@ -147,8 +147,8 @@ def without_lora(model: PyTree) -> PyTree:
 def lora_factors(model: PyTree) -> PyTree:
     """Return a tree like the model with the factors of its `LoRA`s and its classifier, and None for all other arrays.
 
-    The other arrays stay fixed in training. A classifier is trained whole, as by peft, since it begins with random
-    weights. Raises a `ValueError` for a model without a `LoRA`.
+    The other arrays stay fixed in training. All weights of a classifier are trained, as by peft, because they begin at
+    random. Raises a `ValueError` for a model without a `LoRA`.
     """
     if not modules(model, LoRA):
         raise ValueError("lora_factors(model): the model has no LoRA; give it some by with_lora.")

@@ -26,8 +26,8 @@ class LayerStack(Layer):
     """Layers of one kind that run one after another; each of their arrays has a `layers` dim in front.
 
     In a pipeline, a device holds some of the layers, and a call runs the layers that the device holds. Results must not
-    depend on their number, nor on the index of a layer among them: `numbers` has each layer's number in the whole
-    stack.
+    depend on how many layers a device holds, nor on a layer's index on the device. `numbers` has each layer's number in
+    the whole stack.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
@@ -71,7 +71,7 @@ class LayerStack(Layer):
 
 
 class StreamExpansion(Module):
-    """The beginning of several residual streams, made of the embeddings: the contract of `ExpandStreams`."""
+    """The map from embeddings to several residual streams: the contract of `ExpandStreams`."""
 
     if TYPE_CHECKING:
         streams: int = eqx.field(init=False)
@@ -96,25 +96,25 @@ class StreamMap(Module):
         add: Callable[[Float[Array, "*batch seq sums"]], Float[Array, "*batch seq sums"]],
         slices: int = 1,
     ) -> tuple[Float[Array, "*batch seq _"], ...]:
-        """Return the numbers for each of their uses, where `x` may be one of `slices` slices of the channels.
+        """Return an array of numbers for each use; `x` may be one of `slices` slices of the channels.
 
-        `add(sums)` returns the sums over all slices, in which everything that is read of the channels must be.
+        `add(sums)` returns the sums over all slices. The numbers may depend on the channels only by such sums.
         """
 
     def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> tuple[Float[Array, "*batch seq _"], ...]:
-        """Return the numbers for each of their uses."""
+        """Return an array of numbers for each use."""
         return self.project(x, lambda sums: sums)
 
 
 class StreamMerge(Module):
-    """The end of several residual streams, in the place of a model's `norm`: the contract of `MergeStreams`.
+    """The map from several residual streams to one vector, a model's `norm`: the contract of `MergeStreams`.
 
     Its parts must be a `StreamMap` and norms, if the channels of all streams may be split over devices.
     """
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> Float[Array, "*batch seq embed"]:
-        """Return one vector of each token, which is normed."""
+        """Return one normalized vector for each token."""
 
 
 class RandomMask(Module):
@@ -219,7 +219,7 @@ class ModelParts(NamedTuple):
     predictor: "Predictor | None" = None
     """A module that predicts one token further."""
     layer_inputs: "PerLayerInputs | None" = None
-    """A vector of each token for each layer, beside the stream."""
+    """A module that makes a vector of each token for each layer, beside the stream."""
 
 
 class LanguageModel(Module):

@@ -63,8 +63,8 @@ _OBSERVER: contextvars.ContextVar[CallObserver | None] = contextvars.ContextVar(
 def observe_calls(observer: CallObserver) -> Iterator[None]:
     """Return a context in which `observer` runs each call of a module; the observer may replace results.
 
-    Calls are observed while a program is traced. A nested call is observed inside of the call that makes it. A program
-    that is traced without an observer contains nothing of this.
+    Calls are observed while a program is traced. A nested call is observed inside of the call that makes it. Programs
+    that are traced without an observer are not affected.
     """
     token = _OBSERVER.set(observer)
     try:
@@ -148,9 +148,9 @@ def _input_sizes(module: eqx.Module, rules: dict[str, ArgumentRule]) -> Sizes:
 def _name_in(caller: eqx.Module, module: eqx.Module) -> str:
     """Return the name of the caller's field that holds the module.
 
-    A module that was rebuilt for the call is in no field. Its name is then that of the caller's only field with a
-    module of the same class, alone or in a wrapper, or else the name of its class. A wrapper calls parts of its `inner`
-    module by the names that they have there.
+    A module that was rebuilt for the call is in no field. It then has the name of the caller's only field that holds a
+    module of the same class, alone or in a wrapper; if there is not exactly one such field, it has the name of its
+    class. If the caller is a wrapper, the fields of its `inner` module are searched, too.
     """
     holder: Any = caller
     while isinstance(holder, eqx.Module):
@@ -206,7 +206,7 @@ def take_members(modules: PyTree, index: int | slice) -> PyTree:
 def float32_field() -> Any:
     """Return a field whose array stays float32 at least when a model is cast.
 
-    It is for arrays whose rounding would change decisions, such as the choice of experts.
+    Use it for arrays whose rounding would change decisions, such as the choice of experts.
     """
     return eqx.field(metadata={"keeps_float32": True})
 
@@ -214,7 +214,7 @@ def float32_field() -> Any:
 def dims(model: PyTree) -> PyTree:
     """Return a tree like `model` with the names of its dims, `"layers heads head_dim embed"`, for each array.
 
-    Names come from the fields' jaxtyping annotations, in eqformer's modules and in any other. A dim that no annotation
+    Names come from the jaxtyping annotations of fields, also in modules of other libraries. A dim that no annotation
     names is `_`. The model may hold arrays or the `ShapeDtypeStruct`s of `equinox.filter_eval_shape`, so the layout of
     a model can be computed without allocating it.
     """

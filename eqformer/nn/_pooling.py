@@ -21,10 +21,10 @@ POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lastt
 class Pooling(Module):
     """One vector of a text from the vectors of its tokens, in float32 at least.
 
-    `"cls"` is the vector of the first token, `"lasttoken"` that of the last one; `"max"` and `"mean"` are taken over
-    all tokens; `"weightedmean"` weights the first token by 1, the second by 2, and so on; `"mean_sqrt_len_tokens"` is
-    the sum over the tokens divided by the root of their number. The vectors of several modes are concatenated. Padding
-    is left out.
+    `"cls"` is the vector of the first token, and `"lasttoken"` is the vector of the last token. `"max"` and `"mean"`
+    are taken over all tokens. `"weightedmean"` is a mean that weights the first token by 1, the second by 2, and so on.
+    `"mean_sqrt_len_tokens"` is the sum over the tokens divided by the square root of their number. The vectors of
+    several modes are concatenated. Padding is left out.
     """
 
     modes: tuple[str, ...] = eqx.field(static=True)
@@ -38,7 +38,7 @@ class Pooling(Module):
     def __call__(
         self, hidden: Float[Array, "batch seq embed"], tokens: Tokens, skipped: int | Int[Array, ""] = 0
     ) -> Float[Array, "batch features"]:
-        """Return a vector for each row, from its tokens other than the first `skipped` ones, such as a prompt."""
+        """Return a vector for each row, from its tokens after the first `skipped` tokens, such as a prompt's."""
         hidden = hidden.astype(at_least_float32(hidden.dtype))
         is_read = tokens.positions >= skipped
         is_read &= tokens.positions >= 0
@@ -96,7 +96,7 @@ class ClassificationHead(Module):
     """Scores of labels for each text, or without a pooling for each token, in float32 at least."""
 
     pooling: Pooling | None
-    """How the vector of a text is made; None: each token is classified."""
+    """The pooling of a text's tokens to one vector; None: each token is classified."""
     dense: DenseLayer | None
     """A dense layer before the scores; None: there is none."""
     output: LinearMap

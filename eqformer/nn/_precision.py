@@ -67,13 +67,14 @@ def cast(tree: PyTree, dtype: str) -> PyTree:
 class Fp8Matmul(MatmulPrecision):
     """Products of 8-bit numbers: weights and inputs are rounded to E4M3, gradients to E5M2; float32 sums at least.
 
-    Before it is rounded, an array is scaled by a power of two that brings its largest magnitude to at least 128 and
-    below 256 (E4M3), or to at least 2^14 and below 2^15 (E5M2): each vector of an input or a gradient, and the whole
-    matrix of a weight. The scale is computed where it is used, so nothing is remembered from step to step. Powers of
-    two change no digit, so a number is rounded in the same way whatever the other numbers are. Only numbers below 2^-13
-    (E4M3) or 2^-28 (E5M2) of the largest are rounded differently, by up to 2^-17 (2^-31) of the largest. So slices of
-    rows, tokens and features, on different devices or in different microbatches, give the results of whole arrays, and
-    no maximum is sent.
+    Before rounding, each vector of an input or a gradient, and the whole matrix of a weight, is scaled by a power of
+    two. The scale brings the largest magnitude to at least 128 and below 256 (E4M3), or to at least 2^14 and below 2^15
+    (E5M2). It is computed where it is used, so nothing is remembered from step to step.
+
+    Powers of two change no digit, so the rounding of a number does not depend on other numbers. The only exception are
+    numbers below 2^-13 (E4M3) or 2^-28 (E5M2) of the largest, which are rounded differently by up to 2^-17 (2^-31) of
+    the largest. Slices of rows, tokens and features, on different devices or in different microbatches, therefore give
+    the results of whole arrays, and devices need not exchange their maxima.
     """
 
     operand_bits: ClassVar[int | None] = 8
@@ -136,12 +137,11 @@ def with_fp8(model: PyTree, where: Where | None = None) -> PyTree:
     """Return the model with each chosen `Linear` replaced by an `Fp8Linear` with the same arrays.
 
     In a `LoRA`, the fixed map is replaced, and the factors' products stay in the compute dtype. Raises a `ValueError`
-    if no map is chosen, if a chosen map is not a `Linear`, and for maps of routers, whose products must stay in the
-    compute dtype.
+    if no map is chosen, if a chosen map is not a `Linear`, and for maps of routers, whose products must not be rounded.
 
     Args:
         model: A tree of modules.
-        where: The chosen maps, as in `with_lora`; None: all `Linear`s except routers' and those of the vocabulary.
+        where: The chosen maps, as in `with_lora`; None: all `Linear`s except in routers and with a dim `vocab`.
     """
     routers = tuple(f"{name}." for name, _ in named_modules(model, Router))
 

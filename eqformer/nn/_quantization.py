@@ -45,8 +45,8 @@ class QuantizedLinear(LinearMap):
 
     The weight is decoded in the forward pass and again in the backward pass, so only one layer's decoded weight is in
     memory at a time. Codes are bytes: no optimizer trains them and no cast changes them. Scales, and zero points that
-    are floats, are ordinary float parameters. Each output has its own scales: one, or one for each group along the last
-    input dim and each index of the other input dims. `nn.quantize` builds it.
+    are floats, are ordinary float parameters. Each output has one scale, or one scale for each group of inputs; groups
+    divide the last input dim, and each index of the other input dims has its own groups. `nn.quantize` builds the map.
     """
 
     inputs: tuple[str, ...] = eqx.field(static=True)
@@ -122,10 +122,10 @@ _FEW_ROWS = 128
 
 
 def _is_for_few_rows(linear: QuantizedLinear, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None) -> bool:
-    """Return whether the product is one with few rows, as in decoding, for which platforms have kernels.
+    """Return whether the product is of the kind for which platforms have kernels: few rows, as in decoding.
 
-    The scales of such a product must be those of groups of equal size in each row of the matrix, its result has the
-    dtype of `x`, and the map must have no ensemble dims in front.
+    The scales must be scales of groups of equal size in each row of the matrix, the result must have the dtype of `x`,
+    and the map must have no ensemble dims in front.
     """
     input_shape = tuple(linear.sizes[name] for name in linear.inputs)
     lead = x.shape[: x.ndim - len(input_shape)]
@@ -179,7 +179,7 @@ def dequantize(model: PyTree, dtype: jax.typing.DTypeLike = "float32") -> PyTree
 
 
 def quantized_formats(model: PyTree) -> dict[str, dict[str, Any]]:
-    """Return the form of each `QuantizedLinear`, and shapes and dtypes of its scales and zeros, by path, for JSON."""
+    """Return, for JSON, the form of each `QuantizedLinear`, and shapes and dtypes of its scales and zeros, by path."""
 
     def describe(array: Array | jax.ShapeDtypeStruct | None) -> dict[str, Any] | None:
         return None if array is None else {"shape": list(array.shape), "dtype": str(array.dtype)}
@@ -191,10 +191,11 @@ def quantized_formats(model: PyTree) -> dict[str, dict[str, Any]]:
 
 
 def with_quantized_formats(model: PyTree, formats: Mapping[str, Any]) -> PyTree:
-    """Return the model with maps that hold codes in these formats, all 0, in the place of plain maps of the same paths.
+    """Return the model with its plain maps at these paths replaced by `QuantizedLinear`s in these formats.
 
-    The formats are those of `quantized_formats`. With `equinox.filter_eval_shape`, the call gives the shapes of a model
-    with quantized weights. Raises a `ValueError` for a path that is not that of a plain map, and for other formats.
+    `formats` is a result of `quantized_formats`. All codes are 0: with `equinox.filter_eval_shape`, the call gives the
+    shapes of a model with quantized weights. Raises a `ValueError` for a path without a plain map, and for an entry
+    that `quantized_formats` does not write.
     """
     maps = dict(named_modules(model, LinearMap))
 
@@ -224,7 +225,7 @@ _FORMS = ("int8", "int4", "fp8")
 
 
 def _default_maps(model: PyTree) -> Where:
-    """Choose all maps except those of routers and those with a `vocab` dim."""
+    """Choose all maps except maps of routers and maps with a `vocab` dim."""
     routers = tuple(f"{name}." for name, _ in named_modules(model, Router))
     return lambda name, linear: not name.startswith(routers) and "vocab" not in (*linear.outputs, *linear.inputs)
 

@@ -38,8 +38,8 @@ class Stack(LayerStack):
     go into one `SuperBlock`; kinds that do not repeat go into stacks of their own.
 
     `with_execution` sets `remat`, the policy for what the backward pass recomputes (see `REMAT`), and `unroll`, the
-    number of layers that an iteration of the scan runs. `depth` is the number of layers of the whole stack, of which a
-    device of a pipeline holds some; if stages are unequal, a device also holds padding layers.
+    number of layers that an iteration of the scan runs. `depth` is the number of layers of the whole stack. In a
+    pipeline, a device holds some of these layers and, if stages are unequal, also padding layers.
     """
 
     numbers: Int[Array, "layers"]
@@ -150,7 +150,7 @@ def _check_layers(stack: Stack, call: str) -> None:
 def _split_by_layer(
     inputs: Float[Array, "*rows seq depth mlp"] | None, layers: int
 ) -> Float[Array, "layers *rows seq _ mlp"] | None:
-    """Move the per-layer inputs of each layer to a `layers` dim in front; a `SuperBlock` gets one for each block."""
+    """Return the per-layer inputs with a `layers` dim in front; a layer gets a vector for each sublayer that reads."""
     if inputs is None:
         return None
     *rows, depth, mlp = inputs.shape
@@ -188,8 +188,8 @@ def run_layers(
     """Run layers, stacks, or modules that are called like them, in order.
 
     Return the last output, and tuples of the layers' caches and aux. Each layer gets its own slice of `tokens.inputs`,
-    and the values that earlier layers share with it. If a layer after `layers` reads a shared value, it stays in the
-    aux. Raises a `ValueError` if the number of per-layer inputs is not the number of sublayers that read one.
+    and the values that earlier layers share with it. Shared values that are read by layers after `layers` stay in the
+    aux. Raises a `ValueError` if the number of per-layer inputs is not the number of sublayers that read such an input.
     """
     count = sum(map(count_layer_inputs, layers))
     read_by_layer = [shared_names_read(layer) for layer in layers]
@@ -241,17 +241,17 @@ def share_embedding(tokens: Tokens, x: Float[Array, "*batch _ embed"], layers: S
 #
 # `none` keeps everything.
 # `full` keeps the layers' inputs, and the arrays named "own tokens".
-# `dots` keeps the results of all matrix products, and `dots_no_batch` those of products without a batch dim.
+# `dots` keeps the results of all matrix products; `dots_no_batch` keeps the results of products without a batch dim.
 # `products` keeps the results of linear maps, and the arrays named "attended", "product" and "dropout".
 # `products_on_host` keeps the same arrays except "dropout", and the layers' inputs, in the memory of the hosts.
 # `full_on_host` keeps the layers' inputs in the memory of the hosts, and "own tokens" on the devices.
 #
 # A device that is its own host runs the last two as `products` and `full`. Modules name arrays by `checkpoint_name`:
 #
-# "own tokens": if devices split a row's tokens, the results of a layer's maps for the device's tokens, which would
+# "own tokens", only if devices split a row's tokens: the results of a layer's maps for the device's tokens, which would
 # otherwise be sent again, and the tokens gathered for experts, which would otherwise be computed twice.
-# "attended": the output of attention, except that of `DotProductAttention`, and the sums of its softmax if the backward
-# pass reads them. No kernel then runs twice forward.
+# "attended": the output of attention (except by `DotProductAttention`), and the sums of the softmax if the backward
+# pass reads them. No kernel then runs forward twice.
 # "product": the result of a linear map that is gathered from devices, that experts computed, or that a `LoRA` sums.
 # "dropout": a dropout mask, a byte for each channel.
 #

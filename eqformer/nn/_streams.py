@@ -22,7 +22,7 @@ from ._tokens import Tokens, tokens_or_default, with_row_layout_of
 
 
 class ExpandStreams(StreamExpansion):
-    """The beginning of the streams: each of `streams` is a copy of the embedding."""
+    """The beginning of the streams: each of the `streams` residual streams is a copy of the embedding."""
 
     streams: int = eqx.field(static=True)
 
@@ -64,7 +64,7 @@ class StreamWeights(StreamMap):
         Args:
             streams: Streams of a token.
             embed: Channels of a stream.
-            base: The first values of `base` for each use; their number is the number of logits of the use.
+            base: The initial `base`: an array for each use, with one number for each logit of the use.
             eps: Added to the mean of squares.
             key: For the weights.
         """
@@ -138,7 +138,7 @@ class HyperConnection(Sublayer):
     """
 
     branch: Residual
-    """The sublayer, without a `sum_norm`; its own input and output are those of a single stream."""
+    """The sublayer, without a `sum_norm`; its input and output are single streams."""
     weights: StreamMap
     mixing: Sinkhorn | None = eqx.field(static=True)
     eps: float = eqx.field(static=True)
@@ -158,9 +158,10 @@ class HyperConnection(Sublayer):
         norm_eps: float = 1e-6,
         key: Key[Array, ""],
     ):
-        """Draw the weights; at first the layer reads nearly the mean of the streams (of two or more).
+        """Draw the weights.
 
-        With the default `write_scale` and `write_eps`, it adds its output to each stream with a weight near 1.
+        At first, a layer of two or more streams reads nearly the mean of the streams. With the default `write_scale`
+        and `write_eps`, it adds its output to each stream with a weight near 1.
 
         Args:
             branch: The sublayer.
@@ -299,11 +300,11 @@ def _read_base(streams: int) -> Float[Array, "streams"]:
 
 
 _DIAGONAL = 4.0
-"""The first logit of mixing a stream into itself; the logits between different streams are 0 at first."""
+"""The initial logit of mixing a stream into itself; the initial logits between different streams are 0."""
 
 
 def _tokens_of_streams(tokens: Tokens, x: Float[Array, "*batch streams seq embed"]) -> Tokens:
-    """Return the tokens without a dim of streams, which positions have that were made for the shape of `x`."""
+    """Return the tokens without a dim of streams, which tokens have if they were made for the shape of `x`."""
     if tokens.positions.ndim < x.ndim - 1:
         return tokens
     return with_row_layout_of(jax.tree.map(lambda array: array[..., 0, :], tokens), tokens)

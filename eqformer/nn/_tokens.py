@@ -32,7 +32,7 @@ class SharedValue(eqx.Module):
     value: PyTree
     """A `SharedKV`, a `KeySelection`, or anything else that the later mixer understands."""
     wrapped: PyTree = None
-    """The mixer's own cache, while a mixer is called with the value or returns it; None in a layer's aux."""
+    """The mixer's own cache, in the argument and the result of a mixer's call; None in a layer's aux."""
     name: str = eqx.field(static=True, default="")
     """The name by which later layers ask for the value."""
 
@@ -61,8 +61,8 @@ class Tokens(eqx.Module):
     """One PRNG key for each token, into which layers fold their number. Tokens with keys are trained on. None means
     inference: there is no randomness, and no choice of experts is dropped."""
     lengths: Int[Array, "*batch seq"] | None = None
-    """The lengths of the tokens' documents, on which rotary frequencies may depend, if the tokens here are only a part
-    of their rows; None: computed from `positions`."""
+    """The length of each token's document, on which rotary frequencies may depend; needed if the tokens are only a part
+    of their rows. None: computed from `positions`."""
     inputs: Float[Array, "*rows seq depth mlp"] | None = None
     """A vector for each of the layers that read one (`PerLayerInputs`); mixers get none."""
     shared: tuple[SharedValue, ...] = ()
@@ -118,7 +118,7 @@ class Tokens(eqx.Module):
 
 @checked_fields
 class Source(eqx.Module):
-    """A sequence that another reads by cross-attention: ids for the model's encoder, or vectors as they are."""
+    """A sequence that another sequence reads by cross-attention: vectors, or ids, which an encoder reads first."""
 
     values: Int[Array, "*batch kv_seq"] | Float[Array, "*batch kv_seq source"]
     tokens: Tokens
@@ -157,7 +157,8 @@ def mark_whole_rows(tokens: Tokens, number: int | None, documents: int | None = 
 def with_row_layout_of(tokens: Tokens, other: Tokens, pieces: int | None = None) -> Tokens:
     """Return the tokens with the row layout of `other`.
 
-    They must be in the order of `other`. With `pieces`, devices cut its rows into that many, and they are one of these.
+    The tokens must be in the order of `other`. With `pieces`, devices cut the rows of `other` into so many pieces, and
+    the tokens are one piece.
     """
     marked = mark_whole_rows(tokens, other.whole_rows, other.documents)
     object.__setattr__(marked, "pieces", other.pieces if pieces is None else pieces)
@@ -209,8 +210,8 @@ def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree
 def document_lengths(tokens: Tokens, kv_tokens: Tokens | None = None) -> Int[Array, "*batch #seq"]:
     """Return the length of each token's document: `tokens.lengths`, or one more than the document's last position.
 
-    Segments tell documents apart, wherever their tokens stand in the row. Without segments, or with a cache, whose
-    tokens are `kv_tokens`, each row is one document and has one number.
+    Segments tell documents apart, wherever their tokens stand in the row. Without segments, or with a cache (its tokens
+    are `kv_tokens`), each row is one document and has one number.
     """
     if kv_tokens is not None:
         if tokens.lengths is not None:

@@ -198,7 +198,7 @@ class Transformer(LanguageModel):
     """A head that classifies texts or tokens, in the place of logits of the vocabulary; `classify` applies it."""
     expand: StreamExpansion | None = None
     """Makes several residual streams of the embeddings, for layers of `HyperConnection`s; `norm` must then be a
-    `MergeStreams`, which makes one vector of them."""
+    `StreamMerge`, such as `MergeStreams`, which makes one vector of the streams."""
 
     def __check_init__(self):
         if self.expand is None:
@@ -311,8 +311,8 @@ class Transformer(LanguageModel):
         """Return the predictor's output and its new cache; `unembed` turns the output into logits of the token after
         `ids`.
 
-        `hidden` is the output of `encode` for the token before each of `ids`, or of this method, to predict one token
-        further.
+        `hidden` is the output of `encode` for the token before each of `ids`. To predict one token further, pass the
+        output of this method instead.
         """
         if self.predictor is None:
             raise ValueError("Transformer.predict: the model has no predictor; load or build it with predictor=True.")
