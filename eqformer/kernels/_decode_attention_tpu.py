@@ -61,7 +61,7 @@ class FlashDecodingTpu(Implementation[DecodeCall, Array]):
         return None
 
     def run(self, call: DecodeCall) -> Float[Array, "*batch 1 heads _"]:
-        """Compute the call by the kernel, whatever the platform."""
+        """Compute the call by the kernel on every platform."""
         assert call.stored is not None
         return _attend(ScoreSettings(call.scale, call.softcap, self.interpret), call, call.stored)
 

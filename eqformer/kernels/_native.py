@@ -38,7 +38,7 @@ def build_native(compiler: str | None = None) -> Path:
     """
     file, call = _library_file(), f"build_native({'' if compiler is None else repr(compiler)})"
     if file is None:
-        raise RuntimeError(f"{call}: it needs Linux or macOS, and a folder to write to; set EQFORMER_KERNELS to one.")
+        raise RuntimeError(f"{call}: it needs Linux or macOS, and a writable folder; set EQFORMER_KERNELS to a folder.")
     if not file.exists():
         if (path := find_compiler(compiler)) is None:
             raise RuntimeError(

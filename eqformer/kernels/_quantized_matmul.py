@@ -234,7 +234,7 @@ class QuantizedMatmulGpu(Implementation[QuantizedMatmulCall, Array]):
         return None
 
     def run(self, call: QuantizedMatmulCall) -> Float[Array, "*batch outputs"]:
-        """Compute the call by the kernel, whatever the platform."""
+        """Compute the call by the kernel on every platform."""
         return _multiply(call, self.interpret)
 
 

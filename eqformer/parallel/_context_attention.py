@@ -59,7 +59,7 @@ class ContextAttention(kernels.PiecewiseAttention):
             require_blockwise(self.inner)
 
     def supports(self, call: kernels.AttentionCall) -> str | None:
-        """Return why a call is not supported, or None; on a ring, blockwise attention decides, otherwise `inner`."""
+        """Return why a call is not supported, or None; `inner` decides or, on a ring, blockwise attention."""
         return require_blockwise(self.inner).supports(call) if self.method == "ring" else self.inner.supports(call)
 
     def __call__(self, call: kernels.AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -136,7 +136,7 @@ class ContextAttention(kernels.PiecewiseAttention):
 
 
 def zigzag(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
-    """Return the order of a row's tokens in which piece `i` of `c` has parts `i` and `2c-1-i` of `2c` equal parts.
+    """Return the order of tokens that gives piece `i` of `c` the parts `i` and `2c-1-i` of `2c` equal parts of a row.
 
     Under a causal mask, late queries see many keys and early queries see few. With an early and a late part in each
     piece, all pieces have equal work in each step of the ring. The stored row is `row[zigzag(seq, c)]`. Raises a

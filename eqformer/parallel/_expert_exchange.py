@@ -6,7 +6,7 @@ device and the expert's output back, in rounds, until every choice has had a slo
 A round is padded or ragged. A padded round is an all-to-all with the same number of slots for each pair of devices, for
 platforms without ragged all-to-alls, such as CPUs. A ragged round sends only the rows that exist. For a ragged round
 each device sorts its choices by expert, and sends a run of rows to each expert. The receiving device writes the runs in
-the order of its experts, and need not sort the rows again.
+the order of its experts, and does not need to sort the rows again.
 """
 
 import functools
@@ -68,7 +68,7 @@ def exchange_on(platform: str, factor: float | None) -> Exchange:
 def choose_expert_method(
     method: str, *, tokens: int, top_k: int, devices: int, exchange: Exchange, row_bytes: int
 ) -> str:
-    """Return `"gather"` or `"exchange"`: `method` itself or, for `"auto"`, the cheaper one; both are exact.
+    """Return `"gather"` or `"exchange"`: `method` itself or, for `"auto"`, the cheaper method; both methods are exact.
 
     A gather sends each device all tokens of every other device. A ragged exchange sends `top_k / devices` times as many
     vectors as a gather, and a padded exchange `factor` times that number. The exchange is chosen if it sends no more
@@ -106,7 +106,10 @@ def count_pieces(tokens: int, gathered_bytes: int) -> int:
 
 
 class PaddedQueues(NamedTuple):
-    """Queues, one per device of the axis, of this device's choices; a round takes the next choices of each queue."""
+    """One queue for each device of the axis, with this device's choices for that device's experts.
+
+    A round takes the next choices of each queue.
+    """
 
     choices: Int[Array, "tokens top_k"]
     round_of_choice: Int[Array, "tokens top_k"]
@@ -186,8 +189,8 @@ def exchange_choices(
 def _repeat_rounds(run_round: Round) -> Callable[..., Float[Array, "tokens top_k embed"]]:
     """Return a function that runs `run_round` for all rounds and joins their outputs, with a custom backward pass.
 
-    Its arguments are frozen arrays, queues and differentiable inputs. The outputs of a round are zero for the choices
-    of all other rounds.
+    The returned function takes frozen arrays, queues and differentiable inputs. The outputs of a round are zero for the
+    choices of all other rounds.
     """
 
     def loop_over_further_rounds(first: PyTree, queues: Queues, add_round: Callable[[Array, PyTree], PyTree]) -> PyTree:

@@ -44,7 +44,7 @@ class SplitMixture(nn.Routed):
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], nn.Aux]:
-        """Return the layer's output for this device's tokens, and the aux."""
+        """Return the layer's output for this device's tokens, and the auxiliary outputs (`nn.Aux`)."""
         x = self._name_gathered_tokens(x)
         inputs = x if self.stream is None else self.stream.to_routed(x)
         if tokens is None:

@@ -55,7 +55,7 @@ Rows = TypeVar("Rows")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Choices of how a model runs over the axes of a mesh. Plain data: a `Plan` checks it."""
+    """Choices of how a model runs over the axes of a mesh. Plain data: a `Plan` checks the values."""
 
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage over --mesh.fsdp: 0 splits only rows, 1 also optimizer state, 2 also gradients, 3 also parameters."""
@@ -243,7 +243,7 @@ class Placement(ParallelConfig):
         return moved if take is not None else self._place(moved)
 
     def unshard(self, tree: PyTree, take: stage_layers.TakeRows = stage_layers.take_layer_rows) -> PyTree:
-        """Return a model, or a tree like it such as its gradients, with the layers in reading order."""
+        """Return a model, or a tree of its structure such as its gradients, with the layers in reading order."""
         return stage_layers.order_for_reading(tree, self.timetable().part_of, take) if self.is_pipelined else tree
 
     def unshard_aux(self, aux: PyTree, model: nn.LanguageModel) -> PyTree:
@@ -281,7 +281,7 @@ class Placement(ParallelConfig):
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
 
     def to_token_order(self, x: Array) -> Array:
-        """Return an array over rows and arranged tokens (`arrange`) with its tokens in the order of the text."""
+        """Undo `arrange` for an array over rows and tokens: put its tokens in the order of the text."""
         if self.size(CONTEXT) == 1:
             return x
         return jnp.take(x, np.argsort(context_order(self.context_method, x.shape[1], self.size(CONTEXT))), axis=1)

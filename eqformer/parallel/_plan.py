@@ -47,7 +47,7 @@ class OnDevice:
     """In serving, the number of devices of `tensor` that share each key head and split its cache by rows."""
 
     def parameters(self, model: nn.LanguageModel) -> PyTree:
-        """Return the arrays that receive gradients: the model's shards, typed so that gradients stay partial sums.
+        """Return the arrays that receive gradients: the model's shards, marked so that gradients stay partial sums.
 
         An array is replaced by a gradient proxy, which is zero, if its gradient has a wider dtype, or is split
         (`zero=2`).
@@ -65,7 +65,7 @@ class OnDevice:
         return jax.tree.map(parameter_of, self.leaves, model)
 
     def wrap(self, parameters: PyTree, model: nn.LanguageModel) -> nn.LanguageModel:
-        """Wrap the model for this device; it computes with the model's values, and gradients go to `parameters`."""
+        """Wrap the model for this device, to compute with the values of `model` and send gradients to `parameters`."""
         plan, leaves, shards, in_blocks = self.plan, self.leaves, model, self._combines_in_blocks(model)
         outside = [_set_stacks(tree, [(), ()]) for tree in (leaves, shards, parameters)]
         combine = self._block_parameter if in_blocks else self._combine

@@ -31,8 +31,8 @@ class PartOfPiece(NamedTuple):
 class Ring(NamedTuple):
     """Ring over the devices of a mesh axis, in the order of the axis.
 
-    A piece goes to the next device. In a bidirectional ring its first half goes to the next device and its second half
-    to the previous device.
+    A piece is sent to the next device. In a bidirectional ring, the first half of a piece is sent to the next device,
+    and the second half to the previous device.
     """
 
     name: str
@@ -98,7 +98,7 @@ def ring_reduce_scatter(
 
     `compute_term(start, length)` returns `length` entries along `dim`, from index `start`, of this device's term. Each
     piece of the sum passes round the ring towards its device, and every device on the way adds its term. Sums are sent
-    in `dtype` and added in float32 at least. It sends as many messages, of the same sizes, as `circulate`.
+    in `dtype` and added in float32 at least. The function sends as many messages, of the same sizes, as `circulate`.
     """
     layout = ring.split_piece(size)
     index = jax.lax.axis_index(ring.axis)

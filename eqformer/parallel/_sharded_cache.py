@@ -3,8 +3,8 @@
 If there are fewer key heads than devices of `tensor`, several devices use the same key head. The model's key heads are
 then repeated until there is one key head per device, because a layout cannot give several devices the same slice. The
 caches are not repeated: the devices that share a key head split its cache by batch rows. Before attention, an
-all-to-all between these devices gives each device all of their query heads for its own rows. After attention, a second
-all-to-all returns the outputs.
+all-to-all within such a group of devices gives each device all query heads of the group for the device's own rows.
+After attention, a second all-to-all returns the outputs.
 """
 
 import dataclasses
@@ -128,7 +128,7 @@ class CacheLayout:
     def _put_row(self, names: str, x: Array, new: Array, number: Int[Array, ""], rows_per_device: int) -> Array:
         """Write the row of `new` into this device's part of an array, if the part has row `number`.
 
-        The first device along the batch axes has the row, as the first row of its part of `new`.
+        In `new`, the row is the first row of the first device along the batch axes.
         """
         axis = _cache_dims(names).index("batch")
         first = jax.lax.slice_in_dim(new, 0, 1, axis=axis)
@@ -226,8 +226,8 @@ def count_kv_row_shards(model: PyTree, plan: Placement) -> int:
     """Return how many devices of `tensor` share each key head and split its cache by rows; 1 if caches are not split.
 
     Caches are split by rows if all mixers have the same number of devices per key head, allow the split
-    (`MixerFacts.attends_by_rows`), and have a dim of heads only in their linear maps (sinks, for example, also have
-    one). In a pipeline, caches are not split, because microbatches already split the rows.
+    (`MixerFacts.attends_by_rows`), and have no dim of heads outside of their linear maps (sinks, for example, have such
+    a dim). In a pipeline, caches are not split, because microbatches already split the rows.
     """
     repeats = {_repeats(mixer, plan) for mixer in nn.modules(model, nn.Mixer)}
     if plan.size(PIPE) > 1 or len(repeats) != 1:

@@ -76,7 +76,7 @@ class DistributedModel(eqx.Module):
 
     @property
     def start(self) -> int | None:
-        """First id of each text of a model with an encoder, else None."""
+        """Id that begins each decoded text of a model with an encoder; None for other models."""
         return self.model.start
 
     @property
@@ -219,7 +219,7 @@ class ShardedModel(DistributedModel):
         cache: PyTree,
         out_spec: PartitionSpec = PartitionSpec(BATCH_AXES),
     ) -> tuple[Array, PyTree]:
-        """Call a method of the model on every device, with the device's rows, and return its vectors and cache.
+        """Call a method of the model on every device, with the device's rows; return the vectors and the new cache.
 
         `out_spec` is the spec of the vectors.
         """

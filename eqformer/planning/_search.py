@@ -136,7 +136,7 @@ def search_plans(
         batch: The shapes of a step's batch.
         target: Devices to plan for, whose memory is known.
         limit: Maximum number of plans to propose.
-        max_traced: Maximum number of plans to trace; None: 64 until one fits, 16 from then on.
+        max_traced: Maximum number of plans to trace; None: 64 until a plan fits, then 16.
         progress: Called before each mesh that is compared and each plan that is traced.
         show_ranking: Called once, within seconds and before any plan is traced, with the best plans by shapes alone.
     """

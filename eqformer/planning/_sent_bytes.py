@@ -357,7 +357,8 @@ def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
         method = plan.expert_method_of(model, moe, int(tokens))
         if method == "exchange":
             sent = plan.exchange.count_sent(int(tokens) * top_k, devices)
-            # A ragged exchange sends the number of choices of each expert; a padded one sends each choice's expert.
+            # A ragged exchange sends the number of choices of each expert; a padded exchange sends each choice's
+            # expert.
             numbers = devices * facts.experts if plan.exchange.is_ragged else sent
             vectors, choices, weights = sent * vector, numbers * 4, 0.0
         else:

@@ -147,7 +147,7 @@ class _Walk:
     def _find_peak(
         self, new: Collection[int], births: dict[int, int], last_reads: dict[int, int], inner: Sequence[_Peak]
     ) -> _Peak:
-        """Return the peak of a computation's new buffers and those of the computations that it calls."""
+        """Return the peak of a computation's new buffers and the buffers of the computations that it calls."""
         changes = [0] * (len(inner) + 2)
         for buffer in new:
             changes[births[buffer]] += self.buffers[buffer].size

@@ -35,7 +35,8 @@ def count_flops(program: Program) -> float:
 
 def count_cycles(program: Program) -> int:
     """Return the cycles that a TPU's compiler estimates; 0 if it gives no estimate."""
-    # A fusion's cycles include those of its body, so the body counts only if the compiler gives the fusion no cycles.
+    # A fusion's cycles include the cycles of its body, so the body counts only if the compiler gives the fusion no
+    # cycles.
     return round(_sum_costs(program, "cycles", fusion_bodies="without own cost"))
 
 
@@ -73,7 +74,7 @@ def list_transfers(program: Program) -> tuple[Transfer, ...]:
     Over `n` devices an all-reduce of `S` bytes sends `2(n-1)/n S`, an all-gather `(n-1)/n` of its result, a
     reduce-scatter and an all-to-all `(n-1)/n` of their operands (a ragged all-to-all is counted with an even load), and
     a permute `S` times the share of devices that send. A loop's collectives count once per iteration. A conditional
-    counts as the branch that sends most, and an exchange of experts' tokens as its first round. Sizes are those of the
+    counts as the branch that sends most, and an exchange of experts' tokens as its first round. Sizes are read from the
     program: XLA's CPU backend, for example, sums 16-bit numbers as float32. A traced program lacks the collectives that
     the partitioner adds, and counts all ticks of a pipeline, although a device is idle in some of them.
     """
@@ -94,7 +95,7 @@ def _multiply_out(program: Program) -> Iterator[Transfer]:
 
 
 def _total_bytes(transfers: Iterable[Transfer]) -> float:
-    """Return the bytes of all transfers; infinity if one is in a loop of unknown length."""
+    """Return the bytes of all transfers; infinity if a transfer is in a loop of unknown length."""
     return float(sum(math.inf if transfer.total is None else transfer.total for transfer in transfers))
 
 
@@ -260,12 +261,13 @@ class Work(NamedTuple):
 
 
 def time_account(text: str, spans: Iterable[Span]) -> tuple[Work, ...]:
-    """Return the seconds from the first operation's start to the last one's end, by kind and module, longest first.
+    """Return the seconds from the first operation's start to the last operation's end, by kind and module.
 
-    `text` is the text of the compiled program (HLO); spans that are not named for one of its operations are left out.
-    Threads that are busy at the same time share that time equally, so the seconds add up to the time that passed. If an
-    operation runs inside another on the same thread, as in a loop's body, only the inner one counts. A collective
-    counts only while no other kind of work runs, and a loop only while nothing else runs.
+    Entries are sorted, the longest first. `text` is the text of the compiled program (HLO); spans that are not named
+    for one of its operations are left out. Threads that are busy at the same time share that time equally, so the
+    seconds add up to the time that passed. If an operation runs inside another on the same thread, as in a loop's body,
+    only the inner operation counts. A collective counts only while no other kind of work runs, and a loop only while
+    nothing else runs.
     """
     work_of = _classify_operations(text)
     spans = [span for span in spans if span.name in work_of and span.end > span.start]

@@ -112,7 +112,7 @@ def count_trips(loop: Instruction, computations: Computations, neighbors: Mappin
 
 
 def _integer_constant(line: Instruction, neighbors: Mapping[str, Instruction]) -> int | None:
-    """Return the value of an integer constant, or of a copy of one; None for any other instruction."""
+    """Return the value of an integer constant, or of a copy of a constant; None for any other instruction."""
     line = source_of(line, {"copy", "bitcast", "copy-done", "copy-start"}, neighbors)
     return int(line.literal) if line.opcode == "constant" and re.fullmatch(r"-?\d+", line.literal) else None
 
@@ -284,7 +284,7 @@ def groups_of(attributes: str, devices: int) -> Int[np.ndarray, "groups devices"
         return np.arange(devices)[None]
     raise ValueError(
         "read_hlo: replica_groups must have one of the forms of jaxlib 0.10, such as {{0,1},{2,3}} or [2,2]<=[4]; "
-        f"this one is unknown: {attributes[:200]!r}. Install a jaxlib that eqformer is tested with."
+        f"this form is unknown: {attributes[:200]!r}. Install a jaxlib that eqformer is tested with."
     )
 
 

@@ -98,7 +98,7 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of a program. The costs are those of one run of the operation, without its `bodies`."""
+    """One operation of a program. The costs count one run of the operation, without its `bodies`."""
 
     kind: str
     """The primitive of a jaxpr, or the opcode of HLO."""

@@ -166,7 +166,7 @@ class _Lifetimes:
         self.last_use: Callable[[int], int] = functools.cache(self._find_last_use)
 
     def root(self, value: int | None) -> int:
-        """Return the value of which `value` is a view, or `value` itself if it is no view; -1 for a constant."""
+        """Return the value that `value` is a view of, or `value` itself if it is no view; -1 for a constant."""
         while value in self.views:
             value = self.views[value]
         return -1 if value is None else value

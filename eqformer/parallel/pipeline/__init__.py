@@ -1,1 +1,1 @@
-"""Pipelines: schedules as tables, the simulator that checks and draws them, and what runs them."""
+"""Pipelines: schedules as tables, the simulator that checks and draws schedules, and the code that runs them."""

@@ -20,7 +20,7 @@ from ._schedule import IDLE, Link, route_messages, Schedule, TickActions
 
 
 Seed = Float[Array, ""] | int
-"""Cotangent of the loss sum: the gradients are those of the loss sum times this number."""
+"""Cotangent of the loss sum: all gradients are multiplied by this number."""
 ModelPart = Callable[..., PyTree]
 """One of the functions `first`, `stage` and `last` of `pipeline_gradients`."""
 

@@ -49,7 +49,7 @@ class LayerRows:
 
 
 def check_depth(layers: int, stages: int, chunks: int = 1) -> None:
-    """Raise a `ValueError` unless each of `stages * chunks` parts has at least one of the layers."""
+    """Raise a `ValueError` unless each of `stages * chunks` parts has at least one layer."""
     if layers < (parts := stages * chunks):
         raise ValueError(
             f"check_depth(layers={layers}, stages={stages}, chunks={chunks}): each of the {parts} parts needs at least "

@@ -176,7 +176,7 @@ class RowParallelMap(nn.LinearWrapper):
 
 
 class RowsToHeadsMap(nn.LinearWrapper):
-    """Wrapper of a map to the stream that exchanges its input: all heads of some rows for some heads of all rows."""
+    """Wrapper of a map to the stream; an all-to-all first turns all heads of some rows into some heads of all rows."""
 
     kv_row_shards: int = eqx.field(static=True)
 
@@ -356,7 +356,7 @@ def is_plain(layer: object) -> bool:
 
 
 LAYER_FIELDS: tuple[tuple[type[nn.Module], str], ...] = ((nn.ExpertMixture, "shared"), (nn.Residual, "layer"))
-"""Classes of modules, and the field in which each has a layer that may be of no `nn` class of layers."""
+"""Classes of modules with a field for a layer, and the name of the field; the layer may be of no `nn` layer class."""
 
 
 def plain_layers(model: PyTree) -> list[tuple[str, PyTree]]:
