@@ -53,6 +53,7 @@ LEGEND = {
     "rope_dim": "rotated channels of the decoupled key",
     "index_heads": "small heads of an indexer",
     "index_dim": "channels of one of these",
+    "half": "pairs of channels that are rotated together",
     "v_dim": "value channels of a head",
     "rank": "between the factors of a low-rank map",
     "sides": "the inputs that a predictor merges: an embedding and a hidden vector",

@@ -240,6 +240,7 @@ from .attention._indexer import (
     SelectedKeys as SelectedKeys,
 )
 from .attention._latent_attention import LatentAttention as LatentAttention
+from .attention._learned_rotary import LearnedFrequencies as LearnedFrequencies, LearnedRotary as LearnedRotary
 from .attention._pooled_indexer import PooledIndexer as PooledIndexer, PoolSelection as PoolSelection
 from .attention._rotary import (
     DynamicScaling as DynamicScaling,
@@ -255,7 +256,14 @@ from .attention._rotary import (
     yarn_magnitude as yarn_magnitude,
     YarnScaling as YarnScaling,
 )
-from .attention._scores import LogTemperature as LogTemperature, RelativeBias as RelativeBias, Scores as Scores
+from .attention._scores import (
+    HeadLogTemperature as HeadLogTemperature,
+    LogTemperature as LogTemperature,
+    RelativeBias as RelativeBias,
+    Scores as Scores,
+    Temperature as Temperature,
+)
+from .attention._shared_keys import SharedKeys as SharedKeys, SharedLatents as SharedLatents
 from .experts import _dispatch
 from .experts._balance import (
     BalanceLoss as BalanceLoss,

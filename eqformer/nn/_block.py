@@ -84,13 +84,14 @@ class Residual(Sublayer):
     """The name of one more input. `"source"` gives a mixer the sequence of `Tokens.source`, for cross-attention;
     `"layer_input"` gives a function a second argument, the token's vector for this layer (`PerLayerInputs`). With any
     other name, a mixer reads the value that an earlier layer `shares` under this name: the mixer is called with this
-    `SharedValue`, wrapped around its cache, and returns a `SharedValue` around its new cache."""
+    `SharedValue`, wrapped around its cache, and returns a `SharedValue` around its new cache. If `shares` is the same
+    name, later layers read the value that this `SharedValue` holds."""
 
     def __check_init__(self):
-        if self.shares and self.reads:
+        if self.shares and self.reads not in (None, self.shares):
             raise ValueError(
                 f"Residual(shares={self.shares!r}, reads={self.reads!r}): a layer that reads another layer's values "
-                "shares none of its own; give one of the two."
+                "passes these on under the same name; give one of the two, or both alike."
             )
         if self.reads and isinstance(self.layer, Routed):
             raise ValueError(
@@ -159,7 +160,7 @@ class Residual(Sublayer):
                 "SharedValue; leave that option out, or take a mixer that returns its keys and values, or its choice, "
                 "with its cache."
             )
-        if self.reads is not None:
+        if self.shares is None:
             return y, shared.wrapped, None
         return y, shared.wrapped, dataclasses.replace(shared, name=self.shares, wrapped=None)
 

@@ -73,6 +73,9 @@ class Tokens(eqx.Module):
     """The sequence that cross-attention reads."""
     score_bias: Callable[..., Array] | None = None
     """A `ScoreBias`, which a model sets for its own layers."""
+    rotary_alpha: Float[Array, "half"] | None = None
+    """Logarithms of the learned factors of rotary frequencies, which a model sets for its own layers
+    (`LearnedFrequencies`)."""
     types: Int[Array, "*batch seq"] | None = None
     """The token type of each token, such as the number of its text in a pair (BERT); None: 0 for all tokens."""
     ids: Int[Array, "*batch seq"] | None = None

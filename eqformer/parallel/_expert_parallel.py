@@ -142,7 +142,8 @@ class SplitMixture(nn.Routed):
         if not self._splits_tokens:
             return tokens
         start = jax.lax.axis_index(TENSOR) * size
-        tokens = dataclasses.replace(tokens, source=None, score_bias=None)  # No router reads these fields.
+        # No router reads these fields.
+        tokens = dataclasses.replace(tokens, source=None, score_bias=None, rotary_alpha=None)
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), tokens)
 
     def _gather_rows(self, x: Shaped[Array, "*batch seq dim"]) -> Shaped[Array, "*batch full_seq dim"]:

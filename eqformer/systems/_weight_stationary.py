@@ -147,7 +147,7 @@ def _check(layout: WeightStationary) -> None:
     _check_divides(call, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
     if any(linear.products.operand_bits is not None for linear in nn.linear_maps(model)):
         raise ValueError(f"{call}: the model multiplies in 8 bits; take nn.without_fp8(model), of the same weights.")
-    for name in ("embedding_norm", "logit_bias", "encoder", "score_bias", "token_types", "classifier"):
+    for name in ("embedding_norm", "logit_bias", "encoder", "score_bias", "frequencies", "token_types", "classifier"):
         if getattr(model, name) is not None:
             raise ValueError(f"{call}: the model has {name}, which this layout does not support; take a Plan instead.")
     for stack in model.stacks:

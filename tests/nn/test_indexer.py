@@ -95,19 +95,20 @@ def test_a_layer_reads_what_an_earlier_one_has_chosen():
     (first, second), x = pair(), normal(1, 2, SEQ, EMBED)
     run = eqx.filter_jit(lambda module, x, given=None: module(x, None, given))
     y, left = run(first, x, nn.ShareRequest(None))
-    assert np.array_equal(y, run(first, x)[0]) and left.wrapped is None and left.value.indices.shape == (2, SEQ, 2)
+    assert (
+        np.array_equal(y, run(first, x)[0])
+        and left.wrapped is None
+        and left.value.selection.indices.shape == (2, SEQ, 2)
+    )
     found, after = run(second, x, left)
     assert np.allclose(found, run(eqx.tree_at(lambda m: m.indexer, second, first.indexer, is_leaf=_is_none), x)[0])
     assert not np.allclose(found, run(second, x)[0], atol=1e-3) and after.wrapped is None
     indices = jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ, SEQ))
-    every = nn.SharedValue(nn.KeySelection(indices=indices, chunk=3))
+    every = nn.SharedValue(nn.SharedKeys(nn.KeySelection(indices=indices, chunk=3)))
     assert np.allclose(run(second, x, every)[0], run(second, x)[0], atol=1e-6)
-    assert run(*(pair(SEQ)[0], x, nn.ShareRequest(None)))[1].value is None  # so few keys are all seen
-    for wrong in ((first, left), (second, nn.SharedValue(jnp.zeros(3)))):
-        with pytest.raises(
-            ValueError, match=r"LatentAttention\(x\): it was given .* reads only an indexer's selection"
-        ):
-            wrong[0](x, None, wrong[1])
+    assert run(*(pair(SEQ)[0], x, nn.ShareRequest(None)))[1].value.selection is None  # so few keys are all seen
+    with pytest.raises(ValueError, match=r"LatentAttention\(x\): it was given ArrayImpl of an earlier layer"):
+        second(x, None, nn.SharedValue(jnp.zeros(3)))
 
 
 @pytest.mark.grid
@@ -153,5 +154,5 @@ def test_chunks_of_queries_give_the_same(chunk):
 def test_what_no_indexer_can_do_is_refused():
     with pytest.raises(ValueError, match=r"Indexer\(top_k=0.*a query sees at least one key"):
         make(0)
-    with pytest.raises(ValueError, match="an indexer reads the queries' latent; give one"):
+    with pytest.raises(ValueError, match="this indexer reads the queries' latent; give one"):
         nn.LatentAttention(embed=6, heads=2, head_dim=4, latent=3, indexer=make(2), key=KEY)

@@ -181,9 +181,7 @@ def latent_attention(
         sinks: Whether each head has a sink.
         key: The key of the weights.
     """
-    scaling, growth = config.scaling, 1.0
-    if config.temperature and isinstance(scaling, _WITH_FACTOR):
-        growth = nn.yarn_magnitude(scaling.factor, config.temperature) ** 2
+    scaling = config.scaling
     return nn.LatentAttention(
         embed=config.embed,
         heads=config.heads,
@@ -198,12 +196,20 @@ def latent_attention(
         bias="latents" if config.bias else False,
         output_std=damping(config) * (config.heads * config.v_dim) ** -0.5,
         scores=nn.Scores(
-            growth * (config.head_dim + config.rope_dim) ** -0.5,
+            score_scale(config),
             temperature,
             sinks=jnp.zeros(config.heads, jnp.float32) if sinks else None,
         ),
         key=key,
     )
+
+
+def score_scale(config: LatentConfig) -> float:
+    """Return the factor of attention scores, which `config.temperature` makes grow with the scaling's factor."""
+    scaling, growth = config.scaling, 1.0
+    if config.temperature and isinstance(scaling, _WITH_FACTOR):
+        growth = nn.yarn_magnitude(scaling.factor, config.temperature) ** 2
+    return growth * (config.head_dim + config.rope_dim) ** -0.5
 
 
 _WITH_FACTOR = nn.LinearScaling | nn.DynamicScaling | nn.Llama3Scaling | nn.YarnScaling | nn.LongRopeScaling

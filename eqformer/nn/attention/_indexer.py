@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import NamedTuple, TYPE_CHECKING, TypeVar
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,9 +13,10 @@ from ...kernels import AttentionCall, ChosenKeys, join_blocks, Mask, ReferenceAt
 from .._dtype import at_least_float32
 from .._linear import Linear, LinearMap
 from .._module import Module
-from .._norm import LayerNorm
+from .._norm import LayerNorm, Norm
 from .._tokens import Tokens
 from ._rotary import Rotary
+from ._scores import multiply_temperature, Temperature
 
 
 class IndexQueries(NamedTuple):
@@ -83,6 +84,11 @@ class KeyIndexer(Module):
     """
 
     @property
+    def reads_latent(self) -> bool:
+        """Whether `index_queries` reads the queries' latent, so that the attention must have one."""
+        return True
+
+    @property
     @abc.abstractmethod
     def key_channels(self) -> int:
         """The channels that `index_keys` returns for each token."""
@@ -122,15 +128,18 @@ class Indexer(KeyIndexer):
     """The lightning indexer of DeepSeek-V3.2 (DeepSeek-AI 2025, eq. 1): each query sees only its `top_k` best keys.
 
     The score of the key at `s` for the query at `t` is `sum_h w_th relu(q_th . k_s)`. The small queries `q` are
-    computed from the queries' latent, the small keys `k` and the weights `w` from the input. If scores are equal, the
-    first key is taken. No gradient passes through the indexer, so it would need a loss of its own in training.
+    computed from the queries' latent or, without `q_latent`, from the input (Mistral Large 4). The small keys `k` and
+    the weights `w` are computed from the input. If scores are equal, the first key is taken. No gradient passes through
+    the indexer, so it would need a loss of its own in training.
     """
 
+    query_norm: Norm | None
     query: LinearMap
     key: LinearMap
     key_norm: LayerNorm
     weight: LinearMap
-    rotary: Rotary
+    rotary: Rotary | None
+    temperature: Temperature | None
     top_k: int = eqx.field(static=True)
     chunk: int = eqx.field(static=True)
     rotates_last: bool = eqx.field(static=True)
@@ -139,11 +148,13 @@ class Indexer(KeyIndexer):
         self,
         *,
         embed: int,
-        q_latent: int,
+        q_latent: int | None,
         heads: int,
         dim: int,
         top_k: int,
-        rotary: Rotary,
+        rotary: Rotary | None,
+        query_norm: Norm | None = None,
+        temperature: Temperature | None = None,
         chunk: int = 64,
         rotates_last: bool = False,
         norm_eps: float = 1e-6,
@@ -153,29 +164,37 @@ class Indexer(KeyIndexer):
 
         Args:
             embed: Channels of the input.
-            q_latent: Channels of the queries' latent.
+            q_latent: Channels of the queries' latent; None: small queries come from the input.
             heads: Small heads.
             dim: Channels of a small head, of which the first `rotary.dim` are rotated.
             top_k: Keys that a query sees.
-            rotary: Rotary positions, whose frequencies must not depend on the length.
+            rotary: Rotary positions, whose frequencies must not depend on the length; None: none.
+            query_norm: A norm of what the small queries come from.
+            temperature: A factor of the small queries by their positions and heads.
             chunk: Queries whose scores are in memory at a time.
             rotates_last: Whether the last `rotary.dim` channels are rotated, instead of the first (Hy4).
             norm_eps: Added to the variance of the small keys.
             key: For the weights.
         """
-        if rotary.depends_on_length or top_k < 1:
+        if (rotary is not None and rotary.depends_on_length) or top_k < 1:
             raise ValueError(
                 f"Indexer(top_k={top_k}, rotary={rotary}): a query sees at least one key, and keys are cached rotated; "
                 "give top_k >= 1 and a rotary whose scaling does not depend on the length."
             )
         keys = jax.random.split(key, 3)
-        self.query = Linear(
-            "q_latent -> index_heads index_dim", q_latent=q_latent, index_heads=heads, index_dim=dim, key=keys[0]
-        )
+        source, size = ("embed", embed) if q_latent is None else ("q_latent", q_latent)
+        sizes: dict[str, Any] = {source: size, "index_heads": heads, "index_dim": dim}
+        self.query = Linear(f"{source} -> index_heads index_dim", key=keys[0], **sizes)
         self.key = Linear("embed -> index_dim", embed=embed, index_dim=dim, key=keys[1])
         self.key_norm = LayerNorm("index_dim", index_dim=dim, eps=norm_eps)
         self.weight = Linear("embed -> index_heads", embed=embed, index_heads=heads, key=keys[2])
-        self.rotary, self.top_k, self.chunk, self.rotates_last = rotary, top_k, chunk, rotates_last
+        self.query_norm, self.rotary, self.temperature = query_norm, rotary, temperature
+        self.top_k, self.chunk, self.rotates_last = top_k, chunk, rotates_last
+
+    @property
+    def reads_latent(self) -> bool:
+        """Whether small queries come from the queries' latent."""
+        return "q_latent" in self.query.inputs
 
     @property
     def key_channels(self) -> int:
@@ -189,15 +208,21 @@ class Indexer(KeyIndexer):
     def _rotate(
         self, x: Float[Array, "*batch seq heads index_dim"], tokens: Tokens
     ) -> Float[Array, "*batch seq heads index_dim"]:
+        if self.rotary is None:
+            return x
         # The order of channels does not change scores, if it is the same in queries and keys.
-        return self.rotary(jnp.roll(x, self.rotary.dim, -1) if self.rotates_last else x, tokens.positions)
+        x = jnp.roll(x, self.rotary.dim, -1) if self.rotates_last else x
+        return self.rotary.for_tokens(tokens)(x, tokens.positions)
 
     def index_queries(
         self, x: Float[Array, "*batch _ embed"], latent: Float[Array, "*batch seq q_latent"], tokens: Tokens
     ) -> IndexQueries:
         """Return the small queries, from the input and the queries' latent."""
         dtype = at_least_float32(x.dtype)
-        query, weight = self._rotate(self.query(latent), tokens), self.weight(x)
+        source = latent if self.reads_latent else x
+        source = source if self.query_norm is None else self.query_norm(source)
+        query = multiply_temperature(self.temperature, self._rotate(self.query(source), tokens), tokens)
+        weight = self.weight(x)
         return IndexQueries(*(jax.lax.stop_gradient(array).astype(dtype) for array in (query, weight)))
 
     def select_keys(

@@ -1,5 +1,7 @@
 """Multi-head latent attention (MLA): keys and values are computed from one small latent of each token."""
 
+import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -7,7 +9,7 @@ import einops
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key
 
 from ... import kernels
 from .._cache import empty_slots, LatentCache, mask_overflow, slots_for
@@ -28,6 +30,7 @@ from ._attention import apply_gate, make_gate
 from ._indexer import KeyIndexer, SelectedKeys
 from ._rotary import Rotary
 from ._scores import Scores
+from ._shared_keys import read_shared_keys, SharedKeys, SharedLatents
 
 
 class LatentKeys(NamedTuple):
@@ -49,14 +52,16 @@ class LatentAttention(Mixer):
     latent of their own. Without a `rotary` there is no decoupled key (NoPE). A single decoded token attends to the
     latents directly: the up-projections are absorbed into query and output, as in the paper, with equal results. With
     an `indexer`, a query sees only the keys that the indexer selects (DeepSeek-V3.2, GLM-5.3). In `Residual(shares=)`
-    the layer shares this selection with a layer without an indexer in `Residual(reads=)` (GLM-5).
+    the layer shares this selection with layers without an indexer in `Residual(reads=)` (GLM-5). A layer made by
+    `reading_latents` also reads the latents of a layer made by `sharing_latents` (Mistral Large 4). A layer that reads
+    and shares passes on what earlier layers share, with its own selection and latents in place of theirs.
     """
 
     query_down: LinearMap | None
     query_latent_norm: Norm | None
     query: LinearMap
     query_rope: LinearMap | None
-    latent_down: LinearMap
+    latent_down: LinearMap | None
     latent_norm: Norm | None
     key_rope: LinearMap | None
     key_up: LinearMap
@@ -68,6 +73,7 @@ class LatentAttention(Mixer):
     scores: Scores
     mask: kernels.Mask
     core: kernels.Operation
+    shares_latents: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -101,7 +107,7 @@ class LatentAttention(Mixer):
             latent_norm: The norm of the latent of keys and values.
             query_latent_norm: The norm of the queries' latent.
             rotary: Rotary positions; None: there is no decoupled key.
-            indexer: Selects the keys that a query sees, from the queries' latent.
+            indexer: Selects the keys that a query sees, from the queries' latent or from the input.
             bias: Whether the maps have biases. With "latents", only the output and the maps from the input to latents
                 and to the rotary key have biases (DeepSeek).
             output_std: The standard deviation of the output's weights; None: as for the other weights.
@@ -110,9 +116,10 @@ class LatentAttention(Mixer):
             core: The operation that computes the softmax; None: `kernels.ATTENTION`, in memory linear in the sequence.
             key: For the weights.
         """
-        if indexer is not None and q_latent is None:
+        if indexer is not None and indexer.reads_latent and q_latent is None:
             raise ValueError(
-                "LatentAttention(indexer=..., q_latent=None): an indexer reads the queries' latent; give one."
+                "LatentAttention(indexer=..., q_latent=None): this indexer reads the queries' latent; give one, or an "
+                "indexer that reads the input."
             )
         scores = Scores() if scores is None else scores
         if unknown := [option for option in scores.options if option != "sinks"]:
@@ -147,6 +154,7 @@ class LatentAttention(Mixer):
         self.rotary, self.indexer, self.scores = rotary, indexer, scores
         self.mask = kernels.causal() if mask is None else mask
         self.core = kernels.ATTENTION if core is None else core
+        self.shares_latents = False
 
     def with_gate(self, *, by_heads: bool = False, key: Key[Array, ""]) -> "LatentAttention":
         """Return the layer with a gate: each head's output is multiplied by sigmoids of a map of the input.
@@ -158,6 +166,20 @@ class LatentAttention(Mixer):
         gate = make_gate(kind, embed=embed, heads=heads, head_dim=v_dim, bias=False, key=key)
         return eqx.tree_at(lambda layer: layer.gate, self, gate, is_leaf=lambda node: node is None)
 
+    def sharing_latents(self) -> "LatentAttention":
+        """Return the layer that shares its latents, beside its selection, with later layers made by `reading_latents`.
+
+        Both layers have rotary positions, or neither has.
+        """
+        sharing = copy.copy(self)
+        object.__setattr__(sharing, "shares_latents", True)  # `dataclasses.replace` would call the constructor.
+        return sharing
+
+    def reading_latents(self) -> "LatentAttention":
+        """Return the layer without maps to latents and to a rotary key, which reads an earlier layer's."""
+        maps = lambda layer: (layer.latent_down, layer.latent_norm, layer.key_rope)
+        return eqx.tree_at(maps, self, (None, None, None), is_leaf=lambda node: node is None)
+
     def __call__(
         self,
         x: Float[Array, "*batch seq embed"],
@@ -165,23 +187,27 @@ class LatentAttention(Mixer):
         cache: LatentCache | ShareRequest | SharedValue | None = None,
     ) -> tuple[Float[Array, "*batch seq embed"], LatentCache | SharedValue | None]:
         """Attend among the tokens of `x` and, with a cache, to its tokens; the new tokens are stored in the cache."""
-        shared = self._read_selection(cache)
+        shared = read_shared_keys(cache)
         is_sharing, cache = _unwrap_cache(cache)
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         source = self._query_source(x)
         query, query_rope = self.query(source), None if self.query_rope is None else self.query_rope(source)
-        cache, keys, kv_tokens, lengths = self._store_keys(self._compress(x, tokens), tokens, cache)
+        if self.latent_down is None:
+            cache, keys, kv_tokens, lengths = self._read_keys(x, tokens, cache, shared)
+        else:
+            cache, keys, kv_tokens, lengths = self._store_keys(self._compress(x, tokens), tokens, cache)
         scale = self.scores.scale_of(query.shape[-1] + keys.rope.shape[-1])
         # A single token with a cache attends to the latents themselves, with key_up and value_up absorbed.
-        is_absorbed = cache is not None and x.shape[-2] == 1
+        is_absorbed = kv_tokens is not None and x.shape[-2] == 1
         query = self._absorb_key_up(query) if is_absorbed else query
         query, rotated = (
             self.scores.apply_temperature(query, tokens),
             self._rotate_query(query_rope, keys.rope, tokens, lengths),
         )
-        selection = self._select_keys(x, source, keys, tokens, kv_tokens, shared)
-        # The loop over blocks and the kernels for decoding read the latents where the cache stores them.
-        decode = self.core.decode_op(has_codes=True) if is_absorbed and selection is None else None
+        selection = self._select_keys(x, source, keys, tokens, kv_tokens, shared.selection)
+        # The loop over blocks and the kernels for decoding read the latents where the layer's own cache stores them.
+        is_own = self.latent_down is not None
+        decode = self.core.decode_op(has_codes=True) if is_absorbed and is_own and selection is None else None
         if decode is not None and cache is not None and kv_tokens is not None:
             attended = decode(self._decode_call(query, rotated, keys.latents, cache, tokens, kv_tokens, scale))
         else:
@@ -190,7 +216,8 @@ class LatentAttention(Mixer):
         attended = mask_overflow(attended, tokens, cache)
         attended = self._apply_value_up(attended) if is_absorbed else attended
         attended = apply_gate(self.gate, x, attended)
-        return self.output(attended), answer_request(is_sharing, selection, cache)
+        shared = self._update_shared(shared, selection, keys, kv_tokens)
+        return self.output(attended), answer_request(is_sharing, shared, cache)
 
     def _absorb_key_up(self, query: Float[Array, "*batch _ heads head_dim"]) -> Float[Array, "*batch _ heads latent"]:
         """Return queries whose products with latents equal those of `query` with the keys that `key_up` computes."""
@@ -216,7 +243,8 @@ class LatentAttention(Mixer):
         """
         if self.rotary is None or query is None:
             return None
-        query = self.scores.apply_temperature(self.rotary(query, tokens.positions, lengths), tokens)
+        query = self.rotary.for_tokens(tokens)(query, tokens.positions, lengths)
+        query = self.scores.apply_temperature(query, tokens)
         return kernels.RotatedChannels(query, key[..., None, :])
 
     def _attention_call(
@@ -260,11 +288,12 @@ class LatentAttention(Mixer):
 
     def _compress(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> LatentKeys:
         """Return the latents, rotary keys and index keys of the tokens of `x`, as they are cached."""
+        assert self.latent_down is not None
         latents = self.latent_down(x)
         latents = latents if self.latent_norm is None else self.latent_norm(latents)
         # Under a plan `x` may have only some tokens of each row, and the maps return all of them.
         rope = jnp.zeros((*latents.shape[:-1], 0), x.dtype) if self.key_rope is None else self.key_rope(x)
-        rope = rope if self._rotates_on_read else self._rotate_key(rope, tokens, None)
+        rope = rope if self._rotates_on_read else self._rotate_key(rope, tokens, tokens.positions, None)
         return LatentKeys(latents, rope, None if self.indexer is None else self.indexer.index_keys(x, tokens))
 
     def _store_keys(
@@ -287,13 +316,43 @@ class LatentAttention(Mixer):
         rope, index = rope[..., :rope_dim], None if keys.index is None else rope[..., rope_dim:]
         if self._rotates_on_read:
             lengths = document_lengths(tokens, kv_tokens)
-            rope = self._rotate_key(rope, tokens if kv_tokens is None else kv_tokens, lengths)
+            positions = tokens.positions if kv_tokens is None else kv_tokens.positions
+            rope = self._rotate_key(rope, tokens, positions, lengths)
         return cache, LatentKeys(latents, rope, index), kv_tokens, lengths
 
     def _rotate_key(
-        self, key: Float[Array, "*batch seq rope_dim"], tokens: Tokens, lengths: Int[Array, "*batch #seq"] | None
-    ) -> Float[Array, "*batch seq rope_dim"]:
-        return key if self.rotary is None else self.rotary(key[..., None, :], tokens.positions, lengths)[..., 0, :]
+        self,
+        key: Float[Array, "*batch kv_seq rope_dim"],
+        tokens: Tokens,
+        positions: Int[Array, "*batch kv_seq"],
+        lengths: Int[Array, "*batch #kv_seq"] | None,
+    ) -> Float[Array, "*batch kv_seq rope_dim"]:
+        if self.rotary is None:
+            return key
+        return self.rotary.for_tokens(tokens)(key[..., None, :], positions, lengths)[..., 0, :]
+
+    def _read_keys(
+        self, x: Float[Array, "*batch _ embed"], tokens: Tokens, cache: LatentCache | None, shared: SharedKeys
+    ) -> tuple[LatentCache | None, LatentKeys, Tokens | None, Int[Array, "*batch #seq"] | None]:
+        """Return what `_store_keys` returns, with latents of an earlier layer; only the indexer's keys are stored."""
+        latents = shared.latents_for(self.rotary is not None)
+        index = None if self.indexer is None else self.indexer.index_keys(x, tokens)
+        if cache is not None:
+            no_channels = jnp.zeros((*x.shape[:-1], 0), x.dtype)
+            cache, _, stored, _ = cache.update(no_channels, no_channels if index is None else index, tokens)
+            index = None if index is None else stored.astype(index.dtype)
+        lengths = document_lengths(tokens, latents.tokens) if self._rotates_on_read else None
+        return cache, LatentKeys(latents.latents, latents.rope, index), latents.tokens, lengths
+
+    def _update_shared(
+        self, shared: SharedKeys, selection: SelectedKeys | None, keys: LatentKeys, kv_tokens: Tokens | None
+    ) -> SharedKeys:
+        """Return what earlier layers share, with this layer's selection and, if it shares them, its latents."""
+        shared = dataclasses.replace(shared, selection=selection)
+        if not self.shares_latents:
+            return shared
+        positions = None if kv_tokens is None else kv_tokens.positions
+        return shared.with_latents(SharedLatents(keys.latents, keys.rope, positions), self.rotary is not None)
 
     def _select_keys(
         self,
@@ -310,18 +369,6 @@ class LatentAttention(Mixer):
         queries = self.indexer.index_queries(x, source, tokens)
         kv_tokens = tokens if kv_tokens is None else kv_tokens
         return self.indexer.select_keys(queries, keys.index, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens)
-
-    def _read_selection(self, argument: PyTree) -> SelectedKeys | None:
-        """Return the selection that an earlier layer shares; raise a `ValueError` for any other shared value."""
-        if not isinstance(argument, SharedValue):
-            return None
-        if self.indexer is not None or not isinstance(argument.value, SelectedKeys | None):
-            raise ValueError(
-                f"LatentAttention(x): it was given {type(argument.value).__name__} of an earlier layer, but it reads "
-                "only an indexer's selection, and only without an indexer of its own; use it in Residual(reads=) "
-                "after a layer with an indexer in Residual(shares=)."
-            )
-        return argument.value
 
     def _decode_call(
         self,
@@ -364,13 +411,15 @@ class LatentAttention(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
         """Return an empty cache for rows of up to `capacity` tokens.
 
-        If the mask reaches back fewer tokens, the cache holds only so many, in a rolling buffer.
+        If the mask reaches back fewer tokens, the cache holds only so many, in a rolling buffer. The cache of a layer
+        that reads latents has room for the keys of its indexer alone.
         """
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         self.mask.check_cached("LatentAttention")
         size = slots_for(self.mask.reach(capacity), capacity)
-        latents = jnp.zeros((*batch, size, *self.latent_down.output_shape), dtype)
-        width = 0 if self.rotary is None else self.rotary.dim
+        channels = (0,) if self.latent_down is None else self.latent_down.output_shape
+        latents = jnp.zeros((*batch, size, *channels), dtype)
+        width = 0 if self.key_rope is None else self.key_rope.output_shape[0]
         width += 0 if self.indexer is None else self.indexer.key_channels
         rotary_keys = jnp.zeros((*batch, size, width), dtype)
         positions = empty_slots(batch, size)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from .._dtype import at_least_float32
 from .._module import Module
 from .._norm import Norm
+from .._tokens import Tokens
 
 
 Frequencies = Float[np.ndarray, "half"] | Float[Array, "*batch seq half"]
@@ -38,6 +39,10 @@ class PositionEncoding(Module):
     def can_rerotate(self, longest: int) -> bool:
         """Return whether cached keys of rows of up to `longest` tokens can be rotated again; only a `Rotary` can."""
         return False
+
+    def for_tokens(self, tokens: Tokens) -> "PositionEncoding":
+        """Return the encoding with the parameters that the model passes with its tokens; by default there are none."""
+        return self
 
     @abc.abstractmethod
     def encode(
@@ -91,6 +96,10 @@ class Rotary(PositionEncoding):
     def can_rerotate(self, longest: int) -> bool:
         """Return whether frequencies change at few lengths, so that few calls must rotate cached keys again."""
         return self.scaling is not None and self.scaling.has_frequency_sets and self.changes_within(longest)
+
+    def for_tokens(self, tokens: Tokens) -> "Rotary":
+        """Return the rotary with the parameters that the model passes with its tokens; by default there are none."""
+        return self
 
     def encode(
         self,
@@ -156,15 +165,21 @@ class Rotary(PositionEncoding):
         self, positions: Int[Array, "*batch seq"], lengths: Int[Array, "*batch #seq"], dtype: jnp.dtype
     ) -> tuple[Float[Array, "*batch seq 1 half"], Float[Array, "*batch seq 1 half"]]:
         """Return the cosines and the sines of all angles, times the magnitude."""
-        frequencies, magnitude = base_frequencies(self.dim, self.theta), 1.0
-        if self.scaling is not None:
-            frequencies, magnitude = self.scaling.frequencies(self.dim, self.theta, lengths[..., None])
-        # Frequencies are rounded to float32 whatever the dtype, as every published model was trained.
-        frequencies = jnp.asarray(frequencies, jnp.float32).astype(dtype)
+        frequencies, magnitude = self._frequencies(lengths, dtype)
         angles = positions[..., None].astype(dtype) * frequencies
         angles = -angles if self.reverse else angles
         magnitude = jnp.asarray(magnitude, dtype)
         return (jnp.cos(angles) * magnitude)[..., None, :], (jnp.sin(angles) * magnitude)[..., None, :]
+
+    def _frequencies(
+        self, lengths: Int[Array, "*batch #seq"], dtype: jnp.dtype
+    ) -> tuple[Float[Array, "... half"], float | Float[Array, ""]]:
+        """Return the frequency of each pair, and the magnitude."""
+        frequencies, magnitude = base_frequencies(self.dim, self.theta), 1.0
+        if self.scaling is not None:
+            frequencies, magnitude = self.scaling.frequencies(self.dim, self.theta, lengths[..., None])
+        # Frequencies are rounded to float32 whatever the dtype, as every published model was trained.
+        return jnp.asarray(frequencies, jnp.float32).astype(dtype), magnitude
 
 
 class RotaryThenNorm(PositionEncoding):

@@ -62,6 +62,7 @@ def start_rotation(
     - Otherwise further tokens may change the frequencies of earlier keys. So keys are cached without positions, and
       rotated when they are read.
     """
+    encoding = None if encoding is None else encoding.for_tokens(tokens)
     if encoding is None or not encoding.depends_on_length:
         return Rotation(encoding, tokens), cache
     if cache is None:

@@ -1,5 +1,7 @@
 """Attention scores: their scale, temperature, softcap, bias and sinks, and the call that weighs values by them."""
 
+import abc
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,11 +12,19 @@ from ... import kernels
 from .._cache import KVCache
 from .._contracts import ScoreBias
 from .._dtype import at_least_float32, multiply_float32
-from .._module import Module
+from .._module import Module, named_by
 from .._tokens import Tokens
 
 
-class LogTemperature(Module):
+class Temperature(Module):
+    """A factor of queries by their position, and possibly by their head."""
+
+    @abc.abstractmethod
+    def factors(self, positions: Int[Array, "*batch seq"], dtype: jax.typing.DTypeLike) -> Float[Array, "*batch seq _"]:
+        """Return the factor of each token's query and head, or one for all heads, in `dtype` but at least float32."""
+
+
+class LogTemperature(Temperature):
     """A factor of queries that grows with their position, `1 + strength * log(1 + floor((position + offset) / every))`.
 
     Over longer rows, a softmax spreads its weight over more keys. Scores that grow with the logarithm of the number of
@@ -37,14 +47,49 @@ class LogTemperature(Module):
         steps = (positions + self.offset) // self.every
         return 1 + self.strength * jnp.log1p(steps.astype(at_least_float32(jnp.dtype(dtype))))
 
+    def factors(self, positions: Int[Array, "*batch seq"], dtype: jax.typing.DTypeLike) -> Float[Array, "*batch seq 1"]:
+        """Return the factor of each token's query, the same for all heads."""
+        return self(positions, dtype)[..., None]
+
+
+class HeadLogTemperature(Temperature):
+    """A learned factor of the queries of each head, `scale * log(1 + position) + bias` (Mistral Large 4).
+
+    It is 1 at the beginning of training. `LogTemperature` has the same growth for all heads, and learns nothing.
+    """
+
+    dims: tuple[str, ...] = eqx.field(static=True)
+    scale: Float[Array, "..."] = named_by("dims")
+    bias: Float[Array, "..."] = named_by("dims")
+
+    def __init__(self, heads: int, dim: str = "heads"):
+        """Initialize the numbers of each head; `dim` is the name of the dim of heads, `"index_heads"` in an indexer."""
+        self.dims = (dim,)
+        self.scale, self.bias = jnp.zeros(heads, jnp.float32), jnp.ones(heads, jnp.float32)
+
+    def factors(self, positions: Int[Array, "*batch seq"], dtype: jax.typing.DTypeLike) -> Float[Array, "*batch seq _"]:
+        """Return the factor of each token's query and head; the factors of padding are those of position 0."""
+        wide = at_least_float32(jnp.dtype(dtype))
+        growth = jnp.log1p(jnp.maximum(positions, 0).astype(wide))
+        return self.scale.astype(wide) * growth[..., None] + self.bias.astype(wide)
+
+
+def multiply_temperature(
+    temperature: Temperature | None, query: Float[Array, "*batch seq heads head_dim"], tokens: Tokens
+) -> Float[Array, "*batch seq heads head_dim"]:
+    """Multiply queries by the factors of their positions and heads; None changes nothing."""
+    if temperature is None:
+        return query
+    return multiply_float32(query, temperature.factors(tokens.positions, query.dtype)[..., None])
+
 
 class Scores(Module):
     """The scores of an attention, `softcap(scale * temperature * query . key) + bias`; a softmax follows."""
 
     scale: float | None = eqx.field(static=True, default=None)
     """The factor of the scores; None: the number of channels of a query to the power -0.5."""
-    temperature: LogTemperature | None = None
-    """A factor of each query by its position; None: 1."""
+    temperature: Temperature | None = None
+    """A factor of each query by its position, and possibly by its head; None: 1."""
     softcap: float | None = eqx.field(static=True, default=None)
     """The bound of the scores, `softcap * tanh(scores / softcap)` (Gemma 2); None: no bound."""
     bias: bool = eqx.field(static=True, default=False)
@@ -66,9 +111,7 @@ class Scores(Module):
         self, query: Float[Array, "*batch seq heads head_dim"], tokens: Tokens
     ) -> Float[Array, "*batch seq heads head_dim"]:
         """Multiply queries by their temperature, if there is one."""
-        if self.temperature is None:
-            return query
-        return multiply_float32(query, self.temperature(tokens.positions, query.dtype)[..., None, None])
+        return multiply_temperature(self.temperature, query, tokens)
 
     def call(
         self,

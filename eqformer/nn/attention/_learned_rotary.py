@@ -1,0 +1,53 @@
+"""Rotary positions whose frequencies are learned: a model holds one factor of each frequency for all of its layers."""
+
+import copy
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._module import float32_field, Module
+from .._tokens import Tokens
+from ._rotary import Rotary
+
+
+class LearnedFrequencies(Module):
+    """The factors `exp(alpha)` of rotary frequencies, which all layers with a `LearnedRotary` share (Mistral Large 4).
+
+    A `Transformer` holds them in its field `frequencies`, and passes `alpha` to its layers as `Tokens.rotary_alpha`.
+    """
+
+    alpha: Float[Array, "half"] = float32_field()
+    """Logarithm of the factor of each frequency."""
+
+    def __init__(self, dim: int):
+        """Initialize the factors of `dim / 2` frequencies to 1."""
+        self.alpha = jnp.zeros(dim // 2, jnp.float32)
+
+
+class LearnedRotary(Rotary):
+    """A `Rotary` whose frequencies are multiplied by the factors of the model's `LearnedFrequencies`."""
+
+    alpha: Float[Array, "half"] | None = eqx.field(init=False, default=None)
+    """Logarithms of the factors. They are set during a call, by `for_tokens`, and are no parameter of the layer."""
+
+    def for_tokens(self, tokens: Tokens) -> "LearnedRotary":
+        """Return the rotary with the factors that the model passes with its tokens."""
+        if tokens.rotary_alpha is None or tokens.rotary_alpha.shape != (self.dim // 2,):
+            passed = None if tokens.rotary_alpha is None else f"{tokens.rotary_alpha.shape[0]} numbers"
+            raise ValueError(
+                f"LearnedRotary(dim={self.dim}): the model passes the factors of its {self.dim // 2} frequencies in "
+                f"Tokens.rotary_alpha, which is {passed}; build the model with "
+                f"nn.Transformer(frequencies=nn.LearnedFrequencies({self.dim}))."
+            )
+        bound = copy.copy(self)
+        object.__setattr__(bound, "alpha", tokens.rotary_alpha)
+        return bound
+
+    def _frequencies(
+        self, lengths: Int[Array, "*batch #seq"], dtype: jnp.dtype
+    ) -> tuple[Float[Array, "... half"], float | Float[Array, ""]]:
+        """Return the frequency of each pair times its learned factor, and the magnitude."""
+        assert self.alpha is not None, "LearnedRotary is called as `rotary.for_tokens(tokens)(x, positions)`"
+        frequencies, magnitude = Rotary._frequencies(self, lengths, dtype)
+        return frequencies * jnp.exp(self.alpha.astype(dtype)), magnitude
