@@ -159,7 +159,8 @@ from .families._t5 import T5Config as T5Config
 from .families._t5gemma import T5Gemma2Config as T5Gemma2Config, T5GemmaConfig as T5GemmaConfig
 
 
-# Files that are public as a whole, assigned because type checkers treat an import under another name as private.
+# Modules that are public as a whole. They are assigned, because type checkers treat a module that is imported under
+# another name as private.
 config_types = _config_types
 layer_attributes = _layer_attributes
 rotary_attributes = _rotary_attributes

@@ -23,7 +23,7 @@ _INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 class _ByPattern(Generic[T]):
-    """Numbers by patterns for the ends of modules' names; the first pattern that matches a name applies.
+    """Numbers of modules by patterns. A pattern matches the end of a module's name; the first that matches applies.
 
     A configuration may have thousands of patterns, most of them plain names, in which dots may be escaped. Plain names
     are found by look-up. An unescaped dot matches any character, so before the look-up the module's name gets a dot in
@@ -185,7 +185,7 @@ def write_adapter_config(
 
     Args:
         settings: The rank and scale of each module that has factors.
-        short_names: The name within its layer of every module of the model.
+        short_names: For every module of the model, the module's name within its layer.
         base: The name of the published model.
     """
     alphas = {module: _to_whole(scale * rank) for module, (rank, scale) in settings.items()}

@@ -96,9 +96,10 @@ def save_adapter(
     """Write a model's `LoRA`s as a new folder that peft loads; the folder is written atomically.
 
     Give `like` or `config` as for `load_adapter`. `base` is the published model's name, by default `like`. Maps that
-    are published as one module are written with one A if they share it. Otherwise their factors become blocks of one
-    wider pair of factors, whose rank is the sum of theirs and which computes the same. Raises a `ValueError` for a
-    model without a `LoRA`, for a `LoRA` on a map that is not published as a module, and if the path exists.
+    are published as one module are written with one A if they share it. Otherwise the module gets one wider pair of
+    factors with the maps' factors as blocks: its rank is the sum of the maps' ranks, and its product is the same.
+    Raises a `ValueError` for a model without a `LoRA`, for a `LoRA` on a map that is not published as a module, and if
+    the path exists.
     """
     call, target = f"save_adapter({str(path)!r})", Path(path)
     if target.exists():
@@ -134,7 +135,7 @@ class AdaptedModule:
     down: ResolvedRule
     """The rule of every map's A; `with_shapes` takes the shape of one map's A."""
     up: ResolvedRule
-    """The rule of the maps' B; `with_shapes` takes the shapes of all of them."""
+    """The rule of the maps' B; `with_shapes` takes the shapes of all maps' B."""
     maps: Mapping[str, DenseMap | LoRA]
     """The maps by their paths in the model, in the order in which they are published."""
 
@@ -262,7 +263,7 @@ def _loras(maps: Mapping[str, DenseMap | LoRA]) -> dict[str, LoRA]:
 
 
 def _factor_patterns(rule: ResolvedRule, linears: Sequence[LinearMap]) -> list[tuple[str, ...]]:
-    """Return the pattern of A, which all maps share, and those of each map's B.
+    """Return the pattern of A, which all maps share, and the pattern of each map's B.
 
     Return an empty list if the published array is not a matrix of inputs and outputs.
     """

@@ -34,8 +34,8 @@ class Entry(abc.ABC):
     def write(self, config: Any) -> Attributes:
         """Return attributes of the configuration from the config.
 
-        Each entry annotates `config` by the class of configs that it is for, or by a protocol of the fields that it
-        reads.
+        Each entry annotates `config` with the class of configs that the entry is for, or with a protocol of the fields
+        that `write` reads.
         """
 
 
@@ -48,7 +48,8 @@ def field_types(config: type) -> Mapping[str, FieldType]:
 def read_entries(entries: Iterable[Entry], published: PublishedConfig, types: Mapping[str, FieldType]) -> Fields:
     """Return the fields that a table's entries read.
 
-    `types` are the fields' types. Raises a `ValueError` that names the attribute for a value of another type.
+    `types` are the fields' types. Raises a `ValueError` that names the attribute for a value that does not fit the type
+    of its field.
     """
     fields, entries = Fields(), tuple(entries)
     for entry in entries:
@@ -68,7 +69,7 @@ def read_entries(entries: Iterable[Entry], published: PublishedConfig, types: Ma
 class Attribute(Entry):
     """One field of the config; without a `default`, a missing or null attribute is an error.
 
-    Several `published` names are alternatives: the first that the configuration has is read.
+    Several `published` names are alternatives: the first attribute that the configuration has is read.
     """
 
     name: str
@@ -200,13 +201,16 @@ class Ignore(Entry):
         return {}
 
     def write(self, config: object) -> Attributes:
-        """Return the attributes that other readers require."""
+        """Return the attributes that were passed as keywords."""
         return self.written
 
 
 @dataclasses.dataclass(frozen=True)
 class SwitchedAttribute(Entry):
-    """A field that another attribute, `switch`, switches on and off; the field is 0 if it is off."""
+    """A field that has an attribute of its own, `number`, and a second attribute, `switch`, that turns it on and off.
+
+    If the switch is off, the field is 0.
+    """
 
     number: Attribute
     switch: str
@@ -223,14 +227,14 @@ class SwitchedAttribute(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class Unpublished(Entry):
-    """A field that published configurations do not have, and that has this value in all published models."""
+    """A field that no attribute states, because it has one `value` in all published models."""
 
     name: str
     """The field of the config."""
     value: object
     """The field's value in all published models."""
     why: str
-    """The reason why no other value can be published, for the error."""
+    """Why no other value can be published; the error states this reason."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the value."""

@@ -136,7 +136,7 @@ def format_value(value: object) -> str:
 
 
 REQUIRED: object = object()
-"""The default of an attribute that a configuration must have."""
+"""A marker in the place of a default: the configuration must have the attribute."""
 # Attributes that do not change what a model computes: how it was trained or stored, or how it is to be run. A few
 # families read `max_window_layers` and `model_max_length`; in folders of other families these have no effect.
 _OF_MODELS = (
@@ -160,7 +160,7 @@ _OF_EVERY_CONFIGURATION = (
     "sep_token_id task_specific_params tf_legacy_loss tie_last_hidden_states tokenizer_class torch_dtype torchscript "
     "transformers_version unk_token_id use_bfloat16 use_cache use_return_dict xla_device"
 )
-# Settings of sampling: transformers moves them out of a configuration, and older releases wrote them into one.
+# Settings of sampling, which older releases of transformers wrote into configurations.
 _OF_GENERATION = (
     "assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids "
     "begin_suppress_tokens cache_config cache_implementation compile_config constraints continuous_batching_config "
@@ -202,10 +202,10 @@ class PublishedConfig:
         self._defaults |= defaults
 
     def take(self, name: str, default: object = REQUIRED) -> object:
-        """Return the attribute's value, or the default if it is missing or null; None for a null without a default.
+        """Return the attribute's value, or the default if the attribute is missing or null.
 
-        Raises a `ValueError` if a required attribute is missing, and for a null if the default is True, because
-        transformers reads that null as False.
+        A null without a default is returned as None. Raises a `ValueError` if a required attribute is missing, and for
+        a null if the default is True, because transformers reads such a null as False.
         """
         self._names_read.append(name)
         default = self._defaults.get(name, REQUIRED) if default is REQUIRED else default
@@ -213,7 +213,7 @@ class PublishedConfig:
             self.refuse(f"the configuration has no {name!r}, which {self._reader} needs.")
         value = self._values.get(name, default)
         if value is None and default is True:
-            self.refuse(f"{name}=None: it must be true or false; without it, it is true.")
+            self.refuse(f"{name}=None: it must be true or false; if the attribute is left out, it is true.")
         return default if value is None and default is not REQUIRED else value
 
     @contextmanager
@@ -226,11 +226,11 @@ class PublishedConfig:
             self._names_read = earlier + self._names_read
 
     def names_with_value(self, names: Iterable[str], value: object) -> list[str]:
-        """Return the names of the attributes among `names` whose value is this very object, each once."""
+        """Return the attributes, out of `names`, that have this very object as their value, without duplicates."""
         return [name for name in dict.fromkeys(names) if self._values.get(name) is value]
 
     def add(self, name: str, value: object) -> None:
-        """Add an attribute that was found within another; `finish` refuses it if the family never reads it."""
+        """Add an attribute that was found within another attribute; `finish` refuses it if nothing reads it."""
         self._values[name] = value
 
     def refuse(self, text: str) -> NoReturn:
@@ -285,12 +285,12 @@ class PublishedConfig:
         return self._values.get(name, missing)
 
     def expect(self, name: str, *allowed: object) -> None:
-        """Refuse any value but these; the first is the default."""
+        """Refuse a value that is not among `allowed`; the first of `allowed` is the default."""
         value = self.take(name, allowed[0])
         is_flag = isinstance(value, bool)  # True equals 1 in Python, but not in a configuration.
         if not any(value == option and isinstance(option, bool) == is_flag for option in allowed):
             known = ", ".join(map(repr, allowed))
-            self.refuse(f"{name}={format_value(value)} is not supported for {self._reader}, which has {known}.")
+            self.refuse(f"{name}={format_value(value)} is not supported for {self._reader}, which supports {known}.")
 
     def finish_strictly(self, is_without_effect: Callable[[str, object], bool]) -> None:
         """Raise a `ValueError` that lists every attribute that was not read and has an effect, or may have one.

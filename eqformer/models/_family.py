@@ -1,6 +1,6 @@
 """The `Family` object: how a family's models and classifiers are built, and how they are published.
 
-A classifier's head takes the place of a language model's.
+In a classifier, a classification head takes the place of the language-model head.
 """
 
 import dataclasses
@@ -43,7 +43,8 @@ class Classifier:
     classifies_tokens: bool = False
     """Whether each token is classified, instead of each text."""
     pooling: str | None = None
-    """How the vector of a text is made, a name in `nn.POOLINGS`; None: as in the family's published classifiers."""
+    """How the vectors of a text's tokens become one vector, a name in `nn.POOLINGS`; None: as in the family's published
+    classifiers."""
 
     def __post_init__(self):
         if self.labels < 1:
@@ -61,15 +62,15 @@ class ClassifierTable:
     weights: tuple[Rule, ...]
     """Rules for the arrays of a classifier, whose paths begin with `classifier.`."""
     pooling: str = "lasttoken"
-    """How the vector of a text is made."""
+    """How the vectors of a text's tokens become one vector, a name in `nn.POOLINGS`."""
     pooling_attribute: str | None = None
-    """The attribute of `config.json` that states the pooling; None: all published models have the same."""
+    """The attribute of `config.json` that states the pooling; None: all published models have the same pooling."""
     dense: DenseOptions | None = None
     """The dense layer of a classifier of texts; None: there is none."""
     token_dense: DenseOptions | None = None
     """The dense layer of a classifier of tokens; None: there is none."""
     bias: bool = True
-    """Whether the scores of texts have a bias; those of tokens always have one."""
+    """Whether the scores of classifiers of texts have a bias; the scores of classifiers of tokens always have one."""
 
     def add_to(self, model: Transformer, config: Any, classifier: Classifier, *, key: Key[Array, ""]) -> Transformer:
         """Return the model with a classifier of random weights in the place of its head."""
@@ -82,14 +83,14 @@ class ClassifierTable:
         return dataclasses.replace(without_head(model), classifier=ClassificationHead(pooling, dense, output))
 
     def read(self, architecture: str, attributes: PublishedConfig) -> Classifier:
-        """Return the classifier of a published configuration, whose model is of this architecture."""
+        """Return the classifier of a published configuration; `architecture` is its model's class in transformers."""
         names = attributes.nested("id2label")
         labels = len(names) or attributes.count("num_labels", 2)
         pooling = attributes.text(self.pooling_attribute, self.pooling) if self.pooling_attribute else None
         return Classifier(labels, architecture.endswith(_TOKENS), pooling)
 
     def reads(self, name: str, classifier: Classifier) -> bool:
-        """Return whether a classifier has a leaf for the array of this name in the table."""
+        """Return whether the classifier has a leaf for the array that the table calls `name`."""
         has_dense = (self.token_dense if classifier.classifies_tokens else self.dense) is not None
         return any(
             rule.name == name and (has_dense or not str(rule.path).startswith("classifier.dense."))
@@ -99,7 +100,7 @@ class ClassifierTable:
     def write(self, call: str, architecture: str, model: Transformer) -> Attributes:
         """Return the attributes to publish for a model with a classifier, given its family's architecture.
 
-        Raises a `ValueError` that begins with `call` for a pooling that no attribute states.
+        Raises a `ValueError` that begins with `call` for a pooling that no attribute can state.
         """
         classifier = classifier_of(model)
         assert classifier is not None
@@ -146,18 +147,18 @@ def classifier_of(model: Transformer) -> Classifier | None:
 
 
 def linear_rules(published: str, path: str) -> tuple[Rule, ...]:
-    """Return the rules of the weight and the bias of a map of a classifier."""
+    """Return the rules of the weight and the bias of one linear map of a classifier."""
     return tuple(Rule(f"{published}.{leaf}", f"classifier.{path}.{leaf}") for leaf in ("weight", "bias"))
 
 
 def _only(rules: tuple[Rule, ...], *, classifies_tokens: bool) -> tuple[Rule, ...]:
-    """Return rules that apply only to classifiers of tokens, or only to those of texts."""
+    """Return the rules, changed to apply only to classifiers of tokens, or only to classifiers of texts."""
     path = "classifier.pooling"
     return tuple(dataclasses.replace(rule, **{"lacks" if classifies_tokens else "needs": path}) for rule in rules)
 
 
 DECODER_CLASSIFIER = ClassifierTable(linear_rules("score", "output"), bias=False)
-"""Classifiers of decoders read the last token's vector."""
+"""The table of most decoders' classifiers, which read the last token's vector."""
 OLDER_DECODER_CLASSIFIER = ClassifierTable(
     (
         *_only(linear_rules("score", "output"), classifies_tokens=False),
@@ -165,7 +166,8 @@ OLDER_DECODER_CLASSIFIER = ClassifierTable(
     ),
     bias=False,
 )
-"""Classifiers of older decoders, such as GPT-2, whose map to the scores of tokens has another name."""
+"""The table of classifiers of older decoders, such as GPT-2. Their output map is named `score` in classifiers of texts
+and `classifier` in classifiers of tokens."""
 
 
 HEAD = "lm_head.weight"  # the published name of most families' heads
@@ -176,7 +178,7 @@ class ModelConfig:
     """Base class of families' configs: the sizes and options of a model."""
 
     vocab: config_types.Size
-    """Token ids."""
+    """The number of token ids."""
     embed: config_types.Size
     """Channels of the residual stream."""
 
@@ -186,11 +188,11 @@ class DecoderConfig(ModelConfig):
     """Base class of configs with the fields that most families share."""
 
     layers: config_types.LayerCount
-    """Layers."""
+    """The number of layers."""
     heads: config_types.Size
-    """Query heads."""
+    """The number of query heads."""
     kv_heads: config_types.Size
-    """Key and value heads."""
+    """The number of key heads, which is also the number of value heads."""
     mlp: config_types.Size
     """Hidden features of a feed-forward layer or of an expert."""
     _: dataclasses.KW_ONLY
@@ -199,7 +201,7 @@ class DecoderConfig(ModelConfig):
     theta: config_types.Positive = 10_000.0
     """The base of rotary positions."""
     scaling: RotaryScaling | None = None
-    """The scaling of rotary positions; None: none."""
+    """The scaling of rotary positions; None: no scaling."""
     activation: str = "silu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     eps: config_types.NotNegative = 1e-6
@@ -216,7 +218,7 @@ class DecoderConfig(ModelConfig):
 
 
 def check_config(call: str, config: ModelConfig) -> None:
-    """Raise a `ValueError` that names a field whose value does not fit its type, or a scaling that does not fit."""
+    """Raise a `ValueError` if a field's value does not fit its type, or if a rotary scaling does not fit the config."""
 
     def refuse(text: str) -> NoReturn:
         raise ValueError(f"{call}: {text}")
@@ -240,7 +242,7 @@ _PARTS = (
     "embed_audio audio_projector mtp"
 )
 _UNREAD = re.compile(rf"(?:model\.)?(?:{'|'.join(_PARTS.split())})\.")
-# Attributes of a multimodal model that concern only these parts.
+# Attributes of a multimodal model that concern only the parts for images and sound.
 _OTHER_PARTS = re.compile(
     r"image|video|vision|audio|multi_?modal|projector|^projection_|^media_|^ignore_index$|^mm_|^spatial_|^out_hidden"
     r"|^merged_hidden|^img_|^(boi|eoi|boa|eoa)_"
@@ -249,25 +251,25 @@ _OTHER_PARTS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class MultimodalModel:
-    """A published model of text and images or sound, whose text model is of a family.
+    """A published model of text and images or sound, whose text model belongs to a family.
 
-    Its `config.json` has the text model's attributes in `text_config`. If the multimodal model states
-    `tie_word_embeddings` too, its value takes precedence, as in transformers.
+    Its `config.json` has the text model's attributes in `text_config`. If `tie_word_embeddings` is also stated outside
+    of `text_config`, the outer value takes precedence, as in transformers.
     """
 
     model_type: str
     """The multimodal model's `model_type`."""
     text_type: str = ""
-    """The text model's `model_type` within `text_config`; empty: the family's."""
+    """The text model's `model_type` within `text_config`; empty: the family's `model_type`."""
     defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """The values that transformers takes for attributes that `text_config` leaves out."""
     fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """The family's attributes that have one fixed value in this model, whether or not `text_config` states it."""
+    """Attributes that have one fixed value in this model; `text_config` may leave them out."""
     weights: tuple[Rule, ...] = ()
     """Further rules for the text model's arrays, which apply only in folders of the multimodal model."""
     prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", "model."), ("language_model.", ""))
-    """Pairs of prefixes: that of the text model's arrays in a folder, and that of the same arrays in the family's
-    table."""
+    """Pairs of prefixes of names: the prefix of the text model's arrays in a folder, and the prefix of the same arrays
+    in the family's table."""
 
     def text_attributes(self, published: config_types.PublishedConfig) -> config_types.Attributes:
         """Return the text model's attributes; raises a `ValueError` for an attribute that is not known."""
@@ -286,7 +288,7 @@ class MultimodalModel:
         return attributes
 
     def table_name(self, name: str) -> str | None:
-        """Return the name in the family's table of an array of the folder; None for an array that is not read."""
+        """Return the name that the family's table gives to a folder's array; None for an array that is not read."""
         if _UNREAD.match(name):
             return None
         for prefix, table_prefix in self.prefixes:
@@ -310,7 +312,7 @@ class Family:
     config: type[ModelConfig]
     """The class of its configs."""
     build: Callable[..., Transformer]
-    """Builds a model from a config and a `key`."""
+    """The function that builds a model from a config and a `key`."""
     presets: Mapping[str, ModelConfig]
     """Configs by name."""
     architecture: str = ""
@@ -332,12 +334,12 @@ class Family:
     aliases: tuple[str, ...] = ()
     """Further `model_type`s of its models."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The names of arrays that some folders hold although transformers ties them to other arrays, such as the weight of
-    a tied head; each with the path of the leaf that it equals."""
+    """Arrays that transformers ties to other arrays, but that some folders hold as well: for the published name of each
+    array, the path of the leaf that it equals. The weight of a tied head need not be listed."""
     classifier: ClassifierTable | None = DECODER_CLASSIFIER
     """How its classifiers of texts and of tokens are published; None: there are none."""
     predictor: PredictorTable | None = None
-    """How its models publish the module that predicts one token further; None: models are read without this module."""
+    """How its models publish a predictor, the module for multi-token prediction; None: models are read without it."""
     multimodal: tuple[MultimodalModel, ...] = ()
     """Published multimodal models whose text model is of this family."""
     as_stored: Callable[[ModelConfig, Collection[str]], ModelConfig] | None = None
@@ -355,7 +357,7 @@ class Family:
         return config
 
     def write(self, config: ModelConfig) -> config_types.Attributes:
-        """Return the configuration to publish; raises a `ValueError` for a config that it cannot express."""
+        """Return the configuration to publish; raises a `ValueError` for a config that no configuration can express."""
         attributes = config_types.Attributes()
         for entry in self.attributes:
             attributes |= entry.write(config)
@@ -370,8 +372,8 @@ class Family:
     ) -> list[ResolvedRule]:
         """Return the rules between published arrays and the leaves of a model of this config.
 
-        `stored` are the shapes of a folder's arrays. `multimodal` is the multimodal model that contains this one, or
-        None.
+        `stored` are the shapes of a folder's arrays. `multimodal` is the multimodal model that contains this text
+        model, or None.
         """
         table = self.weights if multimodal is None else (*self.weights, *multimodal.weights)
         if self.classifier is not None and model.classifier is not None:
@@ -388,7 +390,10 @@ class Family:
 
     @property
     def base_prefix(self) -> str:
-        """The prefix of the base model's arrays, or an empty text; folders of a base model without a head lack it."""
+        """The prefix of the names of the base model's arrays; empty if there is none.
+
+        In folders of a base model without a head, the names lack this prefix.
+        """
         prefix = f"{self.table_name.partition('.')[0]}."
         has_layers = any(rule.name.startswith(prefix) and "{layer}" in rule.name for rule in self.weights)
         return prefix if has_layers else ""
@@ -400,7 +405,7 @@ class Family:
 
     @property
     def head_name(self) -> str:
-        """The published name of the weight of a head that is not tied to the table."""
+        """The published name of the weight of an untied head."""
         return next((rule.name for rule in self.weights if rule.path == "head.weight"), HEAD)
 
     def is_of_head(self, rule: ResolvedRule) -> bool:
@@ -410,15 +415,15 @@ class Family:
         return is_outside or all(path.startswith(("head.", "classifier.")) for path in rule.paths)
 
     def is_unread(self, name: str, config: ModelConfig) -> bool:
-        """Return whether the array with this name in the table is not read."""
+        """Return whether models of this config do not read the array that the table calls `name`."""
         return name.startswith((*self.ignored_prefixes, *self.unread(config)))
 
     def tied_leaves(self, model: Transformer) -> dict[str, str]:
-        """Return the leaf's path of each array that a folder may hold a second time because the head is tied."""
+        """Return the arrays that a folder may hold although the head is tied, with the paths of the equal leaves."""
         return {self.head_name: "embedding.weight", **self.tied} if model.head is None else {}
 
     def copied_leaves(self, config: ModelConfig, model: Transformer) -> dict[str, str]:
-        """Return, for each array that is published a second time with the predictor, the path of the model's leaf."""
+        """Return the arrays that are published a second time with the predictor, with the paths of the equal leaves."""
         if self.predictor is None or model.predictor is None:
             return {}
         return self.predictor.copied_leaves(config, model)

@@ -137,7 +137,8 @@ class Folder:
         if not is_there(self._index):
             if has_single:
                 return self._read_single()
-            unread = f", and what it has is not read ({few_names(files)})" if (files := self._weight_files()) else ""
+            files = self._weight_files()
+            unread = f"; its other weight files are not read ({few_names(files)})" if files else ""
             raise ValueError(
                 f"{self.call}: the folder has no {self._single} and no {self._index.name}{unread}. Pickled weights "
                 "(.bin, .pt) are never read, since they can run programs; convert them to safetensors on a machine "

@@ -64,7 +64,7 @@ class ModelCard:
     license: str
     """The license by its name on the hub, such as `apache-2.0`, or `other`."""
     base_model: str | None = None
-    """The model of the hub whose weights the training began with; None for a model trained from the start."""
+    """The model of the hub whose weights the training began with; None for a model trained from scratch."""
     datasets: tuple[str, ...] = ()
     """The texts that the model was trained on: names of data sets of the hub, or descriptions."""
     recipe: str | None = None

@@ -34,7 +34,7 @@ class WithWindow(Protocol):
 
 @runtime_checkable
 class WithWindows(WithLayers, WithWindow, Protocol):
-    """Fields of a config whose window is for some layers."""
+    """Fields of a config in which only some layers have the window."""
 
     @property
     def window_layers(self) -> tuple[int, ...]: ...
@@ -67,7 +67,7 @@ def all_but_every(period: int, layers: int) -> tuple[int, ...]:
 class Period:
     """A choice of every `period`-th layer or, with `but`, of all other layers, for configurations without a list.
 
-    If the configuration has attributes of `published`, the last of them replaces `period`.
+    `published` names attributes that may state another period; if the configuration has several, the last one applies.
     """
 
     period: int
@@ -106,9 +106,9 @@ def numbers_of_flags(published: PublishedConfig, name: str, flags: Sequence[int]
 class LayerTypes(Entry):
     """`layer_types`: the layers of the first type are in the config's field `name`, the others are of the second type.
 
-    `default` chooses the layers of the first type if there is no list or, with `empty`, an empty list. `published` has
-    the two types' names in the family's published files if they differ from `types`. Both kinds of names can be read;
-    the published ones are written.
+    `default` chooses the layers of the first type if the list is missing or, with `empty`, if the list is empty.
+    `published` has the two types' names in the family's published files if they differ from `types`. Both kinds of
+    names can be read; the published names are written.
     """
 
     name: str
@@ -187,7 +187,7 @@ class Windows(Entry):
 
 
 class NullableWindows(Windows):
-    """`Windows` whose attribute may be null, for no window."""
+    """`Windows` in families whose `sliding_window` may be null; null means that no layer has a window."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return both fields."""
@@ -195,7 +195,7 @@ class NullableWindows(Windows):
 
 
 class SwitchedWindows(Windows):
-    """`Windows` that `use_sliding_window` switches on; `window` is None if no layer has a window."""
+    """`Windows` that have an effect only if `use_sliding_window` is true; `window` is None if no layer has a window."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return both fields."""
@@ -231,7 +231,7 @@ class LateWindows(SwitchedWindows):
 
 @dataclasses.dataclass(frozen=True)
 class SwitchedWindow(Entry):
-    """The `window` of all layers, which `use_sliding_window` switches on; None if it is off."""
+    """The `window` of all layers; None unless `use_sliding_window` is true."""
 
     window: int
 
@@ -246,7 +246,11 @@ class SwitchedWindow(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class NoRotaryLayers(Entry):
-    """The layers without rotary positions; every fourth if there is no list or, with `empty`, an empty list."""
+    """The layers without rotary positions, from the list `no_rope_layers`.
+
+    If the list is missing or, with `empty`, if the list is empty, every fourth layer has none;
+    `no_rope_layer_interval` may state another period.
+    """
 
     empty: bool = False
 
@@ -271,7 +275,7 @@ class NoRotaryLayers(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class ListedLayers(Entry):
-    """A list of layers' numbers; `default` if the attribute is missing."""
+    """A list of layers' numbers; `default` chooses the layers if the attribute is missing."""
 
     name: str
     published: str
@@ -289,7 +293,7 @@ class ListedLayers(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class AllLayers(Entry):
-    """A list with the kind of each layer, all of which must be `kind`."""
+    """A list with the kind of each layer; every layer must be of the kind `kind`."""
 
     published: str
     kind: str

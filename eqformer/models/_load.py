@@ -54,30 +54,30 @@ def load(
 
     Each array of the folder is memory-mapped, read once, and copied into the shards that this process's devices hold.
     Only the shards of one leaf (one array of all layers, or arrays that are published as one) are in host memory at a
-    time. The model computes in the dtype of its embedding table; `nn.with_execution` sets how it runs. Of a multimodal
-    model, the text model is read. A warning lists the arrays that are left unread on purpose: those of other parts, and
-    those of a predictor unless `predictor` is True.
+    time. The model computes in the dtype of its embedding table; `nn.with_execution` sets how it runs. If the folder
+    holds a multimodal model, only its text model is read. A warning lists the arrays that are left unread on purpose:
+    arrays of other parts, and arrays of a predictor unless `predictor` is True.
 
     Args:
         path: The folder, the file, or the name of a model of the hub (see `local_path`).
-        mesh: A mesh without a plan stands for `Plan(mesh, zero=3)`, which shards every array that it can.
+        mesh: A mesh, which without a plan stands for `Plan(mesh, zero=3)`: every array that can be sharded is sharded.
         plan: The plan that places the arrays.
         dtype: The dtype of all leaves, also a short name such as `bf16`; None: each leaf has its published dtype, or
             one that is wide enough for all layers. Fields marked `nn.float32_field` have at least float32.
         weights: `"decoded"`: quantized weights are decoded to `dtype`, which by default is float32 for GGUF and the
             dtype of the configuration otherwise. `"quantized"`: linear maps hold codes and scales
             (`nn.QuantizedLinear`), with the same logits.
-        head: Whether the head is read. Without it, `encode` returns the hidden vectors of the base model, which text
-            encoders pool, and the model has no other logits than those of its embedding table.
-        predictor: Whether the module that predicts one token further is read too.
+        head: Whether the head is read. Without a head, `encode` returns the hidden vectors of the base model, which
+            text encoders pool, and logits are computed with the embedding table.
+        predictor: Whether a predictor, the module for multi-token prediction, is read too.
         progress: A function that is called with the number of bytes read so far and the number of all bytes.
 
     Raises:
-        ValueError: For a folder that does not agree with its own headers and configuration. The error lists arrays of
+        ValueError: If the arrays do not agree with their headers or with the configuration. The error lists arrays of
             the folder that no rule reads, leaves that no array fills, and attributes of `config.json` that the family
-            does not know. A folder may also hold a tied head as an array of its own, equal to the table. A base model
-            may lack a head, which is then initialized by a fixed key, with a warning. With `weights="quantized"`, the
-            error names an array that no map can hold as it is stored.
+            does not know. Two deviations are no errors: a tied head may be stored as a second array that equals the
+            embedding table, and a base model may lack a head, which is then initialized by a fixed key, with a warning.
+            With `weights="quantized"`, the error names an array that no linear map can hold as it is stored.
     """
     plan = _choose_plan(path, mesh, plan)
     source = _open_model(path, dtype, weights, predictor, head)
@@ -217,8 +217,7 @@ _ALWAYS_TRACED = {"entries": 2**24, "layers": 512}
 
 
 def _check_sizes(arrays: PublishedArrays, config: ModelConfig) -> None:
-    """Raise a `ValueError` for sizes far beyond those of the folder's arrays, before a model of such sizes is
-    traced."""
+    """Raise a `ValueError` for sizes far larger than the folder's arrays, before a model of such sizes is traced."""
     sizes = {name: math.prod(shape) for name, shape in arrays.shapes.items()}
     largest = max(sizes, key=sizes.__getitem__, default="")
     limits = {
@@ -260,7 +259,7 @@ def _choose_plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan
 
 
 def _shardings(plan: Plan | None, shapes: nn.Transformer) -> dict[str, Sharding]:
-    """Return the sharding of each leaf by its path: the plan's, or that of the first device of this process."""
+    """Return the sharding of each leaf by its path: the plan's or, without a plan, the first device of this process."""
     leaves = flatten_model(shapes)
     if plan is None:
         return dict.fromkeys(leaves, SingleDeviceSharding(jax.local_devices()[0]))
@@ -298,7 +297,7 @@ def _check_names(
     if codes := arrays.unexplained((expected & arrays.names) | (unexpected if missing else set())):
         raise ValueError(
             f"{arrays.call}: {codes} holds codes, but config.json has no quantization_config that states their format; "
-            "take the config.json that was published with them."
+            "take the config.json that was published with the arrays."
         )
     _refuse_mismatches(arrays, missing, unexpected, unfilled)
     for name, path in copies.items():
@@ -319,18 +318,17 @@ def _refuse_mismatches(
 def _check_copy(arrays: PublishedArrays, copy: str, name: str, *, is_tied: bool) -> None:
     """Raise a `ValueError` unless both copies of an array that is published twice are equal."""
     original, copied = np.asarray(arrays.read(name)), np.asarray(arrays.read(copy))
-    if original.shape == copied.shape and all(
-        map(np.array_equal, original, copied)
-    ):  # row by row, to need little memory
+    # Arrays are compared row by row, to need little memory.
+    if original.shape == copied.shape and all(map(np.array_equal, original, copied)):
         return
     if is_tied:
         raise ValueError(
-            f"{arrays.call}: the configuration ties the head to the table, but {copy} differs from {name}; with "
-            "tie_word_embeddings=false it would be read."
+            f"{arrays.call}: the configuration ties the head to the table, but {copy} differs from {name}; set "
+            f"tie_word_embeddings=false to read {copy}."
         )
     raise ValueError(
-        f"{arrays.call}: a predictor shares the model's table and head, but {copy} differs from {name}; without "
-        "predictor=True, the model is read without the predictor."
+        f"{arrays.call}: a predictor shares the model's table and head, but {copy} differs from {name}; load without "
+        "predictor=True to read the model alone."
     )
 
 
@@ -339,8 +337,8 @@ def _dtypes(
 ) -> list[str]:
     """Return the dtype of the leaves that each rule fills.
 
-    It is `dtype` or, if that is None, the narrowest dtype in which no array of the rule is rounded. Fields that ask for
-    it have float32 at least. Tables of whole numbers have int32.
+    Leaves have `dtype` or, if `dtype` is None, the narrowest dtype in which no array of the rule is rounded. Fields
+    marked `nn.float32_field` have at least float32. Tables of whole numbers have int32.
     """
     flags = jax.tree_util.tree_leaves_with_path(nn.float32_flags(shapes))
     float32_paths = {nn.path_name(path) for path, is_float32 in flags if is_float32}

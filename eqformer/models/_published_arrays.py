@@ -1,4 +1,4 @@
-"""The arrays of a published model by the names of its family's table, decoded, or in maps that keep them quantized."""
+"""The arrays of a published model, by the names in its family's table: decoded, or quantized in linear maps."""
 
 import functools
 import math
@@ -145,7 +145,7 @@ class PublishedArrays:
         return decoded.T if coded.form.transposed else decoded
 
     def read_ids(self, name: str, below: int) -> Shaped[np.ndarray, "..."]:
-        """Return an array of whole numbers from 0 on; raises a `ValueError` unless all are below this number."""
+        """Return an array of whole numbers; raises a `ValueError` unless all are at least 0 and below `below`."""
         array = (
             self._read_plain(self._stored[name]) if self._folder is None else self._folder.read_any(self._stored[name])
         )
@@ -155,8 +155,10 @@ class PublishedArrays:
         return array
 
     def unexplained(self, names: Iterable[str]) -> str:
-        """Return the first of these arrays that has a dtype of codes although no format is stated; empty if none
-        has."""
+        """Return the name and dtype of the first of these arrays that holds codes although the folder states no format.
+
+        Return an empty text if there is no such array.
+        """
         if self._folder is None or self._states_format:
             return ""
         dtypes = {name: self._folder.dtype_in_file(self._stored[name]) for name in sorted(names)}
@@ -164,7 +166,7 @@ class PublishedArrays:
         return next(coded, "")
 
     def form(self, name: str) -> Format | None:
-        """Return the format in which an array is quantized; None for an array that is not."""
+        """Return the format in which an array is quantized; None for an array that is not quantized."""
         return self._coded[name].form if name in self._coded else None
 
     def grouped_form(self, name: str) -> Grouped:
@@ -394,9 +396,9 @@ def _quantized_shapes(
     groups, shape, inputs = form.groups, linear.weight.shape, linear.inputs
     last, per_byte = shape[-1], nn.codes_in_a_byte(groups.form)
     if last % per_byte:
-        _refuse(arrays, name, f"has {last} of {inputs[-1]!r}, and two codes share a byte")
+        _refuse(arrays, name, f"has an odd number of {inputs[-1]!r}, {last}, but two codes share a byte")
     if axis not in (-1, -2) or (per_byte > 1 and axis != (-2 if form.transposed else -1)):
-        _refuse(arrays, name, f"has its {inputs[-1]!r} in another order, or two codes of other dims in a byte")
+        _refuse(arrays, name, f"stores {inputs[-1]!r} in another order, or packs codes along another dim into a byte")
     if (members := groups.members[axis]) is None:
         scale_inputs = (1,) * len(inputs)
     else:

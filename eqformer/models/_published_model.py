@@ -37,13 +37,13 @@ class PublishedModel:
     format: Format | None = None
     """The format of quantized arrays."""
     table_name_of: Mapping[str, str | None] | None = None
-    """The name in the family's table of each array, for GGUF files; None: arrays are named as in published folders."""
+    """For GGUF files: the name that the family's table gives to each array. None: the file is a published folder."""
     predictor: bool = False
-    """Whether the module that predicts one token further is read too."""
+    """Whether a predictor, the module for multi-token prediction, is read too."""
     notes: tuple[str, ...] = ()
     """Warnings about the configuration, a line each."""
     classifier: Classifier | None = None
-    """The model's classifier of texts or tokens; None: it is a language model."""
+    """The model's classifier of texts or tokens; None: the model is a language model or a base model."""
 
     @property
     def dtype(self) -> str:
@@ -53,11 +53,11 @@ class PublishedModel:
         return next((str(dtype) for dtype in dtypes if dtype in FLOATS.values()), "bfloat16")
 
     def table_names(self, names: Collection[str]) -> dict[str, str | None]:
-        """Return the name in the family's table of each array of a folder; None for an array that is left unread.
+        """Return the name that the family's table gives to each array of a folder; None for an array left unread.
 
-        Names may have the prefixes of wrappers (`torch.compile`, data parallelism), and may lack the base model's
-        prefix, as in folders that were saved without a head. If the head is tied to the embedding table and only the
-        head is stored, the head is read as the table.
+        The folder's names may have the prefixes of wrappers (`torch.compile`, data parallelism), and may lack the base
+        model's prefix, as in folders that were saved without a head. If the head is tied to the embedding table and
+        only the head is stored, the head is read as the table.
         """
         if self.table_name_of is not None:
             return {name: self.table_name_of[name] for name in names}
@@ -102,7 +102,7 @@ class PublishedModel:
         return name if self._is_outside_base(name) else self.family.base_prefix + name
 
     def _is_outside_base(self, name: str) -> bool:
-        """Return whether a name without the base model's prefix is that of an array outside the base model."""
+        """Return whether a name, in a folder that lacks the base model's prefix, is of an array outside this model."""
         predictor = self.family.predictor
         words = {f"{rule.name.partition('.')[0]}." for rule in self.family.weights}
         predictor_prefix = () if predictor is None else (predictor.prefix_of(self.config),)
@@ -188,7 +188,7 @@ def _describe_file(path: Path, file: GGUF) -> PublishedModel:
 def is_encoder(path: str | Path) -> bool:
     """Return whether the model of a published folder, or of a GGUF file, is an encoder for masked tokens.
 
-    The `model_type` of the folder alone decides, or the architecture that the file states.
+    Only the `model_type` in the folder's `config.json`, or the architecture in the file's header, decides.
     """
     file = Path(path) / CONFIG
     if Path(path).is_file():
@@ -217,7 +217,7 @@ def read_classifier(folder: str | Path) -> Classifier:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder has weights that are read; a run's copy of a published folder has none."""
+    """Return whether a folder has safetensors of weights; a run's copy of a published folder has none."""
     return any((folder / name).exists() for name in (SINGLE, INDEX))
 
 
@@ -233,7 +233,8 @@ def _untie_different_head(model: PublishedModel, folder: Folder) -> PublishedMod
     if {folder.dtype_in_file(name) for name in (table_name, head_name)} - FLOATS.keys():
         return model
     table, head = folder.read(table_name), folder.read(head_name)
-    if table.shape == head.shape and all(map(np.array_equal, table, head)):  # row by row, in little memory
+    # Arrays are compared row by row, to need little memory.
+    if table.shape == head.shape and all(map(np.array_equal, table, head)):
         return model
     try:
         config = dataclasses.replace(model.config, tied=False)  # type: ignore[call-arg]
@@ -284,13 +285,13 @@ def _find_family(published: PublishedConfig) -> tuple[Family, MultimodalModel | 
     if not candidates:
         names = sorted({name for name, _ in text_models})
         published.refuse(
-            f"model_type={model_type!r} is not known; the families are {', '.join(sorted(known))}, and text models are "
-            f"read of {', '.join(names)}."
+            f"model_type={model_type!r} is not known; the families are {', '.join(sorted(known))}, and the multimodal "
+            f"models whose text model can be read are {', '.join(names)}."
         )
     text_type = published.nested(TEXT).get("model_type") or (next(iter(candidates)) if len(candidates) == 1 else None)
     if not isinstance(text_type, str) or text_type not in candidates:
         published.refuse(
-            f"{TEXT}: model_type={text_type!r} is not known; of {model_type!r} there are "
+            f"{TEXT}: model_type={text_type!r} is not known; the text models of {model_type!r} are "
             f"{', '.join(sorted(candidates))}."
         )
     return candidates[text_type]
@@ -301,7 +302,8 @@ def format_of(
 ) -> tuple[Family, ModelConfig]:
     """Return the family and the config of a model that came from a folder, or was built from a config.
 
-    The `config.json` of a folder without weights may wrongly tie the head; then the model decides whether it is tied.
+    In a folder without weights, `config.json` may wrongly tie the head; then the model decides whether its head is
+    tied.
     """
     if like is not None and config is None:
         published = describe_model(Path(like))

@@ -25,8 +25,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(_REGISTERED)
 def register(family: Family) -> None:
     """Make a family known to `build`, `load`, `save` and `presets` in this process.
 
-    Raises a `ValueError` if another family has the same name, `model_type`, architecture, class of configs or a preset
-    of the same name.
+    Raises a `ValueError` if a registered family already has this family's name, `model_type`, text model of a
+    multimodal model, architecture or class of configs, or the name of one of its presets.
     """
     identity = _identity(family)
     for registered in FAMILIES.values():
@@ -40,7 +40,7 @@ def register(family: Family) -> None:
 
 
 def _identity(family: Family) -> dict[str, set]:
-    """Return the names that no two families may share, by their kind."""
+    """Return the names that no other family may have, by the kind of name."""
     return {
         "name": {family.name},
         "model_type": {family.model_type, *family.aliases} - {None},
@@ -87,9 +87,9 @@ def build(
 ) -> Transformer:
     """Build a model with random weights, from the name of a preset or from a family's config.
 
-    `shapes` returns only its shapes, and `nn.with_execution` sets how it runs. With `predictor`, the model has the
-    module that predicts one token further; raises a `ValueError` if its family does not publish such a module. With a
-    `classifier`, the model classifies texts or tokens, and has no head of a language model.
+    `shapes` returns only the model's shapes, and `nn.with_execution` sets how the model runs. With `predictor`, the
+    model also has a predictor, the module for multi-token prediction; raises a `ValueError` if its family publishes no
+    predictors. With a `classifier`, the model classifies texts or tokens, and has no language-model head.
     """
     config = preset(model) if isinstance(model, str) else model
     family = family_of(call := f"build({model!r})", config)
@@ -98,7 +98,10 @@ def build(
     if classifier is not None:
         call = f"{call[:-1]}, predictor={predictor}, classifier={classifier})"
         if predictor:
-            raise ValueError(f"{call}: a classifier takes the place of the head that a predictor needs; give one.")
+            raise ValueError(
+                f"{call}: a classifier takes the place of the head that a predictor needs; give predictor or "
+                "classifier, not both."
+            )
         return _add_classifier(call, transformer, config, classifier, key)
     if not predictor:
         return transformer
@@ -112,8 +115,8 @@ def with_classifier(
 ) -> Transformer:
     """Return a model of a config with a classifier of random weights in the place of its head.
 
-    Its weights are those of the classifier that `build(config, classifier=classifier, key=key)` returns. Raises a
-    `ValueError` if the family has no classifiers.
+    The classifier has the same weights as in `build(config, classifier=classifier, key=key)`. Raises a `ValueError` if
+    the family has no classifiers.
     """
     return _add_classifier(f"with_classifier(model, {config!r}, {classifier})", model, config, classifier, key)
 
@@ -128,7 +131,7 @@ def _add_classifier(
 
 
 def shapes(model: str | ModelConfig, *, predictor: bool = False, classifier: Classifier | None = None) -> Transformer:
-    """Return the model that `build` returns, with `ShapeDtypeStruct`s instead of arrays, for a model of any size."""
+    """Return the model of `build` with `ShapeDtypeStruct`s instead of arrays, which take no memory at any size."""
     return eqx.filter_eval_shape(build, model, predictor=predictor, classifier=classifier, key=jax.random.key(0))
 
 
@@ -136,7 +139,10 @@ def predictor_of(call: str, family: Family) -> PredictorTable:
     """Return how a family publishes its predictor; raises a `ValueError` if the family has none."""
     if family.predictor is None:
         known = ", ".join(known.name for known in FAMILIES.values() if known.predictor is not None)
-        raise ValueError(f"{call}: the family {family.name} has no predictor of a further token; {known} have one.")
+        raise ValueError(
+            f"{call}: the family {family.name} has no predictor, the module for multi-token prediction; only {known} "
+            "have predictors."
+        )
     return family.predictor
 
 

@@ -11,7 +11,7 @@ from ._config_types import Attributes, Fraction, Positive, PublishedConfig, Size
 
 @runtime_checkable
 class WithLocalRotary(rotary_scaling.WithRotary, Protocol):
-    """Fields of a config whose layers with a window have rotary positions of their own."""
+    """Fields of a config in which layers with a window have a rotary base and scaling of their own."""
 
     @property
     def local_theta(self) -> float: ...
@@ -29,7 +29,7 @@ class WithRotaryFraction(rotary_scaling.WithRotary, Protocol):
 
 @runtime_checkable
 class WithLocalRotaryFraction(WithLocalRotary, Protocol):
-    """Fields of a config with two rotated parts of a head's channels: of layers without and with a window."""
+    """Fields of a config in which layers with and without a window rotate different parts of a head's channels."""
 
     @property
     def rotary_fraction(self) -> float: ...
@@ -76,14 +76,14 @@ class RotaryPositions(Entry):
         if not is_stated and published.take("rope_parameters") is None:
             published.refuse(
                 "rope_parameters=None: transformers reads it as a scaling of this family's own; state the scaling, or "
-                "rope_type='default' for none."
+                "rope_type='default' for no scaling."
             )
         older = (self.older, "rope_scaling")
         theta, scaling = read_rotary(published, self.theta, self.layer_type, older, self.skipped)
         return {"theta": theta, "scaling": scaling}
 
     def write(self, config: rotary_scaling.WithRotary) -> Attributes:
-        """Return the older attributes for both, which every version of transformers reads."""
+        """Return the older attributes for base and scaling, which every version of transformers reads."""
         attributes = {self.older: config.theta} | rotary_scaling.scaling_attributes(config)
         return {"rope_scaling": {"rope_type": "default"}} | attributes if self.required else attributes
 
@@ -129,21 +129,22 @@ class RotaryByType(Entry):
             )
 
     def write(self, config: WithLocalRotary) -> Attributes:
-        """Return the older attributes and, by type of layer, the newer one; only the newer one has a local scaling."""
-        attributes = {self.older[1]: config.local_theta} | {self.older[0]: config.theta}  # both may have one name
+        """Return the older attributes, and `rope_parameters` by type of layer; only these can state a local scaling."""
+        # The older attributes for both bases may have the same name.
+        attributes = {self.older[1]: config.local_theta} | {self.older[0]: config.theta}
         attributes |= rotary_scaling.scaling_attributes(config) if self.scaled else {}
         return attributes | _write_by_type(config, _write_parameters(config))
 
 
 @dataclasses.dataclass(frozen=True)
 class RotaryWithTemperature(Entry):
-    """Rotary positions whose YaRN also multiplies attention scores, by `mscale_all_dim` (DeepSeek)."""
+    """Rotary positions with YaRN, whose `mscale_all_dim` also sets a factor of the attention scores (DeepSeek)."""
 
     positions: RotaryPositions = RotaryPositions()
     """The entry for base and scaling."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `theta`, `scaling` and `temperature`, the `mscale_all_dim`; 0 without a scaling."""
+        """Return `theta`, `scaling` and `temperature`, which is `mscale_all_dim`, or 0 without a scaling."""
         parameters, fields = rotary_scaling.either_rotary_parameters(published), self.positions.read(published)
         stated = parameters.get("mscale_all_dim")
         temperature = 0.0 if fields["scaling"] is None or stated is None else stated
@@ -160,8 +161,8 @@ class RotaryWithTemperature(Entry):
                 f"save(config={type(config).__name__}(scaling=None, temperature={temperature})): the temperature is "
                 "published within the scaling, and has no effect without one; give a scaling, or temperature=0."
             )
-        # Unless YaRN's magnitude is stated, it is computed from `mscale` and `mscale_all_dim`. So `mscale` is written
-        # only beside a stated magnitude.
+        # Without a stated magnitude (`attention_factor`), readers would compute the magnitude from `mscale` and
+        # `mscale_all_dim`. So `mscale` is written only beside a stated magnitude.
         names = ["mscale_all_dim", *(["mscale"] if "attention_factor" in attributes["rope_scaling"] else [])]
         return attributes | {"rope_scaling": attributes["rope_scaling"] | dict.fromkeys(names, temperature)}
 
@@ -181,9 +182,11 @@ class PartRotaryByType(Entry):
     fractions: tuple[float, float]
     """The parts of both types of layer if the attribute is missing."""
     fraction: float = 1.0
-    """The part of a layer type that states neither a part nor a scaling; with a scaling the part is 1.0."""
+    """The part of a layer type whose parameters state neither a part nor a scaling. If they state a scaling but no
+    part, the part is 1.0."""
     older: tuple[str, str] = ("rope_theta", "rope_local_base_freq")
-    """The attributes of publishers' own programs for both bases; without `rope_parameters`, they must be `thetas`."""
+    """The attributes in which publishers' own programs state both bases. Without `rope_parameters`, their values must
+    be `thetas`."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta`, `scaling` and `rotary_fraction`, and the same of layers with a window."""
@@ -199,8 +202,8 @@ class PartRotaryByType(Entry):
             theta, scaling = read_rotary(published, default_theta, layer_type, (older, None), (_PART,))
             if not by_type and theta != default_theta:
                 published.refuse(
-                    f"{older}={theta}: transformers takes {default_theta} without rope_parameters; state the base "
-                    "there, by type of layer."
+                    f"{older}={theta}: transformers takes {default_theta} without rope_parameters; state the base in "
+                    "rope_parameters, by type of layer."
                 )
             fraction = _first(parameters.get(_PART), default)
             fields |= {f"{prefix}theta": theta, f"{prefix}scaling": scaling, f"{prefix}rotary_fraction": fraction}
@@ -234,14 +237,16 @@ class RotaryWithGrowth(Entry):
         return self.positions.read(published) | {"growth": growth, "growth_every": every}
 
     def write(self, config: WithGrowth) -> Attributes:
-        """Return the newer attribute; raises a `ValueError` for two different lengths, because the attribute has
-        one."""
+        """Return `rope_parameters`, which has one original length.
+
+        Raises a `ValueError` if the growth and the scaling have different lengths.
+        """
         attributes = self.positions.write(config)
         parameters, every = dict(attributes.pop("rope_scaling", {})), config.growth_every
         if parameters.get(rotary_scaling.ORIGINAL, every) != every:
             raise ValueError(
                 f"save(config={type(config).__name__}(growth_every={every})): published configurations have one length "
-                f"for this and {config.scaling}; give the length of the scaling."
+                f"for growth_every and {config.scaling}; set growth_every to the scaling's original_length."
             )
         parameters |= {"rope_theta": config.theta, "llama_4_scaling_beta": config.growth}
         return {"rope_parameters": {"rope_type": "default"} | parameters | {rotary_scaling.ORIGINAL: every}}
@@ -317,8 +322,8 @@ def _parameters_by_type(published: PublishedConfig) -> Attributes:
     """Return `rope_parameters` by type of layer; refuse parameters without types, which transformers does not read."""
     parameters = rotary_scaling.rotary_parameters(published, "rope_parameters")
     if parameters and not _types_in(parameters):
-        types = " and of ".join(rotary_scaling.TYPES)
-        published.refuse(f"rope_parameters={parameters}: in this family they are by type of layer, of {types}.")
+        types = ", ".join(rotary_scaling.TYPES)
+        published.refuse(f"rope_parameters={parameters}: in this family they must be stated by type of layer: {types}.")
     return parameters
 
 
@@ -405,13 +410,16 @@ def _differs(older: Attributes, newer: Attributes, is_added: bool) -> bool:
 
 
 def read_local_rotary(published: PublishedConfig, theta: float, older: str) -> Attributes:
-    """Return `local_theta` and `local_scaling` of layers with a window, whose base has an `older` attribute."""
+    """Return `local_theta` and `local_scaling` of layers with a window; `older` is the older attribute for the base."""
     local_theta, scaling = read_rotary(published, theta, rotary_scaling.SLIDING, (older, None))
     return {"local_theta": local_theta, "local_scaling": scaling}
 
 
 def _write_by_type(config: WithLocalRotary, full: Attributes) -> Attributes:
-    """Return `rope_parameters` by type of layer, with `truncate` for all types; layers without a window have `full`."""
+    """Return `rope_parameters` by type of layer and, if it is false, `truncate` beside the types.
+
+    `full` are the parameters of layers without a window.
+    """
     by_type = {
         rotary_scaling.SLIDING: _write_parameters(config, "local_theta", "local_scaling"),
         rotary_scaling.FULL: full,

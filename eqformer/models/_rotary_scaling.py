@@ -55,7 +55,7 @@ class WithRotary(Protocol):
 def rotary_parameters(published: PublishedConfig, name: str) -> Attributes:
     """Return the attribute `name`, `rope_parameters` or `rope_scaling`, with values of the right types or null.
 
-    Raises a `ValueError` that names a value of another type, in the object itself or in that of a type of layer.
+    Raises a `ValueError` that names a value of another type, also within the object of a type of layer.
     """
     return _check_parameters(published.nested(name), f"{published.source}: {name}")
 
@@ -102,7 +102,7 @@ def _check_longrope(scaling: nn.LongRopeScaling, config: object, theta: str, ref
     pairs = _rotated_channels(config, theta.removesuffix("theta")) // 2
     for attribute, divisors in (("short_factor", scaling.short_divisors), ("long_factor", scaling.long_divisors)):
         if len(divisors) != pairs:
-            refuse(f"{attribute} has {len(divisors)} numbers for {pairs} pairs of channels; give one a pair.")
+            refuse(f"{attribute} has {len(divisors)} numbers for {pairs} pairs of channels; give one number a pair.")
 
 
 _CHECKS = {nn.YarnScaling: _check_yarn, nn.Llama3Scaling: _check_llama3, nn.LongRopeScaling: _check_longrope}
@@ -159,7 +159,7 @@ def unknown_parameters(parameters: Attributes) -> Attributes:
 def _add_implied_parameters(name: str, parameters: Attributes, original: int, longest: int) -> None:
     """Add a scaling's parameters that the configuration leaves out, or that other parameters imply."""
     if "original_length" in _SCALINGS[name][1]:
-        # For a `dynamic` scaling, transformers takes the longest length as the original one and reads no other.
+        # For a `dynamic` scaling, transformers takes the longest length as the original length, and reads no other.
         parameters[ORIGINAL] = longest if name == "dynamic" else original
     if name == "longrope":
         parameters["factor"] = longest / original if parameters.get("factor") is None else parameters["factor"]

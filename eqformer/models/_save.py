@@ -42,16 +42,16 @@ def save(
 
     A model without its head (`nn.without_head`) is written as a base model, as text encoders are published.
     transformers loads classifiers only of families for which it has such classes (see `docs/embeddings.md`); eqformer
-    loads those of all families.
+    loads classifiers of all families.
 
     Args:
         model: The model.
         path: The folder, which must not exist yet.
         like: The published folder that the model came from. Its configuration, tokenizer, chat template and sampling
-            settings are copied; it need not have weights any more. The text model of a multimodal model is written as a
-            model of its own.
-        whole: Whether to write the whole folder `like` again: with this model's arrays, and with all other parts of the
-            model, the configuration and all other files of the folder. Codes and scales that the model still has are
+            settings are copied; the folder need not have weights any more. The text model of a multimodal model is
+            written as a model of its own.
+        whole: Whether to write the whole folder `like` again: this model's arrays replace the folder's, and all other
+            arrays, the configuration and all other files are copied. Codes and scales that the model still has are
             copied from the folder.
         config: The config from which the model was built, if it did not come from a folder.
         attributes: Attributes that are added to the configuration (`eos_token_id`).
@@ -69,7 +69,9 @@ def save(
     if modules(model, LoRA):
         raise ValueError(f"{call}: the model has LoRAs; nn.merge_lora it, or save_adapter.")
     if like is not None and Path(like).is_file():
-        raise ValueError(f"{call}: like={str(like)!r} is one file, not a folder; give config=read_config of it.")
+        raise ValueError(
+            f"{call}: like={str(like)!r} is one file, not a folder; give config=read_config({str(like)!r}) instead."
+        )
     family, config = published_model.format_of(call, like, config, model)
     published: published_model.PublishedModel | None = None
     if like is None:

@@ -41,7 +41,7 @@ def split_dims(dims: str) -> list[list[str]]:
 
 
 def flatten_model(model: PyTree) -> dict[str, Any]:
-    """Return every array of a model, or every shape if it has shapes instead, by its path."""
+    """Return every array of a model by its path; for a model of shapes, return every shape."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model) if has_shape(leaf)}
 
 
@@ -56,13 +56,14 @@ def unflatten_model(model: Tree, leaves: Mapping[str, object]) -> Tree:
 class ResolvedRule:
     """A rule for one model: which leaves of the model a published array fills, and how the array is rearranged.
 
-    If `name` contains `{layer}` and `{expert}`, the first dims of the leaves are layers and experts: row `i` of a leaf
-    is published as layer `layers[i]`. A pattern is an einops pattern from the dims of the published array to the leaf's
-    dims after layers and experts. Without a pattern, these dims are equal.
+    If `name` contains `{layer}` and `{expert}`, the first dims of the leaves are layers and experts: index `i` of the
+    layers is published as layer `layers[i]`. A pattern is an einops pattern from the dims of the published array to the
+    leaf's dims after layers and experts. Without a pattern, these dims are equal.
 
-    Several leaves may be published as one array. They are concatenated along its dim `axis`, once as a whole or, with
-    several `groups` such as heads, once for each group. If `interleaved`, each number is a group. A dim of a pattern
-    may merge the groups with another dim: `"ids (groups mlp) -> ids (mlp groups)"`.
+    Several leaves may be published as one array, concatenated along the array's dim `axis`. With several `groups`, such
+    as heads, each leaf has so many groups: the array holds the first group of every leaf, then the second group of
+    every leaf, and so on. If `interleaved`, each group is one number. A dim of a pattern may merge the groups with
+    another dim: `"ids (groups mlp) -> ids (mlp groups)"`.
     """
 
     name: str
@@ -77,10 +78,10 @@ class ResolvedRule:
     interleaved: bool = False
     groups: int = 1
     sliced_dims: int = 0
-    """The number of leading dims that `slice_rule` has removed; the rule is for one index of each."""
+    """The number of dims that `slice_rule` has removed; the rule is for one index of each removed dim."""
     variant: bool = False
     ids_below: int = 0
-    """The array holds whole numbers below this one; 0: it holds floats."""
+    """The number that all numbers of the array are below, for arrays of whole numbers; 0: the array holds floats."""
 
     def with_shapes(self, shapes: Sequence[Shape]) -> "ResolvedRule":
         """Return the rule for leaves of these shapes."""
@@ -92,7 +93,7 @@ class ResolvedRule:
         return ("{layer}" in self.name) + ("{expert}" in self.name) + self.sliced_dims
 
     def slice_rule(self) -> "ResolvedRule | None":
-        """Return the rule for one index of the published array's first dim; None if leaves cannot be cut along it."""
+        """Return the rule for one index of the published array's first dim; None if it is not the leaves' first dim."""
         if len({*self.patterns}) > 1:
             return None
         published, leaf = self.patterns[0].split(" -> ") if self.patterns[0] else ("", "")
@@ -146,9 +147,9 @@ class ResolvedRule:
         return einops.rearrange(array, pattern, **sizes) if pattern else array
 
     def axis_of_last_dim(self, number: int) -> int | None:
-        """Return the dim of the published array, counted from its end, along which leaf `number`'s last dim lies.
+        """Return the dim of the published array, counted from its end, that holds the last dim of leaf `number`.
 
-        Return None if neighbors along the last dim are not neighbors in the published array.
+        Return None if neighbors along the leaf's last dim are not neighbors in the published array.
         """
         if not (pattern := self.patterns[number]):
             return -1
@@ -191,7 +192,10 @@ def _published_shape(shape: Sequence[int], pattern: str, groups: int) -> Shape:
 
 
 def _sizes(pattern: str, shape: Sequence[int], groups: int) -> dict[str, int]:
-    """Return the sizes that a pattern names, for a leaf of this shape, whose dims may be merged with the `groups`."""
+    """Return the size of each name in a pattern, for a leaf of this shape.
+
+    A dim of the leaf may merge a name with the `groups`.
+    """
     dims = zip(split_dims(pattern.split(" -> ")[1]), shape, strict=True)
     sizes = {name: size // groups if len(names) > 1 else size for names, size in dims for name in names}
     return sizes | {"groups": groups} if "(groups " in pattern else sizes
@@ -216,8 +220,8 @@ class Rule:
     interleaved: bool = False
     """Whether several leaves alternate number by number."""
     groups: int | str = 1
-    """The number of pieces of each leaf that alternate, or the size of the pattern's dim `groups`; a text is the field
-    of the config that holds the number."""
+    """The number of groups of each leaf, as in `ResolvedRule`, or the size of the pattern's dim `groups`. A text names
+    the field of the config that holds the number."""
     needs: str = ""
     """The rule applies only to a model or layer that has something at this path."""
     lacks: str = ""
@@ -225,8 +229,8 @@ class Rule:
     variant: bool = False
     """Whether the rule replaces the other rules for its leaves, if a folder has its arrays."""
     ids_below: str = ""
-    """For an array of whole numbers, such as a table of experts' ids: the field of the config that all numbers are
-    below. An empty text: the array holds floats."""
+    """For an array of whole numbers, such as a table of experts' ids: the field of the config whose value all numbers
+    must be below. An empty text: the array holds floats."""
     part: str = ""
     """The part of the model whose layers `{layer}` counts: `"encoder"`, or empty for the model itself."""
 
@@ -247,12 +251,12 @@ def resolve_rules(
         table: A family's rules.
         config: The model's config.
         model: The model, or the shapes of one.
-        stored: The shapes of a folder's arrays. A variant applies if the folder has its arrays; of several variants
-            with one name, the first that fits.
+        stored: The shapes of a folder's arrays. A variant applies if the folder has its arrays. If several variants
+            have one name, only the first whose shape fits applies.
         root: The prefix of all paths, for a model that is a part of another.
     """
-    # `named` has each leaf's path instead of the leaf. A rule's path may lead through properties; followed in this
-    # tree, it leads to the leaf's own path.
+    # `named` has each leaf's path in the place of the leaf. A rule's path may lead through properties. If it is
+    # followed in `named`, the result is the path of the leaf itself.
     named = jax.tree_util.tree_map_with_path(lambda path, _: root + path_name(path), model)
     shape_of = {root + path: leaf.shape for path, leaf in flatten_model(model).items()}
     rules = [_resolve(rule, config, rule.leaves(named), (), shape_of) for rule in table if _applies(rule, model, False)]
@@ -266,7 +270,7 @@ def resolve_rules(
 
 
 def _variants(rules: Sequence[ResolvedRule], stored: StoredShapes) -> list[ResolvedRule]:
-    """Return the variants whose arrays a folder has; of several variants with one name, the first whose shape fits."""
+    """Return the variants whose arrays a folder has; if several have one name, only the first whose shape fits."""
     chosen: dict[str, ResolvedRule] = {}
     for rule in rules:
         name = next(rule.arrays())[1]
@@ -306,8 +310,8 @@ def _resolve(
 def layer_groups(model: Stacked) -> list[tuple[str, Callable[[Stacked], Layer], range]]:
     """Return the groups of layers that are stacked in one module, in the order of the model.
 
-    A stack has one group, or one for each layer of its super-block. For each group: the part of the model that the
-    stack is in (`Rule.part`), a function from a model to the stacked layers, and the layers' numbers.
+    A stack has one group, or a group for each layer of its super-block. Each group is returned as the part of the model
+    that the stack is in (`Rule.part`), a function from a model to the stacked layers, and the layers' numbers.
     """
     groups = []
     for part in ("", "encoder"):
@@ -356,11 +360,11 @@ class PredictorTable:
     """Prefix of the published names of the predictor's arrays; `{depth}` stands for the number of the model's
     layers."""
     weights: tuple[Rule, ...]
-    """Rules for the predictor's arrays outside of its layer, whose names lack the prefix. The layer has the family's
-    rules."""
+    """Rules for the predictor's arrays outside of its layer, with names that lack the prefix. The arrays of the layer
+    have the family's rules."""
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Arrays that are published once more with the predictor: for each name without the prefix, the part of the model
-    that has the array, `"embedding"` or `"head"`."""
+    """Arrays of the model that are published a second time with the predictor: for each name without the prefix, the
+    part of the model that has the array, `"embedding"` or `"head"`."""
     attributes: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Attributes that the `config.json` of a model with a predictor has beside the family's."""
 
@@ -426,7 +430,8 @@ NUMBERED_PREDICTOR = PredictorTable(
     copies={"embed_tokens.weight": "embedding", "shared_head.head.weight": "head"},
     attributes={"num_nextn_predict_layers": 1},
 )
-# Qwen3-Next and 3.5 publish their predictor under the prefix `mtp.`; its layer has an attention over all tokens.
+# Qwen3-Next and 3.5 publish their predictor under the prefix `mtp.`. The predictor's layer has attention, not a delta
+# net.
 NAMED_PREDICTOR = PredictorTable(
     functools.partial(dataclasses.replace, layers=1, attention_layers=(0,)),
     "mtp.",

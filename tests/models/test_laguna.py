@@ -32,8 +32,8 @@ CASE = RECORDED["laguna heads of layers"]["config"]
         ("norm_topk_prob", False, "is not supported"),
         ("shared_expert_intermediate_size", 0, "shared_expert_intermediate_size=0"),
         ("rope_parameters", {"full_attention": {"rope_theta": 1e4}}, "do not state sliding_attention"),
-        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4}, "they are by type of layer"),
-        ("rope_theta", 77.0, "state the base there, by type of layer"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4}, "they must be stated by type of layer"),
+        ("rope_theta", 77.0, "state the base in rope_parameters"),
     ],
 )
 def test_values_that_no_model_has_are_refused(name, value, words):

@@ -300,14 +300,14 @@ WRONG = {
         r"config.json: attributes that .* not know: window_of_doom",
     ),
     "one of the text": ({"text_config": TEXT | {"doom": 3}}, r"config.json: text_config: attributes .*: doom=3"),
-    "no text": ({"text_config": None}, r"text_config: model_type=None is not known; of 'mistral3' there are"),
+    "no text": ({"text_config": None}, r"text_config: model_type=None is not known; the text models of 'mistral3' are"),
     "a text that is a list": ({"text_config": [1]}, r"text_config=\[1\]: it must be an object"),
     "another text": ({"text_config": TEXT | {"model_type": "gpt2"}}, r"text_config: model_type='gpt2' .* mistral"),
     "a text that is named by a list": ({"text_config": TEXT | {"model_type": [1]}}, r"model_type=\[1\] is not known"),
     "a whole that is named by a list": ({"model_type": ["mistral3"]}, r"model_type=\['mistral3'\]: it must be a text"),
     "another whole": (
         {"model_type": "mistral9"},
-        r"model_type='mistral9' is not known.*text models are read of gem",
+        r"model_type='mistral9' is not known.*whose text model can be read are gem",
     ),
 }
 

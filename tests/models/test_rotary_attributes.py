@@ -61,7 +61,7 @@ def test_rope_parameters_of_all_layers_are_refused_where_types_have_their_own(fa
     config, by_type = without(family), {"rope_type": "default", "rope_theta": 77.0}
     assert numbers_of(config | {"rope_parameters": {FULL: by_type, SLIDING: by_type}}).theta == 77.0
     with pytest.raises(
-        ValueError, match=r"rope_parameters=.*: in this family they are by type of layer, of full_attention"
+        ValueError, match=r"rope_parameters=.*: in this family they must be stated by type of layer: full_attention"
     ):
         numbers_of(config | {"rope_parameters": said})
 
