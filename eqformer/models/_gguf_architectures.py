@@ -1,6 +1,7 @@
 """Architectures of GGUF files: the family of each, and llama.cpp's names of its numbers and arrays.
 
-`_gguf_encoders`, `_gguf_recurrent` and `_gguf_mixtures` have those of encoders, of recurrent layers and of experts.
+This file has dense decoders. `_gguf_encoders`, `_gguf_recurrent` and `_gguf_mixtures` have the architectures of text
+encoders, with recurrent layers, and with experts.
 """
 
 import dataclasses
@@ -81,7 +82,7 @@ class Architecture:
     lists: tuple[str, ...] = ()
     """Sizes that may be lists with a number for each layer; the largest one is read, and `implied` reads the others."""
     has_latents: bool = False
-    """Whether keys and values are computed from latents, so that the widths of keys and values are those of latents."""
+    """Whether keys and values are computed from latents; their widths in the file are then the widths of latents."""
     has_predictors: bool = False
     """Whether files count predictors of further tokens among the layers."""
 

@@ -1,6 +1,7 @@
-"""Inverses of what llama.cpp's converter changes besides names: orders of rows, values of arrays, and attributes.
+"""Inverses of the changes that llama.cpp's converter makes to the order of rows, to values, and to attributes.
 
-A function `read_...` takes the attributes so far and returns others that replace them; None removes one.
+A function `read_...` takes the attributes that have been read, and returns attributes that replace them. The value None
+removes an attribute.
 """
 
 import re
@@ -23,7 +24,8 @@ def read_gemma_scores(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def order_rotated_pairs(file: GGUF, name: str) -> Order:
-    """Return the published order of the rows of queries and keys, whose rotated pairs are neighbors in files."""
+    """Return the published order of the rows of queries and keys; in files, rows that are rotated together are
+    neighbors."""
     match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)", name)
     if match is None:
         return None, None
@@ -40,7 +42,10 @@ def order_rotated_pairs(file: GGUF, name: str) -> Order:
 
 
 def order_joined_heads(file: GGUF, name: str) -> Order:
-    """Return the published order of joined rows, which goes head by head; in files all queries come first."""
+    """Return the published order of the joined rows of queries, keys and values: head by head.
+
+    Files have the rows of all queries first, then the rows of all keys, then the rows of all values.
+    """
     if ".attn_qkv." not in name:
         return None, None
     heads, rows = file.values[f"{file.kind}.attention.head_count"], file.tensors[name].shape[0]
@@ -58,9 +63,10 @@ def subtract_one(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.nda
 
 
 def order_tiled_heads(file: GGUF, name: str) -> Order:
-    """Return the published order of a delta net's value heads.
+    """Return the published order of a delta net's value heads, in which all value heads of a key head are neighbors.
 
-    Files have the first value head of each key head, then the second of each, and so on. Other arrays have no order.
+    Files have the first value heads of all key heads, then the second value heads of all key heads, and so on. Arrays
+    without value heads keep their order.
     """
     part = name.partition(".")[2].partition(".")[2]  # without the number of the layer
     if part not in (*_PER_HEAD, *_PER_CHANNEL):
@@ -72,7 +78,7 @@ def order_tiled_heads(file: GGUF, name: str) -> Order:
     start = 2 * keys * key_width if part in ("attn_qkv.weight", "ssm_conv1d.weight") else 0
     by_columns, shape = part == "ssm_out.weight", file.tensors[name].shape
     if heads % keys or shape[1 if by_columns else 0] != start + heads * width:
-        raise ValueError(f"{file.call}: {name} has shape {shape}, which {heads} heads of {width} cannot have.")
+        raise ValueError(f"{file.call}: {name} has shape {shape}, which does not fit {heads} heads of {width}.")
     order = np.arange(heads * width).reshape(heads // keys, keys, width).swapaxes(0, 1).reshape(-1) + start
     order = np.concatenate([np.arange(start), order])
     return (None, order) if by_columns else (order, None)
@@ -110,7 +116,7 @@ def read_biases(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def _attention_types(config: JsonObject, file: GGUF, other: str) -> list[str]:
-    """Return the types of the layers, of which those without key heads are of the `other` type."""
+    """Return the type of each layer: the `other` type for layers without key heads, or else full attention."""
     name, layers = "attention.head_count_kv", config["num_hidden_layers"]
     heads = file.numbers_by_layer(name, layers)
     if len({*heads} - {0}) != 1:
@@ -144,8 +150,9 @@ def read_gemma4(config: JsonObject, file: GGUF) -> JsonObject:
     is_wider = widths == [first] * (layers - reading) + [2 * first] * reading and reading > 0
     if any(len(numbers) != 1 for numbers in heads) or (widths != [first] * layers and not is_wider):
         raise ValueError(
-            f"{file.call}: gemma4.attention.head_count_kv={all_heads}, feed_forward_length={widths}: layers of a type "
-            f"must have one number of key heads, and all layers one width, or the last {reading} twice that width."
+            f"{file.call}: gemma4.attention.head_count_kv={all_heads}, feed_forward_length={widths}: all layers of a "
+            "type must have the same number of key heads, and all layers the same width, except that the last "
+            f"{reading} may have twice that width."
         )
     full_layers = [layer for layer in range(layers - reading) if not is_local[layer]]
     has_values = {f"blk.{layer}.attn_v.weight" in file.tensors for layer in full_layers}
@@ -192,8 +199,9 @@ def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
         )
     scaling, strength = config.get("rope_scaling"), config["mscale_all_dim"]
     if scaling and strength:
-        # The converter multiplies the strength by 0.1, which is undone here up to the rounding of float32. Both factors
-        # are set to it, because their quotient scales cosines and sines, and llama.cpp scales these by 1.
+        # The converter multiplies the strength by 0.1, which is undone here up to the rounding of float32. Both
+        # `mscale` and `mscale_all_dim` get this value, because their quotient scales cosines and sines, and llama.cpp
+        # does not scale these.
         scaling = scaling | dict.fromkeys(("mscale", "mscale_all_dim"), float(str(np.float32(strength * 10))))
     return {
         "num_key_value_heads": config["num_attention_heads"],
@@ -207,7 +215,7 @@ def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def read_latents_of_v2(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the attributes of DeepSeek-V2, which chooses experts among all of them or among those of some groups."""
+    """Return the attributes of DeepSeek-V2, in which a token chooses among all experts, or only in its best groups."""
     attributes = read_latents(config, file)
     return attributes | {"topk_method": "greedy" if attributes["n_group"] == 1 else "group_limited_greedy"}
 
@@ -227,7 +235,7 @@ def read_growth(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def read_mixture(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return how experts are chosen; files leave out what a model does not have."""
+    """Return the attributes of a mixture of experts; files leave out attributes of parts that a model lacks."""
     return {
         "norm_topk_prob": config["norm_topk_prob"] is True,
         **{name: config[name] or 1 for name in ("n_group", "topk_group", "routed_scaling_factor")},
@@ -246,10 +254,10 @@ def read_glm_options(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def read_windows(config: JsonObject, file: GGUF, period: int = 0, *, is_first_full: bool = False) -> JsonObject:
-    """Return which layers have a window: those of a list, or else all but the last of each `period` of layers.
+    """Return which layers have a window: all layers but the last of each `period` of layers.
 
-    The file states the list, or another period. Without a period, all layers without a list have full attention. With
-    `is_first_full`, the first layer of each period has full attention, not the last.
+    The file may state another period, or a list with a flag for each layer instead. If the period is 0, all layers have
+    full attention. With `is_first_full`, the first layer of each period has full attention, not the last.
     """
     layers, name = config["num_hidden_layers"], f"{file.kind}.attention.sliding_window_pattern"
     stated = file.values.get(name, period)
@@ -265,7 +273,7 @@ def read_windows(config: JsonObject, file: GGUF, period: int = 0, *, is_first_fu
 
 
 def read_positions_by_type(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the rotary positions of layers with and without a window; only the latter have the scaling."""
+    """Return the rotary positions of layers with and without a window; layers with a window have no scaling."""
     theta = config["rope_theta"]
     local = {"rope_type": "default", "rope_theta": file.values.get(f"{file.kind}.rope.freq_base_swa", theta)}
     full = {"rope_type": "default"} | (config.get("rope_scaling") or {}) | {"rope_theta": theta}
@@ -276,13 +284,13 @@ def read_positions_by_type(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def read_partial_rotary(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the channels of a head and the share of them that is rotated, with llama.cpp's values if not stated."""
+    """Return the channels of a head and the rotated part of them, with llama.cpp's defaults for missing values."""
     width = config["hidden_size"] // config["num_attention_heads"]
     return {"head_dim": config["head_dim"] or width, "partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
 
 
 def read_magnitudes(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return LongRoPE's scaling with the magnitudes of short and long rows, which the family states."""
+    """Return LongRoPE's scaling with the magnitudes of short and long rows, which this family's configurations have."""
     scaling = config.get("rope_scaling")
     if not scaling:
         return {}
@@ -312,10 +320,11 @@ def read_mamba2(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def read_falcon_h1(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the attributes of Falcon-H1 that files state in another way; all its factors are 1.
+    """Return the attributes of Falcon-H1 that files state in another way.
 
-    The converter multiplies the arrays by the published factors. Files do not state whether the norm of a Mamba-2 comes
-    before its gate; it comes after it, as in llama.cpp and in all published models.
+    All factors are 1, because the converter multiplies the arrays by the published factors. Files do not state whether
+    the norm of a Mamba-2 comes before or after its gate: it comes after the gate, as in llama.cpp and in all published
+    models.
     """
     heads, inner = config["mamba_n_heads"], config["mamba_d_head"]
     if inner % heads:
@@ -338,9 +347,9 @@ def read_falcon_h1(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def read_nemotron_layers(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the kinds of a Nemotron-H's layers, by their heads and hidden features, and its widths."""
+    """Return the kinds of a Nemotron-H's layers, by their key heads and hidden features, and other attributes."""
     heads, inner, layers = config["mamba_num_heads"], config["mamba_head_dim"], config["num_hidden_layers"]
-    blocks = file.values[f"{file.kind}.block_count"]  # with predictors, which are the last ones
+    blocks = file.values[f"{file.kind}.block_count"]  # the layers, and predictors after them
     key_heads, widths = (
         file.numbers_by_layer(name, blocks)[:layers] for name in ("attention.head_count_kv", "feed_forward_length")
     )
@@ -351,8 +360,8 @@ def read_nemotron_layers(config: JsonObject, file: GGUF) -> JsonObject:
     ):
         raise ValueError(
             f"{file.call}: {file.kind}.attention.head_count_kv={key_heads}, feed_forward_length={widths}, "
-            f"ssm.inner_size={inner}: a layer has at most one of the first two numbers, all layers the same ones, and "
-            f"ssm.time_step_rank={heads} divides the last number."
+            f"ssm.inner_size={inner}: each layer must have a 0 in one of the two lists, all other numbers of a list "
+            f"must be equal, and ssm.inner_size must be a multiple of ssm.time_step_rank={heads}."
         )
     mlp = "E" if config.get("n_routed_experts") else "-"
     pattern = ["*" if key else mlp if width else "M" for key, width in zip(key_heads, widths)]

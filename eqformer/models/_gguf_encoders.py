@@ -43,7 +43,7 @@ def _table_names(prefix: str) -> dict[str, str]:
 
 
 def _read_types(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the number of token types, which is that of the rows of their table."""
+    """Return the number of token types, which is the number of rows of their table."""
     return {"type_vocab_size": file.tensors["token_types.weight"].shape[0]}
 
 
@@ -65,7 +65,10 @@ def _read_distilbert(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def _read_modernbert(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the layers with a window, all but the first of each period, and the bases of positions in both kinds."""
+    """Return the layers with a window, and the bases of rotary positions of layers with and without a window.
+
+    The first layer of each period has no window.
+    """
     windows = read_windows(config | {"sliding_window": config["local_attention"]}, file, 3, is_first_full=True)
     return {
         **windows,
@@ -148,7 +151,7 @@ DISTILBERT = Architecture(
 
 
 def states_encoder(file: GGUF) -> bool:
-    """Return whether a file is of a text encoder: of one of these architectures, or of one that states its pooling."""
+    """Return whether a file holds a text encoder: its architecture is one of `ENCODERS`, or it states a pooling."""
     kind = file.values.get("general.architecture")
     return kind in ENCODERS or bool(file.values.get(f"{kind}.pooling_type"))
 
@@ -165,8 +168,8 @@ def context_length(file: GGUF) -> int:
 def sentence_files(file: GGUF) -> dict[str, object]:
     """Return the contents of sentence-transformers' files, by name; none if the file does not state a pooling.
 
-    Vectors are divided by their length, which files do not state, and which llama.cpp's programs do by default. Raises
-    a `ValueError` for a pooling of another kind, such as that of rerankers.
+    GGUF files do not state whether vectors are divided by their length. Here they are, as llama.cpp's programs do by
+    default. Raises a `ValueError` for a pooling of another kind, such as a reranker's.
     """
     name = f"{file.kind}.pooling_type"
     pooling = file.values.get(name, 0)

@@ -58,9 +58,9 @@ class _TensorEntry:
 
 
 class GGUF:
-    """A GGUF file: its numbers and texts by name (for a list only its length), and its arrays.
+    """A GGUF file: the header's numbers and texts by name (of a list, only its length), and the arrays.
 
-    An array of experts, which has three dims, is read as one array of two dims for each expert: their names end in
+    An array of experts has three dims. It is read as one array of two dims for each expert, with names that end in
     `.0`, `.1` and so on.
 
     Raises a `ValueError` for a file that is cut short, has overlapping arrays, or has an unknown type. Every count and
@@ -91,7 +91,7 @@ class GGUF:
         entries = [self._entry(name, shape, kind, start + offset) for name, shape, kind, offset in infos]
         self._check_overlaps(entries)
         if (count := sum(entry.shape[0] if len(entry.shape) == 3 else 1 for entry in entries)) > _MAX_ARRAYS:
-            self._refuse(f"it has {count} arrays, those of experts counted apart, and at most {_MAX_ARRAYS} are read")
+            self._refuse(f"it has {count} arrays, counted for each expert, but at most {_MAX_ARRAYS} are read")
         self.tensors: dict[str, Tensor] = {}
         for entry in entries:
             if entry.name in self.tensors or f"{entry.name}.0" in self.tensors:
@@ -110,7 +110,7 @@ class GGUF:
 
     @property
     def names(self) -> Set[str]:
-        """Every array's name, except those of the frequencies' divisors."""
+        """Every array's name, except the names of divisors of rotary frequencies."""
         return self.tensors.keys() - {*DIVISORS}
 
     def has(self, ending: str) -> bool:
@@ -126,7 +126,7 @@ class GGUF:
         return self.tensors[name].shape
 
     def read(self, name: str) -> Shaped[np.ndarray, "*dims"]:
-        """Return an array, decoded; for small arrays, because all of it is decoded at once."""
+        """Return a decoded array; only for small arrays, because the whole array is decoded at once."""
         tensor = self.tensors[name]
         decoded = np.empty((len(tensor.rows), tensor.shape[-1]), np.float32)
         tensor.form.decode(tensor.parts(), slice(0, None), decoded)
@@ -147,9 +147,9 @@ class GGUF:
         return self._take(count * struct.calcsize(_NUMBERS[kind])).view(f"<{_NUMBERS[kind]}").tolist()
 
     def numbers_by_layer(self, name: str, layers: int, item_type: type[int] = int) -> list[int]:
-        """Return a number for each layer or, with `bool`, a flag; a file states one for all layers, or a list.
+        """Return a number for each layer or, with `bool`, a flag; a file states one value for all layers, or a list.
 
-        The name leaves out the architecture. Raises a `ValueError` for a list of another length, and for other items.
+        `name` leaves out the architecture. Raises a `ValueError` for a list of another length, and for other items.
         """
         full_name = f"{self.kind}.{name}"
         stated = self.values.get(full_name)

@@ -100,7 +100,7 @@ _DEEPSEEK2 = Architecture(
         **_ROUTED_OPTIONS,
     },
     implied=read_latents_of_v2,
-    unread=("attention.key_length", "attention.value_length"),  # the widths of latents, which other sizes state
+    unread=("attention.key_length", "attention.value_length"),  # widths of latents, which follow from other sizes
     has_latents=True,
     has_predictors=True,
 )
@@ -157,7 +157,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "expert_feed_forward_length": "moe_intermediate_size",
         },
         implied=read_gemma4,
-        unread=("attention.value_length_swa", "rope.dimension_count_swa"),  # as many as a head's channels
+        unread=("attention.value_length_swa", "rope.dimension_count_swa"),  # both are the channels of a head
         edges={
             "per_layer_token_embd": "model.embed_tokens_per_layer",
             "per_layer_model_proj": "model.per_layer_model_projection",
@@ -250,7 +250,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             | {name: config[name] or 0 for name in ("num_shared_experts", "first_k_dense_replace")}
         ),
         expected=_SIGMOID,
-        unread=("attention.sliding_window_pattern", "expert_shared_feed_forward_length"),  # the latter is a product
+        # The shared width is the product of other numbers.
+        unread=("attention.sliding_window_pattern", "expert_shared_feed_forward_length"),
         has_predictors=True,
     ),
     "olmoe": Architecture(
@@ -425,9 +426,9 @@ _FIRST_DENSE = "deepseek2.leading_dense_block_count"
 def architecture_of(file: GGUF) -> Architecture:
     """Return the architecture of a file.
 
-    GGUF calls Mixtral "llama" too, with an `expert_count` above 0, DeepSeek-V3 "deepseek2", whose choice of experts has
-    a bias, Granite with a shared expert "granitemoe", OLMo 3, which has windows, "olmo2", and DistilBERT, which has no
-    token types, "bert".
+    GGUF has one name for some pairs of architectures: a "llama" with an `expert_count` above 0 is Mixtral; a
+    "deepseek2" whose router has a selection bias is DeepSeek-V3; an "olmo2" with windows is OLMo 3; a "granitemoe" with
+    a shared expert is `granitemoeshared`; and a "bert" without token types is DistilBERT.
     """
     kind = file.kind
     if kind == "llama" and file.values.get("llama.expert_count"):

@@ -49,14 +49,14 @@ def _layers(file: GGUF, architecture: Architecture) -> int:
 
 
 def _axis_left_out(file: GGUF, name: str) -> int | None:
-    """Return the place of a dim of size 1 that published folders have and the file leaves out; None: there is none."""
+    """Return the index of the dim of size 1 that published folders have and the file leaves out; None if none is."""
     match = _NAME.fullmatch(name)
     axis = architecture_of(file).left_out.get(match[2] if match else "")
     return axis if axis is not None and len(file.tensors[name].shape) == axis + 1 else None
 
 
 def _is_flat(file: GGUF, name: str) -> bool:
-    """Return whether published folders have an array in one dim, whatever dims the file gives it."""
+    """Return whether an array has one dim in published folders, whatever dims it has in the file."""
     match = _NAME.fullmatch(name)
     return match is not None and match[2] in architecture_of(file).flat
 
@@ -137,7 +137,7 @@ def configuration_of(file: GGUF) -> JsonObject:
 
 
 def _width(file: GGUF, kind: str) -> str:
-    """Return the name of the hidden features' number: that of experts in files of models whose layers all have some."""
+    """Return the name of the number of hidden features; if all layers have experts, files state only the experts'."""
     experts = "expert_feed_forward_length"
     has_dense = f"{kind}.feed_forward_length" in file.values or f"{kind}.{experts}" not in file.values
     return "feed_forward_length" if has_dense else experts
@@ -208,7 +208,7 @@ def _head(published: PublishedConfig, size: _SizeReader, kind: str, default: int
     """Return the attributes for a head's channels and the rotated part; refuse keys and values of different widths."""
     key, value = (size.read(f"attention.{name}_length", default) for name in ("key", "value"))
     if key != value:
-        published.refuse(f"attention.key_length, value_length are [{key}, {value}]; keys and values must be as wide.")
+        published.refuse(f"attention.key_length, value_length are [{key}, {value}]; both must be equal.")
     rotated = size.read("rope.dimension_count", key)
     if rotated > key:
         published.refuse(f"{kind}.rope.dimension_count={rotated}, but a head has only {key} channels.")
@@ -220,8 +220,8 @@ def _head(published: PublishedConfig, size: _SizeReader, kind: str, default: int
 def _scaling(published: PublishedConfig, kind: str, file: GGUF) -> JsonObject:
     """Return the scaling of rotary positions, as llama.cpp reads the header and the divisors of frequencies.
 
-    A factor without a type is a linear scaling. The attention's factor multiplies cosines and sines, in addition to
-    YaRN's own factor.
+    A factor without a type is a linear scaling. `attn_factor` multiplies cosines and sines, in addition to YaRN's own
+    factor.
     """
     key = f"{kind}.rope.scaling."
     scaling_type = published.text(f"{key}type", "linear")
@@ -233,9 +233,10 @@ def _scaling(published: PublishedConfig, kind: str, file: GGUF) -> JsonObject:
     for_all, long, short = map(file.divisors, DIVISORS)
     has_divisors = for_all is not None or long is not None or short is not None
     if has_divisors and factor != 1 and scaling_type != "none":
-        published.refuse(f"{key}factor={factor} beside divisors of frequencies ({', '.join(DIVISORS)}); one is read.")
+        names = ", ".join(DIVISORS)
+        published.refuse(f"{key}factor={factor} beside divisors of frequencies ({names}); only one may be stated.")
     if (long is None) != (short is None) or (for_all is not None and long is not None):
-        published.refuse(f"it has some of {', '.join(DIVISORS)}: there must be the first, or the others, both of them.")
+        published.refuse(f"it has some of {', '.join(DIVISORS)}; it must have only the first, or only the other two.")
     if long is not None and short is not None:
         return _longrope(published, key, long, short, original, magnitude)
     if not has_divisors and scaling_type not in ("none", "linear", "yarn"):
@@ -260,7 +261,7 @@ def _longrope(
     original: int,
     magnitude: float,
 ) -> JsonObject:
-    """Return LongRoPE's scaling, with the attention's factor if it differs from the default for these lengths.
+    """Return LongRoPE's scaling, with `attn_factor` if it differs from the default for these lengths.
 
     Args:
         published: The values of the header.
@@ -268,7 +269,7 @@ def _longrope(
         long: The divisors for long rows.
         short: The divisors for short rows.
         original: The original length, in tokens.
-        magnitude: The attention's factor.
+        magnitude: The value of `attn_factor`.
     """
     published.count(f"{key}original_context_length")
     growth = published.count(f"{key.split('.')[0]}.context_length") / original
@@ -285,8 +286,10 @@ def _decimals(numbers: Shaped[np.ndarray, "pairs"]) -> list[float]:
 
 
 def _proportional(divisors: Shaped[np.ndarray, "pairs"]) -> JsonObject:
-    """Return the scaling that rotates the first pairs, and divides the frequencies of all other pairs by a number that
-    makes them 0; an empty object for other divisors."""
+    """Return the scaling that rotates only the first pairs; the divisors of other pairs make their frequencies 0.
+
+    Return an empty object for other divisors.
+    """
     rotated = int(np.sum(divisors == 1))
     if rotated == len(divisors) or not (divisors[:rotated] == 1).all() or not (divisors[rotated:] >= _INFINITE).all():
         return {}
@@ -307,4 +310,4 @@ def _llama3(published: PublishedConfig, kind: str, divisors: Shaped[np.ndarray, 
             scaling: JsonObject = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
             scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
             return {"rope_scaling": scaling}
-    published.refuse(f"{DIVISORS[0]} are not the divisors of Llama 3.1 to 3.3, and others are not known.")
+    published.refuse(f"{DIVISORS[0]} are not the divisors of Llama 3.1 to 3.3, and no other divisors are known.")

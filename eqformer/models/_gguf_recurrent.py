@@ -110,7 +110,7 @@ RECURRENT: Mapping[str, Architecture] = {
             "ssm.inner_size": "mamba_head_dim",
         },
         implied=read_nemotron_layers,
-        order=order_rotated_pairs,  # without an effect, since attention has no positions
+        order=order_rotated_pairs,  # This order changes no output, because attention has no rotary positions.
         restore=restore_decay,
         left_out={"ssm_conv1d": 1},
         flat=("ssm_a", "ssm_d", "ssm_norm"),
@@ -122,4 +122,4 @@ RECURRENT: Mapping[str, Architecture] = {
         has_predictors=True,
     ),
 }
-"""The architectures of dense models, by their names in files."""
+"""The architectures with recurrent layers or short convolutions and without experts, by their names in files."""

@@ -103,12 +103,12 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
 def _read_special_ids(
     published: PublishedConfig, kinds: Sequence[str], vocab: int, defaults: Mapping[str, int]
 ) -> dict[str, int | None]:
-    """Return the ids of special tokens by llama.cpp's names, None without one; refuse ids that no token has."""
+    """Return the ids of special tokens by llama.cpp's names, None for a missing one; refuse ids that no token has."""
     stated_ids = {kind: published.take(f"tokenizer.ggml.{kind}_token_id", defaults.get(kind)) for kind in kinds}
     ids = {name: token_id for name, token_id in stated_ids.items() if _is_id(token_id, vocab)}
     wrong_ids = {name: token_id for name, token_id in stated_ids.items() if name not in ids}
     if wrong_ids:
-        published.refuse(f"there are {vocab} tokens, but special tokens have other ids: {wrong_ids}.")
+        published.refuse(f"there are {vocab} tokens, but some special tokens have ids outside of these: {wrong_ids}.")
     return ids
 
 
@@ -153,11 +153,11 @@ def _write_gguf_companions(file: Path) -> Path:
 
 
 def _tokens(file: GGUF, published: PublishedConfig, model: str) -> tuple[list[str], list[int]]:
-    """Return the tokens and their types; refuse repeated tokens, and types that are not one for each token."""
+    """Return the tokens and their types; refuse repeated tokens, and another number of types than of tokens."""
     tokens, types = file.listed("tokenizer.ggml.tokens"), file.listed("tokenizer.ggml.token_type")
     if not fits(tokens, list[str]) or not fits(types, list[int]):
         published.refuse("tokenizer.ggml.tokens must be texts, and tokenizer.ggml.token_type whole numbers.")
-    if model == "llama":  # Files of Gemma have tokens of several spaces with spaces instead of ▁.
+    if model == "llama":  # In files of Gemma, tokens of several spaces have spaces instead of ▁.
         tokens = ["▁" * len(token) if token and not token.strip(" ") else token for token in tokens]
     if model == "bert":
         tokens = [_word_piece(token, kind) for token, kind in itertools.zip_longest(tokens, types[: len(tokens)])]
@@ -205,7 +205,7 @@ def _list_added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[Json
 def _merge_tokenizer(
     file: GGUF, published: PublishedConfig, tokens: Sequence[str], pre_tokenizer: PreTokenizer
 ) -> JsonObject:
-    """Return the parts of a tokenizer whose merges the file lists, and whose words regular expressions find."""
+    """Return the parts of a tokenizer that splits texts by regular expressions; the file lists its merges."""
     texts = file.listed("tokenizer.ggml.merges")
     merges = [str(text).split(" ") for text in texts]
     if wrong := next((text for text, merge in zip(texts, merges) if len(merge) != 2), None):
@@ -255,7 +255,7 @@ def _piece_tokenizer(file: GGUF, published: PublishedConfig, tokens: Sequence[st
 
 
 def _parts_with_spaces(prefix: bool) -> JsonObject:
-    """Return the normalizer that writes spaces as `▁`, with `prefix` also one before the text, and its decoder."""
+    """Return a normalizer that writes spaces as `▁`, and its decoder; with `prefix`, a `▁` is put before the text."""
     prepend: list[JsonObject] = [{"type": "Prepend", "prepend": "▁"}] * prefix
     normalizers = [*prepend, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     decoders: list[JsonObject] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
@@ -340,7 +340,7 @@ def _unigram_tokenizer(
 def _is_charsmap(octets: bytes) -> bool:
     """Return whether bytes are SentencePiece's rules: a double-array trie with indices of texts, and these texts.
 
-    The package `tokenizers` follows the indices without a check, and ends with a Rust panic at one that is too large.
+    The package `tokenizers` follows the indices without a check, and an index that is too large ends in a Rust panic.
     """
     size = int.from_bytes(octets[:4], "little")
     texts = octets[4 + size :]

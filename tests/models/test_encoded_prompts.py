@@ -73,5 +73,5 @@ def test_halves_of_unlike_sizes_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(ValueError, match=r"the encoder has {'window': 7} and the decoder {'window': 6}; this family"):
         models.read_config(tmp_path)
-    with pytest.raises(ValueError, match=r"T5Gemma2Config\(tied=False\): the table of both halves is the head too"):
+    with pytest.raises(ValueError, match=r"T5Gemma2Config\(tied=False\): the embedding table is always the head"):
         dataclasses.replace(models.preset("t5gemma2-byte-900k"), tied=False)  # pyright: ignore[reportCallIssue]

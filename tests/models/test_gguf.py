@@ -312,7 +312,7 @@ WRONG = {
     ),
     "values of another width": (
         made({"llama.attention.key_length": 4, "llama.attention.value_length": 6}),
-        r"are \[4, 6\]; keys and values must",
+        r"are \[4, 6\]; both must be equal",
     ),
     "another scaling": (made({"llama.rope.scaling.type": "longrope"}), "type='longrope' is not known"),
     "other divisors": (
@@ -385,7 +385,10 @@ WRONG_TOKENIZERS = {
         {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b" * 513]},
         "tokens: a token has 513 characters, more than 512",
     ),
-    "an id beyond": ({"tokenizer.ggml.eos_token_id": 3}, "3 tokens, but special tokens have other ids: {'eos': 3}"),
+    "an id beyond": (
+        {"tokenizer.ggml.eos_token_id": 3},
+        "3 tokens, but some special tokens have ids outside of these: {'eos': 3}",
+    ),
 }
 
 

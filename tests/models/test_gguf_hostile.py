@@ -124,7 +124,7 @@ def test_counts_are_bounded_by_the_bytes_that_are_left(tmp_path):
             GGUF(path)
     name = "blk.0.ffn_gate_exps.weight"
     path.write_bytes(start(1, 0) + text(name) + struct.pack("<I3QIQ", 3, 1, 1, 1 << 20, 0, 0) + bytes(5 << 20))
-    with pytest.raises(ValueError, match="1048576 arrays, those of experts counted apart, and at most 131072"):
+    with pytest.raises(ValueError, match="1048576 arrays, counted for each expert, but at most 131072"):
         GGUF(path)
     for size in ("block_count", "embedding_length", "feed_forward_length", "attention.head_count"):
         refused(tmp_path, {f"llama.{size}": 10**9}, f"llama.{size}=1000000000, but the largest array of the file")
@@ -180,7 +180,7 @@ def test_a_damaged_file_is_loaded_or_refused(name, tmp_path):
 def test_what_the_converter_of_qwen35_cannot_have_written_is_refused(monkeypatch):
     file = GGUF(FIXTURES / "qwen35.gguf")
     monkeypatch.setitem(file.values, "qwen35.ssm.group_count", 3)
-    with pytest.raises(ValueError, match=r"attn_gate.weight has shape \(64, 64\), which 4 heads of 16 cannot have"):
+    with pytest.raises(ValueError, match=r"attn_gate.weight has shape \(64, 64\), which does not fit 4 heads of 16"):
         coded_of(file, "blk.0.attn_gate.weight")
     monkeypatch.setitem(file.values, "qwen35.ssm.group_count", 2)
     assert plain_of(file, "blk.0.ssm_a").shape == (4,) and plain_of(file, "blk.0.ssm_conv1d.weight").shape == (
@@ -250,7 +250,7 @@ UNFIT = {
             {"mamba_num_heads": 2, "mamba_head_dim": 8, "num_hidden_layers": 2},
             header("nemotron_h", block_count=2, attention__head_count_kv=2, feed_forward_length=8),
         ),
-        r"nemotron_h.attention.head_count_kv=\[2, 2\], feed_forward_length=\[8, 8\], ssm.inner_size=8: a layer has at",
+        r"nemotron_h.attention.head_count_kv=\[2, 2\], feed_forward_length=\[8, 8\], ssm.inner_size=8: each layer",
     ),
     "widths of an older DeepSeek": (
         lambda: read_latents(LATENTS, header("deepseek2", attention__key_length=4, attention__value_length=4)),

@@ -35,8 +35,8 @@ def test_the_publishers_own_attributes_say_the_same():
         ("layer_types", ["full_attention", "conv"] * 2, "each one of"),
         ("layer_types", ["full_attention"] * 3, "must name 4 layers"),
         ("mlp_layer_types", ["dense", "hash_moe"] * 2, "each one of"),
-        ("swa_num_key_value_heads", 1, "this family has 2 in all windows"),
-        ("swa_head_dim", 4, "this family has 8 in all windows"),
+        ("swa_num_key_value_heads", 1, "this family has 2 in all layers with a window"),
+        ("swa_head_dim", 4, "this family has 8 in all layers with a window"),
         ("rope_theta", 77.0, "state the base in rope_parameters"),
         ("swa_rope_theta", 77.0, "state the base in rope_parameters"),
         ("partial_rotary_factor", 0.5, "is not supported"),
@@ -56,7 +56,9 @@ def test_values_that_no_model_has_are_refused(name, value, words):
 @pytest.mark.parametrize(("name", "size"), [("head_dim", 192), ("v_head_dim", 128), ("num_key_value_heads", 8)])
 def test_sizes_of_windows_follow_from_defaults_too(name, size):
     config = {key: value for key, value in (WITHOUT | SAID).items() if key != name}
-    with pytest.raises(ValueError, match=rf"swa_{name}=\d+, {name}=\d+: this family has {size} in all windows"):
+    with pytest.raises(
+        ValueError, match=rf"swa_{name}=\d+, {name}=\d+: this family has {size} in all layers with a window"
+    ):
         numbers_of(config)
 
 

@@ -105,7 +105,7 @@ def test_two_original_lengths_are_refused(family):
 def test_phi_3_has_one_original_length_for_any_scaling():
     """By default 4096, which transformers takes whatever stands in the scaling."""
     config = without("phi3", "original_max_position_embeddings")
-    with pytest.raises(ValueError, match=r"original_max_position_embeddings=4096: rope_scaling says YarnScaling"):
+    with pytest.raises(ValueError, match=r"original_max_position_embeddings=4096, but rope_scaling has YarnScaling"):
         numbers_of(config | {"rope_scaling": YARN})
     assert numbers_of(config | {"rope_scaling": YARN, "original_max_position_embeddings": 16}).scaling is not None
 

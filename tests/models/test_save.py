@@ -58,7 +58,7 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path):
     for limited, words in (
         (
             dataclasses.replace(mixtral, capacity=1.25),
-            r"MixtralConfig\(capacity=1.25\)\): published configurations cannot express it, and without one no token",
+            r"MixtralConfig\(capacity=1.25\)\): published configurations cannot express it, and published models",
         ),
         (mixtral, "is not one of"),
     ):

@@ -1,4 +1,7 @@
-"""AFMoE (Arcee AI 2025; Trinity): gated attention, rotated in local layers only, four norms, DeepSeek-V3's mixtures."""
+"""AFMoE (Arcee AI 2025; Trinity): gated attention, four norms a layer, and DeepSeek-V3's mixtures.
+
+Only layers with a window have rotary positions.
+"""
 
 import dataclasses
 
@@ -18,7 +21,7 @@ from ._mixtures import MIXTURE, SHARED, SigmoidMoEConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AFMoEConfig(SigmoidMoEConfig):
-    """The config of an AFMoE; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+    """The config of an AFMoE; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     window_layers: tuple[Index, ...]
     """The numbers of the layers with a `window` and rotary positions; the other layers have neither."""
@@ -99,9 +102,9 @@ AFMOE = Family(
         Attribute("embedding_scaled", "mup_enabled", False),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         *(Unpublished(name, 1, "there are no groups of experts") for name in ("groups", "kept_groups")),
-        Unpublished("normalise", True, "weights always add up to the scale"),
+        Unpublished("normalise", True, "the weights of a token's experts always add up to the scale"),
         Activation(),
-        Expect("attention_bias", False, written=False),  # its gates have none
+        Expect("attention_bias", False, written=False),  # The attention's gates have no biases in any case.
         # Attributes of the publisher's own program that state what all models of this family have.
         *(Expect(name, 1, written=False) for name in ("n_group", "topk_group")),
         *(Expect(f"num_{name}_groups", 1, written=False) for name in ("expert", "limited")),

@@ -1,4 +1,7 @@
-"""Apertus (Swiss AI 2025): a Llama with normed queries and keys, and an activation with parameters, without gates."""
+"""Apertus (Swiss AI 2025): a Llama with norms of queries and keys, whose feed-forward layers have no gates.
+
+The activation has parameters (`XIELU`).
+"""
 
 import dataclasses
 
@@ -63,7 +66,7 @@ APERTUS = Family(
         *decoder_attributes(RotaryPositions(12_000_000.0, required=True), max_seq=65_536),
         Attribute("bias", "attention_bias", False),
         Expect("hidden_act", "xielu"),
-        Unpublished("activation", "xielu", "it has parameters that are published"),
+        Unpublished("activation", "xielu", "all layers use xielu, whose parameters are published"),
         # Attributes of the publisher's own program that state what all models of this family have.
         *(Expect(name, False, written=False) for name in ("mlp_bias", "post_norm")),
         Expect("qk_norm", True, written=False),

@@ -23,7 +23,7 @@ class BailingHybridConfig(LatentNetConfig):
     """The config of a Ling 3."""
 
     lowest_log_decay: Number | None = -5.0
-    """The lower bound of the logarithm of a net's decays, a negative number; None: there is none."""
+    """The lower bound of the logarithms of a delta net's decays, a negative number; None: no bound."""
     experts: Size = 512
     first_dense: Index = 2
     theta: Positive = 6_000_000.0
@@ -42,9 +42,9 @@ def build_bailing_hybrid(config: BailingHybridConfig, *, key: Key[Array, ""]) ->
 
 
 class _DeltaNetSizes(Entry):
-    """The heads of a net, their channels, and the tokens that its convolutions read.
+    """The heads of a delta net, their channels, and the number of tokens that its convolutions read.
 
-    Transformers writes attributes of its own for them; in configurations without these, other attributes state them.
+    Transformers writes attributes `linear_...` for these sizes. For a missing one, a publishers' attribute is read.
     """
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -64,7 +64,10 @@ class _DeltaNetSizes(Entry):
 
 
 class _MaxSeq(Attribute):
-    """The longest rows, whose attribute has another name here; entries that read the usual name find it too."""
+    """The length of the longest rows; it is also added under the usual name, `max_position_embeddings`.
+
+    Other entries read the usual name.
+    """
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `max_seq`."""
@@ -74,13 +77,16 @@ class _MaxSeq(Attribute):
 
 
 class _DecayBound(Entry):
-    """The lower bound of the logarithm of decays, which another attribute switches off."""
+    """The lower bound of the logarithms of decays; there is no bound if `kda_safe_gate` is false."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `lowest_log_decay`; refuse a bound that is not negative."""
         bound, is_bounded = published.read("kda_lower_bound", Number, -5.0), published.flag("kda_safe_gate", True)
         if not bound < 0:
-            published.refuse(f"kda_lower_bound={bound}: it must be negative, since states would grow.")
+            published.refuse(
+                f"kda_lower_bound={bound}: it must be negative, because it bounds the logarithms of decays, and the "
+                "state would grow with a decay above 1."
+            )
         return {"lowest_log_decay": bound if is_bounded else None}
 
     def write(self, config: BailingHybridConfig) -> Attributes:
@@ -127,7 +133,7 @@ _RENAMED = (("model.embed_tokens.", "model.word_embeddings."), (".self_attn.", "
 
 
 def _rename(rule: Rule) -> Rule:
-    """Return a rule of DeepSeek's table with Ling's name; rules for attention are not for nets."""
+    """Return a rule of DeepSeek's table with Ling's name; the output map's rule does not apply to delta nets."""
     name = rule.name
     for theirs, ours in _RENAMED:
         name = name.replace(theirs, ours)
@@ -157,7 +163,7 @@ BAILING_HYBRID = Family(
         *(Attribute("first_dense", "first_k_dense_replace", 2), LayerMixtures()),
         LayerTypes("attention_layers", ("full_attention", "linear_attention"), Period(6, ("layer_group_size",))),
         Count("expert_mlp", "moe_intermediate_size", 768),
-        # If a configuration has both names, transformers uses the first of these.
+        # If a configuration has both names, transformers uses the first name.
         Count("experts", ("num_local_experts", "num_experts"), 512, written=("num_experts",)),
         Count("top_k", ("num_experts_per_tok", "num_experts_per_token"), 8, written=("num_experts_per_token",)),
         Count("shared", ("n_shared_experts", "num_shared_experts"), 1, written=("num_shared_experts",), minimum=0),
@@ -171,7 +177,7 @@ BAILING_HYBRID = Family(
         Count("rope_dim", "qk_rope_head_dim", 64),
         Count("v_dim", "v_head_dim", 128),
         Attribute("eps", "rms_norm_eps", 1e-6),
-        *(Unpublished("tied", False, "transformers never ties it"), Expect("tie_word_embeddings", False)),
+        *(Unpublished("tied", False, "transformers never ties the head"), Expect("tie_word_embeddings", False)),
         *(Activation(), Attribute("bias", "attention_bias", False)),
         # Settings of predictors, and a sum of other sizes.
         Ignore("num_mtp_layers", "num_nextn_predict_layers", "mtp_loss_scaling_factor", "qk_head_dim"),

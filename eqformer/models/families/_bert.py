@@ -24,14 +24,14 @@ class DistilBERTConfig(ModelConfig):
     """The config of a DistilBERT. Dropout acts on the embeddings and on both residual additions, not in the softmax."""
 
     layers: LayerCount
-    """Layers."""
+    """The number of layers."""
     heads: Size
-    """Heads, of embed / heads channels."""
+    """The number of heads, each of `embed / heads` channels."""
     mlp: Size
     """Hidden features of a feed-forward layer."""
     _: dataclasses.KW_ONLY
     max_seq: Length = 512
-    """The longest rows: the positions of the table."""
+    """The number of learned positions, which is the length of the longest rows, in tokens."""
     activation: str = "gelu"
     """The activation of a feed-forward layer's features and of the prediction head: a name of `nn.ACTIVATIONS`."""
     dropout: Rate = 0.0
@@ -44,7 +44,7 @@ class BERTConfig(DistilBERTConfig):
 
     _: dataclasses.KW_ONLY
     types: Size = 2
-    """Token types: the texts of a pair."""
+    """The number of token types, such as the two texts of a pair."""
     eps: NotNegative = 1e-12
     """The number that norms add to the variance before the root."""
 
@@ -55,7 +55,7 @@ class RoBERTaConfig(BERTConfig):
 
     _: dataclasses.KW_ONLY
     types: Size = 1
-    """Token types; RoBERTa has one, and so a vector that is added to all embeddings."""
+    """The number of token types. RoBERTa has one type, whose vector is added to all embeddings."""
     pad_id: Index = 1
     """The id of padding. The table of positions begins with `pad_id + 1` rows that no token reads."""
 
@@ -74,7 +74,7 @@ _MPNET_OFFSET = 2  # Rows of MPNet's table of positions that no token reads, wha
 
 @dataclasses.dataclass(frozen=True)
 class _PositionsAfterOffset(Entry):
-    """The rows of MPNet's table of positions, of which the first two are of no position."""
+    """The rows of MPNet's table of positions; the first two rows belong to no position."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `max_seq`."""
@@ -87,7 +87,7 @@ class _PositionsAfterOffset(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class _PositionsAfterPadding(Entry):
-    """The rows of RoBERTa's table of positions, of which the first `pad_token_id + 1` are of no position."""
+    """The rows of RoBERTa's table of positions; the first `pad_token_id + 1` rows belong to no position."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `max_seq` and `pad_id`."""
@@ -114,7 +114,7 @@ _SHARED: tuple[Entry, ...] = (
     Expect("position_embedding_type", "absolute", written=False),
     *_NO_DECODER,
     Ignore("attention_probs_dropout_prob", "classifier_dropout", "directionality"),
-    Ignore("language", "name"),  # How a program for answers to questions describes its models.
+    Ignore("language", "name"),  # A question-answering program describes its models with these.
     Ignore(
         *(f"pooler_{name}" for name in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type"))
     ),
@@ -141,13 +141,13 @@ DISTILBERT_ATTRIBUTES: tuple[Entry, ...] = (
     Activation("gelu", "activation"),
     Expect("tie_word_embeddings", True),
     *_NO_DECODER,
-    Ignore("sinusoidal_pos_embds"),  # How the table of positions was initialized.
+    Ignore("sinusoidal_pos_embds"),  # It states how the table of positions was initialized.
     Ignore("attention_dropout", "qa_dropout", "seq_classif_dropout", "tie_weights_"),
 )
 
 
 def _norm_rules(published: str, path: str) -> tuple[Rule, ...]:
-    """Return the rules of a norm; the oldest folders, such as that of BERT base, call its arrays gamma and beta."""
+    """Return the rules of a norm; the oldest folders, such as BERT base's, call the norm's arrays gamma and beta."""
     names = (("weight", "gamma"), ("bias", "beta"))
     older = tuple(Rule(f"{published}.{old}", f"{path}.{leaf}", variant=True) for leaf, old in names)
     return (*weight_and_bias(published, path), *older)
@@ -241,7 +241,7 @@ def _build(
 
     Args:
         config: The sizes.
-        types: Token types; 0 for a model without a table of types.
+        types: The number of token types; 0 for a model without a table of types.
         eps: The number that norms add to the variance.
         offset: Rows of the table of positions that no token reads.
         head_activation: The activation of the prediction head.
@@ -283,7 +283,7 @@ def _build(
         token_types=nn.TokenTypes(types=types, embed=embed, key=types_key) if types else None,
         embedding_norm=norm(),
         stacks=(nn.Stack(block, config.layers, key=stack_key),),
-        # The last layer ends with a norm.
+        # The last layer already ends with a norm.
         norm=nn.PredictionHead(
             nn.IdentityNorm(), norm(), embed=embed, bias=True, activation=dense_activation, key=dense_key
         ),
@@ -351,7 +351,7 @@ _MPNET_PRESETS = {
 
 
 def _conditional_rules(rules: tuple[Rule, ...], *, has_dense: bool) -> tuple[Rule, ...]:
-    """Return the rules as rules only for classifiers with a dense layer, or only for those without one."""
+    """Return the rules, changed to apply only to classifiers with a dense layer, or only to others."""
     condition = {"needs" if has_dense else "lacks": "classifier.dense.linear.weight"}
     return tuple(dataclasses.replace(rule, **condition) for rule in rules)
 

@@ -1,4 +1,4 @@
-"""Command R (Cohere 2024): attention and feed-forward side by side after one norm, scaled logits.
+"""Command R (Cohere 2024): attention and feed-forward layer read the same norm, and logits are scaled.
 
 Command R7B and Command A (Cohere 2025) have windows and rotary positions in most layers, and neither in the others.
 """
@@ -58,7 +58,7 @@ def _norm(config: DecoderConfig) -> LayerNorm:
 
 
 def _parallel(config: DecoderConfig, attended: Attention, gated: GatedMLP) -> ParallelResidual:
-    """Return a layer whose attention and feed-forward layer stand side by side after one norm."""
+    """Return a layer whose attention and feed-forward layer both read the output of one norm."""
     return ParallelResidual((Residual(attended), Residual(gated)), _norm(config))
 
 

@@ -113,7 +113,7 @@ EDGES = (
     Rule("model.norm.weight", "norm.weight"),
     Rule("lm_head.weight", "head.weight"),
 )
-# The bias of the logits, which belongs to the head unless that is tied.
+# The bias of the logits, which belongs to the head unless the head is tied.
 LOGIT_BIAS = Rule("lm_head.bias", "head.bias"), Rule("lm_head.bias", "logit_bias")
 
 

@@ -64,7 +64,7 @@ class WithPartRotary(WithRotaryFraction, Protocol):
 
 @runtime_checkable
 class WithLocalPartRotary(WithLocalRotaryFraction, Protocol):
-    """Fields of a config whose layers with a window rotate a part of their own of each head's channels."""
+    """Fields of a config in which layers with and without a window rotate different parts of each head's channels."""
 
     @property
     def head_size(self) -> int: ...
@@ -116,11 +116,11 @@ class DecoderEnds(TypedDict, total=False):
     embedding_scale: float | None
     """A factor of the embeddings."""
     expand: nn.StreamExpansion | None
-    """Makes several residual streams of the embeddings."""
+    """A module that makes several residual streams of the embeddings; by default there is one stream."""
     logit_scale: float | None
     """A factor of the logits."""
     logit_softcap: float | None
-    """A bound of the logits."""
+    """The softcap of the logits."""
     logit_bias: bool
     """Whether the logits have a bias."""
 
@@ -131,7 +131,7 @@ _LONGEST_PERIOD = 128  # layers; without a bound, a thousand layers take seconds
 
 @dataclasses.dataclass(frozen=True)
 class Together(Generic[LayerKind]):
-    """Kinds of consecutive layers that stay in one block, since the later layers read what the first one shares."""
+    """Kinds of consecutive layers that stay in one block, because later layers read a value that the first shares."""
 
     kinds: tuple[LayerKind, ...]
 
@@ -146,10 +146,11 @@ class Run(Generic[LayerKind]):
 
 
 def runs(kinds: tuple[LayerKind, ...]) -> tuple[Run[LayerKind], ...]:
-    """Divide the layers into runs so that the fewest blocks are traced; of such divisions, return the one of fewest
-    runs.
+    """Divide the layers into runs so that the fewest blocks are traced; of equally good divisions, return the one with
+    the fewest runs.
 
-    For example, 26 layers of which every sixth differs are four periods of six layers and two periods of one.
+    For example, 26 layers in which every sixth layer differs have two runs: four periods of six layers, then two
+    periods of one layer.
     """
     # Kinds are replaced by numbers before the cached call, because a cache treats the kinds True and 1 as equal.
     numbers: dict[Hashable, int] = {}
@@ -206,7 +207,7 @@ def _period(
 
 @runtime_checkable
 class Windowed(Protocol):
-    """Fields of a config of which some layers have a sliding window."""
+    """Fields of a config in which some layers have a sliding window."""
 
     @property
     def layers(self) -> int: ...
@@ -245,7 +246,7 @@ def norm(
 def head_norms(
     config: DecoderConfig, *, all_heads: bool = False, offset: float = 0.0, scale: bool = True
 ) -> _HeadNorms:
-    """Return an `Attention`'s norms of queries and keys, of each head or over `all_heads`."""
+    """Return an `Attention`'s norms of queries and keys, over the channels of each head or of `all_heads` together."""
     query_dims, key_dims = ("heads head_dim", "kv_heads head_dim") if all_heads else ("head_dim", "head_dim")
     return {
         "query_norm": norm(config, query_dims, offset=offset, scale=scale),
@@ -282,7 +283,7 @@ def attention(
 
 
 def causal_mask(window: int | None) -> nn.Mask:
-    """Return the mask with which a token sees the tokens before it, or as many of them as fit in the `window`."""
+    """Return a causal mask; with a `window`, each token sees itself and the `window - 1` tokens before it."""
     return nn.causal() if window is None else nn.sliding_window(window)
 
 
@@ -304,7 +305,7 @@ def rotary_of(
         name: The config's field with this number, for the error.
         theta: Another base; None: the config's.
         interleaved: Whether neighboring channels are rotated together.
-        scaling: The scaling of the frequencies; None: none.
+        scaling: The scaling of the frequencies; None: no scaling.
         reverse: Whether the angles are negated.
     """
     if channels % 2:

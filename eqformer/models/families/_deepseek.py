@@ -37,15 +37,15 @@ class LatentConfig(ModelConfig):
     """Base class of the configs of DeepSeek-V2, DeepSeek-V3 and their successors."""
 
     layers: config_types.LayerCount
-    """Layers."""
+    """The number of layers."""
     heads: config_types.Size
-    """Heads."""
+    """The number of heads."""
     mlp: config_types.Size
     """Hidden features of a dense layer."""
     expert_mlp: config_types.Size
     """Hidden features of an expert."""
     q_latent: config_types.Size | None
-    """Channels of the queries' latent; None: there is none."""
+    """Channels of the queries' latent; None: queries have no latent."""
     latent: config_types.Size = 512
     """Channels of the latent of keys and values."""
     head_dim: config_types.Size = 128
@@ -75,9 +75,10 @@ class LatentConfig(ModelConfig):
     theta: config_types.Positive = 10_000.0
     """The base of rotary positions."""
     scaling: nn.RotaryScaling | None = None
-    """The scaling of rotary positions; None: none."""
+    """The scaling of rotary positions; None: no scaling."""
     temperature: config_types.Number = 0.0
-    """`mscale_all_dim` of a scaling (usually YaRN): scores grow with the scaling's factor; 0: they do not."""
+    """The `mscale_all_dim` of a scaling (usually YaRN), which makes attention scores grow with the scaling's factor; 0:
+    scores do not grow."""
     activation: str = "silu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     bias: bool = False
@@ -112,11 +113,14 @@ class SigmoidLatentConfig(LatentConfig):
 
 
 class LatentKind(NamedTuple):
-    """A kind of layer: whether it has experts, and the names under which it shares or reads a choice of keys."""
+    """A kind of layer."""
 
     is_mixture: bool
+    """Whether the layer has experts."""
     shares: str | None = None
+    """The name by which the layer shares its selected keys with later layers; None: it does not share them."""
     reads: str | None = None
+    """The name of the selected keys that the layer reads from an earlier layer; None: it reads none."""
 
 
 def build_latent(
@@ -136,9 +140,9 @@ def build_latent(
         mixture: A function `mixture(key)` that builds a mixture.
         interleaved: Whether neighboring channels are rotated together.
         temperature: The growth of scores with positions; None: scores do not grow.
-        indexer: A function `indexer(key)` that builds the indexer of a layer, unless the layer reads a choice of keys;
-            None: no layer has an indexer.
-        kinds: The kinds of the layers; None: dense layers and mixtures by the config, which share no choice of keys.
+        indexer: A function `indexer(key)` that builds the indexer of a layer, unless the layer reads the keys that an
+            earlier layer selected; None: no layer has an indexer.
+        kinds: The kinds of the layers; None: dense layers and mixtures as in the config, which share no selected keys.
         key: The key of the weights.
     """
 
@@ -177,7 +181,7 @@ def latent_attention(
         config: The config.
         interleaved: Whether neighboring channels are rotated together.
         temperature: The growth of scores with positions; None: scores do not grow.
-        indexer: The indexer; None: none.
+        indexer: The indexer; None: each query sees all keys.
         sinks: Whether each head has a sink.
         key: The key of the weights.
     """
@@ -213,7 +217,7 @@ def score_scale(config: LatentConfig) -> float:
 
 
 _WITH_FACTOR = nn.LinearScaling | nn.DynamicScaling | nn.Llama3Scaling | nn.YarnScaling | nn.LongRopeScaling
-_FIRST_DENSE = (FIRST_DENSE, Unpublished("dense_layers", (), "none but the first layers are dense"))
+_FIRST_DENSE = (FIRST_DENSE, Unpublished("dense_layers", (), "only the first layers can be dense"))
 
 
 def latent_attributes(
@@ -257,7 +261,7 @@ class EqualKeyHeads(Entry):
         heads, kv_heads = published.count("num_attention_heads"), KeyHeads().read(published)["kv_heads"]
         if kv_heads != heads:
             published.refuse(
-                f"num_key_value_heads={kv_heads}: latent attention has as many key heads as heads, {heads}."
+                f"num_key_value_heads={kv_heads}: latent attention has as many key heads as query heads, {heads}."
             )
         return {}
 
@@ -279,7 +283,7 @@ LATENT_WEIGHTS = (
         _INTO,
         groups="heads",
     ),
-    # GGUF files have an array of each head for the keys, turned, and one for the values.
+    # GGUF files have two arrays for each head: one for the keys, transposed, and one for the values.
     Rule(
         f"{_ATTENTION}k_b_proj.{{expert}}.weight",
         "mixer.layer.key_up.weight",
@@ -318,7 +322,7 @@ def build_deepseek_v2(config: DeepSeekV2Config, *, key: Key[Array, ""]) -> Trans
 
 
 class _Method(Entry):
-    """The attribute `topk_method`: experts are chosen among all (greedy), or only from a token's best groups."""
+    """The attribute `topk_method`: a token chooses among all experts (greedy), or only in its best groups."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return one group if the method is greedy, whatever `n_group` and `topk_group` say; else no field."""

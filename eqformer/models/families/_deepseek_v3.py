@@ -95,7 +95,7 @@ class DeepSeekV32Config(SigmoidLatentConfig):
 
     q_latent: Size
     index_heads: Size = 64
-    """Heads of the indexer."""
+    """The number of the indexer's heads."""
     index_dim: Size = 128
     """Channels of a head of the indexer, of which `rope_dim` are rotated."""
     index_top_k: Length = 2048
@@ -109,7 +109,7 @@ def build_deepseek_v32(
     kinds: Sequence[LatentKind | Together[LatentKind]] | None = None,
     key: Key[Array, ""],
 ) -> Transformer:
-    """Return a DeepSeek-V3.2 with random weights; layers of `kinds` that read a choice of keys have no indexer."""
+    """Return a DeepSeek-V3.2 with random weights; layers of `kinds` that read selected keys have no indexer."""
     mixture = functools.partial(sigmoid_mixture_beside_shared, config, normalise=config.normalise)
     rotary = rotary_of(config, config.rope_dim, "rope_dim", interleaved=index_interleaved, scaling=config.scaling)
 
@@ -125,7 +125,7 @@ def indexer_of(
     rotates_last: bool = False,
     norm_eps: float = 1e-6,
 ) -> Indexer:
-    """Return the indexer of a layer; the options are those of `Indexer`."""
+    """Return the indexer of a layer; the options are arguments of `Indexer`."""
     return Indexer(
         embed=config.embed,
         q_latent=config.q_latent,

@@ -1,7 +1,7 @@
 """DeepSeek-V4 (DeepSeek-AI 2026): attention to compressed keys and hyper-connections around mixtures of experts.
 
-Layers attend to a window of tokens alone, beside compressed keys of all blocks of tokens (heavy layers), or beside the
-best compressed keys of small blocks (sparse layers). The first mixtures choose experts by the ids of tokens.
+All layers attend to a window of tokens. Heavy layers also attend to the compressed keys of all blocks of tokens, and
+sparse layers to the best compressed keys of small blocks. The first mixtures choose experts by the ids of tokens.
 """
 
 import dataclasses
@@ -47,9 +47,9 @@ class DeepSeekV4Config(ModelConfig):
     """The config of a DeepSeek-V4."""
 
     layers: LayerCount
-    """Layers."""
+    """The number of layers."""
     heads: Size
-    """Heads of queries, which share one head of keys."""
+    """The number of query heads, which share one key head."""
     head_dim: Size = 512
     """Channels of a head."""
     rope_dim: Size = 64
@@ -57,11 +57,11 @@ class DeepSeekV4Config(ModelConfig):
     q_latent: Size = 1024
     """Channels of the queries' latent."""
     groups: Size = 8
-    """Groups of heads, each with a map of its output."""
+    """The number of groups of heads; each group has a map of its output."""
     group_rank: Size = 1024
     """Channels of a group between the two maps of the output."""
     window: Length = 128
-    """Recent tokens that a query sees."""
+    """The number of recent tokens that a query sees."""
     heavy_layers: tuple[Index, ...] = ()
     """The numbers of the layers with compressed keys of all blocks."""
     sparse_layers: tuple[Index, ...] = ()
@@ -71,7 +71,7 @@ class DeepSeekV4Config(ModelConfig):
     sparse_rate: Size = 4
     """Tokens of a block in sparse layers."""
     index_heads: Size = 64
-    """Heads of the indexer."""
+    """The number of the indexer's heads."""
     index_dim: Size = 128
     """Channels of a head of the indexer."""
     index_top_k: Length = 512
@@ -83,25 +83,25 @@ class DeepSeekV4Config(ModelConfig):
     top_k: Size = 6
     """The number of experts that each token takes."""
     hash_layers: tuple[Index, ...] = (0, 1, 2)
-    """The numbers of the layers in which a token's experts are listed in a table by its id."""
+    """The numbers of the layers in which a table lists a token's experts by the token's id."""
     scale: Number = 1.5
     """A factor of the experts' weights."""
     limit: Positive = 10.0
-    """The bound of the two factors of an expert's hidden features."""
+    """The bound of the outputs of an expert's maps `gate` and `up`."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, row by row, in layers whose experts are not listed."""
+    """The weight of `LoadBalance`, row by row, in all layers outside of `hash_layers`."""
     streams: Size = 4
     """Residual streams of a token."""
     mixing_iterations: Size = 20
-    """Iterations of the normalization of the matrices that mix streams."""
+    """Iterations that normalize the matrices which mix streams (`nn.Sinkhorn`)."""
     stream_eps: NotNegative = 1e-6
-    """Added to the weights of reading streams, and in the normalization of the matrices that mix streams."""
+    """The number that is added to the weights with which streams are read, and in `nn.Sinkhorn`."""
     theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window alone."""
     compressed_theta: Positive = 160_000.0
     """The base of rotary positions in layers with compressed keys."""
     scaling: nn.RotaryScaling | None = None
-    """The scaling of rotary positions in layers with compressed keys; None: none."""
+    """The scaling of rotary positions in layers with compressed keys; None: no scaling."""
     eps: NotNegative = 1e-6
     """The number that norms add to the mean square before the root."""
     tied: bool = False
@@ -121,18 +121,20 @@ class DeepSeekV4Config(ModelConfig):
 
 
 class _LayerKind(NamedTuple):
-    """A kind of layer: the attention's blocks, "heavy" or "sparse" or none, and whether experts are listed by ids."""
+    """A kind of layer."""
 
     blocks: str
+    """`"heavy"` or `"sparse"`, or empty for a layer that attends to a window alone."""
     is_hashed: bool
+    """Whether a table lists a token's experts by the token's id."""
 
 
 def build_deepseek_v4(config: DeepSeekV4Config, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a DeepSeek-V4 with random weights."""
     if config.heads % config.groups:
         raise ValueError(
-            f"DeepSeekV4Config(heads={config.heads}, groups={config.groups}): each group has equally many heads; give "
-            "groups that divide heads."
+            f"DeepSeekV4Config(heads={config.heads}, groups={config.groups}): all groups have the same number of "
+            "heads; give a number of groups that divides heads."
         )
     sizes = {"streams": config.streams, "embed": config.embed, "eps": config.stream_eps, "norm_eps": config.eps}
     mixing = nn.Sinkhorn(config.mixing_iterations, config.stream_eps)
@@ -161,7 +163,7 @@ def _blocks_of(config: DeepSeekV4Config, layer: int) -> str:
 
 
 def _attention(config: DeepSeekV4Config, blocks: str, key: Key[Array, ""]) -> nn.CompressedAttention:
-    """Return the attention of a layer with these blocks."""
+    """Return the attention of a layer with these blocks (`_LayerKind.blocks`)."""
     mixer, compressor, index, small = jax.random.split(key, 4)
     rotary = rotary_of(
         config,
@@ -204,7 +206,7 @@ def _attention(config: DeepSeekV4Config, blocks: str, key: Key[Array, ""]) -> nn
 
 
 def _mixture(config: DeepSeekV4Config, is_hashed: bool, key: Key[Array, ""]) -> nn.MoE:
-    """Return experts beside a shared expert, which are listed by ids or chosen by scores and a bias."""
+    """Return experts beside a shared expert; a token's experts are listed by its id, or chosen by scores and a bias."""
     router, experts, shared_key = jax.random.split(key, 3)
     expert = functools.partial(small_expert, config, limit=config.limit)
     shared = gated_mlp(config, limit=config.limit, key=shared_key)
@@ -241,7 +243,10 @@ _HASHED, _ROUTED = "hash_moe", "moe"
 
 
 class _AttentionTypes(Entry):
-    """`layer_types`, or the older `compress_ratios`; without both, two heavy layers and then both kinds in turn."""
+    """`layer_types`, or the older `compress_ratios`.
+
+    Without both, the first two layers are heavy, and then heavy and sparse layers alternate.
+    """
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `heavy_layers` and `sparse_layers`."""
@@ -249,7 +254,7 @@ class _AttentionTypes(Entry):
         if types is None and ratios is not None:
             if unknown := {*ratios} - {*_RATIOS}:
                 published.refuse(f"compress_ratios={ratios}: {sorted(unknown)} is none of {[*_RATIOS]}.")
-            types = [_RATIOS[ratio] for ratio in ratios][: layers_of(published)]  # the others are of predictors
+            types = [_RATIOS[ratio] for ratio in ratios][: layers_of(published)]  # Later ratios are predictors'.
         if types is None:
             later = [_TYPES["sparse" if layer % 2 else "heavy"] for layer in range(layers_of(published))]
             types = ([_TYPES["heavy"]] * 2 + later)[: len(later)]
@@ -263,7 +268,7 @@ class _AttentionTypes(Entry):
 
 
 class _MixtureTypes(Entry):
-    """`mlp_layer_types`, or the older `num_hash_layers`, the number of first layers whose experts are listed by ids."""
+    """`mlp_layer_types`, or the older `num_hash_layers`: in so many first layers, experts are listed by token ids."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `hash_layers`."""
@@ -280,7 +285,7 @@ class _MixtureTypes(Entry):
 
 
 class _Rates(Entry):
-    """`compress_rates`, the tokens of a block by type of layer, or the older attributes for both."""
+    """`compress_rates`, the number of tokens of a block by type of layer, or an older attribute for each type."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `heavy_rate` and `sparse_rate`; an older attribute replaces the newer one."""
@@ -289,7 +294,7 @@ class _Rates(Entry):
             published.refuse(f"compress_rates={stated}: {sorted(unknown)} are not types of layer.")
         for blocks, older, default in (("heavy", "compress_rate_hca", 128), ("sparse", "compress_rate_csa", 4)):
             if stated and _TYPES[blocks] not in stated:
-                published.refuse(f"compress_rates={stated} have no {_TYPES[blocks]!r}; give both.")
+                published.refuse(f"compress_rates={stated} have no {_TYPES[blocks]!r}; give the rates of both types.")
             kind = _TYPES[blocks]
             rate = published.checked(f"compress_rates.{kind}", stated.get(kind, default), Size)
             rates[f"{blocks}_rate"] = published.count(older, rate)
@@ -303,8 +308,8 @@ class _Rates(Entry):
 class _TwoRotaries(Entry):
     """Rotary positions of layers with a window alone (`main`) and of layers with compressed keys (`compress`).
 
-    Without parameters of each, the bases are attributes of their own, and a scaling is one of `compress`, whose
-    magnitude is 1 unless it is stated.
+    If `rope_parameters` lacks these two objects, the bases are attributes of their own, and the scaling applies to
+    layers with compressed keys. YaRN's magnitude is then 1 unless it is stated.
     """
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -327,11 +332,14 @@ class _TwoRotaries(Entry):
             prefix = "rope_parameters.compress"
             compressed_theta = published.checked(f"{prefix}.rope_theta", compress.pop("rope_theta"), Positive)
             part = published.checked(f"{prefix}.partial_rotary_factor", compress.pop("partial_rotary_factor"), Fraction)
-            # Transformers drops other parameters beside the two, so only the name of a scaling is checked.
+            # Transformers drops other parameters beside `main` and `compress`, so only a scaling's name is checked.
             if parameters.get("rope_type", "default") not in ROPE_TYPES:
                 published.refuse(f"rope_type={parameters['rope_type']!r} is not known.")
             if main.get("rope_type", "default") != "default" or main["partial_rotary_factor"] != part:
-                published.refuse(f"rope_parameters={parameters}: `main` has a scaling or another part than `compress`.")
+                published.refuse(
+                    f"rope_parameters={parameters}: `main` must have no scaling, and the same partial_rotary_factor as "
+                    "`compress`."
+                )
         else:
             dropped = ("rope_theta", "partial_rotary_factor")
             compress = {name: value for name, value in parameters.items() if name not in dropped}
@@ -352,7 +360,7 @@ class _TwoRotaries(Entry):
         }
 
     def write(self, config: DeepSeekV4Config) -> Attributes:
-        """Return the parameters of both, and the attributes that state the same by themselves."""
+        """Return `rope_parameters` with both objects, and the older attributes, which state the same numbers."""
         part = {"partial_rotary_factor": config.rope_dim / config.head_dim}
         scaled = {"rope_type": "default"} | scaling_attributes(config).get("rope_scaling", {})
         main = {"rope_type": "default", "rope_theta": config.theta} | part

@@ -18,20 +18,20 @@ from ._decoder import activation_of, attention, damping, head_norms, part_rotary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetSizesConfig(DecoderConfig):
-    """Base class of the configs of hybrids of attention and gated delta nets: the sizes of the nets."""
+    """Base class of the configs of hybrids of attention and gated delta nets, with the sizes of the delta nets."""
 
     attention_layers: tuple[Index, ...]
     """The numbers of the layers with attention; all other layers have gated delta nets."""
     net_heads: Size
-    """Value heads of a net."""
+    """The number of value heads of a delta net."""
     net_kv_heads: Size
-    """Query and key heads of a net."""
+    """The number of key heads, and of query heads, of a delta net."""
     net_head_dim: Size
-    """Channels of a query or key head of a net."""
+    """Channels of a query or key head of a delta net."""
     net_v_dim: Size
-    """Channels of a value head of a net."""
+    """Channels of a value head of a delta net."""
     taps: Size = 4
-    """The number of tokens that a net's convolutions read."""
+    """The number of tokens that a delta net's convolutions read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ NET_WEIGHTS = _net_weights(
         groups="net_kv_heads",
     ),
     Rule(f"{_NET}in_proj_ba.weight", leaf_paths(("rate", "decay"), "weight"), groups="net_kv_heads"),
-    # GGUF files have gates apart, and all queries first.
+    # GGUF files have gates as an array of their own; in the other array, all queries come first.
     Rule(f"{_NET}in_proj_qkv.weight", leaf_paths(("query", "key", "value"), "weight"), _HEADS, variant=True),
     Rule(f"{_NET}in_proj_z.weight", "mixer.layer.gate.weight", _HEADS, variant=True),
 )

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (Baidu 2025): a Llama whose neighboring channels are rotated together; mixtures too."""
+"""ERNIE 4.5 (Baidu 2025): a Llama whose neighboring channels are rotated together; some models have experts."""
 
 import dataclasses
 import functools
@@ -81,7 +81,7 @@ _MOE_ATTRIBUTES: tuple[Entry, ...] = (
     *decoder_attributes(RotaryPositions(500_000.0), kv_heads=4, tied=True, max_seq=131_072),
     Attribute("bias", "use_bias", False),
     Count("expert_mlp", "moe_intermediate_size", 1536),
-    # If a configuration has both names, transformers uses the first.
+    # If a configuration has both names, transformers uses the first name.
     Count("experts", ("num_experts", "moe_num_experts"), 64, written=("moe_num_experts",)),
     Count("top_k", ("num_experts_per_tok", "moe_k"), 6, written=("moe_k",)),
     Attribute("shared", "moe_num_shared_experts", 2),
@@ -111,7 +111,7 @@ _MOE_WEIGHTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ernie45MoEConfig(DecoderConfig):
-    """The config of an ERNIE 4.5 with experts; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+    """The config of an ERNIE 4.5 with experts; `mlp` is the width of a dense layer."""
 
     expert_mlp: Size
     """Hidden features of an expert."""
@@ -120,7 +120,7 @@ class Ernie45MoEConfig(DecoderConfig):
     moe_first: Index = 1
     """The first layer that may have experts."""
     moe_every: Size = 1
-    """Every `moe_every`-th layer has experts, if it is one of those that may have experts."""
+    """Every `moe_every`-th layer has experts, if it is in the range from `moe_first` to `moe_last`."""
     experts: Size = 64
     """The number of experts of a layer."""
     top_k: Size = 6
@@ -130,7 +130,7 @@ class Ernie45MoEConfig(DecoderConfig):
     theta: Positive = 500_000.0
     eps: NotNegative = 1e-5
     bias: bool = False
-    """Whether the maps of attention and feed-forward layers and the head have biases; experts have none."""
+    """Whether the maps of attention and feed-forward layers and the head have biases; experts have no biases."""
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     tied: bool = True

@@ -1,6 +1,7 @@
-"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after sublayers, rotary positions in local layers only.
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after sublayers.
 
-K-EXAONE (LG AI Research 2026) has norms before sublayers, and DeepSeek-V3's mixtures.
+If a model has windows, only layers with a window have rotary positions. K-EXAONE (LG AI Research 2026) has norms before
+sublayers, and DeepSeek-V3's mixtures.
 """
 
 import dataclasses
@@ -62,7 +63,10 @@ def _attention(
 
 
 def _local(published: PublishedConfig, layers: int) -> tuple[int, ...]:
-    """Return all layers but the last of each period, a number or a text such as `LLLG`; none without a period."""
+    """Return the layers with a window, by `sliding_window_pattern`; no layers if it is null or 0.
+
+    The pattern is a period, whose last layer has no window, or a text such as `LLLG`, in which `L` is a window.
+    """
     name = "sliding_window_pattern"
     pattern = published.checked(name, published.nullable(name, 4), str | Index | None)
     if not pattern:  # It may be 0, which transformers writes if there is no window.
@@ -104,7 +108,7 @@ EXAONE4 = Family(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExaoneMoEConfig(SigmoidMoEConfig, DenseLayersConfig):
-    """The config of a K-EXAONE; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+    """The config of a K-EXAONE; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     window: Length | None = 4096
     """The tokens that the layers of `window_layers` see; None: there are no windows, and all layers are rotated."""

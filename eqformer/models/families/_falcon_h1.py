@@ -76,7 +76,7 @@ WEIGHTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FalconH1Config(NetSizes, DecoderConfig):
-    """The config of a Falcon-H1; scales are factors."""
+    """The config of a Falcon-H1."""
 
     embedding_scale: Number = 1.0
     """A factor of the embeddings."""

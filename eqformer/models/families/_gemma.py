@@ -1,8 +1,8 @@
 """Gemma (arXiv:2403.08295), Gemma 2 (arXiv:2408.00118) and the text models of Gemma 3 (arXiv:2503.19786).
 
 Gemma has scaled embeddings, norm weights added to 1, gated GELU and wide heads. Gemma 2 adds four norms a layer,
-softcaps, and a window in every other layer. VaultGemma is a Gemma 2 with two norms. Gemma 3 has five layers with a
-window per layer without, norms of queries and keys, and no softcaps.
+softcaps, and a window in every other layer. VaultGemma is a Gemma 2 with two norms a layer. Gemma 3 has five layers
+with a window for each layer without a window, norms of queries and keys, and no softcaps.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def build_gemma(config: GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
 
 
 class EitherActivation(Activation):
-    """An activation in two attributes, since older readers use `hidden_activation` alone, and newer ones ignore it."""
+    """An activation that two attributes state: older readers use only `hidden_activation`, newer readers ignore it."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the name in `nn.ACTIVATIONS`; refuse two attributes that differ."""
@@ -66,7 +66,7 @@ class EitherActivation(Activation):
         return {self.name: activation}
 
     def write(self, config: object) -> Attributes:
-        """Return both attributes, or only one if the other has the default of older readers."""
+        """Return `hidden_act` and, unless the activation is the default, `hidden_activation`."""
         (name,) = super().write(config).values()
         name = "gelu_python" if name == "gelu" else name
         return {self.published: name} | ({} if name == self.default else {"hidden_activation": name})
@@ -181,7 +181,7 @@ _GEMMA2_ATTRIBUTES: tuple[Entry, ...] = (
     Activation("gelu_pytorch_tanh", "hidden_activation"),
     Attribute("bias", "attention_bias", False),
     Expect("use_bidirectional_attention", False, written=False),
-    Ignore("hidden_act", "cache_implementation", "sliding_window_size"),  # nothing reads these
+    Ignore("hidden_act", "cache_implementation", "sliding_window_size"),  # Transformers does not read these either.
 )
 
 GEMMA2 = Family(
@@ -249,7 +249,7 @@ class Gemma3Config(DecoderConfig):
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
-    """The scaling of rotary positions in layers with a window; None: none."""
+    """The scaling of rotary positions in layers with a window; None: no scaling."""
     tied: bool = True
     max_seq: Length = 131_072
     bidirectional: bool = False
@@ -365,7 +365,7 @@ GEMMA3 = Family(
         Activation("gelu_pytorch_tanh", "hidden_activation"),
         Attribute("bias", "attention_bias", False),
         Attribute("bidirectional", "use_bidirectional_attention", False),
-        # The model does not depend on these; transformers derives the last one from `layer_types`.
+        # The model does not depend on these attributes; transformers derives the last one from `layer_types`.
         Ignore("hidden_act", "cache_implementation", "attn_logit_softcapping", "_sliding_window_pattern"),
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(), *GATED, *FOUR_NORMS),

@@ -1,4 +1,7 @@
-"""Gemma 4, its text models (Gemma team 2026): wide global heads, experts beside a dense layer, or shared keys."""
+"""The text models of Gemma 4 (Gemma team 2026), which have wider heads in layers without a window.
+
+Some models have experts beside each dense layer. In others, the last layers read the keys and values of earlier layers.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,7 +26,7 @@ from ._mixtures import mixture
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Config(DecoderConfig):
-    """The config of a Gemma 4; `head_dim` and `kv_heads` are those of layers with a window."""
+    """The config of a Gemma 4; `head_dim` and `kv_heads` apply to layers with a window."""
 
     window_layers: tuple[Index, ...]
     """The numbers of the layers that see a `window`; all other layers see whole rows."""
@@ -34,21 +37,21 @@ class Gemma4Config(DecoderConfig):
     global_head_dim: Size = 512
     """Channels of a head in layers without a window."""
     global_kv_heads: Size
-    """Heads of keys and values in layers without a window."""
+    """The number of key heads in layers without a window."""
     keys_as_values: bool = False
-    """Whether values are keys in layers without a window."""
+    """Whether layers without a window have no map to values, and use the outputs of the key map as values."""
     theta: Positive = 1_000_000.0
     scaling: nn.RotaryScaling | None = nn.ProportionalScaling(0.25)
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
     local_scaling: nn.RotaryScaling | None = None
-    """The scaling of rotary positions in layers with a window; None: none."""
+    """The scaling of rotary positions in layers with a window; None: no scaling."""
     logit_softcap: Positive | None = None
     """The softcap of the logits."""
     bias: bool = False
     """Whether the attention's projections have biases."""
     experts: OptionalSize = 0
-    """Experts of a layer, beside its dense one; 0: none."""
+    """The number of experts of a layer, beside its dense feed-forward layer; 0: no experts."""
     top_k: Size = 1
     """The number of experts that each token chooses."""
     expert_mlp: Size = 1
@@ -56,11 +59,12 @@ class Gemma4Config(DecoderConfig):
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     reading_layers: OptionalSize = 0
-    """The number of last layers that read keys and values: those of the last earlier layer of their kind."""
+    """The number of layers at the end that have no keys and values of their own. Such a layer reads the keys and values
+    of the last earlier layer of its kind, with or without a window, that computes them."""
     widens_reading: bool = False
     """Whether the layers that read keys and values have twice as many hidden features."""
     input_mlp: OptionalSize = 0
-    """Channels of the vector that each layer has of each token; 0: there are no such vectors."""
+    """Channels of the vector that each layer gets for each token; 0: layers get no such vectors."""
     input_vocab: Size = 262_144
     """The number of ids that have vectors for each layer."""
     tied: bool = True
@@ -68,11 +72,14 @@ class Gemma4Config(DecoderConfig):
 
 
 class Kind(NamedTuple):
-    """A kind of layer: its window, and the names under which it shares or reads keys and values."""
+    """A kind of layer."""
 
     window: int | None
+    """The layer's window; None: the layer sees whole rows."""
     shares: str | None = None
+    """The name by which the layer shares its keys and values with later layers; None: it does not share them."""
     reads: str | None = None
+    """The name of the keys and values that the layer reads from an earlier layer; None: it computes its own."""
 
 
 def kinds_of(config: Gemma4Config) -> list[Kind]:
@@ -82,8 +89,8 @@ def kinds_of(config: Gemma4Config) -> list[Kind]:
     if missing := {*names[count:]} - {*names[:count]}:
         raise ValueError(
             f"Gemma4Config(layers={config.layers}, reading_layers={config.reading_layers}): later layers would read "
-            f"keys of {' and '.join(sorted(missing))} layers, and the first {max(count, 0)} layers have none; "
-            "give fewer reading_layers."
+            f"keys of {' and '.join(sorted(missing))} layers, but none of the first {max(count, 0)} layers is such a "
+            "layer; give fewer reading_layers."
         )
     last = {name: layer for layer, name in enumerate(names[:count])} if config.reading_layers else {}
     kinds = [
@@ -101,7 +108,7 @@ def unread(config: Any) -> tuple[str, ...]:
 
 
 class GlobalWindows(Windows):
-    """`Windows` of all layers but each sixth and the last."""
+    """`Windows`, by default of all layers but every sixth; the last layer never has a window."""
 
     def __init__(self):
         super().__init__(512, lambda _, layers: all_but_every(6, layers))
@@ -116,7 +123,10 @@ class GlobalHeads(Entry):
     """The size and number of key heads in layers without a window, stated once or layer by layer."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `global_head_dim`, `global_kv_heads` and `keys_as_values`; refuse layers that differ otherwise."""
+        """Return `global_head_dim`, `global_kv_heads` and `keys_as_values`.
+
+        Refuse a list by layers unless it has equal attributes for all layers without a window, and for no others.
+        """
         size, shared = published.read("global_head_dim", Size, 512), published.flag("attention_k_eq_v", False)
         kv_heads = published.read("num_key_value_heads", Size, 4)
         heads = published.read("num_global_key_value_heads", Size, kv_heads) if shared else kv_heads
@@ -129,7 +139,8 @@ class GlobalHeads(Entry):
             is_alike = all(attributes == stated for attributes in by_layer.values())
             if not known or listed != {*global_layers} or not is_alike:
                 published.refuse(
-                    f"per_layer_config={by_layer}: layers {global_layers}, without a window, must be alike."
+                    f"per_layer_config={by_layer}: it must have the same head_dim and num_key_value_heads for layers "
+                    f"{global_layers}, which have no window, and nothing else."
                 )
             within = PublishedConfig(stated, f"{published.source}: per_layer_config")
             size = within.read("head_dim", Size, published.read("head_dim", Size, 256))
@@ -137,7 +148,7 @@ class GlobalHeads(Entry):
         return {"global_head_dim": size, "global_kv_heads": heads, "keys_as_values": shared}
 
     def write(self, config: Gemma4Config) -> Attributes:
-        """Return one set of attributes for all layers, as published, if possible, and otherwise some layer by layer."""
+        """Return attributes for all layers without a window at once or, if that is not possible, `per_layer_config`."""
         attributes = {"global_head_dim": config.global_head_dim, "attention_k_eq_v": config.keys_as_values}
         if config.keys_as_values:
             return attributes | {"num_global_key_value_heads": config.global_kv_heads}
@@ -164,7 +175,7 @@ _CHANNELS, _IDS = ("hidden_size_per_layer_input", OptionalSize, 256), ("vocab_si
 
 @dataclasses.dataclass(frozen=True)
 class MaybeExperts(Entry):
-    """Experts beside the dense layers, if they are switched on."""
+    """Experts beside the dense layers, if `enable_moe_block` is true."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `experts`, `top_k` and `expert_mlp`."""
@@ -176,7 +187,7 @@ class MaybeExperts(Entry):
         return {}
 
     def write(self, config: Gemma4Config) -> Attributes:
-        """Return the switch, and what it switches on."""
+        """Return `enable_moe_block` and, if it is true, the numbers of experts."""
         if not config.experts:
             return {"enable_moe_block": False}
         attributes = {
@@ -203,7 +214,7 @@ GEMMA4_WEIGHTS = (
     Rule(f"{LAYER}router.per_expert_scale", f"{_ROUTER}.expert_scale"),
     Rule(f"{LAYER}experts.gate_up_proj", (f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"), axis=1),
     Rule(f"{LAYER}experts.down_proj", f"{_EXPERTS}.down.weight"),
-    # GGUF files have arrays of each expert.
+    # GGUF files have separate arrays for each expert.
     Rule(
         f"{LAYER}experts.{{expert}}.gate_up_proj.weight",
         (f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"),
@@ -295,7 +306,7 @@ PRESETS: Mapping[str, Gemma4Config] = {
 
 
 def _attention(config: Gemma4Config, kind: Kind, key: Key[Array, ""]) -> nn.Attention | nn.CrossLayerAttention:
-    """Return the attention of a layer, which computes its keys and values or reads those of an earlier layer."""
+    """Return the attention of a layer, which computes its keys and values or reads them from an earlier layer."""
     if kind.window is None:
         size, kv_heads = config.global_head_dim, config.global_kv_heads
         rotary = rotary_of(config, size, "global_head_dim", scaling=config.scaling)

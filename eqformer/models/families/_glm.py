@@ -3,7 +3,7 @@
 GLM-4 and GLM-4.5 rotate half of each head. The GLM-4 of 2024 has norms before sublayers, and GLM-4-0414 also after
 them. GLM-4.5 has DeepSeek-V3's mixtures, and Solar Open (Upstage 2025) has a GLM-4.5's mixtures in all layers.
 GLM-4.7-Flash is a DeepSeek-V3 of other sizes. GLM-5 is a DeepSeek-V3.2 with wider heads, in which some layers see the
-keys that an earlier layer chose.
+keys that an earlier layer selected.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ def build_glm4(config: GLM4Config, *, key: Key[Array, ""]) -> Transformer:
 
 
 def _build(config: GLM4Config, add_norms: Callable[..., Block], *, key: Key[Array, ""]) -> Transformer:
-    """Return a GLM-4 whose blocks `add_norms` makes of an attention and a feed-forward layer."""
+    """Return a GLM-4; `add_norms` makes a block of an attention and a feed-forward layer."""
     rotary = part_rotary(config, interleaved=True)
 
     def block(key: Key[Array, ""]) -> Block:
@@ -134,7 +134,7 @@ GLM = Family(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GLM4MoEConfig(SigmoidMoEConfig):
-    """The config of a GLM-4.5; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+    """The config of a GLM-4.5; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     rotary_fraction: Fraction = 0.5
     """The part of a head's channels that has rotary positions."""
@@ -225,7 +225,7 @@ class GLM4MoELiteConfig(DeepSeekV3Config):
 
 
 class _MixturesOrOneDense(Entry):
-    """`mlp_layer_types`; without a list, the first layer alone is dense, whatever other attributes say."""
+    """`mlp_layer_types`; without this list, only the first layer is dense, and no other attribute may differ."""
 
     _types = LayerMixtures()
 
@@ -340,7 +340,8 @@ class GLMMoEDSAConfig(DeepSeekV32Config):
     v_dim: Size = 256
     index_heads: Size = 32
     reading_layers: tuple[Index, ...] = ()
-    """The numbers of the layers without an indexer; they see the keys that the last layer with an indexer chose."""
+    """The numbers of the layers without an indexer. Such a layer uses the keys that the last layer before it with an
+    indexer selected."""
     groups: Size = 1
     kept_groups: Size = 1
     theta: Positive = 1_000_000.0
@@ -354,7 +355,7 @@ def build_glm_moe_dsa(config: GLMMoEDSAConfig, *, key: Key[Array, ""]) -> Transf
 
 
 def reading_kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together[LatentKind]]:
-    """Return each layer with an indexer together with the layers that read its choice."""
+    """Return the kinds of layers; a layer with an indexer is joined to the layers that read its selected keys."""
     rows: list[list[LatentKind]] = []
     for layer, is_mixture in enumerate(config.mixtures):
         if layer not in config.reading_layers:
@@ -363,14 +364,14 @@ def reading_kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together[LatentK
             rows[-1] = [rows[-1][0]._replace(shares="choice"), *rows[-1][1:], LatentKind(is_mixture, reads="choice")]
         else:
             raise ValueError(
-                f"{type(config).__name__}(reading_layers={config.reading_layers}): no layer before the first has an "
-                "indexer; leave 0 out."
+                f"{type(config).__name__}(reading_layers={config.reading_layers}): layer 0 has no earlier layer whose "
+                "keys it could read; remove 0 from reading_layers."
             )
     return [row[0] if len(row) == 1 else Together(tuple(row)) for row in rows]
 
 
 class ReadingLayers(Entry):
-    """`indexer_types` or, without a list, a pattern of letters or a period from which the list is made."""
+    """`indexer_types`; without this list, it is made from a pattern of letters or from a period."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""
@@ -382,7 +383,7 @@ class ReadingLayers(Entry):
 
 
 def published_indexer_types(published: PublishedConfig) -> list[str]:
-    """Return `indexer_types` or, without a list, what a pattern or a period states."""
+    """Return `indexer_types`; without this list, make it from `index_topk_pattern` or from `index_topk_freq`."""
     layers, types = layers_of(published), published.listed("indexer_types", str)
     pattern = published.read("index_topk_pattern", str | list[str], None)
     period = published.count("index_topk_freq", 1, minimum=0)
@@ -401,7 +402,7 @@ def check_indexer_types(published: PublishedConfig, types: list[str]) -> Fields:
     """Return `reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""
     layers = layers_of(published)
     if len(types) != layers or {*types} - {"full", "shared"} or types[0] != "full":
-        published.refuse(f"indexer_types={types} must name {layers} layers, 'full' or 'shared', and the first 'full'.")
+        published.refuse(f"indexer_types={types} must have {layers} items, 'full' or 'shared', and begin with 'full'.")
     return {"reading_layers": tuple(layer for layer, kind in enumerate(types) if kind == "shared")}
 
 

@@ -349,7 +349,7 @@ GLM5_NEXT = Family(
         Attribute("tied", "tie_word_embeddings", False),
         Attribute("bias", "attention_bias", False),
         Attribute("max_seq", "max_position_embeddings", 1_048_576),
-        *(Expect("hidden_act", "silu"), Unpublished("activation", "silu", "experts have it in any case")),
+        *(Expect("hidden_act", "silu"), Unpublished("activation", "silu", "experts always have silu")),
         *(
             Unpublished(name, value, "no channel is rotated")
             for name, value in (("rope_dim", 64), ("theta", 1e4), ("scaling", None), ("temperature", 0.0))

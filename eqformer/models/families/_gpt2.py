@@ -30,7 +30,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("tied", "tie_word_embeddings", True),
     Attribute("layer_scales", "scale_attn_by_inverse_layer_idx", False),
     Expect("add_cross_attention", False, written=False),
-    Ignore("reorder_and_upcast_attn"),  # it changes rounding alone, and scores have float32 at least
+    Ignore("reorder_and_upcast_attn"),  # It changes only rounding, and scores have at least float32 here.
     Ignore("n_ctx", "predict_special_tokens", *_SUMMARY, attn_pdrop=0.0),
 )
 
@@ -65,11 +65,11 @@ class GPT2Config(ModelConfig):
     """The config of a GPT-2. Dropout acts on the embeddings and on both residual additions, not inside the softmax."""
 
     layers: LayerCount
-    """Layers."""
+    """The number of layers."""
     heads: Size
-    """Heads."""
+    """The number of heads."""
     max_seq: Length = 1024
-    """The longest rows: the positions of the table."""
+    """The number of learned positions, which is the length of the longest rows, in tokens."""
     mlp: Size | None = None
     """Hidden features of a feed-forward layer; None: 4 * embed."""
     activation: str = "gelu_tanh"

@@ -1,7 +1,7 @@
 """GPT-NeoX (Black et al. 2022) with Pythia (Biderman et al. 2023), StarCoder2 (Lozhkov et al. 2024), Jais 2 (2025).
 
 Their norms are `LayerNorm`s with biases, and their feed-forward layers have no gates. GPT-NeoX rotates a part of each
-head, and its sublayers stand side by side.
+head, and its attention and feed-forward layer read the same input.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ class _UnstatedKeyHeads(Entry):
 
 
 class _RepeatedRotary(Entry):
-    """Attributes that repeat those for rotary positions, as transformers writes them since release 4.45."""
+    """Newer names of the attributes for rotary positions, which transformers also writes since release 4.45."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return no field; refuse a value other than the repeated one."""
@@ -146,7 +146,7 @@ GPT_NEOX = Family(
         Attribute("tied", "tie_word_embeddings", False),
         Attribute("max_seq", "max_position_embeddings", 2048),
         Ignore("classifier_dropout"),
-        Ignore("attention_probs_dropout_prob", "hidden_dropout_prob", "type_vocab_size"),  # the first configurations
+        Ignore("attention_probs_dropout_prob", "hidden_dropout_prob", "type_vocab_size"),  # in the first configurations
     ),
     (
         Rule("gpt_neox.embed_in.weight", "embedding.weight"),

@@ -31,7 +31,7 @@ class GPTOSSConfig(DecoderConfig):
     top_k: Size = 4
     """The number of experts that each token chooses."""
     limit: Positive = 7.0
-    """The bound of the two factors of an expert's hidden features: the gate and the other map's output."""
+    """The bound of the outputs of an expert's maps `gate` and `up`."""
     head_dim: Size = 64
     activation: str = "quick_gelu"
     theta: Positive = 150_000.0
@@ -104,7 +104,7 @@ GPT_OSS = Family(
         Attribute("bias", "attention_bias", True),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Expect("hidden_act", "silu"),
-        Unpublished("activation", "quick_gelu", "experts have it whatever is said"),
+        Unpublished("activation", "quick_gelu", "experts always have quick_gelu"),
         Expect("swiglu_alpha", 1.702, written=False),
         Ignore("experts_per_token", "initial_context_length"),  # repeat other attributes
     ),

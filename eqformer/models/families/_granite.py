@@ -1,7 +1,8 @@
 """Granite 3 (Granite Team, IBM, 2024) and Granite 4 (IBM 2025).
 
-Granite 3 is a Llama with multipliers of embeddings, scores, sublayers and logits; some have experts. Granite 4 has
-Mamba-2 in most layers, attention without positions in a few, and experts beside a dense layer.
+Granite 3 is a Llama with multipliers of embeddings, scores, sublayers and logits; some models have experts. Granite 4
+has Mamba-2 in most layers, attention, usually without positions, in a few, and in some models experts beside a dense
+layer.
 """
 
 import dataclasses
@@ -136,7 +137,7 @@ _GRANITE_PRESETS = {
 
 
 class _Divisor(Attribute):
-    """A number that is not 0."""
+    """A divisor of the logits, which must not be 0."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value."""
@@ -188,7 +189,7 @@ class GraniteMoESharedConfig(GraniteMoEConfig):
     """The config of a Granite 3 with experts beside a shared expert; `mlp` is an expert's width."""
 
     shared_mlp: OptionalSize = 0
-    """Hidden features of the shared expert; 0: there is none."""
+    """Hidden features of the shared expert; 0: there is no shared expert."""
 
 
 def build_granite_moe(config: GraniteMoEConfig | GraniteMoESharedConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -203,7 +204,7 @@ def build_granite_moe(config: GraniteMoEConfig | GraniteMoESharedConfig, *, key:
 
 
 def granite_mixture(config: GraniteMoEConfig, shared_mlp: int, keys: Key[Array, "3"]) -> MoE:
-    """Return experts beside a shared expert of `shared_mlp` hidden features; 0: there is none."""
+    """Return experts beside a shared expert of `shared_mlp` hidden features; 0: there is no shared expert."""
     router, experts, shared = keys
     return mixture(
         config,
@@ -240,7 +241,7 @@ _GRANITE_MOE_SHARED_PRESETS = {
 def joined_weights(name: str, path: str, axis: int = 0) -> tuple[Rule, ...]:
     """Return the rules for a gated layer, or gated experts, published with `gate` and `up` as one array.
 
-    In GGUF files, all three maps are arrays of their own, also those of each expert.
+    In GGUF files, each of the three maps is an array of its own, also for each expert.
     """
     apart = gated_weights(path[:-1], prefix=f"{name}experts.{{expert}}." if axis else name)
     return (
@@ -262,7 +263,7 @@ def moe_attributes(rotary: Entry = RotaryPositions()) -> tuple[Entry, ...]:
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Activation(),
         Attribute("bias", "attention_bias", False),
-        *(Unpublished("mlp_bias", False, "no layer has one"), Expect("mlp_bias", False, written=False)),
+        *(Unpublished("mlp_bias", False, "no MLP has a bias"), Expect("mlp_bias", False, written=False)),
     )
 
 
@@ -300,11 +301,11 @@ class GraniteHybridConfig(NetSizes, GraniteConfig):
     attention_layers: tuple[Index, ...]
     """The numbers of the layers with attention."""
     shared_mlp: Size
-    """Hidden features of the layer that every token has."""
+    """Hidden features of the dense feed-forward layer, through which every token passes."""
     rotary: bool = False
     """Whether the attention has rotary positions."""
     experts: OptionalSize = 0
-    """Experts of a layer; 0: there are none."""
+    """The number of experts of a layer; 0: there are no experts."""
     top_k: OptionalSize = 2
     """The number of experts that each token chooses; no effect without experts."""
     balance: NotNegative = 0.001
@@ -420,7 +421,7 @@ GRANITE_HYBRID = Family(
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Activation(),
         Attribute("bias", "attention_bias", False),
-        *(Unpublished("mlp_bias", False, "no layer has one"), Expect("mlp_bias", False, written=False)),
+        *(Unpublished("mlp_bias", False, "no MLP has a bias"), Expect("mlp_bias", False, written=False)),
         Expect("normalization_function", "rmsnorm", written=False),
         Ignore("mamba_chunk_size", "init_method"),
     ),

@@ -1,6 +1,6 @@
 """Granite SWA (Granite Team, IBM, 2026): a Granite 3 with windows in most layers and a sink in each softmax.
 
-Each layer has a base of rotary positions of its own, or none; some have experts.
+Each layer has a base of rotary positions of its own, or no rotary positions. Some models have experts.
 """
 
 import dataclasses
@@ -42,7 +42,8 @@ class _WindowsAndBases(GraniteConfig):
     window: Length = 128
     """The number of tokens that the layers of `window_layers` see."""
     layer_thetas: tuple[NotNegative, ...] = ()
-    """The base of rotary positions of each layer; 0: the layer has none. An empty tuple: all layers have `theta`."""
+    """The base of rotary positions of each layer; 0: the layer has no rotary positions. An empty tuple: all layers have
+    `theta`."""
 
     def __post_init__(self):
         if self.layer_thetas and len(self.layer_thetas) != self.layers:
@@ -53,7 +54,7 @@ class _WindowsAndBases(GraniteConfig):
 
     @property
     def thetas(self) -> tuple[float, ...]:
-        """The base of rotary positions of each layer; 0: the layer has none."""
+        """The base of rotary positions of each layer; 0: the layer has no rotary positions."""
         return self.layer_thetas or (self.theta,) * self.layers
 
 
@@ -106,12 +107,12 @@ class _LayerThetas(Entry):
         return fields | {"layer_thetas": () if {*thetas} == {fields["theta"]} else thetas}
 
     def write(self, config: _WindowsAndBases) -> Attributes:
-        """Return the attributes of both."""
+        """Return the attributes of rotary positions, and `layer_rope_theta`."""
         return RotaryPositions().write(config) | {"layer_rope_theta": list(config.thetas)}
 
 
 def _all_but_every_fourth_from_the_first(published: PublishedConfig, layers: int) -> tuple[int, ...]:
-    """Choose the layers with a window of a configuration without `layer_types`."""
+    """Return the layers with a window, for a configuration without `layer_types`."""
     return tuple(layer for layer in range(layers) if layer % 4)
 
 

@@ -1,4 +1,4 @@
-"""Hunyuan (Tencent 2025): a Llama whose queries and keys are normed after their rotation, also with experts.
+"""Hunyuan (Tencent 2025): a Llama whose queries and keys are normed after their rotation; some models have experts.
 
 Hy3 (Tencent 2026) norms queries and keys before their rotation, and has DeepSeek-V3's mixtures.
 """
@@ -58,7 +58,7 @@ def _rotary_then_norm(config: DecoderConfig) -> RotaryThenNorm:
 
 
 class AlphaRotaryPositions(RotaryPositions):
-    """Rotary positions in which a `dynamic` scaling with an `alpha` is a larger base, at any length."""
+    """Rotary positions in which a `dynamic` scaling with an `alpha` means a larger base, for rows of any length."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`."""
@@ -82,7 +82,7 @@ class AlphaRotaryPositions(RotaryPositions):
 _READ_HERE = ("rope_type", "type", "rope_theta")
 
 _ATTRIBUTES = (
-    *(*decoder_attributes(AlphaRotaryPositions()), StatedHeadSize()),  # transformers does not compute it
+    *(*decoder_attributes(AlphaRotaryPositions()), StatedHeadSize()),  # Transformers computes no head size.
     Attribute("bias", "attention_bias", False),
     Activation(),
     Expect("mlp_bias", False, written=False),
@@ -134,7 +134,9 @@ class HunyuanMoEConfig(DecoderConfig):
 
     def __post_init__(self):
         if len(self.top_ks) != self.layers:
-            raise ValueError(f"HunyuanMoEConfig(layers={self.layers}, top_ks={self.top_ks}): give one for each layer.")
+            raise ValueError(
+                f"HunyuanMoEConfig(layers={self.layers}, top_ks={self.top_ks}): give a number for each layer."
+            )
 
     @property
     def top_k(self) -> int:
@@ -218,7 +220,7 @@ HUNYUAN_MOE = Family(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hy3Config(SigmoidMoEConfig, DenseLayersConfig):
-    """The config of a Hy3; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+    """The config of a Hy3; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     bias: bool = False
     """Whether the attention's four projections have biases."""
@@ -264,7 +266,7 @@ HY3 = Family(
         Attribute("bias", "attention_bias", False),
         Activation(),
         *(Unpublished(name, 1, "there are no groups of experts") for name in ("groups", "kept_groups")),
-        Unpublished("normalise", True, "weights always add up to the scale"),
+        Unpublished("normalise", True, "the weights of a token's experts always add up to the scale"),
         Unpublished("balance", 0.0001, "no attribute states the weight of a balance loss"),
         Expect("mlp_bias", False, written=False),
         Ignore("enable_moe_fp32_combine"),  # The dtype in which outputs of experts are added.

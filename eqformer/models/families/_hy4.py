@@ -1,7 +1,7 @@
-"""Hy4 (Tencent 2026): GLM-5's chosen keys and DeepSeek-V3's mixtures around several residual streams.
+"""Hy4 (Tencent 2026): GLM-5's indexers and DeepSeek-V3's mixtures, with several residual streams.
 
-Streams are read and written by hyper-connections, and are not mixed. Attention has sinks and gates, and experts bound
-their hidden features.
+Hyper-connections read and write the streams, but do not mix them. Attention has sinks and gates. Experts bound the
+outputs of their maps `gate` and `up`.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ class Hy4Config(GLMMoEDSAConfig):
     write_scale: Positive = 2.0
     """The largest weight with which a sublayer writes to a stream."""
     stream_eps: NotNegative = 1e-6
-    """Added to the weights of reading and of writing streams."""
+    """The number that is added to the weights with which streams are read and written."""
     limit: Positive = 10.0
-    """The bound of the two factors of an expert's hidden features."""
+    """The bound of the outputs of an expert's maps `gate` and `up`."""
     theta: Positive = 10_000.0
     max_seq: Length = 262_144
 
@@ -109,7 +109,10 @@ _PRESETS = {
 
 
 def stream_weights(published: str, path: str, *variants: str) -> tuple[Rule, ...]:
-    """Return the rules of a `StreamWeights` at a path, published under one of several prefixes of its arrays."""
+    """Return the rules of a `StreamWeights` at a path.
+
+    `published` and `variants` are the prefixes that its arrays may have in a folder; `published` is written.
+    """
     pattern = "stream_logits (streams embed) -> stream_logits streams embed"
     arrays = (("fn", "weight", pattern), ("base", "base", ""), ("scale", "scale", ""))
     return tuple(
@@ -119,7 +122,8 @@ def stream_weights(published: str, path: str, *variants: str) -> tuple[Rule, ...
     )
 
 
-# transformers writes these names; publishers and older folders may have the other ones, which transformers reads too.
+# Transformers writes the names `_GATED`. Older folders and publishers' folders may have the names `_OTHERS`, which
+# transformers reads too.
 _GATED = ("linear_gate", "up_proj", "down_proj")
 _OTHERS = {rule.name for rule in (*GATED, *MIXTURE[1:], *SHARED)}
 _WEIGHTS = (
@@ -153,7 +157,7 @@ HY4 = Family(
     (
         *latent_attributes(
             mixtures=(LayerMixtures(),),
-            activation=(Expect("hidden_act", "silu"), Unpublished("activation", "silu", "experts have it in any case")),
+            activation=(Expect("hidden_act", "silu"), Unpublished("activation", "silu", "experts always have silu")),
             max_seq=262_144,
         ),
         AllLayers("layer_types", "indexed_attention"),

@@ -1,8 +1,10 @@
 """JAXformer (Makkar, Makkar and Jindal 2025): latent attention in blocks of several layers, tied embedding.
 
-Numbers and the order of layers follow the published program: norms with a shift, biases in every map, and blocks whose
-last layer has no rotary position and, with `experts`, a mixture beside shared ones (which the program leaves out
-of its sum). Latent attention is the paper's (DeepSeek-V2): the program's scores depend on more than relative position.
+Sizes and the order of layers follow the published program: norms have a shift, every map has a bias, and the last layer
+of each block has no rotary positions. With `experts`, the last layer of each block is a mixture beside shared experts.
+
+Two parts differ from the program. It leaves the shared experts out of its sum. Its attention scores depend on more than
+relative positions; here, latent attention follows the paper (DeepSeek-V2).
 """
 
 import dataclasses
@@ -20,11 +22,11 @@ class JAXformerConfig(ModelConfig):
     """The config of a JAXformer."""
 
     blocks: Size
-    """The number of times that the layers of a block repeat."""
+    """The number of blocks."""
     layers_per_block: Size
-    """Layers of a block."""
+    """The number of layers of a block."""
     heads: Size
-    """Heads."""
+    """The number of heads."""
     latent: Size
     """Channels of the latent of keys and values."""
     rope_dim: Size
@@ -38,11 +40,11 @@ class JAXformerConfig(ModelConfig):
     dropout: Rate = 0.0
     """The rate of dropout."""
     experts: Size | None = None
-    """Experts of a mixture; None: dense layers throughout."""
+    """The number of experts of a mixture; None: all layers are dense."""
     top_k: Size = 2
     """The number of experts that each token chooses."""
     shared: OptionalSize = 2
-    """The number of shared experts, which are one layer of so many times the width."""
+    """The number of shared experts, which together are one dense layer of so many times an expert's width."""
     capacity: Positive = 1.5
     """The experts' slots, as a multiple of the slots that even loads need."""
     balance: NotNegative = 0.01
@@ -122,7 +124,7 @@ _PRESETS = {
     "jaxformer-byte-1m": _SMALL,
     "jaxformer-byte-7m": dataclasses.replace(_SMALL, embed=256, blocks=4, dropout=0.1),
     "jaxformer-byte-4m": dataclasses.replace(_SMALL, experts=16),
-    # The published 8 blocks of 6 layers, without its experts and with them.
+    # The published sizes, 8 blocks of 6 layers, without and with experts.
     "jaxformer-dense": _LARGE,
     "jaxformer": dataclasses.replace(_LARGE, experts=16),
 }

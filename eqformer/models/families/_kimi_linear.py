@@ -35,7 +35,7 @@ class _Net(Entry):
     def read(self, published: PublishedConfig) -> Fields:
         """Return the three fields."""
         nested = _of_nets(published)
-        for name in ("full_attn_layers", "kda_layers"):  # other entries read them
+        for name in ("full_attn_layers", "kda_layers"):  # Read here only so that `finish` does not refuse them.
             nested.listed(name, Size)
         fields = {
             field: nested.count(inner, published.count(name, default)) for field, name, inner, default in self.names
@@ -64,7 +64,7 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     *(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
     LayerTypes("attention_layers", ("full_attention", "linear_attention"), _attention),
     Count("expert_mlp", "moe_intermediate_size", 1024),
-    # If a configuration has both names, transformers uses the second of these.
+    # If a configuration has both names, transformers uses the second name.
     _either("experts", "num_experts", "num_local_experts", 256),
     _either("top_k", "num_experts_per_token", "num_experts_per_tok", 8),
     _either("shared", "num_shared_experts", "n_shared_experts", 1, minimum=0),
@@ -78,7 +78,7 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     Count("rope_dim", "qk_rope_head_dim", 64),
     Count("v_dim", "v_head_dim", 128),
     Attribute("eps", "rms_norm_eps", 1e-5),
-    *(Unpublished("tied", False, "transformers never ties it"), Expect("tie_word_embeddings", False)),
+    *(Unpublished("tied", False, "transformers never ties the head"), Expect("tie_word_embeddings", False)),
     Attribute("max_seq", ("model_max_length", "max_position_embeddings"), 1_048_576),
     *(
         Unpublished(name, value, "no channel is rotated")
@@ -129,13 +129,13 @@ class LatentNetConfig(SigmoidLatentConfig):
     """The config of a model whose layers have latent attention or a `ChannelDeltaNet`, and mixtures or dense MLPs."""
 
     attention_layers: tuple[Index, ...]
-    """The numbers of the layers with latent attention; all other layers have nets."""
+    """The numbers of the layers with latent attention; all other layers have delta nets."""
     net_heads: Size = 32
-    """Heads of a net."""
+    """The number of heads of a delta net."""
     net_head_dim: Size = 128
-    """Channels of a query, key or value head of a net."""
+    """Channels of a query, key or value head of a delta net."""
     taps: Size = 4
-    """The number of tokens that a net's convolutions read."""
+    """The number of tokens that a delta net's convolutions read."""
     q_latent: Size | None = None
 
 
@@ -152,8 +152,8 @@ def build_latent_nets(
     Args:
         config: The config.
         attention: Returns the attention of a layer.
-        rank: The `rank` of the nets.
-        lowest_log_decay: The `lowest_log_decay` of the nets.
+        rank: The `rank` of every `ChannelDeltaNet`.
+        lowest_log_decay: The `lowest_log_decay` of every `ChannelDeltaNet`.
         key: The key of the weights.
     """
 
@@ -188,7 +188,10 @@ def build_latent_nets(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiLinearConfig(LatentNetConfig):
-    """The config of a Kimi Linear, which has no positions; `theta`, `scaling` and `temperature` have no effect."""
+    """The config of a Kimi Linear.
+
+    The model has no rotary positions, so `theta`, `scaling` and `temperature` have no effect.
+    """
 
     first_dense: Index = 1
     groups: Size = 1

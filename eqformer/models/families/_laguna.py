@@ -1,4 +1,4 @@
-"""Laguna (Poolside 2026): softplus gates of heads, other numbers of heads in some layers, a shared expert."""
+"""Laguna (Poolside 2026): attention with softplus gates, numbers of heads that differ by layer, and a shared expert."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ from ._mixtures import DenseLayersConfig, LayerMixtures, MIXTURE, mixture, small
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LagunaConfig(DenseLayersConfig):
-    """The config of a Laguna; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` those of experts."""
+    """The config of a Laguna; `mlp` is the width of a dense layer."""
 
     layer_heads: tuple[Size, ...] = ()
     """The query heads of each layer; empty: all layers have `heads`."""
@@ -51,7 +51,7 @@ class LagunaConfig(DenseLayersConfig):
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
-    """The scaling of rotary positions in layers with a window; None: none."""
+    """The scaling of rotary positions in layers with a window; None: no scaling."""
     expert_mlp: Size = 512
     """Hidden features of an expert."""
     shared_mlp: Size = 512
@@ -61,7 +61,7 @@ class LagunaConfig(DenseLayersConfig):
     top_k: Size = 8
     """The number of experts that each token chooses."""
     scale: Number = 1.0
-    """A factor of the experts' weights, which add up to 1 before."""
+    """A factor of the experts' weights; without it, a token's weights add up to 1."""
     first_dense: Index = 1
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
@@ -106,12 +106,12 @@ def build_laguna(config: LagunaConfig, *, key: Key[Array, ""]) -> Transformer:
 
 
 def _heads_of(config: LagunaConfig) -> tuple[int, ...]:
-    """Return the query heads of each layer; raises a `ValueError` unless the config has them for each layer."""
+    """Return the query heads of each layer; raises a `ValueError` if the config's list has another length."""
     heads = config.layer_heads or (config.heads,) * config.layers
     if len(heads) != config.layers:
         raise ValueError(
             f"LagunaConfig(layers={config.layers}, layer_heads={config.layer_heads}): give the number of heads of each "
-            "layer, or none."
+            "layer, or an empty tuple."
         )
     return heads
 
@@ -134,12 +134,12 @@ class _LayerHeads(Entry):
 
 
 class _Gating(Entry):
-    """Whether gates are per head (true too) or per element."""
+    """The attribute `gating`: a gate for each head, which true means too, or a gate for each channel."""
 
     _names = ("per-element", "per-head")
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `by_heads`; refuse other gates, and none."""
+        """Return `by_heads`; refuse other values."""
         published.expect("gating", True, *self._names)
         return {"by_heads": published.take("gating", True) in (True, "per-head")}
 

@@ -1,4 +1,4 @@
-"""LFM2 and 2.5 (Liquid AI 2025, arXiv:2511.23404): short convolutions, and attention in some layers; mixtures too.
+"""LFM2 and 2.5 (Liquid AI 2025, arXiv:2511.23404): short convolutions, attention in some layers, and mixtures.
 
 LFM3 (Liquid AI 2026) has attention with windows and gates too, and norms before and after sublayers.
 """
@@ -58,7 +58,7 @@ def _mixer(config: ConvConfig, is_attention: bool, key: Key[Array, ""]) -> Atten
 
 
 def _listed(published: PublishedConfig, layers: int) -> Iterable[int]:
-    """Return the layers with attention where no types are listed; by default all."""
+    """Return the layers with attention, for a configuration without `layer_types`; by default all layers."""
     numbers = published.listed("full_attn_idxs", Index)
     return range(layers) if numbers is None else numbers
 
@@ -71,7 +71,7 @@ _ATTRIBUTES: tuple[Entry, ...] = (
     LayerTypes("attention_layers", ("full_attention", "conv"), _listed),
     Attribute("taps", "conv_L_cache", 3),
     Attribute("bias", "conv_bias", False),
-    *(Expect("hidden_act", "silu", written=False), Unpublished("activation", "silu", "all layers have it")),
+    *(Expect("hidden_act", "silu", written=False), Unpublished("activation", "silu", "all layers use silu")),
     Expect("block_use_swiglu", True, written=False),
     Expect("use_pos_enc", True, written=False),
     Expect("theta", 1_000_000.0, written=False),
@@ -116,7 +116,10 @@ def build_lfm2(config: LFM2Config, *, key: Key[Array, ""]) -> Transformer:
 
 
 class _Width(Entry):
-    """Hidden features; configurations may state those of a layer without gates, of which two thirds are used."""
+    """The number of hidden features.
+
+    Configurations may state the number of a layer without gates; a gated layer then has about two thirds as many.
+    """
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `mlp`."""
@@ -157,7 +160,7 @@ LFM2 = Family(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LFM2MoEConfig(ConvConfig):
-    """The config of an LFM2 with experts; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+    """The config of an LFM2 with experts; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     expert_mlp: Size
     """Hidden features of an expert."""
@@ -168,7 +171,7 @@ class LFM2MoEConfig(ConvConfig):
     first_dense: Index = 2
     """The number of layers at the beginning without experts."""
     normalise: bool = True
-    """Whether a token's weights are divided by their sum."""
+    """Whether the weights of a token's experts are divided by their sum."""
     scale: Number = 1.0
     """A factor of the weights of a token's experts."""
     biased: bool = True
@@ -264,7 +267,7 @@ class LFM3Config(ConvConfig):
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
-    """The scaling of rotary positions in layers with a window; None: none."""
+    """The scaling of rotary positions in layers with a window; None: no scaling."""
     taps: Size = 7
 
 
@@ -306,7 +309,10 @@ def _types_of(config: LFM3Config) -> list[str]:
 
 
 class _ThreeTypes(Entry):
-    """The layers with attention to whole rows and to windows; by default the third and the fifth of four."""
+    """The layers with attention.
+
+    By default, layers 2, 6, 10 and so on attend to whole rows, and layers 4, 8, 12 and so on to windows.
+    """
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `attention_layers` and `window_layers`; refuse lists of other lengths and types."""
@@ -349,7 +355,7 @@ LFM3 = Family(
         Expect("attention_bias", False),
         Attribute("gated", "use_attention_gate", True),
         Attribute("sandwich", "use_sandwich_norm", True),
-        *(Expect("hidden_act", "silu", written=False), Unpublished("activation", "silu", "all layers have it")),
+        *(Expect("hidden_act", "silu", written=False), Unpublished("activation", "silu", "all layers use silu")),
     ),
     (
         *(dataclasses.replace(rule, name=rule.name.replace(".norm.", ".embedding_norm.")) for rule in EDGES),

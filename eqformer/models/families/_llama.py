@@ -2,9 +2,9 @@
 
 Close variants of Llama are in this file too. AFM (Arcee AI 2025) has squared ReLUs without gates, Helium (Kyutai 2025)
 rotates neighboring channels together, and the Code World Model (Meta FAIR 2025) has windows in three of four layers.
-SmolLM3 (Bakouch et al. 2025) has no rotary positions in each fourth layer (arXiv:2501.18795), Seed-OSS (ByteDance Seed
-2025) has biased queries, keys and values, InternLM3 (Shanghai AI Laboratory 2025) biases of all maps or none, and
-EuroBERT (Boizard et al. 2025, arXiv:2503.05500) is an encoder that is trained on masked tokens.
+SmolLM3 (Bakouch et al. 2025) has no rotary positions in every fourth layer (arXiv:2501.18795), and Seed-OSS (ByteDance
+Seed 2025) has biases of queries, keys and values. InternLM3 (Shanghai AI Laboratory 2025) has biases of all maps or no
+biases, and EuroBERT (Boizard et al. 2025, arXiv:2503.05500) is an encoder that is trained on masked tokens.
 """
 
 import dataclasses
@@ -391,7 +391,7 @@ class _LayerBias(Entry):
         """Return `bias`; refuse biases of attention alone or of feed-forward layers alone, as transformers does."""
         of_attention, of_mlp = (published.flag(name, published.flag(older, False)) for name, older in self._names)
         if of_attention != of_mlp:
-            published.refuse(f"attention_bias={of_attention}, mlp_bias={of_mlp}: this family has both or none.")
+            published.refuse(f"attention_bias={of_attention}, mlp_bias={of_mlp}: in this family both must be equal.")
         return {"bias": of_attention}
 
     def write(self, config: InternLM3Config) -> Attributes:

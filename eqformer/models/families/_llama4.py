@@ -1,4 +1,7 @@
-"""Llama 4 (Meta 2025), text: chunked attention with rotary positions, full attention without, weighed expert inputs."""
+"""The text models of Llama 4 (Meta 2025): chunked attention, full attention without positions, weighted expert inputs.
+
+Layers with chunked attention have rotary positions.
+"""
 
 import dataclasses
 
@@ -43,7 +46,7 @@ WEIGHTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama4Config(DecoderConfig):
-    """The config of a Llama 4; `mlp` is an expert's width and the shared expert's, `dense_mlp` a dense layer's."""
+    """The config of a Llama 4; `mlp` is the width of an expert and of the shared expert."""
 
     dense_mlp: Size
     """Hidden features of a dense layer."""
@@ -58,13 +61,14 @@ class Llama4Config(DecoderConfig):
     top_k: Size = 1
     """The number of experts that each token chooses."""
     chunk: Length | None = 8192
-    """The number of tokens of a chunk; layers outside `full_layers` see only their chunk. None: they see whole rows."""
+    """The number of tokens of a chunk; in layers outside of `full_layers`, a token sees only its chunk. None: there are
+    no chunks."""
     qk_norm: bool = True
     """Whether rotated layers have norms of queries and keys."""
     temperature: Number = 0.1
     """The factor of `LogTemperature`."""
     temperature_every: Length = 8192
-    """The number of tokens after which scores grow."""
+    """The number of tokens after which scores grow, in `LogTemperature`."""
     head_dim: Size = 128
     theta: Positive = 500_000.0
     eps: NotNegative = 1e-5
@@ -117,7 +121,8 @@ def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> nn.Transformer
             mask=nn.Mask(chunk=None if sees_all else config.chunk),
             rotary=rotary_of(config, size, interleaved=True, scaling=config.scaling) if is_rotated else None,
             scores=None if is_rotated else nn.Scores(temperature=temperature),
-            # Transformers applies these norms after the rotation, which changes no length.
+            # Transformers applies these norms after the rotation. The result is the same, because a rotation changes no
+            # length.
             query_norm=norm(config, "head_dim", scale=False) if has_norms else None,
             key_norm=norm(config, "head_dim", scale=False) if has_norms else None,
             key=mixer,

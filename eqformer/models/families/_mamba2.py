@@ -43,9 +43,9 @@ class NetSizes(ModelConfig):
     """Base class of configs with a `Mamba2Mixer`."""
 
     net_heads: Size
-    """Value heads."""
+    """The number of value heads."""
     net_kv_heads: Size = 1
-    """Key and query heads, which Mamba calls groups."""
+    """The number of key heads, and of query heads, which Mamba calls groups."""
     net_head_dim: Size = 128
     """Channels of a key or query head: the size of the state."""
     net_v_dim: Size = 64
@@ -75,7 +75,7 @@ def mamba2(
     multipliers: tuple[float, float, float, float, float] | None = None,
     key: Key[Array, ""],
 ) -> nn.Mamba2Mixer:
-    """Return a `Mamba2Mixer` of the config's sizes; the other arguments are those of `Mamba2Mixer`."""
+    """Return a `Mamba2Mixer` of the config's sizes; the other arguments are passed to `Mamba2Mixer`."""
     return nn.Mamba2Mixer(
         embed=config.embed,
         heads=config.net_heads,
@@ -119,10 +119,11 @@ _INFINITE = {"__float__": "Infinity"}
 
 @dataclasses.dataclass(frozen=True)
 class ValueChannels(Entry):
-    """Channels of a value head, which transformers counts twice: by heads, and by the width's multiple `expand`.
+    """Channels of a value head, which configurations state twice: for one head, and for all heads together.
 
-    `inner` is an attribute with the channels of all heads together, and its default; where that attribute is null,
-    `expand` is read instead.
+    The attribute `channels` has the channels of one head. The attribute `expand` has the channels of all heads, as a
+    multiple of the model's width. Some families have the channels of all heads as an attribute `inner`; `expand` is
+    then read only if `inner` is null.
     """
 
     heads: str
@@ -133,7 +134,7 @@ class ValueChannels(Entry):
     """The attribute, and its default."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `net_v_dim`; refuse one that does not fit the width."""
+        """Return `net_v_dim`; refuse two attributes that contradict each other."""
         heads, width = published.read(self.heads, Size, 128), published.read("hidden_size", Size)
         inner = int(published.read(self.expand, Positive, 2) * width)
         why = f"{inner} channels, {self.expand} * {width}"
@@ -154,7 +155,8 @@ class ValueChannels(Entry):
         return {self.channels: config.net_v_dim, self.expand: expand}
 
 
-# Falcon-H1's attributes. Bamba and its successors have the same ones without `mamba_d_ssm`, the channels of all heads.
+# Falcon-H1's attributes. Bamba and its successors have the same attributes without `mamba_d_ssm`, the channels of all
+# heads.
 _VALUES = ("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto")
 STATED_MAMBA_ATTRIBUTES: tuple[Entry, ...] = (
     Count("net_heads", "mamba_n_heads", 128),
@@ -210,7 +212,7 @@ class Mamba2Config(NetSizes):
     """The config of a Mamba-2."""
 
     layers: LayerCount
-    """Layers."""
+    """The number of layers."""
     _: dataclasses.KW_ONLY
     eps: NotNegative = 1e-5
     """The number that norms add to the mean square before the root."""

@@ -1,4 +1,4 @@
-"""Mellum 2 (JetBrains 2026): a Qwen3-MoE with windows in some layers, whose rotary positions have their own base."""
+"""Mellum 2 (JetBrains 2026): a Qwen3-MoE with windows in some layers, which have another base of rotary positions."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from ._mixtures import choice_attributes, DenseLayersConfig, LayerMixtures, MIXT
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MellumConfig(DenseLayersConfig):
-    """The config of a Mellum 2; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+    """The config of a Mellum 2; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     expert_mlp: Size
     """Hidden features of an expert."""
@@ -28,7 +28,7 @@ class MellumConfig(DenseLayersConfig):
     top_k: Size = 8
     """The number of experts that each token chooses."""
     normalise: bool = True
-    """Whether a token's weights are divided by their sum."""
+    """Whether the weights of a token's experts are divided by their sum."""
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     window_layers: tuple[Index, ...]
@@ -39,7 +39,7 @@ class MellumConfig(DenseLayersConfig):
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
-    """The scaling of rotary positions in layers with a window; None: none."""
+    """The scaling of rotary positions in layers with a window; None: no scaling."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     max_seq: Length = 131_072
@@ -102,7 +102,7 @@ MELLUM = Family(
         LayerMixtures(),
         Attribute("bias", "attention_bias", False),
         Activation(),
-        # A module that predicts one token further, which is not read, as in transformers.
+        # Attributes of a predictor, the module for multi-token prediction, which transformers does not read either.
         Ignore("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
     ),
     (*LLAMA_WEIGHTS, *MIXTURE),

@@ -1,4 +1,7 @@
-"""MiMo-V2-Flash (Xiaomi 2025): windows with sinks and twice the key heads, values of fewer channels."""
+"""MiMo-V2-Flash (Xiaomi 2025): layers with a window have sinks and twice as many key heads.
+
+Values have fewer channels than keys.
+"""
 
 import dataclasses
 import functools
@@ -42,10 +45,10 @@ from ._mixtures import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiMoV2FlashConfig(SigmoidMoEConfig, DenseLayersConfig):
-    """The config of a MiMo-V2-Flash; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+    """The config of a MiMo-V2-Flash; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers with a `window`, sinks and `2 * kv_heads` key heads; the others see whole rows."""
+    """The numbers of the layers with a `window`, sinks and `2 * kv_heads` key heads; other layers see whole rows."""
     window: Length = 129
     """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 192
@@ -63,7 +66,7 @@ class MiMoV2FlashConfig(SigmoidMoEConfig, DenseLayersConfig):
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
-    """The scaling of rotary positions in layers with a window; None: none."""
+    """The scaling of rotary positions in layers with a window; None: no scaling."""
     experts: Size = 256
     shared: OptionalSize = 0
     eps: NotNegative = 1e-5
@@ -127,7 +130,7 @@ def _local(published: PublishedConfig, layers: int) -> Iterable[int]:
 
 
 class _PublisherWindows(Windows):
-    """`Windows`, also by the publisher's `sliding_window_size`, which does not count the query's own token."""
+    """`Windows`, or the publisher's `sliding_window_size`, which does not count the query's own token."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return both fields; `sliding_window_size` takes precedence, as in transformers."""
@@ -150,7 +153,9 @@ class _RepeatedSizes(Entry):
         for name, (factor, default) in sizes.items():
             local, size = published.read(f"swa_{name}", Size, None), published.read(name, Size, default)
             if local is not None and size is not None and local != factor * size:
-                published.refuse(f"swa_{name}={local}, {name}={size}: this family has {factor * size} in all windows.")
+                published.refuse(
+                    f"swa_{name}={local}, {name}={size}: this family has {factor * size} in all layers with a window."
+                )
         return {}
 
     def write(self, config: object) -> Attributes:

@@ -1,7 +1,7 @@
 """MiniMax-M3 (MiniMax 2026): attention to blocks of keys that an indexer selects, and experts beside a shared expert.
 
-The first layers attend to whole rows, and have no experts. The text model is published within folders of
-`minimax_m3_vl`, whose arrays have other names than those that transformers writes for the text model alone.
+The first layers attend to whole rows, and have no experts. The text model is published in folders of the multimodal
+model `minimax_m3_vl`. Their arrays have other names than in folders that transformers writes for the text model alone.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class MiniMaxM3Config(DenseLayersConfig):
     """A factor of the experts' weights."""
     activation: str = "quick_gelu"
     limit: Positive = 7.0
-    """The bound of the two factors of hidden features: the gate and the other map's output."""
+    """The bound of the outputs of the maps `gate` and `up` in feed-forward layers."""
     sparse_layers: tuple[Index, ...] = ()
     """The numbers of the layers with an indexer; all other layers attend to all keys."""
     index_dim: Size = 128
@@ -69,7 +69,7 @@ class MiniMaxM3Config(DenseLayersConfig):
     top_blocks: Size = 16
     """The number of blocks that a query sees in layers with an indexer."""
     local_blocks: OptionalSize = 1
-    """The number of last blocks that are always among these."""
+    """The number of most recent blocks, the query's own block included, that are always among the `top_blocks`."""
     head_dim: Size = 128
     rotary_fraction: Fraction = 0.5
     """The part of a head's channels that has rotary positions."""
@@ -80,10 +80,12 @@ class MiniMaxM3Config(DenseLayersConfig):
 
 
 class _M3Layer(NamedTuple):
-    """A kind of layer: whether it has an indexer, and whether it has experts."""
+    """A kind of layer."""
 
     is_sparse: bool
+    """Whether the layer has an indexer."""
     is_mixture: bool
+    """Whether the layer has experts."""
 
 
 def build_minimax_m3(config: MiniMaxM3Config, *, key: Key[Array, ""]) -> nn.Transformer:
@@ -157,10 +159,13 @@ _INDEX_HEADS = ("index_n_heads", "sparse_num_index_heads", 4)
 
 
 class _IndexerSizes(Entry):
-    """The layers with an indexer and its sizes, as attributes of their own or in the publishers' object."""
+    """The layers with an indexer and the indexer's sizes, as attributes or in the object `sparse_attention_config`."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `sparse_layers` and the sizes; the object's sizes take precedence, and a list of types of layers."""
+        """Return `sparse_layers` and the sizes.
+
+        The object's sizes take precedence over attributes. `layer_types` takes precedence over the object's list.
+        """
         nested, layers = published.nested(_OF_INDEXER), layers_of(published)
         flags = nested.pop("sparse_attention_freq", None)
 
@@ -180,8 +185,8 @@ class _IndexerSizes(Entry):
         sparse_layers = tuple(layer for layer, name in enumerate(types) if name == _SPARSE)
         if sparse_layers and index_heads != kv_heads:
             published.refuse(
-                f"{_INDEX_HEADS[0]}={index_heads}: an indexer selects blocks for each key head, and there are "
-                f"{kv_heads}."
+                f"{_INDEX_HEADS[0]}={index_heads}: an indexer has one head for each key head, and there are "
+                f"{kv_heads} key heads."
             )
         disabled = nested.pop("sparse_disable_index_value", None)
         if disabled is not None and not {*sparse_layers} <= {
@@ -208,7 +213,7 @@ def _flagged(published: PublishedConfig, name: str, flags: object) -> tuple[int,
 
 
 class _FractionAndChannels(RotaryFraction):
-    """The part of a head that is rotated; other readers than transformers read its number of channels."""
+    """The rotated part of a head; its number of channels is written too, for readers other than transformers."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary_fraction`. The number of channels has no effect, as in transformers."""
@@ -243,7 +248,7 @@ def _indexer_weights(prefix: str) -> tuple[Rule, ...]:
     )
 
 
-# The names of arrays in folders of the whole model, which are read there alone.
+# The names of arrays in folders of the multimodal model; only in such folders are these names read.
 _PUBLISHED = (
     *gated_weights(),
     *gated_weights(_SHARED, prefix=f"{_OLDER}shared_experts."),
@@ -272,7 +277,7 @@ MINIMAX_M3 = Family(
         Attribute("limit", "swiglu_limit", 7.0),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Expect("hidden_act", "silu", "swigluoai"),
-        Unpublished("activation", "quick_gelu", "all layers have it whatever is said"),
+        Unpublished("activation", "quick_gelu", "all layers use quick_gelu"),
         Expect("swiglu_alpha", 1.702),
         Expect("scoring_func", "sigmoid", written=False),
         Expect("use_routing_bias", True, written=False),

@@ -41,7 +41,7 @@ class MistralConfig(DecoderConfig):
 
     eps: NotNegative = 1e-5
     window: Length | None = None
-    """The tokens that every layer sees; None: all."""
+    """The number of tokens that each token sees; None: all tokens before it."""
 
 
 def build_mistral(config: MistralConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -88,11 +88,11 @@ class Ministral3Config(DecoderConfig):
     theta: Positive = 1_000_000.0
     scaling: RotaryScaling | None = YarnScaling(16.0, 16_384, magnitude=1.0)
     growth: Number = 0.1
-    """The strength of `LogTemperature`; 0: none."""
+    """The strength of `LogTemperature`; 0: scores do not grow."""
     growth_every: Length = 16_384
     """The number of positions after which the scores grow."""
     window: Length | None = None
-    """The tokens that every layer sees; None: all."""
+    """The number of tokens that each token sees; None: all tokens before it."""
     eps: NotNegative = 1e-5
     max_seq: Length = 262_144
 
@@ -142,7 +142,7 @@ MINISTRAL3 = Family(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(DecoderConfig):
-    """The config of a Mixtral; `mlp` is one expert's."""
+    """The config of a Mixtral; `mlp` is the width of an expert."""
 
     experts: Size = 8
     """The number of experts of a layer."""
@@ -151,7 +151,7 @@ class MixtralConfig(DecoderConfig):
     theta: Positive = 1_000_000.0
     eps: NotNegative = 1e-5
     window: Length | None = None
-    """The tokens that every layer sees; None: all."""
+    """The number of tokens that each token sees; None: all tokens before it."""
     balance: NotNegative = 0.02
     """The weight of `LoadBalance`, over the batch."""
     capacity: Positive | None = None
@@ -210,7 +210,7 @@ MIXTRAL = Family(
         Attribute("window", "sliding_window", None),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Attribute("jitter", "router_jitter_noise", 0.0),
-        Unpublished("capacity", None, "without one no token is dropped"),
+        Unpublished("capacity", None, "published models drop no tokens"),
         Activation(),
     ),
     (
@@ -242,7 +242,7 @@ class Mistral4Config(LatentConfig):
     scaling: RotaryScaling | None = YarnScaling(128.0, 8192, magnitude=1.0)
     temperature: Number = 1.0
     growth: Number = 0.1
-    """The strength of `LogTemperature`; 0: none."""
+    """The strength of `LogTemperature`; 0: scores do not grow."""
     growth_every: Length = 8192
     """The number of positions after which the scores grow."""
     max_seq: Length = 1_048_576

@@ -41,7 +41,7 @@ class QwenMoEConfig(DecoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SigmoidMixtureConfig(DecoderConfig):
-    """Base class of configs of decoders with DeepSeek-V3's choice of experts, by biased sigmoids."""
+    """Base class of configs of decoders whose experts are chosen by biased sigmoids, as in DeepSeek-V3."""
 
     experts: Size = 128
     """The number of experts of a layer."""
@@ -79,7 +79,7 @@ class SigmoidMoEConfig(SigmoidMixtureConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseLayersConfig(DecoderConfig):
-    """Base class of configs of decoders of which some layers have no experts."""
+    """Base class of configs of decoders in which some layers have no experts."""
 
     first_dense: Index = 0
     """The number of layers at the beginning without experts."""
@@ -140,7 +140,7 @@ class WithShared(WithSmallExperts, Protocol):
 
 @runtime_checkable
 class WithDenseLayers(Protocol):
-    """Fields of a config of which some layers have experts."""
+    """Fields of a config in which some layers have experts."""
 
     @property
     def mixtures(self) -> tuple[bool, ...]: ...
@@ -309,7 +309,10 @@ class DenseLayers(Entry):
 
 
 class LayerMixtures(Entry):
-    """`mlp_layer_types`, a list of dense and sparse layers; without a list, another attribute counts dense layers."""
+    """`mlp_layer_types`, a list with "dense" or "sparse" for each layer.
+
+    If the list is missing, another entry of the family's table reads which layers are dense.
+    """
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `first_dense` and `dense_layers`; refuse other types of layers, and lists of another length."""
@@ -326,7 +329,7 @@ class LayerMixtures(Entry):
 
 
 class FlaggedMixtures(LayerMixtures):
-    """`mlp_layer_types` or, in publishers' own attributes, `moe_layer_freq`: a flag for each layer with experts."""
+    """`mlp_layer_types` or, in publishers' own configurations, `moe_layer_freq`: 1 for a layer with experts, else 0."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `first_dense` and `dense_layers`; the list of types takes precedence."""
@@ -350,7 +353,7 @@ class ExpertGroupCount(Count):
 def choice_attributes(
     experts: int, top_k: int, *, normalise: bool = False, balance: float = 0.001
 ) -> tuple[Entry, ...]:
-    """Return the entries for the number of experts and their choice; arguments are transformers' defaults."""
+    """Return the entries for the number of experts and the router; arguments are transformers' defaults."""
     return (
         Count("experts", ("num_experts", "num_local_experts"), experts),
         Count("top_k", "num_experts_per_tok", top_k),

@@ -24,9 +24,9 @@ class ModernBERTConfig(ModelConfig):
     """The config of a ModernBERT."""
 
     layers: LayerCount
-    """Layers."""
+    """The number of layers."""
     heads: Size
-    """Heads, of embed / heads channels."""
+    """The number of heads, each of `embed / heads` channels."""
     mlp: Size
     """Hidden features of a feed-forward layer."""
     _: dataclasses.KW_ONLY
@@ -37,11 +37,11 @@ class ModernBERTConfig(ModelConfig):
     theta: Positive = 160_000.0
     """The base of rotary positions in layers without a window."""
     scaling: nn.RotaryScaling | None = None
-    """The scaling of rotary positions in layers without a window; None: none."""
+    """The scaling of rotary positions in layers without a window; None: no scaling."""
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
     local_scaling: nn.RotaryScaling | None = None
-    """The scaling of rotary positions in layers with a window; None: none."""
+    """The scaling of rotary positions in layers with a window; None: no scaling."""
     eps: NotNegative = 1e-5
     """The number that norms add to the mean square before the root."""
     activation: str = "gelu"

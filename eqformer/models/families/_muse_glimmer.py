@@ -1,4 +1,7 @@
-"""Muse Glimmer (Meta 2026), text: gated attention with windows and rotary positions, each fourth layer with neither."""
+"""The text models of Muse Glimmer (Meta 2026): gated attention with windows and rotary positions.
+
+Every fourth layer has no window and no rotary positions.
+"""
 
 import dataclasses
 
@@ -73,7 +76,7 @@ def build_muse_glimmer(config: MuseGlimmerConfig, *, key: Key[Array, ""]) -> Tra
 
 
 def _from_the_last(layers: int) -> tuple[int, ...]:
-    """Return the numbers of the last layer and of each fourth before it."""
+    """Return the numbers of the last layer and of every fourth layer before it."""
     return tuple(range((layers - 1) % 4, layers, 4))
 
 
@@ -87,7 +90,7 @@ class PositionsByLayer(Entry):
             return fields | {"no_rotary_layers": _from_the_last(layers)}
         if len(thetas) != layers or any(theta not in (0, fields["theta"]) for theta in thetas):
             published.refuse(
-                f"layer_rope_theta={thetas} must have for each of {layers} layers their base, {fields['theta']}, or 0."
+                f"layer_rope_theta={thetas} must have {layers} items, each of them the base, {fields['theta']}, or 0."
             )
         return fields | {"no_rotary_layers": tuple(layer for layer, theta in enumerate(thetas) if not theta)}
 

@@ -98,9 +98,10 @@ class SpeedrunConfig(DecoderConfig):
 
     activation: str = "relu_squared"
     window: Length | None = None
-    """Tokens that a layer with a window sees: three of four layers, never the last. None: all layers see whole rows."""
+    """The number of tokens that layers with a window see: three of four layers, but never the last layer. None: all
+    layers see whole rows."""
     value_embeddings: bool = True
-    """Whether every second layer, among them the last, has a table of values."""
+    """Whether every second layer, counted back from the last, has a table of values."""
     skips: bool = True
     """Whether each layer begins with a weighted sum of the stream and the embedded tokens."""
     logit_softcap: Positive | None = 15.0

@@ -39,17 +39,17 @@ class LayerKinds(Entry):
 
 
 class LeastStep(Entry):
-    """`time_step_min`, the least step; there is no greatest one.
+    """`time_step_min`, the least step; there is no greatest step.
 
-    Transformers applies the least step to whole rows, but not to tokens that it decodes one by one; here it is applied
-    to both, so that both give the same logits. It does not read `time_step_limit`, which NVIDIA's own code does.
+    Transformers applies the least step to whole rows, but not to tokens that it decodes one by one. Here it is applied
+    to both, so that both give the same logits. Transformers does not read `time_step_limit`; NVIDIA's own code does.
     """
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `step_limits`; refuse limits that transformers and NVIDIA's own code read differently."""
         limits = StepLimits().read(published)["step_limits"]
         if limits != (0.0, math.inf):
-            published.refuse(f"time_step_limit={limits}: transformers does not read it; say time_step_min alone.")
+            published.refuse(f"time_step_limit={limits}: transformers does not read it; state only time_step_min.")
         return {"step_limits": (published.read("time_step_min", NotNegative, 0.001), math.inf)}
 
     def write(self, config: "NemotronHConfig") -> Attributes:
@@ -124,16 +124,16 @@ WEIGHTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(NetSizes, DecoderConfig):
-    """The config of a Nemotron-H; attention has no positions."""
+    """The config of a Nemotron-H; its attention has no rotary positions."""
 
     pattern: str
     """A letter for each layer: M has a Mamba-2, * an attention, - a feed-forward layer, and E experts."""
     expert_mlp: Size = 7688
     """Hidden features of an expert."""
     expert_latent: Size | None = None
-    """Channels of the experts' inputs; None: those of the residual stream."""
+    """Channels of the experts' inputs; None: as many as in the residual stream."""
     shared_mlp: Size = 7688
-    """Hidden features of the layer beside experts."""
+    """Hidden features of the shared expert, the dense layer beside the experts."""
     experts: Size = 8
     """The number of experts of a layer."""
     top_k: Size = 2
@@ -150,7 +150,7 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     net_activation: str = "silu"
     """The activation after the convolutions of a Mamba-2: a name of `nn.ACTIVATIONS`."""
     mlp_bias: bool = False
-    """Whether feed-forward layers have biases; experts have none."""
+    """Whether feed-forward layers have biases; experts have no biases."""
     eps: NotNegative = 1e-5
     step_limits: STEP_LIMITS = (0.001, math.inf)
 

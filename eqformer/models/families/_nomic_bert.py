@@ -1,8 +1,8 @@
 """NomicBERT (Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al. 2024, arXiv:2407.19669).
 
-Both are BERTs with rotary positions instead of learned ones and with gated feed-forward layers; GTE's maps have biases.
-Arrays are published under the names of the publishers' own code, which transformers writes too; the prefix of the base
-model's arrays and some attributes differ.
+Both are BERTs with rotary positions instead of learned positions, and with gated feed-forward layers. Arrays are
+published under the names of the publishers' own code. Transformers writes the same names with another prefix of the
+base model's arrays, and some other attributes.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class NomicBERTConfig(BERTConfig):
     theta: Positive = 1000.0
     """The base of rotary positions."""
     scaling: nn.RotaryScaling | None = None
-    """The scaling of rotary positions; None: none."""
+    """The scaling of rotary positions; None: no scaling."""
     activation: str = "silu"
     """The activation of a feed-forward layer's gate and of the prediction head: a name of `nn.ACTIVATIONS`."""
     max_seq: Length = 2048
@@ -58,11 +58,14 @@ class NomicBERTConfig(BERTConfig):
 
 @dataclasses.dataclass(frozen=True)
 class GTEConfig(NomicBERTConfig):
-    """The config of a GTE, in which all maps but those of the gates have biases; its prediction head has `gelu`."""
+    """The config of a GTE.
+
+    All maps have biases, except a feed-forward layer's `gate` and `up`. The prediction head's activation is `gelu`.
+    """
 
     _: dataclasses.KW_ONLY
     types: Index = 1
-    """Token types; 0 for a model without a table of types."""
+    """The number of token types; 0 for a model without a table of types."""
     theta: Positive = 160_000.0
     activation: str = "gelu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
@@ -79,9 +82,9 @@ class _NomicPositions(RotaryPositions):
 
 
 class _GTEPositions(RotaryPositions):
-    """Rotary positions, whose scaling is called `ntk` in older configurations, where transformers does not know it.
+    """Rotary positions; older configurations have a scaling `ntk`, which transformers does not know.
 
-    The base is multiplied by `factor`, and all frequencies are divided by `factor ** (2 / head_dim)`.
+    With `ntk`, the base is multiplied by `factor`, and all frequencies are divided by `factor ** (2 / head_dim)`.
     """
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -260,7 +263,7 @@ def _build(config: NomicBERTConfig, *, bias: bool, head_activation: str, key: Ke
         token_types=nn.TokenTypes(types=config.types, embed=embed, key=types_key) if config.types else None,
         embedding_norm=norm(),
         stacks=(nn.Stack(block, config.layers, key=stack_key),),
-        # The last layer ends with a norm.
+        # The last layer already ends with a norm.
         norm=nn.PredictionHead(
             nn.IdentityNorm(),
             norm(),
@@ -299,7 +302,7 @@ _GTE_PRESETS = {
 
 
 def _classifier(*bases: str) -> ClassifierTable:
-    """Return the table of classifiers whose base model has one of these prefixes, of which the first is written."""
+    """Return the table of classifiers whose base model has one of these prefixes; the first prefix is written."""
     dense, *older = (linear_rules(f"{base}.pooler.dense", "dense.linear") for base in bases)
     rules = (*dense, *(rule for rules in older for rule in _variants(rules)), *linear_rules("classifier", "output"))
     return ClassifierTable(rules, pooling="cls", dense=lambda config: {"activation": "tanh"})

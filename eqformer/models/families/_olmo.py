@@ -1,6 +1,7 @@
 """OLMo 2 (arXiv:2501.00656), OLMo 3 (OLMo team 2025) and OLMoE (Muennighoff et al. 2024, arXiv:2409.02060).
 
-All have norms of queries and keys over all heads. OLMo 2 and 3 have norms after sublayers; OLMoE has 64 small experts.
+They have norms of queries and keys over all heads. OLMo 2 and 3 have norms after sublayers; OLMoE has 64 small experts.
+This file also has FlexOlmo, an OLMo 2 with experts, and the first OLMo, whose norms are `LayerNorm`s without weights.
 """
 
 import dataclasses
@@ -88,14 +89,14 @@ class Olmo3Config(DecoderConfig):
     """The config of an OLMo 3."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; the others have the `scaling`."""
+    """The numbers of the layers that see a `window`; `theta` and `scaling` are for all other layers."""
     window: Length = 4096
     """The number of tokens that the layers of `window_layers` see."""
     theta: Positive = 500_000.0
     local_theta: Positive = 500_000.0
     """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
-    """The scaling of rotary positions in layers with a window; None: none."""
+    """The scaling of rotary positions in layers with a window; None: no scaling."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     max_seq: Length = 65_536
@@ -207,7 +208,7 @@ class OlmoConfig(DecoderConfig):
     bias: bool = False
     """Whether the attention's four projections have biases."""
     clip: Positive | None = None
-    """The bound of the magnitudes of queries, keys and values; None: none."""
+    """The bound of the magnitudes of queries, keys and values; None: no bound."""
     max_seq: Length = 2048
 
 
@@ -243,7 +244,7 @@ OLMO = Family(
     "olmo",
     (
         *(*SIZES, WIDTH, KeyHeads(), HeadSize(), RotaryPositions()),
-        Unpublished("eps", 1e-5, "all OLMo of 2024 have it"),
+        Unpublished("eps", 1e-5, "all OLMo of 2024 have the same eps"),
         Attribute("tied", "tie_word_embeddings", False),
         Attribute("max_seq", "max_position_embeddings", 2048),
         Attribute("bias", "attention_bias", False),
@@ -256,7 +257,7 @@ OLMO = Family(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OLMoEConfig(DecoderConfig):
-    """The config of an OLMoE; `mlp` is one expert's."""
+    """The config of an OLMoE; `mlp` is the width of an expert."""
 
     experts: Size = 64
     """The number of experts of a layer."""
@@ -268,7 +269,7 @@ class OLMoEConfig(DecoderConfig):
     bias: bool = False
     """Whether the attention's four projections have biases."""
     clip: Positive | None = None
-    """The bound of the magnitudes of queries, keys (both after their norms) and values; None: none."""
+    """The bound of the magnitudes of queries, keys (both after their norms) and values; None: no bound."""
     balance: NotNegative = 0.01
     """The weight of `LoadBalance`, over the batch."""
     max_seq: Length = 4096

@@ -1,7 +1,7 @@
-"""OLMo Hybrid (Ai2 2026): gated delta nets, and an OLMo 3 attention in each fourth layer, with or without positions.
+"""OLMo Hybrid (Ai2 2026): gated delta nets, and OLMo 3's attention in every fourth layer, with or without positions.
 
-The nets' rates reach 2, so that a state may change its sign. Norms are before the sublayers of layers with a net, and
-after the sublayers of layers with an attention.
+The rates at which the delta nets correct their states reach 2, so that a state may change its sign. Norms are before
+the sublayers of layers with a delta net, and after the sublayers of layers with attention.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class OlmoHybridConfig(NetSizesConfig):
     """The config of an OLMo Hybrid."""
 
     wide_rates: bool = True
-    """Whether a net's rates reach 2 instead of 1."""
+    """Whether the rates at which a delta net corrects its state reach 2 instead of 1."""
     rotary: bool = False
     """Whether the attention has rotary positions."""
     theta: Positive = 500_000.0
@@ -56,7 +56,7 @@ def build_olmo_hybrid(config: OlmoHybridConfig, *, key: Key[Array, ""]) -> Trans
 
 
 class _RotaryOrNone(Entry):
-    """Rotary positions; there are none if a `rope_theta` of null is stated, in `rope_parameters` or beside them."""
+    """Rotary positions; a `rope_theta` of null, within `rope_parameters` or outside, means no rotary positions."""
 
     _positions = RotaryPositions()
 
@@ -75,7 +75,7 @@ class _RotaryOrNone(Entry):
 
 
 class _NetSizesOrDerived(Entry):
-    """The sizes of the nets, which follow from the attention's where they are null or missing."""
+    """The sizes of the delta nets; a size that is null or missing is computed from the model's other sizes."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the four sizes."""

@@ -106,7 +106,7 @@ class Phi3Config(DecoderConfig):
     rotary_fraction: Fraction = 1.0
     """The part of a head's channels that has rotary positions."""
     window: Length | None = None
-    """The tokens that every layer sees; None: all."""
+    """The number of tokens that each token sees; None: all tokens before it."""
     eps: NotNegative = 1e-5
     max_seq: Length = 4096
 
@@ -158,7 +158,7 @@ class RotaryWithOriginalLength(RotaryPositions):
         # Transformers takes 4096 for a missing attribute, not the longest length.
         original, scaling = published.read(_ORIGINAL, Size, 4096), fields["scaling"]
         if isinstance(scaling, _WITH_ORIGINAL) and scaling.original_length != original:
-            published.refuse(f"original_max_position_embeddings={original}: rope_scaling says {scaling}.")
+            published.refuse(f"original_max_position_embeddings={original}, but rope_scaling has {scaling}.")
         return fields
 
     def write(self, config: WithRotary) -> Attributes:
@@ -202,7 +202,7 @@ class PhiMoEConfig(DecoderConfig):
     experts: Size = 16
     """The number of experts of a layer, of which each token takes two."""
     tolerance: NotNegative = 0.01
-    """Half the relative distance from the best logit of the router within which experts share the weight."""
+    """Experts whose router logit is within twice this relative distance of the best logit share the weight."""
     window: Length | None = None
     """The number of tokens that each token sees; None: all tokens before it."""
     bias: bool = False
@@ -272,7 +272,7 @@ class _LongRotary(RotaryPositions):
         return attributes | {"rope_scaling": {name: value for name, value in stated.items() if name != _UNREAD}}
 
 
-_UNREAD = "attention_factor"  # The magnitudes are read in its place.
+_UNREAD = "attention_factor"  # `_MAGNITUDES` are read in its place.
 _MOE_PRESETS = {
     "phimoe-byte-500k": PhiMoEConfig(256, 64, 4, 4, 2, 64, experts=8, theta=1e4, bias=True, logit_bias=True, tied=True),
     # Without the published divisors of LongRoPE, which do not change the number of parameters.

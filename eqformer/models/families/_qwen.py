@@ -77,7 +77,7 @@ QWEN2 = Family(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2MoEConfig(mixtures.QwenMoEConfig):
-    """The config of a Qwen2-MoE; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
+    """The config of a Qwen2-MoE; `mlp` is the width of a dense layer."""
 
     shared_mlp: Size
     """Hidden features of the shared expert."""
@@ -206,7 +206,7 @@ QWEN3 = Family(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoEConfig(mixtures.QwenMoEConfig):
-    """The config of a Qwen3-MoE; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+    """The config of a Qwen3-MoE; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     experts: Size = 128
     top_k: Size = 8
@@ -214,7 +214,7 @@ class Qwen3MoEConfig(mixtures.QwenMoEConfig):
     bias: bool = False
     """Whether the attention's four projections have biases."""
     window: Length | None = None
-    """The tokens that every layer sees; None: all."""
+    """The number of tokens that each token sees; None: all tokens before it."""
     max_seq: Length = 40_960
 
 
@@ -276,7 +276,7 @@ QWEN3_MOE = Family(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dots1Config(mixtures.SigmoidMoEConfig):
-    """The config of a dots.llm1; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+    """The config of a dots.llm1; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     window: Length | None = None
     """The number of tokens that the layers of `window_layers` see."""

@@ -1,6 +1,6 @@
 """Qwen3-Next (Qwen team 2025), and the text models of Qwen3.5 and 3.6 (Qwen team 2026).
 
-They have gated delta nets, and an attention with gates in each fourth layer. Qwen3-Next and the MoE variants have small
+They have gated delta nets, and in every fourth layer attention with gates. Qwen3-Next and the MoE variants have small
 experts.
 """
 
@@ -24,7 +24,7 @@ from ._mixtures import FUSED, GATED_SHARED, MIXTURE, mixture_beside_gated_shared
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3NextConfig(delta_nets.NetConfig, mixtures.QwenMoEConfig):
-    """The config of a Qwen3-Next; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
+    """The config of a Qwen3-Next; `mlp` is the width of a dense layer."""
 
     shared_mlp: Size
     """Hidden features of the shared expert."""
@@ -121,7 +121,7 @@ def build_qwen3_5(config: Qwen35Config, *, key: Key[Array, ""]) -> Transformer:
     return decoder(config, block, kinds, final_norm=norm(config, offset=1.0), key=key)
 
 
-# The three positions of an image's parts are equal for text.
+# Each part of an image has three positions (time, height, width), which are equal for text.
 _POSITIONS = RotaryPositions(skipped=("mrope_section", "mrope_interleaved"))
 _ATTRIBUTES: tuple[Entry, ...] = (
     *delta_nets.NET_ATTRIBUTES,
@@ -164,7 +164,7 @@ QWEN3_5 = Family(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen35MoEConfig(delta_nets.NetConfig):
-    """The config of a Qwen3.5 with experts; `mlp` is an expert's width, `shared_mlp` the shared expert's."""
+    """The config of a Qwen3.5 with experts; `mlp` is the width of an expert."""
 
     shared_mlp: Size
     """Hidden features of the shared expert."""

@@ -1,6 +1,6 @@
 """StableLM (Stability AI 2023) and StableLM 2 (Bellagente et al. 2024, arXiv:2402.17834): a Llama with `LayerNorm`s.
 
-A part of each head's channels is rotated. In StableLM 2 12B, attention and feed-forward layer stand side by side, and
+A part of each head's channels is rotated. In StableLM 2 12B, attention and feed-forward layer read the same input, and
 each head has norms of its own.
 """
 
@@ -85,7 +85,7 @@ STABLELM = Family(
     (
         *(*EDGES, Rule("model.norm.bias", "norm.bias"), *ATTENTION, *GATED),
         *weight_and_bias(f"{LAYER}input_layernorm", "mixer.norm"),
-        *weight_and_bias(f"{LAYER}input_layernorm", "norm"),  # of both sublayers, if they stand side by side
+        *weight_and_bias(f"{LAYER}input_layernorm", "norm"),  # the norm before both sublayers, if `parallel`
         *weight_and_bias(f"{LAYER}post_attention_layernorm", "feed_forward.norm"),
         # Each head's scale is an array of its own, so that `{expert}` counts heads here.
         Rule(f"{_ATTENTION}q_layernorm.norms.{{expert}}.weight", "mixer.layer.query_norm.weight"),

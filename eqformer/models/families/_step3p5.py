@@ -1,5 +1,8 @@
-"""Step 3.5 and the text of Step 3.7 (StepFun 2026): gated heads, other numbers of heads in layers with a window, and
-bounds of hidden features in some layers, after the gate's activation."""
+"""Step 3.5 and the text model of Step 3.7 (StepFun 2026): a gate for each head, and bounds of hidden features.
+
+Layers with a window have another number of heads than other layers. The bounds, which some layers have, act after the
+gate's activation.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -33,16 +36,16 @@ from ._mixtures import DenseLayersConfig, FUSED, LayerMixtures, mixture, SELECTI
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step3p5Config(DenseLayersConfig):
-    """The config of a Step 3.5; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` those of experts."""
+    """The config of a Step 3.5; `mlp` is the width of a dense layer."""
 
     local_heads: Size = 64
-    """The query heads of layers with a window."""
+    """The number of query heads of layers with a window."""
     query_scalar: Positive = 128.0
     """Scores are multiplied by `query_scalar ** -0.5`."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     mlp_bias: bool = False
-    """Whether dense layers and shared experts have biases; experts have none."""
+    """Whether dense layers and shared experts have biases; experts have no biases."""
     window_layers: tuple[Index, ...] = ()
     """The numbers of the layers that see a `window`; all other layers see whole rows."""
     window: Length | None = None
@@ -55,7 +58,7 @@ class Step3p5Config(DenseLayersConfig):
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
     local_scaling: nn.RotaryScaling | None = None
-    """The scaling of rotary positions in layers with a window; None: none."""
+    """The scaling of rotary positions in layers with a window; None: no scaling."""
     expert_mlp: Size = 1280
     """Hidden features of an expert."""
     shared_mlp: Size = 1280
@@ -65,12 +68,13 @@ class Step3p5Config(DenseLayersConfig):
     top_k: Size = 8
     """The number of experts that each token chooses."""
     scale: Number = 1.0
-    """A factor of the experts' weights, which add up to 1 before."""
+    """A factor of the experts' weights; without it, a token's weights add up to 1."""
     first_dense: Index = 3
     limits: tuple[NotNegative, ...] = ()
-    """The bound of experts' hidden features in each layer, 0 for none; empty: no layer has a bound."""
+    """For each layer, the bound of the experts' activated gates and of their outputs of `up`; 0: no bound. An empty
+    tuple: no layer has a bound."""
     shared_limits: tuple[NotNegative, ...] = ()
-    """The bound of hidden features of dense layers and shared experts in each layer, as in `limits`."""
+    """For each layer, the same bound in its dense layer or its shared expert."""
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     eps: NotNegative = 1e-5
@@ -78,17 +82,20 @@ class Step3p5Config(DenseLayersConfig):
 
 
 class _StepLayer(NamedTuple):
-    """A kind of layer: its window, whether it has experts, and the bounds of experts and of its other hidden
-    features."""
+    """A kind of layer."""
 
     window: int | None
+    """The layer's window; None: the layer sees whole rows."""
     is_mixture: bool
+    """Whether the layer has experts."""
     limit: float
+    """The bound in experts; 0: no bound."""
     shared_limit: float
+    """The bound in the dense layer or the shared expert; 0: no bound."""
 
 
 def build_step3p5(config: Step3p5Config, *, key: Key[Array, ""]) -> nn.Transformer:
-    """Return a Step 3.5 with random weights; raises a `ValueError` for bounds of another number of layers."""
+    """Return a Step 3.5 with random weights; raises a `ValueError` if bounds are not given for all layers."""
     rotary, local_rotary = part_rotary(config), local_part_rotary(config)
 
     def gated(width: int, limit: float, bias: bool, key: Key[Array, ""]) -> nn.GatedMLP:
@@ -132,13 +139,13 @@ def build_step3p5(config: Step3p5Config, *, key: Key[Array, ""]) -> nn.Transform
 
 
 def _kinds(config: Step3p5Config) -> list[_StepLayer]:
-    """Return the kind of each layer; bounds that a layer does not use make no kind of their own."""
+    """Return the kind of each layer; layers without experts get no bound of experts, so that their kinds are equal."""
     none = (0.0,) * config.layers
     limits, shared_limits = config.limits or none, config.shared_limits or none
     if {len(limits), len(shared_limits)} != {config.layers}:
         raise ValueError(
             f"Step3p5Config(layers={config.layers}, limits={limits}, shared_limits={shared_limits}): give the bound of "
-            "each layer, or none."
+            "each layer, or an empty tuple."
         )
     layers = zip(layer_windows(config), config.mixtures, limits, shared_limits, strict=True)
     return [
@@ -149,14 +156,14 @@ def _kinds(config: Step3p5Config) -> list[_StepLayer]:
 
 _LIMITS = {"limits": "swiglu_limits", "shared_limits": "swiglu_limits_shared"}
 _PADDED = ("layer_types", "mlp_layer_types", *_LIMITS.values(), "rope_theta", "partial_rotary_factors")
-_MOST_PREDICTORS = 16  # of further tokens, whose layers are numbered after the model's
+_MOST_PREDICTORS = 16  # A folder may have so many predictors; their layers are numbered after the model's layers.
 _LOCAL_HEADS, _DENSE_BY_DEFAULT = "num_sliding_attention_heads", 3
 
 
 class _OlderAttributes(Entry):
-    """The publishers' attributes, which are replaced by transformers' before other entries read them.
+    """The publishers' attributes. They are replaced by transformers' attributes, which other entries then read.
 
-    Lists with an item for each layer may go on with items for the predictors of further tokens.
+    Lists with an item for each layer may also have items for predictors at the end; these are dropped.
     """
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -196,7 +203,7 @@ class _OlderAttributes(Entry):
         published.add("mlp_layer_types", ["sparse" if layer in numbers else "dense" for layer in range(layers)])
 
     def _read_local_sizes(self, published: PublishedConfig) -> None:
-        """Replace `attention_other_setting`, the sizes of layers with a window, of which one may differ."""
+        """Replace `attention_other_setting`, the sizes of layers with a window; only the query heads may differ."""
         sizes = published.nested("attention_other_setting")
         heads = published.checked(
             "attention_other_setting.num_attention_heads", sizes.pop("num_attention_heads", 1), Size
@@ -213,7 +220,7 @@ class _OlderAttributes(Entry):
             published.add(_LOCAL_HEADS, heads)
 
     def _read_rotary(self, published: PublishedConfig, types: list[str]) -> None:
-        """Replace the bases and parts of each layer by those of each type of layer that the model has."""
+        """Replace the base and the rotated part of each layer by a base and a part for each type of layer in use."""
         theta, parts = published.take("rope_theta", None), published.take("partial_rotary_factors", None)
         scaling, stated = published.nested("rope_scaling"), published.nested("rope_parameters")
         published.add("rope_theta", None)
@@ -231,7 +238,7 @@ class _OlderAttributes(Entry):
     def _of_type(
         self, published: PublishedConfig, name: str, values: object, types: list[str], layer_type: str
     ) -> object:
-        """Return the value of the layers of a type, from one value or from a list; refuse several values."""
+        """Return the value for layers of a type, from one value or from a list by layers; refuse differing values."""
         if not isinstance(values, list):
             return values
         if len(values) != len(types):
@@ -254,8 +261,8 @@ class _LocalHeads(Entry):
             stated = by_layer.pop(str(layer), {})
             if ({"num_attention_heads": heads} | stated) != {"num_attention_heads": expected}:
                 published.refuse(
-                    f"per_layer_config: layer {layer} has {stated}; by {_LOCAL_HEADS}={local} it has {expected} heads, "
-                    "and nothing else may differ."
+                    f"per_layer_config: layer {layer} has {stated}, but {_LOCAL_HEADS}={local} gives it {expected} "
+                    "heads; nothing else may differ."
                 )
         if by_layer:
             published.refuse(f"per_layer_config={by_layer}: there are no such layers.")
@@ -267,7 +274,7 @@ class _LocalHeads(Entry):
 
 
 class _QueryScalar(Attribute):
-    """The number of which scores are divided by the root; by default the channels of a head."""
+    """The number whose root divides attention scores; by default the channels of a head."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `query_scalar`."""
@@ -276,7 +283,7 @@ class _QueryScalar(Attribute):
 
 
 class _HiddenBounds(Entry):
-    """The bounds of hidden features of each layer; null and 0 mean none."""
+    """The bounds of hidden features of each layer; null and 0 mean no bound."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `limits` and `shared_limits`; refuse lists of another length."""
@@ -294,7 +301,7 @@ class _HiddenBounds(Entry):
 
 
 class _UsedRotary(PartRotaryByType):
-    """Rotary positions by type of layer; without windows, those of layers with a window are the defaults."""
+    """Rotary positions by type of layer, which are written only for the types of layer that the model has."""
 
     def write(self, config: Step3p5Config) -> Attributes:
         """Return the parameters of the types of layer that the model has."""
@@ -366,7 +373,7 @@ STEP3P5 = Family(
         Count("experts", ("n_routed_experts", "num_local_experts", "moe_num_experts"), 288),
         Count("top_k", ("num_experts_per_tok", "moe_top_k"), 8),
         Attribute("scale", "moe_router_scaling_factor", 1.0),
-        Unpublished("activation", "silu", "all layers have it whatever is stated"),
+        Unpublished("activation", "silu", "all layers use silu"),
         Expect("hidden_act", "silu", "swigluoai"),
         Unpublished("balance", 0.001, "transformers has no balance loss"),
         Expect("gating", True, "per-head", written=False),

@@ -1,7 +1,7 @@
 """Decoders in the manner of GShard (Lepikhin et al. 2020) and Switch (Fedus et al. 2021): every other layer a mixture.
 
-Both papers' models are encoders and decoders with relative positions; these are decoders alone, with rotary positions.
-The layers that have experts, the choice of experts, the numbers of slots and the losses are those of the papers.
+The papers' models are encoder-decoders with relative positions. The models here are decoders with rotary positions. As
+in the papers are the layers that have experts, the choice of experts, the numbers of slots, and the losses.
 """
 
 import dataclasses
@@ -18,13 +18,15 @@ from ._decoder import rotary_of
 
 @dataclasses.dataclass(frozen=True)
 class GShardConfig(ModelConfig):
-    """The config of a decoder like GShard: two experts a token, the second at random, a balance loss of first
-    choices."""
+    """The config of a decoder like GShard.
+
+    A token takes two experts, the second at random. The balance loss counts first choices only.
+    """
 
     layers: LayerCount
-    """Layers: every second one a mixture, so an even number."""
+    """The number of layers, which is even, because every second layer is a mixture."""
     heads: Size
-    """Heads."""
+    """The number of heads."""
     mlp: Size
     """Hidden features of a feed-forward layer and of an expert."""
     experts: Size

@@ -53,8 +53,8 @@ class _FeedForwardKind(Entry):
             if kind == (config.gated, config.activation):
                 return {"feed_forward_proj": proj} | self._copies(proj)
         raise ValueError(
-            f"save(config=T5Config(activation={config.activation!r})): published are {', '.join(nn.ACTIVATIONS)}; give "
-            "one of these."
+            f"save(config=T5Config(activation={config.activation!r})): published configurations can state only "
+            f"{', '.join(nn.ACTIVATIONS)}; give one of these."
         )
 
     def _copies(self, proj: str) -> Attributes:
@@ -150,14 +150,14 @@ class T5Config(ModelConfig):
     """The config of a T5."""
 
     layers: LayerCount
-    """Layers of the decoder."""
+    """The number of layers of the decoder."""
     heads: Size
-    """Heads."""
+    """The number of heads."""
     mlp: Size
     """Hidden features of a feed-forward layer."""
     _: dataclasses.KW_ONLY
     encoder_layers: LayerCount | None = None
-    """Layers of the encoder; None: as many as the decoder's."""
+    """The number of layers of the encoder; None: as many as in the decoder."""
     head_dim: Size = 64
     """Channels of a head."""
     gated: bool = True
@@ -171,7 +171,7 @@ class T5Config(ModelConfig):
     ranges: Size = 32
     """The number of ranges of distances that have a score bias."""
     farthest: Length = 128
-    """The distance from which on all distances are in one range."""
+    """The distance from which on all larger distances are in one range."""
     eps: NotNegative = 1e-6
     """The number that norms add to the mean square before the root."""
     start: Index = 0

@@ -48,7 +48,7 @@ class _EqualHalves(Entry):
         if differing:
             decoder_values = {name: decoder[name] for name in differing}
             published.refuse(
-                f"the encoder has {differing} and the decoder {decoder_values}; this family has two halves alike."
+                f"the encoder has {differing} and the decoder {decoder_values}; in this family both must be equal."
             )
         published.expect("vocab_size", decoder["vocab"])
         return decoder
@@ -123,7 +123,7 @@ class T5Gemma2Config(Gemma3Config):
 
     def __post_init__(self):
         if not self.tied:
-            raise ValueError("T5Gemma2Config(tied=False): the table of both halves is the head too; leave tied out.")
+            raise ValueError("T5Gemma2Config(tied=False): the embedding table is always the head too; leave tied out.")
 
 
 def build_t5gemma2(config: T5Gemma2Config, *, key: Key[Array, ""]) -> nn.Transformer:
@@ -187,7 +187,7 @@ class _EncoderAndDecoder(Entry):
         return decoder | {"tied": tied, "encoder": None if is_same else Gemma2Config(**fields)}
 
     def write(self, config: "T5GemmaConfig") -> Attributes:
-        """Return the attributes of both halves, and those outside of both."""
+        """Return the attributes of both halves, and the attributes outside of both."""
         shared: Attributes = {"model_type": "t5_gemma_module", "bos_token_id": config.start}
         halves = {"encoder": config.encoder or config, "decoder": config}
         attributes = {name: shared | GEMMA2.write(half) for name, half in halves.items()}
@@ -209,7 +209,7 @@ _OF_HALVES = (
 T5GEMMA_ATTRIBUTES: tuple[Entry, ...] = (
     _EncoderAndDecoder(),
     Expect("is_encoder_decoder", True),
-    # The halves have a vocab_size too; the others are settings of training.
+    # The halves have a vocab_size too; the other attributes are settings of training.
     Ignore("vocab_size", "dropout_rate", "classifier_dropout_rate"),
 )
 
@@ -228,10 +228,11 @@ T5GEMMA_WEIGHTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5GemmaConfig(Gemma2Config):
-    """The config of a T5Gemma; its own fields are those of the decoder."""
+    """The config of a T5Gemma; the fields that it shares with a `Gemma2Config` describe the decoder."""
 
     encoder: Gemma2Config | None = None
-    """The config of the encoder, whose window layers see a window on both sides of a token; None: the decoder's."""
+    """The config of the encoder, whose window layers see a window on both sides of a token; None: the encoder has the
+    decoder's fields."""
     start: Index = 2
     """The id with which the decoder begins."""
 
@@ -271,7 +272,7 @@ def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> nn.Transform
 
 
 def _t5gemma(decoder: str, encoder: Gemma2Config | None = None) -> T5GemmaConfig:
-    """Return a config whose decoder has the sizes of a Gemma 2; the encoder has the same sizes, or others."""
+    """Return a config whose decoder has the sizes of a Gemma 2; without an `encoder`, the encoder has them too."""
     return T5GemmaConfig(**vars(GEMMA2_PRESETS[decoder]), encoder=encoder)
 
 

@@ -67,7 +67,7 @@ UNREAD: Mapping[str, frozenset[str]] = MappingProxyType(
 def read_format(published: PublishedConfig) -> Format:
     """Return the format that a `quantization_config` names.
 
-    Raises a `ValueError` for one that is not known, and for an attribute that is neither used nor in `UNREAD`.
+    Raises a `ValueError` for an unknown format, and for an attribute that is neither used nor in `UNREAD`.
     """
     if (method := published.text("quant_method")) not in FORMATS:
         published.refuse(f"quant_method={method!r} is not known; the formats are {', '.join(FORMATS)}.")

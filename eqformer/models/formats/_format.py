@@ -72,7 +72,7 @@ class GroupLayout(NamedTuple):
     scale_dtype: str | None = None
     """The dtype of scales that are computed from several arrays; None: scales are as they are stored."""
     zero_dtype: str | None = None
-    """The dtype of zero points that are no integers; None: they are bytes."""
+    """The dtype of zero points that are floats; None: zero points are bytes."""
 
 
 class QuantizedArray(NamedTuple):
@@ -98,7 +98,8 @@ class Grouped(Format):
     def read_codes(self, parts: Parts, unit: tuple[int, int]) -> QuantizedArray:
         """Return the codes, scales and zero points that `decode` reads; raises a `ValueError` as `decode` does.
 
-        There is a scale, and perhaps a zero point, for each `unit` of rows and columns, which lies in one group.
+        The result has a scale, and perhaps a zero point, for each `unit` of so many rows and columns. Each unit lies in
+        one group of the format.
         """
 
 

@@ -46,7 +46,7 @@ class Blocks(Format):
 
 
 _Groups = tuple[UInt8[np.ndarray, "groups 32"], Float32[np.ndarray, "groups 1"], Float32[np.ndarray, "groups 1"] | None]
-"""Codes, one in a byte, their scales and, if stored, the least numbers, whose codes are 0, of groups of 32 numbers."""
+"""Groups of 32 numbers: the codes, one in a byte; the scales; and, if stored, each group's least number (code 0)."""
 _Read = Callable[[UInt8[np.ndarray, "blocks octets"]], _Groups]
 _GROUP = 32  # numbers that share a scale
 
@@ -60,7 +60,7 @@ class GroupedBlocks(Blocks, Grouped):
     read: _Read
     """A function that reads the bytes of blocks."""
     has_zeros: bool = False
-    """Whether blocks have zero points, which are no integers."""
+    """Whether blocks have zero points, which are floats."""
     scale_dtype: str = "float16"
     """The dtype that holds the scales."""
 
@@ -96,9 +96,10 @@ def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks
 
 
 def _decoder(read: _Read, bits: int) -> _Values:
-    """Return the decoder of blocks whose groups are read as codes of so many bits.
+    """Return the decoder of blocks whose groups `read` returns as codes of so many bits.
 
-    A number is `scale * code + least`, or `(code - zero) * scale` with half of the range as the zero point.
+    A number is `scale * code + least` or, without a least number, `(code - zero) * scale` with half of the range as the
+    zero point.
     """
 
     def values(octets: UInt8[np.ndarray, "blocks octets"]) -> Float32[np.ndarray, "groups 32"]:
@@ -131,17 +132,17 @@ def _low_bits(bits: int, has_least: bool) -> _Read:
 
 
 def _signed_bytes(octets: UInt8[np.ndarray, "blocks 34"]) -> _Groups:
-    """Read blocks of a scale and 32 signed bytes, which plus 128 are codes."""
+    """Read blocks of a scale and 32 signed bytes; a code is a signed byte plus 128."""
     return octets[:, 2:] ^ 128, _scale(octets[:, :2]), None
 
 
 def _k_factors(octets: UInt8[np.ndarray, "blocks octets"]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors and the minimums of 8 groups; each has 6 bits, and the block has a scale for each of them.
+    """Return the scaled factors and minimums of 8 groups.
 
-    After the two scales, 12 bytes hold the factors and minimums. The low six bits of bytes 0 to 3 are the factors of
-    groups 0 to 3, those of bytes 4 to 7 their minimums. Groups 4 to 7 have their low four bits in bytes 8 to 11
-    (factors in the low halves, minimums in the high halves), and their upper two bits in the upper bits of bytes 0 to
-    7.
+    A block begins with a scale of all factors and a scale of all minimums. Then 12 bytes hold the factors and minimums,
+    which have 6 bits each. The low six bits of bytes 0 to 3 are the factors of groups 0 to 3, and the low six bits of
+    bytes 4 to 7 their minimums. Bytes 8 to 11 hold the low four bits of groups 4 to 7: factors in the low halves,
+    minimums in the high halves. The upper two bits of bytes 0 to 7 are the upper two bits of groups 4 to 7.
     """
     low, least, shared = (octets[:, start : start + 4] for start in (4, 8, 12))
     factors = np.concatenate([low & 63, shared & 15 | low >> 2 & 48], axis=1)
@@ -172,11 +173,11 @@ def _k_codes(bits: int) -> _Read:
 
 
 def _q6_k(octets: UInt8[np.ndarray, "blocks 210"]) -> Float32[np.ndarray, "blocks 256"]:
-    """Decode blocks of 256 codes of six bits, with a factor for each 16 numbers and a scale.
+    """Decode blocks of 256 codes of six bits, with a factor for each 16 numbers and one scale.
 
-    For each half of 128 numbers, 64 bytes hold the low four bits of the codes: those of the first 64 numbers in their
-    low halves, those of the last 64 in their high halves. 32 bytes hold the upper two bits, for each quarter of the
-    half in other bits.
+    The 256 numbers have two halves of 128. For each half, 64 bytes hold the low four bits of the codes: the low halves
+    of the bytes belong to the first 64 numbers, the high halves to the last 64. Another 32 bytes for each half hold the
+    upper two bits: two bits of each byte for each quarter of the half.
     """
     low, high = octets[:, :128].reshape(-1, 2, 1, 64), octets[:, 128:192].reshape(-1, 2, 1, 32)
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
@@ -211,7 +212,7 @@ def _floats(dtype: DTypeLike) -> _Values:
 
 
 def _by_package(name: str) -> _Values:
-    """Return the decoder of the package `gguf`, the reference implementation, for a type that has none here.
+    """Return the decoder of the package `gguf`, the reference implementation, for a type without a decoder here.
 
     It raises an `ImportError` that names the extra if the package is not installed, and a `ValueError` for a number
     that is not finite.
@@ -219,7 +220,7 @@ def _by_package(name: str) -> _Values:
 
     def values(octets: UInt8[np.ndarray, "blocks octets"]) -> Float32[np.ndarray, "blocks numbers"]:
         package = load_extra("gguf", extra="gguf", call=f"an array of type {name} in a GGUF file")
-        # As one row, since the package's loop over rows is slow.
+        # All blocks are passed as one row, because the package's loop over rows is slow.
         with np.errstate(all="ignore"):
             decoded = package.quants.dequantize(octets.reshape(1, -1), package.GGMLQuantizationType[name])
         if not np.isfinite(decoded).all():
@@ -230,7 +231,7 @@ def _by_package(name: str) -> _Values:
 
 
 # Types that the package `gguf` decodes: name, numbers of a block, bytes of a block, by their numbers in files. The
-# decoders above agree with the package's bit for bit and are faster: Q4_K of 2048 x 4096 took 39 ms, and 97 ms there.
+# decoders above agree with the package's bit for bit and are faster: for Q4_K of 2048 x 4096, 39 ms instead of 97 ms.
 PACKAGED: Mapping[int, tuple[str, int, int]] = MappingProxyType(
     {
         10: ("Q2_K", 256, 84),

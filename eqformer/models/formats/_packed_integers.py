@@ -21,13 +21,13 @@ class PackedIntegers(_format.Grouped):
 
     bits: int = 4
     group: int | None = None
-    """The number of neighboring inputs of a group; None: all."""
+    """The number of neighboring inputs of a group; None: all inputs are one group."""
     scales: str = _SCALES
     """The suffix of the array of scales."""
     zeros: str = _ZEROS
     """The suffix of the array of zero points, which is stored if `required` has it."""
     group_indices: str = _GROUP_INDICES
-    """The suffix of the array with the group of each input, which a folder may have."""
+    """The suffix of the array with the group of each input; a folder may lack this array."""
 
     @property
     def per_word(self) -> int:
@@ -61,7 +61,7 @@ class PackedIntegers(_format.Grouped):
 
     @abc.abstractmethod
     def read_octets(self, parts: _format.Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
-        """Return the codes of some outputs along their inputs; of two in a byte the low bits come first."""
+        """Return the codes of some outputs, in the order of inputs; if a byte has two, the low bits are the first."""
 
     @abc.abstractmethod
     def read_scales(self, parts: _format.Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
@@ -102,22 +102,24 @@ def _group_of_units(indices: Shaped[np.ndarray, "columns"], groups: int, unit: i
 
 
 def _table(bits: int, zero: int) -> Shaped[np.ndarray, "256"]:
-    """Return a table with the float32 of each byte; for 4 bits, two float32s as one word of 64 bits, for one
-    look-up."""
+    """Return a table with the float32 of each byte.
+
+    A byte of two 4-bit codes has two float32s, which are one word of 64 bits, so that one look-up finds both.
+    """
     codes = np.arange(256, dtype=np.float32)[:, None]
     if bits == 8:
         return (codes - zero)[:, 0]
     return (np.concatenate([codes % 16, codes // 16], axis=1) - zero).view(np.uint64)[:, 0]
 
 
-# Tables by the bits of a number: of codes as they are, and of codes minus half of the range.
+# Tables by the bits of a code. `_UNSIGNED` has the codes as they are, `_SIGNED` the codes minus half of the range.
 _UNSIGNED = {bits: _table(bits, 0) for bits in (4, 8)}
 _SIGNED = {bits: _table(bits, 2 ** (bits - 1)) for bits in (4, 8)}
 
 
 @dataclasses.dataclass(frozen=True)
 class GPTQ(PackedIntegers):
-    """GPTQ (Frantar et al. 2022, arXiv:2210.17323), as AutoGPTQ and GPTQModel store it: words lie along inputs.
+    """GPTQ (Frantar et al. 2022, arXiv:2210.17323), as AutoGPTQ and GPTQModel store it: a word packs several inputs.
 
     The first version of the format stores `zero - 1`, modulo the range.
     """
@@ -143,7 +145,7 @@ class GPTQ(PackedIntegers):
         return bytes_of_words(parts[_CODES][:, rows].T)
 
     def read_scales(self, parts: _format.Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the scales and zero points of some outputs; a word of zero points holds outputs."""
+        """Return the scales and zero points of some outputs; a word packs the zero points of several outputs."""
         words = slice((rows.start or 0) // self.per_word, None if rows.stop is None else rows.stop // self.per_word)
         zeros = unpack(parts[_ZEROS][:, words], self.bits).T.astype(np.int32)
         return parts[_SCALES][:, rows].T, ((zeros + self.shift) % 2**self.bits).astype(np.uint8)
@@ -174,7 +176,7 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # from the lowest bits up, a word holds the o
 
 @dataclasses.dataclass(frozen=True)
 class AWQ(PackedIntegers):
-    """AWQ (Lin et al. 2023, arXiv:2306.00978), as AutoAWQ stores it for `gemm`: 4-bit integers, words along outputs."""
+    """AWQ (Lin et al. 2023, arXiv:2306.00978), as AutoAWQ stores it for `gemm`: a word packs 8 outputs of 4 bits."""
 
     def shape(self, parts: _format.Parts) -> tuple[int, ...]:
         """Return the decoded array's shape: (outputs, inputs)."""

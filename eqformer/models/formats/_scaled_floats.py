@@ -29,7 +29,7 @@ _VALUES = {  # of all codes, by their number format
 class Scaled(_format.Grouped):
     """`code * scale`; the scale is a factor, even if its array is called `weight_scale_inv`.
 
-    There is a scale for each `block` of rows and columns; None stands for all of them.
+    There is a scale for each `block` of so many rows and columns; None stands for all rows, or all columns.
     """
 
     block: tuple[int | None, int | None] = (None, None)
@@ -37,7 +37,7 @@ class Scaled(_format.Grouped):
     """The dtypes of scales, as files call them."""
 
     def shape(self, parts: _format.Parts) -> tuple[int, ...]:
-        """Return the shape of the codes, which is that of the decoded array."""
+        """Return the shape of the codes, which is also the shape of the decoded array."""
         (dtype,), (scale,) = self.dtypes, self.required
         dims = 3 if parts[self.codes].ndim == 3 == parts[scale].ndim else 2  # experts, as one array
         *experts, rows, columns = _format.check_codes(parts, self.codes, dtype, dims)
@@ -74,14 +74,15 @@ class Scaled(_format.Grouped):
 
     @property
     def groups(self) -> _format.GroupLayout:
-        """Return the layout, whose number format is that of the codes' dtype."""
+        """Return the layout; the codes' dtype decides the number format."""
         return _format.GroupLayout("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block, self.required[0])
 
     def _scales(self, parts: _format.Parts) -> Shaped[np.ndarray, "grid_rows grid_columns"]:
         scales = parts[self.required[0]]
-        if scales.itemsize == 1:  # a power of two, which is NaN for 255
+        if scales.itemsize == 1:  # exponents of powers of two; 255 stands for NaN
             scales = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-        # Scales are largest magnitudes, so none is negative; only for integers of 4 bits do some programs use the sign.
+        # Scales come from largest magnitudes, so none is negative. Some programs use the sign of scales, but only for
+        # integers of 4 bits.
         return _format.check_nonnegative_scales(scales).reshape(self._grid(*parts[self.codes].shape))
 
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
@@ -99,10 +100,10 @@ def block_of(published: PublishedConfig, name: str) -> tuple[int, int] | None:
 
 
 def fp8(published: PublishedConfig) -> _format.Format:
-    """Return the format of a `quantization_config`, with a scale for each block or, without them, for each array.
+    """Return the format of a `quantization_config`, with a scale for each block or, without blocks, for each array.
 
     `scale_fmt` states how scales were rounded when the folder was made: DeepSeek-V3.1 has powers of two as floats. The
-    dtype in the file states how they are stored; bytes are exponents if `scale_fmt` is "ue8m0", as in transformers.
+    dtype in the file states how scales are stored; bytes are exponents if `scale_fmt` is "ue8m0", as in transformers.
     """
     published.expect("fmt", "e4m3", "float8_e4m3fn")
     published.expect("scale_fmt", "float", "ue8m0")
@@ -148,7 +149,8 @@ class MXFP4(_format.Grouped):
         scales = _check_scales(parts[_SCALES][rows])
         scale_and_codes = scales.astype(np.uint16)[..., None] << 8 | parts[_BLOCKS][rows]
         pairs = out.reshape(*scale_and_codes.shape, 2)  # a view of the same memory
-        # The table has a row for every index, so that nothing is clipped; "clip" alone writes to `out` without a copy.
+        # The mode "clip" is the only one that writes to `out` without a copy. Nothing is clipped, because the table has
+        # a row for every index.
         np.take(_products(str(out.dtype)), scale_and_codes, axis=0, out=pairs, mode="clip")
 
     def read_codes(self, parts: _format.Parts, unit: tuple[int, int]) -> _format.QuantizedArray:
@@ -168,7 +170,7 @@ class MXFP4(_format.Grouped):
 def _products(dtype: str) -> Shaped[np.ndarray, "scales_and_codes 2"]:
     """Return a table of pairs of numbers, by an index with a scale in its upper byte and two codes in its lower byte.
 
-    The code in the low bits is that of the first number.
+    The low four bits of the lower byte are the first number's code.
     """
     with np.errstate(over="ignore"):
         return np.ldexp(_PAIRS, np.arange(-127, 129)[:, None, None]).reshape(-1, 2).astype(dtype)
@@ -282,7 +284,7 @@ _FP8 = Scaled("FP8", ".weight", (".weight_scale",), ignored=_IGNORED, dtypes=("F
 _ALGORITHMS: dict[str, Float4 | Scaled] = {
     "FP8": _FP8,
     "FP8_PER_CHANNEL_PER_TOKEN": dataclasses.replace(_FP8, block=(1, None)),
-    "MIXED_PRECISION": dataclasses.replace(_NVFP4, also=_FP8),  # the arrays' dtypes tell both apart
+    "MIXED_PRECISION": dataclasses.replace(_NVFP4, also=_FP8),  # The codes' dtype tells which format an array has.
     "MXFP8": mxfp8(),
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
