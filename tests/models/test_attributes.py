@@ -383,5 +383,5 @@ def test_the_bound_of_ling_3s_decays_is_negative():
 def test_internlm3_has_biases_of_all_maps_or_none(names):
     config = {name: value for name, value in RECORDED["internlm3 dynamic"]["config"].items() if "bias" not in name}
     assert numbers_of(config | dict.fromkeys(names, True)).bias and not numbers_of(config).bias
-    with pytest.raises(ValueError, match="^config.json: attention_bias=True, mlp_bias=False: this family has both"):
+    with pytest.raises(ValueError, match="^config.json: attention_bias=True, mlp_bias=False: in this family both"):
         numbers_of(config | {names[0]: True})

@@ -103,7 +103,7 @@ def test_a_null_in_the_place_of_what_is_true_by_default_is_refused(family, name,
     config = {key: value for key, value in case(family).items() if key != name}
     assert getattr(numbers_of(config), field) is True
     assert getattr(numbers_of(config | {name: False}), field) is False
-    with pytest.raises(ValueError, match=rf"^config.json: {name}=None: it must be true or false; without it, it is"):
+    with pytest.raises(ValueError, match=rf"^config.json: {name}=None: it must be true or false; if the"):
         numbers_of(config | {name: None})
 
 

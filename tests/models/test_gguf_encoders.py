@@ -166,7 +166,7 @@ WRONG = {
     "pooling of a reranker": (_WORDS | {"llama.pooling_type": 4}, "pooling_type=4 is not supported; there are 1"),
     "no separator": (
         {key: number for key, number in _WORDS.items() if "seperator" not in key},
-        "7 tokens, but special tokens have other ids: {'seperator': 102}",
+        "7 tokens, but some special tokens have ids outside of these: {'seperator': 102}",
     ),
     "pieces without scores": (_PIECES, "scores must be a finite number for each token"),
     "a charsmap of texts": (
