@@ -71,7 +71,7 @@ def test_halves_of_unlike_sizes_are_refused(tmp_path):
     said = json.loads((tmp_path / "config.json").read_text())
     said["encoder"]["text_config"]["sliding_window"] = 7
     (tmp_path / "config.json").write_text(json.dumps(said))
-    with pytest.raises(ValueError, match=r"the encoder has {'window': 7} and the decoder {'window': 6}; this family"):
+    with pytest.raises(ValueError, match=r"the encoder has {'window': 7} and the decoder {'window': 6}; in this"):
         models.read_config(tmp_path)
     with pytest.raises(ValueError, match=r"T5Gemma2Config\(tied=False\): the embedding table is always the head"):
         dataclasses.replace(models.preset("t5gemma2-byte-900k"), tied=False)  # pyright: ignore[reportCallIssue]
