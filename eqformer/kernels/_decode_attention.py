@@ -88,7 +88,7 @@ class FilledSlotsDecoding(Implementation[DecodeCall, Array]):
     def _attend(
         self, sizes: Sequence[int], filled: Int[Array, ""], call: DecodeCall
     ) -> Float[Array, "*batch seq heads _"]:
-        """Attend to the smallest of these numbers of slots that is not less than `filled`."""
+        """Attend to the first slots; their number is the smallest of `sizes` that is at least `filled`."""
         size, *larger = sizes
         if not larger:
             return self._attend_to_first(size, call)

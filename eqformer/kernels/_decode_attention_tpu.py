@@ -3,8 +3,8 @@
 A program reads a block of a row's slots once, for scores and for values, and leaves a running softmax in vector memory
 (VMEM) to the next program of the row. The kernel gets the arrays of the whole stack in main memory (HBM) and the number
 of the layer, because XLA would copy a slice that is passed to a kernel. Blocks before the first and after the last
-visible slot are not fetched: for such a block, a program gets the nearest visible block, which is already in VMEM, and
-skips it.
+visible slot are not fetched: instead of such a block, a program gets the nearest visible block, which is already in
+VMEM, and computes nothing.
 """
 
 import functools

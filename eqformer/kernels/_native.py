@@ -30,7 +30,8 @@ def build_native(compiler: str | None = None) -> Path:
     product. Programs that were traced before do not change. `eqformer.load(..., throughput=True)` calls this for a
     model with quantized weights.
 
-    Raises a `RuntimeError` if there is no compiler, if it fails, or if no folder for the library can be written.
+    Raises a `RuntimeError` if there is no compiler, if the compiler fails, or if no folder for the library can be
+    written.
 
     Args:
         compiler: A C++17 compiler that has the options of GCC; None: the variable `CXX`, or the first of `c++`, `g++`
@@ -59,7 +60,7 @@ def build_native(compiler: str | None = None) -> Path:
 
 
 def find_compiler(name: str | None = None) -> str | None:
-    """Return the path of a C++ compiler: `name`, by default `CXX` or the first of the usual names; None: none."""
+    """Return the path of a C++ compiler: `name`, by default `CXX` or the first of the usual names; else None."""
     chosen = name or chosen_compiler()
     names = [chosen] if chosen else ["c++", "g++", "clang++"]
     return next(filter(None, map(shutil.which, names)), None)

@@ -1,7 +1,7 @@
 """Operations that have several implementations, and the choice of one for each platform.
 
 A call is a record of arrays and static settings, such as `AttentionCall`. An `Implementation` computes such a call. An
-`Op` holds implementations by platform and takes, for each platform, the first that supports the call.
+`Op` holds implementations by platform and takes, for each platform, the first implementation that supports the call.
 """
 
 import abc
@@ -150,7 +150,7 @@ class Op(Operation[CallT, ResultT]):
     ) -> "Op[CallT, ResultT]":
         """Return the op with one more implementation, which is preferred to all others.
 
-        The new implementation replaces one of the same class for the same platform.
+        The new implementation replaces an implementation of the same class for the same platform.
         """
         pairs = zip(self.platforms, self.implementations)
         remaining = [pair for pair in pairs if (pair[0], type(pair[1])) != (platform, type(implementation))]
@@ -197,7 +197,7 @@ class Op(Operation[CallT, ResultT]):
 
 
 def scope_name(call: Call) -> str:
-    """Return the name that a call has in programs and profiles: its operation's, with underscores."""
+    """Return the name that a call has in programs and profiles: its operation's name, with underscores."""
     return call.operation.replace(" ", "_")
 
 

@@ -103,7 +103,7 @@ def type_kernel_results(function: Callable[..., Result], like: Shaped[Array, "..
 
 
 def varying_zero(arrays: PyTree, dtype: DTypeLike = jnp.float32) -> Float[Array, ""]:
-    """Return a zero that varies over all mesh axes over which one of these arrays varies."""
+    """Return a zero that varies over every mesh axis over which any of the arrays varies."""
     zeros = (jnp.zeros_like(array, dtype, shape=()) for array in jax.tree.leaves(arrays))
     return sum(zeros, jnp.zeros((), dtype))
 
@@ -235,7 +235,7 @@ def round_to_fp8(
 def fp8_scale(
     largest: Float[Array, "*dims"], dtype: jax.typing.DTypeLike
 ) -> tuple[Float[Array, "*dims"], Float[Array, "*dims"]]:
-    """Return the scale of arrays with this largest magnitude in an 8-bit dtype, and the inverse of the scale.
+    """Return the scale for rounding arrays of this largest magnitude to an 8-bit dtype, and the inverse of the scale.
 
     Both are powers of two in float32.
     """

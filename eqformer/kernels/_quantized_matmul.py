@@ -186,7 +186,7 @@ class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
         return y.T.reshape(*call.x.shape[:-1], outputs)
 
 
-_SMALLEST = {1: 2**20, 2: 2**16}  # bytes of a matrix, by codes in a byte, from which on blocks are faster
+_SMALLEST = {1: 2**20, 2: 2**16}  # Least bytes of a matrix for which blocks are faster, by codes in a byte.
 _MIN_ROWS, _MAX_ROWS = 64, 512
 _MAX_VECTORS = 64
 

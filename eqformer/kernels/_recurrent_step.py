@@ -142,7 +142,7 @@ class StepTpu(Implementation[RecurrentStepCall, StepResult]):
 def _call_kernel(
     step: Step, scalars: tuple[Array, Array], inputs: tuple[Array, ...], states: Array, v_dim: int, interpret: bool
 ) -> tuple[Array, Array]:
-    """Call the kernel, whose grid is rows, blocks of groups, blocks of heads. It updates the states in place."""
+    """Call the kernel, which updates the states in place; its grid is rows, blocks of groups, blocks of heads."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
 

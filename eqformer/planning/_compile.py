@@ -217,7 +217,7 @@ def compilation_of(
     key_parts = [str(topology), [device.id for device in mesh.devices.flat], compiler_flags(), lowered.as_text()]
     key_parts += [_target(accelerator)] if accelerator.platform == "cuda" else []
     path = None if folder is None else folder / f"{_key(key_parts)}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no file, or another version's
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # The file is missing, or of another version.
         if path is not None:
             row = read_json(path)
             program = None if row["program"] is None else CompiledCosts.from_dict(row["program"])

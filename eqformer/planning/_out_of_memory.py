@@ -32,7 +32,7 @@ class TrainingSetup:
     plan: parallel.Plan
     """The plan, whose mesh may be abstract."""
     batch: Batch
-    """The shapes of a step's batch, as by `batch_shapes`."""
+    """The shapes of a step's batch, such as `batch_shapes` returns."""
     optimization: training.Optimization = training.Optimization()
     """The settings of the optimizer."""
     precision: nn.Precision = nn.Precision()
@@ -65,7 +65,7 @@ class TrainingSetup:
 
 
 class SmallerSetup(NamedTuple):
-    """A setup that fits into a memory, and how it differs."""
+    """A setup that fits into memory, and its differences from the original setup."""
 
     settings: dict[str, object]
     """The settings that differ, by their paths in a `TrainingSetup`, such as `{"plan.zero": 3}`."""
@@ -160,8 +160,8 @@ def out_of_memory_report(
 ) -> str | None:
     """Explain an error of a device that is out of memory while it trains; None for an error of another kind.
 
-    The report says how many bytes were requested and what the device has, what the setup holds by formulas, and up to
-    three setups that would fit.
+    The report states the bytes that were requested, the bytes that the device has, the bytes that the setup holds by
+    formulas, and up to three setups that would fit.
 
     Args:
         error: The error, such as the `JaxRuntimeError` of a step.

@@ -90,7 +90,7 @@ def _share_of(memory: int | None, size: int) -> str:
 
 
 def sent_table(sent: Iterable[Sent]) -> str:
-    """Format what a device sends in a step, by cause, and the sum."""
+    """Format the bytes that a device sends in a step, by cause, and the sum."""
     sent = tuple(sent)
     if not sent:
         return "nothing is sent between devices"

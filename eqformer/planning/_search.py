@@ -131,7 +131,7 @@ def search_plans(
     changes the order of the proposed plans, but not the choice of the plans to trace.
 
     Args:
-        states: The training state under a plan, whose other choices all plans have.
+        states: The training state under a plan; the searched plans keep the other choices of this plan.
         model: The model, or its shapes.
         batch: The shapes of a step's batch.
         target: Devices to plan for, whose memory is known.
@@ -193,7 +193,7 @@ class _PlannedStep:
     def make_candidates(self, mesh: AbstractMesh, zero: int) -> tuple[int | None, list[Candidate]]:
         """Return the bytes of the state on a mesh (None if it does not suit the model), and plans whose state fits.
 
-        A mesh's state is made once for all policies of recomputation.
+        The state on a mesh is computed once, for all policies of recomputation.
         """
         (rows, seq), model = self.batch.ids.shape, self.model
         plan = for_platform(dataclasses.replace(self.states.plan, mesh=mesh, zero=zero), self.target.platform)

@@ -193,7 +193,7 @@ def _sharded_state(plan: parallel.Plan, array: _PlacedArray, gathers: int) -> It
 
 
 def _tied_logits(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedArray) -> Iterator[Sent]:
-    """Yield what a tied table sends for the logits in addition to the lookup: more gathers, and a second gradient."""
+    """Yield the bytes of a tied table's logits, in addition to its lookup: more gathers, and a second gradient."""
     for name, itemsize in ((_PARAMETERS, 2 * _activation_bytes(model)), (GRADIENTS, array.gradient_itemsize)):
         size = plan.microbatches * gather_bytes(array.size * itemsize, array.fsdp_pieces(plan))
         yield Sent(STATE, f"{name}, zero {plan.zero}", size)

@@ -38,7 +38,7 @@ def largest_buffers(text: str) -> tuple[int, list[Buffer]]:
     buffers outside of the device's main memory. A value is written over an existing buffer in four cases: the
     instruction states that an output aliases an operand; the instruction writes into a part of an operand; a loop's
     body returns its next carry; a fused loop is the last reader of an operand of the result's size. The compiler may
-    reuse more buffers, or leave gaps between buffers, so the compiler's own figure differs, and is exact.
+    reuse more buffers, or leave gaps between buffers, so only the compiler's own figure is exact.
     """
     computations, entry = hlo_text.parse_hlo(text)
     first, (result, _) = _walk(computations, entry, set())

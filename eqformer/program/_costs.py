@@ -100,7 +100,7 @@ def _total_bytes(transfers: Iterable[Transfer]) -> float:
 
 
 def bytes_sent(transfers: Iterable[Transfer], *, axes: tuple[str, ...] | None = None) -> float:
-    """Return the bytes that each device sends in all; with `axes`, only those sent over exactly these mesh axes.
+    """Return the bytes that each device sends in all; with `axes`, only bytes sent over exactly these mesh axes.
 
     Raises a `ValueError` if one of these transfers is in a loop of unknown length.
     """
@@ -118,8 +118,8 @@ def bytes_sent(transfers: Iterable[Transfer], *, axes: tuple[str, ...] | None = 
 class CompiledCosts:
     """Memory, operations and communication of a compiled program.
 
-    `argument`, `temporary`, `peak` and `on_host` are the compiler's figures. The others, except for `platform`, are
-    read from the program's text.
+    `argument`, `temporary`, `peak` and `on_host` are the compiler's figures. All other fields, except for `platform`,
+    are read from the program's text.
     """
 
     argument: int
@@ -141,7 +141,7 @@ class CompiledCosts:
     unread: str = ""
     """Reason why the program's text, and the figures read from it, are not available; else empty."""
     on_host: int = 0
-    """Bytes of arguments and temporaries in the memory of the device's host, beside those on the device."""
+    """Bytes of arguments and temporaries in the memory of the device's host, in addition to those on the device."""
     platform: str = ""
     """JAX's name of the platform that the program was compiled for; empty if the program has no arguments."""
 
@@ -149,9 +149,9 @@ class CompiledCosts:
     def held(self) -> int:
         """Bytes that a device must have to run the program.
 
-        On TPUs they are the peak: the compiler places every array and refuses a program whose peak exceeds the memory,
-        and its figure of temporaries includes space that is unused at the peak. On other platforms they are the
-        arguments and the temporaries, which are allocated as one block.
+        On TPUs, these are the bytes at the peak: the compiler places every array and refuses a program whose peak
+        exceeds the memory, and the compiler's figure of temporaries includes space that is unused at the peak. On other
+        platforms, these are the bytes of the arguments and of the temporaries, which are allocated as one block.
         """
         return self.peak if self.platform == "tpu" else self.argument + self.temporary
 

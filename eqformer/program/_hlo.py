@@ -391,4 +391,4 @@ _VIEWS = {"bitcast", "reshape"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _ELEMENTWISE = {"convert", "reduce"}  # A fusion computes these only for the elements of the result that it needs.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # opcode -> index of the operand that is the update
-_COPIES = {"copy-start": 0, "all-gather-start": 1, "collective-permute-start": 1}  # -> index of the result
+_COPIES = {"copy-start": 0, "all-gather-start": 1, "collective-permute-start": 1}  # -> index in the tuple

@@ -86,10 +86,10 @@ def called_computations(instruction: Instruction) -> list[str]:
 def count_trips(loop: Instruction, computations: Computations, neighbors: Mapping[str, Instruction]) -> int | None:
     """Return the number of iterations of a `while`; None if it is unknown.
 
-    The compiler may state the number. Otherwise it is read from a condition that compares a counter with a constant;
-    the counter is assumed to go up by one, as in JAX's loops. `neighbors` are the instructions of the computation that
-    contains the loop, by name: the counter's first value is one of them. Loops under the scope `FURTHER_ROUNDS` count 0
-    iterations.
+    The compiler may state the number. Otherwise the number is read from a condition that compares a counter with a
+    constant; the counter is assumed to go up by one, as in JAX's loops. `neighbors` are the instructions of the
+    computation that contains the loop, by name: the counter's first value is one of them. Loops under the scope
+    `FURTHER_ROUNDS` count 0 iterations.
     """
     if FURTHER_ROUNDS in scopes_of(loop.attributes):
         return 0

@@ -146,8 +146,8 @@ def flash_choice(choice: Choice) -> FlashChoice | None:
 class RequiredKernel(Operation[AttentionCall, Array]):
     """Attention by one kernel on one platform. Calls with a cache are computed by `BlockwiseAttention` instead.
 
-    A call that the kernel cannot compute raises a `ValueError` when it is traced, and a call without a cache raises one
-    when it is lowered for another platform. The platform `any` runs the kernel on all platforms.
+    A call that the kernel cannot compute raises a `ValueError` when it is traced, and a call without a cache raises a
+    `ValueError` when it is lowered for another platform. The platform `any` runs the kernel on all platforms.
     """
 
     platform: str = eqx.field(static=True)

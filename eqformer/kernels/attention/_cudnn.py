@@ -1,6 +1,6 @@
 """Attention on NVIDIA GPUs: cuDNN's fused kernels, as JAX calls them in `jax.nn.dot_product_attention`.
 
-JAX's function has three gaps: it does not expose the logarithms of the softmax's sums to remat policies, it asks the
+JAX's function has three gaps: it does not expose the logsumexp of each query's scores to remat policies, it asks the
 machine that traces a program for its GPU, and it has no argument for packed documents. So this file calls its two
 primitives directly.
 """
@@ -23,10 +23,10 @@ class CudnnAttention(FlashAttention):
     """cuDNN's fused attention, with causal masks, windows, and documents that are packed one after another.
 
     On compute capability 9.0 (H100 and H200), cuDNN is the fastest kernel that was measured here. On A100 (8.0), A10G
-    (8.6) and RTX Blackwell (12.0), others measured that it takes 7 to 22 % longer than flash-type kernels in PyTorch.
-    This package has no such kernel for these GPUs, and its loop over blocks in plain XLA is slower than cuDNN, so cuDNN
-    is chosen there too. `capabilities` limits cuDNN to some GPUs: with `CudnnAttention(capabilities=(9.0,))`, an op
-    takes its next implementation on all other GPUs.
+    (8.6) and RTX Blackwell (12.0), others measured that cuDNN takes 7 to 22 % longer than flash-type kernels in
+    PyTorch. This package has no such kernel for these GPUs, and its loop over blocks in plain XLA is slower than cuDNN,
+    so cuDNN is chosen there too. `capabilities` limits cuDNN to some GPUs: with `CudnnAttention(capabilities=(9.0,))`,
+    an op takes its next implementation on all other GPUs.
     """
 
     capabilities: tuple[float, ...] | None = eqx.field(static=True, default=None)

@@ -364,7 +364,7 @@ def _copy_rows(tile: Ref, y: Ref, first: Array, begin: Array, size: Array, colum
 
 
 def order_in_panels(index: Array, rows: Array, columns: int) -> tuple[Array, Array]:
-    """Return the row and the column of the tile with an index, in panels of up to 16 columns.
+    """Return the row and the column of tile number `index`, if tiles are numbered in panels of up to 16 columns.
 
     In this order, programs that run at the same time read the same blocks.
     """

@@ -1,9 +1,9 @@
 """Grouped matrix products on TPUs: Pallas (Mosaic) kernels.
 
-XLA's own ragged products copy the weights when they contract the weights' last dim. For weight gradients they multiply
-every row once per group, so the work is multiplied by the number of groups. JAX's megablox kernels, on which these
-kernels are based, avoid both, but compute a whole tile for each group that has rows in the tile. The kernels of this
-file compute only the rows of the group, in pieces that may begin and end inside a tile.
+XLA's own ragged products copy the weights when they contract the weights' last dim. For weight gradients, XLA
+multiplies every row once per group, so the work is multiplied by the number of groups. JAX's megablox kernels, on which
+these kernels are based, avoid both costs, but compute a whole tile for each group that has rows in the tile. The
+kernels of this file compute only the rows of the group, in pieces that may begin and end inside a tile.
 
 Rows are in tiles of equal height in vector memory (VMEM). A tile is visited once for each group that has rows in the
 tile. A visit multiplies the group's rows in pieces. A piece has one of a few heights, and the kernel contains one
@@ -30,7 +30,7 @@ ALIGNMENT = 16
 """Rows of a vector register of bfloat16; pieces begin at multiples of this number."""
 HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Numbers of rows that a piece may have, if it is not a whole tile."""
-_COLUMNS = 256  # Columns of one product of a piece. It keeps the program short, and the widest matrix units have 256.
+_COLUMNS = 256  # Columns of one product of a piece: few, for a short program; the widest matrix units have 256.
 
 
 class TpuGroupedMatmul(GroupedMatmul):
@@ -133,7 +133,7 @@ class Visits(NamedTuple):
 
 
 def mosaic_tpu() -> tuple[ModuleType, ModuleType]:
-    """Return Pallas and its part for TPUs, which are imported only for programs with these kernels."""
+    """Import and return Pallas and its TPU backend, which only programs with these kernels need."""
     return importlib.import_module("jax.experimental.pallas"), importlib.import_module("jax.experimental.pallas.tpu")
 
 
