@@ -154,5 +154,5 @@ def test_chunks_of_queries_give_the_same(chunk):
 def test_what_no_indexer_can_do_is_refused():
     with pytest.raises(ValueError, match=r"Indexer\(top_k=0.*a query sees at least one key"):
         make(0)
-    with pytest.raises(ValueError, match="this indexer reads the queries' latent; give one"):
+    with pytest.raises(ValueError, match="this indexer reads the queries' latent; give q_latent"):
         nn.LatentAttention(embed=6, heads=2, head_dim=4, latent=3, indexer=make(2), key=KEY)

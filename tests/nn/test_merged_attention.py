@@ -110,5 +110,5 @@ def test_what_does_not_fit_is_refused():
     build = lambda: nn.MergedAttention(
         nn.Attention(**SIZES, gate=True, scores=nn.Scores(sinks=jnp.zeros(4)), key=jax.random.key(0))
     )
-    with pytest.raises(ValueError, match=r"MergedAttention\(Attention\): it has no place for gate and sinks; leave"):
+    with pytest.raises(ValueError, match=r"MergedAttention\(Attention\): gate and sinks cannot be merged; build"):
         eqx.filter_eval_shape(build)

@@ -1,4 +1,4 @@
-"""Softmax attention: multi-head, multi-query and grouped-query attention as one module; and with value embeddings."""
+"""Softmax attention: multi-head, multi-query and grouped-query as one module; and attention with value embeddings."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def apply_gate(
     attended: Float[Array, "*batch seq heads v_dim"],
     activation: Callable[[Array], Array] = jax.nn.sigmoid,
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Multiply what heads attended to by the activation of the gate's map of `x`; without a gate, return it
+    """Multiply the outputs of heads by the activation of the gate's map of `x`; without a gate, return them
     unchanged."""
     if gate is None:
         return attended
@@ -55,11 +55,11 @@ _GATES: dict[str, Callable[[Array], Array]] = {"sigmoid": jax.nn.sigmoid, "softp
 class Attention(Mixer):
     """Attention of `heads` queries over `kv_heads` keys and values (Vaswani 2017; Shazeer 2019; Ainslie et al. 2023).
 
-    `kv_heads == heads` is multi-head attention, `kv_heads == 1` multi-query, and any number between grouped-query:
-    query head `h` reads key head `h // (heads / kv_heads)`. Head counts are read off the weights, so the module runs on
-    a slice of its heads.
+    `kv_heads == heads` is multi-head attention, `kv_heads == 1` is multi-query attention, and any number in between is
+    grouped-query attention: query head `h` reads key head `h // (heads / kv_heads)`. Head counts are read off the
+    weights, so the module runs on a slice of its heads.
 
-    Without `value`, values are the keys before their norm (Gemma 4): `eqx.tree_at(lambda a: a.value, attention, None)`.
+    With `eqx.tree_at(lambda a: a.value, attention, None)`, keys before their norm are used as values (Gemma 4).
     """
 
     query: LinearMap
@@ -101,8 +101,9 @@ class Attention(Mixer):
         Args:
             embed: Channels of the input and the output.
             heads: Heads of queries.
-            head_dim: Channels of a head. A pair: of its queries and keys, and of its values (MiMo-V2-Flash).
-            kv_heads: Heads of keys and values, a divisor of `heads`; None: as many.
+            head_dim: Channels of a head. A pair of numbers: channels of its queries and keys, and of its values
+                (MiMo-V2-Flash).
+            kv_heads: Heads of keys and values, a divisor of `heads`; None: as many as `heads`.
             bias: Whether queries, keys, values and gates have biases.
             output_bias: Whether the output has a bias; None: as `bias`.
             output_std: The standard deviation of the output's weights; None: as for the other weights.
@@ -151,8 +152,8 @@ class Attention(Mixer):
     ) -> "Attention":
         """Return the layer with a gate without biases: each head's output is multiplied by a function of the input.
 
-        The function is the activation of a linear map, and Laguna's is a softplus. Each channel has its own factor or,
-        with `by_heads`, all channels of a head have the same.
+        The function is a linear map and its activation, for example a softplus (Laguna). Each channel has its own
+        factor; with `by_heads`, all channels of a head have the same factor.
         """
         (heads, _), (_, v_dim), (embed,) = self.query.output_shape, self._value_shape, self.output.output_shape
         kind = "heads" if by_heads else True
@@ -222,7 +223,7 @@ class Attention(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
         """Return an empty cache for rows of up to `capacity` tokens.
 
-        If the mask reaches back fewer tokens, the cache holds only so many, in a rolling buffer.
+        If the mask lets a query see fewer tokens, the cache is a rolling buffer of this many tokens.
         """
         self.mask.check_cached("Attention")
         reach = self.mask.reach(capacity)
@@ -237,7 +238,7 @@ class Attention(Mixer):
         return self.key.output_shape if self.value is None else self.value.output_shape
 
     def facts(self) -> MixerFacts:
-        """State that the layer runs on a slice of its heads, and that its core may attend for pieces of rows."""
+        """State that the layer runs on a slice of its heads, and that its core may run on pieces of rows."""
         query, key, value = self.query.output_shape, self.key.output_shape, self._value_shape
         output = (query[0], value[1])
         attends = Attends(self.mask, (query,), (key,), (value,), (output,), self.scores.options)
@@ -286,9 +287,9 @@ class ValueEmbedding(EmbeddingTable):
 class ValueEmbeddedAttention(Attention):
     """Attention with the values `W_v x + 2 sigmoid(W_g x) * table[id]`, where the gate is one number for each key head.
 
-    The gate is 1 at the beginning. Tables of values are a trick of the speedruns of modded-nanogpt (2024-12), and the
-    gate is nanochat's (2026-01), which applies it to a few channels of `x` where this layer reads all. The layer needs
-    the ids of its tokens, `Tokens.ids`, which a `Transformer` passes to layers that read them.
+    The gate is 1 at the beginning. Tables of values come from the speedruns of modded-nanogpt (2024-12). The gate comes
+    from nanochat (2026-01), where it reads only a few channels of `x`; here it reads all. The layer needs the ids of
+    its tokens, `Tokens.ids`, which a `Transformer` passes to layers that read them.
     """
 
     value_embedding: ValueEmbedding
@@ -313,8 +314,8 @@ class ValueEmbeddedAttention(Attention):
             embed: Channels of the input and the output.
             heads: Heads of queries.
             head_dim: Channels of a head.
-            kv_heads: Heads of keys and values, a divisor of `heads`; None: as many.
-            value_std: Standard deviation of the table; None: that of the projections, embed^-0.5, as in nanochat.
+            kv_heads: Heads of keys and values, a divisor of `heads`; None: as many as `heads`.
+            value_std: Standard deviation of the table; None: embed^-0.5, as for the projections and in nanochat.
             key: For the weights.
             **options: Further arguments of `Attention`.
         """
@@ -327,7 +328,7 @@ class ValueEmbeddedAttention(Attention):
         self.value_gate = Linear("embed -> kv_heads", embed=embed, kv_heads=kv_heads, std=0.0, key=gate_key)
 
     def facts(self) -> MixerFacts:
-        """State what an `Attention` does: devices that share the heads share the table and the gate by key heads."""
+        """Return the facts of an `Attention`: devices that split the heads split table and gate by key heads, too."""
         return super().facts()
 
     def _project(

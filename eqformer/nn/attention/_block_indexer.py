@@ -27,12 +27,12 @@ from ._scores import Scores
 class BlockIndexer(Module):
     """The indexer of MiniMax-M3 (MiniMax 2026): for each key head, a query sees only its `top_k` best blocks of keys.
 
-    A block holds the tokens at positions `n * block` to `(n + 1) * block - 1` of a document. A block's score for the
-    query at `t` and key head `h` is the largest `q_th . k_s` of those of its keys that the query may see. There is a
-    small query `q` for each key head, and all heads share the small keys `k`. The `local` last blocks, the query's own
-    included, are always among the `top_k`. If scores are equal, the block of the lowest number is taken, modulo the
-    number of blocks that a row may reach into. No gradient passes through the indexer, so it would need a loss of its
-    own in training.
+    A block holds the tokens at positions `n * block` to `(n + 1) * block - 1` of a document. There is a small query `q`
+    for each key head, and all heads share the small keys `k`. A block's score for the query at `t` and key head `h` is
+    the largest `q_th . k_s` over the keys of the block that the query may see. The `local` last blocks, including the
+    query's own block, are always among the `top_k`. If scores are equal, the block of the lowest number is taken;
+    blocks are numbered modulo the number of blocks that a row may reach into. No gradient passes through the indexer,
+    so it would need a loss of its own in training.
     """
 
     query: LinearMap
@@ -113,7 +113,7 @@ class BlockIndexer(Module):
         Args:
             x: The input.
             keys: The small keys.
-            mask: The keys that a query may see; the others do not count for the scores of their blocks.
+            mask: The keys that a query may see; other keys do not count for the scores of their blocks.
             tokens: The tokens of the queries.
             kv_tokens: The tokens of the keys.
         """
@@ -242,10 +242,10 @@ class BlockIndexedAttention(Attention):
             embed: Channels of the input and the output.
             heads: Heads of queries.
             head_dim: Channels of a head.
-            kv_heads: Heads of keys and values, a divisor of `heads`; None: as many.
+            kv_heads: Heads of keys and values, a divisor of `heads`; None: as many as `heads`.
             scores: The scale, temperature and softcap of the scores; None: the scale `head_dim^-0.5` alone.
             key: For the weights.
-            **options: Further arguments of `Attention` but the mask, which is causal.
+            **options: Further arguments of `Attention`, except the mask, which is causal.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         if (index_heads := indexer.query.output_shape[0]) != kv_heads:

@@ -36,9 +36,9 @@ class KeyCompressor(Module):
     A block holds the tokens at positions `n * rate` to `(n + 1) * rate - 1` of a document. Its key is the
     normalized weighted mean of its tokens' values, rotated to the block's first position. Each channel has its own
     weights: a softmax over the tokens of `gate(x) + bias`, where `bias` depends on the place in the block. With two
-    `series`, blocks overlap: a mean is over the first series of values of the block before, and over the second series
-    of the block itself. A block has no key before its last token. Tokens before the first of a row are left out of a
-    mean, also if the row begins within a document.
+    `series`, blocks overlap: a mean is over the first series of values of the previous block, and over the second
+    series of values of the block itself. A block gets its key at its last token. If a row begins within a document,
+    means leave out the tokens before the row.
     """
 
     value: LinearMap
@@ -136,11 +136,11 @@ class KeyCompressor(Module):
     def _average(
         self, gathered: Float[Array, "*batch blocks width 2 entry_dim"], is_known: Bool[Array, "*batch blocks width"]
     ) -> Float[Array, "*batch blocks entry_dim"]:
-        """Return the weighted means of known tokens, in float32 at least; zeros for blocks of none."""
+        """Return the weighted means of known tokens, in float32 at least; zeros for blocks without known tokens."""
         wide, is_known = at_least_float32(gathered.dtype), is_known[..., None]
         bias = jnp.swapaxes(self.bias, 0, 1).reshape(-1, self.bias.shape[-1]).astype(wide)
         values, gates = (gathered[..., part, :].astype(wide) for part in (0, 1))
-        # Blocks of no token have finite logits, so that their gradients are zeros.
+        # Blocks without known tokens have finite logits, so that their gradients are zeros.
         weights = jax.nn.softmax(jnp.where(is_known, gates + bias, jnp.finfo(wide).min), axis=-2)
         return jnp.sum(jnp.where(is_known, weights * values, 0), axis=-2)
 
@@ -162,9 +162,9 @@ def rotate_last(
 
 
 class EntryIndexer(Module):
-    """An indexer of compressed keys: each query sees only its `top_k` best (DeepSeek-V4, section 2.3.1).
+    """An indexer of compressed keys: each query sees only its `top_k` best keys (DeepSeek-V4, section 2.3.1).
 
-    The score of a key is that of an `Indexer`: `sum_h w_h relu(q_h . k)`. The small keys `k` are compressed too, by a
+    The score of a key is `sum_h w_h relu(q_h . k)`, as in an `Indexer`. The small keys `k` are compressed too, by a
     `KeyCompressor` of `index_dim` channels. No gradient passes through the indexer.
     """
 
@@ -179,7 +179,7 @@ class EntryIndexer(Module):
         """Initialize the maps.
 
         Args:
-            compressor: Makes the small keys, of the blocks of the keys that are selected.
+            compressor: Makes a small key for each block whose compressed key may be selected.
             embed: Channels of the input.
             q_latent: Channels of the queries' latent.
             heads: Small heads.
@@ -217,12 +217,12 @@ class CompressedAttention(Mixer):
     """DeepSeek-V4's attention (DeepSeek-AI 2026, section 2.3): a window of tokens, and compressed keys of blocks.
 
     One head of keys, which are values too, serves all query heads. A query sees the keys of the last `window` tokens,
-    its own included, and with a `compressor` the keys of all blocks of tokens that are complete at its position; with
-    an `indexer` only the best of these. Keys of both kinds share one softmax with a sink for each head. The last
-    channels of queries and keys are rotated, and those of the output are rotated back by the query's position, so that
-    an output depends on distances only. There are `groups` groups of `group_heads` heads; each group has a map to
-    `group_rank` channels, and the output is a map of all groups' channels. The dim `heads` counts groups, and plans
-    split it. Tokens of a document must be in reading order.
+    its own included. With a `compressor`, it also sees the compressed keys of all blocks that are complete at its
+    position; with an `indexer`, only the best of these compressed keys. Keys of both kinds share one softmax with a
+    sink for each head. The last channels of queries and keys are rotated, and the last channels of the output are
+    rotated back by the query's position, so that an output depends on distances only. There are `groups` groups of
+    `group_heads` heads; each group has a map to `group_rank` channels, and the output is a map of all groups' channels.
+    The dim `heads` counts groups, and plans split it. Tokens of a document must be in reading order.
     """
 
     query_down: LinearMap
@@ -373,7 +373,7 @@ class CompressedAttention(Mixer):
         """Attend to the window of new and past keys and to compressed keys, for `chunk` queries at a time."""
         *batch, seq, _, _ = query.shape
         axis, size, before = len(batch), min(self.chunk, seq), min(self.window, seq) - 1
-        # A chunk's window of new keys: the `before` keys in front of the chunk, and the chunk's own.
+        # A chunk's window of new keys: the `before` keys in front of the chunk, and the chunk's own keys.
         padding = [(0, 0)] * axis + [(before, -seq % size)]
         positions, segments = new.tokens.positions, new.tokens.segments
         padded = KeySet(
@@ -427,8 +427,8 @@ class CompressedAttention(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> CompressedCache:
         """Return an empty cache for rows of up to `capacity` tokens.
 
-        It holds the keys of a window of tokens in a rolling buffer and, for the layer and for its indexer, a compressed
-        key for each block of tokens, and values and gates of the last tokens.
+        A rolling buffer holds the keys of a window of tokens. The compressor of the layer and the compressor of its
+        indexer each have a cache with a compressed key for each block, and with values and gates of the last tokens.
         """
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         (channels,) = self.key.output_shape
@@ -452,7 +452,7 @@ def _tokens_of_rows(tokens: Tokens, shape: tuple[int, ...]) -> Tokens:
 
 
 def _read_past(window: VectorCache, tokens: Tokens, dtype: jnp.dtype) -> KeySet:
-    """Return the keys in the cache, without those at or after the first of these tokens, which a rollback left."""
+    """Return the cached keys of positions before these tokens; later keys in the cache were left by a rollback."""
     vectors, positions = window.read(dtype)
     new = jnp.where(tokens.positions >= 0, tokens.positions, jnp.iinfo(jnp.int32).max)
     first = jnp.min(new, axis=-1, keepdims=True)

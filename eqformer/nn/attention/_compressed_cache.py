@@ -23,9 +23,9 @@ class VectorCache(SlotCache):
     vectors: Num[Array, "*batch kv_seq latent"]
     """The vectors."""
     positions: Int[Array, "*batch kv_seq"]
-    """The position in each slot; -1: it is empty."""
+    """The position of the token in each slot; -1 for an empty slot."""
     rolling: bool = eqx.field(static=True, default=False)
-    """Whether new tokens take the slots of the oldest."""
+    """Whether new tokens take the slots of the oldest tokens."""
     first: Int[Array, "*batch"] | None = None
     """The first slot of a shard; None: the cache is whole."""
     capacity: int | None = eqx.field(static=True, default=None)
@@ -55,10 +55,11 @@ class VectorCache(SlotCache):
 
         Args:
             batch: Sizes of the batch dims.
-            capacity: The longest row, in tokens.
+            capacity: Maximum number of tokens of a row.
             channels: Channels of a vector.
             dtype: Float dtype of the vectors.
-            reach: The last tokens that are read; if they are fewer than `capacity`, the cache rolls. None: all.
+            reach: Number of last tokens that are read. If it is less than `capacity`, the cache is a rolling buffer.
+                None: all tokens.
             tokens_per_slot: The number of tokens that a slot's vector stands for.
             is_exact: Whether the vectors are never rounded to 8 bits.
         """

@@ -1,4 +1,4 @@
-"""Attention to keys and values from elsewhere: to another sequence (the source), or to those of an earlier layer.
+"""Attention to keys and values from elsewhere: from another sequence (the source), or from an earlier layer.
 
 Queries attend to the source alone, to the source and the row itself at once, or to keys that an earlier layer shares.
 """
@@ -24,11 +24,11 @@ from ._scores import compute_attention, Scores
 
 
 class CrossAttention(Mixer):
-    """Attention of a sequence's queries to the keys and values of another, `tokens.source` (Vaswani et al. 2017).
+    """Attention of a sequence to the keys and values of another sequence, `tokens.source` (Vaswani et al. 2017).
 
-    Each token sees every token of the source, or in packed rows those of its own segment. A call with a cache and a
-    source stores the source's keys and values. Later calls without a source read them from the cache, so they are
-    computed once for a text. Head counts are read off the weights, so the module runs on a slice of its heads.
+    Each token sees every token of the source; in packed rows, it sees only tokens of its own segment. A call with a
+    cache and a source stores the source's keys and values. Later calls without a source read these from the cache, so
+    they are computed once for a text. Head counts are read off the weights, so the module runs on a slice of its heads.
     """
 
     query: LinearMap
@@ -59,7 +59,7 @@ class CrossAttention(Mixer):
             embed: Channels of the input and the output.
             heads: Heads of queries.
             head_dim: Channels of a head.
-            kv_heads: Heads of keys and values, a divisor of `heads`; None: as many.
+            kv_heads: Heads of keys and values, a divisor of `heads`; None: as many as `heads`.
             source: Channels of the source's vectors; None: as many as `embed`.
             bias: Whether the four maps have biases.
             output_std: The standard deviation of the output's weights; None: as for the other weights.
@@ -110,10 +110,10 @@ class MergedAttention(Mixer):
     """Attention whose softmax runs over the row's own keys and the keys of `tokens.source` together (T5Gemma 2).
 
     The same maps and norms compute the keys and values of the row and of the source. The source's keys are not rotated.
-    Each token sees all of the source's keys, or in packed rows those of its own segment; `mask` limits only the row's
-    keys. The cache is a pair of caches, the row's and the source's. A call with a source fills the source's cache;
-    later calls without a source read it. Head counts are read off the weights, so the module runs on a slice of its
-    heads.
+    Each token sees all of the source's keys; in packed rows, it sees only keys of its own segment. `mask` limits only
+    the row's keys. The cache is a pair of caches, the row's and the source's. A call with a source fills the source's
+    cache; later calls without a source read it. Head counts are read off the weights, so the module runs on a slice of
+    its heads.
     """
 
     query: LinearMap
@@ -142,7 +142,7 @@ class MergedAttention(Mixer):
         }
         if attention.value is None or any(unsupported.values()):
             names = " and ".join(name for name, is_set in unsupported.items() if is_set)
-            raise ValueError(f"MergedAttention(Attention): it has no place for {names}; leave it out of the Attention.")
+            raise ValueError(f"MergedAttention(Attention): {names} cannot be merged; build the Attention without.")
         self.query, self.key, self.value = attention.query, attention.key, attention.value
         self.output = attention.output
         self.query_norm, self.key_norm = attention.query_norm, attention.key_norm
@@ -194,7 +194,7 @@ class MergedAttention(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> tuple[KVCache, KVCache]:
         """Return empty caches for rows and for sources of up to `capacity` tokens.
 
-        The row's cache is a rolling buffer if the mask reaches back fewer tokens.
+        The row's cache is a rolling buffer if the mask lets a query see fewer tokens.
         """
         self.mask.check_cached("MergedAttention")
         shapes = self.key.output_shape, self.value.output_shape
@@ -204,7 +204,7 @@ class MergedAttention(Mixer):
     def facts(self) -> MixerFacts:
         """State that the layer runs on a slice of its heads, and that its core reads another sequence.
 
-        The operations are those of the keys and values of a source that is as long as the row.
+        The operations are the projections of keys and values of a source that is as long as the row.
         """
         shapes = ((linear.output_shape,) for linear in (self.query, self.key, self.value, self.query))
         operations = sum(2 * math.prod(linear.sizes.values()) for linear in (self.key, self.value))
@@ -259,7 +259,7 @@ def _join_tokens(source: Tokens, row: Tokens, batch: tuple[int, ...]) -> Tokens:
     if row.segments is not None and source.segments is None:
         raise ValueError(
             "MergedAttention: the row has segments and its source has none; give nn.Source(values, "
-            "nn.Tokens(positions, segments)) with those of the row that read it."
+            "nn.Tokens(positions, segments)) with the segments of the row that read each token."
         )
 
     def concatenate(*parts: Int[Array, "*batch _"]) -> Int[Array, "*batch kv_seq"]:
@@ -280,8 +280,8 @@ class CrossLayerAttention(Mixer):
 
     The layer has queries and an output of its own, and no cache. Use it in `Residual(reads=name)`, which calls it with
     the `SharedValue` of that name in place of a cache. Give it the mask and the rotary positions of the `Attention`
-    whose keys it reads. `kv_heads` is the number of the whole layer and is used only for costs, because calls read the
-    number of heads from the shared keys.
+    whose keys it reads. `kv_heads`, the number of key heads of the whole layer, is used only for costs, because calls
+    read the number of heads from the shared keys.
     """
 
     query: LinearMap
@@ -317,7 +317,7 @@ class CrossLayerAttention(Mixer):
             head_dim: Channels of a head.
             kv_heads: Heads of the keys and values that are read.
             bias: Whether queries and the output have biases.
-            output_std: The standard deviation of the output's weights; None: as for the queries'.
+            output_std: The standard deviation of the output's weights; None: as for the queries' weights.
             query_norm: The norm of the queries.
             rotary: The rotary positions of queries; shared keys are rotated already.
             scores: The scale, softcap and other options of the scores; None: the scale `head_dim^-0.5` alone.
@@ -365,7 +365,7 @@ class CrossLayerAttention(Mixer):
         return None
 
     def facts(self) -> MixerFacts:
-        """State that the layer runs on a slice of its heads, and that its core may attend for pieces of rows."""
+        """State that the layer runs on a slice of its heads, and that its core may run on pieces of rows."""
         query, output_sizes = self.query.output_shape, self.output.sizes
         key, output = (self.kv_heads, query[1]), (output_sizes["heads"], output_sizes["head_dim"])
         return MixerFacts(True, Attends(self.mask, (query,), (key,), (key,), (output,), self.scores.options))

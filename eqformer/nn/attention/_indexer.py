@@ -41,7 +41,7 @@ class SelectedKeys(eqx.Module):
     @property
     @abc.abstractmethod
     def choices(self) -> Int[Array, "*batch seq top_k"]:
-        """The numbers of what each query selected."""
+        """The numbers of the keys, or of the pools of keys, that each query selected."""
 
     @abc.abstractmethod
     def keep(
@@ -95,7 +95,7 @@ class KeyIndexer(Module):
 
     @abc.abstractmethod
     def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq _"]:
-        """Return the channels of the tokens of `x` by which keys are scored, which are cached."""
+        """Return for the tokens of `x` the channels by which keys are scored; the layer caches these channels."""
 
     @abc.abstractmethod
     def index_queries(
@@ -117,7 +117,7 @@ class KeyIndexer(Module):
 
         Args:
             queries: The small queries.
-            keys: What `index_keys` returned for each key.
+            keys: The channels that `index_keys` returned for each key.
             mask: The keys from which a query may select.
             tokens: The tokens of the queries.
             kv_tokens: The tokens of the keys.
@@ -202,7 +202,7 @@ class Indexer(KeyIndexer):
         return self.key.output_shape[0]
 
     def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq index_dim"]:
-        """Return the small keys of the tokens of `x`, which are cached."""
+        """Return the small keys of the tokens of `x`; the layer caches these keys."""
         return self._rotate(self.key_norm(self.key(x))[..., None, :], tokens)[..., 0, :]
 
     def _rotate(
@@ -234,7 +234,7 @@ class Indexer(KeyIndexer):
         tokens: Tokens,
         kv_tokens: Tokens,
     ) -> "KeySelection | None":
-        """Return the `top_k` best keys of each query, among those that `mask` shows; None if there are no more keys.
+        """Return each query's `top_k` best keys among those that `mask` shows; None for at most `top_k` keys in all.
 
         The scores of `chunk` queries are in memory at a time.
 

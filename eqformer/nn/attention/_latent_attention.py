@@ -118,8 +118,8 @@ class LatentAttention(Mixer):
         """
         if indexer is not None and indexer.reads_latent and q_latent is None:
             raise ValueError(
-                "LatentAttention(indexer=..., q_latent=None): this indexer reads the queries' latent; give one, or an "
-                "indexer that reads the input."
+                "LatentAttention(indexer=..., q_latent=None): this indexer reads the queries' latent; give q_latent, or "
+                "an indexer that reads the input."
             )
         scores = Scores() if scores is None else scores
         if unknown := [option for option in scores.options if option != "sinks"]:
@@ -159,7 +159,7 @@ class LatentAttention(Mixer):
     def with_gate(self, *, by_heads: bool = False, key: Key[Array, ""]) -> "LatentAttention":
         """Return the layer with a gate: each head's output is multiplied by sigmoids of a map of the input.
 
-        Each channel has its own factor (Hy4) or, with `by_heads`, all channels of a head have the same (Ling 3).
+        Each channel has its own factor (Hy4); with `by_heads`, all channels of a head have the same factor (Ling 3).
         """
         (heads, v_dim), (embed,) = self.value_up.output_shape, self.output.output_shape
         kind = "heads" if by_heads else True
@@ -363,7 +363,7 @@ class LatentAttention(Mixer):
         kv_tokens: Tokens | None,
         shared: SelectedKeys | None,
     ) -> SelectedKeys | None:
-        """Return the keys that the indexer selects or, without an indexer, `shared`, an earlier layer's; None: all."""
+        """Return the keys that the indexer selects or, without an indexer, the selection `shared`; None: all keys."""
         if self.indexer is None or keys.index is None:
             return shared
         queries = self.indexer.index_queries(x, source, tokens)
@@ -382,7 +382,7 @@ class LatentAttention(Mixer):
     ) -> kernels.DecodeCall:
         """Return the call that reads latents and rotary keys where the cache stores them.
 
-        Joined to one array of keys, both would be copied once more.
+        Joining both to one array of keys would copy them once more.
         """
         key, key_scales = latents[..., None, :], None
         is_stored = rotated is not None and not self._rotates_on_read
@@ -411,8 +411,8 @@ class LatentAttention(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
         """Return an empty cache for rows of up to `capacity` tokens.
 
-        If the mask reaches back fewer tokens, the cache holds only so many, in a rolling buffer. The cache of a layer
-        that reads latents has room for the keys of its indexer alone.
+        If the mask lets a query see fewer tokens, the cache is a rolling buffer of this many tokens. The cache of a
+        layer that reads latents has room for the keys of its indexer alone.
         """
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         self.mask.check_cached("LatentAttention")
@@ -430,7 +430,7 @@ class LatentAttention(Mixer):
         rotated = () if self.query_rope is None else (self.query_rope.output_shape,)
         query, key = (self.query.output_shape, *rotated), (self.key_up.output_shape, *rotated)
         value = (self.value_up.output_shape,)
-        # An indexer compares all keys of a row, so rows with one are not split.
+        # An indexer compares all keys of a row, so devices cannot split rows.
         attends = Attends(self.mask, query, key, value, value, self.scores.options) if self.indexer is None else None
         return MixerFacts(True, attends)
 

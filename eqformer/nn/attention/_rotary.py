@@ -53,7 +53,7 @@ class PositionEncoding(Module):
         kv_positions: Int[Array, "*batch kv_seq"],
         lengths: Int[Array, "*batch #seq"] | None,
     ) -> tuple[Float[Array, "*batch seq heads head_dim"], Float[Array, "*batch kv_seq kv_heads head_dim"]]:
-        """Encode queries and keys at their positions; `lengths` are those of the tokens' documents."""
+        """Encode queries and keys at their positions; `lengths` are the lengths of the tokens' documents."""
 
 
 class Rotary(PositionEncoding):
@@ -118,8 +118,8 @@ class Rotary(PositionEncoding):
         positions: Int[Array, "*batch seq"],
         lengths: Int[Array, "*batch #seq"] | None = None,
     ) -> Float[Array, "*batch seq heads head_dim"]:
-        """Rotate `x` to its positions; `lengths` are those of the tokens' documents, by default of one document a
-        row."""
+        """Rotate `x` to its positions; `lengths` are the lengths of the tokens' documents (default: each row is one
+        document)."""
         if x.shape[-1] < self.dim:
             raise ValueError(f"Rotary(dim={self.dim})(x): x has only {x.shape[-1]} channels; dim must not exceed them.")
         if lengths is None:
@@ -343,7 +343,7 @@ class Llama3Scaling(RotaryScaling):
 
 
 class YarnScaling(RotaryScaling):
-    """YaRN (Peng et al. 2023): interpolate slow pairs by `factor`, keep fast ones, scale cosines and sines."""
+    """YaRN (Peng et al. 2023): interpolate slow pairs by `factor`, keep fast pairs, scale cosines and sines."""
 
     depends_on_length: ClassVar[bool] = False
     changes_norms: ClassVar[bool] = True
@@ -352,9 +352,9 @@ class YarnScaling(RotaryScaling):
     original_length: int = eqx.field(static=True)
     """The context length of pretraining."""
     beta_fast: float = eqx.field(static=True, default=32.0)
-    """Pairs that make more than so many rotations in `original_length` tokens are kept."""
+    """Pairs that make more than this number of rotations in `original_length` tokens are kept."""
     beta_slow: float = eqx.field(static=True, default=1.0)
-    """Pairs that make fewer than so many rotations in `original_length` tokens are interpolated in full."""
+    """Pairs that make fewer than this number of rotations in `original_length` tokens are interpolated in full."""
     magnitude: float | None = eqx.field(static=True, default=None)
     """The factor of cosines and sines; None: `yarn_magnitude(factor)`. DeepSeek passes a quotient of two magnitudes."""
     truncate: bool = eqx.field(static=True, default=True)
@@ -382,9 +382,9 @@ class YarnScaling(RotaryScaling):
 class LongRopeScaling(RotaryScaling):
     """LongRoPE (Ding et al. 2024): a divisor for the frequency of each pair.
 
-    Documents of up to `original_length` tokens take `short_divisors`, longer ones `long_divisors`. `magnitude`
-    multiplies cosines and sines: by default `sqrt(1 + ln(factor) / ln(original_length))`, where `factor` is the longest
-    length over the original one.
+    Documents of up to `original_length` tokens take `short_divisors`, longer documents take `long_divisors`.
+    `magnitude` multiplies cosines and sines: by default `sqrt(1 + ln(factor) / ln(original_length))`, where `factor` is
+    the longest length divided by the original length.
     """
 
     depends_on_length: ClassVar[bool] = True
@@ -397,7 +397,7 @@ class LongRopeScaling(RotaryScaling):
     magnitude: float | None = eqx.field(static=True, default=None)
 
     def representative_length(self, length: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """Return 0 for lengths up to `original_length`, and `original_length + 1` for longer ones."""
+        """Return 0 for lengths up to `original_length`, and `original_length + 1` for longer lengths."""
         return jnp.where(length > self.original_length, self.original_length + 1, 0).astype(jnp.int32)
 
     def frequencies(
@@ -408,7 +408,7 @@ class LongRopeScaling(RotaryScaling):
             if len(divisors) != dim // 2:
                 raise ValueError(
                     f"LongRopeScaling({name}_divisors=...): {len(divisors)} divisors for {dim // 2} pairs; "
-                    "give one a pair."
+                    "give one for each pair."
                 )
         base = base_frequencies(dim, theta)
         short, long = (

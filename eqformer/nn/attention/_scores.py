@@ -104,7 +104,7 @@ class Scores(Module):
         return tuple(name for name, value in is_set.items() if value)
 
     def scale_of(self, channels: int) -> float:
-        """Return the factor of scores of queries with so many channels."""
+        """Return the factor of scores, for queries with this number of channels."""
         return channels**-0.5 if self.scale is None else self.scale
 
     def apply_temperature(
@@ -254,8 +254,8 @@ class RelativeBias(ScoreBias):
 def distance_ranges(count: int, farthest: int) -> Int[np.ndarray, "distances"]:
     """Return the range of each distance `d` up to `farthest`, for `count` ranges of one direction.
 
-    Below `exact = count // 2` it is `d`, otherwise `exact + floor((count - exact) log(d / exact) / log(farthest /
-    exact))`, computed in integers, so that no rounding of a logarithm moves a distance to the next range.
+    Below `exact = count // 2` the range is `d`, otherwise `exact + floor((count - exact) log(d / exact) / log(farthest
+    / exact))`. It is computed in integers, so that no rounding of a logarithm moves a distance to the next range.
     """
     exact = count // 2
     growing = count - exact
