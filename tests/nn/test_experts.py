@@ -132,13 +132,13 @@ def test_any_module_has_slots_and_only_linears_sorted_rows():
     down = wide(experts.mlps.down.weight)
     expected = np.einsum("esi,eoi,eo->eso", wide(slots), down, wide(experts.mlps.factor))
     assert close(y, expected)
-    with pytest.raises(ValueError, match=r"Experts.sorted_rows: .* factor are not those of a linear map .* Capacity"):
+    with pytest.raises(ValueError, match=r"Experts.sorted_rows: .* factor belong to no linear map .* Capacity"):
         eqx.filter_eval_shape(experts.sorted_rows, slots[0], jnp.asarray([1, 1, 0]))
     heads = lambda key: nn.Linear("embed -> heads head_dim", embed=EMBED, heads=2, head_dim=2, key=key)
     wider = eqx.filter_eval_shape(nn.Experts, heads, 3, key=KEY)
     arrays, rest = eqx.partition(wider, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     call = lambda arrays, x, sizes: eqx.combine(arrays, rest).sorted_rows(x, sizes)
-    with pytest.raises(ValueError, match=r" weight are not those of a linear map of one dim to one"):
+    with pytest.raises(ValueError, match=r" weight belong to no linear map from one dim to one"):
         jax.eval_shape(call, arrays, slots[0], jnp.asarray([1, 1, 0]))
 
 

@@ -250,7 +250,9 @@ def test_weights_can_multiply_what_experts_are_given():
 
 def test_experts_of_a_latent_have_a_map_to_it_and_one_back():
     to_latent = random_module(nn.Linear, "embed -> latent", embed=EMBED, latent=3, key=KEY)
-    with pytest.raises(ValueError, match=r"MoE\(from_latent=None\): experts of a latent need a map to it and one back"):
+    with pytest.raises(
+        ValueError, match=r"MoE\(from_latent=None\): experts that read a latent need to_latent and from_latent"
+    ):
         nn.MoE(SOFTMAX, experts_of(), to_latent=to_latent)
 
 

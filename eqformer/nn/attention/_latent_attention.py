@@ -118,8 +118,8 @@ class LatentAttention(Mixer):
         """
         if indexer is not None and indexer.reads_latent and q_latent is None:
             raise ValueError(
-                "LatentAttention(indexer=..., q_latent=None): this indexer reads the queries' latent; give q_latent, or "
-                "an indexer that reads the input."
+                "LatentAttention(indexer=..., q_latent=None): this indexer reads the queries' latent; give q_latent, "
+                "or an indexer that reads the input."
             )
         scores = Scores() if scores is None else scores
         if unknown := [option for option in scores.options if option != "sinks"]:

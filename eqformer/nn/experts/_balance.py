@@ -24,11 +24,11 @@ def sum_on_one_device(x: Array) -> Array:
 class BalanceLoss(eqx.Module):
     """An auxiliary loss of a routing: `coefficient` times a sum over the tokens of this call.
 
-    The losses of devices add up. In the end, the model's whole loss is divided by the sum of its tokens' weights. So if
-    only few tokens have a weight, the coefficient must be smaller in proportion. "Batch" means the rows of a call:
-    those of a microbatch, if there are several. `total` sums an array over all devices that share the batch, and
-    `row_total` over the devices that hold parts of the same rows (context parallelism). On one device both are the
-    identity.
+    The losses of devices add up. In the end, the model's whole loss is divided by the sum of its tokens' weights. If
+    only few tokens have a weight, the coefficient must therefore be smaller in proportion. "Batch" means the rows of a
+    call: the rows of one microbatch, if there are several microbatches. `total` sums an array over all devices that
+    share the batch, and `row_total` over the devices that hold parts of the same rows (context parallelism). On one
+    device both are the identity.
     """
 
     coefficient: eqx.AbstractVar[float]
@@ -47,16 +47,16 @@ class BalanceLoss(eqx.Module):
 class LoadBalance(BalanceLoss):
     """`experts * sum_i f_i P_i`, where `f_i` is the share of choices that expert `i` gets, and `P_i` its mean score.
 
-    Both sum to one (if scores are a softmax, or with `normalise`), so even loads cost 1 for each token. `f` has no
-    gradient. It is taken over the batch or, with `per="sequence"`, over each row, and rows are weighted by their
-    length. With `choices`, it counts only so many first choices of each token. The loss is a sum over tokens that is
-    linear in their scores, so only `f` is summed over devices.
+    `f` and `P` each sum to one (if scores are a softmax, or with `normalise`), so even loads cost 1 for each token. `f`
+    has no gradient. `f` is taken over the batch; with `per="sequence"`, it is taken over each row, and rows are
+    weighted by their length. With `choices`, `f` counts only the first `choices` choices of each token. The loss is a
+    sum over tokens that is linear in their scores, so only `f` is summed over devices.
 
-    - `per="batch"`, `top_k` 1: Switch (Fedus et al. 2021, eq. 4-6), coefficient 0.01. With more choices, transformers'
-      Mixtral has `top_k` times this.
+    - `per="batch"`, `top_k` 1: Switch (Fedus et al. 2021, eq. 4-6), coefficient 0.01. With more choices, the loss of
+      transformers' Mixtral is `top_k` times this loss.
     - `choices=1`: GShard (Lepikhin et al. 2020, algorithm 1, which has `1 / experts` in front instead of `experts`).
-    - `per="sequence"`: DeepSeek-V2's expert-level loss (arXiv:2405.04434, eq. 23-25); with `normalise=True` V3's for
-      sigmoid scores (arXiv:2412.19437, eq. 17-20).
+    - `per="sequence"`: DeepSeek-V2's expert-level loss (arXiv:2405.04434, eq. 23-25); with `normalise=True`, the loss
+      of DeepSeek-V3 for sigmoid scores (arXiv:2412.19437, eq. 17-20).
     """
 
     coefficient: float = eqx.field(static=True)
@@ -156,8 +156,8 @@ class NoisyLoad(BalanceLoss):
 def update_selection_bias(
     bias: Float[Array, "*layers experts"], load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]
 ) -> Float[Array, "*layers experts"]:
-    """Return the selection bias after a step: larger by `rate` for experts below the mean load, smaller for those
-    above.
+    """Return the selection bias after a step: larger by `rate` for experts below the mean load, smaller by `rate` for
+    experts above the mean load.
 
     `load` counts the tokens of the whole batch that chose each expert, in a row for each layer. The rule is that of
     arXiv:2408.15664.

@@ -28,11 +28,11 @@ class Dispatch(Module):
     def keep_choices(
         self, chosen: Int[Array, "*batch seq top_k"], experts: int
     ) -> tuple[Int[Array, "*batch seq top_k"], Int[Array, ""]]:
-        """Return the choices with -1 in the place of dropped ones, and the number of dropped choices."""
+        """Return the choices with -1 in the place of dropped choices, and the number of dropped choices."""
 
     @abc.abstractmethod
     def without_drops(self, experts: Experts, routing: Routing) -> "Dispatch":
-        """Return a dispatch that drops no choice of any token; the experts may be those of one device."""
+        """Return a dispatch that drops no choice of any token; `experts` may be the experts of one device only."""
 
     @abc.abstractmethod
     def among(self, facts: RouterFacts) -> str:
@@ -67,7 +67,7 @@ class Dropless(Dispatch):
     def keep_choices(
         self, chosen: Int[Array, "*batch seq top_k"], experts: int
     ) -> tuple[Int[Array, "*batch seq top_k"], Int[Array, ""]]:
-        """Return all choices, and 0, the number of dropped ones."""
+        """Return all choices, and 0, the number of dropped choices."""
         return chosen, jnp.zeros((), jnp.int32)
 
     def without_drops(self, experts: Experts, routing: Routing) -> "Dropless":
@@ -87,12 +87,12 @@ class Capacity(Dispatch):
     With `per="sequence"` each row is a group, so that neither the batch nor a mesh that splits the batch changes which
     choices are dropped. With `per="batch"` all rows of a call are one group. First choices get slots before second
     choices, and earlier tokens before later tokens (GShard, arXiv:2006.16668, algorithm 1; Switch, arXiv:2101.03961,
-    section 2.2). A dropped choice adds nothing, so a token whose choices are all dropped passes through the residual
-    stream. Any module may be an expert. Experts that are made of linear maps have a first derivative in reverse mode
-    only, as with `Dropless`.
+    section 2.2). A dropped choice adds nothing, so a token whose choices are all dropped passes only through the
+    residual stream. Any module may be an expert. Experts that are made of linear maps have a first derivative in
+    reverse mode only, as with `Dropless`.
 
-    Choices are dropped in training only. In inference, layers use `without_drops`, because the dropped choices depend
-    on later tokens (whose first choices go before earlier tokens' second ones) and on the length of the call.
+    Choices are dropped in training only. In inference, layers use `without_drops`, because dropped choices would depend
+    on the length of the call and on later tokens, whose first choices go before earlier tokens' second choices.
     """
 
     factor: float = eqx.field(static=True)
@@ -115,7 +115,7 @@ class Capacity(Dispatch):
         *,
         weighs_inputs: bool = False,
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
-        """Return the weighted sum over each token's experts with a slot for it, and the number of dropped choices."""
+        """Return the weighted sum over each token's choices that have a slot, and the number of dropped choices."""
         chosen, slot, capacity = self._assign_slots(routing.experts, len(experts))
         groups, has_slot = chosen.shape[0], slot >= 0
         dropped = jnp.sum((chosen >= 0) & ~has_slot, dtype=jnp.int32)
@@ -143,7 +143,7 @@ class Capacity(Dispatch):
     def keep_choices(
         self, chosen: Int[Array, "*batch seq top_k"], experts: int
     ) -> tuple[Int[Array, "*batch seq top_k"], Int[Array, ""]]:
-        """Return the choices with -1 for those without a slot, and the number of dropped choices."""
+        """Return the choices with -1 in the place of choices without a slot, and the number of dropped choices."""
         by_group, slot, _ = self._assign_slots(chosen, experts)
         dropped = (by_group >= 0) & (slot < 0)
         return jnp.where(dropped, -1, by_group).reshape(chosen.shape), jnp.sum(dropped, dtype=jnp.int32)
@@ -151,13 +151,13 @@ class Capacity(Dispatch):
     def without_drops(self, experts: Experts, routing: Routing) -> Dispatch:
         """Return `Dropless`, or a slot for every token if the experts are not made of linear maps alone.
 
-        The experts may be those of one device; `routing` is that of all devices' experts.
+        `experts` may be the experts of one device only; `routing` is over the experts of all devices.
         """
         number, top_k = routing.scores.shape[-1], routing.experts.shape[-1]
         return Dropless() if experts.only_call_maps() else Capacity(number / top_k, self.per)
 
     def among(self, facts: RouterFacts) -> str:
-        """Return `per`, or "token" if there are as many slots as tokens: a token takes an expert at most once."""
+        """Return `per`; "token" if each expert has a slot for every token, since a token takes an expert once only."""
         return self.per if self.factor * facts.choices < facts.experts else "token"
 
     def _assign_slots(self, chosen: Int[Array, "*batch seq top_k"], experts: int) -> tuple[Array, Array, int]:
@@ -185,7 +185,7 @@ def sum_experts(
     """Return each token's weighted sum over the experts that it chose; a choice of -1 adds nothing.
 
     Args:
-        experts: All experts, or those of one of the `devices`.
+        experts: All experts, or the experts of one of the `devices`.
         x: The tokens.
         chosen: The experts that each token chose.
         weights: The weights of the choices.
@@ -306,9 +306,9 @@ def slot_of_choice(
 def rank_of_choice(chosen: Int[Array, "tokens top_k"], experts: int) -> Int[Array, "tokens top_k"]:
     """Return how many choices of the same expert go before each choice.
 
-    First choices go before second ones; among those, choices of earlier tokens go first.
+    First choices go before second choices; among first choices, and among second choices, earlier tokens go first.
     """
-    by_choice = chosen.T  # all first choices, then all second ones
+    by_choice = chosen.T  # all first choices, then all second choices
     _, position, sizes = sort_by_expert(by_choice, experts)
     starts = jnp.cumsum(sizes) - sizes
     return (position.reshape(by_choice.shape) - starts[jnp.maximum(by_choice, 0)]).T
@@ -342,7 +342,7 @@ def combine_choices(
 ) -> Float[Array, "*tokens embed"]:
     """Return the weighted sum over each token's choices, in their order and in float32 at least."""
     wide, top_k = at_least_float32(outputs.dtype), outputs.shape[-2]
-    # The gradients of a split are concatenated; those of slices would be padded and summed.
+    # The gradients of a split are concatenated; the gradients of slices would be padded and summed.
     choices = jax.lax.split(outputs, [1] * top_k, axis=outputs.ndim - 2)
     total = sum(weights[..., k, None].astype(wide) * choices[k][..., 0, :].astype(wide) for k in range(top_k))
     return jnp.asarray(total).astype(outputs.dtype)

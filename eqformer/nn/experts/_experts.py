@@ -63,15 +63,15 @@ class Experts(Module):
     ) -> Float[Array, "rows embed"]:
         """Run expert 0 on the first `sizes[0]` rows, expert 1 on the next `sizes[1]`, and so on.
 
-        Rows after those of the last expert give zeros. `even_rows` is the number of rows of an expert at an even load,
-        by default an equal share of all rows. `max_group_rows` is a bound on the rows of an expert, if one is known.
+        Rows after the last expert's rows give zeros. `even_rows` is the number of rows of an expert at an even load, by
+        default an equal share of all rows. `max_group_rows` is a bound on the rows of an expert, if a bound is known.
         Raises a `ValueError` if a parameter of an expert does not belong to a linear map from one dim to one dim.
         """
         if parameters := self._parameters_outside_maps():
             raise ValueError(
-                f"Experts.sorted_rows: an expert's parameters {', '.join(parameters)} are not those of a linear map of "
-                "one dim to one dim, and rows sorted by expert can run only such maps; dispatch by Capacity, which "
-                "runs any module."
+                f"Experts.sorted_rows: an expert's parameters {', '.join(parameters)} belong to no linear map from one "
+                "dim to one dim, and only such maps run on rows sorted by expert; dispatch by Capacity, which runs any "
+                "module."
             )
         return run_grouped(self.mlps, x, sizes, even_rows=even_rows, max_group_rows=max_group_rows)
 
@@ -114,13 +114,13 @@ def run_grouped(
 ) -> Float[Array, "rows outputs"]:
     """Return `modules[g](x[i])` for each row `i` of group `g`: the first `sizes[0]` rows are of group 0, and so on.
 
-    `modules` is an ensemble over groups whose parameters all belong to linear maps from one dim to one; it maps rows
-    one by one. Rows after the last group give zeros.
+    `modules` is an ensemble over groups. All of its parameters must belong to linear maps from one dim to one dim, and
+    a module must map rows one by one. Rows after the last group give zeros.
 
-    On a platform whose kernels (`kernels.GROUPED_MATMUL`) support all of its maps, each map is computed by these
-    kernels. Otherwise each group has slots for as many rows as with an even load, which are computed together, and the
-    other rows are computed in blocks of one group each, as in MegaBlocks (arXiv:2211.15841). On CPUs, if no gradient is
-    taken, slots are used only in float32 or float64, and only for few rows or large weights; all other rows are
+    If a platform's kernels (`kernels.GROUPED_MATMUL`) support all maps of `modules`, these kernels compute the maps.
+    Otherwise each group has as many slots as an even load has rows. The rows in slots are computed together for all
+    groups, and the other rows in blocks of one group each, as in MegaBlocks (arXiv:2211.15841). On CPUs, if no gradient
+    is taken, slots are used only in float32 or float64, and only for few rows or large weights; all other rows are
     computed in blocks.
 
     Maps that hold no weight, such as quantized maps, are decoded for groups that have rows, and again in the backward
@@ -309,7 +309,7 @@ def kernels_forward(
         return map_outputs[-1]
 
     y, outputs = grouped_blocks.record_linears(eqx.combine(arrays, static), x, passes._replace(forward=forward))
-    # The output of a map is zero after the last group, but that of an activation may not be.
+    # After the last group, the output of a map is zero, but the output of an activation may not be zero.
     is_map_output = any(y is output for output in map_outputs)
     return (y if is_map_output else jnp.where(_is_in_group(x, sizes), y, 0)), outputs
 

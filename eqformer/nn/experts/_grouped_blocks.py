@@ -46,7 +46,7 @@ def call_in_place_of_linears(module: PyTree, call: Callable[[Any, Array], Array]
 def record_linears(module: PyTree, x: Array, passes: LinearPasses) -> tuple[Array, list[Array]]:
     """Return the module's output, and the outputs of its linear maps in the order of their calls.
 
-    If the module's output is itself the output of a linear map, it is left out of these.
+    If the module's own output is the output of a linear map, the list leaves this output out.
     """
     outputs: list[Array] = []
 
@@ -59,7 +59,7 @@ def record_linears(module: PyTree, x: Array, passes: LinearPasses) -> tuple[Arra
 
 
 def replay_linears(module: PyTree, x: Array, passes: LinearPasses, outputs: Sequence[Array]) -> Array:
-    """Compute the module's output from the recorded `outputs` of its linear maps; their gradients are by `passes`."""
+    """Compute the module's output from the recorded `outputs` of its linear maps, which `passes` differentiates."""
     remaining = list(outputs)
 
     def backward(
@@ -86,7 +86,7 @@ def replay_linears(module: PyTree, x: Array, passes: LinearPasses, outputs: Sequ
 
 Carry = TypeVar("Carry")
 FEWEST_SLOTS = 16
-"""Groups have slots if an even load has at least so many rows."""
+"""Groups have slots if an even load has at least this many rows."""
 
 
 def run_in_blocks(
@@ -100,7 +100,8 @@ def run_in_blocks(
 ) -> Array:
     """Return the rows' outputs, without residuals for gradients.
 
-    Without residuals, there is memory for a quarter more slots than an even load needs; few loads exceed them.
+    Since no residuals are kept, there is memory for a quarter more slots than an even load needs. Few loads exceed
+    these slots.
     """
     even_rows = resolve_even_rows(sizes, len(x), even_rows)
     number = even_rows * 5 // 4 if even_rows >= FEWEST_SLOTS else 0
@@ -215,9 +216,9 @@ class GroupSlots:
     """Slots for the first rows of each group, which are computed for all groups in one batched product.
 
     The product copies no parameters. The other rows are computed afterwards. A group has `even_rows` slots (by default
-    an equal share of all rows), and none if these are few. Slots are not used if loads are so uneven that a quarter of
-    the rows would have no slot. With `max_group_rows`, a bound on the rows of a group, each group has this many slots,
-    and there are no other rows.
+    an equal share of all rows), or no slots if `even_rows` is small. Slots are not used if loads are so uneven that
+    slots would hold less than three quarters of the rows of an even load. With `max_group_rows`, a bound on the rows of
+    a group, each group has this many slots, and there are no other rows.
     """
 
     number: int
@@ -344,7 +345,8 @@ def _loop_over_blocks(
 
 
 _FEW_ROWS = 32
-"""Up to this many rows, nearly all groups are one block, whose product reads the codes of quantized maps."""
+"""With up to this many rows, nearly all groups are one block, and its product reads quantized maps without decoding
+them first."""
 
 
 def _select_group(arrays: PyTree, number: Array) -> PyTree:
@@ -370,7 +372,7 @@ def _write_block(rows: Array, block: Array, start: Array, is_owned: Array | None
 # Passes without gradients on CPUs, such as prompts and decoding.
 
 LARGE_GROUP = 2**23
-"""A group's weights are large if they have so many bytes: the copy that each block makes does not fit in the cache."""
+"""A group's weights are large if they have this many bytes: a block's copy of the weights then exceeds the cache."""
 
 
 def run_in_blocks_without_residuals(

@@ -28,13 +28,13 @@ index."""
 
 
 class ExpertMixture(Routed):
-    """A mixture of experts: the contract of `MoE`, by which tokens and experts may be on different devices.
+    """A mixture of experts whose tokens and experts may be on different devices: the contract of `MoE`.
 
     A call is `combine(x, project_outputs(y))`. For each token, `y` is the weighted sum of the outputs of its experts,
     which read `project_inputs(normalize_inputs(x))`. Over a mesh a device holds some of the experts, and may hold some
-    of the tokens or features of `x`. `normalize_inputs` and `combine` are computed on what a device holds of the
-    stream: apart from norms and layers of the contracts, they may apply only elementwise functions. `project_inputs`
-    and `project_outputs` are given all features of a token, and every device runs the whole of their maps.
+    of the tokens or features of `x`. `normalize_inputs` and `combine` run on a device's part of the stream: apart from
+    norms and layers that follow the contracts of `nn`, they may apply only elementwise functions. `project_inputs` and
+    `project_outputs` get all features of a token, and every device runs their whole maps.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
@@ -101,7 +101,7 @@ class ExpertMixture(Routed):
         total: DeviceSum = sum_on_one_device,
         row_total: DeviceSum = sum_on_one_device,
     ) -> Aux:
-        """Return the losses and counts of a routing; `total` and `row_total` are those of `BalanceLoss`."""
+        """Return the losses and counts of a routing; `BalanceLoss` describes `total` and `row_total`."""
         zero = jnp.zeros_like(routing.scores, shape=())
         loss = sum((loss(routing, tokens, total, row_total) for loss in self.losses), start=zero)
         counts, real = routing.counts(), is_real(tokens, routing.scores.shape[:-1])
@@ -122,12 +122,12 @@ class MoE(ExpertMixture):
     The router chooses the experts `i` and the weights `w` of each token.
 
     `dispatch` is the way in which tokens reach experts, `Dropless()` or `Capacity(factor)`; with experts that choose
-    their tokens (`ExpertChoiceRouter`) it is not used. For tokens without keys, those of evaluation and generation, no
-    dispatch drops anything, so that a token's output does not depend on later tokens or on the length of the call.
-    `shared` runs on every token. `losses` are summed into `Aux.loss`. With `weighs_inputs` the layer is
+    their tokens (`ExpertChoiceRouter`) it is not used. Tokens have no keys in evaluation and generation; no dispatch
+    then drops anything, so that a token's output does not depend on later tokens or on the length of the call. `shared`
+    runs on every token. `losses` are summed into `Aux.loss`. With `weighs_inputs` the layer is
     `shared(x) + sum_k experts[i_k](w_k x)` (Llama 4). With maps `to_latent` and `from_latent` it is
-    `shared(x) + from_latent(sum_k w_k experts[i_k](to_latent(x)))`: experts read, and are sent, fewer channels
-    (Nemotron 3).
+    `shared(x) + from_latent(sum_k w_k experts[i_k](to_latent(x)))`: experts read fewer channels, and devices send fewer
+    channels to them (Nemotron 3).
     """
 
     router: Router
@@ -162,7 +162,7 @@ class MoE(ExpertMixture):
             shared: A layer that runs on every token beside the experts.
             losses: Balance losses, summed into `Aux.loss`.
             expert_norm: A norm of the experts' input, which neither the router nor `shared` reads (Gemma 4).
-            to_latent: A map `embed -> latent` of the experts' input; the experts' `embed` is the latent then.
+            to_latent: A map `embed -> latent` of the experts' input; the experts' `embed` is then the latent's size.
             from_latent: A map `latent -> embed` of the sum of the experts' outputs.
             weighs_inputs: Whether weights multiply the experts' inputs instead of their outputs (Llama 4).
         """
@@ -185,7 +185,7 @@ class MoE(ExpertMixture):
         if (to_latent is None) != (from_latent is None):
             missing = "to_latent" if to_latent is None else "from_latent"
             raise ValueError(
-                f"MoE({missing}=None): experts of a latent need a map to it and one back; give both or neither."
+                f"MoE({missing}=None): experts that read a latent need to_latent and from_latent; give both or neither."
             )
         self.weighs_inputs, self.expert_norm = weighs_inputs, expert_norm
         self.to_latent, self.from_latent = to_latent, from_latent
@@ -264,5 +264,5 @@ class _FirstExpert(Routed):
         tokens = tokens_or_default(tokens, x.shape[:-1], None)
         routing = self.inner.router(x, tokens.fold_in(ROUTER))
         if isinstance(routing, Slots):
-            raise ValueError("first_experts(model): its experts choose their tokens, so tokens have no first one.")
+            raise ValueError("first_experts(model): its experts choose their tokens, so no token has a first expert.")
         return self.inner(x, tokens)[0], routing.experts[..., 0]

@@ -24,15 +24,15 @@ from ._balance import update_selection_bias
 class ExpertGroups:
     """Groups of neighbouring experts. A token first chooses its best groups, and then experts from these groups.
 
-    Published configurations call `count` and `top_k` `n_group` and `topk_group` (DeepSeek).
+    In published configs (DeepSeek), `count` is named `n_group`, and `top_k` is named `topk_group`.
     """
 
     count: int
     """The number of groups, all of equal size."""
     top_k: int = 1
-    """The groups that a token chooses."""
+    """The number of groups that a token chooses."""
     score: str = "max"
-    """The score of a group: that of its best expert (`"max"`), or the sum of its two best (`"top2"`)."""
+    """The score of a group: its best expert's score (`"max"`), or the sum of its two best experts' (`"top2"`)."""
 
     def check(self, experts: int, top_k: int) -> None:
         """Raise a `ValueError` unless tokens can choose `top_k` of so many experts from these groups."""
@@ -123,7 +123,7 @@ class TopKRouter(routing.Router):
             normalise: Whether the weights of the chosen experts add up to `scale`.
             normalise_eps: Added to the sum of weights before the division; not for a softmax (LFM2: 1e-6).
             scale: A factor of the weights.
-            groups: Groups of experts, of which a token chooses the best first; None: one group.
+            groups: Groups of experts; a token first chooses its best groups. None: one group.
             balanced: Whether there is a `selection_bias`, which follows the load.
             bias: Whether the map has a bias.
             jitter: The largest relative change of the input's channels while training.
@@ -302,8 +302,8 @@ class SparseMixerRouter(routing.Router):
 
     The first expert has the highest logit `m`. Its weight is its part of the softmax over the logits `z` with
     `m - z <= 2 tolerance max(|z|, m)`. The second expert is chosen, and weighted, in the same way among the experts
-    without the first. The weights do not add up to 1. The routing is that of SparseMixer (Liu et al. 2024,
-    arXiv:2409.12136) at inference, also in training: choices are not drawn, and gradients are those of the softmax.
+    without the first. The weights do not add up to 1. This is how SparseMixer (Liu et al. 2024, arXiv:2409.12136)
+    routes at inference, here also in training: choices are not sampled, and gradients are the gradients of the softmax.
     """
 
     linear: LinearMap
@@ -347,7 +347,7 @@ class SparseMixerRouter(routing.Router):
         best: Int[Array, "*batch seq 1"],
         is_excluded: Bool[Array, "*batch seq experts"],
     ) -> Float[Array, "*batch seq 1"]:
-        """Return the softmax of the `best` expert among those near to it that are not excluded."""
+        """Return the softmax of the `best` expert, among experts with nearly its logit that are not excluded."""
         highest = jnp.take_along_axis(logits, best, axis=-1)
         is_near = highest - logits <= 2 * self.tolerance * jnp.maximum(jnp.abs(logits), highest)
         shared = jnp.where(is_near & ~is_excluded, logits, -jnp.inf)
@@ -421,12 +421,11 @@ class HashRouter(routing.Router, ReadsIds):
 class ExpertChoiceRouter(routing.Router):
     """Expert-choice routing: each expert takes the `ceil(factor * n / experts)` tokens with its highest scores.
 
-    The method is that of Zhou et al. (2022, eq. 1-2). Scores are the softmax over experts, and they are the weights. If
-    scores are equal, the earlier token is taken. `n` is the number of real tokens of a group: of a row
-    (`per="sequence"`) or of the whole call (`per="batch"`), so that padding changes nothing. On average, a token is
-    taken by `factor` experts, and possibly by none or by all. The load is balanced by construction. Which tokens are
-    taken depends on later tokens: the future leaks into a causal model, and a prompt alone is routed differently from
-    the prompt with its continuation.
+    The method is from Zhou et al. (2022, eq. 1-2). Scores are a softmax over experts, and are also the weights. If
+    scores are equal, the earlier token is taken. `n` is the number of tokens other than padding in a group; a group is
+    a row (`per="sequence"`) or the whole call (`per="batch"`). A token is taken by `factor` experts on average, but
+    perhaps by none or by all. The load is balanced by construction. Which tokens are taken depends on later tokens: the
+    future leaks into a causal model, and a prompt alone is routed differently from the prompt with its continuation.
     """
 
     linear: LinearMap

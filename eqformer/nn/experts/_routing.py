@@ -65,7 +65,7 @@ class RouterFacts:
     """Properties of a router that mixtures, parallel transforms and costs read.
 
     - `experts`: the number of experts to choose from.
-    - `choices`: the most experts a token takes; the average where experts choose their tokens.
+    - `choices`: the maximum number of experts that a token takes; the average number if experts choose their tokens.
     - `among`: the tokens that a choice depends on, all of which one device must hold: "token" for the token alone,
       "sequence" for its row, or "batch" for all tokens of the call.
     - `expert_choice`: whether experts choose their tokens, so that the router returns `Slots`.
@@ -93,7 +93,7 @@ class Router(Module):
         """Return the properties that mixtures, parallel transforms and costs read."""
 
     def rebalance(self, load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]) -> "Router":
-        """Return the router after a step in which experts had this load, moved by `rate`.
+        """Return the router after a step in which experts had this load, adjusted by `rate`.
 
         By default the router is unchanged. In a stack, the router's arrays have a dim of `layers` in front, as `load`
         has.

@@ -1,4 +1,4 @@
-"""Short causal convolutions over tokens, the gated mixer that is built on one, and the inputs of recurrent mixers.
+"""Short causal convolutions over tokens, a gated mixer with such a convolution, and the inputs of recurrent mixers.
 
 `RecurrentInputs` passes a call's inputs through a mixer's convolutions, with padding, documents and caches.
 """
@@ -87,7 +87,7 @@ class CausalConv(Module):
         previous: Float[Array, "..."],
         count: Int[Array, "*batch"],
     ) -> Float[Array, "..."]:
-        """Return the `previous` of the next call; the first `count` tokens of each row of `x` are not padding."""
+        """Return the argument `previous` of the next call; `count` is the number of tokens before a row's padding."""
         seq_dim, size = documents.ndim - 1, self.weight.shape[-1] - 1
         indices = count[..., None] + jnp.arange(size, dtype=jnp.int32)
         owners = jnp.take_along_axis(jnp.pad(documents, [(0, 0)] * seq_dim + [(size, 0)]), indices, axis=seq_dim)
@@ -110,10 +110,9 @@ class CausalConv(Module):
 class GatedShortConv(Mixer):
     """Gated short convolution of LFM2: `output(output_gate(x) * conv(input_gate(x) * value(x)))`.
 
-    The convolution (`CausalConv`) reads the last `taps` tokens of a
-    document, so a cache holds `taps - 1` tokens, however long the rows are. There are no positions: tokens must be in
-    reading order, with padding at the end of a row, and a document starts at position 0 or at a new segment (Liquid AI
-    2025, arXiv:2511.23404).
+    The convolution (`CausalConv`) reads the last `taps` tokens of a document, so a cache holds `taps - 1` tokens,
+    however long the rows are. There are no positions: tokens must be in reading order, with padding at the end of a
+    row, and a document starts at position 0 or at a new segment (Liquid AI 2025, arXiv:2511.23404).
     """
 
     input_gate: LinearMap

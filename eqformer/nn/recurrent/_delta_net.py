@@ -26,10 +26,10 @@ class GatedDeltaNet(Mixer):
     Queries, keys and values pass through short convolutions and silu (or another `activation`); queries and keys are
     normalized to length 1. Each of `heads` has a matrix state that follows the `delta_rule`: the state decays by
     `exp(-exp(log_rate) softplus(decay(x) + decay_bias))` and is corrected at the rate `sigmoid(rate(x))`, times
-    `largest_rate`. The output is normalized within each head and multiplied by `silu(gate(x))`. `kv_heads` counts the
-    heads of queries and of keys; each serves `heads / kv_heads` heads of values. There are no positions: tokens must be
-    in reading order, with padding at the end of a row, and a document starts at position 0 or at a new segment.
-    Head counts are read off the weights.
+    `largest_rate`. The output is normalized within each head and multiplied by `silu(gate(x))`. There are `kv_heads`
+    heads of queries and as many heads of keys; each serves `heads / kv_heads` heads of values. There are no positions:
+    tokens must be in reading order, with padding at the end of a row, and a document starts at position 0 or at a new
+    segment. Head counts are read off the weights.
     """
 
     query: LinearMap

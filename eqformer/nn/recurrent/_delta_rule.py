@@ -62,7 +62,7 @@ def delta_rule(
     else:
         decayed_scores, state_to_token, token_to_end, state_to_end = channel_decay(log_decay, chunk_documents)
     rated_key = rate[..., None] * key
-    # Within a chunk, each token's correction depends on those before it: a unit lower triangular system.
+    # Within a chunk, each token's correction depends on the corrections before it: a unit lower triangular system.
     system = mask_in_layer(jnp.tri(size, k=-1, dtype=bool), decayed_scores(rated_key, key), rate)
     new_values, read_keys = _solve_unit_lower(system, rate[..., None] * value, rated_key * state_to_token)
     scores = decayed_scores(query, key)
@@ -135,7 +135,7 @@ def _invert_unit_lower(system: Float[Array, "*n chunk chunk"]) -> Float[Array, "
 
 
 def _below_diagonal_blocks(system: Float[Array, "*n chunk chunk"], rows: int) -> Float[Array, "*n chunk chunk"]:
-    """Keep the block below the first of each pair of neighbouring diagonal blocks of `rows` rows; zero all else."""
+    """For each pair of neighbouring diagonal blocks of `rows` rows, keep the block below the first; zero all else."""
     block = jnp.arange(system.shape[-1]) // rows
     return mask_in_layer((block[:, None] % 2 == 1) & (block[:, None] - 1 == block), system, system)
 

@@ -34,18 +34,17 @@ class GateNorm:
 class Mamba2Mixer(Mixer):
     """Mamba-2 mixer of Dao and Gu (2024, arXiv:2405.21060); the paper's letters stand in brackets.
 
-    Values (`x`), keys (`B`) and queries (`C`) pass through short
-    convolutions and silu (or another `activation`). Each of `heads` has a matrix state that decays by
-    `exp(-exp(log_rate) dt)` and adds the outer product of the key and `dt` times the value, with
-    `dt = softplus(step(x) + step_bias)` clipped to `step_limits`. The query reads the state (see `state_space`), and
-    `skip` (`D`) times the value is added. The output is multiplied by `silu(gate(x))` (`z`); then the `norm`, if there
-    is one, divides by the root mean square over the heads of one key head and multiplies by `scale`. A `GateNorm`
-    may also come before the gate.
+    Values (`x`), keys (`B`) and queries (`C`) pass through short convolutions and silu (or another `activation`). Each
+    of `heads` has a matrix state that decays by `exp(-exp(log_rate) dt)`. To the state is added the outer product of
+    the key and `dt` times the value, with `dt = softplus(step(x) + step_bias)` clipped to `step_limits`. The query
+    reads the state (see `state_space`), and `skip` (`D`) times the value is added. The output is multiplied by
+    `silu(gate(x))` (`z`); then the `norm`, if there is one, divides by the root mean square over the heads of one key
+    head and multiplies by `scale`. A `GateNorm` may also come before the gate.
 
-    `kv_heads` counts the heads of keys and of queries (groups); each serves `heads / kv_heads` heads of values.
-    `head_dim` counts their channels (`N`, the state size), `v_dim` those of a value (`P`). There are no positions:
-    tokens must be in reading order, with padding at the end of a row, and a document starts at position 0 or at a new
-    segment. Head counts are read off the weights.
+    There are `kv_heads` heads of keys and as many heads of queries (groups); each serves `heads / kv_heads` heads of
+    values. `head_dim` counts the channels of a key and of a query (`N`, the state size), and `v_dim` the channels of a
+    value (`P`). There are no positions: tokens must be in reading order, with padding at the end of a row, and a
+    document starts at position 0 or at a new segment. Head counts are read off the weights.
     """
 
     gate: LinearMap
@@ -258,7 +257,7 @@ def scan_chunk_states(
     """Return the state before each chunk and the last state of `S_(n+1) = decay_n S_n + added_n`, `S_0 = initial`.
 
     The states overwrite the buffer of `added`; in the backward pass the gradients of `added` overwrite the gradients of
-    the states. `jax.lax.scan` would allocate zeros for each of them. Only reverse mode is defined (no `jax.jvp`).
+    the states. `jax.lax.scan` would allocate zeros for these arrays. Only reverse mode is defined (no `jax.jvp`).
     """
     # Adding a zero that depends on `added` makes all operands vary over the same mesh axes under `shard_map`.
     zero = jnp.zeros_like(added, shape=())
