@@ -1,6 +1,7 @@
 """A run: its recipe, its folder and its loop, from texts or chats to a folder that `eqformer.load` reads.
 
-A recipe decides everything about a run. Recipes have names; another one is a Python function that returns a `Recipe`.
+A recipe holds all settings of a run. The built-in recipes have names. A user's own recipe is a Python function that
+returns a `Recipe`.
 """
 
 from . import _report, _setup, _texts

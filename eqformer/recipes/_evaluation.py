@@ -18,21 +18,21 @@ from ._texts import published_files, Tokenizer
 
 
 def open_evaluator(recipe: Recipe) -> Evaluator | None:
-    """Load the texts and tasks that the recipe evaluates on; None if it evaluates on none.
+    """Load the texts and tasks on which the recipe's run is evaluated; return None if there are none.
 
-    Raises a `ValueError` that names the flags, and an `ImportError` for tasks without lm-evaluation-harness.
+    Raises a `ValueError` that names the flags, and an `ImportError` for tasks if lm-evaluation-harness is missing.
     """
     if recipe.evaluate_every < 0:
         raise ValueError(
             f"--evaluate-every {recipe.evaluate_every}: give the steps between evaluations, or 0 for none at all."
         )
     if recipe.evaluate_limit is not None and recipe.evaluate_limit < 1:
-        raise ValueError(f"--evaluate-limit {recipe.evaluate_limit}: it counts documents, so give at least 1.")
+        raise ValueError(f"--evaluate-limit {recipe.evaluate_limit}: give a number of documents, at least 1.")
     has_subject = bool(recipe.evaluate_text or recipe.evaluate_tasks)
     if has_subject != bool(recipe.evaluate_every):
         raise ValueError(
-            f"--evaluate-every {recipe.evaluate_every}: an evaluation has an interval, and texts or tasks; give "
-            "--evaluate-every N with --evaluate-text FILE ... or --evaluate-tasks NAME ..., or leave all of them out."
+            f"--evaluate-every {recipe.evaluate_every}: an evaluation needs an interval, and texts or tasks; give "
+            "--evaluate-every N with --evaluate-text FILE ... or --evaluate-tasks NAME ..., or leave all three out."
         )
     if not has_subject:
         return None
@@ -50,9 +50,10 @@ def open_evaluator(recipe: Recipe) -> Evaluator | None:
 
 
 def _read_texts(recipe: Recipe) -> dict[str, list[str]]:
-    """Return the texts of each evaluated path, by the path's last part, or by the path if two last parts agree.
+    """Return the texts of each path in --evaluate-text, by the path's last part.
 
-    Texts are read once, so that all evaluations of a process score the same texts.
+    If several paths have the same last part, their names are the whole paths. Texts are read once, so that all
+    evaluations of a process score the same texts.
     """
     texts: dict[str, list[str]] = {}
     last_parts = [Path(path).name for path in recipe.evaluate_text]
@@ -79,11 +80,11 @@ def make_scores(
     states: training.PlannedState,
     shapes: nn.LanguageModel,
 ) -> Callable[[PyTree], dict[str, float]]:
-    """Return the function that scores a model of the run's state, under the plan of the run.
+    """Return the function that scores the model of the run's state, under the plan of the run.
 
-    In a run of several processes the first one scores a copy of the model on one device, and the others return nothing.
-    Raises a `ValueError` for a plan under which the model, of these shapes, cannot be decoded, and for a model without
-    a chat template if the tasks use the template.
+    In a run of several processes, the first process scores a copy of the model on one device, and the other processes
+    return an empty dict. Raises a `ValueError` for a plan under which a model of these `shapes` cannot be decoded, and
+    for a model without a chat template if the tasks use the template.
     """
     plan, is_alone = states.plan, jax.process_count() == 1
     if is_alone and plan.mesh.size > 1:
@@ -92,7 +93,8 @@ def make_scores(
     folder = directory.published if published is None else models.companion_folder(published)
     if recipe.evaluate_chat and read_chat_template(folder) is None:
         raise ValueError(
-            "--evaluate-chat: the model has no chat template; leave it out, or give --model of a chat model."
+            "--evaluate-chat: the model has no chat template; leave --evaluate-chat out, or give --model of a chat "
+            "model."
         )
 
     def score_model(model: PyTree) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Recipes by name, in Python files of a user's own (`FILE.py:NAME`), and in the JSON of every run's folder.
+"""Built-in recipes by name, recipes in a user's Python file (`FILE.py:NAME`), and recipes in the JSON of run folders.
 
-The depth of the recipe `speedrun` decides its width, heads, batch, rates and horizon.
+The depth of the recipe `speedrun` decides its width, heads, batch, learning rates and number of tokens.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from ._recipe import add_flags, Mesh, Recipe
 
 
 DEPTHS = (*range(1, 8), *range(8, 33, 2))
-"""Depths of the recipe speedrun at which the width, 64 channels for each layer, divides into heads."""
+"""The depths of the recipe speedrun: its width, 64 channels for each layer, must divide into heads."""
 TOKENS_PER_PARAMETER = 20.0
-"""Bytes for each parameter of matrices; Hoffmann et al. 2022 (arXiv 2203.15556) have 20 tokens."""
+"""Training tokens (here bytes) for each parameter in matrices, as in Hoffmann et al. 2022 (arXiv 2203.15556)."""
 TOKENS_AT_ONCE = 2**15  # Tokens of a microbatch; their activations fit in 80 GB at depth 12.
 
 
 def count_matrix_parameters(depth: int) -> int:
-    """Return the parameters in the matrices of a depth: 12 times its squared width in a layer."""
+    """Return the number of parameters in the matrices at a depth: each layer has 12 times the squared width."""
     return 12 * depth * (64 * depth) ** 2
 
 
@@ -39,34 +39,35 @@ def speedrun_recipe(
 ) -> Recipe:
     """A byte-level model with layers of the nanoGPT speedruns, by NorMuon: --depth N decides all sizes (default 2).
 
-    It is trained on `tokens`, or on `tokens_per_parameter` for each parameter in the matrices. Raises a `ValueError`
-    for a depth that does not fit.
+    The model is trained on `tokens` tokens, by default `tokens_per_parameter` for each parameter in the matrices.
+    Raises a `ValueError` for a depth that is not in `DEPTHS`.
     """
     # Width and heads: nanochat's aspect ratio of 64 (github.com/karpathy/nanochat, scripts/base_train.py) and heads of
-    # 128 channels, which fill a GPU's tiles. Below depth 8 heads are half as wide, so that there is more than one.
+    # 128 channels, which fill a GPU's tiles. Below depth 8, heads have 64 channels, so that most widths have several.
     head_dim = 64 if depth < 8 else 128
     embed = 64 * depth
     if depth not in DEPTHS:
         nearest = sorted(sorted(DEPTHS, key=lambda fit: abs(fit - depth))[:2])
         raise ValueError(
-            f"speedrun_recipe(depth={depth}): the depths are 1 to 7, and the even ones from 8 to {DEPTHS[-1]}, whose "
-            f"width of 64 channels a layer divides into heads; take {' or '.join(map(str, nearest))}."
+            f"speedrun_recipe(depth={depth}): the depths are 1 to 7, and the even numbers from 8 to {DEPTHS[-1]}, "
+            "because the width, 64 channels for each layer, must divide into heads; take "
+            f"{' or '.join(map(str, nearest))}."
         )
-    # Horizon: a constant number of tokens for each parameter of the matrices.
+    # Horizon (the number of training tokens): a constant number of tokens for each parameter of the matrices.
     tokens = tokens_per_parameter * count_matrix_parameters(depth) if tokens is None else tokens
     # Batch: the critical batch grows with the horizon as a power law (arXiv 2505.13738; nanochat's exponent is 0.38
     # from depth 12 on). Here the exponent of 3/4 goes through two points: 1,024 tokens for a horizon of a million,
     # where a larger batch was worse, and a quarter of a million tokens at depth 12.
     batch_tokens = 2 ** round(math.log2(1024 * (tokens / 1e6) ** 0.75))
-    # Rows: long enough for what a model of this depth can use; three layers of four see a quarter of a row (nanochat).
+    # Rows: deeper models use longer contexts. In three of four layers, a token sees a quarter of a row (nanochat).
     seq = min(2048, max(256, 2 ** math.ceil(math.log2(128 * depth))))
     batch = max(1, batch_tokens // seq)
     steps = max(1, round(tokens / (batch * seq)))
-    # Rates: nanochat's at depth 12. Updates of hidden matrices have the spectral norm sqrt(outputs / inputs) (arXiv
-    # 2310.17813), those of the head shrink with the width (muP, arXiv 2203.03466), and so the same rates should serve
-    # all depths. At depth 2, the best of the rates 0.005, 0.01, ..., 0.08 was 0.02 for the widths 64 and 128, with
-    # 4,096 tokens a step. Smaller batches need smaller rates, by the square root: with 256 tokens a step, 0.005 was
-    # the best rate at depths 1 and 2, and with 1,024 tokens 0.01 at depth 3 (docs/learning.md).
+    # Learning rates: nanochat's rates at depth 12. The same rates should suit all depths, because updates of hidden
+    # matrices have the spectral norm sqrt(outputs / inputs) (arXiv 2310.17813), and the head's rate is divided by the
+    # width (muP, arXiv 2203.03466). At depth 2, with 4,096 tokens a step and the widths 64 and 128, 0.02 was the best
+    # of the rates 0.005, 0.01, ..., 0.08. The rate grows with the square root of the tokens of a step: with 256 tokens,
+    # 0.005 was the best rate at depths 1 and 2, and with 1,024 tokens, 0.01 was best at depth 3 (docs/learning.md).
     optimizer = Optimization(
         name="normuon",
         learning_rate=0.02 * min(1.0, math.sqrt(batch * seq / 4096)),
@@ -96,7 +97,7 @@ def speedrun_recipe(
 
 
 def describe_speedrun(recipe: Recipe) -> str:
-    """Return the sizes, the horizon and the rates of a recipe with a speedrun model, in two lines."""
+    """Return the sizes, the number of tokens and the learning rates of a recipe with a speedrun model, in two lines."""
     model, optimizer = recipe.model, recipe.optimizer
     assert isinstance(model, SpeedrunConfig)
     parameters, tokens = 12 * model.layers * model.embed**2, recipe.steps * recipe.batch * recipe.seq
@@ -111,8 +112,8 @@ def describe_speedrun(recipe: Recipe) -> str:
     )
 
 
-# Settings of nanochat (github.com/karpathy/nanochat, scripts/base_train.py and nanochat/optim.py), with momenta that do
-# not change during the run; docs/learning.md has the losses.
+# Settings of nanochat (github.com/karpathy/nanochat, scripts/base_train.py and nanochat/optim.py), except that here the
+# momenta do not change during the run; docs/learning.md has the losses.
 _AS_NANOCHAT = Optimization(
     name="normuon",
     learning_rate=0.02,
@@ -131,7 +132,7 @@ _AS_NANOCHAT = Optimization(
 def default_recipe() -> Recipe:
     """A byte-level LFM2 of 0.5 million parameters, on the sources of Python's standard library.
 
-    By NorMuon, with 4 rows a step: docs/learning.md shows what each choice brings.
+    NorMuon trains it with 4 rows a step; docs/learning.md compares these choices with others.
     """
     return _small_batches("lfm2-byte-500k", 1700, Optimization(name="normuon", learning_rate=5.5e-3))
 
@@ -147,12 +148,12 @@ def moe_recipe() -> Recipe:
 
 
 def adamw_recipe() -> Recipe:
-    """The model of the recipe llama by AdamW, which needs more than twice the steps: 800."""
+    """The model of the recipe llama, trained by AdamW, which needs more than twice the steps: 800."""
     return Recipe(model=preset("llama-byte-1m"))
 
 
 def _small_batches(model: str, steps: int, optimizer: Optimization) -> Recipe:
-    """Return a recipe of 4 rows a step; as many tokens are validated as with 16 rows."""
+    """Return a recipe of 4 rows a step; its validation reads as many tokens as validations with 16 rows do."""
     return Recipe(
         model=preset(model),
         steps=steps,
@@ -203,9 +204,10 @@ def _large_recipe(
 
 _TOKENS: dict[str, Any] = {"residual": "sequence"}
 
-# Published models at the scale at which they are trained, by the names of model and accelerators: the topology to plan
-# for, and the recipe. None has been run: each is planned and compiled (docs/accelerators-planning.md). All train by
-# AdamW, in float32 with products in bfloat16; moments have 8 bits and lie on the host where wider moments do not fit.
+# Recipes that train published models on many accelerators, by the names of the model and the accelerators: each has the
+# topology to plan for, and the recipe. The recipes are planned and compiled (docs/accelerators-planning.md), and were
+# never run. All train by AdamW, with float32 parameters and products in bfloat16. Where float32 moments do not fit,
+# moments have 8 bits and are in host memory.
 LARGE: dict[str, tuple[str, Recipe]] = {
     "llama-3-8b-v5e-256": ("v5e:16x16", _large_recipe("llama-3-8b", Mesh(fsdp=256), 256, 4096)),
     "llama-3-8b-h100-8": ("h100:8", _large_recipe("llama-3-8b", Mesh(fsdp=8), 16, 4096)),
@@ -230,10 +232,10 @@ LARGE: dict[str, tuple[str, Recipe]] = {
 
 
 def find_recipe(name: str, depth: int | None = None) -> Recipe:
-    """Return the recipe of a name: of `RECIPES`, of `LARGE`, of a user's file by `FILE.py:NAME`, or of a preset.
+    """Return the recipe of a name: in `RECIPES`, in `LARGE`, in a user's file (`FILE.py:NAME`), or a preset's name.
 
     The recipe of a preset trains that model by AdamW in 800 steps. `depth` is the depth of the recipe `speedrun`.
-    Raises a `ValueError` for another name, and for a depth of another recipe.
+    Raises a `ValueError` for an unknown name, and for a `depth` with any other recipe.
     """
     if depth is not None:
         if name != "speedrun":
@@ -254,14 +256,14 @@ def find_recipe(name: str, depth: int | None = None) -> Recipe:
     if name in presets():
         return Recipe(model=preset(name))
     raise ValueError(
-        f"--recipe {name}: there is no such recipe; the recipes are {', '.join(RECIPES)}; a preset of eqformer.models "
-        "is a recipe, too (AdamW, 800 steps); for a recipe of your own, give FILE.py:NAME. Recipes at the scale of "
+        f"--recipe {name}: there is no such recipe. The recipes are {', '.join(RECIPES)}; each preset of "
+        "eqformer.models is a recipe, too (AdamW, 800 steps). For a recipe of your own, give FILE.py:NAME. Recipes for "
         f"many machines are {', '.join(LARGE)}."
     )
 
 
 _MODULES: dict[str, ModuleType] = {}
-"""Modules of users' files, by the file's text, so that a family that a file registers is registered once."""
+"""Modules of users' files, by the file's text: each text runs once, so that a family in it is registered once."""
 
 _KINDS = {
     kind.__name__: kind
@@ -272,7 +274,7 @@ _KINDS = {
         *RotaryScaling.__subclasses__(),
     )
 }
-_KINDS["Choices"] = ParallelConfig  # Its name in older run folders.
+_KINDS["Choices"] = ParallelConfig  # Folders of older runs name ParallelConfig so.
 
 
 def user_file(name: str) -> Path | None:
@@ -282,7 +284,7 @@ def user_file(name: str) -> Path | None:
 
 
 def short_name(name: str) -> str:
-    """Return the default name of a run's folder: `tiny` for `path/to/file.py:tiny`."""
+    """Return the default name of a run's folder: `tiny` for the recipe `path/to/file.py:tiny`."""
     parts = _split_name(name)
     if parts is None:
         return name
@@ -290,29 +292,31 @@ def short_name(name: str) -> str:
 
 
 def load_user_recipe(name: str) -> Recipe:
-    """Call the function of a user's file that returns the recipe; raises a `ValueError` if there is none."""
+    """Call the function in a user's file that returns a recipe; raises a `ValueError` if there is no such function."""
     function = load_user_function("--recipe", name, "recipe")
     recipe = function()
     if not isinstance(recipe, Recipe):
         call = f"{getattr(function, '__name__', name)}()"
-        raise ValueError(f"--recipe {name}: {call} gave a {type(recipe).__name__}; return a recipes.Recipe.")
+        raise ValueError(f"--recipe {name}: {call} returned a {type(recipe).__name__}; return a recipes.Recipe.")
     return recipe
 
 
 def load_user_function(flag: str, name: str, result: str) -> Callable[..., Any]:
-    """Return a function of a user's file, which is run.
+    """Run a user's file, and return a function that the file defines.
+
+    Raises a `ValueError` for a missing file or function.
 
     Args:
-        flag: The flag that named the function, with which a `ValueError` for a missing file or function begins.
+        flag: The flag that named the function; errors begin with this flag.
         name: The file and the function, as `FILE.py:NAME`.
-        result: The noun for the result of the function, which is also the function's name if there is no `:NAME`.
+        result: A noun for the function's result, such as "recipe"; also the function's name if there is no `:NAME`.
     """
     parts = _split_name(name, result)
     if parts is None:
         raise ValueError(f"{flag} {name}: this names no function; give FILE.py:NAME of a function in a Python file.")
     file, function_name = parts
     if not file.is_file():
-        raise ValueError(f"{flag} {name}: there is no file {file}; give FILE.py:NAME of a function in one.")
+        raise ValueError(f"{flag} {name}: there is no file {file}; give FILE.py:NAME of a function in a Python file.")
     try:
         module = load_module(file)
     except Exception as error:
@@ -324,14 +328,14 @@ def load_user_function(flag: str, name: str, result: str) -> Callable[..., Any]:
             name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         )
         raise ValueError(
-            f"{flag} {name}: {file} has no function {function_name!r}, which would give the {result}; it has "
-            f"{', '.join(defined) or 'none'}: give {file}:NAME."
+            f"{flag} {name}: {file} has no function {function_name!r} that returns the {result}; the file defines "
+            f"{', '.join(defined) or 'no function'}: give {file}:NAME."
         )
     return function
 
 
 def load_module(file: Path) -> ModuleType:
-    """Run a user's file, once in a process for the same text, and return its module."""
+    """Run a user's file and return its module; the same text is run only once in a process."""
     text = read_utf8(file)
     if text not in _MODULES:
         spec = importlib.util.spec_from_file_location(f"own_recipe_{len(_MODULES)}", file.absolute())
@@ -344,7 +348,7 @@ def load_module(file: Path) -> ModuleType:
 
 
 def user_classes(file: Path) -> dict[str, type]:
-    """Return the dataclasses that a file defines, by name, if this process has run the file; runs nothing."""
+    """Return the dataclasses that a file defines, by name, if this process has already run the file; else none."""
     module = _MODULES.get(read_utf8(file)) if file.is_file() else None
     classes = [] if module is None else [value for value in vars(module).values() if isinstance(value, type)]
     return {
@@ -361,7 +365,7 @@ def _split_name(name: str, default: str = "recipe") -> tuple[Path, str] | None:
 
 
 def from_json(value: Any, classes: Mapping[str, type] = MappingProxyType({})) -> Any:
-    """Return the recipe that `dataclass_to_json` wrote; `classes` are those of the user's file, by name.
+    """Return the recipe that `dataclass_to_json` wrote; `classes` are the classes of the user's file, by name.
 
     Raises a `ValueError` for a class or a field that this version does not know.
     """
@@ -371,9 +375,9 @@ def from_json(value: Any, classes: Mapping[str, type] = MappingProxyType({})) ->
 def read_recipe(path: Path, classes: Mapping[str, type] = MappingProxyType({})) -> tuple[str, Recipe]:
     """Return the name and the recipe in a `recipe.json`, which is data: no code of the folder is run.
 
-    Raises a `ValueError` for a recipe whose classes are defined by the code beside it, unless this process has run that
-    code: by `--recipe FILE.py:NAME` with the same text, or by `trust_recipe`. `classes` are further known classes, by
-    name.
+    Some recipes have values of classes that the user's file defines; the folder has a copy of that file. Raises a
+    `ValueError` for such a recipe, unless this process has run the same code, by `--recipe FILE.py:NAME` or by
+    `trust_recipe`. `classes` are further known classes, by name.
     """
     try:
         return _read_recipe(path, classes)
@@ -399,7 +403,7 @@ def _read_recipe(path: Path, classes: Mapping[str, type]) -> tuple[str, Recipe]:
 
 
 def trust_recipe(path: Path, note: Callable[[str], None]) -> None:
-    """Run the code beside a `recipe.json` if the recipe's classes are defined by it, after a `note` that says so."""
+    """Run the code beside a `recipe.json` if that code defines classes of the recipe, after a `note` that says so."""
     source = _source_beside(path)
     if not path.is_file() or not source.is_file():
         return
@@ -421,7 +425,7 @@ def needs_code(recipe: Recipe) -> bool:
 
 @contextmanager
 def _name_file_in_errors(path: Path) -> Iterator[None]:
-    """Raise a `ValueError` that names the file for content that no run wrote."""
+    """Turn errors of a file's content into a `ValueError` that names the file."""
     try:
         yield
     except (OSError, KeyError, TypeError, AttributeError) as error:
@@ -429,5 +433,5 @@ def _name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def _source_beside(path: Path) -> Path:
-    """Return the path beside a `recipe.json` where the copy of the user's file is kept."""
+    """Return the path of the user's file's copy, which is beside `recipe.json`."""
     return path.with_suffix(".py")

@@ -18,7 +18,7 @@ from ..training import Divergence, Lora, Optimization, VectorSimilarity
 
 
 def _set_paths(part: Any, *names: str) -> None:
-    """Turn strings in fields of paths into paths, so that a recipe equals its saved copy."""
+    """Turn the strings in these fields into paths, so that a recipe equals its saved copy."""
     for name in names:
         if isinstance(value := getattr(part, name), str):
             object.__setattr__(part, name, Path(value))
@@ -26,24 +26,24 @@ def _set_paths(part: Any, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Documents, their tokens, and the rows that tokens are packed into."""
+    """Documents, their tokens, and the rows into which tokens are packed."""
 
     hub: str | None = None
     """A Hugging Face dataset by name, in place of --data (extra `data`; needs the network)."""
     mix: tuple[str, ...] = ()
     """Several texts with their shares of rows; SOURCE is a file, a folder or hub:DATASET; in place of --data."""
     tokenizer: Path | str | None = None
-    """A tokenizer.json; the model gets its vocabulary. Bytes by default: 256 ids, of which 0 ends a text."""
+    """A tokenizer.json; the model gets its vocabulary. By default tokens are bytes: 256 ids, and 0 ends a text."""
     round_vocab: int = 1
-    """The model's vocabulary is the tokenizer's, rounded up to a multiple of this: 128 suits tensor parallelism."""
+    """The model's vocabulary is rounded up to a multiple of this number: 128 suits tensor parallelism."""
     end_of_text: str | None = None
     """The tokenizer's token that ends a document, if the file does not say which it is."""
     field: str = "text"
     """The field of .jsonl and .parquet rows that holds the text."""
     packing: Packing = "windows"
-    """Rows are windows of the text, packed documents that do not attend to each other, or preferences (by --loss)."""
+    """Rows are windows of the text, or packed documents that do not attend to each other; --loss may set other rows."""
     validation: float = 0.05
-    """The share of documents that is kept for validation, chosen by a hash of their names."""
+    """The share of documents that is kept for validation; a hash of a document's name decides."""
 
     def __post_init__(self):
         _set_paths(self, "tokenizer")
@@ -51,7 +51,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """Which metrics are written, and where beside metrics.jsonl."""
+    """Which metrics are written, and where they are written in addition to metrics.jsonl."""
 
     tensorboard: bool = False
     """Write TensorBoard events into the run directory (extra `metrics`)."""
@@ -66,15 +66,15 @@ class Distillation:
     """The loss of a model that learns from --teacher."""
 
     divergence: Divergence = "forward-kl"
-    """The divergence of the model's probabilities from the teacher's."""
+    """The divergence between the teacher's and the model's probabilities."""
     temperature: float = 1.0
-    """Divisor of the logits of both models."""
+    """The number by which the logits of both models are divided."""
     weight: float = 0.5
     """The share of the divergence in the loss; the rest is the next-token loss."""
     beta: float = 0.5
     """The share of the teacher in --distillation.divergence jsd."""
     top: int | None = None
-    """Number of the teacher's top ids to learn from, stored once with the tokens; None: all ids, step by step."""
+    """Learn from this many top ids of the teacher, stored once with the tokens; None: from all ids, in each step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,27 +82,27 @@ class Contrastive:
     """The loss of a text encoder that learns from groups of texts, see `training.contrastive_loss`."""
 
     temperature: float = 0.05
-    """Divisor of the similarities."""
+    """The number by which similarities are divided."""
     pooling: Literal["mean", "cls", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"] | None = None
-    """How a text's vector is made of its tokens' vectors; by default as the published model states, or the mean."""
+    """How the vectors of tokens become a text's vector; by default as the published model states, or the mean."""
     similarity: VectorSimilarity = "cosine"
     """The similarity of two vectors."""
     symmetric: bool = False
-    """Also tell positives from other anchors, as in CLIP."""
+    """Also learn to find the anchor of a positive among all anchors, as in CLIP."""
     dims: tuple[int, ...] = ()
-    """Also learn from vectors cut to these widths (Matryoshka)."""
+    """Learn from vectors that are cut to these widths (Matryoshka); the full width counts only if it is named."""
     group: int = 2
-    """Texts of a row of --data: an anchor, its positive and its hard negatives."""
+    """The number of texts in a row of --data: an anchor, its positive and its hard negatives."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Masking:
-    """The masked tokens of a text encoder that learns to restore them, see `training.mask_tokens`."""
+    """The tokens that are masked, and that a text encoder learns to restore, see `training.mask_tokens`."""
 
     share: float = 0.3
-    """The share of the tokens that are learned; ModernBERT's."""
+    """The share of the tokens that the model learns to restore; 0.3 as in ModernBERT."""
     token: str | None = None
-    """The tokenizer's mask token; [MASK] or <mask> by default, and the byte 1 where tokens are bytes."""
+    """The tokenizer's mask token; by default [MASK] or <mask>, and the byte 1 if tokens are bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,33 +110,33 @@ class Labels:
     """The classifier of --loss classification, see `training.classification_loss`."""
 
     labels: tuple[str, ...] = ()
-    """The names of the labels; by default those of the published classifier, or of the rows, in order."""
+    """The names of the labels; by default the published classifier's labels, or the labels of the rows, in order."""
     pooling: Literal["mean", "cls", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"] | None = None
-    """How a text's vector is made of its tokens'; by default as in the family's published classifiers."""
+    """How the vectors of tokens become a text's vector; by default as in the family's published classifiers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Spikes:
-    """Spikes of the loss: the run goes back to its last checkpoint and skips the batches since, as in PaLM."""
+    """Loss spikes: the run goes back to its last checkpoint and skips the batches since that checkpoint (PaLM)."""
 
     factor: float | None = None
-    """A spike is a loss above this many times the median of the steps before it; None watches for none."""
+    """A loss above this many times the median of the previous losses is a spike; None: spikes are not detected."""
     window: int = 50
-    """Number of steps of that median."""
+    """The number of previous losses whose median is compared with the loss."""
     max_rollbacks: int = 3
     """How often a run goes back before it ends with an error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """The mesh of devices, with an axis for each way to split; the sizes multiply to the number of devices."""
+    """The mesh of devices, with an axis for each kind of parallelism; the product of all sizes is the device count."""
 
     replica: int = 1
     """Data parallelism: the batch is split, and the state is replicated."""
     fsdp: int = 1
-    """The batch and the state of --zero are split."""
+    """The batch is split; so are the parts of the training state that --zero names."""
     expert: int = 1
-    """The batch is split, and so are the experts of a mixture."""
+    """The batch is split, and so are the experts of mixtures."""
     pipe: int = 1
     """Layers are split into a pipeline's stages."""
     context: int = 1
@@ -147,22 +147,23 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A model, its text, and how it is trained; `train` runs it.
+    """A model, its text, and how it is trained; `train` runs a recipe.
 
-    Errors name a field as the flag of the commands that sets it: `--steps` is the field `steps`, `--optimizer.name` the
-    field `name` of `optimizer`, `--model` is `published`, and fields of `plan` have no prefix, as `--zero`.
+    Errors name a field by its flag in the commands: `--steps` is the field `steps`, and `--optimizer.name` is the field
+    `name` of `optimizer`. There are two exceptions: `--model` is the field `published`, and the fields of `plan` have
+    no prefix, as in `--zero`.
     """
 
     model: ModelConfig
     """The model's family and its hyperparameters."""
     published: Path | str | None = None
-    """A published model to train on: a folder with its tokenizer, a file of GGUF, or a name of the hub."""
+    """A published model to continue to train: a folder with its tokenizer, a GGUF file, or a name of the hub."""
     weights: Literal["decoded", "quantized"] = "decoded"
-    """Whether quantized weights of --model are decoded, or stay as they are, in less memory, beside --lora.rank."""
+    """Decode the quantized weights of --model, or keep them quantized, which saves memory and needs --lora.rank."""
     from_run: Path | str | None = None
-    """A run whose weights this run starts from; its recipe applies, too, unless --recipe names another."""
+    """A run from whose weights this run starts; that run's recipe applies too, unless --recipe names another."""
     from_step: int | None = None
-    """The checkpoint of that run; the latest by default."""
+    """The step of that run's checkpoint; by default its latest checkpoint."""
     from_optimizer: bool = False
     """Start from the optimizer's state too, not only from the weights."""
     steps: int = 800
@@ -170,13 +171,13 @@ class Recipe:
     prolong: Literal["refuse", "hold", "rewarm", "reshape"] = "refuse"
     """If more --steps make the rate jump: refuse, hold the last rate, rewarm (warm up again), or reshape (jump)."""
     seed: int = 0
-    """Decides weights, order, dropout and samples."""
+    """The seed of weights, order, dropout and samples."""
     data: Path | str | None = None
     """Text or chats (docs/data.md): a file, a folder or a dataset of the hub. Python's standard library by default."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
-    """The learned tokens of chats: the assistant's replies, replies after the user's last message, or all."""
+    """The tokens of chats that the model learns: the assistant's replies, replies after the last question, or all."""
     loss: Literal["next-token", "dpo", "ipo", "orpo", "kto", "contrastive", "mlm", "classification"] = "next-token"
-    """Learn the next token; preferences (DPO, IPO, ORPO, KTO); vectors of texts, masked tokens, or labels of texts."""
+    """Learn the next token, preferences (dpo, ipo, orpo, kto), vectors of texts, masked tokens, or labels of texts."""
     beta: float = 0.1
     """How strongly DPO, IPO and KTO hold the model to the reference; for ORPO the weight of the odds ratio."""
     desirable_weight: float = 1.0
@@ -184,9 +185,9 @@ class Recipe:
     undesirable_weight: float = 1.0
     """The weight of KTO's completions with the label false."""
     reference: Literal["model", "stored"] = "model"
-    """The reference: a copy of the first weights in memory, or its nats of all rows, stored once with the tokens."""
+    """Keep a copy of the first weights in memory as the reference, or store its nats of all rows with the tokens."""
     teacher: Path | str | None = None
-    """A published model with the same tokens to learn from beside the text: a folder, a GGUF file or a hub name."""
+    """A published model with the same tokens, from which the model learns too: a folder, a GGUF file or a hub name."""
     distillation: Distillation = Distillation()
     """The loss of a model that learns from --teacher."""
     contrastive: Contrastive = Contrastive()
@@ -196,27 +197,27 @@ class Recipe:
     classification: Labels = Labels()
     """The classifier of --loss classification."""
     seq: int = 256
-    """Tokens a row."""
+    """The number of tokens in a row."""
     batch: int = 16
-    """Rows a step; a pair is two rows, and a group of texts as many as it has texts."""
+    """The number of rows in a step; a pair of completions is two rows, and each text of a group is a row."""
     text: Text = Text()
     """Tokenizer, packing and validation share of the text."""
     optimizer: Optimization = Optimization()
     """Optimizer and learning rates."""
     lora: Lora = Lora()
-    """Low-rank changes, which are trained in place of all weights."""
+    """Low-rank changes, which are trained instead of the weights."""
     precision: Precision = Precision()
     """Dtypes of parameters and of computation."""
     execution: Execution = Execution()
     """Rematerialisation, and the implementation of attention."""
     metrics: Metrics = Metrics()
-    """Further metrics, and further places where they are written."""
+    """Further metrics, and further places to which metrics are written."""
     spikes: Spikes = Spikes()
-    """Watch for spikes of the loss."""
+    """Loss spikes, after which the run goes back to its last checkpoint."""
     profile: str | None = None
     """Write a trace of these steps into the run directory's profile/, for TensorBoard, XProf or Perfetto."""
     debug_nans: bool = False
-    """End at the first loss or gradient that is not finite, and name the module and layer that it comes from."""
+    """End at the first loss or gradient that is not finite, and name the module and layer that cause it."""
     log_every: int = 10
     """Steps between rows of metrics.jsonl."""
     checkpoint_every: int = 200
@@ -230,19 +231,19 @@ class Recipe:
     evaluate_every: int = 0
     """Steps between evaluations on --evaluate-text and --evaluate-tasks; also before the first step; 0 for none."""
     evaluate_text: tuple[str, ...] = ()
-    """Files, folders or datasets of the hub, of which each token is scored once, as evaluate.py does."""
+    """Files, folders or datasets of the hub; each of their tokens is scored once, as by evaluate.py."""
     evaluate_tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness (extra `eval`)."""
     evaluate_limit: int | None = None
-    """How many documents of each of these tasks are evaluated; all by default."""
+    """How many documents of each task are evaluated; all by default."""
     evaluate_chat: bool = False
-    """Whether these tasks use the model's chat template."""
+    """Whether tasks use the model's chat template."""
     evaluate_include_path: Path | str | None = None
     """A folder with configurations of further tasks."""
     sample_every: int = 200
-    """Steps between text samples of the model; 0 writes none, also at the end."""
+    """Steps between text samples of the model; 0: no samples, not even at the end."""
     prompt: str = "def "
-    """The prompt of those samples."""
+    """The prompt of text samples."""
     mesh: Mesh = Mesh()
     """The sizes of the mesh's axes."""
     plan: ParallelConfig = ParallelConfig(zero=1)
@@ -253,7 +254,7 @@ class Recipe:
 
     @property
     def has_preferences(self) -> bool:
-        """Whether the loss learns from preferences, that is from pairs of completions or from labelled ones."""
+        """Whether the loss learns from preferences: from pairs of completions, or from labelled completions."""
         return self.loss in ("dpo", "ipo", "orpo", "kto")
 
     @property
@@ -263,7 +264,7 @@ class Recipe:
 
     @property
     def has_text_rows(self) -> bool:
-        """Whether the rows are whole texts of a form of their own: groups of texts, or texts with labels."""
+        """Whether each row is a whole text: a text of a group, or a text with a label."""
         return self.loss in ("contrastive", "classification")
 
     @property
@@ -274,7 +275,7 @@ class Recipe:
 
     @property
     def compares_pairs(self) -> bool:
-        """Whether the rows are pairs of completions, of which the loss learns to prefer one."""
+        """Whether the rows are pairs of completions: a chosen and a rejected completion of one prompt."""
         return self.loss in ("dpo", "ipo", "orpo")
 
     @property
@@ -294,14 +295,14 @@ class Recipe:
         return batch_shapes(self.batch, self.seq, packed=self.text.packing != "windows")
 
 
-# Fields that may change when a run is resumed: how long it trains, what it reports and how often, and where and how its
-# numbers are computed. They do not decide which data, loss and optimizer the earlier steps used.
+# Fields that may change when a run is resumed: the number of steps, what is reported and how often, and where and how
+# the numbers are computed. These fields do not change the data, the loss and the optimizer of earlier steps.
 CHANGEABLE = frozenset(
     ("steps", "prolong", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
     + ("evaluate_every", "evaluate_text", "evaluate_tasks", "evaluate_limit", "evaluate_chat", "evaluate_include_path")
     + ("sample_every", "prompt", "metrics", "execution", "profile", "debug_nans", "spikes")
-    # The numbers of a step are the same on every mesh and with every plan, but for mixtures of experts: their balance
-    # losses are computed for each microbatch, so that they differ a little with the number of microbatches.
+    # The numbers of a step are the same on every mesh and with every plan. Mixtures of experts are an exception: their
+    # balance losses are computed for each microbatch, and therefore depend a little on the number of microbatches.
     + ("mesh", "plan")
 )
 
@@ -317,7 +318,7 @@ def fields_of(command: Any, prefix: str = "--") -> Iterator[tuple[str, Any, type
 
 
 def _fields_and_parts(command: Any, prefix: str) -> Iterator[tuple[str, Any, type, str]]:
-    """Yield the fields of `fields_of`, and each field that holds a dataclass before the fields of that dataclass."""
+    """Yield the same as `fields_of`, and also each field that holds a dataclass, before that dataclass's fields."""
     for field in dataclasses.fields(command):
         value = getattr(command, field.name, None)
         name = _FLAG_NAMES.get(field.name, field.name.replace("_", "-"))
@@ -327,9 +328,9 @@ def _fields_and_parts(command: Any, prefix: str) -> Iterator[tuple[str, Any, typ
 
 
 def check_types(command: Any) -> None:
-    """Raise a `ValueError`, which names the flag, for a field with a value of another type than its annotation.
+    """Raise a `ValueError`, which names the flag, for a field whose value does not have the annotated type.
 
-    `command` is a recipe, or a dataclass with one. Fields of the model are checked where the model is built.
+    `command` is a recipe, or a dataclass that holds a recipe. Fields of the model are checked when the model is built.
     """
     for flag, value, kind, name in _fields_and_parts(command, "--"):
         if flag.startswith("--model."):
@@ -341,7 +342,7 @@ def check_types(command: Any) -> None:
 
 
 def format_flag(flag: str, value: Any) -> str:
-    """Return a flag with its value as a user types them; for a boolean the flag alone, or `--no-` before its name."""
+    """Return a flag and its value as a user types them; for a boolean only the flag, as `--name` or `--no-name`."""
     if isinstance(value, bool):
         return flag if value else f"--no-{flag.removeprefix('--')}"
     return f"{flag} {value}"
@@ -349,7 +350,7 @@ def format_flag(flag: str, value: Any) -> str:
 
 @contextmanager
 def name_flags_in_errors(command: Any) -> Iterator[None]:
-    """Prefix a `ValueError` that the block raises with the flags of the library's call, as `add_flags` does."""
+    """Put flags in front of a `ValueError` that the block raises, as `add_flags` does."""
     try:
         yield
     except ValueError as error:
@@ -360,9 +361,9 @@ def name_flags_in_errors(command: Any) -> Iterator[None]:
 
 
 def add_flags(message: str, flags: Mapping[str, Any]) -> str:
-    """Return the library's message, `call(name=value): rule`, after the flags that set the call's arguments.
+    """Put the flags that set a call's arguments in front of the library's message, `call(name=value): rule`.
 
-    Messages of any other form, also those that begin with a flag, stay as they are.
+    A message of any other form, such as one that begins with a flag, is returned unchanged.
     """
     call = re.match(r"(\w+)\(.*?\): ", message, re.DOTALL)
     if call is None:
@@ -378,9 +379,9 @@ def _format_value(value: Any) -> str:
 
 
 def _flag_of(call: str, argument: str, flags: Mapping[str, Any]) -> str | None:
-    """Return the flag that sets an argument of the library's call; "" stands for the call itself.
+    """Return the flag that sets an argument of the library's call; the argument "" stands for the call itself.
 
-    None if the command has no such flag, or no value for it.
+    The result is None if the command has no such flag, or the flag has no value.
     """
     hyphens = argument.replace("_", "-")
     usual_flags = (f"--{hyphens}", *(flag for flag in flags if flag.endswith(f".{hyphens}")))
@@ -388,11 +389,11 @@ def _flag_of(call: str, argument: str, flags: Mapping[str, Any]) -> str | None:
     return next((flag for flag in candidates if flags.get(flag) not in (None, ())), None)
 
 
-# Fields whose flags have another name.
+# Fields whose flags have another name; fields of a dataclass with the name "" have flags without a prefix.
 _FLAG_NAMES = {"run": "", "machine": "", "plan": "", "rewards": "", "published": "model"}
 
-# Flags of the library's calls and arguments whose names do not say the flag: `call(` is a call, `call(argument` the
-# argument of one call, and `argument` that of any call.
+# Flags of the library's calls and arguments, if the flag has another name than the argument. A key `call(` is a call,
+# `call(argument` is an argument of one call, and `argument` is an argument of any call.
 FLAGS_OF_CALLS = {
     "FileTokenizer(": ("--text.tokenizer", "--model"),
     "files(": ("--data", "--text.mix"),

@@ -1,4 +1,4 @@
-"""A run's step, examined before anything runs: its bytes, communication and seconds, and other plans that fit."""
+"""Forecasts of a recipe's step before anything runs: bytes, communication and seconds, and other plans that fit."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from ._recipe import Mesh, Recipe
 
 @dataclasses.dataclass(frozen=True)
 class RecipeStep:
-    """A step of a recipe under its plan: of training (`plan_training_step`) or of decoding (`plan_decode_step`).
+    """A recipe's training step (`plan_training_step`) or decode step (`plan_decode_step`) under the recipe's plan.
 
     ```python
     recipe = recipes.RECIPES["llama"]()
@@ -31,15 +31,15 @@ class RecipeStep:
     model: nn.LanguageModel
     """The shapes of the model."""
     forecast: planning.Forecast
-    """The memory, the communication and the time of the step, by formulas."""
+    """The memory, the communication and the time of the step, computed by formulas."""
     lower: Callable[[parallel.Plan], jax.stages.Lowered]
     """A function that lowers the step under a plan from shapes."""
     find_alternatives: Callable[[planning.Progress], str]
     """A function that searches for other plans that fit, and describes them; the search reports its progress."""
     decodes: bool = False
-    """Whether the step decodes."""
+    """Whether the step is a decode step."""
     cache_dtype: str | None = None
-    """The dtype of the caches of a step that decodes; None: the compute dtype."""
+    """The dtype of a decode step's caches; None: the compute dtype."""
 
     def report(self) -> str:
         """Return a report on the step: its plan, its kernels, and the forecast by formulas."""
@@ -65,9 +65,9 @@ class RecipeStep:
 
 
 def plan_training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Target) -> RecipeStep:
-    """Return the recipe's training step over a target, such as `planning.topology("v5e:16x16")`.
+    """Return the recipe's training step on a target, such as `planning.topology("v5e:16x16")`.
 
-    `model` are the shapes of the recipe's model, as `check` returns them. Raises a `ValueError` for a recipe that does
+    `model` has the shapes of the recipe's model, as `check` returns them. Raises a `ValueError` for a recipe that does
     not fit the mesh, or a mesh that does not fit the target.
     """
     plan, optimizer, batch = (
@@ -98,7 +98,7 @@ def plan_training_step(recipe: Recipe, model: nn.LanguageModel, target: planning
 
 
 def lower_training_step(recipe: Recipe, states: training.PlannedState, plan: parallel.Plan) -> jax.stages.Lowered:
-    """Lower the recipe's training step under a plan from shapes; `states` may be under any plan."""
+    """Lower the recipe's training step under `plan` from shapes; `states` may belong to another plan."""
     step = setup.make_train_step(recipe, plan, states.optimizer)
     if isinstance(step, training.KtoStep):
         step = step.step  # The pass that computes KTO's baseline holds fewer bytes than the step.
@@ -117,8 +117,8 @@ def plan_decode_step(
     Raises a `ValueError` for a mesh that does not fit the topology.
 
     Args:
-        recipe: A recipe with the number of rows, `batch`, and the capacity of the caches in tokens, `seq`.
-        model: The shapes of its model, as `check(recipe, trains=False)` returns them.
+        recipe: A recipe whose `batch` is the number of rows, and `seq` the capacity of the caches in tokens.
+        model: The shapes of the recipe's model, as `check(recipe, trains=False)` returns them.
         topology: The accelerators.
         cache_dtype: The dtype of the caches, such as int8; None: the compute dtype.
     """
@@ -157,7 +157,7 @@ def plan_decode_step(
 def _microbatch_lines(
     recipe: Recipe, plan: parallel.Plan, model: nn.LanguageModel, forecast: planning.Forecast
 ) -> list[str]:
-    """Return the size of a microbatch, the optimizers of the parameters, and the timeline of a pipeline."""
+    """Return lines on the size of a microbatch, the optimizers of the parameters, and the timeline of a pipeline."""
     optimizer = setup.make_optimizer(recipe, model)
     pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
     tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
@@ -166,7 +166,8 @@ def _microbatch_lines(
     for name in dict.fromkeys(names[name] for name in dict(optimizer.assignment).values() if name in names):
         if forecast.sent:
             lines.append(
-                f"{name}'s products of whole matrices send more than these formulas count: compile the step to see it"
+                f"{name}'s products of whole matrices send more bytes than these formulas count; compile the step to "
+                "count all bytes"
             )
     if plan.is_pipelined:
         lines += ["", "timeline, a backward as long as two forwards", parallel.draw_timeline(plan.timetable())]

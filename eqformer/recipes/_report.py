@@ -1,4 +1,4 @@
-"""Output of a run for people: progress and notes, lines on its steps and its losses, and the kernels that it uses."""
+"""Output of a run for people: progress bars, notes, lines about its steps and losses, and the kernels that it uses."""
 
 import datetime
 import functools
@@ -21,8 +21,8 @@ from ._recipe import Recipe
 from ._run_directory import RunDirectory
 
 
-SECONDS_A_LINE = 5.0  # Between lines of progress without a terminal.
-# Called with the steps done, the metrics as text, and whether they are of this step.
+SECONDS_A_LINE = 5.0  # Without a terminal, seconds between two lines of progress.
+# A function that is called with the steps done, the metrics as text, and whether the metrics are of this step.
 Show = Callable[[int, str, bool], None]
 
 
@@ -34,13 +34,13 @@ class Screen:
 
         Args:
             silent: Whether only errors are shown, for processes other than the first.
-            errors: Whether notes go to standard error, so that they do not mix with what a script prints.
+            errors: Whether notes go to standard error, so that they do not mix with the output of a script.
         """
         self.silent, self._errors = silent, errors
         self.console = None if silent else _open_terminal(errors)
 
     def note(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
+        """Print a line; if a progress bar is shown, print the line above the bar."""
         if self.console is not None:
             self.console.out(text)
         elif not self.silent:
@@ -48,7 +48,10 @@ class Screen:
 
     @contextmanager
     def steps(self, total: int, done: int) -> Iterator[Show]:
-        """Show a progress bar over steps, or lines without a terminal; call the function it yields after each step."""
+        """Show a progress bar over steps or, without a terminal, lines.
+
+        The caller calls the function that is yielded after each step.
+        """
         if self.silent:
             yield lambda done, figures, is_new: None
             return
@@ -72,9 +75,10 @@ class Screen:
 
     @contextmanager
     def bar(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Show a progress bar in a terminal, from the first call of the function that it yields.
+        """Show a progress bar in a terminal, from the first call of the function that is yielded.
 
-        Call the function with a title, the amount that is done (bytes, or plans), and the whole amount (0: unknown).
+        The function's arguments are a title, the amount that is done, and the whole amount (0: unknown). The amounts
+        may be bytes, or any other unit.
         """
         if self.console is None:
             yield lambda title, done, total: None
@@ -91,8 +95,9 @@ class Screen:
     def counting(self) -> Iterator[Callable[[str, int, int], None]]:
         """Show a progress bar as `bar` does or, without a terminal, a line at most every five seconds.
 
-        The time left is estimated from the speed after the first amount above zero. The time before that amount does
-        not count, because it may be a compilation, nor does the amount, which an earlier command may have done.
+        The time left is estimated from the speed since the first call with an amount above zero. The time before that
+        call does not count, because it may be a compilation. The amount of that call does not count either, because an
+        earlier command may have done it.
         """
         if self.console is not None:
             with self.bar() as show:
@@ -115,7 +120,7 @@ class Screen:
 
     @contextmanager
     def working(self, title: str) -> Iterator[None]:
-        """Say what is being done, and for how long: in a terminal each second, else every five seconds."""
+        """Show `title` and the time since the block began: each second in a terminal, else every five seconds."""
         if self.console is not None:
             from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
@@ -141,13 +146,13 @@ class Screen:
 
 
 def _format_time(seconds: float) -> str:
-    """Return a time as `0:01:05`."""
+    """Return a number of seconds as text, such as `0:01:05`."""
     return str(datetime.timedelta(seconds=int(seconds)))
 
 
 def _lines(total: int) -> Show:
     """Return a function that prints new metrics at most every five seconds, and after the last step."""
-    first_step: list[tuple[float, int]] = []  # Time and step after the first step, which included compilation.
+    first_step: list[tuple[float, int]] = []  # Time and number of the first step, which included compilation.
     last = [-math.inf]
 
     def line(done: int, figures: str, is_new: bool) -> None:
@@ -165,7 +170,7 @@ def _lines(total: int) -> Show:
 
 
 def _open_terminal(errors: bool) -> Any:
-    """Return a console of the package `rich`; None without a terminal, and where the package is not installed."""
+    """Return a console of the package `rich`; None if there is no terminal, or if the package is not installed."""
     try:
         from rich.console import Console
     except ImportError:
@@ -182,7 +187,7 @@ def _write_line(text: str, *, errors: bool = False) -> None:
 
 @contextmanager
 def print_warnings() -> Iterator[None]:
-    """Print each warning that a library raises in the block on a separate line, once for all processes."""
+    """Print each warning that a library raises in the block on its own line; only the first process prints."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
@@ -193,14 +198,14 @@ def print_warnings() -> Iterator[None]:
 def opening_line(
     name: str, recipe: Recipe, directory: RunDirectory, start: int, parameters: tuple[int, int], data: str
 ) -> str:
-    """Return a line on a run that begins.
+    """Return a line about a run that begins or goes on.
 
     Args:
         name: The recipe's name.
         recipe: The recipe.
         directory: The run's folder.
         start: The step at which the run goes on.
-        parameters: The number of trained parameters, and of all.
+        parameters: The number of trained parameters, and the number of all parameters.
         data: What the run learns from, such as `7 training tokens, 5 for validation`.
     """
     begin = f"goes on at step {start}" if start else "starts"
@@ -225,20 +230,20 @@ def metrics_line(last: Mapping[str, Any]) -> str:
 def closing_lines(
     recipe: Recipe, directory: RunDirectory, done: int, skipped: int, empty: int, last: Mapping[str, Any]
 ) -> str:
-    """Return four lines: the work done, losses, the checkpoint and files; or one line for a run that was stopped.
+    """Return four lines (work done, losses, checkpoint, files), or a single line if the run was stopped.
 
     Args:
         recipe: The recipe.
         directory: The run's folder.
         done: The last step.
-        skipped: The number of steps that changed nothing, since a gradient was not finite.
+        skipped: The number of steps that changed nothing, because a gradient was not finite.
         empty: The number of batches in which no token had a weight.
         last: The latest metrics.
     """
     if done < recipe.steps:
-        return f"stopped at step {done} of {recipe.steps}; the checkpoint is saved, the same command goes on"
+        return f"stopped at step {done} of {recipe.steps}; the checkpoint is saved, and the same command goes on"
     tokens = done * recipe.batch * recipe.seq
-    without = f", {empty} batches without any weight" if empty else ""
+    without = f", {empty} batches whose weights were all 0" if empty else ""
     return "\n".join(
         (
             f"trained    {done} steps, {tokens:,} tokens, {skipped} steps skipped{without}; {format_speed(last)}",
@@ -265,11 +270,11 @@ def _closing_loss_line(recipe: Recipe, last: Mapping[str, Any]) -> str:
 
 
 def format_speed(rate: Mapping[str, Any]) -> str:
-    """Return tokens a second and the share of the measured peak."""
+    """Return a text with the tokens a second and the MFU, the share of the measured peak."""
     return f"{rate['tokens_per_second']:,.0f} tokens/s  MFU {rate['mfu']:.0%}"
 
 
-# Words in the reason why a kernel is refused -> the flag that removes this reason.
+# Words in the reason why a kernel cannot be used, and the flag that removes this reason.
 _FLAGS = {
     "computes in": "--precision.compute bfloat16",
     "tokens, not": "another --seq",
@@ -282,7 +287,7 @@ DECODING = (
 
 
 def local_platform() -> str:
-    """Return the platform of JAX's devices by its compiler's name: `cpu`, `cuda` or `tpu`."""
+    """Return the compiler's name for the platform of JAX's devices: `cpu`, `cuda` or `tpu`."""
     backend = jax.default_backend()
     return "cuda" if backend == "gpu" else backend
 
@@ -293,7 +298,9 @@ def has_kernels(platform: str) -> bool:
 
 
 def training_lines(recipe: Recipe, model: nn.LanguageModel, platform: str, chip: str) -> list[str]:
-    """Return a line per operation of training on `cuda` or `tpu`, and one on products in 8 bits if there are any.
+    """Return lines about the kernels of a training step on `cuda` or `tpu`, and about products in 8 bits.
+
+    There is a line for each operation, and a line about products in 8 bits if there are any.
 
     `chip` is the accelerator's name, in `planning` or in JAX.
     """
@@ -308,7 +315,7 @@ def training_lines(recipe: Recipe, model: nn.LanguageModel, platform: str, chip:
 
 
 def decode_lines(recipe: Recipe, model: nn.LanguageModel, platform: str, cache_dtype: str | None) -> list[str]:
-    """Return a line per operation of decoding one token of each row on `cuda` or `tpu`, without writes into caches."""
+    """Return a line about the kernel of each operation of a decode step on `cuda` or `tpu`, except cache writes."""
     if not has_kernels(platform):
         return []
     compute, rows = recipe.precision.compute, recipe.batch
@@ -352,7 +359,7 @@ def _fp8_lines(recipe: Recipe, model: nn.LanguageModel, chip: str) -> list[str]:
 
 
 def replicated_lines(plan: Plan, model: nn.LanguageModel) -> list[str]:
-    """Return a line on the layers that each device of the tensor axis computes in full; empty without such layers."""
+    """Return a line about the layers that each device of the tensor axis computes in full, if there are any."""
     layers = replicated_layers(model) if plan.size(TENSOR) > 1 else []
     if not layers:
         return []

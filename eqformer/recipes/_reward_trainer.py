@@ -1,4 +1,4 @@
-"""Training on rewards in one call: a model samples completions of prompts, and a function of the user scores them."""
+"""Training on rewards in one call: a model samples completions of prompts, and a user's function scores them."""
 
 import contextlib
 import dataclasses
@@ -64,7 +64,9 @@ def train_on_rewards(
     devices: Sequence[Any] | None = None,
     screen: Screen | None = None,
 ) -> TrainedRun:
-    """Train a model to higher rewards of its completions, by GRPO or a variant; the same call resumes a stopped run.
+    """Train a model to write completions with higher rewards, by GRPO or a variant.
+
+    The same call resumes a run that was stopped.
 
         def is_short(prompts, completions, **columns):
             return [float(len(completion) < 40) for completion in completions]
@@ -73,22 +75,22 @@ def train_on_rewards(
         run = train_on_rewards(recipe, "runs/short", is_short, RewardOptions(group=8, tokens=64))
         print(run.metrics["reward"], eqformer.load(run.folder).generate("Hello"))
 
-    A step has `recipe.batch` completions, `options.group` of each prompt, which the model of the step samples. Each row
-    of `recipe.data` has a prompt (a text or messages) and columns that the reward may read. Several processes sample
-    together, and only the first process calls the reward function. Everything is checked before anything is written; if
-    the first call of the reward function fails, no folder is left. Raises a `ValueError` that names fields of the
-    recipe and the options by their flags, as `train` does.
+    In each step, the model samples `recipe.batch` completions: `options.group` completions of each prompt. Each row of
+    `recipe.data` has a prompt (a text or messages) and columns that the reward function may read. Several processes
+    sample together, and only the first process calls the reward function. Everything is checked before anything is
+    written; if the first call of the reward function fails, no folder is left. Raises a `ValueError` that names fields
+    of the recipe and the options by their flags, as `train` does.
 
     Args:
-        recipe: The model (a published one, or the model of a run by `from_run`), its prompts, and the settings of
-            training. Fields of texts, of another loss and of evaluations are refused, since they have no effect.
+        recipe: The model (a published model, or the model of a run by `from_run`), its prompts, and the settings of
+            training. Fields that apply only to texts, to another loss or to evaluations are refused.
         folder: The folder of the run, which must be new, empty, or the folder of the same run.
-        reward: The function `reward(prompts, completions, **columns)`, which returns a number for each completion, or
-            `FILE.py:NAME` of it.
+        reward: The function `reward(prompts, completions, **columns)`, which returns a number for each completion; or
+            its name, `FILE.py:NAME`.
         options: The loss of the policy, and the completions that are compared.
         rows: Rows of prompts, in place of `recipe.data`.
-        held_out: Rows that no step learns from, or a file of them. The mean reward of their greedy completions is the
-            metric `validation_reward`, every `recipe.validate_every` steps.
+        held_out: Rows that no step learns from, or a file of such rows. Every `recipe.validate_every` steps, the mean
+            reward of greedy completions of these rows is the metric `validation_reward`.
         name: The recipe's name in the folder and in notes, as in `train`.
         devices: The devices of the mesh, as in `train`.
         screen: Where notes and progress are shown, as in `train`.
@@ -114,10 +116,10 @@ def train_on_rewards(
 
 
 class _RunFiles(training.Callback):
-    """The files of a run, written from `begin` on: a reward that is refused at the first batch leaves no file."""
+    """A callback that writes a run's files, from `begin` on; if the first call of the reward fails, no file is left."""
 
     def __init__(self, name: str, recipe: Recipe, directory: RunDirectory):
-        """Keep the arguments; `begin` writes."""
+        """Keep the arguments, and write nothing yet."""
         self.name, self.recipe, self.directory = name, recipe, directory
         self.last: dict[str, Any] = {}
         self._open_files = contextlib.ExitStack()
@@ -197,7 +199,7 @@ class RewardTrainer:
             if self.rates_note:
                 screen.note(self.rates_note)
             if start >= recipe.steps:
-                screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
+                screen.note(f"the run already has its {start} steps; give a larger --steps to continue it")
                 return TrainedRun(directory.path, start, start, directory.latest_metrics())
             state = self.states.restore(checkpointer)[0] if start else init_run_state(recipe, self.states, screen)
             screen.note(f"sampling {recipe.batch} completions for step {start + 1} ...")
@@ -229,7 +231,7 @@ class RewardTrainer:
         return rollouts, held_out
 
     def _make_rollouts(self, shapes: nn.Transformer, rows: Rows) -> Rollouts:
-        """Return the sampler of completions of rows, which samples by the weights of each step."""
+        """Return the sampler of completions of the rows' prompts; each step samples with its current weights."""
         recipe, options, plan = self.recipe, self.options, self.plan
         published = published_files(recipe, self.directory)
         folder = self.directory.published if published is None else models.companion_folder(published)
@@ -254,7 +256,7 @@ class RewardTrainer:
         )
 
     def _opening(self, start: int) -> str:
-        """Return a line on the run that begins or goes on at a step: its model, its folder and its prompts."""
+        """Return a line about the run that begins, or goes on at a step: its model, its folder and its prompts."""
         recipe, group = self.recipe, self.options.group
         source = f"{len(self.subject.rows)} rows" if recipe.data is None else recipe.data
         prompts = f"{recipe.batch // group} prompts a step of {source}, {group} completions each"
@@ -271,7 +273,7 @@ class RewardTrainer:
             training.Log(recipe.log_every, self.files.write, clock.rate),
             *clock.excluding(
                 [
-                    # A run stops only between batches, since a resumed run samples anew.
+                    # A run stops only between batches of completions, because a resumed run samples a new batch.
                     every(self.options.updates, self.stop.after_step),
                     *self._validation(),
                     every(1, show_last),
@@ -309,10 +311,10 @@ class RewardTrainer:
     def _note_end(self, run: training.Progress) -> None:
         """Say where the results are."""
         if run.step < self.recipe.steps:
-            self.screen.note(f"stopped at step {run.step}; the checkpoint is saved, the same command goes on")
+            self.screen.note(f"stopped at step {run.step}; the checkpoint is saved, and the same command goes on")
             return
         empty = int(run.state.empty_batches or 0)
-        without = f", {empty} batches without any weight" if empty else ""
+        without = f", {empty} batches whose weights were all 0" if empty else ""
         self.screen.note(
             f"trained    {run.step} steps{without}; {describe_metrics(self.files.last)}\n"
             f"look at    {', '.join(map(str, self.directory.files_to_look_at()))}"

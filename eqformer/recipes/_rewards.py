@@ -1,4 +1,4 @@
-"""Options of training on rewards, the function that scores completions, and checks of both before a run begins."""
+"""Options of training on rewards, the reward function, and checks of both before a run begins."""
 
 import contextlib
 import dataclasses
@@ -22,38 +22,39 @@ from ._texts import for_chats, reads_chats
 Rows = Sequence[Mapping[str, Any]]
 
 
-# Prefixes of the recipe's flags that apply to rewards, beside the plan's flags; all others apply to texts only.
+# Prefixes of the flags that training on rewards reads. It reads the plan's flags too; all other flags of a recipe apply
+# only to training on texts.
 _READ_FLAGS = (
     *("--model", "--from-", "--data", "--text.tokenizer", "--text.round-vocab", "--text.end-of-text", "--seq"),
     *("--batch", "--steps", "--prolong", "--seed", "--optimizer.", "--lora.", "--weights", "--precision."),
     *("--execution.", "--metrics.", "--log-every", "--checkpoint-every", "--keep", "--sample-every", "--mesh."),
 )
-# Advice on some of the flags that apply to texts only; the advice on the rest is to leave the flag out.
+# What a user can do instead of giving a flag that applies only to texts; by default, leave the flag out.
 _FLAGS_INSTEAD = {"--beta": "give --kl-weight", "--validate-every": "leave it out, or give --held-out FILE too"}
-# Flags that change the step of a run on text; a run on rewards may not inherit their values from --from-run.
+# Flags that change the step of a run on texts; a run on rewards may not inherit their values from --from-run.
 _FLAGS_OF_STEPS = ("--loss", "--teacher", "--optimizer.z-loss", "--precision.products")
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardOptions:
-    """The loss of a policy, and the completions that it compares."""
+    """The loss of a policy, and the completions that the loss compares."""
 
     policy_loss: training.PolicyLoss = "grpo"
-    """The loss by its name, as in docs/training.md; dr_grpo divides by --tokens."""
+    """The name of the loss, as in docs/training.md; dr_grpo divides by --tokens."""
     group: int = 8
-    """Completions of each prompt, whose rewards are compared."""
+    """The number of completions of each prompt; their rewards are compared with each other."""
     tokens: int = 64
     """Maximum number of new tokens of a completion."""
     temperature: float = 1.0
-    """Divisor of the logits from which completions are sampled."""
+    """The number by which logits are divided before completions are sampled."""
     kl_weight: float = 0.0
     """The weight of the KL divergence from the first model; with LoRA, from the model without low-rank changes."""
     clip_low: float | None = None
-    """How far a token's probability may fall before its gradient is clipped; by default as the loss was published."""
+    """How far a token's probability may fall before its gradient is clipped; by default the published loss's value."""
     clip_high: float | None = None
-    """How far a token's probability may rise before its gradient is clipped; by default as the loss was published."""
+    """How far a token's probability may rise before its gradient is clipped; by default the published loss's value."""
     updates: int = 1
-    """Steps on each batch of completions."""
+    """The number of steps on each batch of completions."""
     scale_rewards: bool | None = None
     """Whether advantages are divided by the standard deviation of the group's rewards; by default not for dr_grpo."""
     mask_equal_groups: bool = False
@@ -61,15 +62,15 @@ class RewardOptions:
     mask_truncated: bool = False
     """Completions that --tokens cuts off get weight 0, as in DAPO."""
     resample: int = 0
-    """How many times a step takes further prompts in place of groups whose rewards are all equal, as in DAPO."""
+    """How many times a step replaces groups whose rewards are all equal by groups of new prompts, as in DAPO."""
 
     @property
     def scales_rewards(self) -> bool:
-        """Whether advantages are divided by standard deviations: as the field says, or as the loss was published."""
+        """The value of `scale_rewards`; if that is None, the default of the loss."""
         return self.policy_loss != "dr_grpo" if self.scale_rewards is None else self.scale_rewards
 
     def make_loss(self) -> Callable[..., Any]:
-        """Return the loss that the options choose."""
+        """Return the policy loss with these options."""
         return training.policy_loss(
             self.policy_loss,
             clip_low=self.clip_low,
@@ -80,7 +81,7 @@ class RewardOptions:
 
 
 class Subject(NamedTuple):
-    """A function of rewards, and the prompts whose completions it scores."""
+    """A reward function, and the prompts whose completions it scores."""
 
     reward: Reward
     rows: Rows
@@ -88,25 +89,26 @@ class Subject(NamedTuple):
     held_out: Rows | None
     """The held-out rows of prompts, whose mean reward is a metric."""
     held_out_name: str
-    """The file of the held-out rows, as errors name it; empty without a file."""
+    """A space and the file of the held-out rows, for errors; empty without a file."""
     settings: Mapping[str, Any]
-    """Settings that are not in the recipe but also decide the run's results, from `list_settings`."""
+    """Settings outside of the recipe that also decide the run's results, from `list_settings`."""
 
 
 def check_flags(recipe: Recipe, options: RewardOptions, *, has_rows: bool = False, has_held_out: bool = False) -> None:
-    """Raise a `ValueError` for flags that are missing, contradict each other, or apply to texts only.
+    """Raise a `ValueError` for flags that are missing, contradict each other, or apply only to training on texts.
 
-    `has_rows` and `has_held_out` say whether the call has such rows.
+    `has_rows` and `has_held_out` say whether the caller has passed rows of prompts and held-out rows.
     """
     if (recipe.data is None) == (not has_rows):
         raise ValueError(
             "--data: there are no prompts; give --data PROMPTS.jsonl, whose rows each have a prompt."
             if recipe.data is None
-            else f"--data {recipe.data}: the call has rows of prompts, too; leave one of them out."
+            else f"--data {recipe.data}: the call has rows of prompts, too; leave out --data or the rows."
         )
     if recipe.published is None and recipe.from_run is None:
         raise ValueError(
-            "--model: rewards need a model that is sometimes right; give --model FOLDER, or --from-run DIR of a run."
+            "--model: training on rewards needs a trained model, which is sometimes right; give --model FOLDER, or "
+            "--from-run DIR of a run."
         )
     if options.group < 2 or recipe.batch % options.group:
         raise ValueError(
@@ -116,17 +118,18 @@ def check_flags(recipe: Recipe, options: RewardOptions, *, has_rows: bool = Fals
     for flag, steps in (("--steps", recipe.steps), ("--checkpoint-every", recipe.checkpoint_every)):
         if options.updates < 1 or steps % options.updates:
             raise ValueError(
-                f"{flag} {steps} --updates {options.updates}: a resumed run begins with new completions, so it is "
-                "saved only after all updates on a batch; give at least 1 for --updates, and a multiple of it for "
-                f"{flag}."
+                f"{flag} {steps} --updates {options.updates}: a resumed run begins with new completions, so a run is "
+                "saved only after all updates on a batch; give at least 1 for --updates, and a multiple of --updates "
+                f"for {flag}."
             )
     check_flags_of_texts(recipe, has_held_out=has_held_out)
 
 
 def check_flags_of_texts(recipe: Recipe, *, has_held_out: bool = False) -> None:
-    """Raise a `ValueError` for a flag that affects only training on text.
+    """Raise a `ValueError` for a flag that affects only training on texts.
 
-    A run that starts from another (`--from-run`) has the recipe of that run; its choices for texts have no effect.
+    A run that starts from another run (`--from-run`) inherits that run's recipe. Inherited values of such flags are
+    ignored without an error.
     """
     recipes = [Recipe(recipe.model)]
     if recipe.from_run is not None:
@@ -146,13 +149,13 @@ def check_flags_of_texts(recipe: Recipe, *, has_held_out: bool = False) -> None:
             if changes_step and inherited:
                 fix += f", or give {flag} {default[flag]} if the run of --from-run has it"
             shown_value = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ValueError(f"{flag} {shown_value}: training on rewards has no such choice; {fix}.")
+            raise ValueError(f"{flag} {shown_value}: this flag has no effect on training on rewards; {fix}.")
 
 
 def read_subject(
     recipe: Recipe, options: RewardOptions, reward: Reward | str, rows: Rows | None, held_out: Rows | str | Path | None
 ) -> Subject:
-    """Load the function of rewards, and read the rows of prompts, except those that are given as a list."""
+    """Load the reward function and read the rows of prompts, unless they are passed as a function and lists of rows."""
     function = load_user_function("--reward", reward, "reward") if isinstance(reward, str) else reward
     if rows is None:
         with print_warnings():
@@ -162,13 +165,16 @@ def read_subject(
         held_out = read_prompts(held_out) if isinstance(held_out, str | Path) else held_out
         fields = [sorted(row) for row in (*rows[:1], *(held_out or ())[:1])]
         if len(fields) == 2 and fields[0] != fields[1]:
-            raise ValueError(f"its rows have {fields[1]}, and those of --data {fields[0]}; give the same fields.")
+            raise ValueError(
+                f"the held-out rows have the fields {fields[1]}, and the rows of --data have {fields[0]}; give the "
+                "same fields."
+            )
     return Subject(function, rows, held_out, name, list_settings(options, reward, rows))
 
 
 @contextlib.contextmanager
 def name_held_out(name: str) -> Iterator[None]:
-    """Prefix a `ValueError` that the block raises with --held-out and the name of the file."""
+    """Put --held-out and the name of its file in front of a `ValueError` that the block raises."""
     try:
         yield
     except ValueError as error:
@@ -176,13 +182,16 @@ def name_held_out(name: str) -> Iterator[None]:
 
 
 def list_settings(options: RewardOptions, reward: Reward | str, rows: Rows) -> dict[str, Any]:
-    """Return, by flag, the settings outside the recipe that decide the run's results, as checkpoints store them."""
+    """Return, by flag, the settings outside of the recipe that decide the run's results; checkpoints store them."""
     settings = flags_of(options) | {"--scale-rewards": options.scales_rewards, "--reward": _describe_reward(reward)}
     return settings | {"--data": describe_rows(rows)}
 
 
 def describe_rows(rows: Rows) -> str:
-    """Return the number of rows, and a hash of their content. A value that JSON cannot hold counts by its type only."""
+    """Return a text with the number of rows and a hash of their content.
+
+    If JSON cannot hold a value, only the value's type is hashed.
+    """
     content = json.dumps(rows, default=lambda value: type(value).__name__)
     return f"{len(rows)} rows with the SHA-256 {_digest(content)}"
 
@@ -193,7 +202,7 @@ def name_function(reward: Reward) -> str:
 
 
 def _describe_reward(reward: Reward | str) -> str:
-    """Return the name of a function of rewards, with a hash of its file or, of a function in memory, of its source."""
+    """Return the name of a reward function with a hash of its file, or of its source if it was passed as a function."""
     if isinstance(reward, str):
         file = user_file(reward)
         assert file is not None
@@ -201,7 +210,7 @@ def _describe_reward(reward: Reward | str) -> str:
         return f"{name} of a file with the SHA-256 {_digest(read_utf8(file))}"
     try:
         return f"{name_function(reward)} with the SHA-256 {_digest(inspect.getsource(reward))}"
-    except (OSError, TypeError):  # The function was typed interactively, or the object is no function.
+    except (OSError, TypeError):  # The function was typed interactively, or the reward is an object, not a function.
         return name_function(reward)
 
 
@@ -210,20 +219,20 @@ def _digest(content: str) -> str:
 
 
 def check_same_settings(directory: RunDirectory, settings: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if the folder has checkpoints of a run with other settings of rewards."""
+    """Raise a `ValueError` if the folder's checkpoints were saved with other reward settings, or without rewards."""
     checkpointer = directory.checkpointer()
     if not directory.recipe.exists() or checkpointer.latest_step is None:
         return
     saved = checkpointer.metadata().get("rewards")
     if saved is None:
         raise ValueError(
-            f"--run-dir {directory.path}: it holds a run that learns from no rewards; give another folder, and "
-            f"--from-run {directory.path} to begin with its weights."
+            f"--run-dir {directory.path}: the folder holds a run that does not learn from rewards; give another "
+            f"folder, and --from-run {directory.path} to begin with the weights of that run."
         )
     changed = [f"{flag}: {saved.get(flag)} -> {value}" for flag, value in settings.items() if saved.get(flag) != value]
     if changed:
         raise ValueError(
-            f"--run-dir {directory.path}: it holds a run, from which this command differs in\n  "
+            f"--run-dir {directory.path}: the folder holds a run, from which this command differs in\n  "
             + "\n  ".join(changed)
-            + "\nGive the same values to continue that run, or another --run-dir to begin a new one."
+            + "\nGive the same values to continue that run, or another --run-dir to begin a new run."
         )

@@ -14,7 +14,7 @@ from ._recipe import CHANGEABLE, Recipe
 
 
 EVERYTHING = frozenset(field.name for field in dataclasses.fields(Recipe))
-# Fields that may still change for a run that holds a converted model and has not trained it.
+# Fields that may change for a run that holds a converted model and has not yet taken a step.
 EVERYTHING_ELSE = EVERYTHING - {"model", "published"}
 
 
@@ -27,8 +27,8 @@ class RunDirectory(training.RunFolder):
     def claim(self, name: str, recipe: Recipe) -> None:
         """Check that the folder may hold this run, create it if it is missing, and lock it.
 
-        Raises a `ValueError` as `acquire` does, for a folder of another recipe, and for a run whose learning rate would
-        jump.
+        Raises a `ValueError` as `acquire` does, and also for a folder of another recipe, and for a run whose learning
+        rate would jump.
         """
         if self.recipe.exists():
             self.identify()
@@ -38,7 +38,7 @@ class RunDirectory(training.RunFolder):
         self.acquire()
 
     def begin(self, name: str, recipe: Recipe) -> None:
-        """Write the recipe, after all checks; from here on, the folder is a run."""
+        """Write the recipe, after all checks; from now on, the folder is the folder of a run."""
         file = user_file(name)
         self.write_recipe(name, recipe, None if file is None else read_utf8(file))
 
@@ -48,15 +48,16 @@ class RunDirectory(training.RunFolder):
         changed = dataclass_differences(old, recipe, ignored=self._changeable_fields())
         if changed:
             raise ValueError(
-                f"--run-dir {self.path}: it holds a run of recipe {old_name!r}, and this command's {name!r} differs in"
+                f"--run-dir {self.path}: the folder holds a run of recipe {old_name!r}, and this command's recipe "
+                f"{name!r} differs in"
                 + "".join(f"\n  {line}" for line in changed)
-                + "\nGive the same values to continue that run, or another --run-dir to begin a new one."
+                + "\nGive the same values to continue that run, or another --run-dir to begin a new run."
             )
 
     def _check_latest(self, recipe: Recipe) -> None:
         """Raise a `ValueError` if the latest checkpoint was saved by another run or trained by another recipe."""
         checkpointer = self.checkpointer()
-        if not (step := checkpointer.latest_step):  # There is none, or a converted model, which has no recipe yet.
+        if not (step := checkpointer.latest_step):  # There is no checkpoint, or a converted model, which has no recipe.
             return
         saved = checkpointer.metadata().get("recipe", {}).get("recipe")
         if saved is None:
@@ -75,32 +76,40 @@ class RunDirectory(training.RunFolder):
         file, copy = user_file(name), self.source
         if file is not None and copy.exists() and read_utf8(file) != read_utf8(copy):
             raise ValueError(
-                f"--run-dir {self.path} --recipe {name}: {file} has changed since the run began, which goes on with "
-                f"its own copy only; give --recipe {copy} and the function's name, or another --run-dir."
+                f"--run-dir {self.path} --recipe {name}: {file} has changed since the run began, and the run goes on "
+                f"only with its own copy of the file; give --recipe {copy} and the function's name, or another "
+                "--run-dir."
             )
 
     def _changeable_fields(self) -> frozenset[str]:
-        """Return the fields that a command may change in the folder's recipe; fewer once a checkpoint is saved."""
+        """Return the fields of the folder's recipe that a command may change; there are fewer after a checkpoint."""
         steps = self.checkpointer().steps
         if steps:
             return EVERYTHING_ELSE if steps == [0] else CHANGEABLE
-        return EVERYTHING - {"published"} if self.published.exists() else EVERYTHING  # Its files are copied already.
+        # Once files of a published model are copied, the run cannot change to another published model.
+        return EVERYTHING - {"published"} if self.published.exists() else EVERYTHING
 
     def began_from(self, published: Path) -> bool:
-        """Return whether the folder holds a run that began from that published folder and has a checkpoint."""
+        """Return whether the folder holds a run that began from the folder `published` and has a checkpoint."""
         if not self.recipe.exists() or not (self.published / "config.json").exists():
             return False
         return self.read()[1].published == published and bool(self.checkpointer().steps)
 
     def copied_tokenizer(self, recipe: Recipe) -> Path | None:
-        """Return the run's copy of the recipe's --text.tokenizer; None without a checkpoint, or for another file."""
+        """Return the run's copy of the recipe's --text.tokenizer.
+
+        The result is None if the run has no checkpoint, or if its recipe names another file.
+        """
         if not (self.recipe.exists() and self.tokenizer.exists() and self.checkpointer().steps):
             return None
         _, saved = read_recipe(self.recipe, _class_of_model(recipe))
         return self.tokenizer if saved.text.tokenizer == recipe.text.tokenizer else None
 
     def read(self) -> tuple[str, Recipe]:
-        """Return the name and the recipe of an existing run, without claiming it; raise a `ValueError` without one."""
+        """Return the name and the recipe of the folder's run, without claiming it.
+
+        Raises a `ValueError` if the folder has no run.
+        """
         if not self.recipe.exists():
             near = sorted(str(path.parent) for path in self.path.parent.glob("*/recipe.json"))
             hint = f"; runs beside it: {', '.join(near)}" if near else "; train one with scripts/pretrain.py"
@@ -109,14 +118,15 @@ class RunDirectory(training.RunFolder):
 
 
 def _class_of_model(recipe: Recipe) -> dict[str, type]:
-    """Return the class of a recipe's model by its name, which may be a class that the user has defined."""
+    """Return the class of a recipe's model by the class's name; the class may be a user's own."""
     return {type(recipe.model).__name__: type(recipe.model)}
 
 
 def schedule_phases(recipe: Recipe, checkpointer: training.Checkpointer) -> tuple[list[SchedulePhase], str]:
-    """Return the phases of a continued run, and a line on how its learning rates changed ("" if they did not).
+    """Return the phases of a new or continued run, and a line about changed learning rates ("" if they stay).
 
-    Raises a `ValueError` if the rate would jump and the recipe does not say how to continue.
+    Learning rates change if a run continues to another number of steps. Raises a `ValueError` if the rate would jump
+    and the recipe does not say how to continue.
     """
     start, steps, config = checkpointer.latest_step, recipe.steps, recipe.optimizer
     if not start:
@@ -147,12 +157,16 @@ def schedule_phases(recipe: Recipe, checkpointer: training.Checkpointer) -> tupl
     reason = "it would jump" if recipe.prolong == "refuse" else f"--prolong {recipe.prolong} is not possible here"
     listed = "".join(f"\n  --prolong {way}: {describe(phases)}" for way, phases in continuation.options.items())
     smooth = [step for step in checkpointer.steps if step >= old_phases[-1].start and continuation.is_smooth(step)]
-    hint = f"\nThe checkpoint of step {smooth[-1]} goes on without a jump: move later ones away." if smooth else ""
-    raise ValueError(f"{call}; {reason}. Choose how to go on, and it will be{listed}{hint}")
+    hint = (
+        f"\nFrom the checkpoint of step {smooth[-1]} the run goes on without a jump: move later checkpoints away."
+        if smooth
+        else ""
+    )
+    raise ValueError(f"{call}; {reason}. Choose how to go on, and the learning rate will be{listed}{hint}")
 
 
 def _describe_rates(rates: training.Rates, start: int, steps: int) -> str:
-    """Return the next, the highest and the last of the coming learning rates as text, each once."""
+    """Return a text with the next, the highest and the last learning rate from step `start` on."""
     highest = start + int(np.argmax(jax.jit(jax.vmap(rates))(np.arange(start, steps))))
     shown = sorted({start, highest, steps - 1})
     return ", ".join(f"{_format_rate(rates, step)} at step {step + 1}" for step in shown)

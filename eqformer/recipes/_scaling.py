@@ -23,7 +23,7 @@ from ._trainer import train
 
 @dataclasses.dataclass(frozen=True)
 class ScalingPoint:
-    """A run of a scaling study: its depth and learning rate, its compute, and its loss on the validation text."""
+    """A run of a scaling study: its depth, learning rate, compute, speed, and loss on the validation text."""
 
     depth: int
     rate: float
@@ -42,18 +42,18 @@ class ScalingPoint:
 
 @dataclasses.dataclass(frozen=True)
 class PowerLaw:
-    """The loss `scale * flops^-exponent`."""
+    """A power law of the loss over compute: `scale * flops^-exponent`."""
 
     scale: float
     exponent: float
 
     def loss(self, flops: float) -> float:
-        """Return the loss at a number of FLOPs."""
+        """Return the law's loss at a number of FLOPs."""
         return self.scale * flops**-self.exponent
 
 
 def fit_power_law(flops: Sequence[float], losses: Sequence[float]) -> PowerLaw:
-    """Return the power law with the least squared error of the logarithms of losses at numbers of FLOPs."""
+    """Fit a power law to losses at numbers of FLOPs, by least squares of the logarithms of the losses."""
     slope, intercept = np.polyfit(np.log(flops), np.log(losses), 1)
     return PowerLaw(float(np.exp(intercept)), float(-slope))
 
@@ -65,28 +65,28 @@ class ScalingFit:
     fitted: tuple[ScalingPoint, ...]
     """The best run of each of the smaller depths."""
     held_out: tuple[ScalingPoint, ...]
-    """The best run of each of the largest depths, which test the law of the smaller ones."""
+    """The best run of each of the largest depths, which test the law of the smaller depths."""
     law: PowerLaw
     """The law of the smaller depths."""
     law_of_all: PowerLaw
-    """The law of all depths, for predictions beyond them."""
+    """The law of all depths, for predictions at larger depths."""
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """The relative errors of the losses that `law` predicts for the depths that are held out."""
+        """The relative errors of `law` at the held-out depths."""
         return tuple(self.law.loss(point.flops) / point.bits_per_byte - 1 for point in self.held_out)
 
 
 def fit_scaling(points: Iterable[ScalingPoint]) -> ScalingFit:
     """Fit the loss over compute to the best run of each depth; the largest fifth of the depths is held out.
 
-    Raises a `ValueError` for fewer than three depths: a fit needs two, and one that is held out.
+    Raises a `ValueError` for fewer than three depths: a fit needs two depths, and one held-out depth tests it.
     """
     points = list(points)
     depths = sorted({point.depth for point in points})
     if len(depths) < 3:
         raise ValueError(
-            f"fit_scaling(points): the runs have the depths {depths}; a fit needs two, and one that is held out, so "
+            f"fit_scaling(points): the runs have the depths {depths}; a fit needs two depths and a held-out depth, so "
             "give runs of at least 3 depths."
         )
     best = [
@@ -109,20 +109,21 @@ def scaling_recipes(
 ) -> dict[tuple[int, float], Recipe]:
     """Return the recipes of a scaling study, by depth and learning rate: the recipe speedrun at each depth.
 
-    Raises a `ValueError` for depths that repeat or are fewer than three, or that `speedrun_recipe` refuses.
+    Raises a `ValueError` for repeated depths, for fewer than three depths, and for a depth that `speedrun_recipe`
+    refuses.
 
     Args:
-        depths: The depths, in any order; the recipes are in rising order.
-        rates: Learning rates to train each depth with; none: the recipe's.
-        tokens_per_parameter: Tokens that a depth is trained on, for each parameter in its matrices.
-        tokens: Tokens that each depth is trained on, in place of `tokens_per_parameter`.
+        depths: The depths, in any order; the result is in rising order.
+        rates: The learning rates of each depth; empty: the rate of the recipe speedrun.
+        tokens_per_parameter: The number of training tokens of a depth, for each parameter in its matrices.
+        tokens: The number of training tokens of every depth, in place of `tokens_per_parameter`.
         data: A file or a folder of text; None: Python's standard library.
-        seed: Decides weights and order.
+        seed: Decides initial weights and the order of the data.
     """
     if len({*depths}) < len(depths) or len(depths) < 3:
         raise ValueError(
-            f"--depths {' '.join(map(str, depths))}: a fit needs two depths, and one that is held out; give at least 3 "
-            "different ones."
+            f"--depths {' '.join(map(str, depths))}: a fit needs two depths and a held-out depth; give at least 3 "
+            "different depths."
         )
     recipes = {}
     for depth in sorted(depths):
@@ -144,7 +145,7 @@ def count_run_flops(recipe: Recipe) -> float:
 
 
 def measure_text(recipe: Recipe) -> float:
-    """Return the bytes of text that a recipe trains on, without the validation bytes; infinity if they are unknown."""
+    """Return the number of bytes of a recipe's training text, without its validation text; infinity if unknown."""
     sources = open_sources(complete_recipe(recipe))
     size = sum(source.size for source, _ in sources.values())
     return size * (1 - recipe.text.validation) if size else math.inf
@@ -153,10 +154,10 @@ def measure_text(recipe: Recipe) -> float:
 def run_scaling(
     recipes: Mapping[tuple[int, float], Recipe], folder: Path, *, screen: Screen | None = None
 ) -> list[ScalingPoint]:
-    """Train the recipes of `scaling_recipes`, each in a folder of its own; return the runs.
+    """Train the recipes of `scaling_recipes`, each in its own folder, and return the runs.
 
-    A run whose folder exists is resumed or, if it has ended, only read. The screen shows each run's loss, and about how
-    long the other runs will take.
+    If a run's folder exists, the run is resumed; if the run has ended, its results are read. The screen shows each
+    run's loss, and an estimate of the time that the remaining runs will take.
     """
     screen = Screen() if screen is None else screen
     compute = {key: count_run_flops(recipe) for key, recipe in recipes.items()}
@@ -192,9 +193,9 @@ def choose_depth(flops: float, tokens_per_parameter: float = TOKENS_PER_PARAMETE
 def write_scaling(
     points: Sequence[ScalingPoint], fit: ScalingFit, folder: Path, budget: float | None = None, depth: int | None = None
 ) -> None:
-    """Write `scaling.json` and `scaling.png` to a folder, and `rates.png` for runs of more than one rate a depth.
+    """Write `scaling.json` and `scaling.png` to a folder; also `rates.png` if depths have several learning rates.
 
-    `budget` is a number of FLOPs, and `depth` is the depth that was chosen for the budget.
+    `budget` is a number of FLOPs, and `depth` is the depth that was chosen for this budget.
     """
     content = {
         "points": list(map(dataclasses.asdict, points)),
@@ -210,7 +211,7 @@ def write_scaling(
 
 
 def plot_scaling(fit: ScalingFit, path: Path) -> None:
-    """Draw the loss over compute to a PNG, with the law of the depths that are not held out. Needs matplotlib."""
+    """Draw the loss over compute to a PNG, with the law of the smaller depths. Needs matplotlib."""
     figure = load_extra("matplotlib.figure", extra="train", call="plot_scaling(fit, path)").Figure(
         (6.4, 4), layout="constrained"
     )

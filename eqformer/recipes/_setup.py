@@ -35,12 +35,12 @@ class Keys:
 
 
 def make_keys(recipe: Recipe) -> Keys:
-    """Return the keys that a recipe's seed gives."""
+    """Return the random keys of a run, which its recipe's seed decides."""
     return Keys(*jax.random.split(jax.random.key(recipe.seed), 3))
 
 
 def load_published_model(recipe: Recipe, plan: parallel.Plan | None, screen: Screen) -> nn.Transformer:
-    """Load the published model that the recipe starts from, sharded by the plan."""
+    """Load the published model from which the recipe starts, sharded by the plan."""
     assert recipe.published is not None
     with screen.bar() as progress:
         show = functools.partial(progress, f"reading {recipe.published}")
@@ -60,27 +60,31 @@ def load_teacher(recipe: Recipe, plan: parallel.Plan, screen: Screen) -> nn.Tran
 
 
 def build_model(recipe: Recipe, formats: Mapping[str, Any] = MappingProxyType({})) -> nn.Transformer:
-    """Build the recipe's model with its initial weights; maps with `formats` hold codes (`nn.quantized_formats`)."""
+    """Build the recipe's model with its initial weights.
+
+    Linear maps that are in `formats`, the result of `nn.quantized_formats`, hold quantized weights.
+    """
     model = models.build(recipe.model, classifier=recipe.classifier, key=make_keys(recipe).init)
     return configure_model(recipe, nn.with_quantized_formats(model, formats))
 
 
 def model_shapes(recipe: Recipe, directory: RunDirectory | None = None) -> nn.Transformer:
-    """Return the shapes of the recipe's model; the formats of a run's quantized weights are read from its folder."""
+    """Return the shapes of the recipe's model; the run's folder, `directory`, has the formats of quantized weights."""
     formats = {} if recipe.weights == "decoded" else stored_formats(recipe, directory)
     return eqx.filter_eval_shape(build_model, recipe, formats)
 
 
 def _check_quantized(recipe: Recipe, trains: bool, directory: RunDirectory | None) -> None:
-    """Raise a `ValueError` for quantized weights without a published model, or for training of quantized weights."""
+    """Raise a `ValueError` for --weights quantized without a published model, or without LoRA in training."""
     if recipe.weights == "decoded":
         return
     flag = f"--weights {recipe.weights}"
     if recipe.published is None:
-        raise ValueError(f"{flag}: it is a published model's weights that are kept; give --model, or leave it out.")
+        raise ValueError(f"{flag}: only a published model has quantized weights; give --model, or leave --weights out.")
     if trains and not recipe.lora.rank:
         raise ValueError(
-            f"{flag} --lora.rank 0: codes are not trained, but low-rank changes beside them; give --lora.rank 8."
+            f"{flag} --lora.rank 0: quantized weights cannot be trained, and low-rank changes of them can; give "
+            "--lora.rank 8."
         )
     if directory is not None and directory.checkpointer().latest_step == 0:
         raise ValueError(
@@ -89,13 +93,13 @@ def _check_quantized(recipe: Recipe, trains: bool, directory: RunDirectory | Non
 
 
 def configure_model(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
-    """Return the model with the recipe's execution settings, precision and LoRA, and the head that the loss reads."""
+    """Return the model with the recipe's execution settings, precision and LoRA, and the head that its loss needs."""
     model = replace_head(recipe, model)
     return apply_lora(recipe, recipe.precision.apply(recipe.execution.apply(model)))
 
 
 def replace_head(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
-    """Return the model with the head that the recipe's loss reads: none, a classifier, or its own."""
+    """Return the model with the head that the recipe's loss needs: no head, a classifier, or the model's own head."""
     if recipe.loss == "contrastive":
         return nn.without_head(model)
     if recipe.classifier is None or model.classifier is not None:
@@ -111,26 +115,26 @@ def apply_lora(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
 def make_optimizer(
     recipe: Recipe, model: nn.LanguageModel, phases: Sequence[training.SchedulePhase] | None = None
 ) -> training.Optimizer:
-    """Build the recipe's optimizer, with the learning rates of a new run or, if given, those of these phases."""
+    """Build the recipe's optimizer, with the learning rates of `phases` or, by default, of a new run."""
     config = recipe.optimizer
     return config.optimizer(model, phases or config.phases(recipe.steps), trained=recipe.lora.trained)
 
 
 def count_parameters(optimizer: training.Optimizer, shapes: Any) -> tuple[int, int]:
-    """Return the number of parameters that the optimizer trains, and of all parameters of a model, given its shapes."""
+    """Return the number of parameters that the optimizer trains, and the number of all parameters, from shapes."""
     trained = optimizer.trained(shapes)
     count = planning.parameter_count(eqx.filter_eval_shape(nn.dequantize, shapes))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)), count
 
 
 def make_plan(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:
-    """Return the recipe's plan over all devices; raise a `ValueError` that names the flags if there is none."""
+    """Return the recipe's plan over the devices; raise a `ValueError` that names the flags if the mesh does not fit."""
     mesh = with_plan_flags(recipe, lambda: parallel.make_mesh(**vars(recipe.mesh), devices=devices))
     return _plan_over(recipe, mesh)
 
 
 def make_abstract_plan(recipe: Recipe) -> parallel.Plan:
-    """Return the recipe's plan over an abstract mesh, which may be of any size, since it has no devices."""
+    """Return the recipe's plan over an abstract mesh, which has no devices and may therefore be of any size."""
     return _plan_over(recipe, with_plan_flags(recipe, lambda: planning.abstract_mesh(vars(recipe.mesh))))
 
 
@@ -139,7 +143,7 @@ def _plan_over(recipe: Recipe, mesh: DeviceMesh | AbstractMesh) -> parallel.Plan
 
 
 def check_plan(recipe: Recipe, plan: parallel.Plan, model: nn.LanguageModel) -> None:
-    """Raise a `ValueError`, with the flags in front, if the model (or its shapes) or the rows do not fit the plan."""
+    """Raise a `ValueError`, which begins with flags, if the model (or its shapes) or the rows do not fit the plan."""
     sizes = f"--batch {recipe.batch} --seq {recipe.seq} --execution.core {recipe.execution.core}"
     group = recipe.batch_shapes().group
     with_plan_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq, group=group), sizes)
@@ -154,14 +158,14 @@ def with_plan_flags(recipe: Recipe, call: Callable[[], Result], *more_flags: str
 
 
 def plan_flags(recipe: Recipe) -> str:
-    """Return the mesh, and the plan's choices that differ from the defaults, as flags."""
+    """Return the sizes of the mesh and the plan's choices that differ from the defaults, as flags."""
     choices = [*fields_of(recipe.mesh, "--mesh."), *fields_of(recipe.plan)]
     defaults = flags_of(Recipe)
     return " ".join(format_flag(flag, value) for flag, value, *_ in choices if value != defaults[flag])
 
 
 def with_candidate(recipe: Recipe, candidate: planning.Candidate) -> Recipe:
-    """Return the recipe with the mesh and the choices of a plan that a search found."""
+    """Return the recipe with the mesh, the ZeRO stage and the rematerialisation of a plan that a search found."""
     execution = dataclasses.replace(recipe.execution, remat=candidate.remat)
     mesh = Mesh(**parallel.axis_sizes(candidate.plan.mesh))
     plan = dataclasses.replace(recipe.plan, zero=candidate.plan.zero)
@@ -169,13 +173,13 @@ def with_candidate(recipe: Recipe, candidate: planning.Candidate) -> Recipe:
 
 
 def candidate_flags(recipe: Recipe, candidate: planning.Candidate) -> str:
-    """Return the flags with which the recipe has a plan that a search found."""
+    """Return the flags that give the recipe the plan that a search found."""
     remat = [f"--execution.remat {candidate.remat}"] * (candidate.remat != recipe.execution.remat)
     return " ".join(filter(None, [plan_flags(with_candidate(recipe, candidate)), *remat])) or "one device"
 
 
 def make_training_setup(recipe: Recipe, model: nn.LanguageModel) -> planning.TrainingSetup:
-    """Return the settings that decide the bytes of the recipe's step, with the model or its shapes."""
+    """Return the settings that decide the memory of the recipe's step; `model` is the model or its shapes."""
     plan, trained = make_abstract_plan(recipe), recipe.lora.trained
     parts = recipe.optimizer, recipe.precision, recipe.execution
     return planning.TrainingSetup(model, plan, recipe.batch_shapes(), *parts, trained)
@@ -227,7 +231,7 @@ def make_loss(recipe: Recipe) -> Callable[..., Any]:
 def make_train_state(
     recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer, shapes: nn.LanguageModel | None = None
 ) -> training.PlannedState:
-    """Describe the recipe's training state under a plan; `shapes` are its model's, where they are known."""
+    """Return the recipe's `PlannedState` under a plan; pass the `shapes` of its model if they are known."""
     return training.PlannedState(lambda: build_model(recipe), optimizer, plan, model_shapes=shapes)
 
 
@@ -241,12 +245,12 @@ def check(recipe: Recipe, *, trains: bool = True, directory: RunDirectory | None
 
     Args:
         recipe: The recipe.
-        trains: Whether the recipe is for training, so that its model must suit its loss.
-        directory: The folder of the recipe's run, whose copy of the tokenizer is read once it has a checkpoint.
+        trains: Whether the recipe is for training; its model must then suit its loss.
+        directory: The folder of the recipe's run; once the run has a checkpoint, its copy of the tokenizer is read.
     """
     check_fields(recipe)
     if not 0 < (share := recipe.text.validation) < 1:
-        raise ValueError(f"--text.validation {share}: a share of the documents lies between 0 and 1; 0.05 is usual.")
+        raise ValueError(f"--text.validation {share}: the share must be above 0 and below 1; 0.05 is usual.")
     if not 0 <= recipe.seed < 2**32:
         raise ValueError(f"--seed {recipe.seed}: give a number from 0 to 2**32 - 1.")
     if recipe.sample_every < 0:
@@ -255,16 +259,19 @@ def check(recipe: Recipe, *, trains: bool = True, directory: RunDirectory | None
         parse_steps(recipe.profile)
     if recipe.has_preferences and (recipe.text.hub or recipe.loss_on == "all"):
         raise ValueError(
-            f"--loss {recipe.loss}: the completions of rows in --data or --text.mix are compared; leave --text.hub and "
+            f"--loss {recipe.loss}: this loss reads completions in rows of --data or --text.mix; leave --text.hub and "
             "--loss-on all out."
         )
     if recipe.loss == "kto" and recipe.debug_nans:
-        raise ValueError("--loss kto --debug-nans: the reference point is no part of the batch; leave one of them out.")
+        raise ValueError(
+            "--loss kto --debug-nans: the search cannot compute KTO's reference point, which is not in the batch; "
+            "leave --debug-nans out."
+        )
     _check_quantized(recipe, trains, directory)
     check_encoder_loss(recipe, directory)
     _check_vocab(recipe, directory)
     _check_distillation(recipe, directory)
-    with name_flags_in_errors(recipe):  # The library makes its own checks.
+    with name_flags_in_errors(recipe):  # The calls in this block make further checks.
         training.LossSpikes(**dataclasses.asdict(recipe.spikes))
         shapes = model_shapes(recipe, directory)
         if trains and not recipe.writes_text:
@@ -288,19 +295,19 @@ def check_run(recipe: Recipe, directory: RunDirectory) -> nn.Transformer:
 
 
 def _check_encoder(recipe: Recipe, shapes: nn.Transformer) -> None:
-    """Raise a `ValueError` for a model that cannot learn by a loss of text encoders; `shapes` are its shapes."""
+    """Raise a `ValueError` if the recipe's model, with these `shapes`, cannot learn by its loss of text encoders."""
     name = type(recipe.model).__name__
     if shapes.start is not None:
-        raise ValueError(f"--loss {recipe.loss}: a {name} has an encoder and a decoder; take a model of one stack.")
+        raise ValueError(f"--loss {recipe.loss}: a {name} has an encoder and a decoder; take a model with one stack.")
     if (longest := shapes.max_seq) is not None and recipe.seq > longest:
         raise ValueError(
-            f"--seq {recipe.seq}: the model has {longest} learned positions; give rows of at most as many."
+            f"--seq {recipe.seq}: the model has {longest} learned positions; give --seq {longest} or less."
         )
     families = [family for family in models.FAMILIES.values() if family.config is type(recipe.model)]
     if recipe.loss == "mlm" and not any(family.is_encoder for family in families):
         raise ValueError(
-            f"--loss mlm: in a {name} no token sees later ones; take a family of encoders for masked tokens, such as "
-            "ModernBERT, or another --loss."
+            f"--loss mlm: in a {name} no token sees later tokens; take a family of encoders, such as ModernBERT, or "
+            "another --loss."
         )
 
 
@@ -309,7 +316,9 @@ def _check_distillation(recipe: Recipe, directory: RunDirectory | None) -> None:
     options = recipe.distillation
     if recipe.teacher is None:
         if options != Distillation():
-            raise ValueError("--distillation: these are choices for a teacher; give --teacher, or leave them out.")
+            raise ValueError(
+                "--distillation: these flags need a teacher; give --teacher, or leave the --distillation flags out."
+            )
         return
     flag = f"--teacher {recipe.teacher}"
     if recipe.loss != "next-token" or recipe.optimizer.z_loss:
@@ -318,12 +327,15 @@ def _check_distillation(recipe: Recipe, directory: RunDirectory | None) -> None:
             f"--optimizer.z-loss {recipe.optimizer.z_loss} out."
         )
     if recipe.debug_nans and options.top is None:
-        raise ValueError(f"{flag} --debug-nans: a search with a second model is not possible; leave one of them out.")
+        raise ValueError(
+            f"{flag} --debug-nans: the search cannot run a second model; leave one of the two flags out, or give "
+            "--distillation.top."
+        )
     vocab, known = recipe.model.vocab, models.read_config(recipe.teacher).vocab
     if vocab != known:
         raise ValueError(
-            f"{flag}: teacher and model must have logits of the same ids, but it has {known} and the model {vocab}; "
-            "take a model of one family, or --text.tokenizer of the teacher with --model.vocab."
+            f"{flag}: teacher and model must have the same ids, but the teacher has {known} ids and the model {vocab}; "
+            "take models of one family, or give the teacher's --text.tokenizer and --model.vocab."
         )
     if options.top is not None and not 1 <= options.top <= vocab:
         raise ValueError(f"--distillation.top {options.top}: give a number of ids from 1 to {vocab}.")
@@ -334,7 +346,7 @@ def _check_distillation(recipe: Recipe, directory: RunDirectory | None) -> None:
 
 
 def check_fields(recipe: Recipe) -> None:
-    """Raise a `ValueError`, which names the flag, for a value that recipe.json cannot hold or a run cannot use."""
+    """Raise a `ValueError`, which names the flag, for a value that recipe.json cannot hold or that a run cannot use."""
     unbounded = _flags_without_bounds(recipe.model)
     for flag, value in flags_of(recipe).items():
         _check_value(flag, value, flag in unbounded)
@@ -349,7 +361,7 @@ def parse_steps(profile: str) -> tuple[int, int]:
 
 
 def _check_vocab(recipe: Recipe, directory: RunDirectory | None) -> None:
-    """Raise a `ValueError` if the model's vocabulary is smaller than the tokenizer's, unless it was published so."""
+    """Raise a `ValueError` if the tokenizer has more ids than the model; a published model is not checked."""
     if recipe.published is not None:
         return
     file, vocab, known = recipe.text.tokenizer, recipe.model.vocab, recipe_tokenizer(recipe, directory).vocab
@@ -361,7 +373,7 @@ def _check_vocab(recipe: Recipe, directory: RunDirectory | None) -> None:
 
 
 def _flags_without_bounds(config: Any) -> set[str]:
-    """Return the flags of a config whose default contains infinity, which means that there is no bound."""
+    """Return the flags of a config that may be infinite, because their defaults contain infinity (no bound)."""
     is_infinite = lambda part: isinstance(part, float) and math.isinf(part)
     defaults = fields_of(type(config), "--model.")
     return {flag for flag, value, *_ in defaults if any(map(is_infinite, jax.tree.leaves(value)))}
@@ -371,7 +383,7 @@ def _check_value(flag: str, value: Any, may_be_infinite: bool) -> None:
     for part in jax.tree.leaves(value):
         match part:
             case _ if flag in _COUNTS and part < 1:
-                fix = "it counts, so give at least 1"
+                fix = "give at least 1"
             case float() if not (math.isfinite(part) or (may_be_infinite and math.isinf(part))):
                 fix = "give a finite number"
             case int() if not -(2**63) <= part < 2**63:
@@ -384,28 +396,30 @@ def _check_value(flag: str, value: Any, may_be_infinite: bool) -> None:
 
 
 def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirectory) -> None:
-    """Raise a `ValueError` if the recipe cannot start from the run that it names; `shapes` are its model's."""
+    """Raise a `ValueError` if the recipe's model, with these `shapes`, cannot start from the run in `from_run`."""
     if recipe.from_run is None:
         if recipe.from_step is not None or recipe.from_optimizer:
             raise ValueError(
-                "--from-step, --from-optimizer: they choose what is taken of --from-run DIR; give that too."
+                "--from-step, --from-optimizer: these flags choose parts of an earlier run; give --from-run DIR too."
             )
         return
     flag = f"--from-run {recipe.from_run}"
     if directory.checkpointer().latest_step is not None:
-        return  # The run has begun, and continues by itself.
+        return  # The run has already begun, and continues from its own checkpoints.
     if Path(recipe.from_run).absolute() == directory.path.absolute():
-        raise ValueError(f"{flag} --run-dir {directory.path}: a run begins from another; give it a folder of its own.")
+        raise ValueError(
+            f"{flag} --run-dir {directory.path}: a run cannot begin from itself; give the new run another folder."
+        )
     source = RunDirectory(recipe.from_run)
     _, old = source.read()
-    checkpointer = training.Checkpointer(source.checkpoints)  # Without a run's identifier: it is not checked.
+    checkpointer = training.Checkpointer(source.checkpoints)  # Without `run=`, checkpoints of any run can be read.
     if not checkpointer.steps or recipe.from_step not in (None, *checkpointer.steps):
         steps = ", ".join(map(str, checkpointer.steps)) or "none"
         raise ValueError(f"{flag} --from-step {recipe.from_step}: the run has checkpoints of these steps: {steps}.")
     if recipe.weights == "quantized" and (old.weights, old.lora) != (recipe.weights, recipe.lora):
         raise ValueError(
-            f"{flag} --weights quantized: only the low-rank changes of that run go on beside its quantized weights; "
-            "give its --lora and --weights, or --weights decoded to merge them."
+            f"{flag} --weights quantized: quantized weights can go on only with the low-rank changes of that run; give "
+            "that run's --lora and --weights, or --weights decoded to merge weights and changes."
         )
     if recipe.from_optimizer:
         fields = {
@@ -415,7 +429,7 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
             "--weights": (old.weights, recipe.weights),
             "--precision.parameters": (old.precision.parameters, recipe.precision.parameters),
         }
-        if changed := [f"{name} {new} (there {saved})" for name, (saved, new) in fields.items() if saved != new]:
+        if changed := [f"{name} {new} (saved: {saved})" for name, (saved, new) in fields.items() if saved != new]:
             raise ValueError(
                 f"{flag} --from-optimizer: the run's optimizer state has a different structure; leave out "
                 f"{', '.join(changed)}."
@@ -424,7 +438,7 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
         shapes = model_shapes(_with_saved_dtypes(recipe, old), source)
         checkpointer.check({"model": shapes}, recipe.from_step, partial=True)
     except training.CheckpointError as error:
-        raise ValueError(f"{flag}: the recipe's model has other arrays than the run's: {error}") from error
+        raise ValueError(f"{flag}: the recipe's model has other arrays than that run's model: {error}") from error
 
 
 def init_run_state(recipe: Recipe, states: training.PlannedState, screen: Screen) -> training.TrainState:
@@ -446,26 +460,26 @@ def init_run_model(recipe: Recipe, states: training.PlannedState, screen: Screen
 
 
 def _load_weights(recipe: Recipe, plan: parallel.Plan, screen: Screen) -> nn.Transformer:
-    """Load the recipe's model, with the weights of a run or as it was published; layers are in the model's order."""
+    """Load the recipe's model with the weights of `from_run` or of `published`; layers are in the model's order."""
     return load_published_model(recipe, plan, screen) if recipe.from_run is None else load_run_weights(recipe, plan)
 
 
 def load_run_weights(recipe: Recipe, plan: parallel.Plan) -> nn.Transformer:
-    """Load the recipe's model with the weights of the run that it names; layers are in the model's order."""
+    """Load the recipe's model with the weights of the run in `from_run`; layers are in the model's order."""
     assert recipe.from_run is not None
     source = RunDirectory(recipe.from_run)
     _, old = source.read()
     shapes = model_shapes(_with_saved_dtypes(recipe, old), source)
     checkpointer = training.Checkpointer(source.checkpoints)
     model = training.restore_model(checkpointer, shapes, plan, step=recipe.from_step)
-    # With --from-optimizer the run's low-rank factors stay, since the optimizer's state belongs to them.
+    # With --from-optimizer the run's low-rank factors stay, because the optimizer's state belongs to these factors.
     if (old.lora, old.weights) != (recipe.lora, recipe.weights) and not recipe.from_optimizer:
         model = apply_lora(recipe, nn.dequantize(nn.merge_lora(model)))
     return recipe.precision.apply(replace_head(recipe, model))
 
 
 def _with_saved_dtypes(recipe: Recipe, old: Recipe) -> Recipe:
-    """Return the recipe with the LoRA, the dtypes, the quantized weights and the head of the old recipe."""
+    """Return the recipe with the settings of LoRA, precision, quantized weights and head of the old recipe."""
     recipe = dataclasses.replace(recipe, lora=old.lora, precision=old.precision, weights=old.weights)
     if not recipe.has_text_rows:
         return recipe

@@ -1,4 +1,4 @@
-"""From a recipe to its text: tokenizer, published files, conversations, sources, and tokens that runs share."""
+"""The text of a recipe: tokenizer, published files, conversations, sources, and tokens that runs share."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ def published_recipe(source: str | Path, run: RunDirectory | None = None, **fiel
         recipe = published_recipe("HuggingFaceTB/SmolLM2-135M-Instruct", data="chats.jsonl", lora=Lora(rank=8))
 
     Args:
-        source: A folder as published, a GGUF file, or a name of the hub.
+        source: The folder of a published model, a GGUF file, or a name of the hub.
         run: A run that began from the folder; if the folder is gone, the run's copy of its configuration is read.
         fields: Further fields of the `Recipe`.
     """
@@ -38,15 +38,15 @@ def published_recipe(source: str | Path, run: RunDirectory | None = None, **fiel
     folder = (models.local_path(folder) if begun is None else folder).absolute()
     if RunDirectory(folder).recipe.exists():
         raise ValueError(
-            f"--model {folder}: this is a run, and --model needs a published folder; write one with scripts/convert.py "
-            f"{folder} FOLDER and give that folder, or resume the run itself with --run-dir {folder}."
+            f"--model {folder}: this is the folder of a run, and --model needs a published model; write the model with "
+            f"scripts/convert.py {folder} FOLDER and give --model FOLDER, or resume the run with --run-dir {folder}."
         )
     config = models.read_config(folder if begun is None or folder.exists() else begun.published)
     return Recipe(**{"model": config, "published": folder, "optimizer": Optimization(learning_rate=1e-4), **fields})
 
 
 def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
-    """Raise a `ValueError` if flags change the published model, or the model that the `run` began from."""
+    """Raise a `ValueError` if flags change the published model, or the model from which the `run` began."""
     if recipe.published is None:
         return
     changed = dataclass_differences(published_recipe(recipe.published, run), recipe, ignored=EVERYTHING_ELSE)
@@ -57,9 +57,9 @@ def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
 
 
 def recipe_tokenizer(recipe: Recipe, directory: RunDirectory | None = None) -> Tokenizer:
-    """Return the recipe's tokenizer: --text.tokenizer, or the published model's, or bytes.
+    """Return the recipe's tokenizer: --text.tokenizer, or the published model's tokenizer, or bytes.
 
-    A run has copies of the files, which are read instead, because the originals may be gone. The copy of
+    A run has copies of these files. The copies are read instead, because the originals may be gone. The copy of
     --text.tokenizer is read only if the run has a checkpoint.
     """
     end_of_text = recipe.text.end_of_text
@@ -70,23 +70,27 @@ def recipe_tokenizer(recipe: Recipe, directory: RunDirectory | None = None) -> T
     has_file = folder is not None and (models.companion_folder(folder) / "tokenizer.json").exists()
     if end_of_text is not None and not has_file:
         raise ValueError(
-            f"--text.end-of-text {end_of_text}: bytes end a text with 0; leave it out, or give --text.tokenizer."
+            f"--text.end-of-text {end_of_text}: with bytes as tokens, the byte 0 ends a text; leave --text.end-of-text "
+            "out, or give --text.tokenizer."
         )
     return data.ByteTokenizer() if folder is None else load_tokenizer(folder, end_of_text=end_of_text)
 
 
 def published_files(recipe: Recipe, directory: RunDirectory | None = None) -> Path | None:
-    """Return the published model that the recipe trains, or the run's copy of its files; None without one."""
+    """Return the folder of the published model that the recipe trains, or the run's copy of the folder's files.
+
+    The result is None if the recipe trains no published model.
+    """
     if recipe.published is not None and directory is not None and directory.published.exists():
         return directory.published
     return None if recipe.published is None else Path(recipe.published)
 
 
 def complete_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe as its run stores it: with absolute paths, packing, pooling, and the names of labels."""
+    """Return the recipe as its run stores it: with absolute paths, the packing, the pooling and the names of labels."""
     if recipe.from_run is not None:
         recipe = dataclasses.replace(recipe, from_run=Path(recipe.from_run).absolute())
-    if recipe.published is not None:  # Absolute, as in `published_recipe`, so that the run resumes from any directory.
+    if recipe.published is not None:  # An absolute path, so that the run can be resumed from any directory.
         recipe = dataclasses.replace(recipe, published=models.local_path(recipe.published).absolute())
     if recipe.loss == "contrastive" and recipe.contrastive.pooling is None:
         pooling: Any = "mean" if recipe.published is None else read_pooling(recipe.published)
@@ -99,8 +103,10 @@ def complete_recipe(recipe: Recipe) -> Recipe:
 
 
 def stored_formats(recipe: Recipe, directory: RunDirectory | None = None) -> Mapping[str, Any]:
-    """Return the formats of the recipe's quantized weights (`nn.quantized_formats`): the run's copy, or the published
-    model's."""
+    """Return the formats of the recipe's quantized weights (`nn.quantized_formats`).
+
+    They are read from the run's copy or, if there is none, from the published model.
+    """
     if directory is not None and directory.quantized.exists():
         return read_json(directory.quantized)
     assert recipe.published is not None
@@ -108,7 +114,7 @@ def stored_formats(recipe: Recipe, directory: RunDirectory | None = None) -> Map
 
 
 def _complete_labels(recipe: Recipe) -> Labels:
-    """Return the recipe's classifier with the names of its labels, and with the pooling of a published classifier."""
+    """Return the recipe's classifier, completed by the names of its labels and a published classifier's pooling."""
     options, published = recipe.classification, recipe.published
     if published is None or not models.is_classifier(published):
         return dataclasses.replace(options, labels=options.labels or data.list_label_names(chat_paths(recipe)))
@@ -133,14 +139,18 @@ def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
     for field, loss in {"contrastive": "contrastive", "masking": "mlm", "classification": "classification"}.items():
         options = getattr(recipe, field)
         if recipe.loss != loss and options != type(options)():
-            raise ValueError(f"--loss {recipe.loss}: --{field} is for --loss {loss}; leave it out.")
+            raise ValueError(f"--loss {recipe.loss}: --{field} is for --loss {loss}; leave --{field} out.")
     if recipe.writes_text:
         return
     if recipe.evaluate_every:
-        raise ValueError(f"--loss {recipe.loss} --evaluate-every: a text encoder writes no text; leave it out.")
+        raise ValueError(
+            f"--loss {recipe.loss} --evaluate-every: a text encoder writes no text; leave --evaluate-every out."
+        )
     if recipe.loss == "mlm":
         if not 0 < recipe.masking.share <= 1:
-            raise ValueError(f"--masking.share {recipe.masking.share}: it is above 0 and at most 1; 0.3 is usual.")
+            raise ValueError(
+                f"--masking.share {recipe.masking.share}: the share must be above 0 and at most 1; 0.3 is usual."
+            )
         mask_id(recipe, recipe_tokenizer(recipe, directory))
         return
     if recipe.text.hub or recipe.optimizer.z_loss:
@@ -155,31 +165,35 @@ def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
     group = recipe.contrastive.group
     if group < 2 or recipe.batch % group or recipe.batch < 2 * group:
         raise ValueError(
-            f"--contrastive.group {group} --batch {recipe.batch}: a group has at least an anchor and its positive, and "
-            "a batch holds at least two whole groups; a row is one text."
+            f"--contrastive.group {group} --batch {recipe.batch}: a group has at least two texts, an anchor and its "
+            "positive, and a batch holds at least two whole groups; give a --batch, in texts, that is a multiple of "
+            "the group."
         )
 
 
 def _check_labels(recipe: Recipe) -> None:
-    """Raise a `ValueError` for labels that are not names of at least two classes, or not those of the model."""
+    """Raise a `ValueError` for fewer than two different labels, or for more or fewer labels than the model has."""
     names = recipe.classification.labels
     flag = f"--classification.labels {' '.join(names)}"
     if len(names) < 2 or len({*names}) < len(names) or not all(name.strip() for name in names):
         raise ValueError(
-            f"{flag}: a classifier tells at least two labels apart, each of another name; correct them, or give rows "
-            "of at least two labels."
+            f"{flag}: a classifier needs at least two labels with different names; correct the names, or give rows "
+            "with at least two labels."
         )
     if recipe.published is None or not models.is_classifier(recipe.published):
         return
     if len(published := read_label_names(recipe.published)) != len(names):
         raise ValueError(
-            f"{flag}: the published classifier has {len(published)} labels, {', '.join(published[:8])}; give as many "
-            "names, or the folder of a model without a classifier."
+            f"{flag}: the published classifier has {len(published)} labels, {', '.join(published[:8])}; give "
+            f"{len(published)} names, or the folder of a model without a classifier."
         )
 
 
 def copy_published_files(recipe: Recipe, directory: RunDirectory) -> None:
-    """Copy the tokenizer's file, the published model's files except weights, and their formats, into the run."""
+    """Copy the recipe's files into the run: its tokenizer, the published model's files, and formats of weights.
+
+    Weights are not copied; `quantized.json` has the formats of quantized weights.
+    """
     if recipe.weights == "quantized" and not directory.quantized.exists():
         write_atomic(directory.quantized, json.dumps(stored_formats(recipe), indent=1) + "\n")
     if (file := recipe.text.tokenizer) is not None and not directory.checkpointer().steps:
@@ -200,7 +214,10 @@ _MESSAGE_FORMS = (
 
 
 def open_chats(recipe: Recipe, path: Path) -> data.TextSource:
-    """Return the rows of a path by the loss: conversations, pairs, labelled completions, groups or labelled texts."""
+    """Return the rows of a path, in the form that the recipe's loss reads.
+
+    The forms are conversations, pairs of completions, labelled completions, groups of texts, and labelled texts.
+    """
     if recipe.loss == "contrastive":
         return data.text_groups(path, group=recipe.contrastive.group)
     if recipe.loss == "classification":
@@ -211,9 +228,9 @@ def open_chats(recipe: Recipe, path: Path) -> data.TextSource:
 
 
 def chat_paths(recipe: Recipe) -> list[Path]:
-    """Return the recipe's files and folders of conversations, of completions, or of groups of texts or labelled texts.
+    """Return the recipe's files and folders whose rows are not plain texts, but have one of the forms of `open_chats`.
 
-    Raises a `ValueError` if conversations and plain texts are mixed.
+    Raises a `ValueError` if such rows and plain texts are mixed.
     """
     has_rows = recipe.has_preferences or recipe.has_text_rows
     if has_rows and recipe.data is None and not recipe.text.mix:
@@ -224,22 +241,22 @@ def chat_paths(recipe: Recipe) -> list[Path]:
     paths += [] if recipe.data is None else [Path(recipe.data)]
     chats = [path for path in paths if has_rows or _detect_form(path) not in _TEXT_FORMS]
     if chats and recipe.loss == "mlm":
-        raise ValueError(f"--loss mlm --data {chats[0]}: only plain texts are masked, but this has conversations.")
+        raise ValueError(f"--loss mlm --data {chats[0]}: only plain texts are masked, but this file has conversations.")
     if chats and len(chats) < max(len(paths), len(recipe.text.mix)):
         raise ValueError(
-            f"--text.mix {' '.join(recipe.text.mix)}: {chats[0]} has conversations, and others have text; give texts "
-            "of one kind."
+            f"--text.mix {' '.join(recipe.text.mix)}: {chats[0]} has conversations, and other sources have plain text; "
+            "give sources of one kind."
         )
     return chats
 
 
 def reads_chats(recipe: Recipe) -> bool:
-    """Return whether the recipe's text is conversations, or prompts and completions."""
+    """Return whether the recipe reads rows of `open_chats` (conversations, completions, ...), not plain text."""
     return bool(chat_paths(recipe))
 
 
 def for_chats(recipe: Recipe) -> Recipe:
-    """Return the recipe with rows of whole conversations or pairs, and a question as the prompt of its samples."""
+    """Return the recipe with the packing for rows of `open_chats`, and with a question as the prompt of its samples."""
     prompt = _PROMPT if recipe.prompt == Recipe.prompt else recipe.prompt
     packing = "pairs" if recipe.compares_pairs else "labelled" if recipe.has_preferences else "documents"
     packing = {"contrastive": "groups", "classification": "classes"}.get(recipe.loss, packing)
@@ -258,18 +275,18 @@ def chat_encoder(
         reason = "there is no published model"
         encoder = data.ConversationEncoder(tokenizer, None, loss_on=recipe.loss_on)
     else:
-        reason = "the model was published without one"
+        reason = "the model was published without a chat template"
         encoder = load_conversation_encoder(folder, tokenizer, loss_on=recipe.loss_on)
     if encoder.template is None and _detect_form(paths[0]) in _MESSAGE_FORMS:
         raise ValueError(
-            f"--data {paths[0]}: conversations are written by a model's chat template, but {reason}; give --model of a "
-            "chat model, or texts as prompt and completion."
+            f"--data {paths[0]}: conversations need a model's chat template, but {reason}; give --model of a chat "
+            "model, or texts as prompt and completion."
         )
     return encoder
 
 
 def row_encoder(recipe: Recipe, tokenizer: Tokenizer, directory: RunDirectory | None = None) -> data.RowEncoder | None:
-    """Return the encoder of the recipe's rows, of conversations, completions or whole texts; None for plain text."""
+    """Return the encoder of the recipe's rows: conversations, completions or whole texts; None for plain text."""
     if recipe.loss == "contrastive":
         return data.TextGroupEncoder(tokenizer, seq=recipe.seq)
     if recipe.loss == "classification":
@@ -280,7 +297,7 @@ def row_encoder(recipe: Recipe, tokenizer: Tokenizer, directory: RunDirectory | 
 
 
 def mask_id(recipe: Recipe, tokenizer: Tokenizer) -> int:
-    """Return the id that stands for a masked token; raises a `ValueError` for a tokenizer without one."""
+    """Return the id of the mask token; raises a `ValueError` for a tokenizer without a mask token."""
     token = recipe.masking.token
     if token is None and isinstance(tokenizer, data.ByteTokenizer):
         return _MASK_BYTE
@@ -302,7 +319,7 @@ _MASK_BYTE = 1  # a control character, which texts do not contain
 def sample_prompt(
     recipe: Recipe, tokenizer: Tokenizer, encoder: data.ConversationEncoder | None
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the ids that a sample continues (the recipe's prompt in the form of its data) and the ids that end it."""
+    """Return the ids of a sample's prompt, in the form of the recipe's data, and the ids that end the sample."""
     if encoder is None:
         return tokenizer.encode(recipe.prompt).tolist() or [tokenizer.end_of_text], (tokenizer.end_of_text,)
     if encoder.template is None or _detect_form(chat_paths(recipe)[0]) not in _MESSAGE_FORMS:
@@ -319,7 +336,7 @@ def open_sources(recipe: Recipe) -> dict[str, tuple[data.TextSource, float]]:
     text = recipe.text
     sources = {"--data": recipe.data, "--text.hub": text.hub, "--text.mix": " ".join(text.mix) or None}
     if len(several := [f"{flag} {value}" for flag, value in sources.items() if value is not None]) > 1:
-        raise ValueError(f"{' '.join(several)}: a run reads one of them; leave the others out.")
+        raise ValueError(f"{' '.join(several)}: a run reads only one of these; leave the other flags out.")
     with print_warnings():
         return _open_sources(recipe)
 
@@ -331,15 +348,15 @@ def _open_sources(recipe: Recipe) -> dict[str, tuple[data.TextSource, float]]:
         return {source.name: (source, 1.0)}
     weights = dict(map(_parse_weight, text.mix))
     if len(weights) < len(text.mix):
-        raise ValueError(f"--text.mix {' '.join(text.mix)}: a text is named twice; give each once, with one weight.")
+        raise ValueError(f"--text.mix {' '.join(text.mix)}: a source is named twice; name each source once.")
     sources = {path: _open_source(path, recipe) for path in weights}
-    # Messages and metrics have short names, if these are unique.
+    # Messages and metrics use the sources' short names if these are unique.
     is_unique = len({source.name for source in sources.values()}) == len(sources)
     return {source.name if is_unique else path: (source, weights[path]) for path, source in sources.items()}
 
 
 def _parse_weight(part: str) -> tuple[str, float]:
-    """Return the path or `hub:NAME`, and the weight, of `SOURCE=WEIGHT`."""
+    """Split `SOURCE=WEIGHT` into the source, a path or `hub:NAME`, and the weight."""
     path, _, number = part.rpartition("=")
     try:
         weight = float(number)
@@ -351,7 +368,7 @@ def _parse_weight(part: str) -> tuple[str, float]:
 
 
 def _open_source(path: str | Path | None, recipe: Recipe) -> data.TextSource:
-    """Return the documents at a path, or of a dataset (`hub:NAME`); by default those of the standard library."""
+    """Return the documents at a path or of a dataset (`hub:NAME`); None: the sources of Python's standard library."""
     if path is None:
         return data.standard_library()
     if str(path).startswith(_HUB):
@@ -368,7 +385,7 @@ def open_texts(
     directory: RunDirectory,
     screen: Screen,
 ) -> data.Corpus:
-    """Return the texts as batches of the recipe's shape; text that no run has tokenized before is tokenized now."""
+    """Return the texts as batches of the recipe's shape; tokenize texts that no earlier run has tokenized."""
     folders, text = [*shared_token_folders(), directory.data], recipe.text
     old_size = _token_bytes(folders[0])
     with screen.bar() as progress, print_warnings():
@@ -393,15 +410,15 @@ def open_texts(
 
 
 def _token_bytes(folder: Path) -> int:
-    """Return the bytes of the folder's tokens."""
+    """Return the number of bytes of a folder's token files."""
     size = 0
-    with suppress(OSError):  # another run's files may come and go
+    with suppress(OSError):  # Another run may create or delete files meanwhile.
         for file in folder.rglob("*.bin"):
             size += file.stat().st_size
     return size
 
 
 def shared_token_folders() -> list[Path]:
-    """Return the folder of tokens that a user's runs share; an empty list without a home."""
+    """Return a list of the folder of tokens that a user's runs share; an empty list if the user has no home folder."""
     folder = token_cache()
     return [] if folder is None else [folder]

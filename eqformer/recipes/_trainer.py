@@ -58,12 +58,12 @@ from ._texts import (
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
-    """The end of a call of `train`: `eqformer.load(run.folder)` loads the model."""
+    """The result of `train`; `eqformer.load(run.folder)` loads the model."""
 
     folder: Path
     """The folder of the run."""
     start: int
-    """The step at which the call began; 0 for a new run."""
+    """The number of steps that the run had taken when the call began; 0 for a new run."""
     step: int
     """The last step that was taken."""
     metrics: dict[str, Any]
@@ -78,7 +78,7 @@ def train(
     devices: Sequence[Any] | None = None,
     screen: Screen | None = None,
 ) -> TrainedRun:
-    """Train a model as a recipe says; the same call again goes on with a run that was stopped.
+    """Train a model as a recipe describes; the same call resumes a run that was stopped.
 
         recipe = Recipe(models.preset("llama-byte-1m"), data="my_text/", steps=300)
         run = train(recipe, "runs/mine")
@@ -88,13 +88,13 @@ def train(
     flags, see `Recipe`, and the folder as `--run-dir`. Call `eqformer.prepare()` before the first array of the program.
 
     Args:
-        recipe: What is trained; more `steps`, for example, may be given to a run that has ended.
+        recipe: The model, the data and the settings of training. A run that has ended may continue to more `steps`.
         folder: The folder of the run, which must be new, empty, or the folder of the same recipe's run.
         name: The recipe's name in the folder and in notes, by default the name of the folder. A recipe that uses
             classes of a user's file needs `FILE.py:NAME`, so that these classes can be found again.
-        devices: The devices of the mesh, as many as the sizes of `recipe.mesh` multiply to; all by default.
-        screen: Where notes and progress are shown: `Screen(silent=True)` shows nothing. By default standard output, by
-            the first process: a progress bar in a terminal where `rich` is installed, or lines with the time left.
+        devices: The devices of the mesh, whose number is the product of the sizes of `recipe.mesh`; by default all.
+        screen: Where notes and progress are shown; `Screen(silent=True)` shows nothing. By default, the first process
+            prints to standard output: a progress bar in a terminal if `rich` is installed, or else lines.
     """
     check_types(recipe)
     recipe, directory = complete_recipe(recipe), RunDirectory(folder)
@@ -111,7 +111,10 @@ def train(
 
 @contextmanager
 def explain_out_of_memory(recipe: Recipe, shapes: nn.Transformer) -> Iterator[None]:
-    """Raise a `ValueError` if a device is out of memory: the bytes of the recipe's step, and flags that need fewer."""
+    """Explain an out-of-memory error of a device by a `ValueError`.
+
+    The error names the bytes of the recipe's step, and flags that need fewer bytes.
+    """
     try:
         yield
     except JaxRuntimeError as error:
@@ -126,7 +129,7 @@ def explain_out_of_memory(recipe: Recipe, shapes: nn.Transformer) -> Iterator[No
 
 @functools.cache
 def _measure_peak(mesh: Mesh, dtype: str) -> float:
-    """Return the peak of all devices of a mesh, which further runs of the process need not measure again."""
+    """Measure the peak FLOP/s of all devices of a mesh; further runs of the process reuse the result."""
     return planning.mesh_peak(mesh, dtype, seconds=0.25)
 
 
@@ -154,7 +157,7 @@ class Trainer:
         check_alike({f"--run-dir {directory.path}": directory.token()})
         self.encoder: Any = on_all_processes(lambda: row_encoder(recipe, self.tokenizer, directory))
         open_corpus = lambda: open_texts(recipe, sources, self.encoder or self.tokenizer, directory, screen)
-        texts = on_first_process(open_corpus)  # The first process writes the tokens, which the others then read.
+        texts = on_first_process(open_corpus)  # The first process writes the tokens, which the other processes read.
         self.texts = on_all_processes(lambda: texts or open_corpus())
         check_alike(
             {"the text": [self.texts.identity, [text.store.path.name for text in self.texts.held_out.values()]]}
@@ -207,7 +210,7 @@ class Trainer:
                 screen.note(line)
             if step is None:
                 self._begin()
-                screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
+                screen.note(f"the run already has its {start} steps; give a larger --steps to continue it")
                 return TrainedRun(self.directory.path, start, start, self.directory.latest_metrics())
             if self.rates_note:
                 screen.note(self.rates_note)
@@ -238,7 +241,7 @@ class Trainer:
         return TrainedRun(self.directory.path, start, run.step, dict(self.last))
 
     def _begin(self) -> None:
-        """Write the recipe and its tokenizer, the first files of the run, after all checks have passed."""
+        """Write the first files of the run, its recipe and its tokenizer, after all checks have passed."""
         recipe, directory = self.recipe, self.directory
         on_first_process(lambda: (directory.begin(self.name, recipe), copy_published_files(recipe, directory)))
 
@@ -247,7 +250,7 @@ class Trainer:
         """The step, compiled from shapes."""
         first = self.texts.train.rows(0, self.rows.start, self.rows.stop)
         if self.recipe.teacher is not None and self.recipe.distillation.top is None:
-            return make_train_step(self.recipe, self.plan, self.optimizer)  # Not compiled yet: the first call compiles.
+            return make_train_step(self.recipe, self.plan, self.optimizer)  # The first call compiles this step.
         if self.recipe.has_reference:
             first = dataclasses.replace(first, reference_nats=np.zeros(len(first.ids), np.float32))
         shapes: Any = self.states.step_shapes(self.rows.shapes(first))
@@ -306,7 +309,7 @@ class Trainer:
 
     @functools.cached_property
     def evaluate_rewards(self) -> Callable[..., dict[str, Any]] | None:
-        """The function that sums the rewards of a batch of pairs; None for other rows."""
+        """The function that sums the rewards of a batch of pairs; None if rows are no pairs."""
         recipe = self.recipe
         if recipe.loss not in ("dpo", "ipo", "orpo"):
             return None
@@ -316,8 +319,8 @@ class Trainer:
     def mask(self) -> Callable[[Batch], Batch]:
         """The function that masks a batch's tokens for `--loss mlm`.
 
-        Random numbers depend on the seed and on a row's number in the run alone, so that a resumed run, on any mesh,
-        reads the same batches.
+        Random numbers depend only on the seed and on a row's number in the run, so that a resumed run reads the same
+        batches, on any mesh.
         """
         recipe, tokenizer = self.recipe, self.tokenizer
         mask = mask_id(recipe, tokenizer)
@@ -328,7 +331,7 @@ class Trainer:
 
         @functools.cache
         def compile_for(shardings: Any) -> Callable[[Batch], Batch]:
-            # A batch keeps its shardings, which the compiled step expects.
+            # The masked batch has the shardings of the batch, because the compiled step expects them.
             masked = functools.partial(training.mask_tokens, key=key, **options)
             return jax.jit(masked, out_shardings=jax.tree.unflatten(*shardings))
 
@@ -339,7 +342,7 @@ class Trainer:
         return apply
 
     def _find_peak(self) -> float:
-        """Return the measured peak of all devices together, in FLOP/s."""
+        """Return the measured peak of all devices together, in FLOP/s, in the compute dtype."""
         assert isinstance(self.plan.mesh, Mesh)
         return _measure_peak(self.plan.mesh, self.recipe.precision.compute)
 
@@ -360,7 +363,7 @@ class Trainer:
         """Compute and store the teacher's or the reference's arrays of all rows, while no other model is in memory."""
         recipe, top = self.recipe, self.recipe.distillation.top
         if any(loader.stored is not None for loader in self.texts.loaders.values()):
-            return  # They are stored already: the run goes on after a spike of its loss.
+            return  # The arrays are already stored: the run goes on after a loss spike.
         if recipe.teacher is not None and top is not None:
             title, temperature = "computing the teacher's probabilities", recipe.distillation.temperature
             teacher = load_teacher(recipe, self.plan, self.screen)
@@ -379,13 +382,13 @@ class Trainer:
         with self.screen.bar() as progress:
             show = functools.partial(progress, title)
             add_arrays = lambda loader: loader.with_row_arrays(arrays, progress=show)
-            # Validation reads these arrays only if the recipe compares pairs, because it measures their rewards.
+            # Validation reads these arrays only to measure the rewards of pairs.
             self.texts = self.texts.map_loaders(add_arrays, held_out=recipe.compares_pairs)
 
     def _add_other_model(self, batches: Iterable[Any], state: training.TrainState, *, is_first: bool) -> Iterable[Any]:
         """Return batches with masked tokens, or with outputs of a second model: the teacher or the reference.
 
-        The reference is the model before its first step, or before its adapter.
+        The reference is the model before its first step; with LoRA, the model without low-rank changes.
         """
         recipe = self.recipe
         if recipe.loss == "mlm":
@@ -416,13 +419,13 @@ class Trainer:
         metadata = checkpointer.metadata()
         if (text := metadata["data"]["text"]) != self.texts.identity:
             raise ValueError(
-                f"--run-dir {self.directory.path}: its checkpoint was trained on {text}, but the text is now "
+                f"--run-dir {self.directory.path}: the run's checkpoint was trained on {text}, but the text is now "
                 f"{self.texts.identity}; restore the files as they were, or begin a new run."
             )
         if "run" not in metadata:
             self.screen.note(
-                f"the checkpoint of step {checkpointer.latest_step} names no run, since an older version saved it; it "
-                "is taken as this run's"
+                f"the checkpoint of step {checkpointer.latest_step} names no run, because an older version saved it; "
+                "the run continues from this checkpoint"
             )
         self.keys = dataclasses.replace(self.keys, steps=training.saved_key(metadata))
         return self.states.restore(checkpointer)[0]

@@ -62,14 +62,14 @@ def test_a_run_from_python_goes_on_and_its_model_is_loaded(run, corpus, capsys):
     assert capsys.readouterr().out == ""
     ended = train(longer, str(run.folder), devices=jax.devices()[:1])
     assert (ended.start, ended.step) == (5, 5) and ended.metrics == again.metrics
-    assert "mine: a LlamaConfig of" in (lines := capsys.readouterr().out) and "has its 5 steps already" in lines
+    assert "mine: a LlamaConfig of" in (lines := capsys.readouterr().out) and "already has its 5 steps" in lines
     assert eqformer.load(run.folder).model.vocab == 256
 
 
 @pytest.mark.parametrize(
     "fields,message",
     [
-        ({"steps": 0}, "^--steps 0: it counts"),
+        ({"steps": 0}, "^--steps 0: give at least 1"),
         ({"mesh": Mesh(fsdp=3)}, "^--mesh.fsdp 3: "),
         ({"data": "nowhere"}, "^--data nowhere .*files"),
         ({"published": "nowhere"}, "nowhere/config.json: the file is missing"),
@@ -108,7 +108,7 @@ def test_a_field_of_another_type_is_refused(name, value, message, tmp_path):
 
 
 def test_another_recipe_is_refused_in_the_folder_of_a_run(run, corpus):
-    with pytest.raises(ValueError, match="it holds a run of recipe 'mine', .* differs in\n  seq: 32 -> 64"):
+    with pytest.raises(ValueError, match="the folder holds a run of recipe 'mine', .* differs in\n  seq: 32 -> 64"):
         train(recipe(corpus, seq=64), run.folder, devices=jax.devices()[:1], screen=QUIET)
 
 

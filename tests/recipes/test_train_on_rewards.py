@@ -74,17 +74,25 @@ def recipe_of(inputs: Path, **fields: Any) -> Recipe:
     "recipe_fields, fields, message",
     [
         ({"data": None}, {}, "--data: there are no prompts; give --data PROMPTS.jsonl"),
-        ({"published": None}, {}, "--model: rewards need a model that is sometimes right; give --model"),
-        ({"loss": "dpo"}, {}, "--loss dpo: training on rewards has no such choice; leave it out"),
-        ({"beta": 0.04}, {}, "--beta 0.04: training on rewards has no such choice; give --kl-weight"),
-        ({"evaluate_tasks": ("gsm8k", "a")}, {}, "--evaluate-tasks gsm8k a: training on rewards has no such choice"),
+        (
+            {"published": None},
+            {},
+            "--model: training on rewards needs a trained model, which is sometimes right; give --model",
+        ),
+        ({"loss": "dpo"}, {}, "--loss dpo: this flag has no effect on training on rewards; leave it out"),
+        ({"beta": 0.04}, {}, "--beta 0.04: this flag has no effect on training on rewards; give --kl-weight"),
+        (
+            {"evaluate_tasks": ("gsm8k", "a")},
+            {},
+            "--evaluate-tasks gsm8k a: this flag has no effect on training on rewards",
+        ),
         (
             {"validate_every": 5},
             {},
-            "--validate-every 5: training on rewards has no such choice; leave it out, or give --held",
+            "--validate-every 5: this flag has no effect on training on rewards; leave it out, or give --held",
         ),
-        ({"prompt": "Hi"}, {}, "--prompt Hi: training on rewards has no such choice"),
-        ({"text": Text(field="question")}, {}, "--text.field question: training on rewards has no such choice"),
+        ({"prompt": "Hi"}, {}, "--prompt Hi: this flag has no effect on training on rewards"),
+        ({"text": Text(field="question")}, {}, "--text.field question: this flag has no effect on training on rewards"),
         ({"batch": 6}, {}, "--batch 6 --group 4: a step has whole groups of at least 2 completions"),
         ({}, {"group": 1}, "--batch 8 --group 1: a step has whole groups"),
         (
@@ -95,7 +103,7 @@ def recipe_of(inputs: Path, **fields: Any) -> Recipe:
         (
             {"steps": 5},
             {"updates": 2},
-            "--steps 5 --updates 2: a resumed run begins with new completions, so it is saved only after",
+            "--steps 5 --updates 2: a resumed run begins with new completions, so a run is saved only after",
         ),
         ({}, {"updates": 0}, "--steps 800 --updates 0: "),
     ],
@@ -115,7 +123,12 @@ def test_the_call_refuses_before_it_writes(inputs, tmp_path):
         (recipe_of(inputs), dataclasses.replace(OPTIONS, temperature=0.0), {}, r"^--temperature 0.0: Rollouts\("),
         (recipe_of(inputs), dataclasses.replace(OPTIONS, resample=-1), {}, r"^--resample -1: Rollouts\("),
         (recipe_of(inputs, data=None), OPTIONS, {"rows": [{"letter": "a"}]}, r"Rollouts\(rows=\[...\]\): each row"),
-        (recipe_of(inputs), OPTIONS, {"held_out": [{"prompt": "a"}]}, r"^--held-out: its rows have \['prompt'\]"),
+        (
+            recipe_of(inputs),
+            OPTIONS,
+            {"held_out": [{"prompt": "a"}]},
+            r"^--held-out: the held-out rows have the fields \['prompt'\]",
+        ),
     )
     for recipe, options, more, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -176,7 +189,7 @@ def test_a_run_goes_on_with_the_same_rewards_alone(inputs, tmp_path):
     with pytest.raises(ValueError, match=r"differs in\n  --data: 1 rows"):
         check_same_settings(directory, list_settings(OPTIONS, reward, [{"prompt": "b"}]))
     save(2)
-    with pytest.raises(ValueError, match=r"learns from no rewards; give another folder, and --from-run"):
+    with pytest.raises(ValueError, match=r"does not learn from rewards; give another folder, and --from-run"):
         check_same_settings(directory, settings)
 
 
@@ -215,7 +228,10 @@ def test_held_out_prompts_have_the_fields_of_the_others(inputs, tmp_path):
     file.write_text('{"prompt": "a", "letter": "x"}')
     assert read_rows().held_out == [{"prompt": "a", "letter": "x"}] and read_rows().rows == rows
     assert read_rows().settings == read_subject(recipe_of(inputs), OPTIONS, high, rows, None).settings
-    for line, message in (('{"prompt": "a"}', r"its rows have \['prompt'\]"), ('{"text": "a"}', "read_prompts")):
+    for line, message in (
+        ('{"prompt": "a"}', r"the held-out rows have the fields \['prompt'\]"),
+        ('{"text": "a"}', "read_prompts"),
+    ):
         file.write_text(line)
         with pytest.raises(ValueError, match=f"^--held-out {file}: {message}"):
             read_rows()

@@ -207,7 +207,7 @@ def test_teachers_that_are_refused(folder, tmp_path):
     larger = dataclasses.replace(CONFIG, vocab=CONFIG.vocab + 1)
     models.save(random_module(models.build, larger, key=jax.random.key(0)), tmp_path / "larger", config=larger)
     teacher = ["--teacher", folder / "model"]
-    assert "give --teacher, or leave them out" in refused("--distillation.weight", 1.0)
+    assert "give --teacher, or leave the --distillation flags out" in refused("--distillation.weight", 1.0)
     assert "leave --loss dpo and --optimizer.z-loss 0.0 out" in refused(*teacher, "--loss", "dpo")
     assert "it has 257 and the model 256" in refused("--teacher", tmp_path / "larger")
     assert "give a number of ids from 1 to 256" in refused(*teacher, "--distillation.top", 300)
@@ -242,7 +242,7 @@ def test_what_is_refused(folder, tmp_path):
     assert "the text is no conversations" in refused("--data", folder / "plain.txt", "--show-example")
     assert "give --data CHATS.jsonl and the --model" in refused("--show-example")
     mix = ["--text.mix", f"{folder / 'chats.jsonl'}=1", f"{folder / 'plain.txt'}=1"]
-    assert "has conversations, and others have text" in refused("--model", folder / "model", *mix)
+    assert "has conversations, and other sources have plain text" in refused("--model", folder / "model", *mix)
     assert "pairs are read from a file or folder; give --data" in refused("--loss", "dpo")
     pairs = ["--model", folder / "model", "--data", folder / "preferences.jsonl", "--loss", "dpo"]
     assert "leave --text.hub and --loss-on all out" in refused(*pairs, "--loss-on", "all")

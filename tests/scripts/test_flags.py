@@ -174,7 +174,7 @@ def test_help_of_a_field_is_one_line():
 def test_a_preset_is_trained_by_adamw_in_800_steps():
     chosen = find_recipe("llama-byte-1m")
     assert (chosen.optimizer.name, chosen.steps) == ("adamw", 800)
-    with pytest.raises(ValueError, match=r"a preset of eqformer.models is a recipe, too \(AdamW, 800 steps\)"):
+    with pytest.raises(ValueError, match=r"each preset of eqformer.models is a recipe, too \(AdamW, 800 steps\)"):
         find_recipe("defualt")
 
 

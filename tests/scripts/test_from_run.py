@@ -132,13 +132,13 @@ def test_low_rank_changes_start_from_a_run_and_change_nothing_at_first(source, t
     "flags, message",
     [
         ("--from-run {source} --from-step 5", "the run has checkpoints of these steps: 3, 6"),
-        ("--from-run {source} --model.embed 64", "the recipe's model has other arrays than the run's"),
+        ("--from-run {source} --model.embed 64", "the recipe's model has other arrays than that run's model"),
         ("--from-run {source}/nothing", "there is no run (no recipe.json)"),
         (
             "--from-run {source} --from-optimizer --optimizer.name sgd",
             "optimizer state has a different structure; leave out --opt",
         ),
-        ("--from-step 5", "they choose what is taken of --from-run DIR; give that too"),
+        ("--from-step 5", "these flags choose parts of an earlier run; give --from-run DIR too"),
     ],
 )
 def test_what_cannot_be_started_from_is_refused_before_anything_is_written(flags, message, plain_source, tmp_path):

@@ -139,7 +139,7 @@ def test_a_finished_run_says_so_and_changes_nothing(trained, corpus):
     run_dir, _ = trained
     before = (run_dir / "metrics.jsonl").read_text()
     again = run_here("pretrain.py", "--run-dir", run_dir, "--data", corpus, *TINY, *LLAMA, "--simulate", 1)
-    assert again.returncode == 0 and "the run has its 6 steps already" in again.stdout
+    assert again.returncode == 0 and "the run already has its 6 steps" in again.stdout
     assert (run_dir / "metrics.jsonl").read_text() == before
 
 
@@ -207,7 +207,7 @@ def endless(corpus, tmp_path):
 
 def is_saved(output, run_dir):
     (step,) = Checkpointer(run_dir / "checkpoints").steps
-    return "the checkpoint is saved, the same command goes on" in output and rows(run_dir)[-1]["step"] == step
+    return "the checkpoint is saved, and the same command goes on" in output and rows(run_dir)[-1]["step"] == step
 
 
 def test_the_step_is_traced_once_and_a_signal_saves_and_ends_cleanly(corpus, tmp_path, monkeypatch):

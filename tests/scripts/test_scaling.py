@@ -24,7 +24,7 @@ def test_the_report_has_the_fit_the_held_out_depth_and_the_depth_for_a_budget(tm
     "fields, message",
     [
         ({"depths": (1, 2)}, r"--depths 1 2: a fit needs two depths"),
-        ({"depths": (1, 2, 2)}, r"--depths 1 2 2: .* 3 different ones"),
+        ({"depths": (1, 2, 2)}, r"--depths 1 2 2: .* 3 different depths"),
         ({"depths": (1, 2, 9)}, r"--depths 9: .*; take 8 or 10"),
         ({"rates": (0.0,)}, r"--rates 0\.0: it must be a positive number"),
         ({"budget": 1e15, "hours": 1.0}, r"--budget .* --hours 1\.0: give one of them"),
