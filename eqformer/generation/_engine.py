@@ -55,7 +55,7 @@ class _Row:
 
 
 class Engine:
-    """Engine that continues requests as they arrive, each by the same ids as a call of `generate` with it alone.
+    """Engine that continues requests as they arrive; each gets the ids that `generate` would sample for it alone.
 
     One compiled decoding step continues a fixed number of slots. A request waits until a slot is free, and its prompt
     is read in chunks between decoding steps. A request's ids do not depend on other requests, on the slot or on the
@@ -253,7 +253,7 @@ class Engine:
             self.cancel(number)
 
     def delete_caches(self) -> None:
-        """Free the memory of all caches, after an error that ends this engine, so that another engine can use it.
+        """Free the memory of all caches for another engine, after an error that ends this engine.
 
         Without this call, a reference to the engine, for example from a traceback, would keep the memory allocated.
         """

@@ -152,8 +152,8 @@ def _split_rows(
         counts = [table.shape[1]] * len(table) if lengths is None else [int(n) for n in np.asarray(lengths)]
         if len(counts) != len(table) or any(not 0 <= n <= table.shape[1] for n in counts):
             raise ValueError(
-                f"generate(prompts of shape {table.shape}, lengths={counts}): there must be one length a row, of at "
-                f"most {table.shape[1]}."
+                f"generate(prompts of shape {table.shape}, lengths={counts}): there must be one length for each row, "
+                f"of at most {table.shape[1]}."
             )
         rows = [row[:count] for row, count in zip(table, counts)]
     if not rows:
@@ -161,12 +161,12 @@ def _split_rows(
     for number, row in enumerate(rows):
         if row.ndim != 1:
             raise ValueError(
-                f"generate(prompts): prompt {number} has shape {row.shape}, but a prompt is a list of ids and prompts "
-                "a list of prompts; put a single prompt in a list."
+                f"generate(prompts): prompt {number} has shape {row.shape}, but a prompt is a list of ids, and "
+                "`prompts` is a list of prompts; put a single prompt in a list."
             )
         if not row.size:
             raise ValueError(
-                f"generate(prompts): prompt {number} has 0 ids, but the first token is sampled after at least 1; "
+                f"generate(prompts): prompt {number} has 0 ids, but the first new token must follow at least 1 id; "
                 "begin with the id that begins a text."
             )
         if not np.issubdtype(row.dtype, np.integer):

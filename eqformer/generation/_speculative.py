@@ -148,7 +148,7 @@ def _check_draft_model(model: Model, draft: Model, total: int) -> None:
 def _check_frequencies(models: PyTree, total: int) -> None:
     """Raise a `ValueError` for rotary frequencies that change from token to token.
 
-    With a draft, several tokens are read at once, so all of them have the same frequencies.
+    With a draft, several tokens are read at once, so all of them must have the same frequencies.
     """
     for rotary in nn.modules(models, nn.Rotary):
         if rotary.changes_within(total):
@@ -301,11 +301,11 @@ def draft_counts(rows: Rows) -> DraftCounts | None:
 
 
 def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState) -> Rows:
-    """Propose tokens, check them, and append the accepted ones and one token of the model.
+    """Propose tokens, check them, and append the accepted tokens and one token of the model.
 
-    `SpeculativeCache` describes the caches before and after the step.
-    By the rule of Leviathan et al. (2023, arXiv:2211.17192) the tokens have the distribution of the model alone; greedy
-    tokens are exactly those of the model alone.
+    `SpeculativeCache` describes the caches before and after the step. By the rule of Leviathan et al. (2023,
+    arXiv:2211.17192), the tokens have the distribution of the model alone; greedy tokens are exactly the tokens of the
+    model alone.
     """
     proposals, draft_probabilities, draft_cache = _propose(pair.draft, rows, sampling)
     count = proposals.shape[1]
@@ -380,7 +380,7 @@ def _propose(
 ) -> tuple[Int[Array, "batch proposed"], Float[Array, "batch proposed vocab"], PyTree]:
     """Sample tokens from the draft; return these tokens, their distributions, and the draft's cache.
 
-    The returned cache has read the rows' tokens, but not the sampled ones, since the model may reject them.
+    The returned cache has read the rows' tokens, but not the sampled tokens, since the model may reject these.
     """
     draft_sampling = sampling.fold_in(_PROPOSAL_STREAM)
     positions = rows.cache.draft_length[:, None] + jnp.arange(draft.tokens + 1, dtype=jnp.int32)

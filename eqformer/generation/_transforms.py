@@ -48,7 +48,7 @@ class Temperature(eqx.Module):
 
     @checked
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Divide the logits: a temperature above 1 flattens the distribution, one below 1 sharpens it."""
+        """Divide the logits: a temperature above 1 flattens the distribution, a temperature below 1 sharpens it."""
         logits = _to_float32(logits)
         if self.is_greedy:
             likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
@@ -85,7 +85,7 @@ class TopP(eqx.Module):
 
     @checked
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Drop every token whose likelier tokens already sum to `top_p`; equal tokens are ordered by their ids."""
+        """Drop each token if likelier tokens already sum to `top_p`; equally likely tokens are ordered by their ids."""
         logits = _to_float32(logits)
         falling = -jnp.sort(-logits, axis=-1)
         sums = jnp.cumsum(jax.nn.softmax(falling, axis=-1), axis=-1)
@@ -277,7 +277,7 @@ def _limit_overflow(
 ) -> Float[Array, "batch vocab"]:
     """Return the logits; in rows whose maximum overflowed, keep only the tokens with the highest `fallback`.
 
-    This is the limit of the distribution: logits of this size are equal, or so far apart that the smaller one's
+    This is the limit of the distribution: logits of this size are equal, or so far apart that the smaller logit's
     probability is 0 in floating point.
     """
     highest, best = (jnp.max(x, axis=-1, keepdims=True) for x in (logits, fallback))
@@ -294,7 +294,7 @@ def _select_top(
     threshold: Float[Array, "batch 1"],
     count: int | Int[Array, ""] | Int[Array, "batch 1"],
 ) -> Bool[Array, "batch vocab"]:
-    """Select `count` logits: all above `threshold` and, of those equal to `threshold`, the ones with the lowest ids."""
+    """Select `count` logits: all logits above `threshold`, and then logits equal to `threshold`, lowest ids first."""
     above, equal = logits > threshold, logits == threshold
     room = count - jnp.sum(above, axis=-1, keepdims=True)
     return above | (equal & (jnp.cumsum(equal, axis=-1) <= room))

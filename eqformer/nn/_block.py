@@ -91,7 +91,7 @@ class Residual(Sublayer):
         if self.shares and self.reads not in (None, self.shares):
             raise ValueError(
                 f"Residual(shares={self.shares!r}, reads={self.reads!r}): a layer that reads another layer's values "
-                "passes these on under the same name; give one of the two, or both alike."
+                "passes them on under the same name; give one of the two, or the same name twice."
             )
         if self.reads and isinstance(self.layer, Routed):
             raise ValueError(

@@ -395,7 +395,7 @@ class _EventStream(StreamingResponse):
 
 
 def _best(texts: Sequence[ResponseText], count: int) -> Sequence[ResponseText]:
-    """Return the `count` texts with the highest mean log-probability; if that is all texts, keep their order."""
+    """Return the `count` texts with the highest mean log-probability; if there are only `count`, keep their order."""
     return texts if count == len(texts) else sorted(texts, key=lambda choice: -choice.mean_log_prob)[:count]
 
 

@@ -31,7 +31,7 @@ def model():
         ([[-1]], {}, "prompt 0 holds the id -1"),
         ([[0.5]], {}, "prompt 0 holds float64; ids must be integers"),
         ([[1]], dict(lengths=[1]), "give lengths with arrays only"),
-        (np.ones((2, 3), int), dict(lengths=[3]), "one length a row"),
+        (np.ones((2, 3), int), dict(lengths=[3]), "one length for each row"),
         (np.ones((2, 3), int), dict(lengths=[4, 1]), "of at most 3"),
         (np.ones((2, 3), int), dict(lengths=[0, 1]), "prompt 0 has 0 ids"),
         ([[1]], dict(max_new_tokens=0), r"max_new_tokens=0\): max_new_tokens must be at least 1"),

@@ -306,7 +306,7 @@ def test_a_sublayer_reads_one_more_input_by_its_name():
     assert [type(part) for part in empty] == [nn.KVCache, nn.KVCache, type(None)]
     decoded, cache, _ = run(module, x, tokens, empty)
     assert close(decoded, y, 1e-5) and cache[0].positions[:, :3].tolist() == [[0, 1, 2]] * 2 and cache[2] is None
-    with pytest.raises(ValueError, match=r"a call of 3 sublayers with mixers .* and cache is 2 of them"):
+    with pytest.raises(ValueError, match=r"a call of 3 sublayers with mixers .* but cache is a tuple of 2"):
         module(x, tokens, empty[:2])
     with pytest.raises(
         ValueError, match=r"Residual\(function, reads='layer_input'\): the model provides no such input"

@@ -95,7 +95,9 @@ def test_all_layers_add_to_the_gradient_and_decode_alike(kind):
 
 def test_a_layer_without_a_models_factors_is_refused():
     layer = random_module(nn.Attention, embed=6, heads=2, head_dim=6, rotary=nn.LearnedRotary(6, 100.0), key=KEY)
-    with pytest.raises(ValueError, match=r"LearnedRotary\(dim=6\): .* 3 frequencies in Tokens.rotary_alpha.* is None"):
+    with pytest.raises(
+        ValueError, match=r"LearnedRotary\(dim=6\): Tokens.rotary_alpha must hold .* 3 frequencies.* is None"
+    ):
         layer(normal(0, 2, 5, 6))
-    with pytest.raises(ValueError, match=r"which is 2 numbers; build the model with nn.Transformer\(frequencies="):
+    with pytest.raises(ValueError, match=r"but it is 2 numbers; build the model with nn.Transformer\(frequencies="):
         layer(normal(0, 2, 5, 6), tokens_with(ALPHA[:2]))

@@ -168,8 +168,8 @@ class Indexer(KeyIndexer):
             heads: Small heads.
             dim: Channels of a small head, of which the first `rotary.dim` are rotated.
             top_k: Keys that a query sees.
-            rotary: Rotary positions, whose frequencies must not depend on the length; None: none.
-            query_norm: A norm of what the small queries come from.
+            rotary: Rotary positions, whose frequencies must not depend on the length; None: no channels are rotated.
+            query_norm: A norm of the input of the small queries' map, which is the queries' latent or `x`.
             temperature: A factor of the small queries by their positions and heads.
             chunk: Queries whose scores are in memory at a time.
             rotates_last: Whether the last `rotary.dim` channels are rotated, instead of the first (Hy4).

@@ -51,10 +51,12 @@ class LatentAttention(Mixer):
     rotated key of `rope_dim` channels that all heads share. Queries come from the input or, with `q_latent`, from a
     latent of their own. Without a `rotary` there is no decoupled key (NoPE). A single decoded token attends to the
     latents directly: the up-projections are absorbed into query and output, as in the paper, with equal results. With
-    an `indexer`, a query sees only the keys that the indexer selects (DeepSeek-V3.2, GLM-5.3). In `Residual(shares=)`
-    the layer shares this selection with layers without an indexer in `Residual(reads=)` (GLM-5). A layer made by
-    `reading_latents` also reads the latents of a layer made by `sharing_latents` (Mistral Large 4). A layer that reads
-    and shares passes on what earlier layers share, with its own selection and latents in place of theirs.
+    an `indexer`, a query sees only the keys that the indexer selects (DeepSeek-V3.2, GLM-5.3).
+
+    A layer with an indexer, in `Residual(shares=)`, shares its selection with later layers without an indexer, in
+    `Residual(reads=)` (GLM-5). A layer made by `sharing_latents` also shares its latents, with layers made by
+    `reading_latents` (Mistral Large 4). A layer that both reads and shares passes on what earlier layers share, with
+    its own selection and latents, if it has them, in place of theirs.
     """
 
     query_down: LinearMap | None
@@ -169,14 +171,14 @@ class LatentAttention(Mixer):
     def sharing_latents(self) -> "LatentAttention":
         """Return the layer that shares its latents, beside its selection, with later layers made by `reading_latents`.
 
-        Both layers have rotary positions, or neither has.
+        Either both layers have rotary positions, or neither layer has.
         """
         sharing = copy.copy(self)
         object.__setattr__(sharing, "shares_latents", True)  # `dataclasses.replace` would call the constructor.
         return sharing
 
     def reading_latents(self) -> "LatentAttention":
-        """Return the layer without maps to latents and to a rotary key, which reads an earlier layer's."""
+        """Return the layer without maps to latents and to a rotary key; it reads both from an earlier layer."""
         maps = lambda layer: (layer.latent_down, layer.latent_norm, layer.key_rope)
         return eqx.tree_at(maps, self, (None, None, None), is_leaf=lambda node: node is None)
 
@@ -334,7 +336,10 @@ class LatentAttention(Mixer):
     def _read_keys(
         self, x: Float[Array, "*batch _ embed"], tokens: Tokens, cache: LatentCache | None, shared: SharedKeys
     ) -> tuple[LatentCache | None, LatentKeys, Tokens | None, Int[Array, "*batch #seq"] | None]:
-        """Return what `_store_keys` returns, with latents of an earlier layer; only the indexer's keys are stored."""
+        """Store the indexer's keys, if there is an indexer, and read the latents of an earlier layer.
+
+        Return the same as `_store_keys`.
+        """
         latents = shared.latents_for(self.rotary is not None)
         index = None if self.indexer is None else self.indexer.index_keys(x, tokens)
         if cache is not None:
@@ -347,7 +352,7 @@ class LatentAttention(Mixer):
     def _update_shared(
         self, shared: SharedKeys, selection: SelectedKeys | None, keys: LatentKeys, kv_tokens: Tokens | None
     ) -> SharedKeys:
-        """Return what earlier layers share, with this layer's selection and, if it shares them, its latents."""
+        """Return the values that earlier layers share, with this layer's selection and, if it shares them, latents."""
         shared = dataclasses.replace(shared, selection=selection)
         if not self.shares_latents:
             return shared

@@ -1,4 +1,4 @@
-"""Rotary positions whose frequencies are learned: a model holds one factor of each frequency for all of its layers."""
+"""Rotary positions with learned frequencies: a model holds a factor for each frequency, which its layers share."""
 
 import copy
 
@@ -29,15 +29,15 @@ class LearnedRotary(Rotary):
     """A `Rotary` whose frequencies are multiplied by the factors of the model's `LearnedFrequencies`."""
 
     alpha: Float[Array, "half"] | None = eqx.field(init=False, default=None)
-    """Logarithms of the factors. They are set during a call, by `for_tokens`, and are no parameter of the layer."""
+    """Logarithms of the factors. `for_tokens` sets them during a call; they are not parameters of the layer."""
 
     def for_tokens(self, tokens: Tokens) -> "LearnedRotary":
         """Return the rotary with the factors that the model passes with its tokens."""
         if tokens.rotary_alpha is None or tokens.rotary_alpha.shape != (self.dim // 2,):
             passed = None if tokens.rotary_alpha is None else f"{tokens.rotary_alpha.shape[0]} numbers"
             raise ValueError(
-                f"LearnedRotary(dim={self.dim}): the model passes the factors of its {self.dim // 2} frequencies in "
-                f"Tokens.rotary_alpha, which is {passed}; build the model with "
+                f"LearnedRotary(dim={self.dim}): Tokens.rotary_alpha must hold the factors of {self.dim // 2} "
+                f"frequencies, which the model passes, but it is {passed}; build the model with "
                 f"nn.Transformer(frequencies=nn.LearnedFrequencies({self.dim}))."
             )
         bound = copy.copy(self)

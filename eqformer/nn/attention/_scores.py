@@ -21,7 +21,7 @@ class Temperature(Module):
 
     @abc.abstractmethod
     def factors(self, positions: Int[Array, "*batch seq"], dtype: jax.typing.DTypeLike) -> Float[Array, "*batch seq _"]:
-        """Return the factor of each token's query and head, or one for all heads, in `dtype` but at least float32."""
+        """Return a factor for each token's query and each head (or all heads), in `dtype` but at least float32."""
 
 
 class LogTemperature(Temperature):
@@ -55,7 +55,7 @@ class LogTemperature(Temperature):
 class HeadLogTemperature(Temperature):
     """A learned factor of the queries of each head, `scale * log(1 + position) + bias` (Mistral Large 4).
 
-    It is 1 at the beginning of training. `LogTemperature` has the same growth for all heads, and learns nothing.
+    The factor is 1 at the beginning of training. `LogTemperature` has the same growth for all heads, and no parameters.
     """
 
     dims: tuple[str, ...] = eqx.field(static=True)
@@ -68,7 +68,7 @@ class HeadLogTemperature(Temperature):
         self.scale, self.bias = jnp.zeros(heads, jnp.float32), jnp.ones(heads, jnp.float32)
 
     def factors(self, positions: Int[Array, "*batch seq"], dtype: jax.typing.DTypeLike) -> Float[Array, "*batch seq _"]:
-        """Return the factor of each token's query and head; the factors of padding are those of position 0."""
+        """Return a factor for each token's query and each head; padding has the factors of position 0."""
         wide = at_least_float32(jnp.dtype(dtype))
         growth = jnp.log1p(jnp.maximum(positions, 0).astype(wide))
         return self.scale.astype(wide) * growth[..., None] + self.bias.astype(wide)

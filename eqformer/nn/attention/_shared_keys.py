@@ -1,4 +1,4 @@
-"""Latents and selected keys that a `LatentAttention` shares with later layers, which lack them."""
+"""Latents and selected keys that a `LatentAttention` shares with later layers, which have none of their own."""
 
 import dataclasses
 
@@ -10,14 +10,14 @@ from ._indexer import SelectedKeys
 
 
 class SharedLatents(eqx.Module):
-    """The latents and rotated keys of a layer, of all tokens that the tokens of a call may see."""
+    """A layer's latents and rotated keys, for all tokens that the tokens of a call may see."""
 
     latents: Float[Array, "*batch kv_seq latent"]
     """The latents of keys and values."""
     rope: Float[Array, "*batch kv_seq rope_dim"]
     """The rotated keys, which all heads share; without rotary positions they have no channels."""
     positions: Int[Array, "*batch kv_seq"] | None
-    """Positions of the latents, if they come from a cache; None: they are those of the call's own tokens."""
+    """Positions of the latents, if they come from a cache; None: the latents are those of the call's own tokens."""
 
     @property
     def tokens(self) -> Tokens | None:
@@ -28,11 +28,11 @@ class SharedLatents(eqx.Module):
 class SharedKeys(eqx.Module):
     """The selected keys and the latents that layers of latent attention have shared so far.
 
-    Layers with and without rotary positions have latents of different kinds, so there are latents of each kind.
+    Layers with rotary positions and layers without rotary positions share separate latents, because their keys differ.
     """
 
     selection: SelectedKeys | None = None
-    """The keys that the last indexer selected for each query; None: all."""
+    """The keys that the last indexer selected for each query; None: all keys."""
     rotary_latents: SharedLatents | None = None
     """Latents of the last layer with rotary positions that shares them."""
     plain_latents: SharedLatents | None = None
@@ -56,7 +56,7 @@ class SharedKeys(eqx.Module):
 
 
 def read_shared_keys(argument: PyTree) -> SharedKeys:
-    """Return the keys in a layer's cache argument that earlier layers share; raise a `ValueError` for other values."""
+    """Return the keys that earlier layers share, from a layer's cache argument; other values raise a `ValueError`."""
     if not isinstance(argument, SharedValue):
         return SharedKeys()
     if not isinstance(argument.value, SharedKeys):
