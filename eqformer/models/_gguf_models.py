@@ -49,7 +49,7 @@ def _layers(file: GGUF, architecture: Architecture) -> int:
 
 
 def _axis_left_out(file: GGUF, name: str) -> int | None:
-    """Return the index of the dim of size 1 that published folders have and the file leaves out; None if none is."""
+    """Return the index of the dim of size 1 that the file leaves out; None if the file has all published dims."""
     match = _NAME.fullmatch(name)
     axis = architecture_of(file).left_out.get(match[2] if match else "")
     return axis if axis is not None and len(file.tensors[name].shape) == axis + 1 else None
@@ -137,7 +137,10 @@ def configuration_of(file: GGUF) -> JsonObject:
 
 
 def _width(file: GGUF, kind: str) -> str:
-    """Return the name of the number of hidden features; if all layers have experts, files state only the experts'."""
+    """Return the name of the number of hidden features.
+
+    Files of models whose layers all have experts state only the experts' number.
+    """
     experts = "expert_feed_forward_length"
     has_dense = f"{kind}.feed_forward_length" in file.values or f"{kind}.{experts}" not in file.values
     return "feed_forward_length" if has_dense else experts

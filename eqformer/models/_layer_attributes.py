@@ -86,7 +86,7 @@ def check_layer_types(published: PublishedConfig, name: str, types: Sequence[str
     """Refuse the attribute `name` unless it has one of the known types for each layer."""
     layers = layers_of(published)
     if len(types) != layers or {*types} - {*known}:
-        published.refuse(f"{name}={types} must name {layers} layers, each one of {sorted(known)}.")
+        published.refuse(f"{name}={types} must have {layers} items, each one of {sorted(known)}.")
 
 
 def flagged_layers(published: PublishedConfig, name: str) -> tuple[int, ...] | None:
@@ -179,7 +179,7 @@ class Windows(Entry):
         return {"window": window} | fields
 
     def _no_layers(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
-        self.default(published, layers)  # This reads its attributes, so that they are not refused as unknown.
+        self.default(published, layers)  # The call reads attributes, so that these are not refused as unknown.
         return ()
 
     def _types(self, default: LayerChoice) -> LayerTypes:
@@ -302,7 +302,7 @@ class AllLayers(Entry):
         """Return no field; refuse other kinds."""
         layers, stated = layers_of(published), published.listed(self.published)
         if stated is not None and stated != [self.kind] * layers:
-            published.refuse(f"{self.published}={stated}: this family has {layers} layers that are {self.kind!r}.")
+            published.refuse(f"{self.published}={stated}: in this family, all {layers} layers must be {self.kind!r}.")
         return {}
 
     def write(self, config: object) -> Attributes:

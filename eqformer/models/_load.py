@@ -259,7 +259,7 @@ def _choose_plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan
 
 
 def _shardings(plan: Plan | None, shapes: nn.Transformer) -> dict[str, Sharding]:
-    """Return the sharding of each leaf by its path: the plan's or, without a plan, the first device of this process."""
+    """Return each leaf's sharding by its path; without a plan, leaves are on the first device of this process."""
     leaves = flatten_model(shapes)
     if plan is None:
         return dict.fromkeys(leaves, SingleDeviceSharding(jax.local_devices()[0]))
@@ -308,8 +308,12 @@ def _check_names(
 def _refuse_mismatches(
     arrays: PublishedArrays, missing: Collection[str], unexpected: Collection[str], unfilled: Collection[str]
 ) -> None:
-    """Raise a `ValueError` that lists arrays that are missing or in no rule, and leaves that no array fills."""
-    parts = (("not in the folder", missing), ("in no rule", unexpected), ("filled by no array", unfilled))
+    """Raise a `ValueError` that lists missing arrays, arrays that no rule reads, and leaves that no array fills."""
+    parts = (
+        ("not in the folder", missing),
+        ("in the folder, but not in the model", unexpected),
+        ("in the model, but filled by no array", unfilled),
+    )
     faults = [f"{fault}: {', '.join(sorted(names)[:8])} ({len(names)})" for fault, names in parts if names]
     if faults:
         raise ValueError(f"{arrays.call}: {'; '.join(faults)}.")

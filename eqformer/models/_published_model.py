@@ -47,7 +47,7 @@ class PublishedModel:
 
     @property
     def dtype(self) -> str:
-        """The dtype of decoded arrays by its JAX name: the configuration's, or bfloat16 if it states none."""
+        """The JAX name of the dtype of decoded arrays, from the configuration; bfloat16 if it states no dtype."""
         holders = (self.attributes, self.attributes.get(TEXT) or {})
         dtypes = [holder.get(name) for holder in holders for name in DTYPE_KEYS]
         return next((str(dtype) for dtype in dtypes if dtype in FLOATS.values()), "bfloat16")

@@ -189,7 +189,7 @@ class PartRotaryByType(Entry):
     be `thetas`."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `theta`, `scaling` and `rotary_fraction`, and the same of layers with a window."""
+        """Return `theta`, `scaling`, `rotary_fraction`, and the same fields with `local_` for layers with a window."""
         by_type, fields = _parameters_by_type(published), Fields()
         missing = [layer_type for layer_type in rotary_scaling.TYPES if not _parameters_of_type(by_type, layer_type)]
         if by_type and missing and missing[0] in (published.listed("layer_types", str) or rotary_scaling.TYPES):

@@ -67,7 +67,7 @@ def save(
     if target.exists():
         raise ValueError(f"{call}: this path exists already; give the path of a new folder.")
     if modules(model, LoRA):
-        raise ValueError(f"{call}: the model has LoRAs; nn.merge_lora it, or save_adapter.")
+        raise ValueError(f"{call}: the model has LoRAs; merge them with nn.merge_lora, or save them with save_adapter.")
     if like is not None and Path(like).is_file():
         raise ValueError(
             f"{call}: like={str(like)!r} is one file, not a folder; give config=read_config({str(like)!r}) instead."
@@ -113,7 +113,7 @@ def save(
 
 
 def _configuration(family: Family, config: ModelConfig) -> JsonObject:
-    """Return the configuration of a text model of its own."""
+    """Return the configuration of a text model outside of any multimodal model."""
     return {"architectures": [family.architecture], "model_type": family.model_type} | family.write(config)
 
 
@@ -125,7 +125,7 @@ def _classifier_attributes(call: str, family: Family, model: Transformer) -> Jso
 
 
 def _base_architecture(architecture: str) -> str:
-    """Return the name of the class of base models in transformers, given that of a family's models."""
+    """Return the name of transformers' class of base models, given the name of its class of a family's models."""
     return f"{re.sub('For[A-Z].*|LMHeadModel', '', architecture)}Model"
 
 

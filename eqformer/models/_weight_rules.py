@@ -245,12 +245,12 @@ class Rule:
 def resolve_rules(
     table: Sequence[Rule], config: object, model: Stacked, stored: StoredShapes = NOTHING_STORED, root: str = ""
 ) -> list[ResolvedRule]:
-    """Return the rules of a table that apply to a model: first those of the model, then those of its layers.
+    """Return the rules of a table that apply to a model: first rules outside of layers, then rules of layers.
 
     Args:
         table: A family's rules.
         config: The model's config.
-        model: The model, or the shapes of one.
+        model: The model, or its shapes.
         stored: The shapes of a folder's arrays. A variant applies if the folder has its arrays. If several variants
             have one name, only the first whose shape fits applies.
         root: The prefix of all paths, for a model that is a part of another.

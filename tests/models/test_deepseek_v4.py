@@ -52,9 +52,9 @@ def test_older_attributes_are_read(tmp_path):
     ("attributes", "message"),
     [
         ({"compress_ratios": [0, 0, 4, 64, 4, 128]}, r"compress_ratios=.*\[64\] is none of"),
-        ({"compress_ratios": [0, 4]}, "layer_types=.* must name 6 layers"),
-        ({"layer_types": ["full_attention"] * 6}, "layer_types=.* must name 6 layers, each one of"),
-        ({"mlp_layer_types": ["dense"] * 6}, "mlp_layer_types=.* must name 6 layers"),
+        ({"compress_ratios": [0, 4]}, "layer_types=.* must have 6 items"),
+        ({"layer_types": ["full_attention"] * 6}, "layer_types=.* must have 6 items, each one of"),
+        ({"mlp_layer_types": ["dense"] * 6}, "mlp_layer_types=.* must have 6 items"),
         ({"compress_rates": {"compressed_sparse_attention": 4}}, "have no 'heavily_compressed_attention'"),
         ({"compress_rates": {"sliding_attention": 4, "other": 3}}, "are not types of layer"),
         ({"rope_parameters": {"main": {"rope_type": "yarn"}, "compress": {}}, "rope_scaling": None}, "main"),

@@ -29,10 +29,10 @@ HOSTILE = {
         "is of F8_E5M2, not of",
     ),
     "no scales": (lambda codes, scales: (codes, None), r"mean nothing without .*(scale|_scales).*must have both"),
-    "no codes": (lambda codes, scales: (None, scales), r"not in the folder: .*|in no rule: .*"),
+    "no codes": (lambda codes, scales: (None, scales), r"not in the folder: .*|not in the model: .*"),
     "codes that are floats": (
         lambda codes, scales: (codes.astype(np.float32), scales),
-        r"is of F32, not of|in no rule: .*scale",
+        r"is of F32, not of|not in the model: .*scale",
     ),
     "codes of more dims": (lambda codes, scales: (codes[None], scales), "has shape .* not [24] dims"),
     "no codes in it": (lambda codes, scales: (codes[:0], scales), "has shape|says"),

@@ -328,11 +328,11 @@ WRONG = {
     "more layers": (made({"llama.block_count": 2}), "not in the folder: model.layers.1"),
     "an array of no rule": (
         made(arrays={"blk.0.attn_x.weight": np.ones((8, 8), np.float32)}),
-        "in no rule: blk.0.attn_x",
+        "not in the model: blk.0.attn_x",
     ),
     "a bias of what stands in another order": (
         made(arrays={"blk.0.attn_q.bias": np.ones(8, np.float32)}),
-        "in no rule",
+        "not in the model",
     ),
     "heads that do not divide": (
         made({"llama.attention.head_count": 3, "llama.rope.dimension_count": None}),

@@ -64,7 +64,7 @@ def test_full_attention_is_indexed_attention():
     numbers = numbers_of(config | {"layer_types": types})
     assert numbers == numbers_of(config) and numbers.attention_layers == (1,)
     assert numbers != numbers_of(config | {"layer_types": types[1:] + types[:1]})  # the control
-    with pytest.raises(ValueError, match=r"^config.json: layer_types=.*must name 3 layers"):
+    with pytest.raises(ValueError, match=r"^config.json: layer_types=.*must have 3 items"):
         numbers_of(config | {"layer_types": ["linear_attention", "sparse_attention", "linear_attention"]})
     if theirs := transformers_config(config | {"layer_types": types}):
         assert theirs.layer_types == config["layer_types"]
@@ -93,8 +93,8 @@ def test_layers_that_read_a_choice_are_those_of_transformers(attributes, reading
 @pytest.mark.parametrize(
     "modes, refusal",
     [
-        (["full"] * 3, "must name 4 layers"),
-        (["full", "none", "full", "full"], "must name 4 layers"),
+        (["full"] * 3, "must have 4 items"),
+        (["full", "none", "full", "full"], "must have 4 items"),
         (["shared", "full", "full", "full"], r"layers \[0\] read the keys"),
         (["shared", "shared", "full", "full"], r"layers \[0, 1\] read the keys"),
         (["full", "full", "full", "shared"], r"layers \[3\] read the keys"),  # after a layer without attention

@@ -21,7 +21,7 @@ CASE = RECORDED["laguna heads of layers"]["config"]
     ("name", "value", "words"),
     [
         ("layer_types", ["full_attention", "conv"] * 2, "each one of"),
-        ("layer_types", ["full_attention"] * 2, "must name 4 layers"),
+        ("layer_types", ["full_attention"] * 2, "must have 4 items"),
         ("mlp_layer_types", ["dense", "hash_moe"] * 2, "each one of"),
         ("num_attention_heads_per_layer", [6, 6], "must have a number of heads for each of the model's 4 layers"),
         ("num_attention_heads_per_layer", [6, 0, 6], "a whole number of at least 1"),

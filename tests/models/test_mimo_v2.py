@@ -33,7 +33,7 @@ def test_the_publishers_own_attributes_say_the_same():
         ("hybrid_layer_pattern", [0, 1], "must have a flag for each of the model's 4 layers"),
         ("moe_layer_freq", [0, 1, 1, 2], "each item a whole number of at most 1"),
         ("layer_types", ["full_attention", "conv"] * 2, "each one of"),
-        ("layer_types", ["full_attention"] * 3, "must name 4 layers"),
+        ("layer_types", ["full_attention"] * 3, "must have 4 items"),
         ("mlp_layer_types", ["dense", "hash_moe"] * 2, "each one of"),
         ("swa_num_key_value_heads", 1, "this family has 2 in all layers with a window"),
         ("swa_head_dim", 4, "this family has 8 in all layers with a window"),

@@ -64,9 +64,9 @@ def test_the_publishers_attributes_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"layer_types": ["full_attention"] * 2}, "layer_types=.* must name 3 layers"),
-        ({"layer_types": ["sliding_attention"] * 3}, "layer_types=.* must name 3 layers, each one of"),
-        ({"mlp_layer_types": ["moe"] * 3}, "mlp_layer_types=.* must name 3 layers"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types=.* must have 3 items"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types=.* must have 3 items, each one of"),
+        ({"mlp_layer_types": ["moe"] * 3}, "mlp_layer_types=.* must have 3 items"),
         ({"moe_layer_freq": [1]}, "moe_layer_freq=.* must have a flag for each of the model's 3 layers"),
         ({"moe_layer_freq": 1}, "moe_layer_freq"),
         ({"sparse_attention_config": [3]}, "sparse_attention_config"),

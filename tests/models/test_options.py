@@ -166,7 +166,7 @@ def test_layers_that_can_read_no_choice_are_refused(said):
     config = RECORDED["glm_moe_dsa shared choices"]["config"]
     with pytest.raises(ValueError, match=r"config.json: indexer_types=.* must have 7 items"):
         numbers_of(config | {"indexer_types": said})
-    with pytest.raises(ValueError, match=r"indexer_types=.*this family has 3 layers that are 'full'"):
+    with pytest.raises(ValueError, match=r"indexer_types=.*all 3 layers must be 'full'"):
         numbers_of(
             case("deepseek_v32")
             | {"num_hidden_layers": 3, "layer_types": None, "mlp_layer_types": None}

@@ -52,7 +52,7 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="no common published format"):
         models.save(model, out, config=models.preset("jaxformer-byte-1m"))
     adapted = nn.with_lora(model, ["query"], rank=2, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="the model has LoRAs; nn.merge_lora it, or save_adapter"):
+    with pytest.raises(ValueError, match="the model has LoRAs; merge them with nn.merge_lora"):
         models.save(adapted, out, config=numbers)
     mixtral = models.preset("mixtral-byte-500k")
     for limited, words in (

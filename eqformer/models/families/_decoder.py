@@ -218,7 +218,7 @@ class Windowed(Protocol):
 
 
 def layer_windows(config: Windowed) -> list[int | None]:
-    """Return the window of each layer: the config's for its window layers, None for others."""
+    """Return the window of each layer: the config's `window` in its `window_layers`, None in other layers."""
     return [config.window if layer in config.window_layers else None for layer in range(config.layers)]
 
 

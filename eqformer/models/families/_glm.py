@@ -225,7 +225,7 @@ class GLM4MoELiteConfig(DeepSeekV3Config):
 
 
 class _MixturesOrOneDense(Entry):
-    """`mlp_layer_types`; without this list, only the first layer is dense, and no other attribute may differ."""
+    """`mlp_layer_types`; without this list, the first layer is dense, and `first_k_dense_replace` must be 1."""
 
     _types = LayerMixtures()
 

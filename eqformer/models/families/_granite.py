@@ -1,8 +1,8 @@
 """Granite 3 (Granite Team, IBM, 2024) and Granite 4 (IBM 2025).
 
 Granite 3 is a Llama with multipliers of embeddings, scores, sublayers and logits; some models have experts. Granite 4
-has Mamba-2 in most layers, attention, usually without positions, in a few, and in some models experts beside a dense
-layer.
+has Mamba-2 in most layers, and attention, usually without positions, in the others. Some of its models have experts
+beside a dense layer.
 """
 
 import dataclasses

@@ -166,7 +166,7 @@ def build_hunyuan_moe(config: HunyuanMoEConfig, *, key: Key[Array, ""]) -> Trans
 
 
 class _ForEachLayer(Entry):
-    """Attributes that are stated once or layer by layer: the number of a token's experts, and others."""
+    """Attributes that are stated once or layer by layer, such as the number of a token's experts."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `top_ks`; refuse anything but one shared expert, as wide as the other experts."""

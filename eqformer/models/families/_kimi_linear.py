@@ -49,7 +49,7 @@ class _Net(Entry):
 
 
 def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
-    """Return the attention layers of a configuration without layer types: its older list, or 4, 8, 12 and so on."""
+    """Return the attention layers of a configuration without layer types: an older list, or layers 4, 8 and so on."""
     numbers = _of_nets(published).listed("full_attn_layers", Size)
     return tuple(range(4, layers, 4)) if numbers is None else tuple(number - 1 for number in numbers)
 

@@ -1,4 +1,7 @@
-"""MiniMax-M2 (MiniMax 2025): queries and keys normed over all heads, half of each rotated; sigmoids choose experts."""
+"""MiniMax-M2 (MiniMax 2025): norms of queries and keys over all heads, and experts chosen by sigmoids.
+
+Half of each head's channels are rotated.
+"""
 
 import dataclasses
 

@@ -123,7 +123,7 @@ NOMIC_BERT_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("max_seq", ("max_position_embeddings", "max_trained_positions"), 2048),
     Activation("silu"),
     _NomicPositions(1000.0),
-    # Attributes of the publisher's own code, whose other values are other models.
+    # Attributes of the publisher's own code. With other values, the model would be another one.
     Expect("activation_function", "swiglu", written=False),
     *(
         Expect(name, False, written=False)
@@ -150,7 +150,7 @@ GTE_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("max_seq", "max_position_embeddings", 8192),
     Activation("gelu"),
     _GTEPositions(160_000.0),
-    # Attributes of the publisher's own code, whose other values are other models.
+    # Attributes of the publisher's own code. With other values, the model would be another one.
     Expect("layer_norm_type", "layer_norm", written=False),
     Expect("logn_attention_scale", False, written=False),
     Expect("position_embedding_type", "rope", written=False),

@@ -100,7 +100,7 @@ class _NetSizesOrDerived(Entry):
 
 
 def _each_fourth(published: PublishedConfig, layers: int) -> tuple[int, ...]:
-    """Return every fourth layer, or the last of fewer layers."""
+    """Return every fourth layer; in a model of fewer than four layers, return the last layer."""
     return every(4, layers) or (layers - 1,)
 
 

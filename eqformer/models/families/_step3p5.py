@@ -245,7 +245,7 @@ class _OlderAttributes(Entry):
             published.refuse(f"{name}={values} must have a value for each of the model's {len(types)} layers.")
         first, *later = [value for value, name in zip(values, types, strict=True) if name == layer_type]
         if any(value != first for value in later):
-            published.refuse(f"{name}={values}: layers of the type {layer_type} must have one value.")
+            published.refuse(f"{name}={values}: all layers of the type {layer_type} must have the same value.")
         return first
 
 
@@ -253,7 +253,7 @@ class _LocalHeads(Entry):
     """The query heads of layers with a window, which transformers repeats in `per_layer_config`."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `local_heads`; refuse a `per_layer_config` that states something else."""
+        """Return `local_heads`; refuse a `per_layer_config` that states other numbers of heads."""
         heads = published.count("num_attention_heads")
         local, by_layer = published.count(_LOCAL_HEADS, heads), published.nested("per_layer_config")
         for layer, layer_type in enumerate(published.listed("layer_types", str) or () if by_layer else ()):

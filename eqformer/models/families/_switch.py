@@ -1,7 +1,7 @@
 """Decoders in the manner of GShard (Lepikhin et al. 2020) and Switch (Fedus et al. 2021): every other layer a mixture.
 
-The papers' models are encoder-decoders with relative positions. The models here are decoders with rotary positions. As
-in the papers are the layers that have experts, the choice of experts, the numbers of slots, and the losses.
+The papers' models are encoder-decoders with relative positions. The models here are decoders with rotary positions.
+They follow the papers in which layers have experts, in the choice of experts, the numbers of slots, and the losses.
 """
 
 import dataclasses

@@ -37,7 +37,7 @@ class Format(abc.ABC):
     optional: tuple[str, ...] = ()
     """The suffixes of arrays that may be stored with the codes."""
     ignored: tuple[str, ...] = ()
-    """The suffixes of scales of activations, which are not rounded here."""
+    """The suffixes of arrays that are not read: scales of activations, because activations are not quantized here."""
     dtypes: tuple[str, ...] = ()
     """The dtypes of codes, as files call them, if plain arrays may have the same suffix; empty: any dtype."""
     also: "Format | None" = None
@@ -64,7 +64,8 @@ class GroupLayout(NamedTuple):
     form: str
     """The number format of the codes, as `nn.QuantizedLinear` calls it."""
     members: tuple[int | None, int | None]
-    """The numbers of neighboring rows and columns of the decoded array that share a scale; None: all."""
+    """The numbers of neighboring rows and of neighboring columns of the decoded array that share a scale; None: all
+    rows, or all columns."""
     scale: str
     """The suffix of the name of the array of scales."""
     has_zeros: bool = False
