@@ -1,5 +1,6 @@
 """Generation of ids from a model's distributions over the next token: sampling, drafts, streams, log-probabilities."""
 
+from ._blocks import BlockOrder as BlockOrder, generate_blocks as generate_blocks
 from ._decode import MAX_ALTERNATIVES as MAX_ALTERNATIVES
 from ._engine import Engine as Engine
 from ._generate import generate as generate, Generation as Generation, stream as stream, TokenStream as TokenStream

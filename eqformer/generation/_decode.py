@@ -26,7 +26,7 @@ class SamplingState(eqx.Module):
     scores_transformed: bool = eqx.field(static=True, default=False)
     """Whether log-probabilities of sampled ids are computed after the transforms, rather than before."""
 
-    def fold_in(self, stream: int) -> "SamplingState":
+    def fold_in(self, stream: int | Int[Array, ""]) -> "SamplingState":
         """Return a state whose random samples are independent of this state's samples."""
         return dataclasses.replace(self, keys=jax.vmap(lambda key: jax.random.fold_in(key, stream))(self.keys))
 

@@ -131,7 +131,7 @@ def generate(
         else:
             rows, _ = start(padded.sizes, ROUND)
             rows, counts = _decode_until(ends_row, rows, padded.initial_lengths, model, sampling)
-        rows, counts = _copy_to_host((dataclasses.replace(rows, cache=None), counts))
+        rows, counts = copy_to_host((dataclasses.replace(rows, cache=None), counts))
     check_logits(rows.logits_are_numbers, rows.has_candidates)
     longest = int(np.max(rows.lengths))
     return Generation(
@@ -143,7 +143,7 @@ def generate(
     )
 
 
-def _copy_to_host(tree: PyTree) -> PyTree:
+def copy_to_host(tree: PyTree) -> PyTree:
     """Copy arrays to the host; arrays of which this process has only a part are gathered from the other processes."""
 
     def gather(x: jax.Array) -> Array:
@@ -187,7 +187,7 @@ def _decode_until(
     """Sample `ROUND` tokens at a time until each row has ended, by itself or by `ends_row`."""
     starts = np.asarray(initial_lengths)
     while True:
-        ids, row_lengths, done = _copy_to_host((rows.ids, rows.lengths, rows.done))
+        ids, row_lengths, done = copy_to_host((rows.ids, rows.lengths, rows.done))
         ended = np.array(
             [
                 bool(is_done) or ends_row(number, ids[number, start:length].tolist())

@@ -222,6 +222,11 @@ from .attention._attention import (
     ValueEmbedding as ValueEmbedding,
 )
 from .attention._block_indexer import BlockIndexedAttention as BlockIndexedAttention, BlockIndexer as BlockIndexer
+from .attention._blocks_of_tokens import (
+    block_of as block_of,
+    with_blocks as with_blocks,
+    with_causal_masks as with_causal_masks,
+)
 from .attention._compressed_attention import (
     CompressedAttention as CompressedAttention,
     EntryIndexer as EntryIndexer,

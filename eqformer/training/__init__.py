@@ -68,6 +68,11 @@ from ._train_state import (
 )
 from .checkpoint._checkpointer import Checkpointer as Checkpointer, CheckpointError as CheckpointError
 from .checkpoint._contents import run_metadata as run_metadata, saved_key as saved_key, versions as versions
+from .losses._block_diffusion import (
+    block_diffusion_loss as block_diffusion_loss,
+    check_block_diffusion as check_block_diffusion,
+    noise_blocks as noise_blocks,
+)
 from .losses._cross_entropy import chunk_size as chunk_size, cross_entropy as cross_entropy
 from .losses._distillation import (
     check_teacher as check_teacher,

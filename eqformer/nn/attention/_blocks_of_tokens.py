@@ -1,0 +1,40 @@
+"""Models whose attention masks have blocks, for block diffusion (BD3-LM, arXiv:2503.09573)."""
+
+from typing import TypeVar
+
+from jaxtyping import PyTree
+
+from ..._mask import Mask
+from .._module import map_modules, modules
+
+
+Model = TypeVar("Model", bound=PyTree)
+
+
+def block_of(model: PyTree) -> int | None:
+    """Return the tokens of a block, if all attention masks of a model have blocks of one size; None otherwise."""
+    blocks = {mask.block for mask in modules(model, Mask)}
+    return blocks.pop() if len(blocks) == 1 else None
+
+
+def with_blocks(model: Model, block: int) -> Model:
+    """Return the model with masks by which each token sees the tokens of its block and of earlier blocks.
+
+    The weights of a causal model are kept, so that it can go on to learn by block diffusion (SDAR, arXiv:2510.06303).
+    Windows stay. Raises a `ValueError` for masks that have chunks or a source.
+    """
+    return map_modules(lambda mask: _replace_rule(mask, block), model, Mask)
+
+
+def with_causal_masks(model: Model) -> Model:
+    """Return the model of blocks with causal masks in place of its masks of blocks.
+
+    Its caches have the shapes of those that a sampler of whole blocks needs.
+    """
+    return map_modules(lambda mask: mask if mask.block is None else _replace_rule(mask, None), model, Mask)
+
+
+def _replace_rule(mask: Mask, block: int | None) -> Mask:
+    """Return the mask with blocks of another size, or a causal mask for None; windows stay."""
+    is_causal = block is None
+    return Mask(is_causal, mask.window, mask.chunk, None if is_causal else mask.ahead, mask.source, block)
