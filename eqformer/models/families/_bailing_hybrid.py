@@ -44,7 +44,8 @@ def build_bailing_hybrid(config: BailingHybridConfig, *, key: Key[Array, ""]) ->
 class _DeltaNetSizes(Entry):
     """The heads of a delta net, their channels, and the number of tokens that its convolutions read.
 
-    Transformers writes attributes `linear_...` for these sizes. For a missing one, a publishers' attribute is read.
+    Transformers writes attributes `linear_...` for these sizes. If such an attribute is missing, the publishers'
+    attribute for the same size is read.
     """
 
     def read(self, published: PublishedConfig) -> Fields:

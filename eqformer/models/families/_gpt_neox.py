@@ -136,7 +136,7 @@ GPT_NEOX = Family(
     "gpt_neox",
     (
         *(*SIZES, WIDTH, _UnstatedKeyHeads()),
-        _RepeatedRotary(),  # before `RotaryPositions`, which adds the names in `rope_parameters` to the attributes
+        _RepeatedRotary(),  # It is before `RotaryPositions`, which adds names in `rope_parameters` to the attributes.
         RotaryPositions(older="rotary_emb_base"),
         RotaryFraction(0.25, published="rotary_pct"),
         Attribute("parallel", "use_parallel_residual", True),

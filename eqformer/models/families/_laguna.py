@@ -134,7 +134,7 @@ class _LayerHeads(Entry):
 
 
 class _Gating(Entry):
-    """The attribute `gating`: a gate for each head, which true means too, or a gate for each channel."""
+    """The attribute `gating`: `"per-head"` or true for a gate per head, `"per-element"` for a gate per channel."""
 
     _names = ("per-element", "per-head")
 

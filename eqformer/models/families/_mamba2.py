@@ -104,7 +104,7 @@ class StepLimits(Entry):
         stated = published.listed("time_step_limit")
         limits = (0.0, math.inf) if stated is None else tuple(math.inf if end == _INFINITE else end for end in stated)
         if not fits(limits, STEP_LIMITS) or limits[0] > limits[1]:
-            published.refuse(f"time_step_limit={stated}: it must be a least and a greatest step of at least 0.")
+            published.refuse(f"time_step_limit={stated}: it must be a least and a greatest step, both at least 0.")
         return {"step_limits": limits}
 
     def write(self, config: NetSizes) -> Attributes:
@@ -143,7 +143,7 @@ class ValueChannels(Entry):
         value = published.take(self.channels, self.default)
         channels = inner // heads if value == "auto" else published.checked(self.channels, value, Size)
         if channels * heads != inner:
-            published.refuse(f"{self.channels}={value}: {heads} heads ({self.heads}) must fill {why}.")
+            published.refuse(f"{self.channels}={value}: {heads} heads ({self.heads}) must together have {why}.")
         return {"net_v_dim": channels}
 
     def write(self, config: NetSizes) -> Attributes:

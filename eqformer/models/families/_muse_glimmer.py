@@ -31,7 +31,7 @@ class MuseGlimmerConfig(DecoderConfig):
     """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 128
     query_scale: Number = 3.87
-    """A factor of the normalized queries, besides `head_dim^-0.5`."""
+    """A factor of the attention scores, in addition to `head_dim^-0.5`."""
     eps: NotNegative = 1e-5
     output_eps: NotNegative = 1e-8
     """The number that the norms after sublayers add to the mean square before the root."""

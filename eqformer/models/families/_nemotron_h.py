@@ -127,7 +127,7 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     """The config of a Nemotron-H; its attention has no rotary positions."""
 
     pattern: str
-    """A letter for each layer: M has a Mamba-2, * an attention, - a feed-forward layer, and E experts."""
+    """A letter for each layer: M for a Mamba-2, * for attention, - for a feed-forward layer, and E for experts."""
     expert_mlp: Size = 7688
     """Hidden features of an expert."""
     expert_latent: Size | None = None

@@ -202,7 +202,7 @@ class PhiMoEConfig(DecoderConfig):
     experts: Size = 16
     """The number of experts of a layer, of which each token takes two."""
     tolerance: NotNegative = 0.01
-    """Experts whose router logit is within twice this relative distance of the best logit share the weight."""
+    """Experts whose router logit is within twice this relative distance of the best logit share a softmax."""
     window: Length | None = None
     """The number of tokens that each token sees; None: all tokens before it."""
     bias: bool = False

@@ -54,7 +54,7 @@ class _EqualHalves(Entry):
         return decoder
 
     def write(self, config: "T5Gemma2Config") -> Attributes:
-        """Return the attributes of both halves."""
+        """Return the attributes of the encoder and of the decoder."""
         attributes: Attributes = {}
         for entry in _TABLE:
             attributes |= entry.write(config)
@@ -144,7 +144,7 @@ def build_t5gemma2(config: T5Gemma2Config, *, key: Key[Array, ""]) -> nn.Transfo
 
 
 def _t5gemma2(gemma3: str) -> T5Gemma2Config:
-    """Return a config whose halves have the sizes of a Gemma 3."""
+    """Return a config whose encoder and decoder have the sizes of a Gemma 3."""
     return T5Gemma2Config(**vars(GEMMA3_PRESETS[gemma3]))
 
 
@@ -170,7 +170,7 @@ T5GEMMA2 = Family(
 )
 
 
-# Transformers' defaults for each half.
+# Transformers' defaults for the encoder and for the decoder.
 _MISSING = {"vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 _MISSING |= {"num_attention_heads": 8, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192}
 
@@ -187,7 +187,7 @@ class _EncoderAndDecoder(Entry):
         return decoder | {"tied": tied, "encoder": None if is_same else Gemma2Config(**fields)}
 
     def write(self, config: "T5GemmaConfig") -> Attributes:
-        """Return the attributes of both halves, and the attributes outside of both."""
+        """Return the attributes of the encoder and of the decoder, and the attributes outside of both."""
         shared: Attributes = {"model_type": "t5_gemma_module", "bos_token_id": config.start}
         halves = {"encoder": config.encoder or config, "decoder": config}
         attributes = {name: shared | GEMMA2.write(half) for name, half in halves.items()}
@@ -203,13 +203,13 @@ def _read_half(published: PublishedConfig, half: str) -> Fields:
 
 _OF_HALVES = (
     Attribute("start", "bos_token_id", 2),
-    Expect("is_decoder", False, True),  # the half's name states it
+    Expect("is_decoder", False, True),  # The names `encoder` and `decoder` state it too.
     Ignore("dropout_rate", "cross_attention_hidden_size"),
 )
 T5GEMMA_ATTRIBUTES: tuple[Entry, ...] = (
     _EncoderAndDecoder(),
     Expect("is_encoder_decoder", True),
-    # The halves have a vocab_size too; the other attributes are settings of training.
+    # The encoder and the decoder have a vocab_size of their own; the other attributes are settings of training.
     Ignore("vocab_size", "dropout_rate", "classifier_dropout_rate"),
 )
 
