@@ -263,7 +263,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "cache too short": (
         lambda: attention()(X, TOKENS, attention().init_cache((2,), capacity=4)),
         "Attention(tokens, cache): tokens.positions of shape (2, 5) reach position 4, but kv_seq of the cache is 4, "
-        "for the positions 0 to 3; make it by init_cache(..., capacity) with a capacity of at least 5.",
+        "for the positions 0 to 3; make the cache by init_cache(..., capacity) with a capacity of at least 5.",
     ),
     "ids of floats": (
         lambda: nn.Embedding(vocab=12, embed=8, key=jax.random.key(0))(jnp.zeros((2, 5))),

@@ -304,5 +304,5 @@ from .recurrent._delta_net import ChannelDeltaNet as ChannelDeltaNet, GatedDelta
 from .recurrent._mamba import GateNorm as GateNorm, Mamba2Mixer as Mamba2Mixer
 
 
-# Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.
+# A file whose names are all public. It is assigned, because type checkers take an import under a new name for private.
 dispatch = _dispatch

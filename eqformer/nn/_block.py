@@ -157,8 +157,7 @@ class Residual(Sublayer):
             call = call if self.reads is None else f"reads={self.reads!r}): given a SharedValue"
             raise ValueError(
                 f"Residual({type(mixer).__name__}, {call}, the mixer returns {type(shared).__name__} and no "
-                "SharedValue; leave that option out, or take a mixer that returns its keys and values, or its choice, "
-                "with its cache."
+                "SharedValue; leave that option out, or take a mixer that returns a SharedValue around its new cache."
             )
         if self.shares is None:
             return y, shared.wrapped, None
@@ -312,7 +311,7 @@ class Block(Layer):
 
     Most decoders have `Block(Residual(attention, norm), Residual(mlp, norm))`. Here attention is the mixer: the layer
     in which tokens read one another, and which has a cache. A block of Mamba has one sublayer, its mixer. A block of
-    T5's decoder has a third sublayer between the two, `Residual(cross_attention, norm, reads="source")`. The block's
+    T5's decoder has a third sublayer between these two, `Residual(cross_attention, norm, reads="source")`. The block's
     cache is the cache of its only sublayer with a mixer, or a tuple of caches if several sublayers have mixers.
 
     A block is one layer of a model: `Block(a, b)` has the residual sublayers `a` and `b`. `SuperBlock((a, b))` holds
@@ -418,7 +417,7 @@ def split_cache(sublayers: Sequence[Sublayer], cache: PyTree) -> list[PyTree]:
 
 
 def check_caches(caches: PyTree, number: int, readers: str) -> None:
-    """Raise a `ValueError` unless there is a tuple of as many caches as `readers`, such as "layers or stacks"."""
+    """Raise a `ValueError` unless `caches` is a tuple of `number` caches; the error calls the modules `readers`."""
     is_sequence = isinstance(caches, tuple | list)
     if not is_sequence or len(caches) != number:
         passed = f"a tuple of {len(caches)}" if is_sequence else f"a {type(caches).__name__}"

@@ -50,8 +50,8 @@ class SlotCache(LayerCache):
 
     Its arrays name their dim of slots `kv_seq`, so that slots may be split over devices. Rows may have different
     lengths: a slot's position is -1 if the slot is empty. A cache that is not rolling does not store tokens beyond its
-    capacity, and `mask_overflow` makes the output of attention NaN for them. A shard of a cache holds the slots from
-    `first` on, of `capacity` slots in all.
+    capacity, and `mask_overflow` makes the output of attention NaN for them. A shard of a cache holds some of the
+    `capacity` slots of the whole cache, from slot `first` on.
 
     An 8-bit cache (`with_scales`) has a scale for each token and head. Numbers are rounded when they are stored, and
     attention reads the rounded numbers, for the new tokens, too.
@@ -145,16 +145,16 @@ def _add_slots(cache: SlotCache, slots: int) -> SlotCache:
 
 
 def check_one_document(tokens: Tokens) -> None:
-    """Raise a `ValueError` for tokens of packed rows: a cache keeps one document a row."""
+    """Raise a `ValueError` for tokens of packed rows, because a row of a cache keeps one document."""
     if tokens.segments is not None:
         raise ValueError(
-            "cache.update(tokens): a cache keeps one document a row, but the tokens have segments; pass "
-            "Tokens(positions) without them, and a row of its own for each document."
+            "cache.update(tokens): a row of a cache keeps one document, but the tokens have segments; pass "
+            "Tokens(positions) without segments, with each document in a row of its own."
         )
 
 
 def check_cached(tokens: Tokens, cache: PyTree) -> None:
-    """Raise a `ValueError` for packed rows and, outside of a trace, for positions beyond a cache that does not roll.
+    """Raise a `ValueError` for packed rows and, outside of a trace, for positions beyond a cache's capacity.
 
     While a program is traced, positions are not known; the outputs of such tokens are then NaN (`mask_overflow`).
     """
@@ -169,8 +169,8 @@ def check_cached(tokens: Tokens, cache: PyTree) -> None:
     if capacities and last >= min(capacities):
         raise ValueError(
             f"{running_call()}(tokens, cache): tokens.positions of shape {positions.shape} reach position {last}, but "
-            f"kv_seq of the cache is {min(capacities)}, for the positions 0 to {min(capacities) - 1}; make it by "
-            f"init_cache(..., capacity) with a capacity of at least {last + 1}."
+            f"kv_seq of the cache is {min(capacities)}, for the positions 0 to {min(capacities) - 1}; make the cache "
+            f"by init_cache(..., capacity) with a capacity of at least {last + 1}."
         )
 
 

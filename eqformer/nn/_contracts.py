@@ -251,7 +251,7 @@ class MixerFacts:
       false, or if an array that belongs to no map has both the dim `embed` and one of the dims above.
     - `attends`: the attention that the mixer's core computes. None for a mixer that needs whole rows, because it reads
       tokens in sequence, chooses among all tokens, or combines neighbouring tokens outside of its core.
-    - `operations`: operations for each token, without those of linear maps and the core; a multiply-add is two.
+    - `operations`: number of operations for each token outside of linear maps and the core; a multiply-add counts as 2.
     - `shares_kv_heads`: whether several devices may hold the same key head, each with some of its query heads.
     - `attends_by_rows`: whether, in serving, devices that share a key head may each attend for some of the rows, with
       only the caches and tokens of these rows. Such a mixer reads its input only through projections, whose results

@@ -114,7 +114,7 @@ class Linear(DenseMap):
         self.bias = jnp.zeros([sizes[dim] for dim in self.outputs], jnp.float32) if bias else None
 
     def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return `W x` over the trailing dims of `x`; if `dtype` is given, sums, result and gradients are in it."""
+        """Return `W x` over the trailing dims of `x`; `dtype` sets the dtype of result and sums, in gradients too."""
         return apply_weight(self, self.weight, x, dtype)
 
 

@@ -115,7 +115,7 @@ def with_lora(
     if adapted := [name for name, linear in chosen.items() if isinstance(linear, LoRA)]:
         raise ValueError(
             f"with_lora(where={where!r}): {', '.join(adapted)} {'has' if len(adapted) == 1 else 'have'} a LoRA "
-            "already; merge_lora first, or choose others."
+            "already; merge_lora first, or choose other maps."
         )
     scale = 1.0 if alpha is None else alpha / (rank**0.5 if rank_stabilised else rank)
     keys = dict(zip(chosen, jax.random.split(key, len(chosen))))
@@ -151,7 +151,7 @@ def lora_factors(model: PyTree) -> PyTree:
     random. Raises a `ValueError` for a model without a `LoRA`.
     """
     if not modules(model, LoRA):
-        raise ValueError("lora_factors(model): the model has no LoRA; give it some by with_lora.")
+        raise ValueError("lora_factors(model): the model has no LoRA; add LoRAs by with_lora.")
 
     def is_lora(node: PyTree) -> bool:
         return isinstance(node, LoRA | ClassificationHead)

@@ -107,7 +107,7 @@ class StreamMap(Module):
 
 
 class StreamMerge(Module):
-    """The map from several residual streams to one vector, a model's `norm`: the contract of `MergeStreams`.
+    """The map from several streams to one vector, in the place of a model's `norm`: the contract of `MergeStreams`.
 
     Its parts must be a `StreamMap` and norms, if the channels of all streams may be split over devices.
     """
@@ -155,8 +155,8 @@ class ReadsIds(Module):
 class EmbeddingTable(ReadsIds):
     """A table of vectors that are looked up by id: the contract of `Embedding` and `PerLayerEmbedding`.
 
-    A mesh may split the table by ids or by features, or gather it in chunks. So a call must be a lookup in `weight`,
-    followed by `transform` of the vectors. The vector of an id outside the table is NaN.
+    A mesh may split the table by ids or by features, or gather it in chunks. A call must therefore be a lookup in
+    `weight`, followed by `transform` of the vectors. The vector of an id outside the table is NaN.
     """
 
     if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class PositionEmbedding(Module):
     """Vectors of positions or of token types, which a model adds to its token embeddings: the contract of
     `LearnedPositions` and `TokenTypes`.
 
-    A device may call it for some of the tokens, or hold some of the features if its arrays name them `embed`.
+    A device may call the module for some of the tokens, or hold some of the features if arrays name them `embed`.
     """
 
     @property
@@ -227,9 +227,9 @@ class LanguageModel(Module):
 
     `encode` looks tokens up by `embed`, runs all of `stacks`, and applies `norm`; `unembed` reads the output of `norm`.
     If a mesh splits tokens, features or the vocabulary, wrappers with the same calls replace `embedding`, `stacks`,
-    `norm` and `head`. So the model must call these parts, and must not read their arrays itself. Any further arrays of
-    the model are replicated, and act on the stream; a plan with `residual="feature"` refuses further arrays with a dim
-    `embed`.
+    `norm` and `head`. The model must therefore call these parts, and must not read their arrays itself. Any further
+    arrays of the model are replicated, and act on the stream; a plan with `residual="feature"` refuses further arrays
+    with a dim `embed`.
     """
 
     if TYPE_CHECKING:
@@ -289,7 +289,7 @@ class LanguageModel(Module):
     def streams(self) -> int:
         """The number of residual streams of a token, each of which has all channels; 1 by default.
 
-        With several streams, `embed` returns an array with a dim of streams before that of tokens.
+        With several streams, `embed` returns an array with a dim of streams before the dim of tokens.
         """
         return 1
 

@@ -109,9 +109,8 @@ class RMSNorm(Norm):
 class LayerNorm(Norm):
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over named dims (Ba, Kiros and Hinton 2016).
 
-    `over` names the trailing dims over which mean and variance are taken, if these are not all:
-    `LayerNorm("heads head_dim", over="head_dim", ...)` normalizes each head by itself and scales it by its own weights
-    (Command R+).
+    With `over`, mean and variance are taken over some of the trailing dims only: `LayerNorm("heads head_dim",
+    over="head_dim", ...)` normalizes each head by itself and scales it by its own weights (Command R+).
     """
 
     dims: tuple[str, ...] = eqx.field(static=True)
@@ -137,7 +136,7 @@ class LayerNorm(Norm):
             eps: Added to the variance.
             scale: Whether there are weights.
             bias: Whether there are biases.
-            over: The last of the dims, over which mean and variance are taken; None: all dims.
+            over: The names of the trailing dims over which mean and variance are taken; None: all dims.
             **sizes: The size of each dim by its name.
         """
         self.dims, shape = _named_shape("LayerNorm", dims, sizes)
@@ -211,7 +210,7 @@ def _named_shape(call: str, dims: str, sizes: dict[str, int]) -> tuple[tuple[str
 
 
 def _check_sizes(call: str, dims: tuple[str, ...], weight: Array | None, x: Array) -> None:
-    """Raise a `ValueError` if the sizes of `x` differ from those of the weight, which would broadcast."""
+    """Raise a `ValueError` if the sizes of `x` differ from the weight's sizes, because the weight would broadcast."""
     if weight is not None and x.shape[-len(dims) :] != weight.shape:
         raise ValueError(
             f"{call}({' '.join(dims)!r})(x): the last dims of x must be {dict(zip(dims, weight.shape))}; "

@@ -15,7 +15,7 @@ from ._tokens import Tokens
 
 
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-"""How one vector of a text is made from the vectors of its tokens, by the names of sentence-transformers."""
+"""Ways to make one vector of a text from the vectors of its tokens, by their names in sentence-transformers."""
 
 
 class Pooling(Module):

@@ -115,7 +115,7 @@ class Fp8Matmul(MatmulPrecision):
 class Fp8Linear(DenseMap):
     """A `Linear` whose products, forward and backward, are in 8 bits (`Fp8Matmul`); `with_fp8` puts it into a model.
 
-    Its arrays are those of the `Linear`, so optimizers, checkpoints and published folders are the same with it.
+    It has the same arrays as the `Linear`, so optimizers, checkpoints and published folders stay the same.
     """
 
     outputs: tuple[str, ...] = eqx.field(static=True)

@@ -113,7 +113,7 @@ class Sinkhorn:
             raise ValueError(f"Sinkhorn(iterations={self.iterations}): columns are normalized at least once.")
 
     def __call__(self, logits: Float[Array, "*batch inputs outputs"]) -> Float[Array, "*batch inputs outputs"]:
-        """Return the matrix of each matrix of logits."""
+        """Return, for each matrix of logits, a matrix whose rows and columns add up to 1."""
 
         def divide(matrix: Array, axis: int) -> Array:
             return matrix / (jnp.sum(matrix, axis, keepdims=True) + self.eps)
@@ -230,7 +230,7 @@ class HyperConnection(Sublayer):
 class MergeStreams(StreamMerge):
     """The end of the streams, which takes the place of a model's `norm`: the norm of the streams' weighted sum.
 
-    The weights of a token's streams are `sigmoid(.) + eps` of `StreamWeights`.
+    The weights of a token's streams are `sigmoid(logits) + eps`, with the logits of `StreamWeights`.
     """
 
     weights: StreamMap
@@ -248,7 +248,7 @@ class MergeStreams(StreamMerge):
         norm_eps: float = 1e-6,
         key: Key[Array, ""],
     ):
-        """Draw the weights; at first the sum is nearly the mean of the streams (of two or more).
+        """Draw the weights; at first the sum of two or more streams is nearly their mean.
 
         Args:
             norm: The norm of the sum.
@@ -282,7 +282,7 @@ class MeanStreams(StreamMerge):
 def _sum_streams(
     x: Float[Array, "*batch streams seq embed"], weights: Float[Array, "*batch seq streams"]
 ) -> Float[Array, "*batch seq embed"]:
-    """Return the weighted sum of each token's streams: summed in the dtype of the weights, returned in that of `x`."""
+    """Return the weighted sum of each token's streams, computed in the dtype of the weights, in the dtype of `x`."""
     by_stream = jnp.swapaxes(weights, -1, -2)[..., None]
     return jnp.sum(by_stream * x.astype(weights.dtype), axis=-3).astype(x.dtype)
 

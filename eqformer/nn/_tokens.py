@@ -49,7 +49,7 @@ class Tokens(eqx.Module):
     positions 0, 1, 2, ... with any padding at its end. Attention kernels then get a causal flag or a window, instead of
     a mask of `seq x seq`. With `segments`, each row is known to hold up to `documents` whole documents, one after
     another, each at positions 0, 1, 2, ...; kernels then get the indices where documents begin. Only `positions_like`,
-    `right_padded` and `packed_in_order` set `whole_rows`. All other tokens, also those of `dataclasses.replace`, are
+    `right_padded` and `packed_in_order` set `whole_rows`. All other tokens, also tokens from `dataclasses.replace`, are
     masked by the values of their arrays.
     """
 
@@ -64,9 +64,9 @@ class Tokens(eqx.Module):
     """The length of each token's document, on which rotary frequencies may depend; needed if the tokens are only a part
     of their rows. None: computed from `positions`."""
     inputs: Float[Array, "*rows seq depth mlp"] | None = None
-    """A vector for each of the layers that read one (`PerLayerInputs`); mixers get none."""
+    """A vector for each layer that reads such a vector (`PerLayerInputs`); mixers do not get these vectors."""
     shared: tuple[SharedValue, ...] = ()
-    """Values that earlier layers share; a mixer that reads one gets it in place of a cache."""
+    """Values that earlier layers share; a mixer that reads such a value gets it as its argument `cache`."""
     names_read: frozenset[str] = eqx.field(static=True, default=frozenset())
     """Names of shared values that later layers read."""
     source: "Source | None" = None
@@ -135,7 +135,7 @@ class Source(eqx.Module):
         """Return the vectors; raise a `ValueError` that begins with `call` if the values are ids."""
         if self.is_of_ids:
             raise ValueError(
-                f"{call}: the source is of ids, and the model has no encoder that reads them; give its vectors, or "
+                f"{call}: the source holds ids, and the model has no encoder that reads them; give vectors, or "
                 "build the model with nn.Transformer(encoder=nn.Encoder(...))."
             )
         return self.values
@@ -170,14 +170,14 @@ def with_row_layout_of(tokens: Tokens, other: Tokens, pieces: int | None = None)
 
 @checked
 def positions_like(shape: Sequence[int], keys: Key[Array, "*batch seq"] | None = None) -> Tokens:
-    """Return tokens of one document a row, at positions 0, 1, ..., for an array of shape `*batch seq`."""
+    """Return tokens of rows of one document each, at positions 0, 1, ..., for an array of shape `*batch seq`."""
     positions = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), tuple(shape))
     return mark_whole_rows(Tokens(positions, keys=keys), shape[-1])
 
 
 @checked
 def right_padded(lengths: Int[Array, "*batch"], seq: int) -> Tokens:
-    """Return tokens of one document a row, of these lengths, with padding after it up to `seq` tokens."""
+    """Return tokens of rows of one document each, of these lengths, padded at the end to `seq` tokens."""
     positions = jnp.arange(seq, dtype=jnp.int32)
     return mark_whole_rows(Tokens(jnp.where(positions < lengths[..., None], positions, -1)), seq)
 
@@ -195,7 +195,7 @@ def packed_in_order(
 
 
 def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree) -> Tokens:
-    """Return the tokens of a call, by default those of `positions_like`.
+    """Return the tokens of a call, by default the tokens of `positions_like`.
 
     Raises a `ValueError` for a cache without tokens.
     """
@@ -245,7 +245,7 @@ def fold_in_each(keys: Key[Array, "*shape"], number: UInt[Array, ""]) -> Key[Arr
 def token_keys(
     key: Key[Array, ""], examples: Int[Array, "batch"], positions: Int[Array, "batch seq"]
 ) -> Key[Array, "batch seq"]:
-    """Return one key a token, which depends on the example's number and the token's position, but on no device.
+    """Return a key for each token, which depends on the example's number and the token's position, but on no device.
 
     `examples` numbers the rows over the whole run; `positions` are any numbers that are distinct within a row.
     """

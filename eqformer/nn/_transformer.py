@@ -103,7 +103,7 @@ class PredictionHead(Module):
 def without_head(model: "Transformer") -> "Transformer":
     """Return the model without its head: `encode` returns the last layer's output, after the last norm if there is one.
 
-    The logits of the result are those of the embedding table, and mean nothing if the model had another head.
+    The result's logits come from the embedding table, and mean nothing if the model had another head.
     """
     norm = model.norm.norm if isinstance(model.norm, PredictionHead) else model.norm
     return dataclasses.replace(model, norm=norm, head=None, logit_bias=None, predictor=None, classifier=None)
@@ -186,7 +186,7 @@ class Transformer(LanguageModel):
     logit_softcap: float | None = eqx.field(static=True, default=None)
     """A bound of the scaled logits, `softcap * tanh(logits / softcap)` (Gemma 2)."""
     layer_inputs: PerLayerInputs | None = None
-    """A vector of each token for each layer, beside the stream (Gemma 4 E2B)."""
+    """Makes a vector of each token for each layer, beside the stream (Gemma 4 E2B)."""
     predictor: Predictor | None = None
     """A module that predicts one token further, for speculative decoding; a call of the model does not use it."""
     encoder: Encoder | None = None
@@ -239,10 +239,10 @@ class Transformer(LanguageModel):
         """Return the final norm's output, the new cache (a tuple with one for each stack), and the aux of routed
         layers.
 
-        The aux has, for each stack, a tree of `Aux` with a `layers` dim in front, None for other layers. With a cache,
-        `tokens` must be passed, because their positions tell the length of each row so far. A source of ids
-        (`tokens.source`) is encoded here. With a cache, pass the source in one call; later calls read it from the
-        cache.
+        The aux has, for each stack, a tree of `Aux` with a `layers` dim in front, and None for layers that route no
+        tokens. With a cache, `tokens` must be passed, because their positions tell the length of each row so far. A
+        source of ids (`tokens.source`) is encoded here. With a cache, pass the source in one call; later calls read it
+        from the cache.
         """
         tokens = tokens_or_default(tokens, ids.shape, cache)
         if cache is not None:
@@ -356,6 +356,6 @@ class Transformer(LanguageModel):
         return self.predictor.init_cache(shape, capacity, dtype, compute_dtype=self.compute_dtype, rollback=rollback)
 
 
-# Numbers that are folded into random keys for the source and for the embedding's dropout; layers fold in theirs.
+# Numbers that are folded into random keys for the source and for the embedding's dropout; layers fold in other numbers.
 _SOURCE = 2**31 - 2
 _EMBEDDING = 2**31 - 1

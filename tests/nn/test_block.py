@@ -312,7 +312,7 @@ def test_a_sublayer_reads_one_more_input_by_its_name():
         ValueError, match=r"Residual\(function, reads='layer_input'\): the model provides no such input"
     ):
         first(x)
-    with pytest.raises(ValueError, match=r"CrossAttention: neither a source nor a cache"):
+    with pytest.raises(ValueError, match=r"CrossAttention: there is neither a source nor a cache"):
         nn.Residual(cross)(x, tokens)  # it has not asked for the source
     with pytest.raises(ValueError, match=r"Residual\(shares='source'\): this is the name of an input of the whole"):
         nn.Residual(attention(), shares="source")

@@ -90,7 +90,7 @@ def test_a_cache_keeps_the_source_for_calls_without_it(dtype):
     assert close(written(source), whole, rounding)
     assert not close(written(nn.Source(read[::-1], source.tokens)), whole, 4 * rounding)
     with pytest.raises(
-        ValueError, match="a source of 9 tokens and a cache of capacity 8, which must hold the source's keys"
+        ValueError, match="the source has 9 tokens, but the cache that must hold its keys has the capacity 8"
     ):
         run(model, ids, nn.with_source(nn.positions_like((2, 6)), source), model.init_cache(2, 8))
 
@@ -113,9 +113,11 @@ def test_packed_pairs_are_as_each_alone_and_vectors_are_read_as_they_are():
     tokens = nn.Tokens(places(3, 5), segments(3, 5), source=encoded)
     bare = eqx.tree_at(lambda m: m.encoder, model, None)
     assert close(run(bare, ids, tokens)[0], together)
-    with pytest.raises(ValueError, match="CrossAttention: the source is of ids, and the model has no encoder"):
+    with pytest.raises(ValueError, match="CrossAttention: the source holds ids, and the model has no encoder"):
         run(bare, ids, nn.with_source(tokens, source))
-    with pytest.raises(ValueError, match="CrossAttention: neither a source nor a cache that holds a source; pass"):
+    with pytest.raises(
+        ValueError, match="CrossAttention: there is neither a source nor a cache that holds a source; pass"
+    ):
         run(model, ids)
 
 

@@ -99,7 +99,7 @@ def test_what_a_cache_cannot_go_on_from_is_nan_and_a_new_document_is_not():
     for x, places in ((X[:, :1], [[0]]), (X[:, :2], [[0, 1]])):
         fresh, _ = run(NET, x, nn.Tokens(jnp.tile(jnp.array(places), (2, 1))), spoilt)
         assert close(fresh, run(NET, x, None)[0], 1e-5)
-    with pytest.raises(ValueError, match="a cache keeps one document a row"):
+    with pytest.raises(ValueError, match="a row of a cache keeps one document"):
         run(NET, X[:, :1], nn.Tokens(jnp.zeros((2, 1), jnp.int32), jnp.zeros((2, 1), jnp.int32)), cache)
     with pytest.raises(ValueError, match="only the caller knows how far"):
         run(NET, X[:, :1], None, cache)

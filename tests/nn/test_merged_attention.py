@@ -97,13 +97,13 @@ def test_caches_are_not_put_together_for_few_tokens():
 
 def test_what_does_not_fit_is_refused():
     module, x = made(nn.causal()), normal(0, 2, 5, 6)
-    with pytest.raises(ValueError, match="MergedAttention: neither a source nor a cache that holds a source"):
+    with pytest.raises(ValueError, match="MergedAttention: there is neither a source nor a cache that holds a source"):
         eqx.filter_eval_shape(module, x)
     source = nn.Source(normal(1, 2, 7, 6), nn.positions_like((2, 7)))
     with pytest.raises(ValueError, match="MergedAttention: the row has segments and its source has none; give nn.So"):
         eqx.filter_eval_shape(module, x, nn.Tokens(jnp.asarray(PLACES), jnp.asarray(OWN), source=source))
     with pytest.raises(
-        ValueError, match="a source of 7 tokens and a cache of capacity 6, which must hold the source's keys"
+        ValueError, match="the source has 7 tokens, but the cache that must hold its keys has the capacity 6"
     ):
         with_source = nn.with_source(nn.positions_like((2, 5)), source)
         eqx.filter_eval_shape(lambda x, tokens: module(x, tokens, module.init_cache((2,), 6)), x, with_source)

@@ -182,7 +182,7 @@ def test_stored_in_the_caches_dtype():
 
 def test_segments_are_refused():
     tokens = nn.Tokens(jnp.zeros((2, 1), jnp.int32), jnp.zeros((2, 1), jnp.int32))
-    with pytest.raises(ValueError, match="one document a row, but the tokens have segments"):
+    with pytest.raises(ValueError, match="one document, but the tokens have segments"):
         cache().update(jnp.ones((2, 1, 1, 2)), jnp.ones((2, 1, 1, 2)), tokens)
 
 

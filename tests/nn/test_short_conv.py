@@ -63,7 +63,7 @@ def test_a_cache_is_of_one_size_and_what_it_cannot_go_on_from_is_nan():
     assert bool(jnp.isfinite(y[0]).all()) and bool(jnp.isnan(y[1]).all())
     fresh, _ = run(CONV, X[:, :1], nn.Tokens(jnp.zeros((2, 1), jnp.int32)), spoilt)
     assert close(fresh, run(CONV, X[:, :1], None)[0])
-    with pytest.raises(ValueError, match="a cache keeps one document a row"):
+    with pytest.raises(ValueError, match="a row of a cache keeps one document"):
         CONV(X[:, :1], nn.Tokens(jnp.zeros((2, 1), jnp.int32), jnp.zeros((2, 1), jnp.int32)), cache)
 
 

@@ -251,7 +251,7 @@ def test_packed_rows_are_refused(models):
     encode = lambda model, tokens: model.encode(IDS, tokens, model.init_cache(ROWS, 16))[0]
     for split in (model, stationary(model, 2, 4), gathered(model, 2, 4)):
         assert eqx.filter_eval_shape(encode, split, tokens).shape == (*IDS.shape, 64)
-        with pytest.raises(ValueError, match="a cache keeps one document a row"):
+        with pytest.raises(ValueError, match="a row of a cache keeps one document"):
             eqx.filter_eval_shape(encode, split, packed)
 
 

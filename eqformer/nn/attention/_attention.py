@@ -152,8 +152,8 @@ class Attention(Mixer):
     ) -> "Attention":
         """Return the layer with a gate without biases: each head's output is multiplied by a function of the input.
 
-        The function is a linear map and its activation, for example a softplus (Laguna). Each channel has its own
-        factor; with `by_heads`, all channels of a head have the same factor.
+        The function is a linear map followed by a sigmoid or a softplus (Laguna). Each channel has its own factor; with
+        `by_heads`, all channels of a head have the same factor.
         """
         (heads, _), (_, v_dim), (embed,) = self.query.output_shape, self._value_shape, self.output.output_shape
         kind = "heads" if by_heads else True
@@ -251,8 +251,8 @@ class Attention(Mixer):
 class ValueEmbedding(EmbeddingTable):
     """A table with a value for each token id and key head: the part of a layer's values that depends on the id alone.
 
-    Each layer holds its own table, and devices of the axis `tensor` hold the heads of their keys. The value of an id
-    outside the table is NaN.
+    Each layer holds its own table, and devices of the axis `tensor` hold the table's part for their key heads. The
+    value of an id outside the table is NaN.
     """
 
     weight: Float[Array, "ids kv_heads head_dim"]

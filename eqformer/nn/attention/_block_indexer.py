@@ -83,9 +83,8 @@ class BlockIndexer(Module):
             )
         if rotary.depends_on_length or rotary.dim > dim:
             raise ValueError(
-                f"BlockIndexer(dim={dim}, rotary={rotary}): the first channels of small keys are rotated, and small "
-                "keys are cached rotated; give a rotary of at most dim channels, whose scaling does not depend on the "
-                "length."
+                f"BlockIndexer(dim={dim}, rotary={rotary}): the first channels of small keys are rotated before the "
+                "keys are cached; give a rotary of at most dim channels, whose scaling does not depend on the length."
             )
         query, small_key = jax.random.split(key)
         self.query = Linear("embed -> kv_heads index_dim", embed=embed, kv_heads=kv_heads, index_dim=dim, key=query)
@@ -94,7 +93,7 @@ class BlockIndexer(Module):
         self.block, self.top_k, self.local, self.chunk = block, top_k, local, chunk
 
     def index_keys(self, x: Float[Array, "*rows _ embed"], tokens: Tokens) -> Float[Array, "*batch seq index_dim"]:
-        """Return the small keys of the tokens of `x`, which are cached."""
+        """Return the small keys of the tokens of `x`; the layer caches these keys."""
         return self.rotary(self.key_norm(self.key(x))[..., None, :], tokens.positions)[..., 0, :]
 
     def select_blocks(
@@ -106,7 +105,7 @@ class BlockIndexer(Module):
         tokens: Tokens,
         kv_tokens: Tokens,
     ) -> "BlockSelection | None":
-        """Return the `top_k` best blocks of each query and key head; None if the keys cannot reach into more blocks.
+        """Return the `top_k` best blocks of each query and key head; None if the keys are in no more than `top_k`.
 
         The scores of `chunk` queries are in memory at a time.
 

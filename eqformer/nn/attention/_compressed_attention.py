@@ -72,8 +72,8 @@ class KeyCompressor(Module):
         if rate < 1 or series < 1 or rotary.depends_on_length:
             raise ValueError(
                 f"KeyCompressor(rate={rate}, series={series}, rotary={rotary}): a mean is over at least one token, and "
-                "keys are cached rotated; give numbers of at least 1, and a rotary whose scaling does not depend on "
-                "the length."
+                "keys are rotated before they are cached; give numbers of at least 1, and a rotary whose scaling does "
+                "not depend on the length."
             )
         value, gate = jax.random.split(key)
         sizes = {"embed": embed, "series": series, "entry_dim": dim}
@@ -87,7 +87,7 @@ class KeyCompressor(Module):
     ) -> tuple[KeySet, CompressorCache | None]:
         """Return the keys of all complete blocks, and the cache with the tokens of `x`.
 
-        Without a cache, the blocks are those in `x`, whose rows may hold several documents.
+        Without a cache, these are the blocks in `x`, whose rows may hold several documents.
         """
         # Under a plan `x` may have only some tokens of each row, and the maps return all of them.
         products, rate = jnp.stack([self.value(x), self.gate(x)], axis=-3), self.bias.shape[0]
@@ -279,8 +279,8 @@ class CompressedAttention(Mixer):
         if window < 1 or chunk < 1 or rotary.depends_on_length:
             raise ValueError(
                 f"CompressedAttention(window={window}, chunk={chunk}, rotary={rotary}): a query sees its own token, "
-                "and keys are cached rotated; give a window and a chunk of at least 1, and a rotary whose scaling does "
-                "not depend on the length."
+                "and keys are rotated before they are cached; give a window and a chunk of at least 1, and a rotary "
+                "whose scaling does not depend on the length."
             )
         if compressor is not None and compressor.bias.shape[-1] != head_dim:
             raise ValueError(
@@ -347,7 +347,7 @@ class CompressedAttention(Mixer):
         tokens: Tokens,
         cache: CompressedCache | None,
     ) -> tuple[KeySet | None, IndexedKeys | None, CompressedCache | None]:
-        """Return the compressed keys, the indexer's queries and keys (None if a query sees all), and the cache."""
+        """Return the compressed keys, the indexer's queries and keys (None: a query sees all keys), and the cache."""
         if self.compressor is None:
             return None, None, cache
         entries, compressor_cache = self.compressor(x, tokens, None if cache is None else cache.compressor)
@@ -409,7 +409,7 @@ class CompressedAttention(Mixer):
                     keys,
                     mask=ChosenKeys(visible),
                     tokens=tokens,
-                    kv_tokens=Tokens(jnp.zeros(keys.shape[:-2], jnp.int32)),  # unread: the mask chooses all keys
+                    kv_tokens=Tokens(jnp.zeros(keys.shape[:-2], jnp.int32)),  # not read: the mask has the visible keys
                     scale=query.shape[-1] ** -0.5,
                     sinks=self.sinks.reshape(-1),
                 )

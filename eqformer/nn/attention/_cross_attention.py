@@ -237,7 +237,7 @@ def read_source(
     if tokens.source is None:
         if cache is None:
             raise ValueError(
-                f"{call}: neither a source nor a cache that holds a source; pass nn.Tokens(positions, "
+                f"{call}: there is neither a source nor a cache that holds a source; pass nn.Tokens(positions, "
                 "source=nn.Source(...)), or nn.with_source(tokens, source)."
             )
         key, value, source_tokens = cache.read(dtype)
@@ -247,8 +247,9 @@ def read_source(
     if cache is not None:
         if vectors.shape[-2] > (slots := cache.positions.shape[-1]):
             raise ValueError(
-                f"{call}: a source of {vectors.shape[-2]} tokens and a cache of capacity {slots}, which must hold the "
-                "source's keys; make the cache by init_cache(..., capacity) with at least as many."
+                f"{call}: the source has {vectors.shape[-2]} tokens, but the cache that must hold its keys has the "
+                f"capacity {slots}; make the cache by init_cache(..., capacity) with a capacity of at least "
+                f"{vectors.shape[-2]}."
             )
         cache, key, value, source_tokens = cache.update(key, value, source_tokens)
     return key.astype(dtype), value.astype(dtype), source_tokens, cache
@@ -259,7 +260,7 @@ def _join_tokens(source: Tokens, row: Tokens, batch: tuple[int, ...]) -> Tokens:
     if row.segments is not None and source.segments is None:
         raise ValueError(
             "MergedAttention: the row has segments and its source has none; give nn.Source(values, "
-            "nn.Tokens(positions, segments)) with the segments of the row that read each token."
+            "nn.Tokens(positions, segments)), with the segment of the row that reads each token of the source."
         )
 
     def concatenate(*parts: Int[Array, "*batch _"]) -> Int[Array, "*batch kv_seq"]:

@@ -178,8 +178,8 @@ class Indexer(KeyIndexer):
         """
         if (rotary is not None and rotary.depends_on_length) or top_k < 1:
             raise ValueError(
-                f"Indexer(top_k={top_k}, rotary={rotary}): a query sees at least one key, and keys are cached rotated; "
-                "give top_k >= 1 and a rotary whose scaling does not depend on the length."
+                f"Indexer(top_k={top_k}, rotary={rotary}): a query sees at least one key, and keys are rotated before "
+                "they are cached; give top_k >= 1 and a rotary whose scaling does not depend on the length."
             )
         keys = jax.random.split(key, 3)
         source, size = ("embed", embed) if q_latent is None else ("q_latent", q_latent)

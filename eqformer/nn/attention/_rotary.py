@@ -37,7 +37,7 @@ class PositionEncoding(Module):
         return self.depends_on_length
 
     def can_rerotate(self, longest: int) -> bool:
-        """Return whether cached keys of rows of up to `longest` tokens can be rotated again; only a `Rotary` can."""
+        """Return whether cached keys of rows of up to `longest` tokens can be rotated again, as only by a `Rotary`."""
         return False
 
     def for_tokens(self, tokens: Tokens) -> "PositionEncoding":
@@ -178,7 +178,7 @@ class Rotary(PositionEncoding):
         frequencies, magnitude = base_frequencies(self.dim, self.theta), 1.0
         if self.scaling is not None:
             frequencies, magnitude = self.scaling.frequencies(self.dim, self.theta, lengths[..., None])
-        # Frequencies are rounded to float32 whatever the dtype, as every published model was trained.
+        # Frequencies are rounded to float32 in any dtype, as in the training of all published models.
         return jnp.asarray(frequencies, jnp.float32).astype(dtype), magnitude
 
 

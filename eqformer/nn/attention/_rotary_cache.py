@@ -73,7 +73,7 @@ def start_rotation(
         return Rotation(encoding, tokens, lengths), cache
     if cache.rolling or encoding.changes_within(capacity_of(cache)):
         return Rotation(encoding, tokens, on_read=True), cache
-    # All lengths that fit in the cache share the frequencies of the shortest.
+    # All lengths that fit in the cache share the frequencies of the shortest length.
     return Rotation(encoding, tokens, jnp.zeros_like(tokens.positions[..., :1])), cache
 
 

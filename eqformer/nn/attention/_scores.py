@@ -131,7 +131,7 @@ class Scores(Module):
             value: The values.
             mask: The keys that a query may see.
             tokens: The tokens of the queries.
-            kv_tokens: The tokens of the keys; None: those of the queries.
+            kv_tokens: The tokens of the keys; None: the tokens of the queries.
         """
         return kernels.AttentionCall(
             self.apply_temperature(query, tokens),
@@ -159,7 +159,7 @@ def _bias_of(tokens: Tokens, kv_tokens: Tokens | None) -> Float[Array, "*batch h
 def compute_attention(
     core: kernels.Operation, call: kernels.AttentionCall, cache: KVCache | None
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Compute the call by `core`, or by a kernel for decoding if one query a row reads all keys of a cache.
+    """Compute the call by `core`, or by a kernel for decoding if a single query of each row reads a whole cache.
 
     `cache` stores all keys and values of the call; None: they are in no cache. A kernel for decoding reads them as they
     are stored; if they have 8 bits, it multiplies scores and probabilities by the scales, instead of keys and values. A

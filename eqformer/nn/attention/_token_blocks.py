@@ -9,7 +9,8 @@ from .._tokens import Tokens
 def find_ends(tokens: Tokens, rate: int) -> tuple[Int[Array, "*batch blocks"], Int[Array, "*batch blocks"]]:
     """Return the index in the row and the position of the last token of each complete block of `rate` tokens.
 
-    The results are padded to the most blocks that a row can complete. Padding has position -1 and any index.
+    The results are padded to the maximum number of blocks that a row can complete. Padding has position -1 and any
+    index.
     """
     positions = tokens.positions
     # Rounded up, because a row that begins within a block may complete that block too.

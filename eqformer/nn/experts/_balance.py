@@ -1,4 +1,4 @@
-"""Auxiliary losses that balance the load of experts, and the update of selection biases, which balances it too."""
+"""Auxiliary losses that balance the load of experts, and the update of selection biases with the same aim."""
 
 import abc
 from collections.abc import Callable
@@ -93,7 +93,7 @@ class LoadBalance(BalanceLoss):
 
 
 class RouterZ(BalanceLoss):
-    """`logsumexp(logits)^2` of each token, against large logits (ST-MoE, Zoph et al. 2022, eq. 5; 0.001 there)."""
+    """`logsumexp(logits)^2` of each token, against large logits (ST-MoE, Zoph et al. 2022, eq. 5; factor 0.001)."""
 
     coefficient: float = eqx.field(static=True)
 
@@ -147,7 +147,7 @@ class NoisyLoad(BalanceLoss):
         """Return the loss; raise a `ValueError` for a routing without `load`."""
         if routing.load is None:
             raise ValueError(
-                "NoisyLoad(...)(routing): the routing has load=None; only NoisyTopKRouter gives one, "
+                "NoisyLoad(...)(routing): the routing has load=None; only NoisyTopKRouter gives a load, "
                 "take LoadBalance for other routers."
             )
         return self.coefficient * _squared_variation(routing.load, tokens, total)
@@ -159,7 +159,7 @@ def update_selection_bias(
     """Return the selection bias after a step: larger by `rate` for experts below the mean load, smaller by `rate` for
     experts above the mean load.
 
-    `load` counts the tokens of the whole batch that chose each expert, in a row for each layer. The rule is that of
+    `load` counts the tokens of the whole batch that chose each expert, in a row for each layer. The rule is from
     arXiv:2408.15664.
     """
     missing = jnp.sum(load, axis=-1, keepdims=True) - load.shape[-1] * load

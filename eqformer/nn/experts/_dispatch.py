@@ -80,7 +80,7 @@ class Dropless(Dispatch):
 
 
 class Capacity(Dispatch):
-    """Dispatch to `ceil(factor * choices / experts)` slots for each expert in a group; choices beyond are dropped.
+    """Dispatch to `ceil(factor * choices / experts)` slots for each expert in a group; further choices are dropped.
 
     Padding chooses no expert and is not counted, so that rows may be padded to any length.
 
@@ -222,7 +222,7 @@ def run_slots(experts: Experts, x: Float[Array, "*batch seq embed"], slots: Slot
 def sort_by_expert(
     chosen: Int[Array, "tokens top_k"], experts: int
 ) -> tuple[Int[Array, "choices"], Int[Array, "choices"], Int[Array, "experts"]]:
-    """Return the order of choices by expert, the position of each choice in that order, and each expert's choices.
+    """Return the order of choices by expert, each choice's position in that order, and each expert's number of choices.
 
     Choices of -1 come last.
     """

@@ -50,7 +50,7 @@ class Experts(Module):
         return take_members(self.mlps, index)
 
     def slots(self, x: Float[Array, "experts slots embed"]) -> Float[Array, "experts slots embed"]:
-        """Run each expert on its slots; all experts have equally many."""
+        """Run each expert on its slots; all experts have the same number of slots."""
         return eqx.filter_vmap(lambda mlp, x: mlp(x))(self.mlps, x)
 
     def sorted_rows(

@@ -1,8 +1,8 @@
 """Ensembles on rows sorted by group, without kernels: the first rows of all groups in slots, the other rows in blocks.
 
-Each group has as many slots as rows with an even load, and the slots of all groups are one batched product. The rows
-beyond the slots are computed block by block, each block with the weights of its group. The backward pass keeps the
-outputs of linear maps and recomputes everything between them.
+Each group has as many slots as it would have rows with an even load, and the slots of all groups are one batched
+product. The rows beyond the slots are computed block by block, each block with the weights of its group. The backward
+pass keeps the outputs of linear maps and recomputes everything between them.
 """
 
 import functools

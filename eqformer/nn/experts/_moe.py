@@ -170,7 +170,7 @@ class MoE(ExpertMixture):
         if facts.experts != len(experts):
             raise ValueError(
                 f"MoE(router, experts): the router chooses among {facts.experts} experts and there are {len(experts)}; "
-                "build both for one number."
+                "build both for the same number of experts."
             )
         if losses and facts.expert_choice:
             raise ValueError(
@@ -249,7 +249,7 @@ def first_experts(
     aux = map_modules(_FirstExpert, model, ExpertMixture).encode(ids, tokens)[2]
     stacks = [jnp.stack(jax.tree.leaves(stack), axis=1) for stack in aux if jax.tree.leaves(stack)]
     if not stacks:
-        raise ValueError("first_experts(model): the model has no mixture of experts, so no token chooses one.")
+        raise ValueError("first_experts(model): the model has no mixture of experts, so no token chooses an expert.")
     return jnp.concatenate([stack.reshape(-1, *ids.shape) for stack in stacks])
 
 

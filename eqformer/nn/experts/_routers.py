@@ -35,7 +35,7 @@ class ExpertGroups:
     """The score of a group: its best expert's score (`"max"`), or the sum of its two best experts' (`"top2"`)."""
 
     def check(self, experts: int, top_k: int) -> None:
-        """Raise a `ValueError` unless tokens can choose `top_k` of so many experts from these groups."""
+        """Raise a `ValueError` unless tokens can choose `top_k` of `experts` experts from these groups."""
         call = f"TopKRouter(experts={experts}, top_k={top_k}, groups={self})"
         if self.score not in _SUMMED_EXPERTS:
             raise ValueError(f"{call}: the group scores are {', '.join(_SUMMED_EXPERTS)}, not {self.score!r}.")
@@ -118,7 +118,7 @@ class TopKRouter(routing.Router):
         Args:
             embed: Channels of a token.
             experts: The number of experts to choose from.
-            top_k: The experts of each token.
+            top_k: The number of experts of each token.
             score: `"softmax"`, `"sigmoid"` or `"sqrt_softplus"` of the logits.
             normalise: Whether the weights of the chosen experts add up to `scale`.
             normalise_eps: Added to the sum of weights before the division; not for a softmax (LFM2: 1e-6).
@@ -130,7 +130,7 @@ class TopKRouter(routing.Router):
             norm: A norm of the map's input.
             logit_scale: A factor of the logits.
             scales_experts: Whether there is an `expert_scale`.
-            std: Standard deviation of the map's weights; None: that of any linear map.
+            std: Standard deviation of the map's weights; None: the default of `Linear`.
             key: For the weights.
         """
         routing.check_top_k("TopKRouter", top_k, experts)
@@ -266,7 +266,7 @@ class NoisyTopKRouter(routing.Router):
 
 
 class RandomSecondRouter(routing.Router):
-    """The two likeliest experts, of which the second is taken at random (GShard, Lepikhin et al. 2020, algorithm 1).
+    """The likeliest expert and, at random, the second likeliest (GShard, Lepikhin et al. 2020, algorithm 1).
 
     Weights are `g1 / (g1 + g2)` and `g2 / (g1 + g2)` of the softmax. In training, the second expert is taken with
     probability `2 g2 / (g1 + g2)`, which is at most 1; the weight of the first expert is the same in both cases.
@@ -318,7 +318,7 @@ class SparseMixerRouter(routing.Router):
             embed: Channels of a token.
             experts: The number of experts to choose from.
             tolerance: Half the relative distance from the best logit within which experts share the softmax.
-            std: Standard deviation of the map's weights; None: that of any linear map.
+            std: Standard deviation of the map's weights; None: the default of `Linear`.
             key: For the weights.
         """
         routing.check_top_k("SparseMixerRouter", 2, experts)
@@ -385,12 +385,12 @@ class HashRouter(routing.Router, ReadsIds):
         Args:
             embed: Channels of a token.
             experts: The number of experts to choose from.
-            top_k: The experts of each token.
+            top_k: The number of experts of each token.
             vocab: The number of token ids.
             score: `"softmax"`, `"sigmoid"` or `"sqrt_softplus"` of the logits.
             normalise: Whether the weights of a token's experts add up to `scale`.
             scale: A factor of the weights.
-            std: Standard deviation of the map's weights; None: that of any linear map.
+            std: Standard deviation of the map's weights; None: the default of `Linear`.
             key: For the weights and the table.
         """
         routing.check_top_k("HashRouter", top_k, experts)
@@ -447,9 +447,9 @@ class ExpertChoiceRouter(routing.Router):
         Args:
             embed: Channels of a token.
             experts: The number of experts.
-            factor: The experts that a token has on average.
+            factor: The average number of experts of a token.
             per: The group from which an expert chooses its tokens: `"sequence"` or `"batch"`.
-            std: Standard deviation of the map's weights; None: that of any linear map.
+            std: Standard deviation of the map's weights; None: the default of `Linear`.
             key: For the weights.
         """
         if not 0.01 <= factor <= experts:

@@ -80,8 +80,8 @@ class RouterFacts:
 class Router(Module):
     """A choice of experts for tokens, or of tokens for experts, computed in float32 at least; padding is not routed.
 
-    Noise is sampled with the key of each token, and none is added without keys, so a token has the same experts in any
-    batch and on any mesh. Every device runs the whole router, on all features of a token.
+    Noise is sampled with the key of each token, so a token has the same experts in any batch and on any mesh; without
+    keys there is no noise. Every device runs the whole router, on all features of a token.
     """
 
     @abc.abstractmethod

@@ -37,7 +37,7 @@ def delta_rule(
     `S_t = e^g_t S_(t-1) + rate_t k_t (v_t - e^g_t S_(t-1)^T k_t)^T` with `g = log_decay`: the value that the state
     holds for a key moves towards the token's value (Yang, Kautz and Hatamizadeh 2024). `log_decay` is per head, `*batch
     seq heads`, or per channel of the keys, `*batch seq heads head_dim` (Kimi team 2025, arXiv:2510.26692). The state is
-    zero at the start of each further document; a token with rate and log decay 0 changes nothing.
+    zero at the start of each document after the first; a token with rate and log decay 0 changes nothing.
 
     A single token is one step. Longer rows are computed in chunks, by `chunk x chunk` matrix products (section 3.3 of
     the paper), so time and memory grow with `seq * chunk`. Each key and query serves `heads / kv_heads` neighbouring

@@ -17,7 +17,7 @@ class States(eqx.Module):
     memory: Float[Array, "*layers_batch heads head_dim v_dim"]
     """The states. If `layer` is given, a dim of layers comes first."""
     begins: Bool[Array, "*batch"]
-    """Whether a row's first token begins a document: its initial state is zero."""
+    """Whether a row's first token begins a document, so that the row's initial state is zero."""
     layer: Int[Array, ""] | None = None
     """The layer of the stack whose states are read and written; None: the memory has no dim of layers."""
     follows_cache: Bool[Array, "*batch"] | None = None
@@ -34,7 +34,7 @@ class States(eqx.Module):
         """Return the initial states, for rules that mask the state at the start of a document themselves.
 
         With `follows_cache`, rows that begin a document have zeros, and rows that do not follow their cache have NaN.
-        Without it, all rows have the stored states.
+        Without `follows_cache`, all rows have the stored states.
         """
         state = index_layer(self.memory, self.layer).astype(dtype)
         return state if self.follows_cache is None else initial_state(self.initial_code[..., None, None, None], state)
