@@ -173,7 +173,7 @@ def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
         return (
             f"no mesh of as many devices was found that fits, of {search.meshes} possible meshes: the state alone "
             f"(parameters, gradients, optimizer) takes at least {gigabytes(search.smallest_state)}; take more devices, "
-            "or a smaller model (more microbatches or a smaller batch do not change the state)"
+            "or a smaller model (the batch and its division into microbatches do not change the state)"
         )
     candidate, step = search.smallest
     stopped = f"; the search stopped after {search.traced} of {search.candidates} plans, the best by their shapes"

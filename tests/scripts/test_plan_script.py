@@ -346,7 +346,7 @@ def test_memory_that_is_enough_and_meshes_where_it_is_not(report):
 def test_where_nothing_fits_the_part_that_is_too_large_is_named(report, monkeypatch):
     text = report(f"{TIGHT} --memory 1k")
     assert "the state alone (parameters, gradients, optimizer) takes" in text and "more microbatches" not in text
-    least, number = re.findall(r"of (\d+) that are possible.* takes ([\d.]+) GB at least", text)[0][::-1]
+    least, number = re.findall(r"of (\d+) possible meshes.* takes at least ([\d.]+) GB", text)[0][::-1]
     assert float(least) > 0 and int(number) >= 4
     # A row of 16384 tokens keeps far more than the state of a small model takes.
     long = "--mesh.fsdp 2 --model.layers 1 --batch 2 --seq 16384 --memory"
