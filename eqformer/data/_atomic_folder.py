@@ -25,7 +25,7 @@ class DamagedFolder(Exception):
 
 
 class WriteFailure(Exception):
-    """Error that holds the `OSError` of a write (a full disk, no permission), unlike errors of reading a source."""
+    """Error of a write, such as a full disk or a missing permission; it holds the `OSError`."""
 
     def __init__(self, error: OSError):
         self.error = error
@@ -64,8 +64,8 @@ class FolderWriter:
     def close(self) -> None:
         """Close the files, complete or not."""
         for file in self._open.values():
-            # Closing writes what is still buffered and may fail. `finish` leaves nothing buffered; without `finish` the
-            # folder has no `meta.json`, so that it is never read.
+            # Closing writes buffered bytes, and may fail. After `finish` no bytes are buffered; without `finish` the
+            # folder has no `meta.json`, and is therefore never read.
             with contextlib.suppress(OSError):
                 file.close()
 
@@ -74,11 +74,11 @@ class FolderWriter:
 def write_atomic_folder(target: Path) -> Iterator[FolderWriter]:
     """Yield a writer whose folder becomes `target` if the block ends without an error, and is deleted otherwise.
 
-    The block must call the writer's `finish`, without which `read_description` refuses the folder. The folder is built
+    The block must call the writer's `finish`: otherwise `read_description` refuses the folder. The folder is built
     beside `target` under a name that starts with a dot, and renamed at the end. If another process has created `target`
-    in the meantime, that folder stays. Before the block runs, folders that killed processes of this machine left
-    unfinished are deleted. Unfinished folders of other machines stay, because their locks may not be visible over a
-    network.
+    in the meantime, the other process's folder stays. Before the block runs, unfinished folders of this machine's
+    killed processes are deleted. Unfinished folders of other machines stay, because their locks may not be visible over
+    a network.
 
     **Raises:** `WriteFailure`.
     """
@@ -118,7 +118,7 @@ def delete_folder(target: Path) -> None:
 def read_description(target: Path, *, verify: bool) -> JsonObject:
     """Return the folder's `meta.json`.
 
-    Raises `DamagedFolder` if the sizes of the files (with `verify`, also their checksums) differ from those recorded.
+    Raises `DamagedFolder` if the size of a file (with `verify`, also its checksum) is not the one that was recorded.
     """
     try:
         meta = read_json(target / _META)
@@ -132,12 +132,12 @@ def read_description(target: Path, *, verify: bool) -> JsonObject:
             state = "is absent" if actual is None else f"has {actual}"
             raise DamagedFolder(f"{name} should have {size} bytes but {state}")
         if verify and _checksum(path) != checksum:
-            raise DamagedFolder(f"the bytes of {name} are not those that were written")
+            raise DamagedFolder(f"the bytes of {name} have changed since they were written")
     return meta
 
 
 def describe_file(path: Path) -> dict[str, int]:
-    """Return the size and the checksum of a file, as `read_description` compares them."""
+    """Return the size and the checksum of a file, in the form of the description's `files`."""
     return {"size": path.stat().st_size, "crc32": _checksum(path)}
 
 
@@ -193,9 +193,9 @@ def _unfinished_prefix(target: Path) -> str:
 
 
 def _delete_unfinished(target: Path) -> None:
-    """Delete the folders that killed processes of this machine left unfinished.
+    """Delete the unfinished folders of this machine's killed processes.
 
-    Systems without POSIX locks cannot tell whether the writing process still runs: there, nothing is deleted.
+    A system without POSIX locks cannot tell whether the writing process still runs, so nothing is deleted there.
     """
     for folder in target.parent.glob(f"{_unfinished_prefix(target)}.*"):
         with contextlib.suppress(OSError, ValueError), open_regular(folder / _LOCK) as file:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, object]
 Span = tuple[int, int]
 _CONTINUATION_MARK = "EQFORMER_CONTINUES_HERE "
-"""Mark after a content that is continued. Its space shows whether a template trims white space after a content."""
+"""Mark that is written after a content to be continued; the mark's space shows whether a template trims spaces."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
 
@@ -29,10 +29,10 @@ class ChatTemplate:
 
     `folder` contains the template as `chat_template.jinja` or in `tokenizer_config.json`, with the special tokens that
     the template may use by name. As in transformers 5, null tokens and null fields of a message are undefined in the
-    template. `now` returns the date for templates that write it; without `now` they have no date.
+    template. `now` returns the date for templates that write the date; without `now`, templates have no date.
 
-    A template is untrusted code: one rendering takes at most 2^20 steps and a second of processor time, and creates
-    values of at most 2^22 characters; all three limits grow with a long conversation.
+    A template is untrusted code. One rendering may take at most 2^20 steps and a second of processor time, and may
+    create values of at most 2^22 characters. All three limits grow with the conversation.
 
     `fingerprint` is a text that changes when the template or its tokens change.
 
@@ -45,8 +45,8 @@ class ChatTemplate:
         file, source = _find_template(Path(folder), settings)
         if source is None:
             raise ValueError(
-                f"{call}: the folder has no chat_template.jinja, and its tokenizer_config.json no chat_template; give "
-                "the prompt as plain text."
+                f"{call}: the folder has no chat_template.jinja, and its tokenizer_config.json has no chat_template; "
+                "give the prompt as plain text."
             )
         load_extra("jinja2", extra="train", call=call)
         from ._template_sandbox import BoundedEnvironment
@@ -65,8 +65,8 @@ class ChatTemplate:
     def check_roles(self, messages: Sequence[Message], location: str) -> None:
         """Raise a `ValueError` for an unusual role that the template does not name.
 
-        Many templates write any role into the text, or leave the message out, so that a typing error would go
-        unnoticed. `location` begins the error.
+        Many templates write any role into the text, or leave out a message with an unknown role, so that a typing error
+        would go unnoticed. `location` begins the error.
         """
         for number, message in enumerate(messages):
             role = str(message.get("role"))
@@ -89,11 +89,11 @@ class ChatTemplate:
         """Return the conversation as one text.
 
         Each message has a `role` (`system`, `user`, `assistant`) and a `content`. With `add_generation_prompt`, the
-        text ends with the header of the assistant's next message. With `continue_final_message`, the text ends with the
-        content of the final message instead, which is the beginning of an answer. `options` are further variables of
-        the template (`enable_thinking=False`). The text names special tokens; `FileTokenizer.encode_prompt` encodes the
-        names as the tokens. Raises a `ValueError` if the template refuses the conversation, exceeds a limit, or changes
-        the content that is to be continued.
+        text ends with the header of the assistant's next message. With `continue_final_message`, the text ends instead
+        with the content of the final message, which is the beginning of an answer. `options` are further variables of
+        the template (`enable_thinking=False`). The text contains the names of special tokens;
+        `FileTokenizer.encode_prompt` encodes each name as its token. Raises a `ValueError` if the template refuses the
+        conversation, exceeds a limit, or changes the content that is to be continued.
         """
         if continue_final_message:
             return self._render_unfinished(messages, **options)
@@ -103,8 +103,8 @@ class ChatTemplate:
     def _render_unfinished(self, messages: Sequence[Mapping[str, object]], **options: object) -> str:
         """Return the conversation as a text that ends with the content of the final message.
 
-        The content is rendered with a mark after it, and the text ends before the mark, as in transformers: the
-        template shows where it writes the content, and whether it trims white space.
+        As in transformers, the content is rendered with a mark after it, and the text ends before the mark. The mark
+        shows where the template writes the content, and whether it trims white space.
         """
         call = "ChatTemplate.render(continue_final_message=True)"
         content = messages[-1].get("content") if messages else None
@@ -128,9 +128,9 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int] | None]]:
         """Return the conversation as one text, and where each message's text starts and stops in it, headers included.
 
-        The text is that of `render(messages, add_generation_prompt=False, **options)`. A message's text is what the
-        template's loops over the messages write in the iteration of this message. It is None for a message for which
-        no iteration writes text, and for all messages of a template that has no loop over the messages themselves.
+        The text is the result of `render(messages, add_generation_prompt=False, **options)`. A message's text is the
+        text that the template's loop over the messages writes in the iteration of this message. The start and stop are
+        None for a message whose iteration writes no text, and for all messages of a template without such a loop.
         """
         spans: list[tuple[int, int] | None] = [None] * len(messages)
         pieces = self._render_pieces(messages, add_generation_prompt=False, **options)
@@ -156,10 +156,10 @@ class ChatTemplate:
             return self._compiled(variables | conversation | options)
 
 
-# The places of replies in a rendered conversation.
+# Replies are found in a rendered conversation.
 
-# A text is compared with a generation prompt unit by unit. A unit is a name such as <think>, a word, or one other
-# character, so that a reply which begins with "<" does not share the first character of "<think>".
+# A text is compared with a generation prompt unit by unit. A unit is a name such as <think>, a word, or another single
+# character, so that a reply that begins with "<" does not share the first character of "<think>".
 _UNIT = re.compile(r"<[^<>\s]*>|\w+|.", re.DOTALL)
 
 
@@ -168,13 +168,14 @@ def find_replies(
 ) -> tuple[str, list[tuple[Span, Span] | None]]:
     """Return a rendered conversation, and two spans for each message of the assistant: the message and the reply.
 
-    The first span is that of the whole message, with its header. The second begins after the generation prompt, at the
-    character that the model writes first when it replies. A span is a start and a stop. Other messages have None, and
-    so has a message of the assistant that the template leaves out.
+    The first span covers the whole message, with its header. The second span begins after the generation prompt, at the
+    first character that the model writes when it replies. A span is a start and a stop. All other messages have None,
+    and so do messages of the assistant that the template leaves out.
 
     The conversation is rendered once, so the spans are right for templates that drop earlier reasoning, rewrite
-    contents or join messages. A template without a loop over the messages must render the first messages as the
-    beginning of the whole conversation. Raises a `ValueError` if it does not, or if it refuses the conversation.
+    contents or join messages. If a template has no loop over the messages, its text of the first messages must be the
+    beginning of its text of the whole conversation. Raises a `ValueError` if it is not, or if the template refuses the
+    conversation.
     """
     text, spans = template.render_by_message(messages, **options)
     is_traced = any(span is not None for span in spans)
@@ -198,7 +199,7 @@ def find_replies(
 
 
 def _includes_results(messages: Sequence[Message], spans: Sequence[Span | None], number: int) -> bool:
-    """Return whether the span of a call may contain the tools' results, because these have no span of their own."""
+    """Return whether the span of a tool call may contain the tools' results, because these have no own spans."""
     following = number + 1
     return following < len(messages) and messages[following]["role"] == "tool" and spans[following] is None
 
@@ -211,10 +212,12 @@ def _cut_results(
     number: int,
     options: Mapping[str, Any],
 ) -> Span | None:
-    """Return the span of a call without the tools' results: the part that it shares with a rendering without them.
+    """Return the span of a tool call without the tools' results.
 
-    The longer of two such parts. One rendering keeps the later messages, because templates drop reasoning before the
-    user's last message. The other ends at the call, for templates that refuse two replies in a row.
+    The conversation is rendered again without the results, and the span ends where the two texts begin to differ. This
+    is done twice, and the longer span counts. One rendering keeps the later messages, because templates drop reasoning
+    before the user's last message. The other rendering ends at the call, because some templates refuse two replies in
+    a row.
     """
     span = spans[number]
     if span is None:
@@ -240,11 +243,11 @@ def _cut_results(
 def _find_header(
     template: ChatTemplate, text: str, previous: Sequence[Message], span: Span, options: Mapping[str, Any]
 ) -> str:
-    """Return the text after the previous messages that asks the model for its reply.
+    """Return the header that asks the model for its reply, which the template writes after the previous messages.
 
-    The message begins with this text, unless the template drops earlier reasoning: then the conversation does not begin
-    with the model's prompt, and the message may begin with a part of the text, without a name such as <think>. For
-    templates that refuse messages without a question, the text after a question is taken.
+    Usually the message begins with this header. If the template drops earlier reasoning, the message may begin with a
+    part of the header, without a name such as <think>. If the template refuses previous messages without a question,
+    the header after a question is returned.
     """
     start, stop = span
     question = {"role": "user", "content": "?"}
@@ -265,7 +268,7 @@ def _find_header(
 def _find_by_prefix(
     template: ChatTemplate, text: str, messages: Sequence[Message], number: int, options: Mapping[str, Any]
 ) -> Span:
-    """Return the span of a message as the difference of two renderings, without and with the message."""
+    """Return the span of a message as the difference between a rendering without and a rendering with the message."""
     before = template.render(messages[:number], add_generation_prompt=False, **options) if number else ""
     through = template.render(messages[: number + 1], add_generation_prompt=False, **options)
     if not (text.startswith(through) and through.startswith(before)):
@@ -278,7 +281,7 @@ def _find_by_prefix(
 
 
 def _shared_length(first: str, second: str) -> int:
-    """Return the number of characters of the longest common beginning, in whole names and words."""
+    """Return the number of characters of the common beginning of two texts, in whole names and words."""
     length = 0
     for first_unit, second_unit in zip(_UNIT.finditer(first), _UNIT.finditer(second)):
         if first_unit[0] != second_unit[0]:
@@ -301,7 +304,7 @@ def has_chat_template(folder: str | os.PathLike[str]) -> bool:
 
 
 def _find_template(folder: Path, settings: JsonObject) -> tuple[Path, str | None]:
-    """Return the template's file and text (None without a template); of several, the template named default."""
+    """Return the template's file and its text (None if there is none); if there are several, the one named default."""
     file = folder / "chat_template.jinja"
     if is_there(file):
         return file, read_utf8(file)
@@ -324,7 +327,7 @@ def _default_template(templates: list[JsonValue], file: Path) -> JsonValue:
                 continue
             case _:
                 raise ValueError(
-                    f"{file}: each template of the list chat_template must have a name and a template, but one is "
+                    f"{file}: each entry of the list chat_template must have a name and a template, but one entry is "
                     f"{str(entry)[:100]!r}."
                 )
     return next((entry["template"] for entry in templates if entry["name"] == "default"), None)
@@ -344,10 +347,10 @@ def read_tokenizer_config(folder: Path) -> JsonObject:
 
 
 def special_tokens(settings: JsonObject) -> dict[str, str]:
-    """Return the named special tokens (name -> text), as in transformers: `bos_token` and others, and the model's.
+    """Return the special tokens by name, as in transformers: `bos_token` and the like, and the model's own tokens.
 
-    Null tokens are excluded: they are undefined in a template, which writes nothing for them. Settings that are not
-    text, such as `add_bos_token`, are not tokens.
+    Null tokens are left out, so that a template writes nothing for them. Settings that are not text, such as
+    `add_bos_token`, are no tokens.
     """
     named = {name: value for name, value in settings.items() if name.endswith("_token")}
     for setting in ("extra_special_tokens", "model_specific_special_tokens"):

@@ -40,9 +40,9 @@ class PairPacking:
         if not has_target.all():
             document = int(np.argmin(has_target))
             raise ValueError(
-                f"{call}: the prompt must leave room for its completion in a row, but that of "
-                f"{store.name_document(document)} leaves none for the {('chosen', 'rejected')[document % 2]} one; pass "
-                "a longer seq, or leave the row out."
+                f"{call}: the prompt must leave room for its completion in a row, but the prompt of "
+                f"{store.name_document(document)} leaves no room for the {('chosen', 'rejected')[document % 2]} "
+                "completion; pass a longer seq, or leave the row out."
             )
 
     def __call__(self, rows: Int[np.ndarray, "pairs"]) -> PreferenceBatch:
@@ -60,8 +60,7 @@ class LabelledPacking:
     `cut_note` describes this number in words. Padding is as in `DocumentPacking`. The `mismatched` rows of a batch
     combine each row's prompt with the completion of the previous row in the file (the first row takes the last row's
     completion). KTO's reference point is the mean log-ratio of the mismatched rows. Raises a `ValueError` for a store
-    of other documents, and for a prompt so long that no token of its own completion, or of the mismatched one, fits
-    into the row.
+    of other documents, and for a prompt so long that no token of its completion fits into the row.
     """
 
     documents = 1
@@ -80,7 +79,7 @@ class LabelledPacking:
         self.cut = int(np.sum(np.diff(store.offsets) > seq + 1))
         self.cut_note = _note_cut_completions(self.cut)
         spans = zip(store.offsets[:-1], store.offsets[1:], strict=True)
-        # In a row without a prompt the first token counts as the prompt, since no token predicts it.
+        # In a row without a prompt, the first token counts as the prompt, because no token predicts it.
         self._prompts = np.array([max(int(np.argmax(self._weights[a:b] > 0)), 1) for a, b in spans])
         longest = int(np.argmax(self._prompts))
         if self._prompts[longest] > seq:
@@ -97,7 +96,7 @@ class LabelledPacking:
         return PreferenceBatch(**self._fill(rows, rows), examples=numbers, labels=labels, mismatched=mismatched)
 
     def _fill(self, prompts: Int[np.ndarray, "batch"], completions: Int[np.ndarray, "batch"]) -> dict[str, Any]:
-        """Return the arrays of a batch of the prompts and the completions of these rows."""
+        """Return the arrays of a batch that joins the prompts of some rows with the completions of other rows."""
         pairs = zip(prompts.tolist(), completions.tolist(), strict=True)
         examples = [_join(self._prompt(prompt), self._completion(completion)) for prompt, completion in pairs]
         return _fill_rows(examples, self.seq)
@@ -134,7 +133,7 @@ def batch_preferences(
 
     Args:
         pairs: The chosen and the rejected example of each prompt, from a `ConversationEncoder`.
-        seq: The tokens of a row; a longer completion is cut.
+        seq: The number of tokens in a row; a longer completion is cut.
         first_example: The first row's number in the run.
     """
     for number, (chosen, rejected) in enumerate(pairs):
@@ -149,7 +148,7 @@ def batch_preferences(
 def batch_labelled(
     examples: Sequence[EncodedExample], labels: Sequence[bool], *, seq: int, first_example: int = 0
 ) -> PreferenceBatch:
-    """Return a batch of completions that are labelled desirable or not, for KTO.
+    """Return a batch of completions that are labelled desirable or undesirable, for KTO.
 
     Raises a `ValueError` for a prompt so long that no token of its completion fits into the row, and if the numbers of
     examples and labels differ.
@@ -210,8 +209,8 @@ def batch_completions(
         if not len(prompt) or not len(completion) or len(prompt) + len(completion) > seq + 1:
             raise ValueError(
                 f"batch_completions(prompts, completions, seq={seq}): row {number} has a prompt of {len(prompt)} ids "
-                f"and a completion of {len(completion)}; both have at least 1, and together at most seq + 1; pass a "
-                "longer seq."
+                f"and a completion of {len(completion)}; each must have at least 1 id, and both together at most "
+                "seq + 1; pass a longer seq."
             )
     rows = [
         (np.asarray([*prompt, *completion], np.int32), np.repeat([0.0, 1.0], [len(prompt), len(completion)]))

@@ -38,7 +38,7 @@ class Conversation:
     options: Mapping[str, Any]
     """Variables of the template, such as `tools`."""
     has_prompt: bool = False
-    """Whether the row has a separate field for the prompt, so that only the completion is trained on."""
+    """Whether the row has a separate field for the prompt; then only the completion is trained on."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ Form = Literal[
 def read_example(row: object, *, location: str) -> tuple[Form, Example]:
     """Return the form and the content of a row of chat data.
 
-    The fields of a row tell its form: `messages` (optionally `tools` and `chat_template_kwargs`), `prompt` with
-    `completion` (both texts, or both lists of messages), or `text`. Raises a `ValueError` that names the location for
+    The fields of a row determine its form: `messages` (optionally with `tools` and `chat_template_kwargs`), `prompt`
+    and `completion` (two texts, or two lists of messages), or `text`. Raises a `ValueError` that names the location for
     any other row, and for messages without a role.
     """
     match row:
@@ -98,7 +98,7 @@ def describe_fields(row: object) -> str:
 def _make_conversation(
     messages: Sequence[object], completion_start: int | None, fields: Mapping[str, object], location: str
 ) -> Conversation:
-    """Check messages and the other fields of their row.
+    """Return the conversation of a row, after checks of its messages and of the row's other fields.
 
     If `completion_start` is None, the completion begins after the user's last message.
     """
@@ -129,7 +129,7 @@ def _make_conversation(
 
 
 def _read_tools(tools: object, location: str) -> dict[str, object]:
-    """Return the template's variable `tools`, if there are any; tables often store the list as a text of JSON."""
+    """Return the template's variable `tools`, if there are tools; tables often store the list as JSON text."""
     if isinstance(tools, str):
         try:
             tools = parse_json(tools) if tools.strip() else None
@@ -145,10 +145,10 @@ def _read_tools(tools: object, location: str) -> dict[str, object]:
 
 
 class EncodedExample(NamedTuple):
-    """Ids of an example, the loss weight of each, and the ends of the replies, at which a long example may be cut.
+    """Ids of an example, the loss weight of each id, and the ends of the replies, at which a long example may be cut.
 
-    Rows of whole texts have the ends of their parts in place of ends of replies: the borders between token types, and
-    the end of the row unless the text is cut there.
+    For rows of whole texts, `reply_ends` has the borders between token types instead, and the end of the row unless the
+    text is cut there.
     """
 
     ids: UInt[np.ndarray, "tokens"]
@@ -160,7 +160,7 @@ class EncodedExample(NamedTuple):
 
 
 class MarkedSpan(NamedTuple):
-    """Consecutive tokens of an example, which are either all trained on or all left out of the loss."""
+    """Consecutive tokens of an example that are either all trained on or all left out of the loss."""
 
     text: str
     tokens: int
@@ -186,27 +186,30 @@ class RowEncoder(abc.ABC):
 
     @abc.abstractmethod
     def encode_documents(self, documents: Sequence[Document]) -> list[EncodedExample]:
-        """Encode documents, each a row. Raises a `ValueError` that names the row."""
+        """Encode documents, each of which is a row. Raises a `ValueError` that names a row that cannot be encoded."""
 
 
 class ConversationEncoder(RowEncoder):
     """Encoder of chat data to token ids and loss weights; `open_store` takes it in place of a tokenizer.
 
     Each document of the source is one row as JSON, in a form of `read_example`: `conversations` makes such a source. A
-    conversation is rendered once by the chat template and tokenized once, so that the ids are those that the model
-    reads when it chats. The weight of a token is 0 if it is not trained on; otherwise it is the `weight` of its message
-    (1 by default). The trained part of a reply begins with the character that the model writes after the generation
-    prompt, and ends with the token that ends the turn; spaces after that token are not trained on. If the turn contains
-    no such token, the next message's first token ends the turn where it is one of `end_ids` (as in GLM-4); at the end
-    of the conversation, the first of `end_ids` is appended.
+    conversation is rendered once by the chat template and tokenized once, so that its ids are the same ids that the
+    model reads when it chats. The weight of a token is 0 if the token is not trained on, and otherwise the `weight` of
+    its message (1 by default).
+
+    The trained part of a reply begins with the first character after the generation prompt, and ends with the token
+    that ends the turn; spaces after that token are not trained on. If a turn has no such token, the first token of the
+    next message ends the turn if it is one of `end_ids` (as in GLM-4). At the end of the conversation, the first of
+    `end_ids` is appended to a turn without such a token.
 
     Args:
         tokenizer: The model's tokenizer.
         template: The model's chat template; None for data without messages.
-        loss_on: "assistant": all replies, or the completion. "completion": only the messages after the last one of
-            the user, or the completion. "all": every token.
-        end_ids: Ids that end the model's turn, as `LLM.end_ids`; the first is appended to a text that none of these ids
-            ends. An empty tuple: the tokenizer's end of text.
+        loss_on: The tokens that are trained on. "assistant": all replies. "completion": only the messages after the
+            user's last message. "all": every token. In rows with a prompt and a completion, the first two choices both
+            mean the completion.
+        end_ids: Ids that end the model's turn, as `LLM.end_ids`. The first id is appended to a text that ends with none
+            of these ids. An empty tuple: the tokenizer's end of text.
     """
 
     def __init__(
@@ -228,7 +231,7 @@ class ConversationEncoder(RowEncoder):
         self.fingerprint = digest([*parts, "" if template is None else template.fingerprint])
 
     def encode_documents(self, documents: Sequence[Document]) -> list[EncodedExample]:
-        """Encode documents, each a row as JSON. Raises a `ValueError` that names the row."""
+        """Encode documents, each of which is a row as JSON. Raises a `ValueError` that names a row it cannot encode."""
         return [self._encode_row(parse_json(text), name) for name, text, _ in documents]
 
     def _encode_row(self, row: object, location: str) -> EncodedExample:
@@ -237,7 +240,7 @@ class ConversationEncoder(RowEncoder):
         return encoded._replace(label=label if isinstance(label, bool) else None)
 
     def mark_learned(self, document: Document) -> list[MarkedSpan]:
-        """Return the text of a document, a row as JSON, in spans that tell which tokens are trained on."""
+        """Return the text of a document (a row as JSON) in spans, each with a flag whether it is trained on."""
         (example,) = self.encode_documents([document])
         spans = []
         for is_learned, group in groupby(range(len(example.ids)), key=lambda index: bool(example.weights[index] > 0)):
@@ -248,8 +251,8 @@ class ConversationEncoder(RowEncoder):
     def encode(self, example: Example, location: str = "the example") -> EncodedExample:
         """Encode an example.
 
-        Raises a `ValueError` that names the location if the template refuses the messages, or if no token or every
-        token of a conversation would be trained on (unless `loss_on` is "all").
+        Raises a `ValueError` that names the location if the template refuses the messages, if no token would be trained
+        on, or if every token of a conversation would be trained on although `loss_on` is not "all".
         """
         match example:
             case Conversation():
@@ -268,7 +271,7 @@ class ConversationEncoder(RowEncoder):
         return encoded
 
     def _encode_completion(self, prompt: str, completion: str) -> EncodedExample:
-        """Encode plain text; the prompt is tokenized by itself, as it is when the model continues it."""
+        """Encode plain text; the prompt is tokenized by itself, as when the model continues the prompt."""
         prompt_ids = self.tokenizer.encode_prompt(prompt)
         ids = np.concatenate([prompt_ids, self.tokenizer.encode(completion), np.array([self.end_of_text])])
         is_trained = np.arange(len(ids)) >= (0 if self.loss_on == "all" else len(prompt_ids))
@@ -279,7 +282,7 @@ class ConversationEncoder(RowEncoder):
         if self.template is None:
             raise ValueError(f"{location}: messages need a chat template, and the model has none; give texts.")
         messages = conversation.messages
-        # The template does not see the weights, which are for the loss alone.
+        # The template does not see the weights, which only the loss reads.
         self.template.check_roles(messages, location)
         shown = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
         try:
@@ -340,8 +343,8 @@ def conversations(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
     """Return the rows of .jsonl and .parquet files or folders as a source of chat data, for a `ConversationEncoder`.
 
     A path may be the name of a dataset of the hub, as in `files`. Raises a `ValueError` as `files` does. The source's
-    `check`, which `open_store` calls, raises one for a row that `read_example` refuses, and for a row whose form
-    differs from the first row's.
+    `check`, which `open_store` calls, raises a `ValueError` for a row that `read_example` refuses, and for a row whose
+    form differs from the first row's form.
     """
     source = files(path, field=None)
 
@@ -353,15 +356,15 @@ def conversations(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
             first = first or (form, name)
             if form != first[0]:
                 raise ValueError(
-                    f"conversations({source.name!r}): {name} has {form}, but {first[1]} has {first[0]}; give files of "
-                    "one form, or several sources as a mixture."
+                    f"conversations({source.name!r}): {name} has {form}, but {first[1]} has {first[0]}; give files "
+                    "with rows of one form, or several sources as a mixture."
                 )
 
     return replace(source, check=check)
 
 
 def detect_form(path: str | os.PathLike[str]) -> Form:
-    """Return the form of a path's first row of `conversations`, `preferences` or `labelled`; "text" for other data.
+    """Return the form of a path's first row, if it is a row of chat data or preferences; "text" for all other data.
 
     Raises a `ValueError` as `read_example` does if the row has the field names of chat data, but values of other types.
     """
@@ -387,16 +390,16 @@ def detect_form(path: str | os.PathLike[str]) -> Form:
             return "text"
 
 
-# Preferences: a row has a prompt, and two completions of which one is chosen.
+# Rows of preferences have a prompt, a chosen completion and a rejected completion.
 
 
 def split_preference(row: object, *, location: str) -> tuple[JsonObject, JsonObject]:
-    """Return a row of preferences as two rows with `prompt` and `completion`, of which the first is the chosen one.
+    """Split a row of preferences into two rows with `prompt` and `completion`: chosen first, then rejected.
 
     The row has `prompt`, `chosen` and `rejected`: three texts, or three lists of messages. If `prompt` is missing or a
-    text, `chosen` and `rejected` may be whole conversations; the prompt is then the messages with which both begin.
-    `tools` and `chat_template_kwargs` may stand beside them. Raises a `ValueError` that names the location for any
-    other row, and for a rejected completion that equals the chosen one.
+    text, `chosen` and `rejected` may be whole conversations; the prompt is then the messages with which both begin. The
+    row may also have `tools` and `chat_template_kwargs`. Raises a `ValueError` that names the location for any other
+    row, and for a rejected completion that equals the chosen completion.
     """
     options: dict[str, object] = {}
     if isinstance(row, Mapping):
@@ -412,7 +415,7 @@ def split_preference(row: object, *, location: str) -> tuple[JsonObject, JsonObj
             if not shared:
                 raise ValueError(
                     f"{location}: `chosen` and `rejected` must begin with the messages of one prompt, but their first "
-                    "messages differ, or one has a single message; give the prompt as `prompt`."
+                    "messages differ, or one of the two has a single message; give the prompt as `prompt`."
                 )
             parts = chosen[:shared], chosen[shared:], rejected[shared:]
         case dict():
@@ -437,15 +440,15 @@ def read_label(row: object, *, location: str) -> bool:
     """
     label = row.get("label") if isinstance(row, Mapping) else None
     if not isinstance(label, bool):
-        raise ValueError(f"{location} must have a `label` of true or false, but it is {label!r}; add it.")
+        raise ValueError(f"{location} must have a `label` of true or false, but its label is {label!r}; correct it.")
     return label
 
 
 def labelled(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> TextSource:
     """Return the rows of files or folders of labelled completions as a source for an encoder and `LabelledPacking`.
 
-    Raises a `ValueError` as `files` does; the source's `check` raises one for a row that `read_label` refuses, and for
-    rows that are all desirable, or all undesirable.
+    Raises a `ValueError` as `files` does. The source's `check` raises a `ValueError` for a row that `read_label`
+    refuses, and if all rows are desirable, or all rows undesirable.
     """
     source = files(path, field=None)
 
@@ -455,7 +458,9 @@ def labelled(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
             row = parse_json(text)
             form, _ = read_example(row, location=name)
             if not form.startswith("prompt and completion"):
-                raise ValueError(f"{name} must have `prompt`, `completion` and `label`, but is {form}; give them.")
+                raise ValueError(
+                    f"{name} must have `prompt`, `completion` and `label`, but is {form}; give these three fields."
+                )
             labels.add(read_label(row, location=name))
         if len(labels) == 1:
             raise ValueError(
@@ -470,9 +475,9 @@ def labelled(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
 def preferences(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> TextSource:
     """Return the rows of files or folders of preferences as a source for a `ConversationEncoder` and `PairPacking`.
 
-    Each row is two documents of the same name, and so in the same split: the chosen completion, and then the rejected
-    one. Raises a `ValueError` as `files` does; the source's `check` raises one for a row that `split_preference`
-    refuses.
+    Each row is two documents: the chosen completion, and then the rejected completion. Both have the same name, and are
+    therefore in the same split. Raises a `ValueError` as `files` does. The source's `check` raises a `ValueError` for a
+    row that `split_preference` refuses.
     """
     source = files(path, field=None)
 

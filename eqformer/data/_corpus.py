@@ -75,9 +75,9 @@ class Corpus:
         return train, held_out
 
     def map_loaders(self, function: Callable[[Loader], Loader], *, held_out: bool = True) -> "Corpus":
-        """Return the corpus with a function applied to each loader, such as one that adds stored arrays to rows.
+        """Return the corpus with a function applied to each loader; the function may add stored arrays to rows.
 
-        With `held_out=False`, the loaders of held-out text stay as they are.
+        With `held_out=False`, the loaders of held-out text are not changed.
         """
         loaders = {name: function(loader) for name, loader in self.loaders.items()}
         held_out_loaders = {name: function(x) for name, x in self.held_out.items()} if held_out else self.held_out
@@ -96,14 +96,14 @@ class Corpus:
         return "the text is " + "; ".join(clauses)
 
     def describe_cuts(self) -> list[str]:
-        """Describe, for each source of conversations or pairs, how many are cut or left out because a row is short."""
+        """Return a note for each source with texts, conversations or completions that do not fit into a row."""
         notes = {name: loader.packing.cut_note for name, loader in self.loaders.items()}
         return [f"of {name}, {note}" for name, note in notes.items() if note]
 
     def validate(
         self, sums: Callable[[Batch], Mapping[str, SupportsFloat]], batches: int, *, rows: tuple[int, int] | None = None
     ) -> tuple[ValidationMeans, dict[str, ValidationMeans]]:
-        """Return the means over the held-out text: of all sources, weighted by their shares, and of each source.
+        """Return means over the held-out text: over all sources, weighted by their shares, and over each source.
 
         `sums` returns a batch's `nats`, `correct` and `count`, as `training.evaluation_sums` does; for preferences it
         also returns the sums of `training.make_reward_evaluation`. At most `batches` evenly spaced batches of each
@@ -136,19 +136,19 @@ def open_corpus(
 
     Args:
         sources: The sources, by a name for messages and metrics.
-        tokenizer: The tokenizer of all sources, or the encoder of chat data, which needs `packing="documents"`, or
-            `"pairs"` for `preferences` and `"labelled"` for `labelled`; or a `TextGroupEncoder`, which needs
-            `packing="groups"`, or a `LabelledTextEncoder`, which needs `packing="classes"`.
-        cache_dir: One or several cache folders, as in `open_store`; after a failed write to a folder, only the folders
+        tokenizer: The tokenizer of all sources, or an encoder of rows. An encoder of chat data needs
+            `packing="documents"` for `conversations`, `"pairs"` for `preferences` and `"labelled"` for `labelled`. A
+            `TextGroupEncoder` needs `packing="groups"`, and a `LabelledTextEncoder` needs `packing="classes"`.
+        cache_dir: One or several cache folders, as in `open_store`. If a folder cannot be written, only the folders
             after it are tried.
-        seq: The tokens of a row.
-        batch: The rows of a batch.
+        seq: The number of tokens in a row.
+        batch: The number of rows in a batch.
         seed: The seed of the shuffled order, and of the choice of texts in a mixture.
         packing: As in `Loader`.
         weights: The share of each source in the rows of a `Mixture`; None: there is one source, and no mixture.
-        validation: The share of the documents that is held out, by a hash of their names. If a source has too few
-            documents for that, the end of each document is held out instead, as by `open_store(split_by="position")`,
-            with a warning. If that is less than one row, more is held out, half of the text at most.
+        validation: The share of the documents that is held out; a hash of a document's name decides. If a source has
+            too few documents to hold any out, a warning is given, and the end of each document is held out instead, as
+            by `open_store(split_by="position")`: at least a row, and at most half of the text.
         vocab: The number of the model's token ids, see `check_vocab`; None: no check.
         progress: Called with the source and split, `NAME (split)`, the bytes done and the total bytes (0: unknown).
 
@@ -173,7 +173,7 @@ def open_corpus(
     return Corpus(mixed, loaders["validation"])
 
 
-# The smaller split comes first: if it is empty, the larger split is not tokenized in vain.
+# The smaller split comes first: if it is empty, the larger split need not be tokenized.
 _SPLITS: tuple[Split, Split] = ("validation", "train")
 
 
@@ -187,7 +187,7 @@ def _open_splits(
     validation: float,
     show: Callable[[Split, int, int], object] | None,
 ) -> dict[Split, TokenStore]:
-    """Open both splits of a source: by document or, if a split would be empty then, by position."""
+    """Open both splits of a source, by document; if one of them would be empty, by position."""
     # The cache hashes files once for all splits.
     source = replace(source, fingerprint=functools.cache(source.fingerprint))
 
@@ -205,7 +205,7 @@ def _open_splits(
 
     if isinstance(tokenizer, RowEncoder):
         return open_both("document", validation)  # The end of a conversation cannot be held out.
-    # Tokens by position exist only if an earlier run tried the splits by document, and one of the two was empty.
+    # Tokens of a split by position exist only if an earlier run found that a split by document is empty.
     if not is_stored(source, tokenizer, folders, "validation", validation=validation, split_by="position"):
         with suppress(EmptySplitError):
             return open_both("document", validation)

@@ -15,7 +15,7 @@ from .._files import open_regular
 
 
 class Document(NamedTuple):
-    """Text of a source; a hash of `name` decides its split, and `size` is its share of the source's bytes."""
+    """Text of a source; a hash of its `name` decides its split, and `size` is its part of the source's bytes."""
 
     name: str
     text: str
@@ -30,10 +30,10 @@ def _accept() -> None:
 class TextSource:
     """Text source that can be read any number of times, always in the same order.
 
-    `fingerprint()` changes whenever the documents change; it is called before anything is tokenized, so it should be
-    cheaper than reading the documents. `size` is the sum of the documents' sizes in bytes, 0 if unknown. `check()`
-    raises the errors that reading the documents would raise, so that a user sees them before any work is done. `check`
-    may read all documents, so it runs only once for a source that passes.
+    `fingerprint()` returns a text that changes whenever the documents change. It is called before anything is
+    tokenized, so it should be cheaper than reading the documents. `size` is the sum of the documents' sizes in bytes,
+    or 0 if unknown. `check()` raises the errors that reading the documents would raise, so that a user sees the errors
+    before any work is done. `check` may read all documents, so it runs only once for a source that passes.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TextSource:
 
 
 def to_bytes(text: str) -> bytes:
-    """Encode a text as UTF-8, with its lone surrogates, which JSON and file names can contain."""
+    """Encode a text as UTF-8, including lone surrogates, which JSON and file names can contain."""
     return text.encode("utf-8", errors="surrogatepass")
 
 
@@ -82,8 +82,7 @@ def texts(documents: Mapping[str, str], *, name: str = "texts") -> TextSource:
     )
 
 
-# Builds of Python by different distributors package, trim or generate these modules differently. Tests are excluded
-# too.
+# Distributors of Python package, shorten or generate these modules in different ways. Tests are excluded too.
 _EXCLUDED_MODULES = {
     *("__hello__", "__phello__", "distutils", "ensurepip", "idlelib", "lib2to3", "test", "tkinter", "venv"),
     *("turtle", "turtledemo"),
@@ -94,9 +93,9 @@ _EXCLUDED_FOLDERS = frozenset(("test", "tests", "macholib", "__pycache__"))
 def standard_library() -> TextSource:
     """Return the Python files of the running Python's standard library as a source of about 10 MB.
 
-    Modules that distributions package separately are excluded, so that the list depends on Python's version and hardly
-    on its distribution. A document's name is its path (`asyncio/tasks.py`), so documents keep their split in other
-    versions.
+    Modules that some distributions package separately are excluded, so that the files depend on Python's version and
+    hardly on its distribution. A document's name is its path (`asyncio/tasks.py`), so a document is in the same split
+    in all versions.
 
     **Raises:** `ValueError` if Python was installed without its sources.
     """
@@ -134,7 +133,7 @@ def _library_files(folder: Path) -> list[str]:
 
 
 def read_field(row: object, field: str, *, call: str, location: str) -> str:
-    """Return the text in a row's field, empty for null; raise a `ValueError` with the row's fields if it is missing."""
+    """Return the text in a row's field (empty for null); raise a `ValueError` if the row has no such text."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{call}: {location} must be an object with a field {field!r}, but is {type(row).__name__}.")
     if field not in row:
@@ -216,7 +215,7 @@ def _iterate_rows(load_rows: Callable[[], Iterable[object]], limit: int | None, 
 
 
 def _names_and_digests(folder: Path) -> Iterator[str]:
-    """Yield the names and digests of all files in a local dataset's folder; none for a dataset of the hub."""
+    """Yield the names and digests of all files in a local dataset's folder; nothing for a dataset of the hub."""
     for file in sorted(folder.rglob("*")) if folder.is_dir() else ():
         if file.is_file():
             yield file.relative_to(folder).as_posix()

@@ -34,35 +34,36 @@ def files(
 ) -> TextSource:
     """Return the documents of a file, a folder (with its sub-folders), or several of either, as a source.
 
-    A .txt, .md or .py file in a folder is cut into documents of at most 2^20 characters. A file given by its own path
-    is cut into documents of at most 1,024 characters at its beginning and up to 65,536 farther on, so that a single
-    file can be split into train and validation; `piece` cuts all plain files into documents of at most that many
-    characters. Cuts are at blank lines, line ends or spaces if possible, and do not depend on the text after them, so
-    text appended to a file moves no earlier text to another split, except the text of the file's last document. Each
-    line of a .jsonl file and each row of a .parquet file is a document, with its text in `field`; with `field=None` its
-    text is the whole row as JSON, as `ConversationEncoder` reads rows, and plain files are refused. Texts are UTF-8;
-    files are sorted by name. About 2^20 characters of a plain file are in memory at a time (with `piece`: `piece`
-    characters and a block of 64 KiB).
+    Each line of a .jsonl file and each row of a .parquet file is a document, with its text in `field`. With
+    `field=None`, the text is the whole row as JSON, as `ConversationEncoder` reads rows, and plain files are refused.
+
+    A plain file (.txt, .md or .py) in a folder is cut into documents of at most 2^20 characters. A plain file that is
+    given by its own path is cut into documents of at most 1,024 characters at its beginning and up to 65,536 farther
+    on, so that a single file can be split into train and validation. `piece` cuts all plain files into documents of at
+    most `piece` characters. Cuts are at blank lines, line ends or spaces if possible, and do not depend on the text
+    after them. Text that is appended to a file therefore moves no earlier text to another split, except the text of the
+    file's last document. About 2^20 characters of a plain file are in memory at a time (with `piece`: `piece`
+    characters and a block of 64 KiB). Texts are UTF-8; files are sorted by name.
 
     Links to folders are followed, and each folder is read once. Hidden files and folders, files of other kinds, empty
-    files and rows, broken links, and links to folders that are already read are skipped. A warning gives their number
-    and the first names. The warning of skipped files and folders comes at once; the warning of skipped rows comes when
-    the source is checked, which `open_store` does before it tokenizes.
+    files and rows, broken links, and links to folders that are already read are skipped. A warning gives the number of
+    skipped items and the first names. The warning about files and folders comes at once. The warning about rows comes
+    when the source is checked, which `open_store` does before it tokenizes.
 
     A path of the form `OWNER/NAME`, `OWNER/NAME@REVISION` (a branch, a tag or a commit) or `OWNER/NAME/FILE` names a
     dataset of the hub if no local file or folder has that path. The dataset's files of these kinds, except for its card
     `README.md`, are downloaded into the hub's own cache; without a network, only the cache is read.
 
-    **Raises:** `ValueError` at once if a path does not exist, cannot be listed, or has no file of these kinds or no
-    text, and if the hub has no such dataset, asks for a login or cannot be reached; when the source is read,
-    `ValueError` if a file is not UTF-8, JSON or Parquet or has no such field. `ImportError` if the hub needs the
-    package `huggingface_hub`, or .parquet the package `pyarrow`, which is not installed.
+    **Raises:** `ValueError` at once if a path does not exist, cannot be listed, has no file of these kinds, or has no
+    text; also if the hub has no such dataset, asks for a login, or cannot be reached. When the source is read,
+    `ValueError` if a file is not UTF-8, JSON or Parquet, or has no such field. `ImportError` if a package is missing:
+    `huggingface_hub` for the hub, `pyarrow` for .parquet.
     """
     roots = list_paths(path)
     call = f"files({', '.join(repr(str(root)) for root in roots)}, field={field!r})"
     if piece is not None and piece < 1:
         raise ValueError(
-            f"{call}: piece counts characters and must be at least 1, but is {piece}; pass None for whole files."
+            f"{call}: piece is a number of characters, at least 1, but is {piece}; pass None for the usual documents."
         )
     skipped: dict[str, list[str]] = {}
     entries = [entry for root in roots for entry in _list_entries(root, call, skipped)]
@@ -92,8 +93,8 @@ def files(
                 yield from _read_plain(entry, piece, call)
 
     def fingerprint() -> str:
-        # `cuts` is the version of the rule by which plain files are cut. Another rule needs another number, so that
-        # tokens cached by the old rule are not used.
+        # `cuts` is the version of the rule by which plain files are cut. A new rule needs a new number, so that tokens
+        # that were cached under the old rule are not used.
         parts = [f"field={field} piece={piece} cuts=2"]
         for entry in entries:
             parts += (entry.name, f"given={entry.is_given}", file_digest(entry.path))
@@ -109,7 +110,7 @@ def files(
 
 
 def _source_name(root: Path) -> str:
-    """Return the name of a source whose first path is `root`: of a file or folder, or of a dataset of the hub."""
+    """Return the name of a source whose first path, `root`, is a file, a folder or a dataset of the hub."""
     return _escape_path(root.resolve().stem if root.exists() else Path(str(root).partition("@")[0]).name)
 
 
@@ -117,12 +118,12 @@ class _FileEntry(NamedTuple):
     """File of a source."""
 
     name: str
-    """The path relative to the user's folder, so that names and splits stay when the folder is moved."""
+    """The path relative to the user's folder, so that names and splits stay the same when the folder is moved."""
     path: Path
     kind: str
     """The suffix in lower case."""
     is_given: bool
-    """Whether the user named the file itself and not its folder."""
+    """Whether the user named the file itself, and not its folder."""
 
     @property
     def location(self) -> str:
@@ -136,7 +137,7 @@ def _escape_path(path: str | os.PathLike[str]) -> str:
 
 
 def _warn_skipped(call: str, skipped: Mapping[str, Sequence[str]]) -> None:
-    """Warn of skipped files or rows: for each kind their number and the first names."""
+    """Warn about skipped files or rows, with the number and the first names of each kind."""
     counts = [
         f"{kind}: {len(names):,} ({', '.join(names[:_MAX_NAMES])}{', ...' if len(names) > _MAX_NAMES else ''})"
         for kind, names in skipped.items()
@@ -147,7 +148,7 @@ def _warn_skipped(call: str, skipped: Mapping[str, Sequence[str]]) -> None:
 
 
 def _find_dataset(path: Path, call: str) -> Repository | None:
-    """Return the dataset of the hub that a path names; None if it exists or cannot be a dataset's name."""
+    """Return the dataset of the hub that a path names; None if the path exists or cannot be a dataset's name."""
     repository = find_repository(path, "dataset", _KINDS, call)
     # `notes/a.txt` names a missing file rather than a dataset of the owner `notes`.
     is_file_name = repository is not None and repository.file is None and repository.name.endswith(_KINDS)
@@ -173,13 +174,13 @@ def _list_dataset(repository: Repository, call: str, skipped: dict[str, list[str
 
 
 def _list_entries(root: Path, call: str, skipped: dict[str, list[str]]) -> list[_FileEntry]:
-    """List the files of a path that are read; add the paths that are not read to `skipped`, by kind."""
+    """List the files at a path that are read; add the paths of all other files to `skipped`, by kind."""
     kinds = ", ".join(_KINDS)
     if root.is_file():
         kind = root.suffix.lower()
         if kind not in _KINDS:
             raise ValueError(
-                f"{call}: a file must be one of {kinds}, but {root} ends in {kind!r}; convert or rename it."
+                f"{call}: a file must end in one of {kinds}, but {root} ends in {kind!r}; convert or rename it."
             )
         return [_FileEntry(_escape_path(root.name), root, kind, True)]
     if not root.is_dir():
@@ -205,7 +206,8 @@ def _make_entries(root: Path, paths: Sequence[Path]) -> list[_FileEntry]:
 def _list_files(root: Path, call: str, skipped: dict[str, list[str]]) -> list[Path]:
     """List the files of the known kinds in a folder and its sub-folders.
 
-    Each folder is read once: by its real path where possible, else by the first link to it.
+    Each folder is read once, even if links lead to it: by its real path if that is below `root`, else by the first
+    link.
     """
     paths: list[Path] = []
     read_folders: set[str] = set()
@@ -224,7 +226,7 @@ def _list_files(root: Path, call: str, skipped: dict[str, list[str]]) -> list[Pa
             reason, fix = explain_error(error)
             raise ValueError(
                 f"{call}: every folder must be readable, but {folder} is not ({reason}); {fix or 'find the cause'}, or "
-                "leave it out."
+                "leave this folder out."
             ) from error
         for entry in entries:
             path = Path(entry.path)
@@ -246,7 +248,7 @@ def _skip_path(skipped: dict[str, list[str]], root: Path, kind: str, path: Path)
 
 
 def _utf8_error(error: UnicodeDecodeError, index: int, location: str, call: str) -> ValueError:
-    """Return the error of a byte that is not UTF-8, at this index of a file or line."""
+    """Return the error for a byte that is not UTF-8; `index` is its index in the file or the line."""
     return ValueError(
         f"{call}: texts must be UTF-8, but byte {index} of {location} is 0x{error.object[error.start]:02x}; "
         f"convert it (for example `iconv -f latin1 -t utf-8`) or delete it."
@@ -271,12 +273,12 @@ def _read_blocks(entry: _FileEntry, call: str) -> Iterator[str]:
 def _read_plain(entry: _FileEntry, piece: int | None, call: str) -> Iterator[Document]:
     """Yield the documents of a plain file.
 
-    Text is buffered until it has `piece` characters, or else 2^20, plus at most one block.
+    Text is buffered until there are `piece` characters (by default 2^20); at most one more block is in memory.
     """
     done = number = 0
 
     def split_documents(text: str, is_complete: bool) -> Iterator[Document]:
-        """Yield the documents of `text`; unless `is_complete`, stop where an end may depend on text not read yet."""
+        """Yield the documents of `text`; if more text follows, stop before a document that may not be complete."""
         nonlocal done, number
         start = 0
         while start < len(text):
@@ -303,9 +305,9 @@ def _read_plain(entry: _FileEntry, piece: int | None, call: str) -> Iterator[Doc
 def _find_cut(text: str, start: int, size: int) -> int:
     """Return the end of the document from `start`, of at most `size` characters.
 
-    The document ends at the earliest of three borders: the first blank line in the second half of `size`, the first
-    line end in the last quarter, and the first space in the last eighth. A document without such a border has `size`
-    characters. The end does not depend on the text after it, except for a document that ends with the text.
+    The document ends at the earliest of three borders: the first blank line in the second half of `size` characters,
+    the first line end in the last quarter, and the first space in the last eighth. A document without such a border has
+    `size` characters. The end does not depend on the text after it, except for the last document of the text.
     """
     stop = min(start + size, len(text))
     for border, least in (("\n\n", size / 2), ("\n", size * 3 / 4), (" ", size * 7 / 8)):
@@ -347,7 +349,7 @@ def _read_parquet(entry: _FileEntry, field: str | None, call: str) -> Iterator[D
                 f"{call}: {entry.location} has no field {field!r}; its fields are {sorted(names)}: "
                 f"pass one of them as `field`."
             )
-        # Sizes are only for progress: each row counts as an equal share of the (compressed) file.
+        # Sizes only show progress, so each row counts as an equal share of the (compressed) file.
         share = entry.path.stat().st_size // max(1, file.metadata.num_rows)
         batches = file.iter_batches(batch_size=1024, columns=None if field is None else [field])
         while True:
@@ -380,7 +382,7 @@ def _drop_nulls(value: Any) -> Any:
 
 
 def _call_parquet(read: Callable[[], Result], entry: _FileEntry, call: str) -> Result:
-    """Call a function of pyarrow, whose failures become a `ValueError` that names the file."""
+    """Call a function of pyarrow; turn its failures into a `ValueError` that names the file."""
     with foreign_call(
         lambda reason: (
             f"{call}: {entry.location} must be a complete Parquet file, but {reason}; fetch or write it again."

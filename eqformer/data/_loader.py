@@ -37,10 +37,10 @@ def shuffle_indices(indices: Int[np.ndarray, "batch"], *, rows: int, seed: int) 
     """Return the row number at each index of an endless shuffled sequence over `rows` rows.
 
     Indices 0 to `rows - 1` are the first epoch, a permutation of all rows; the next `rows` indices are the second
-    epoch, in another order; and so on. Each row number depends on its index and the seed alone. The permutation is a
+    epoch, in another order; and so on. Each row number depends only on its index and the seed. The permutation is a
     Feistel network over pairs (row // b, row % b) with cycle walking: the network is applied again until the result is
     below `rows` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The order is computed and not
-    stored, so it takes no memory, and every index is as cheap as the first.
+    stored, so it takes no memory, and any index takes the same time.
     """
     if rows < 1 or np.any(indices < 0):
         raise ValueError(
@@ -87,11 +87,10 @@ class Loader:
     """Batches of `batch` rows of `seq` tokens, in an order that `seed` decides.
 
     A run is an endless sequence of examples: row `row` of the batch at `step` is example `step * batch + row`. An epoch
-    is `rows_per_epoch` examples, which contain every row of the data once; each epoch has another order. A batch may
-    span two epochs, so no row is dropped. `packing` is `"windows"` (`WindowPacking`), `"documents"`
+    is `rows_per_epoch` examples, which contain every row of the data once; each epoch has a different order. A batch
+    may span two epochs, so no row is dropped. `packing` is `"windows"` (`WindowPacking`), `"documents"`
     (`DocumentPacking`), `"pairs"` (`PairPacking`), `"labelled"` (`LabelledPacking`), `"groups"` (`TextGroupPacking`),
-    or `"classes"` (`LabelledTextPacking`). The two rows of a pair, and the rows of a group, stay together when the
-    order is shuffled.
+    or `"classes"` (`LabelledTextPacking`). Shuffling never separates the two rows of a pair, or the rows of a group.
 
     **Raises:** `ValueError` if `batch` is not positive or splits a pair or group, the packing is unknown, or the
     packing refuses `seq`.
@@ -145,11 +144,11 @@ class Loader:
         return self.rows(step, 0, self.batch_size)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        """Return rows `start` to `stop - 1` of the batch at a step, the rows of one host, and compute no other row."""
+        """Return rows `start` to `stop - 1` of the batch at a step; no other row is computed."""
         return self.at(example_numbers("Loader", self.batch_size, step, start, stop))
 
     def at(self, examples: Int[np.ndarray, "batch"]) -> Batch:
-        """Return the rows of these examples, given by their numbers over the whole run; pairs must be complete."""
+        """Return the rows of the examples with these numbers in the whole run; pairs and groups must be complete."""
         groups = _number_groups(examples, self.packing.group)
         rows = shuffle_indices(groups, rows=self.packing.rows, seed=self.seed)
         return replace(self.read(rows), examples=as_examples(examples))
@@ -161,13 +160,13 @@ class Loader:
 
     @property
     def settings(self) -> JsonObject:
-        """The token folder, the packing and the row length, as JSON, which stored arrays of rows must match."""
+        """The token folder, the packing and the row length, as JSON; stored arrays of rows must match them."""
         return {"tokens": self.store.path.name, "packing": type(self.packing).__name__, "seq": self.seq}
 
     def with_row_arrays(
         self, arrays: ComputedRows, *, progress: Callable[[int, int], object] | None = None
     ) -> "Loader":
-        """Return a loader of the same batches with arrays that are computed once for all rows.
+        """Compute arrays once for all rows, and return a loader whose batches have these arrays too.
 
         The arrays are stored in a folder beside the tokens. The folder's name depends on the tokens, the rows and
         `arrays.settings`. If the folder exists, nothing is computed; if an earlier process ended before all rows were
@@ -193,7 +192,7 @@ class Loader:
         return self.with_stored(stored)
 
     def with_stored(self, stored: StoredRows) -> "Loader":
-        """Return a loader of the same batches with arrays that were computed once for all rows.
+        """Return a loader whose batches also have the stored arrays of their rows.
 
         Raises a `ValueError` for arrays of other tokens or of other rows.
         """
@@ -202,18 +201,19 @@ class Loader:
             saved = {name: stored.settings.get(name) for name in differing}
             raise ValueError(
                 f"Loader.with_stored({stored.path.name}): the arrays must be of the loader's rows, but were computed "
-                f"for {saved}, and the loader has {differing}; compute them for this loader."
+                f"for {saved}, and the loader has {differing}; compute the arrays for this loader."
             )
         loader = copy.copy(self)
         loader.stored = stored
         return loader
 
     def epoch(self, batches: int | None = None, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Iterate over the data once in its stored order, the same each time: for evaluation.
+        """Iterate over the data once in its stored order, for evaluation.
 
-        The batches contain every row once or, if `batches` is too small for that, rows evenly spaced over the data. The
-        last batch is padded with rows of weight 0, so that all batches have one shape; `examples` are the rows' numbers
-        in the data. `start` and `stop` choose the rows of each batch that one host needs.
+        The batches contain every row once. If `batches` is too small for all rows, they contain rows that are evenly
+        spaced over the data. The last batch is padded with rows of weight 0, so that all batches have one shape.
+        `examples` are the rows' numbers in the data. `start` and `stop` choose the rows of each batch that one host
+        needs.
         """
         stop = self.batch_size if stop is None else stop
         if not 0 <= start < stop <= self.batch_size or (batches is not None and batches < 1):
@@ -236,18 +236,22 @@ class Loader:
 
 
 def _number_groups(rows: Int[np.ndarray, "batch"], group: int) -> Int[np.ndarray, "_"]:
-    """Return the number of each group of `group` rows, such as a pair; of each row if `group` is 1."""
+    """Return the numbers of the groups (of `group` rows each) to which these rows belong."""
     groups = rows[::group] // group
     if not np.array_equal(list_rows(groups, group), rows):
         raise ValueError(
             f"Loader(packing='pairs' or 'groups'): a pair or group of {group} rows is never split, but rows {rows[0]} "
-            f"to {rows[-1]} split one; ask for a first row and a number of rows that are multiples of {group}."
+            f"to {rows[-1]} would split a group; ask for a first row and a number of rows that are multiples of "
+            f"{group}."
         )
     return groups
 
 
 def example_numbers(kind: str, batch: int, step: int, start: int, stop: int) -> Int[np.ndarray, "batch"]:
-    """Return the examples of rows `start` to `stop - 1` of the batch at a step; `ValueError` for rows beyond it."""
+    """Return the example numbers of rows `start` to `stop - 1` of the batch at a step.
+
+    Raises a `ValueError` for rows that the batch does not have.
+    """
     if step < 0 or not 0 <= start < stop <= batch:
         raise ValueError(
             f"{kind}.rows(step={step}, start={start}, stop={stop}): 0 <= step and 0 <= start < stop <= batch must "
@@ -257,7 +261,7 @@ def example_numbers(kind: str, batch: int, step: int, start: int, stop: int) -> 
 
 
 def _space_evenly(numbers: Int[np.ndarray, "batch"], total: int, rows: int) -> Int[np.ndarray, "batch"]:
-    """Map numbers below `total` to rows evenly spaced over `rows`; numbers stay as they are if `total` is `rows`."""
+    """Map the numbers 0 to `total - 1` to row numbers that are evenly spaced over 0 to `rows - 1`."""
     return numbers * rows // total
 
 
@@ -267,14 +271,14 @@ _BLOCK = 1024  # examples
 
 
 class Mixture:
-    """Batches whose rows come from several loaders, from each loader with a probability proportional to its weight.
+    """Batches whose rows come from several loaders, in proportion to the loaders' weights.
 
     The n-th example that the mixture takes from a loader is the n-th example of that loader's run, so each text has its
     own epochs and order, and no row is left out. The loader of an example depends only on the example's number and the
     seed, so the batch of any step can be computed directly, and each host can compute its own rows, as with a `Loader`.
     Each block of 1,024 examples contains examples of all loaders in proportion to the weights, in a random order.
     Counts are rounded so that, over any number of blocks, a loader's count differs from its exact share by at most half
-    the number of loaders. Pairs are never split: for loaders of pairs, "example" here means a pair.
+    the number of loaders. Pairs and groups are never split: here, an example is a whole pair or group.
 
     Args:
         loaders: The texts by name, as loaders with the same `seq`, `batch` and packing.
@@ -291,14 +295,14 @@ class Mixture:
                 f"{call}: each loader must have a weight and each weight a loader; give both the same names."
             )
         if bad := [name for name, weight in weights.items() if not (math.isfinite(weight) and weight > 0)]:
-            raise ValueError(f"{call}: weights must be above 0 and finite, but that of {bad[0]} is {weights[bad[0]]}.")
+            raise ValueError(f"{call}: weights must be above 0 and finite, but {bad[0]} has {weights[bad[0]]}.")
         kinds = {
             name: (loader.seq, loader.batch_size, type(loader.packing).__name__) for name, loader in loaders.items()
         }
         if len(set(kinds.values())) > 1:
             raise ValueError(
                 f"{call}: rows of one batch must have one shape, but (seq, batch, packing) are {kinds}; make all "
-                f"loaders with the same."
+                f"loaders with the same seq, batch and packing."
             )
         self.loaders = dict(loaders)
         self.seq, self.batch_size, _ = next(iter(kinds.values()))
@@ -307,7 +311,7 @@ class Mixture:
         # `str` makes the weight 0.7 the fraction 7/10.
         exact = [Fraction(str(float(weights[name]))) for name in loaders]
         self.weights: dict[str, float] = {name: float(weight / sum(exact)) for name, weight in zip(loaders, exact)}
-        # A loader's share of the examples that the loaders before it do not take.
+        # Each loader's share of the examples that are left after all previous loaders have taken theirs.
         self._shares = [weight / sum(exact[number:]) for number, weight in enumerate(exact)]
         documents = [loader.packing.documents for loader in loaders.values()]
         self._documents = None if None in documents else max(count for count in documents if count is not None)
@@ -327,11 +331,11 @@ class Mixture:
         return self.rows(step, 0, self.batch_size)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        """Return rows `start` to `stop - 1` of the batch at a step, the rows of one host, and compute no other row."""
+        """Return rows `start` to `stop - 1` of the batch at a step; no other row is computed."""
         return self.at(example_numbers("Mixture", self.batch_size, step, start, stop))
 
     def at(self, examples: Int[np.ndarray, "batch"]) -> Batch:
-        """Return the rows of these examples, given by their numbers over the whole run."""
+        """Return the rows of the examples with these numbers in the whole run."""
         owner, number = self.origin(_number_groups(examples, self.group))
         owner, number = np.repeat(owner, self.group), list_rows(number, self.group)
         masks = [(owner == index, loader) for index, loader in enumerate(self.loaders.values())]
@@ -357,10 +361,10 @@ class Mixture:
         return {name: count / loader.packing.rows for count, (name, loader) in zip(counts, self.loaders.items())}
 
     def _count_examples(self, examples: int) -> list[int]:
-        """Count the examples of each loader among the first `examples` of the mixture; exact at the ends of blocks.
+        """Return the number of examples of each loader among the first `examples` of the mixture.
 
-        Python's integers and fractions cannot overflow. Rounding one loader after another makes the counts add up to
-        `examples`.
+        The counts are exact at the ends of blocks. They add up to `examples`, because each loader's count is rounded
+        after the previous counts are subtracted. Python's integers and fractions cannot overflow.
         """
         counts = []
         for share in self._shares:
@@ -384,7 +388,7 @@ def _join_batches(
     examples: Int[np.ndarray, "batch"],
     documents: int | None,
 ) -> Batch:
-    """Join batches to one, each with a mask of the rows that it fills.
+    """Join batches into one batch; the mask of each batch selects the rows that it fills.
 
     `documents` is the maximum number of documents in a row of the mixture.
     """
@@ -399,7 +403,7 @@ def _join_batches(
     return replace(jax.tree.map(join, *batches), examples=as_examples(examples))
 
 
-# Batches computed ahead.
+# Batches are computed ahead of their use.
 
 Result = TypeVar("Result")
 
@@ -422,7 +426,7 @@ def prefetch(
         loader: The loader or mixture of the batches.
         start_step: The first step.
         stop_step: The step after the last one; None: the iterator is endless.
-        rows: The start and stop of the rows that this host needs (`Loader.rows`).
+        rows: The first row of each batch that this host needs, and the row after the last (`Loader.rows`).
         depth: The number of batches that are computed ahead.
         transform: A function that the thread applies to each batch, for example to send it to the devices.
         batch_of: A function from a step to the number of its batch in the loader; by default the step's number.
@@ -444,8 +448,8 @@ def prefetch(
 class Prefetch(Generic[Result]):
     """Iterator over `make(start), make(start + 1), ...`, computed by one thread that keeps `depth` results ready.
 
-    `next` raises the exception that `make` raised for this step, and then the iterator is closed. `close` (or the end
-    of a `with` block) waits for the thread to end.
+    If `make` raised an exception for a step, `next` raises it and closes the iterator. `close` (or the end of a `with`
+    block) waits for the thread to end.
     """
 
     def __init__(self, make: Callable[[int], Result], start: int = 0, stop: int | None = None, *, depth: int = 2):

@@ -13,8 +13,8 @@ from ._token_store import TokenStore
 class WindowPacking:
     """Rows of consecutive tokens, across document boundaries and without padding: row `i` starts at token `i * seq`.
 
-    A row is `seq + 1` tokens. Every token but the first is a target once; up to `seq` tokens at the end of the store
-    are not used.
+    A row is `seq + 1` tokens, and shares its last token with the next row. Every token except the store's first token
+    is a target once; up to `seq` tokens at the end of the store are not used.
     """
 
     documents = None  # Each row counts as one document, so the maximum number of documents of a row is unknown.
@@ -28,8 +28,7 @@ class WindowPacking:
         self._tokens = store.tokens
         if store.weights is not None:
             raise ValueError(
-                f"WindowPacking(store, seq={seq}): conversations are not cut into windows, which would mix them; use "
-                "packing='documents'."
+                f"WindowPacking(store, seq={seq}): windows would mix conversations; use packing='documents'."
             )
         if self.rows < 1:
             raise ValueError(
@@ -60,9 +59,9 @@ class DocumentPacking:
     of a document has no target, so its weight is 0. The free space of a row is padding: id 0, target 0, weight 0,
     position -1, segment -1.
 
-    A conversation is not continued in another row: if it is longer than `seq`, it is cut at the end of the last reply
-    that fits. `cut` counts such conversations, and `skipped` those whose first trained reply does not fit, which are
-    left out. The weights of targets are those of the store.
+    A conversation is never continued in another row: if it is longer than `seq`, it is cut at the end of the last reply
+    that fits. `cut` is the number of such conversations. A conversation is left out if no trained reply fits; `skipped`
+    is the number of conversations that are left out. The weights of targets are the weights in the store.
 
     The index takes 13 bytes for each piece and 8 bytes for each row.
     """
@@ -106,7 +105,7 @@ class DocumentPacking:
         if not self.cut + self.skipped:
             return ""
         return (
-            f"{self.cut} conversations are cut at the end of a reply, and {self.skipped} are left out, since none of "
+            f"{self.cut} conversations are cut at the end of a reply, and {self.skipped} are left out, because none of "
             "their replies ends within a row"
         )
 
@@ -144,9 +143,9 @@ class DocumentPacking:
 def _split_documents(
     offsets: Int[np.ndarray, "borders"], seq: int
 ) -> tuple[Int[np.ndarray, "pieces"], Int[np.ndarray, "pieces"], Bool[np.ndarray, "pieces"]]:
-    """Return the first token and the size of each piece of at most `seq` tokens, and whether it ends its document."""
+    """Return each piece's first token, its size (at most `seq` tokens), and whether it is the end of its document."""
     lengths = np.diff(offsets)
-    # A remainder of only the end of text would have no target; `lengths - 1` excludes it.
+    # `lengths - 1` excludes a remainder of only the end of text, which would have no target.
     pieces = -(-(lengths - 1) // seq)
     document = np.repeat(np.arange(len(lengths)), pieces)
     starts = offsets[document] + _concatenate_ranges(pieces) * seq
@@ -162,7 +161,7 @@ def _cut_conversations(
 ) -> tuple[Int[np.ndarray, "pieces"], Int[np.ndarray, "pieces"]]:
     """Return the first token and the size of each conversation, cut to `seq` tokens at the end of a reply.
 
-    Conversations without a trained token in this part are left out.
+    Conversations without a trained token before the cut are left out.
     """
     starts, stops = offsets[:-1], offsets[1:]
     last_cut = np.searchsorted(cuts, np.minimum(stops, starts + seq), "right") - 1
@@ -176,14 +175,14 @@ def have_targets(
     weights: Float[np.ndarray, "tokens"], starts: Int[np.ndarray, "pieces"], stops: Int[np.ndarray, "pieces"]
 ) -> Bool[np.ndarray, "pieces"]:
     """Return whether each piece, tokens `start` to `stop - 1`, has a trained target after its first token."""
-    # A token is appended, since a piece may stop after the last one.
+    # `reduceat` takes no bound beyond the array, and a piece may stop after the last token, so a token is appended.
     bounds = np.stack([np.minimum(starts + 1, len(weights)), stops], axis=1).ravel()
     has_weight = np.logical_or.reduceat(np.append(weights > 0, False), bounds)[::2]
     return (stops > starts + 1) & has_weight
 
 
 def as_examples(numbers: Int[np.ndarray, "batch"]) -> Int[np.ndarray, "batch"]:
-    """Return row numbers modulo 2**31 as int32; `Batch.examples` only decides random keys."""
+    """Return row numbers modulo 2**31 as int32, which suffices, because `Batch.examples` only decides random keys."""
     return (numbers % 2**31).astype(np.int32)
 
 
@@ -195,8 +194,8 @@ def list_rows(groups: Int[np.ndarray, "groups"], group: int) -> Int[np.ndarray, 
 def pack_best_fit(sizes: Int[np.ndarray, "pieces"], capacity: int) -> Int[np.ndarray, "pieces"]:
     """Return the row of each piece, by best fit, longest first; rows are numbered in the order of their first pieces.
 
-    Pieces of one size, and rows with one amount of free space, are handled together, so the time depends on the number
-    of distinct sizes and not on the number of pieces.
+    Pieces of the same size are placed together, and rows with the same free space are filled together. The time
+    therefore depends on the number of distinct sizes, and not on the number of pieces.
     """
     row_of = np.empty(len(sizes), np.int64)
     order = np.argsort(-sizes, kind="stable")
@@ -260,18 +259,18 @@ def batch_pairs(
     source_seq: int,
     first_example: int = 0,
 ) -> Batch:
-    """Return a batch for encoder-decoder models, whose rows read `sources` and predict `targets`.
+    """Return a batch for encoder-decoder models: the encoder reads `sources`, and the decoder predicts `targets`.
 
-    A row's ids are `start` and its target without the last id; its targets are the target's ids, with the end of text
-    if the model is to learn to end. Padding has weight 0, and position -1 in the source. Raises a `ValueError` for a
-    text that is empty or too long.
+    The decoder's ids in a row are `start` and the target without its last id. Put the end of text at the end of each
+    target if the model is to learn to end. Padding has weight 0, and position -1 in the source. Raises a `ValueError`
+    for a text that is empty or too long.
 
     Args:
         sources: The ids that the encoder reads, one text per row.
         targets: The ids that the decoder predicts, one text per row.
         start: The decoder's first id, `model.start`.
-        seq: The tokens of a row.
-        source_seq: The tokens of a source.
+        seq: The number of tokens in a row of targets.
+        source_seq: The number of tokens in a row of sources.
         first_example: The first row's number in the run.
     """
     if len(sources) != len(targets) or not sources:
@@ -280,7 +279,7 @@ def batch_pairs(
         for number, text in enumerate(texts):
             if not 1 <= len(text) <= max_length:
                 raise ValueError(
-                    f"batch_pairs({name}): number {number} has {len(text)} ids, and a row holds 1 to {max_length}; cut "
+                    f"batch_pairs({name}): text {number} has {len(text)} ids, and a row holds 1 to {max_length}; cut "
                     f"the text, or give a larger {'source_seq' if name == 'sources' else 'seq'}."
                 )
     rows, positions = len(targets), np.arange(source_seq, dtype=np.int32)

@@ -20,7 +20,7 @@ from . import _atomic_folder as atomic_folder
 from ._documents import digest
 
 
-_STATE = "rows.json"  # In an unfinished folder: the number of complete rows, and the arrays' dtypes and shapes.
+_STATE = "rows.json"  # This file of an unfinished folder has the number of complete rows, and dtypes and shapes.
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 
 
@@ -31,12 +31,12 @@ class StoredRows:
     path: Path
     """The folder."""
     arrays: Arrays
-    """The arrays by name, memory-mapped; their dims are groups of the packing, rows of a group, and others."""
+    """The memory-mapped arrays by name; their dims are groups of the packing, rows of a group, and further dims."""
     settings: JsonObject
     """Settings that decide the arrays: the tokens, the packing, its `seq`, and the model."""
 
     def add_to(self, batch: Batch, rows: Int[np.ndarray, "rows"]) -> Batch:
-        """Return a batch of these rows of the packing with their arrays, as a loss reads them."""
+        """Return a batch with the arrays of its rows, in the fields where a loss reads them."""
         parts = {name: array[rows].reshape(-1, *array.shape[2:]) for name, array in self.arrays.items()}
         if "top_ids" in parts:
             ids, nats, temperature = parts["top_ids"].astype(np.int32), parts["top_nats"], self.settings["temperature"]
@@ -54,12 +54,12 @@ class ComputedRows(Protocol):
 
     @property
     def settings(self) -> JsonObject:
-        """Settings of the arrays beside the rows, as JSON: a name for their `kind`, the model, and others."""
+        """Settings that decide the arrays of given rows, as JSON: their `kind`, the model, and others."""
         ...
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The start and the stop of the rows of each batch that this process passes to a call."""
+        """The first row of each batch that this process passes to a call, and the row after the last."""
         ...
 
     def on_writer(self, action: Callable[[], object]) -> object:
@@ -91,8 +91,8 @@ def store_rows(
         rows: The number of rows.
         compute: Returns the arrays of rows by name, from the rows' numbers.
         settings: Everything that decides the arrays, as JSON.
-        batch: The number of rows that are computed at once; at the end, the last row is repeated.
-        on_writer: As in `ComputedRows`: one process writes, and the others only take part in the computation.
+        batch: The number of rows that are computed at once; the last row is repeated to fill the last batch.
+        on_writer: As in `ComputedRows`: one process writes, and all other processes only help to compute.
         progress: Called with the number of finished rows and the number of all rows.
 
     Raises a `ValueError` if another process is computing the arrays, or if they cannot be written.
@@ -125,8 +125,8 @@ def open_stored_rows(path: str | os.PathLike[str]) -> StoredRows:
         return StoredRows(path, {name: array.view(np.ndarray) for name, array in arrays.items()}, meta["settings"])
     except (atomic_folder.DamagedFolder, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"open_stored_rows({str(path)!r}): the folder must have the arrays of all rows, but {error}; delete it, "
-            "and compute them again."
+            f"open_stored_rows({str(path)!r}): the folder must have the arrays of all rows, but {error}; delete the "
+            "folder, and compute the arrays again."
         ) from error
 
 
@@ -146,7 +146,7 @@ def _explain_errors(target: Path) -> Iterator[None]:
 class _RowWriter:
     """Writer of arrays of rows into an unfinished folder, which `finish` renames to `target`.
 
-    Every process has a writer, but only the process that writes calls `open`, `write` and `finish`.
+    Every process has a writer, but only one process calls `open`, `write` and `finish`.
     """
 
     def __init__(self, target: Path):
@@ -158,7 +158,7 @@ class _RowWriter:
         self._lock = ExitStack()
 
     def open(self) -> None:
-        """Create the folder, or lock the existing one and read which arrays it has."""
+        """Create and lock the folder; if it exists already, lock it and read which arrays it has."""
         self._folder.mkdir(parents=True, exist_ok=True)
         if not self._lock.enter_context(atomic_folder.lock_folder(self._folder)):
             raise ValueError(f"store_rows({self._target.name}): another process computes these arrays; wait for it.")
@@ -166,7 +166,7 @@ class _RowWriter:
             self._state = read_json(self._folder / _STATE)
 
     def write(self, arrays: Arrays, rows: int) -> None:
-        """Append the arrays of rows to the files, and note how many rows are complete."""
+        """Append the arrays of new rows to the files, and record the number of complete rows."""
         for name, array in arrays.items():
             if name not in self._files:
                 self._files[name] = self._open_file(name, array)
@@ -178,7 +178,7 @@ class _RowWriter:
         write_atomic(self._folder / _STATE, json.dumps(self._state))
 
     def _open_file(self, name: str, array: Shaped[np.ndarray, "..."]) -> BinaryIO:
-        """Open the file for arrays like this one, and cut off everything after its complete rows."""
+        """Open the file of an array, and cut off everything after the file's complete rows."""
         self._state["arrays"][name] = {"dtype": array.dtype.newbyteorder("<").str, "shape": array.shape[1:]}
         row_bytes = array.itemsize * int(np.prod(array.shape[1:]))
         path = self._folder / f"{name}.bin"

@@ -18,12 +18,12 @@ from jinja2.filters import make_attrgetter
 MAX_SOURCE = 1 << 16  # characters of a template; the longest published ones have about 30,000
 MAX_STEPS = 1 << 20  # loop iterations, calls, operations, and each 1,024 characters or elements that they create
 MAX_SIZE = 1 << 22  # characters and elements of a value, and of the output
-MAX_SECONDS = 1.0  # processor time of this thread, so that a busy machine refuses no more templates than an idle one
-_TOTAL_FACTOR = 64  # limit of the total size of all values, in values of the maximum size; it bounds the memory
+MAX_SECONDS = 1.0  # processor time of this thread, which does not depend on how busy the machine is
+_TOTAL_FACTOR = 64  # All values together may be this many times as large as the largest value, which bounds the memory.
 _CONVERSATION_FACTOR = 4  # The maximum size of a value grows by this multiple of the conversation's size.
 _MAX_BITS = 1 << 14  # bits of an integer
-_MAX_COMPARISONS = 10**8  # comparisons of one operation whose time is the product of two sizes
-MAX_SMALL = 1 << 14  # characters of the input of a filter whose time is not linear
+_MAX_COMPARISONS = 10**8  # comparisons in one operation that compares all parts of two values with each other
+MAX_SMALL = 1 << 14  # characters of the input of a filter whose time grows faster than its input
 _MAX_INDENT = 64  # characters of a level of indented JSON
 MAX_FORMAT = 256  # characters of a date's format
 _SIZE_PER_STEP = 1024  # characters or elements that count as one step
@@ -35,7 +35,7 @@ class TemplateLimit(Exception):
 
 
 class Budget:
-    """Remaining steps, sizes and time of one rendering.
+    """The steps, sizes and time that one rendering may still use.
 
     The limits grow with the size of `variables`: the conversation and the template's other variables.
     """
@@ -97,7 +97,7 @@ class Budget:
             return self._sizes[address]
         if address in sizes:
             return sizes[address]
-        # A value that contains itself is too large.
+        # A value that contains itself counts as too large.
         sizes[address] = self.largest + 1
         total = 1
         for part in parts:
@@ -131,7 +131,7 @@ def _check_product(first: int, second: int) -> None:
 
 
 def largest_number(text: str) -> int:
-    """Return the largest number in a text, such as a width, rounded down to a power of ten; 0 if it is below 10,000."""
+    """Return the largest number in a text, such as a width, rounded down to a power of ten; 0 below 10,000."""
     numbers = re.findall(r"\d+", text)
     return max((10 ** min(len(number) - 1, 20) for number in numbers if len(number) > 4), default=0)
 
@@ -155,7 +155,7 @@ def _count_characters(width: object) -> int:
 
 @dataclasses.dataclass
 class TemplateCall:
-    """Call of a method or a filter in a template. A check may replace the value and the arguments by lists."""
+    """Call of a method or a filter in a template; a check may replace the value and the arguments by lists."""
 
     budget: Budget
     environment: Environment
@@ -289,7 +289,7 @@ NOT_LINEAR = frozenset(("pprint", "striptags", "urlize", "wordwrap", "xmlattr"))
 
 
 def _nesting_depth(value: object) -> int:
-    """Return how deep containers nest, for a value whose size is known, so that no container contains itself."""
+    """Return how deep containers nest in a value; no container of the value may contain itself."""
     level, depth = [value], 0
     while level := [container for container in level if isinstance(container, Mapping | list | tuple)]:
         level = [

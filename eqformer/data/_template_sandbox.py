@@ -35,7 +35,7 @@ RenderPieces = Callable[[Mapping[str, object]], list[Piece]]
 
 
 class LoopTracker:
-    """Record of the loops of a rendering: `message` is the index of the message that the current iteration handles."""
+    """Record of a rendering's loops; `message` is the index of the message of the current iteration, or None."""
 
     def __init__(self, messages: Sequence[object]):
         self._indices = {id(message): index for index, message in enumerate(messages)}
@@ -43,7 +43,7 @@ class LoopTracker:
         self.message: int | None = None
 
     def begin(self) -> None:
-        """Enter a loop, which may be one over parts of the current message."""
+        """Enter a loop over the messages, or over parts of the current message."""
         self._outer.append(self.message)
 
     def visit(self, item: object) -> None:
@@ -51,7 +51,7 @@ class LoopTracker:
         self.message = self._indices.get(id(item), self.message)
 
     def end(self) -> None:
-        """Leave the loop: the message of the loop around it is the current one again."""
+        """Leave the loop, and return to the message of the outer loop."""
         self.message = self._outer.pop()
 
 
@@ -97,7 +97,7 @@ class CountingCodeGenerator(CodeGenerator):
     """Code generator that counts every loop iteration and the size of every value that an expression creates."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        # `environment.count()` returns true, so it can be part of the loop's test, where it counts rejected items too.
+        # `environment.count()` returns True, so it can be part of the loop's test, where it also counts rejected items.
         count = nodes.EnvironmentAttribute("count()")
         if node.test is not None:
             node.test = nodes.And(count, node.test)
@@ -187,7 +187,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """The budget of this thread's rendering; raises a `TemplateLimit` if no rendering runs."""
         budget = getattr(self._thread_state, "budget", None)
         if budget is None:
-            # jinja2 computes constants when it compiles; if that raises, the rendering computes them.
+            # jinja2 computes constants when it compiles a template; if that raises an error, the rendering does it.
             raise template_limits.TemplateLimit("a template is evaluated when it is rendered, and not before")
         return budget
 
@@ -195,7 +195,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return the function that renders a template; raises an error of jinja2 if the template cannot be parsed."""
         if len(source) > template_limits.MAX_SOURCE:
             raise template_limits.TemplateLimit(
-                f"it has {len(source):,} characters, and at most {template_limits.MAX_SOURCE:,} are read"
+                f"it has {len(source):,} characters, and the limit is {template_limits.MAX_SOURCE:,}"
             )
         template = self.from_string(source)
 
@@ -206,7 +206,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._thread_state.budget, self._thread_state.loops = budget, loops
             try:
                 pieces = template.root_render_func(template.new_context(dict(variables)))
-                # The generator runs up to its next piece, so the tracker knows which message the piece is written for.
+                # The generator runs up to its next piece, so `loops.message` is the message of this piece.
                 return [Piece(text, loops.message) for text in self._check_output(pieces)]
             finally:
                 self._thread_state.budget = self._thread_state.loops = None
@@ -248,12 +248,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def concatenate(self, join: Callable[[Sequence[object]], str], parts: Sequence[object]) -> str:
-        """Join the parts of `a ~ b` to one text."""
+        """Join the parts of `a ~ b` into one text."""
         self.budget.make(sum(self.budget.size(part) for part in parts))
         return join(parts)
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-        """Return the result of an operator; a result that would be too large is not computed."""
+        """Return the result of an operator; raise a `TemplateLimit` instead of computing a result that is too large."""
         budget = self.budget
         match operator, left, right:
             case "**", int(), int():
@@ -269,7 +269,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: object, **kwargs: object) -> object:
         """Return the result of a call in a template.
 
-        The parameters have jinja2's names with underscores, since a plain name may be a keyword of the template's call.
+        The parameters have names with underscores, as in jinja2, because a template's call may use plain names as
+        keywords.
         """
         budget = __self.budget
         budget.step()
@@ -282,7 +283,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return __self.check_value(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: object) -> Callable[..., str] | None:
-        """Return `str.format` or `str.format_map` with this sandbox's attributes and widths; None for other values."""
+        """Return a safe `str.format` or `str.format_map`, with this sandbox's limits; None for other values."""
         is_method = isinstance(value, types.MethodType | types.BuiltinMethodType)
         if not is_method or value.__name__ not in ("format", "format_map") or not isinstance(value.__self__, str):
             return None
@@ -306,11 +307,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return text
 
     def _join_output(self, pieces: Iterable[str]) -> str:
-        """Join pieces of the output to one text."""
+        """Join pieces of the output into one text."""
         return "".join(self._check_output(pieces))
 
     def _check_output(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Yield pieces of the output; the size is checked before each piece, since the pieces may be endless."""
+        """Yield pieces of the output; the size is checked before each piece, because the output may be endless."""
         budget, size = self.budget, 0
         for piece in pieces:
             size += len(piece)

@@ -35,8 +35,8 @@ def batch_text_groups(
     call, sizes = f"batch_text_groups(groups, tokenizer, seq={seq})", sorted({len(group) for group in groups})
     if len(sizes) != 1 or sizes[0] < 2 or any(isinstance(group, str) for group in groups):
         raise ValueError(
-            f"{call}: groups are of one size, at least two texts each, but their sizes are "
-            f"{', '.join(map(str, sizes)) or 'of no group'}; leave texts out, or groups."
+            f"{call}: all groups must have the same number of texts, at least two, but the numbers are "
+            f"{', '.join(map(str, sizes)) or 'missing'}; leave out texts or groups."
         )
     texts = [text for group in groups for text in group]
     rows = [row.ids for row in tokenizer.encode_texts(texts, max_length=seq)]
@@ -58,17 +58,21 @@ def batch_labelled_texts(
 
     Args:
         texts: The texts, or pairs of texts.
-        labels: The number of each text's label; or a row of numbers for each text, 1 for each label that it has and 0
-            for the others; or a value of each text with a fraction, which a model with one output learns.
+        labels: The number of each text's label. For texts with several labels: a row of numbers for each text, 1 for
+            each label that the text has and 0 for all other labels. For a model with one output: a floating-point value
+            for each text.
         tokenizer: The tokenizer, which adds special tokens.
-        seq: The tokens of a row; longer texts are cut at their end, within their special tokens.
-        reads_types: Whether tokens have the tokenizer's types, which tell the texts of a pair apart in models such as
-            BERT; see `nn.Transformer.reads_types`.
+        seq: The number of tokens in a row; longer texts are cut at their end, within their special tokens.
+        reads_types: Whether tokens have the tokenizer's types, by which models such as BERT distinguish the texts of a
+            pair; see `nn.Transformer.reads_types`.
         first_example: The first row's number in the run.
     """
     call, array = f"batch_labelled_texts(texts, labels, tokenizer, seq={seq})", np.asarray(labels)
     if len(array) != len(texts) or array.dtype.kind not in "iufb":
-        raise ValueError(f"{call}: each of the {len(texts)} texts needs a label, but labels are {array.shape} numbers.")
+        raise ValueError(
+            f"{call}: each of the {len(texts)} texts needs a label, but the labels have shape {array.shape} and dtype "
+            f"{array.dtype}."
+        )
     rows = tokenizer.encode_texts(texts, max_length=seq)
     is_number = array.ndim == 1 and array.dtype.kind in "iub"
     array = array.astype(np.int32 if is_number else np.float32)
@@ -80,9 +84,9 @@ def batch_labelled_texts(
 
 
 def fill_text_rows(call: str, rows: Sequence[np.ndarray], seq: int, first_example: int) -> dict[str, Any]:
-    """Return the arrays of a batch in which each row is one text and padding; the targets are not used.
+    """Return the arrays of a batch in which each row is one text and padding; the targets are zeros.
 
-    `rows` are the ids of each text.
+    `rows` has the ids of each text.
     """
     if empty := [number for number, row in enumerate(rows) if not len(row)]:
         raise ValueError(f"{call}: text {empty[0]} has no token, and the tokenizer adds none; leave the text out.")
@@ -102,7 +106,7 @@ def read_text_group(row: object, *, location: str) -> list[str]:
     """Return the texts of a row: its `anchor`, its `positive` and its hard negatives, if it has any.
 
     `negative` is a text or a list of texts. Raises a `ValueError` that names the location for any other row, for other
-    fields, and for a text of spaces alone.
+    fields, and for a text that is empty or has only spaces.
     """
     fields = dict(row) if isinstance(row, dict) else {}
     negatives = fields.pop("negative", [])
@@ -122,9 +126,9 @@ def read_text_group(row: object, *, location: str) -> list[str]:
 def text_groups(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, group: int = 2) -> TextSource:
     """Return the rows of .jsonl and .parquet files as a source of groups of texts, for a `TextGroupEncoder`.
 
-    Each row is `group` documents of the same name, and so in the same split. Raises a `ValueError` as `files` does; the
-    source's `check` raises one that names the row for a row that `read_text_group` refuses, and for a row whose number
-    of texts is not `group`.
+    Each row is `group` documents with the same name, which are therefore in the same split. Raises a `ValueError` as
+    `files` does. The source's `check` raises a `ValueError`, which names the row, for a row that `read_text_group`
+    refuses, and for a row whose number of texts is not `group`.
     """
     source = files(path, field=None)
 
@@ -165,7 +169,7 @@ class TextGroupEncoder(RowEncoder):
         self.fingerprint = digest(["text groups 2", tokenizer.fingerprint, str(seq)])
 
     def encode_documents(self, documents: Sequence[Document]) -> list[EncodedExample]:
-        """Encode documents, each a text. Raises a `ValueError` that names a document without a token."""
+        """Encode documents, each of which is a text. Raises a `ValueError` that names a document without a token."""
         rows = self.tokenizer.encode_texts([document.text for document in documents], max_length=self.seq)
         return [_encode_row(document, row, len(document.text.encode())) for document, row in zip(documents, rows)]
 
@@ -173,31 +177,34 @@ class TextGroupEncoder(RowEncoder):
 def _encode_row(
     document: Document, row: EncodedText, text_bytes: int, *, label: int | None = None, reads_types: bool = False
 ) -> EncodedExample:
-    """Return the example of a text or of a pair of texts; raise a `ValueError` for one without a token.
+    """Return the example of a text or of a pair of texts; raise a `ValueError` if it has no token.
 
-    Its ends are the borders between tokens of different types (if types are read), and the row's end if it is not cut.
+    `reply_ends` has the borders between tokens of different types (if types are read), and the end of the row unless
+    the text is cut there.
     """
     if not len(row.ids):
-        raise ValueError(f"{document.name}: a text has no token, and the tokenizer adds none; leave it out.")
+        raise ValueError(f"{document.name}: a text has no token, and the tokenizer adds none; leave the text out.")
     types = row.types.astype(np.int64) if reads_types else np.zeros(len(row.ids), np.int64)
     borders = np.flatnonzero(np.diff(types, prepend=0)) if types.any() else np.zeros(0, np.int64)
     if types[0] or not np.array_equal(np.searchsorted(borders, np.arange(len(types)), side="right"), types):
         raise ValueError(
             f"{document.name}: its tokens have types in the order {types[np.append(0, borders)].tolist()}, but the "
-            "first text has type 0 and the second one type 1; take another tokenizer."
+            "first text must have type 0 and the second text type 1; take another tokenizer."
         )
     ends = borders if row.is_cut else np.append(borders, len(row.ids))
     return EncodedExample(row.ids.astype(np.uint32), np.ones(len(row.ids), np.float32), ends, text_bytes, label)
 
 
 def _check_lengths(call: str, store: TokenStore, seq: int, encoder: type[RowEncoder]) -> None:
-    """Raise a `ValueError` for a store of whole texts with a text of more than `seq` tokens."""
+    """Raise a `ValueError` if a text of a store of whole texts has more than `seq` tokens."""
     if (longest := int(np.diff(store.offsets).max())) > seq:
-        raise ValueError(f"{call}: a text has {longest} tokens; make the store by a {encoder.__name__} of this seq.")
+        raise ValueError(
+            f"{call}: a text has {longest} tokens; make the store by a {encoder.__name__} with the same seq."
+        )
 
 
 def _count_cut(store: TokenStore) -> tuple[int, str]:
-    """Return the number of rows of a store of whole texts that are cut, and a note; the note is empty if none are."""
+    """Return the number of cut texts in a store of whole texts, and a note about them, empty if no text is cut."""
     assert store.cuts is not None
     cut = int(np.sum(~np.isin(store.offsets[1:], store.cuts)))
     noun = "text is" if cut == 1 else "texts are"
@@ -207,8 +214,8 @@ def _count_cut(store: TokenStore) -> tuple[int, str]:
 class TextGroupPacking:
     """Rows of one text each, from a store of `text_groups` made by a `TextGroupEncoder`, for `contrastive_loss`.
 
-    The rows of a group are never separated. `cut` counts the texts that are cut, and `cut_note` tells their number.
-    Raises a `ValueError` for a store of other documents, and for texts that are longer than `seq`.
+    The rows of a group are never separated. `cut` is the number of texts that are cut, and `cut_note` describes this
+    number in words. Raises a `ValueError` for a store of other documents, and for texts that are longer than `seq`.
     """
 
     documents = 1
@@ -220,8 +227,8 @@ class TextGroupPacking:
         is_grouped = self.group > 1 and not len(names) % self.group
         if not is_grouped or any(len({*names[n : n + self.group]}) > 1 for n in range(0, len(names), self.group)):
             raise ValueError(
-                f"{call}: rows are groups of texts of one size, but {store.path.name} has other text; make the store "
-                "from data.text_groups(path) with a TextGroupEncoder."
+                f"{call}: rows must be groups of texts, all with the same number of texts, but {store.path.name} has "
+                "other text; make the store from data.text_groups(path) with a TextGroupEncoder."
             )
         _check_lengths(call, store, seq, TextGroupEncoder)
         self.seq, self.rows, self.table_bytes = seq, store.documents // self.group, 0
@@ -251,8 +258,8 @@ class LabelledText(NamedTuple):
 def read_labelled_text(row: object, *, location: str) -> LabelledText:
     """Return the text, or the pair of texts, of a row and its label.
 
-    The fields are `text`, perhaps `text_pair`, and `label`, a name or a whole number. Raises a `ValueError` that names
-    the location for any other row, for other fields, and for a text that is empty or only of spaces.
+    The fields are `text`, optionally `text_pair`, and `label`, a name or a whole number. Raises a `ValueError` that
+    names the location for any other row, for other fields, and for a text that is empty or has only spaces.
     """
     fields = dict(row) if isinstance(row, dict) else {}
     text, pair, label = fields.pop("text", None), fields.pop("text_pair", None), fields.pop("label", None)
@@ -271,7 +278,7 @@ def read_labelled_text(row: object, *, location: str) -> LabelledText:
 
 
 def list_label_names(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
-    """Return the labels that the rows of files have, in the order of their numbers or of their names.
+    """Return the names of all labels in the rows of files, ordered by number or by name.
 
     Raises a `ValueError` as `labelled_texts` does.
     """
@@ -280,8 +287,8 @@ def list_label_names(path: str | os.PathLike[str] | Sequence[str | os.PathLike[s
     numbers = {label for label in labels if isinstance(label, int)}
     if numbers and (numbers != labels or numbers != {*range(len(numbers))}):
         raise ValueError(
-            f"labelled_texts({str(path)!r}): the labels are {_list_some(sorted(map(str, labels)))}; give names alone, "
-            "whole numbers from 0 on, or the names that the numbers stand for."
+            f"labelled_texts({str(path)!r}): the labels are {_list_some(sorted(map(str, labels)))}; give only names, "
+            "whole numbers from 0 on, or the names for which the numbers stand."
         )
     return tuple(map(str, sorted(numbers))) or tuple(sorted(map(str, labels)))
 
@@ -304,8 +311,9 @@ def labelled_texts(
 ) -> TextSource:
     """Return the rows of .jsonl and .parquet files as a source of labelled texts, for a `LabelledTextEncoder`.
 
-    Raises a `ValueError` as `files` does; the source's `check` raises one that names the row for a row that
-    `read_labelled_text` refuses and for a label that is not one of `labels`, and one for rows that all have one label.
+    Raises a `ValueError` as `files` does. The source's `check` raises a `ValueError`, which names the row, for a row
+    that `read_labelled_text` refuses and for a label that is not one of `labels`; it also raises a `ValueError` if all
+    rows have the same label.
     """
     source, names = files(path, field=None), tuple(labels)
 
@@ -315,8 +323,8 @@ def labelled_texts(
             numbers.add(_number_label(read_labelled_text(parse_json(text), location=name), names, name))
         if len(numbers) == 1:
             raise ValueError(
-                f"labelled_texts({source.name!r}): all rows have the label {names[numbers.pop()]!r}, from which "
-                "nothing is learned; add rows of other labels."
+                f"labelled_texts({source.name!r}): all rows have the label {names[numbers.pop()]!r}, so there is "
+                "nothing to learn; add rows with other labels."
             )
 
     return replace(source, check=check)
@@ -329,7 +337,7 @@ class LabelledTextEncoder(RowEncoder):
         tokenizer: The tokenizer; bytes have no special tokens, and no pairs of texts.
         seq: The tokens of a row; a longer text is cut at its end, within its special tokens.
         labels: The names of the labels.
-        reads_types: Whether tokens have the tokenizer's types, which tell the texts of a pair apart.
+        reads_types: Whether tokens have the tokenizer's types, which distinguish the texts of a pair.
     """
 
     label_dtype = "<i4"
@@ -343,7 +351,7 @@ class LabelledTextEncoder(RowEncoder):
         self.fingerprint = digest(parts)
 
     def encode_documents(self, documents: Sequence[Document]) -> list[EncodedExample]:
-        """Encode documents, each a row as JSON. Raises a `ValueError` that names a row that is refused."""
+        """Encode documents, each of which is a row as JSON. Raises a `ValueError` that names a row it cannot encode."""
         rows = [read_labelled_text(parse_json(text), location=name) for name, text, _ in documents]
         pairs = [document.name for document, row in zip(documents, rows) if len(row.texts) == 2]
         if pairs and not self.tokenizer.reads_pairs:
@@ -365,8 +373,8 @@ class LabelledTextEncoder(RowEncoder):
 class LabelledTextPacking:
     """Rows of one text or pair of texts with its label, from a store of `labelled_texts`, for `classification_loss`.
 
-    `cut` counts the texts that are cut, and `cut_note` tells their number. Raises a `ValueError` for a store of other
-    documents, and for texts that are longer than `seq`.
+    `cut` is the number of texts that are cut, and `cut_note` describes this number in words. Raises a `ValueError` for
+    a store of other documents, and for texts that are longer than `seq`.
     """
 
     documents = 1
@@ -376,8 +384,8 @@ class LabelledTextPacking:
         call = f"LabelledTextPacking(store, seq={seq})"
         if store.cuts is None or store.labels is None or np.any(store.labels < 0):
             raise ValueError(
-                f"{call}: each row has a label, but {store.path.name} has other text; make the store of "
-                "data.labelled_texts(path, labels) by a LabelledTextEncoder."
+                f"{call}: each row must have a label, but {store.path.name} has other text; make the store from "
+                "data.labelled_texts(path, labels) with a LabelledTextEncoder."
             )
         _check_lengths(call, store, seq, LabelledTextEncoder)
         self.seq, self.rows, self.table_bytes = seq, store.documents, 0

@@ -26,7 +26,7 @@ Split = Literal["train", "validation"]
 SplitBy = Literal["document", "position"]
 Progress = Callable[[int, int], object]
 
-_NAMES = "names.bin"  # The names of the documents of chat data, each with a line feed after it.
+_NAMES = "names.bin"  # The names of the documents of a `RowEncoder`, each with a line feed after it.
 _FORMAT = 1  # Version of the files; caches of another version are not used.
 _GROUP_CHARACTERS = 1 << 20  # Documents are tokenized in groups of about this many characters.
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -34,7 +34,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Tokens of one split: document `i` is `tokens[offsets[i]:offsets[i + 1]]`, the end of text last."""
+    """Tokens of one split: document `i` is `tokens[offsets[i]:offsets[i + 1]]`, and ends with the end of text."""
 
     path: Path
     """The folder of the cache."""
@@ -55,11 +55,10 @@ class TokenStore:
     weights: Float[np.ndarray, "tokens"] | None = None
     """The loss weight of each token of chat data; None: all tokens are trained on."""
     cuts: Int[np.ndarray, "cuts"] | None = None
-    """The indices of tokens at which a long document may be cut: the ends of the replies in chat data, and the
-    `reply_ends` of an `EncodedExample` in other data of a `RowEncoder`."""
+    """The token indices at which a long document of a `RowEncoder` may be cut, from `EncodedExample.reply_ends`."""
     labels: Int[np.ndarray, "documents"] | None = None
-    """1 for a desirable completion of chat data and 0 for an undesirable one, or the number of a text's label; -1 for a
-    row without a label."""
+    """The label of each document of a `RowEncoder`, -1 for none: the number of a text's label, or whether a completion
+    is desirable (1) or undesirable (0)."""
 
     @property
     def documents(self) -> int:
@@ -68,14 +67,14 @@ class TokenStore:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text per token, ends of text counted as tokens.
+        """The number of bytes of text per token; ends of text count as tokens.
 
-        Bits per byte are nats per token / ln 2 / `bytes_per_token`.
+        Bits per byte are `nats per token / ln 2 / bytes_per_token`.
         """
         return self.text_bytes / len(self.tokens)
 
     def name_document(self, document: int) -> str:
-        """Return the name of a document of chat data, `FILE#ROW`, or its number in a store of an older version."""
+        """Return the name of a document of a `RowEncoder`, such as `FILE#ROW`; in older stores, its number."""
         names = self.document_names()
         return names[document] if names else f"document {document}"
 
@@ -104,24 +103,25 @@ def open_store(
 ) -> TokenStore:
     """Open the tokens of one split of a source; text that is not in the cache is tokenized into it first.
 
-    By default only the hash of a document's name decides its split, so the split is the same on any machine and stays
-    when the corpus grows. A source that cannot be read raises its error before anything is tokenized. Lone surrogates,
-    which JSON can spell although they are not characters, are replaced by U+FFFD, with a warning that counts the
-    affected documents. A damaged cache is not used: a warning names it, and the text is tokenized again.
+    By default only the hash of a document's name decides its split, so a document's split is the same on any machine,
+    and stays the same when the corpus grows. A source that cannot be read raises its error before anything is
+    tokenized. Lone surrogates, which JSON can contain although they are no characters, are replaced by U+FFFD, with a
+    warning that counts the affected documents. A damaged cache is not used: a warning names the cache, and the text is
+    tokenized again.
 
     Args:
         source: The documents.
         tokenizer: The tokenizer of the texts, or the encoder of conversations, completions or groups of texts.
-        cache_dir: One or several folders for caches; a missing folder is created. All are searched, and new tokens are
-            written to the first writable folder, with a warning for each folder before it that is not writable.
+        cache_dir: One or several folders for caches; a missing folder is created. All folders are searched. New tokens
+            are written to the first writable folder, with a warning for each previous folder that is not writable.
         split: `"train"` or `"validation"`.
         validation: The share of the documents that is held out for validation.
         split_by: "document" holds out whole documents. "position", for sources of few documents, holds out the end of
-            each document: about the share `validation` of its characters. The held-out part begins with a line or a
-            word if one begins nearby (see `find_held_out`).
+            each document: about the share `validation` of its characters. The held-out part begins at the beginning of
+            a line or a word if there is one nearby (see `find_held_out`).
         progress: Called with the bytes done and the total bytes (0: unknown).
-        verify: Whether to compare the checksums of an existing cache (about half a second per gigabyte) and not only
-            the sizes.
+        verify: Whether to check the files of an existing cache by checksums (about half a second per gigabyte), or
+            only by sizes.
 
     **Raises:** `ValueError` if the split has no text, a text cannot be tokenized, or the cache cannot be written.
     """
@@ -155,9 +155,9 @@ def open_store(
             if following is None:
                 raise _describe_write_failure(call, target, failure) from failure
             reason = failure if isinstance(failure, atomic_folder.DamagedFolder) else explain_error(failure.error)[0]
-            message = f"the tokens cannot be written to {target.parent} ({reason}), but to {following.parent}"
+            message = f"the tokens cannot be written to {target.parent} ({reason}), and go to {following.parent}"
             warnings.warn(f"{call}: {message}.", stacklevel=2)
-    raise ValueError(f"{call}: cache_dir must name a folder, but is {cache_dir!r}; pass one or several.")
+    raise ValueError(f"{call}: cache_dir must name a folder, but is {cache_dir!r}; pass one or several folders.")
 
 
 def is_stored(
@@ -169,7 +169,7 @@ def is_stored(
     validation: float,
     split_by: SplitBy,
 ) -> bool:
-    """Return whether one of the folders has the tokens of a split; their files are not read."""
+    """Return whether one of the folders has the tokens of a split, without reading any file."""
     name = _folder_name(source, tokenizer, split, validation, split_by)
     return any(os.path.exists(folder / name) for folder in folders)
 
@@ -181,7 +181,7 @@ def _folder_name(
     validation: float,
     split_by: SplitBy,
 ) -> str:
-    """Return the name of a split's folder in a cache, which depends on texts, tokenizer, share and way to split."""
+    """Return a name for a split's folder in a cache, which depends on the texts, the tokenizer and the split."""
     parts = [source.fingerprint(), tokenizer.fingerprint, split, repr(float(validation)), str(_FORMAT)]
     key = digest(parts if split_by == "document" else [*parts, split_by])
     slug = re.sub(r"[^a-z0-9]+", "-", source.name.lower()).strip("-")[:40] or "texts"
@@ -189,10 +189,10 @@ def _folder_name(
 
 
 def find_held_out(text: str, share: float) -> int:
-    """Return the index of the first held-out character: where the last `share` of a text begins, or somewhat before.
+    """Return the index of the first held-out character of a text, so that about the last `share` is held out.
 
-    The index moves towards the beginning of the text, to the nearest beginning of a line, or else of a word, by at most
-    `share` of the text's characters.
+    The index is moved back to the beginning of a line, or else of a word, if there is one within `share` of the text's
+    characters.
     """
     held_out = math.ceil(len(text) * share)
     start = len(text) - held_out
@@ -223,8 +223,8 @@ def check_vocab(store: TokenStore, vocab: int) -> None:
     if store.largest >= vocab:
         raise ValueError(
             f"check_vocab(store, vocab={vocab}): the vocabulary must be larger than every token id, but "
-            f"{store.path.name} contains the id {store.largest}; build the model with "
-            f"vocab={store.vocab} (the tokenizer's), or change the tokenizer."
+            f"{store.path.name} contains the id {store.largest}; build the model with the tokenizer's "
+            f"vocab={store.vocab}, or change the tokenizer."
         )
 
 
@@ -304,9 +304,9 @@ def _empty_split_error(call: str, split: Split, other_documents: int) -> EmptySp
 
 
 def _warn_of_surrogates(call: str, documents: Sequence[str]) -> None:
-    """Warn the caller of `open_store` of the number of documents with lone surrogates, and name the first.
+    """Warn about the number of documents with lone surrogates, and name the first of them.
 
-    `call` is the text of the call of `open_store`, with which the warning begins.
+    `call`, the text of the call of `open_store`, begins the warning.
     """
     count = len(documents)
     warnings.warn(
@@ -317,11 +317,11 @@ def _warn_of_surrogates(call: str, documents: Sequence[str]) -> None:
 
 
 def _replace_surrogates(document: Document, names: list[str]) -> Document:
-    """Replace lone surrogates by U+FFFD; append the document's name to `names` if it has some."""
+    """Replace lone surrogates by U+FFFD; if there are any, append the document's name to `names`."""
     if document.text.isascii() or not _SURROGATE.search(document.text):
         return document
     names.append(document.name)
-    # UTF-16 joins the two halves of a surrogate pair to one character.
+    # Decoding UTF-16 joins the two halves of a surrogate pair into one character.
     encoded = document.text.encode("utf-16-le", errors="surrogatepass")
     return document._replace(text=encoded.decode("utf-16-le", errors="replace"))
 
@@ -343,14 +343,14 @@ def _encode_documents(
     tokenizer: Tokenizer | RowEncoder, documents: list[Document], call: str
 ) -> list[tuple[Document, EncodedExample]]:
     """Return each document, encoded with its end of text; documents without ids are left out."""
-    if isinstance(tokenizer, RowEncoder):  # Its errors begin with the name of the document.
+    if isinstance(tokenizer, RowEncoder):  # Errors of a RowEncoder already name the document.
         return [*zip(documents, tokenizer.encode_documents(documents), strict=True)]
     encoded = zip(documents, _encode_texts(tokenizer, documents, call), strict=True)
     return [(document, _end_text(ids, tokenizer.end_of_text, document.text)) for document, ids in encoded if len(ids)]
 
 
 def _end_text(ids: UInt[np.ndarray, "seq"], end_of_text: int, text: str) -> EncodedExample:
-    """Return the ids of a text with the end of text, all trained on."""
+    """Return the example of a plain text: its ids and the end of text, which are all trained on."""
     ended = np.append(ids, np.uint32(end_of_text))
     return EncodedExample(ended, np.ones(len(ended), np.float32), np.array([len(ended)]), len(text.encode()))
 

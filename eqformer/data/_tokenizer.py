@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class PromptTokenizer(Tokenizer, Protocol):
-    """Interface of a tokenizer that can also encode prompts, in which names of special tokens mean these tokens."""
+    """Interface of a tokenizer that also encodes prompts, in which the name of a special token becomes that token."""
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> UInt[np.ndarray, "seq"]: ...
 
@@ -50,15 +50,15 @@ class PromptTokenizer(Tokenizer, Protocol):
 class TextStream:
     """Decoder of ids one by one, which returns complete characters only.
 
-    The bytes of an incomplete character wait until the character is complete or `finish` is called. The texts together
-    equal `decode` of all ids; with the ids of a `prompt`, they equal `decode` of prompt and ids without the text of the
-    prompt. Ids without a token, which a model with a rounded-up vocabulary can sample, have no text.
+    The bytes of an incomplete character wait until the character is complete or `finish` is called. The returned texts
+    together equal `decode` of all ids. With the ids of a `prompt`, they equal `decode` of prompt and ids, without the
+    text of the prompt. Ids without a token, which a model with a rounded-up vocabulary can sample, have no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Ids = ()):
         self._decode, self._vocab = tokenizer.decode, tokenizer.vocab
-        # Ids of the prompt and, later, the ids whose text was returned last. These ids are decoded again before new
-        # ids, since some decoders treat the first token of a text specially.
+        # The ids of the prompt and, later, the ids whose text was returned last. They are decoded again in front of new
+        # ids, because some decoders treat the first token of a text differently.
         self._context = [int(token) for token in prompt if token < self._vocab]
         self._pending: list[int] = []
 
@@ -80,7 +80,7 @@ class TextStream:
         return text
 
     def pieces(self, ids: Ids) -> list[str]:
-        """Return the text that each id completes; the last text includes that of `finish`."""
+        """Return the text that each id completes; the last text includes the text of `finish`."""
         texts = [self.push(int(token)) for token in ids]
         return [*texts[:-1], texts[-1] + self.finish()] if texts else []
 
@@ -91,8 +91,8 @@ class TextStream:
 class ByteTokenizer:
     """Tokenizer of 256 ids, the bytes of UTF-8; the NUL byte, which texts do not contain, is the end of text.
 
-    `encode` refuses a text that contains NUL: such a text is usually a binary file or UTF-16. `decode` leaves out the
-    end of text and writes U+FFFD for bytes that are not UTF-8.
+    `encode` refuses a text with a NUL, which is usually a binary file or UTF-16. `decode` leaves out the end of text,
+    and writes U+FFFD for bytes that are not UTF-8.
     """
 
     vocab = 256
@@ -120,7 +120,7 @@ class ByteTokenizer:
     def encode_with_offsets(
         self, text: str
     ) -> tuple[UInt[np.ndarray, "seq"], Int[np.ndarray, "seq"], Int[np.ndarray, "seq"]]:
-        """Return the bytes of a text, and the indices of each byte's character and of the character after it."""
+        """Return the bytes of a text, and for each byte the index of its character and of the character after that."""
         characters = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
         return self.encode(text), characters, characters + 1
 
@@ -157,8 +157,8 @@ class ByteTokenizer:
         return self.decode(ids)
 
     def to_json(self) -> str:
-        """Return this tokenizer as the text of a `tokenizer.json`, where the end of text is called `<|endoftext|>`."""
-        # Byte-level BPE writes the other bytes as the characters from U+0100 on.
+        """Return this tokenizer as the text of a `tokenizer.json`, in which the end of text is `<|endoftext|>`."""
+        # Byte-level BPE writes all other bytes as the characters from U+0100 on.
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         substitutes = {byte: chr(256 + number) for number, byte in enumerate(sorted({*range(256)} - {*printable}))}
         vocab = {_END_OF_TEXT_NAMES[0]: 0} | {substitutes.get(byte, chr(byte)): byte for byte in range(1, 256)}
@@ -202,9 +202,9 @@ class EncodedText(NamedTuple):
     spans: Int[np.ndarray, "seq 2"]
     """The index of each token's first character in its text, and the index after its last character."""
     is_special: Bool[np.ndarray, "seq"]
-    """Which tokens are special tokens around the texts."""
+    """Whether each token is a special token around the texts."""
     is_cut: bool = False
-    """Whether tokens at the end are left out."""
+    """Whether tokens at the end of a text are left out."""
 
 
 class FileTokenizer:
@@ -235,8 +235,8 @@ class FileTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-            # Some files make the package panic at the first text only. An ordinary error is not the file's fault, since
-            # a vocabulary may lack the letters of the trial text.
+            # Some bad files make the package panic only when it encodes the first text. An ordinary error is ignored,
+            # because the vocabulary may lack letters of the trial text.
             with suppress(Exception):
                 self._tokenizer.encode(_TRIAL_TEXT)
             self._tokenizer.encode_special_tokens = True
@@ -261,7 +261,7 @@ class FileTokenizer:
         raise ValueError(
             f"{call}: the end of text must be a token of the file, but "
             f"{'none has one of the usual names' if name is None else f'there is no token {name!r}'}; "
-            f"pass one of its special tokens as `end_of_text`: {list(special) or 'it has none, so name any token'}."
+            f"pass one of the special tokens as `end_of_text`: {list(special) or 'there is none, so name any token'}."
         )
 
     def encode(self, text: str) -> UInt[np.ndarray, "seq"]:
@@ -271,9 +271,9 @@ class FileTokenizer:
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> UInt[np.ndarray, "seq"]:
         """Return the ids of a prompt; names of special tokens in the prompt become the ids of these tokens.
 
-        With `add_special_tokens`, the special tokens that `tokenizer.json` adds around a text, such as a beginning of
-        text, are added. Text that a `ChatTemplate` rendered already has them. `tokenizer.json` alone decides which
-        tokens are added: `add_bos_token` and `add_eos_token` of a `tokenizer_config.json` are ignored, as in
+        With `add_special_tokens`, the special tokens that `tokenizer.json` puts around a text, such as a beginning of
+        text, are added. Text that a `ChatTemplate` rendered already has these tokens. Only `tokenizer.json` decides
+        which tokens are added: `add_bos_token` and `add_eos_token` of a `tokenizer_config.json` are ignored, as in
         transformers 5 for folders with a `tokenizer.json`.
         """
         return np.asarray(self._encode_names("encode_prompt(text)", text, add_special_tokens).ids, np.uint32)
@@ -281,28 +281,28 @@ class FileTokenizer:
     def encode_with_offsets(
         self, text: str
     ) -> tuple[UInt[np.ndarray, "seq"], Int[np.ndarray, "seq"], Int[np.ndarray, "seq"]]:
-        """Return the ids of a rendered conversation, and the indices of the characters where tokens start and stop.
+        """Return the ids of a rendered conversation, and for each token the indices of its first and next characters.
 
-        Names of special tokens become these tokens, and no special tokens are added. The tokens of one character have
-        the same indices.
+        Names of special tokens become these tokens, and no special tokens are added. If several tokens share one
+        character, they have the same indices.
         """
         encoding = self._encode_names("encode_with_offsets(text)", text, False, offsets=True)
         offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
         return np.asarray(encoding.ids, np.uint32), offsets[:, 0], offsets[:, 1]
 
     def _encode_names(self, method: str, text: str, add_special_tokens: bool, *, offsets: bool = False) -> Any:
-        """Return the package's encoding of a text in which names of special tokens mean these tokens."""
+        """Return the package's encoding of a text; the name of a special token becomes that token."""
         tokenizer = self._prompt_tokenizer
-        # The package's `encode` keeps the interpreter's lock, so a long prompt would stop all threads of a server.
+        # The package's `encode` would keep the interpreter's lock, and a long prompt would stop all server threads.
         encode_batch = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
         with self._describe_failure(method, "the text"):
             return encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     @functools.cached_property
     def _prompt_tokenizer(self) -> Any:
-        """The package's tokenizer that reads names of special tokens as these tokens.
+        """The package's tokenizer with another setting: it reads names of special tokens as these tokens.
 
-        It is a second object, because a setting of one object cannot be changed while another thread encodes by it.
+        This is a second object, because the setting must not change while another thread encodes with the first object.
         """
         return type(self._tokenizer).from_str(self._tokenizer.to_str())
 
@@ -313,7 +313,7 @@ class FileTokenizer:
     ) -> list[EncodedText]:
         """Return the ids and token types of texts, or of pairs of texts, with the special tokens around them.
 
-        A text of more than `max_length` tokens is cut at its end, within its special tokens; of a pair, the longer text
+        A text of more than `max_length` tokens is cut at its end, within its special tokens; in a pair, the longer text
         is cut first. Names of special tokens in a text become these tokens.
         """
         with self._describe_failure("encode_texts(texts)", "a text"):
@@ -367,7 +367,7 @@ class FileTokenizer:
         array = np.asarray(ids, dtype=np.int64)
         if array.size and array.min() < 0:
             raise ValueError(
-                f"FileTokenizer.decode(ids): ids must be 0 to {self.vocab - 1}, but one is {array.min()}; "
+                f"FileTokenizer.decode(ids): ids must be 0 to {self.vocab - 1}, but one id is {array.min()}; "
                 f"remove the padding."
             )
         with self._describe_failure("decode(ids)", "these ids"):
@@ -389,9 +389,9 @@ class FileTokenizer:
 
 
 def check_same_ids(tokenizer: Tokenizer, other: Tokenizer) -> None:
-    """Raise a `ValueError` unless each id means the same token in both tokenizers, as distillation needs.
+    """Raise a `ValueError` unless each id stands for the same token in both tokenizers, as distillation needs.
 
-    Two `tokenizer.json` of the same tokens may differ in other settings.
+    Two `tokenizer.json` with the same tokens may differ in other settings.
     """
     if tokenizer.fingerprint == other.fingerprint:
         return

@@ -105,7 +105,7 @@ FIX = "; change the messages, correct the template, or give a plain text instead
 @pytest.mark.parametrize(
     "template,words",
     [
-        (None, "no chat_template.jinja, and its tokenizer_config.json no chat_template"),
+        (None, "no chat_template.jinja, and its tokenizer_config.json has no chat_template"),
         ("{% for %}", "cannot be read"),
         (
             "{{ messages | bold }}",

@@ -342,7 +342,7 @@ def test_a_corpus_of_conversations(tokenizer, tmp_path):
     assert corpus.describe_cuts() == []
     short = open_corpus({"chats": source}, encoder, tmp_path / "c", seq=24, batch=2, seed=0, packing="documents")
     (line,) = short.describe_cuts()
-    assert line.startswith("of chats, ") and line.endswith("since none of their replies ends within a row")
+    assert line.startswith("of chats, ") and line.endswith("because none of their replies ends within a row")
     assert train + held_out == 40 * len(encoder.encode(read_example(row_of(TALK), location="")[1]).ids) and held_out
     few = conversations(write_rows(tmp_path / "few.jsonl", [row_of(TALK)]))
     with pytest.raises(ValueError, match="split must have a document"):

@@ -169,10 +169,10 @@ def test_a_name_that_is_no_utf8_is_spelled_out(tmp_path):
     "arguments, message",
     [
         ({"path": "absent"}, r"no file or folder .*absent"),
-        ({"path": "image.png"}, r"must be one of \.txt, .*ends in '\.png'"),
+        ({"path": "image.png"}, r"must end in one of \.txt, .*ends in '\.png'"),
         ({"path": "empty_folder"}, r"must contain files of \.txt.*none in"),
         ({"path": "empty.txt"}, r"the files must contain some text, but all 1 files are empty"),
-        ({"path": "good.txt", "piece": 0}, r"piece counts characters and must be at least 1, but is 0"),
+        ({"path": "good.txt", "piece": 0}, r"piece is a number of characters, at least 1, but is 0"),
         ({"path": "latin.txt"}, r"must be UTF-8, but byte 1 of .*latin\.txt is 0xe9.*iconv"),
         ({"path": "good.jsonl", "field": "body"}, r"line 1 of .*good\.jsonl has no field 'body'.*\['n', 'text'\]"),
         ({"path": "good.jsonl", "field": "n"}, r"field 'n' of line 1 .* must hold text, but holds int"),

@@ -147,10 +147,10 @@ def test_one_text_alone_is_its_loader(stores):
 @pytest.mark.parametrize(
     "weights, message",
     [
-        ({"small": 1, "large": 0}, r"must be above 0 and finite, but that of large is 0"),
-        ({"small": float("nan"), "large": 1}, r"that of small is nan"),
-        ({"small": float("inf"), "large": 1}, r"that of small is inf"),
-        ({"small": 1, "large": -0.5}, r"that of large is -0.5"),
+        ({"small": 1, "large": 0}, r"must be above 0 and finite, but large has 0"),
+        ({"small": float("nan"), "large": 1}, r"small has nan"),
+        ({"small": float("inf"), "large": 1}, r"small has inf"),
+        ({"small": 1, "large": -0.5}, r"large has -0.5"),
         ({"small": 1}, r"each loader must have a weight and each weight a loader"),
         ({"small": 1, "large": 1, "unknown": 1}, r"give both the same names"),
     ],

@@ -50,9 +50,9 @@ def test_the_loss_is_of_each_pair_alone():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"seq": 2}, r"batch_pairs\(targets\): number 1 has 3 ids, and a row holds 1 to 2; .*a larger seq"),
-        ({"source_seq": 2}, r"batch_pairs\(sources\): number 0 has 3 ids, .* a larger source_seq"),
-        ({"sources": [[1], []]}, r"batch_pairs\(sources\): number 1 has 0 ids"),
+        ({"seq": 2}, r"batch_pairs\(targets\): text 1 has 3 ids, and a row holds 1 to 2; .*a larger seq"),
+        ({"source_seq": 2}, r"batch_pairs\(sources\): text 0 has 3 ids, .* a larger source_seq"),
+        ({"sources": [[1], []]}, r"batch_pairs\(sources\): text 1 has 0 ids"),
         ({"targets": [[1]]}, "batch_pairs: 2 sources and 1 targets; each source needs a target"),
     ],
 )

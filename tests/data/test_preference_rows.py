@@ -89,7 +89,7 @@ def test_what_is_refused(encoder):
     assert "their first messages differ" in refused({"chosen": [USER, YES], "rejected": [YES]})
     assert "must be an object" in refused([TEXT])
     assert read_label({"prompt": "a", "completion": "b", "label": False}, location="row") is False
-    with pytest.raises(ValueError, match="row must have a `label` of true or false, but it is 1"):
+    with pytest.raises(ValueError, match="row must have a `label` of true or false, but its label is 1"):
         read_label({"label": 1}, location="row")
     pair = encode_pair(encoder, TEXT)
     with pytest.raises(ValueError, match=r"batch_preferences\(pairs, seq=4\).* of pair 1 has 6 tokens; pass a longer"):
@@ -147,7 +147,7 @@ def test_a_loader_shuffles_pairs_and_splits_none(encoder, tmp_path):
             seen.append(int(prompt))
     assert len({*seen}) == len(seen) and seen != sorted(seen)
     assert np.array_equal(train.rows(3, 2, 4).ids, train.batch(3).ids[2:])
-    with pytest.raises(ValueError, match="of 2 rows is never split, but rows 1 to 3 split one"):
+    with pytest.raises(ValueError, match="of 2 rows is never split, but rows 1 to 3 would split a group"):
         train.rows(0, 1, 4)
     epoch = [batch.ids for batch in held_out.epoch(1)]
     assert len(epoch) == 1 and len(epoch[0]) == 4
@@ -176,7 +176,7 @@ def test_a_mixture_splits_no_pair_and_takes_each_text_by_its_weight(encoder, tmp
         assert np.array_equal(np.concatenate(pairs), expected)
     assert mixture.epochs(256) == {"few": 256 / 5, "many": 768 / 40}
     assert np.array_equal(mixture.rows(3, 2, 4).ids, mixture.batch(3).ids[2:4])
-    with pytest.raises(ValueError, match="of 2 rows is never split, but rows 1 to 3 split one"):
+    with pytest.raises(ValueError, match="of 2 rows is never split, but rows 1 to 3 would split a group"):
         mixture.rows(0, 1, 4)
 
 
@@ -185,17 +185,17 @@ def test_stores_that_are_no_pairs(encoder, tmp_path):
     short = PairPacking(pairs, seq=5)
     assert short.cut == 6 and short.cut_note == "6 completions are cut at the end of a row"
     assert not PairPacking(pairs, seq=64).cut_note
-    with pytest.raises(ValueError, match=r"that of pairs.jsonl#0 leaves none for the chosen one; pass a longer seq"):
+    with pytest.raises(ValueError, match=r"pairs.jsonl#0 leaves no room for the chosen completion; pass a longer seq"):
         PairPacking(pairs, seq=1)
     (tmp_path / "long.jsonl").write_text("\n".join(json.dumps(TEXT | {"prompt": prompt}) for prompt in ("1", "1" * 9)))
     long = open_store(preferences(tmp_path / "long.jsonl"), encoder, tmp_path / "c", validation=0.0)
-    with pytest.raises(ValueError, match=r"that of long.jsonl#1 leaves none for the chosen one"):
+    with pytest.raises(ValueError, match=r"the prompt of long.jsonl#1 leaves no room for the chosen completion"):
         PairPacking(long, seq=8)
     row = json.dumps({"prompt": "a", "completion": "b"})
     lone = open_store(texts({"\udcff": row}), encoder, tmp_path / "c", validation=0.0)
     assert lone.name_document(0) == "\udcff"  # A lone surrogate, which UTF-8 does not have.
     (long.path / "names.bin").unlink()  # A store of an older version has no names.
-    with pytest.raises(ValueError, match=r"that of document 2 leaves none for the chosen one"):
+    with pytest.raises(ValueError, match=r"that of document 2 leaves no room for the chosen completion"):
         PairPacking(long, seq=8)
     (tmp_path / "one.jsonl").write_text(row)
     other = open_store(conversations(tmp_path / "one.jsonl"), encoder, tmp_path / "c", validation=0.0)
@@ -246,7 +246,7 @@ def test_labelled_rows_that_are_refused(encoder, tmp_path):
 
     row = {"prompt": "1", "completion": "2", "label": True}
     assert "the label of every row is true; add rows of the other label" in refused(row, row)
-    assert "rows.jsonl#1 must have a `label` of true or false, but it is 'good'" in refused(
+    assert "rows.jsonl#1 must have a `label` of true or false, but its label is 'good'" in refused(
         row, row | {"label": "good"}
     )
     assert "rows.jsonl#1 must have `messages`" in refused(row, {"prompt": "1", "label": True})

@@ -37,7 +37,7 @@ def test_all_folders_are_searched_and_the_first_is_written(corpus, tmp_path):
 def test_a_folder_that_cannot_be_written_is_told_and_passed_over(corpus, tmp_path):
     (tmp_path / "file").write_text("in the way")
     folders = [tmp_path / "file", tmp_path / "own"]
-    with pytest.warns(UserWarning, match=r"cannot be written to .*file \(.*\), but to .*own\.$") as told:
+    with pytest.warns(UserWarning, match=r"cannot be written to .*file \(.*\), and go to .*own\.$") as told:
         store = _open(corpus, folders)
     assert store.path.parent == tmp_path / "own" and len(told) == 1
     assert _open(corpus, folders).path == store.path  # found, and nothing to tell

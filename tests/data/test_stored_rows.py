@@ -140,5 +140,5 @@ def test_what_is_refused(tmp_path):
         pair_loader(tmp_path, count=6).with_stored(stored)
     assert loader.with_stored(open_stored_rows(stored.path)).batch(0).ids.shape == (4, 16)
     (stored.path / "reference_nats.bin").write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"reference_nats.bin should have 40 bytes but has 5; delete it"):
+    with pytest.raises(ValueError, match=r"reference_nats.bin should have 40 bytes but has 5; delete the folder"):
         open_stored_rows(stored.path)

@@ -261,9 +261,9 @@ def test_bad_tokenizer_files_are_reported_in_one_message(tokenizer_json, tmp_pat
     with pytest.raises(ValueError, match=r"none has one of the usual names.*\['<left>', '<right>'\]"):
         FileTokenizer(two)
     none = _changed(tokenizer_json, tmp_path / "none.json", added_tokens=[])
-    with pytest.raises(ValueError, match=r"it has none, so name any token"):
+    with pytest.raises(ValueError, match=r"there is none, so name any token"):
         FileTokenizer(none)
-    with pytest.raises(ValueError, match=r"ids must be 0 to \d+, but one is -1"):
+    with pytest.raises(ValueError, match=r"ids must be 0 to \d+, but one id is -1"):
         FileTokenizer(tokenizer_json).decode([-1])
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"FileTokenizer\(.*tokenizers.*eqformer\[train\]"):

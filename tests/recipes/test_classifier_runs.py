@@ -180,9 +180,9 @@ def test_a_bad_row_is_named(row, message, tmp_path):
     "rows,fields,message",
     [
         ([GOOD], {}, "^--classification.labels x: a classifier needs at least two labels"),
-        ([GOOD], {"classification": Labels(labels=("x", "y"))}, "all rows have the label 'x', from which nothing"),
-        ([GOOD, GOOD | {"label": 0}], {}, "the labels are 0, x; give names alone"),
-        ([GOOD | {"label": 1}, GOOD | {"label": 2}], {}, "the labels are 1, 2; give names alone"),
+        ([GOOD], {"classification": Labels(labels=("x", "y"))}, "all rows have the label 'x', so there is nothing"),
+        ([GOOD, GOOD | {"label": 0}], {}, "the labels are 0, x; give only names"),
+        ([GOOD | {"label": 1}, GOOD | {"label": 2}], {}, "the labels are 1, 2; give only names"),
         ([GOOD], {"data": None}, "^--loss classification: labelled texts are read from a file"),
         ([GOOD], {"loss": "mlm", "classification": Labels(labels=("x", "y"))}, "--classification is for --loss cl"),
         ([GOOD], {"classification": Labels(labels=("x", "x"))}, "^--classification.labels x x: a classifier needs"),

@@ -98,7 +98,7 @@ def test_texts_and_what_is_refused(tmp_path):
     want = np.sum((np.asarray(logits) - np.array([0.5, 1, 0, 0.25])) ** 2)
     loss = eqx.filter_jit(training.classification_loss)
     assert float(loss(classifier.model, batch)[0]) == pytest.approx(float(want), rel=1e-4)
-    with pytest.raises(ValueError, match="each of the 6 texts needs a label, but labels are"):
+    with pytest.raises(ValueError, match="each of the 6 texts needs a label, but the labels have shape"):
         data.batch_labelled_texts(TEXTS, [1, 2], classifier.tokenizer, seq=20)
     with pytest.raises(ValueError, match="the model must have a classifier of texts"):
         training.classification_loss(models.shapes(LLAMA), batch)
