@@ -1,9 +1,9 @@
 """Compare the speed and the programs of two checkouts: `python tests/compare_trees.py BEFORE AFTER [ROUNDS]`.
 
-Run by hand around a change that must not change what is computed, for example
+Run this by hand to check a change that must not affect results, for example
 `git worktree add /tmp/before COMMIT; python tests/compare_trees.py /tmp/before .`. Both checkouts run with this Python,
-in processes of their own that take turns (A B A B), so that other work on the machine slows down both alike. The table
-has medians by the clock and of processor time; a ratio is a median over turns, after through before.
+in processes of their own that take turns (A B A B), so that other work on the machine slows down both equally. The
+table has medians of wall time and of processor time; a ratio is the median over turns of after divided by before.
 """
 
 import json
@@ -40,7 +40,7 @@ def first_step() -> None:
 
 
 def first_mesh_step() -> None:
-    """Do the same over 8 simulated devices."""
+    """Do the same as `first_step` over 8 simulated devices."""
     _mesh_step()()
 
 
@@ -65,7 +65,7 @@ STARTS: dict[str, Callable[[], None]] = {
 
 
 def describe_programs() -> dict[str, float]:
-    """Return costs of compiled training steps, of one device and of a mesh, with the loss after two steps."""
+    """Return the costs of compiled training steps on one device and on a mesh, and the loss after two steps."""
     mesh = _mesh_step()
     from benchmarks import _ours, _rows
 
@@ -93,7 +93,7 @@ def _costs(program: Any) -> dict[str, float]:
 
 
 def serve_rows() -> None:
-    """Build the contenders of two rows of `scripts/benchmark.py`, and run the one named on each line of the input."""
+    """Build the contenders of two rows of `scripts/benchmark.py`, and run the contender that each input line names."""
     from benchmarks import _rows
 
     calls: dict[str, Callable[[], Any]] = {}
@@ -127,13 +127,13 @@ def start_child(tree: Path, task: str) -> subprocess.Popen[str]:
 
 
 def run_child(tree: Path, task: str) -> Any:
-    """Return what a task prints last."""
+    """Run a task, and return the value in the last line that it prints."""
     output, _ = start_child(tree, task).communicate()
     return json.loads(output.splitlines()[-1])
 
 
 def print_ratios(name: str, pairs: list[tuple[Any, Any]]) -> None:
-    """Print a row of the table from pairs of times, before and after; each is seconds by the clock and of processor."""
+    """Print a row of the table from pairs of times, before and after; each is a wall time and a processor time."""
     cells = []
     for kind in (0, 1):
         before, after = ([pair[side][kind] for pair in pairs] for side in (0, 1))

@@ -1,4 +1,4 @@
-"""Machines that are not here, whose compilers may be installed; tests of programs for them are skipped elsewhere."""
+"""Devices of other machines, for which a compiler may be installed; without the compiler, tests are skipped."""
 
 import functools
 import importlib.util
@@ -14,7 +14,7 @@ from eqformer import planning
 
 @functools.cache
 def tpus(name: str, slices: int = 1) -> list[Any]:
-    """The devices of a topology such as `v5e:4x4`, as libtpu knows them."""
+    """Return the devices of a topology such as `v5e:4x4` from libtpu."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed: pip install 'eqformer[tpu]'")
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
@@ -25,7 +25,7 @@ def tpus(name: str, slices: int = 1) -> list[Any]:
 
 
 def devices_for(name: str) -> list[Any]:
-    """The devices of a topology such as `v5e:2x2` or `h100:8`, as the compiler for it knows them."""
+    """Return the devices of a topology such as `v5e:2x2` or `h100:8` from the compiler for these chips."""
     chips = planning.topology(name)
     if missing := planning.missing_compiler(chips):
         pytest.skip(missing)
@@ -33,7 +33,7 @@ def devices_for(name: str) -> list[Any]:
 
 
 def compiled_for_tpu(function: Any, *shapes: tuple[tuple[int, ...], Any]) -> Any:
-    """The program of a function of arrays of such shapes and dtypes, for one chip of v5e."""
+    """Compile a function of arrays of these shapes and dtypes for one chip of v5e, and return the program."""
     mesh = jax.sharding.Mesh(np.array(tpus("v5e:2x2")[:1]), ("one",))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arrays = [jax.ShapeDtypeStruct(*shape, sharding=whole) for shape in shapes]

@@ -1,7 +1,7 @@
-"""Eight simulated CPU devices and strict dtype promotion, set before JAX is first used; a folder for texts' tokens.
+"""Settings of all tests, made before JAX is first used: eight simulated CPU devices and strict dtype promotion.
 
-Programs are compiled in haste, and without the lines that they came from: the tests run thousands of small ones, each
-a few times.
+Programs are compiled quickly rather than well, and without source lines, because the tests run thousands of small
+programs, each a few times.
 """
 
 import gc
@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # importable, as it is for a script that runs
-# Bytecode is kept, also where the environment says not to: each process would compile the package, with its checks, and
-# the tests for seconds.
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # importable, as for a script that runs
+# Bytecode is written even if the environment forbids it. Without bytecode, each process would compile the package, with
+# its checks, and the tests for seconds.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -24,10 +24,10 @@ from haste import check_quickly, FLAGS, move_by_numpy, share_contexts, skip_abst
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(["--xla_force_host_platform_device_count=8", *FLAGS])
-os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # no lines, but the names of scopes
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # names of scopes only, no source lines
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # programs of several devices cannot be loaded again safely
-# Tokens of the scripts' texts are made once for all tests, and kernels compiled, and none in the user's home. Workers
-# have their parent's.
+# The scripts' tokens and compiled kernels are made once for all tests, in temporary folders instead of the user's home.
+# Worker processes use the folders of their parent.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _TOKENS = tempfile.TemporaryDirectory(prefix="tokens", ignore_cleanup_errors=True)
     _KERNELS = tempfile.TemporaryDirectory(prefix="kernels", ignore_cleanup_errors=True)
@@ -44,12 +44,12 @@ check_quickly()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 gc.disable()
 TESTS = itertools.count(1)
-KEPT = [0]  # bytes of memory when programs were last let go
+KEPT = [0]  # bytes of memory in use when programs were last deleted
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem():
-    """Leave the cases of a test to the grid whose names its mark `by_default` does not list."""
+    """Mark the cases of a test as `grid`, except for the cases that the test's mark `by_default` lists."""
     items = yield
     if isinstance(items, list) and items and (mark := items[0].get_closest_marker("by_default")):
         names = [item.callspec.id for item in items]
@@ -65,7 +65,10 @@ def pytest_pycollect_makeitem():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Scripts, the slowest, come first; one case of each other file is `quick`: its first, unless it marks another."""
+    """Run the tests of scripts first, because they are slowest, and mark a case of each other file as `quick`.
+
+    It is the first case of the file, unless the file marks another case.
+    """
     items.sort(key=lambda item: item.path.parent.name != "scripts")
     of_files = {}
     for item in items:
@@ -77,22 +80,22 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What was imported stays: collecting garbage need not go through it again and again."""
+    """Exclude everything that has been imported from garbage collection, which need not visit it again and again."""
     gc.enable()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_sessionfinish():
-    """What is left at the end goes with the process; pytest would collect it first, which takes seconds."""
+    """Exclude all objects from garbage collection at the end, which would take seconds before the process exits."""
     gc.freeze()
 
 
 def forget_programs(max_mappings: int | None = None) -> None:
-    """Let programs go before memory is full, and before the system's limit of mappings a process ends the worker.
+    """Delete compiled programs if they use much memory, or more than `max_mappings` memory mappings of the process.
 
-    Each module of code that XLA compiles for the CPU takes three mappings, and Linux allows 65,530; beyond them
-    compiling segfaults. To count them takes long, and is left out where `max_mappings` is None.
+    Each module of code that XLA compiles for the CPU takes three mappings. Linux allows a process 65,530 mappings;
+    compiling beyond this number segfaults. Counting mappings takes long, so `max_mappings=None` leaves it out.
     """
     mappings, pages = Path("/proc/self/maps"), Path("/proc/self/statm")
     if not mappings.exists():
@@ -107,21 +110,22 @@ def forget_programs(max_mappings: int | None = None) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten_programs():
-    """Programs of finished files are let go; those of a file that is not finished only if there are very many."""
+    """Delete programs after a file of tests if there are many."""
     yield
     forget_programs(24_000)
 
 
 @pytest.fixture(autouse=True)
 def forgotten_programs_of_long_files():
+    """Delete programs within a file of tests if there are very many, which is counted after every 16 tests."""
     yield
     forget_programs(None if next(TESTS) % 16 else 36_000)
 
 
 @pytest.fixture(autouse=True)
 def listed_families():
-    """A family that a test registers is let go after it."""
-    from eqformer.models import _registry  # here, so that what pytest checks the shapes of is not imported before
+    """Remove the families that a test has registered."""
+    from eqformer.models import _registry  # here, because shapes are checked only in modules that are imported later
 
     before = dict(_registry._REGISTERED)
     yield

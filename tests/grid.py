@@ -1,6 +1,6 @@
-"""The grid in parts: `python tests/grid.py` says which ran at which commit, `python tests/grid.py PART ...` runs some.
+"""Run the grid in parts: `python tests/grid.py PART ...` runs parts, `python tests/grid.py` lists their last results.
 
-What ran is kept in `.grid.json`, which is not committed.
+Results are stored in `.grid.json`, which is not committed.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / ".grid.json"
 SOURCES = ("eqformer", "scripts", "tests", "pyproject.toml")
-# What each part holds; `models` and `parallel` all of their folders that no other part names.
+# The folders and files of each part. `models` and `parallel` leave out the files that other parts name.
 PARTS = {
     "layers": (
         *(
@@ -55,26 +55,27 @@ PARTS = {
 
 
 def part_of(file: str) -> str | None:
-    """The part that holds a test file, given from the project's folder."""
+    """Return the part that holds a test file; the path is relative to the project's folder."""
     fits = [(len(path), part) for part, paths in PARTS.items() for path in paths if (file + "/").startswith(path + "/")]
     return max(fits)[1] if fits else None
 
 
 def selection(part: str) -> list[str]:
-    """The arguments of pytest that choose a part."""
+    """Return the arguments of pytest that select a part."""
     others = [path for name, paths in PARTS.items() if name != part for path in paths]
     inside = [other for other in others if any(other.startswith(own + "/") for own in PARTS[part])]
-    shared_out = ["--dist", "load"] if all(path.endswith(".py") for path in PARTS[part]) else []  # of few files
+    # A part of a few files is divided among processes by tests, not by files.
+    shared_out = ["--dist", "load"] if all(path.endswith(".py") for path in PARTS[part]) else []
     return ["-m", "grid", *shared_out, *PARTS[part], *(f"--ignore={path}" for path in inside)]
 
 
 def git(*arguments: str) -> str:
-    """What git prints."""
+    """Run git, and return what it prints."""
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def told(record: dict[str, dict], changed: Callable[[str], int]) -> list[str]:
-    """A line for each part: when it ran, what came of it, and how many files have changed since."""
+    """Return a line for each part: its last commit and result, its times, and how many files have changed since."""
     lines = []
     for part in PARTS:
         if (last := record.get(part)) is None:
@@ -88,7 +89,7 @@ def told(record: dict[str, dict], changed: Callable[[str], int]) -> list[str]:
 
 
 def run(part: str) -> int:
-    """Run a part and keep what came of it; returns pytest's exit code."""
+    """Run a part, store its result, and return pytest's exit code."""
     begun, spent = time.monotonic(), _processor_seconds()
     code = subprocess.run([sys.executable, "-m", "pytest", *selection(part)], cwd=ROOT).returncode
     uncommitted = "" if not git("status", "--porcelain", *SOURCES) else " with changes"
@@ -103,18 +104,18 @@ def run(part: str) -> int:
 
 
 def _processor_seconds() -> float:
-    """What the processes that have ended took."""
+    """Return the processor time of all child processes that have ended."""
     of_children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return of_children.ru_utime + of_children.ru_stime
 
 
 def recorded() -> dict[str, dict]:
-    """What ran, by part."""
+    """Return the stored result of each part."""
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
 
 
 def main(parts: Sequence[str]) -> int:
-    """Run the parts, or say which ran."""
+    """Run the parts, if any are named, and print the last result of each part."""
     if unknown := [part for part in parts if part not in PARTS]:
         print(f"there is no part {', '.join(unknown)}; the parts are {', '.join(PARTS)}", file=sys.stderr)
         return 2

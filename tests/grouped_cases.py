@@ -1,4 +1,4 @@
-"""Rows and matrices of groups, and what a loop over rows gives of them in float64."""
+"""Rows and matrices of groups for tests of grouped products, and float64 references by a loop over rows."""
 
 import equinox as eqx
 import jax
@@ -24,12 +24,12 @@ SIZES = {
     "slots and blocks": [70, 45, 30, 15],
     "rows behind slots": [41, 39, 40, 5],
 }
-# Who fills three of four slots; others go by blocks alone.
+# Cases that fill at least three quarters of the slots; other cases are computed in blocks alone.
 FILL_SLOTS = {"even", "slots and blocks", "rows behind slots"}
 
 
 def linears(weight):
-    """Linear maps alone: of any sizes, with `groups` in front of their weights."""
+    """Return an ensemble of linear maps, whose weights have a dim of groups in front."""
     linear = eqx.filter_eval_shape(nn.Linear, "inputs -> outputs", inputs=1, outputs=1, key=jax.random.key(0))
     return eqx.tree_at(lambda m: m.weight, linear, weight)
 
@@ -39,13 +39,13 @@ def grouped_product(x, weight, sizes):
 
 
 def slotted_product(x, weight, sizes):
-    """As on GPUs where nothing is kept: a quarter more slots than even loads fill."""
+    """Return the product as GPUs compute it without residuals: with a quarter more slots than an even load fills."""
     arrays, static = eqx.partition(linears(weight), eqx.is_array)
     return run_in_blocks(static, arrays, x, sizes)
 
 
 def product(x, weight, sizes):
-    """Each row by its group's matrix; zeros behind the last group."""
+    """Return each row times its group's matrix, with zeros after the last group."""
     y, ends = np.zeros((len(x), weight.shape[1])), np.cumsum(sizes)
     for row in range(ends[-1]):
         y[row] = weight[np.sum(ends <= row)] @ x[row]
@@ -53,7 +53,7 @@ def product(x, weight, sizes):
 
 
 def gradients(direction, x, weight, sizes):
-    """Of `sum(direction * product)`, for `x` and `weight`."""
+    """Return the gradients of `sum(direction * product)` for `x` and `weight`."""
     to_x, to_weight, ends = np.zeros(x.shape), np.zeros(weight.shape), np.cumsum(sizes)
     for row in range(ends[-1]):
         group = np.sum(ends <= row)
@@ -63,7 +63,7 @@ def gradients(direction, x, weight, sizes):
 
 
 def with_gradients(direction, x, weight, sizes):
-    """The product, and the gradients of its sum weighted by `direction`."""
+    """Return the product, and the gradients of its sum weighted by `direction`."""
     y, pull = jax.vjp(lambda x, weight: grouped_product(x, weight, sizes), x, weight)
     return y, *pull(direction.astype(y.dtype))
 

@@ -1,4 +1,4 @@
-"""How the tests compile and check shapes: programs, which run a few times each, are compiled with no care for speed."""
+"""Faster compilation and faster checks of shapes for the tests, whose programs run only a few times each."""
 
 import contextlib
 import functools
@@ -16,25 +16,25 @@ import numpy as np
 from beartype import beartype, BeartypeConf
 
 
-# By its path, since eqformer is imported later, with its shapes checked.
+# Load the file by its path, because the package eqformer is imported later, with its shapes checked.
 _SPEC = importlib.util.spec_from_file_location("prepare", Path(__file__).parents[1] / "eqformer" / "_prepare.py")
 assert _SPEC is not None and _SPEC.loader is not None
 _PREPARE = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(_PREPARE)
 keep_known = _PREPARE.keep_known
 
-# One module of code a program: making and joining 32 takes a fifth of the time.
+# Each program is compiled as one module of code: making and joining 32 modules would take a fifth of the time.
 FAST: dict[str, Any] = keep_known({"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1})
 HASTE: dict[str, Any] = FAST | keep_known({"xla_cpu_use_fusion_emitters": False})
 FLAGS = _PREPARE.format_flags(HASTE)
 
 
 def share_contexts(programs: int = 64) -> None:
-    """Have JAX lower so many programs of a thread in one context of MLIR's: to make and leave one takes 5 ms each time.
+    """Make JAX lower `programs` programs of a thread in one MLIR context, because making a context takes 5 ms.
 
-    It is JAX's own affair, so nothing is done where the function that makes one has another name.
+    The function that makes a context is private to JAX; if it has another name, nothing is changed.
     """
-    from jax._src.interpreters import mlir  # here, since flags are made before JAX is first used
+    from jax._src.interpreters import mlir  # here, because flags must be set before JAX is first used
 
     make, own = getattr(mlir, "make_ir_context", None), threading.local()
     if make is None:
@@ -100,23 +100,24 @@ MOVES: dict[str, Callable[..., np.ndarray | None]] = {
     "squeeze_p": lambda x, *, dimensions: np.squeeze(x, dimensions),
     "transpose_p": lambda x, *, permutation: x.transpose(permutation),
 }
-"""Operations without arithmetic, by the names of their JAX primitives. One returns None where numpy could differ."""
+"""Operations without arithmetic, by the names of their JAX primitives. A function returns None if numpy's result could
+differ from JAX's."""
 
 _NUMPY_MOVES = [False]
 
 
 def move_by_numpy() -> None:
-    """Run operations without arithmetic in numpy outside of `jit`; JAX compiles a program for each shape of each.
+    """Run operations without arithmetic in numpy, outside of `jit`; JAX would compile a program for each shape.
 
     JAX runs an operation itself if an argument is on a device that a caller chose, is on several devices, has a weak
     type or is traced. A primitive that the installed JAX does not have is skipped.
     """
-    import jax  # here, since flags are made before it is first used
+    import jax  # here, because flags must be set before JAX is first used
     import jax.numpy as jnp
 
     def is_plain(x: Any, may_be_weak: bool) -> bool:
         if isinstance(x, np.ndarray | np.generic):
-            return may_be_weak or not getattr(x, "weak_type", False)  # subclasses of JAX's can be weak
+            return may_be_weak or not getattr(x, "weak_type", False)  # JAX's subclasses can be weak
         if not isinstance(x, jax.Array) or getattr(x, "committed", True):
             return False
         return not jnp.issubdtype(x.dtype, jax.dtypes.extended) and (may_be_weak or not x.weak_type)
@@ -143,7 +144,7 @@ def move_by_numpy() -> None:
 
 @contextlib.contextmanager
 def jax_moves() -> Iterator[None]:
-    """Let JAX run all operations within, for a test that counts compiled programs."""
+    """Let JAX run all operations of the block, for a test that counts compiled programs."""
     _NUMPY_MOVES[0] = False
     try:
         yield
@@ -163,7 +164,7 @@ def _identify_shapes(function: Any, args: tuple, kwargs: dict[str, Any]) -> tupl
     name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if name != ("eqformer.models._registry", "build") or len(args) != 1:
         return None
-    import jax  # here, since flags are made before JAX is first used
+    import jax  # here, because flags must be set before JAX is first used
 
     from eqformer.models import _registry
 
@@ -182,13 +183,13 @@ def _identify_shapes(function: Any, args: tuple, kwargs: dict[str, Any]) -> tupl
 
 
 def skip_abstract_draws() -> None:
-    """Trace a normal draw as zeros of its shape where `equinox.filter_eval_shape` needs the shape alone.
+    """Trace normal draws as zeros in `equinox.filter_eval_shape`, which needs only the shapes.
 
-    To trace `jax.random.normal` takes half of the time of `models.shapes`, which each load of a model calls. Only draws
-    of the evaluated function itself are left out: JAX keeps what is traced within a `jit` for later calls. The shapes
-    of a model are kept for the next call with an equal config.
+    Tracing `jax.random.normal` takes half of the time of `models.shapes`, which each load of a model calls. Only draws
+    directly in the evaluated function are replaced: JAX would reuse the trace of a `jit` in later calls. The shapes of
+    a model are kept for the next call with an equal config.
     """
-    import equinox as eqx  # here, since flags are made before JAX is first used
+    import equinox as eqx  # here, because flags must be set before JAX is first used
     import jax
     from jax._src import core
 
@@ -198,7 +199,7 @@ def skip_abstract_draws() -> None:
 
     def is_evaluated() -> bool:
         trace: Any = core.trace_ctx.trace
-        while type(trace).__name__ == "BatchTrace":  # of a `vmap` in the evaluated function; that of a `jit` differs
+        while type(trace).__name__ == "BatchTrace":  # a `vmap` in the evaluated function; a `jit` has another class
             trace = trace.parent_trace
         return trace is evaluated.trace
 
@@ -233,7 +234,7 @@ def skip_abstract_draws() -> None:
 
 @contextlib.contextmanager
 def traced_draws() -> Iterator[None]:
-    """Let JAX trace all draws within."""
+    """Let JAX trace all random draws of the block."""
     _ABSTRACT_DRAWS[0] = False
     try:
         yield
@@ -242,17 +243,17 @@ def traced_draws() -> Iterator[None]:
 
 
 class QuickArguments(inspect.BoundArguments):
-    """Arguments of a call with the defaults of those left out already among them."""
+    """Arguments of a call that include the defaults of arguments that the call leaves out."""
 
     def apply_defaults(self) -> None:
-        """Do nothing: the defaults are there."""
+        """Do nothing, because the defaults are included already."""
 
 
 class QuickSignature(inspect.Signature):
-    """A signature whose arguments Python itself binds, by a generated function: a tenth of the time of `inspect`'s."""
+    """A signature that binds arguments by a generated function, in a tenth of the time that `inspect` takes."""
 
     def bind(self, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-        """Return the arguments of a call by name; `inspect` tells what is wrong with those that do not fit."""
+        """Return the arguments of a call by name; `inspect` raises the error for arguments that do not fit."""
         if "binder" not in vars(self):
             self.binder = make_binder(self)
         try:
@@ -264,7 +265,7 @@ class QuickSignature(inspect.Signature):
 def make_binder(signature: inspect.Signature) -> Callable[..., Any]:
     """Return a function of a signature's parameters that returns a dictionary of them."""
     parameters = list(signature.parameters.values())
-    # The defaults stand as None in the source, and are set afterwards.
+    # In the source all defaults are None; the real defaults are set afterwards.
     bare = [p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None) for p in parameters]
     names = ", ".join(f"{p.name!r}: {p.name}" for p in parameters)
     binder = eval(f"lambda {str(inspect.Signature(bare))[1:-1]}: {{{names}}}")
@@ -275,7 +276,7 @@ def make_binder(signature: inspect.Signature) -> Callable[..., Any]:
 
 
 def may_have_shapes(annotation: Any) -> bool:
-    """Return whether a type, or a part of it, is an array's with dims or a tree's; any that is a string may be one."""
+    """Return whether a part of an annotation may be jaxtyping's, with dims to check; any string may be such a type."""
     if isinstance(annotation, list | tuple):  # the arguments of a callable
         return any(map(may_have_shapes, annotation))
     module = getattr(type(annotation), "__module__", "")
@@ -287,16 +288,16 @@ def may_have_shapes(annotation: Any) -> bool:
 
 
 def check_quickly() -> None:
-    """Have jaxtyping bind arguments by a `QuickSignature`, and leave functions without shapes to beartype alone.
+    """Make jaxtyping bind arguments by a `QuickSignature`, and leave functions without shapes to beartype alone.
 
-    Of such a function jaxtyping would check what beartype does, in a scope of dims that nothing reads, and in many
-    times the time. A function inside of another function has its check written once, by `check_through_relay`, and one
-    that takes and gives anything needs no check.
+    For a function without shapes, jaxtyping would check the same as beartype, in many times the time. For a function
+    inside of another function, the check is generated only once, by `check_through_relay`. A function whose annotations
+    are all `Any` needs no check.
     """
     import jaxtyping
     from jaxtyping import _array_types, _decorator
 
-    # jaxtyping makes a class for each array's annotation, again at each call where a function inside has it.
+    # jaxtyping makes a class for each annotation of an array; for inner functions, it would do so at each call.
     if hasattr(_array_types, "_make_array"):
         _array_types.__dict__["_make_array"] = functools.cache(_array_types._make_array)
     quick, jaxtyped = types.ModuleType("inspect"), _decorator.jaxtyped
@@ -306,7 +307,7 @@ def check_quickly() -> None:
 
     def choose(*functions: Any, **options: Any) -> Any:
         if functions and inspect.isclass(functions[0]) and functions[0].__init__ in _CONSTRUCTORS:
-            return functions[0]  # jaxtyping too checks a constructor once
+            return functions[0]  # the constructor is checked already, and jaxtyping checks a constructor only once
         if functions and inspect.isfunction(functions[0]) and options.get("typechecker") is not None:
             (function,) = functions
             annotations = [*function.__annotations__.values()]
@@ -322,7 +323,7 @@ def check_quickly() -> None:
 
 
 def check_at_first_call(function: Callable, check: Callable[[Callable], Callable]) -> Callable:
-    """Write the check of a function when the function is first called.
+    """Generate the check of a function when the function is first called.
 
     Each process imports the whole package, and the tests in the process call only part of the functions.
     """
@@ -352,11 +353,12 @@ _CONSTRUCTORS: weakref.WeakSet[Callable] = weakref.WeakSet()
 
 
 def check_through_relay(function: Callable, check: Callable[[Callable], Callable]) -> Callable:
-    """Check a function inside of another by a relay of its signature, which is checked once for all of them.
+    """Check the arguments of an inner function by a relay, a function with the same signature, which is made once.
 
-    Such a function is made again at each call of the outer function, and jaxtyping would read its annotations and write
-    its check again each time. The relay calls the function whose arguments were checked last. It keeps nothing of the
-    function but the code, the annotations and plain defaults. A function with other defaults has a check of its own.
+    An inner function is made again at each call of the outer function, and jaxtyping would read its annotations and
+    generate its check again each time. The checked relay instead serves all functions that are made from the same code:
+    it calls the function whose arguments were checked last. A relay keeps only code, annotations and plain defaults; a
+    function with other defaults gets a check of its own.
     """
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     if not all(isinstance(default, bool | int | float | str | None) for default in defaults):
@@ -365,7 +367,7 @@ def check_through_relay(function: Callable, check: Callable[[Callable], Callable
         annotations = tuple(function.__annotations__.items())
         key = function.__module__, function.__code__, annotations, tuple(map(repr, defaults))
         hash(key)
-    except TypeError:  # annotations of which one has no hash
+    except TypeError:  # an annotation has no hash
         return check(function)
     if key not in _RELAYS:
         _RELAYS[key] = check(_make_relay(function))
@@ -379,7 +381,7 @@ def check_through_relay(function: Callable, check: Callable[[Callable], Callable
         try:
             return checked_relay(*args, **kwargs)
         finally:
-            del functions[depth:]  # where the arguments were refused, the relay did not take the function
+            del functions[depth:]  # if the arguments were refused, the relay has not taken the function
 
     if function.__name__ == "__init__":
         _CONSTRUCTORS.add(call)
@@ -387,13 +389,13 @@ def check_through_relay(function: Callable, check: Callable[[Callable], Callable
 
 
 def _make_relay(function: Callable) -> Callable:
-    """Return a function with a function's signature, name and globals, which calls the last function that waits."""
+    """Return a relay with the function's signature, name and globals, which calls the last waiting function."""
     waiting = _WAITING
 
     def relay(*args: Any, **kwargs: Any) -> Any:
         return waiting.functions.pop()(*args, **kwargs)
 
-    # The globals are those of the function, by which jaxtyping reads annotations that are strings.
+    # jaxtyping reads annotations that are strings with the globals of the function.
     made: Any = types.FunctionType(relay.__code__, function.__globals__, function.__name__, closure=relay.__closure__)
     made.__module__, made.__qualname__ = function.__module__, function.__qualname__
     made.__annotations__, made.__signature__ = dict(function.__annotations__), QuickSignature.from_callable(function)
@@ -404,12 +406,12 @@ CHECKED: dict[tuple, Callable] = {}
 
 
 def checked(function: Callable) -> Callable:
-    """beartype's check, written once for a function inside of another, which is made again at every call of that.
+    """Return the function with beartype's check, which is generated only once for an inner function.
 
-    What jaxtyping has checked is a function of its own with the same signature, which does nothing but give back an
-    argument: two of one place and of the same annotations are the same, unless they have defaults. jaxtyping has one
-    function that checks the arguments before a call, and another that checks them again beside the returned value:
-    the second checks the returned value alone.
+    jaxtyping passes its own functions, which have the signature of the checked function and only return an argument.
+    Two of them from the same place, with the same annotations and without defaults, are therefore the same. jaxtyping
+    passes one function that checks the arguments before a call, and another that would check the arguments again
+    together with the returned value; here, the second function checks the returned value alone.
     """
     returned = function.__annotations__.get("return", Any)
     if returned is not Any:
@@ -423,21 +425,21 @@ def checked(function: Callable) -> Callable:
     try:
         if key not in CHECKED:
             CHECKED[key] = beartype(function)
-    except TypeError:  # annotations of which one has no hash
+    except TypeError:  # an annotation has no hash
         return beartype(function)
     return CHECKED[key]
 
 
 def put(x: Any, dtype: Any = None) -> Any:
-    """An array of JAX's, cast by numpy and only moved; `jnp.asarray` compiles a program for each shape."""
-    import jax  # here, since flags are made before it is first used
+    """Return a JAX array that numpy has cast; `jnp.asarray` would compile a program for each shape."""
+    import jax  # here, because flags must be set before JAX is first used
 
     return jax.device_put(np.asarray(x, dtype))
 
 
 def same_trees(first: Any, second: Any) -> bool:
     """Return whether two models are equal; numpy compares them, since JAX would compile programs for each shape."""
-    import equinox as eqx  # here, since flags are made before JAX is first used
+    import equinox as eqx  # here, because flags must be set before JAX is first used
     import jax
 
     return bool(eqx.tree_equal(*jax.device_get((first, second))))

@@ -17,7 +17,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The parts of the hub's interface by which a repository is described, listed and downloaded.
+    """Server of the parts of the hub's interface that describe, list, download and upload a repository.
 
     Names of datasets begin with `datasets/`. The connection breaks off in the middle of the files in `broken`.
     """
@@ -98,7 +98,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def serve_hub(
     repositories: dict[str, dict[str, bytes]], gated: set[str], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[http.server.ThreadingHTTPServer]:
-    """Serve the repositories, and let the client start as in a process that is to use this server."""
+    """Serve the repositories, and restart the hub's client with settings that make it use this server."""
     for name, value in {"requests": [], "gated": gated, "broken": set(), "repositories": repositories}.items():
         monkeypatch.setattr(Hub, name, value)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
@@ -119,7 +119,7 @@ def serve_hub(
 
 
 def restart_client(monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
-    """Restart the client, which reads its settings once, when it is imported."""
+    """Make the next import load the client anew, with these settings; the client reads settings only when imported."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
         monkeypatch.delitem(sys.modules, name)
     for setting in settings.items():

@@ -1,4 +1,4 @@
-"""Where a traced program adds up 16-bit numbers: over dims and devices, by scatters, and in what loops carry."""
+"""Find the sums of 16-bit numbers in a traced program: over dims, over devices, by scatters, and in loop carries."""
 
 import re
 from collections.abc import Iterator
@@ -20,26 +20,27 @@ ROOMS = Path(eqformer.__file__).parent, Path(__file__).parent
 
 
 class NarrowSum(NamedTuple):
-    """Its primitive, whose sum it or what it is the gradient of is, the mesh axes, and what is added.
-
-    A sum over devices is a collective's, by its name in `COLLECTIVES`; any other is the function's in which it stands.
-    """
+    """A sum of 16-bit numbers in a program."""
 
     primitive: str
     whose: str
+    """The collective, by its name in `COLLECTIVES`, of a sum over devices; else the function that sums, or whose
+    gradient sums."""
     axes: tuple[str, ...]
+    """The mesh axes of a sum over devices."""
     shape: tuple[int, ...]
+    """The shape of the summed array."""
 
     @property
     def place(self) -> tuple[str, tuple[str, ...]]:
-        """By what a sum that is meant is listed."""
+        """The key by which tests list the sums that are intended."""
         return self.whose, self.axes
 
 
 def narrow_sums(program: Any) -> list[NarrowSum]:
-    """Every such sum in a `ClosedJaxpr`, with those in its loops, branches, calls, custom rules and mapped functions.
+    """Return all narrow sums in a `ClosedJaxpr`, with its loops, branches, calls, custom rules and mapped functions.
 
-    Products are none: what `dot_general` contracts, it adds up in float32 and rounds once.
+    Matrix products do not count: `dot_general` sums in float32 and rounds once.
     """
     return list(_walk(program.jaxpr))
 
@@ -60,12 +61,12 @@ def _walk(jaxpr: Any) -> Iterator[NarrowSum]:
 
 
 def _is_of_one_each(equation: Any) -> bool:
-    """Whether nothing is added: a dim of size 1 is taken away."""
+    """Return whether a sum adds nothing, because it only removes dims of size 1."""
     return equation.primitive.name == "reduce_sum" and equation.invars[0].aval.size == equation.outvars[0].aval.size
 
 
 def _carried_sums(equation: Any) -> Iterator[Any]:
-    """Narrow variables that a loop carries for nothing but to add to them, perhaps from device to device."""
+    """Yield the narrow variables that a loop carries only to add to them, perhaps from device to device."""
     if equation.primitive.name == "scan":
         body, first = equation.params["jaxpr"].jaxpr, _constants_of_scan(equation.params)
     elif equation.primitive.name == "while":
@@ -74,14 +75,14 @@ def _carried_sums(equation: Any) -> Iterator[Any]:
         return
     makers = {id(variable): inner for inner in body.eqns for variable in inner.outvars}
     uses = [id(variable) for inner in body.eqns for variable in inner.invars]
-    # Of a scan's results, more than the carried ones, the first ones are carried.
+    # The first results of a scan are the carried variables; the other results are stacked outputs.
     for before, after in zip(body.invars[first:], body.outvars):
         if _is_narrow(before) and uses.count(id(before)) == 1 and _is_sum_of(before, after, makers, False):
             yield before
 
 
 def _constants_of_scan(params: dict[str, Any]) -> int:
-    """How many of a scan's arguments its body is given each time alike; jax from 0.11 on has them in groups."""
+    """Return how many of a scan's arguments are constants of its body; from JAX 0.11 on, arguments are in groups."""
     return params["num_consts"] if "num_consts" in params else len(list(params["ft_in"].unpack()[0]))
 
 
@@ -100,7 +101,7 @@ def _is_sum_of(before: Any, after: Any, makers: dict[int, Any], is_added: bool) 
 def _within(params: dict[str, Any]) -> Iterator[Any]:
     for value in params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
-            inner = getattr(one, "jaxpr", one)  # closed, as jax 0.10 has them
+            inner = getattr(one, "jaxpr", one)  # JAX 0.10 has closed jaxprs here
             if isinstance(inner, core.Jaxpr):
                 yield inner
 
@@ -111,13 +112,13 @@ def _is_narrow(variable: Any) -> bool:
 
 
 def _collective_of(equation: Any) -> str:
-    """The name by which it is sent; a function's where it has none."""
+    """Return the name of the collective; without such a name, the name of the function."""
     parts = re.split(r"[/()]", str(equation.source_info.name_stack))
     return next((part for part in reversed(parts) if part in COLLECTIVES), _function_of(equation))
 
 
 def _function_of(equation: Any) -> str:
-    """The innermost of eqformer's functions or of the tests', but for those that send and `vary`, which many call."""
+    """Return the innermost function of eqformer or of the tests, except helpers for collectives, which many call."""
     traceback = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
         path = Path(frame.file_name)

@@ -1,4 +1,4 @@
-"""Literal float64 references in numpy, random parameters, and the golden fixtures, for the tests of `eqformer.nn`."""
+"""Plain float64 references in numpy, random parameters, and the recorded fixtures, for the tests of `eqformer.nn`."""
 
 import dataclasses
 import json
@@ -16,14 +16,14 @@ FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    """Random float32 numbers."""
+    """Return random float32 numbers."""
     return put(np.random.default_rng(seed).normal(size=shape), np.float32)
 
 
 def randomised(module: Any, seed: int = 0, deviation: float = 0.5) -> Any:
-    """The module with every floating-point leaf sampled anew, so that no bias is 0 and no scale 1.
+    """Return the module with every floating-point leaf sampled anew, so that no bias is 0 and no scale is 1.
 
-    Shapes alone will do (`equinox.filter_eval_shape`), which spares the compilation of random numbers made in jax.
+    The module may consist of shapes only (`equinox.filter_eval_shape`); JAX then compiles no random draws.
     """
     rng = np.random.default_rng(seed)
 
@@ -38,12 +38,12 @@ def randomised(module: Any, seed: int = 0, deviation: float = 0.5) -> Any:
 
 
 def random_module(make: Any, *args: Any, **options: Any) -> Any:
-    """`randomised(make(*args, **options))`, without making random numbers twice."""
+    """Return `randomised(make(*args, **options))`, without drawing random numbers twice."""
     return randomised(eqx.filter_eval_shape(lambda: make(*args, **options)))
 
 
 def replaced(module: Any, **changes: Any) -> Any:
-    """The module with other fields, static ones too, past a constructor that would initialise it anew."""
+    """Return the module with other fields, static fields too, without calling the constructor."""
     fresh = object.__new__(type(module))
     for field in dataclasses.fields(module):
         object.__setattr__(fresh, field.name, changes.get(field.name, getattr(module, field.name)))
@@ -51,12 +51,12 @@ def replaced(module: Any, **changes: Any) -> Any:
 
 
 def wide(x: Any) -> np.ndarray:
-    """An array as float64."""
+    """Return an array as float64."""
     return np.asarray(x).astype(np.float64)
 
 
 def linear(x: np.ndarray, module: Any) -> np.ndarray:
-    """What a `Linear` must compute, by reshaping to one matrix."""
+    """Return the expected output of a `Linear`, computed by one matrix."""
     outputs, inputs = len(module.outputs), len(module.inputs)
     weight = wide(module.weight)
     out, into = weight.shape[:outputs], weight.shape[outputs:]
@@ -67,12 +67,12 @@ def linear(x: np.ndarray, module: Any) -> np.ndarray:
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    """One over one plus `exp(-x)`."""
+    """Return `1 / (1 + exp(-x))`."""
     return 1 / (1 + np.exp(-x))
 
 
 def convolved(conv: Any, y: np.ndarray) -> np.ndarray:
-    """What a `CausalConv` without a bias must compute of rows of one document, and silu of it."""
+    """Return silu of the expected output of a `CausalConv` without a bias, for rows of one document."""
     weight = wide(conv.weight)
     taps = weight.shape[-1]
     padded = np.concatenate([np.zeros((len(y), taps - 1, *y.shape[2:])), y], axis=1)
@@ -81,7 +81,7 @@ def convolved(conv: Any, y: np.ndarray) -> np.ndarray:
 
 
 def rms(x: np.ndarray, module: Any) -> np.ndarray:
-    """What an `RMSNorm` must compute over its trailing dims."""
+    """Return the expected output of an `RMSNorm` over its trailing dims."""
     axes = tuple(range(-len(module.dims), 0))
     y = x / np.sqrt((x * x).mean(axis=axes, keepdims=True) + module.eps)
     y = y if module.weight is None else y * (module.offset + wide(module.weight))
@@ -91,7 +91,7 @@ def rms(x: np.ndarray, module: Any) -> np.ndarray:
 def rotate(
     x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray, interleaved: bool = False, magnitude: float = 1.0
 ) -> np.ndarray:
-    """Rotary positions as products of complex numbers; `x` is `batch seq heads head_dim`."""
+    """Apply rotary positions as products of complex numbers; `x` is `batch seq heads head_dim`."""
     half = len(frequencies)
     y = x.copy()
     for batch, seq, head, pair in np.ndindex(*x.shape[:3], half):
@@ -112,7 +112,7 @@ def attend(
     softcap: float | None = None,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Softmax attention by loops; arrays are `batch seq heads head_dim`, `visible` is `batch seq kv_seq`.
+    """Compute softmax attention by loops; arrays are `batch seq heads head_dim`, `visible` is `batch seq kv_seq`.
 
     A `bias` is `batch heads seq kv_seq`.
     """
@@ -132,18 +132,18 @@ def attend(
 
 
 def golden(name: str) -> dict[str, np.ndarray]:
-    """A fixture's arrays by name."""
+    """Return the arrays of a fixture by name."""
     with np.load(FIXTURES / f"{name}.npz") as arrays:
         return dict(arrays)
 
 
 def golden_table(name: str) -> Any:
-    """A fixture of numbers and settings."""
+    """Return a fixture of numbers and settings."""
     return json.loads((FIXTURES / f"{name}.json").read_text())
 
 
 def golden_case(name: str) -> tuple[jax.Array, np.ndarray, dict[str, np.ndarray]]:
-    """Input, output and weights of one module of transformers."""
+    """Return input, output and weights of one module of transformers."""
     arrays = golden("modules")
     prefix = f"{name}/weights/"
     weights = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
@@ -151,7 +151,7 @@ def golden_case(name: str) -> tuple[jax.Array, np.ndarray, dict[str, np.ndarray]
 
 
 def close(actual: Any, expected: Any, tolerance: float = 2e-5) -> bool:
-    """Whether the largest difference, relative to the largest expected number, is within the tolerance."""
+    """Return whether the largest difference, relative to the largest expected number, is within the tolerance."""
     actual, expected = wide(actual), wide(expected)
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     return bool(np.max(np.abs(actual - expected)) <= tolerance * max(1.0, np.max(np.abs(expected))))

@@ -1,4 +1,4 @@
-"""Small corpora and tokenizers, made once."""
+"""A small corpus, its store and its tokenizer, which are made once for all tests of the room."""
 
 import numpy as np
 import pytest
@@ -14,13 +14,13 @@ def _made_up(number: int) -> str:
 
 @pytest.fixture(scope="session")
 def corpus():
-    """60 short documents of words of one to four bytes a character, of very unequal lengths."""
+    """60 short documents of very unequal lengths, whose characters have one to four bytes."""
     return {f"folder/{number:02}.txt": _made_up(number) for number in range(60)}
 
 
 @pytest.fixture(scope="session")
 def store(corpus, tmp_path_factory):
-    """All of the corpus as bytes."""
+    """A store of the whole corpus as bytes."""
     return open_store(texts(corpus), ByteTokenizer(), tmp_path_factory.mktemp("cache"), validation=0.0)
 
 

@@ -1,4 +1,4 @@
-"""One small real model and one made-up batch for the whole room, and the package trl."""
+"""A small model and a random batch for all tests of the room, and the package trl."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ from eqformer import Batch, kernels, nn
 
 @pytest.fixture
 def trl(monkeypatch):
-    """The package trl; a test is skipped where it is not installed."""
+    """The package trl; without it, a test is skipped."""
     if importlib.util.find_spec("trl") is None:
         pytest.skip("the package trl is not installed")
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -24,9 +24,9 @@ def trl(monkeypatch):
 
 @pytest.fixture(scope="session")
 def filled():
-    """A function that gives what `build()` would, with numpy's numbers in place of the constructors' own.
+    """A function that returns the model of `build()` with random numbers from numpy.
 
-    Drawing those compiles for longer than the tests run.
+    JAX would compile the constructors' own draws for longer than the tests run.
     """
 
     def fill(build, seed: int = 0):
@@ -99,7 +99,7 @@ def make_batch():
         positions = np.concatenate([np.arange(cut), np.arange(end - cut), np.full(seq - end, -1)])
         segments = np.repeat([0, 1, 2], [cut, end - cut, seq - end])
         weights = draw.integers(0, 2, (rows, seq)) * (positions >= 0)
-        weights[np.arange(rows) % 2 == 0, 1:3] = 0  # so that microbatches count unlike numbers of tokens
+        weights[np.arange(rows) % 2 == 0, 1:3] = 0  # so that microbatches have different numbers of tokens
         weights[:, 0] = 1
         return Batch(
             ids=draw.integers(0, vocab, (rows, seq)).astype(np.int32),
