@@ -1,4 +1,4 @@
-"""Small models of every attention kind, and the slow and plain ways to the same numbers."""
+"""Small models of every attention kind, and slow, plain computations of the numbers that generation must give."""
 
 import equinox as eqx
 import jax
@@ -44,7 +44,7 @@ _DECOUPLED = nn.Rotary(ROPE_DIM, 100.0, interleaved=True)
 _DYNAMIC = nn.DynamicScaling(factor=2.0, original_length=5)
 _LONG = nn.LongRopeScaling((1.0, 1.1, 1.2, 1.5), (1.0, 2.0, 3.0, 5.0), original_length=6, factor=4.0)
 
-# Each kind is the attentions of one period of blocks.
+# Under each name: the constructors of the attentions of one period of blocks.
 KINDS = {
     "multi-head": (_attention(rotary=_rotary()),),
     "grouped-query": (_attention(rotary=_rotary(), kv_heads=2, bias=True),),
@@ -86,13 +86,13 @@ KINDS = {
 def make_model(
     kind: str = "grouped-query", *, layers: int = 2, seed: int = 0, max_seq: int = 40, sharpness: float = 1.0
 ) -> nn.Transformer:
-    """A Transformer of the named kind; `sharpness` scales its logits."""
+    """Return a Transformer of the named kind, its logits scaled by `sharpness`."""
     attentions = KINDS[kind]
 
     def mlp(key):
         return nn.GatedMLP(embed=EMBED, mlp=48, key=key)
 
-    def mixture(key):  # in training half of the choices would find no slot
+    def mixture(key):  # capacity factor 0.5: training would drop half of the tokens' choices
         router = nn.TopKRouter(embed=EMBED, experts=4, top_k=2, key=key)
         return nn.MoE(router, nn.Experts(mlp, 4, key=key), dispatch=nn.Capacity(0.5))
 
@@ -121,7 +121,7 @@ def make_model(
 
 
 def _filled(shapes, rng):
-    """Numbers for shapes, with none at a special value: zeros and ones would hide what forgets them."""
+    """Return a random array for each shape, biases and norms too: code that ignored a bias of 0 would not be seen."""
 
     def fill(path, leaf, matrix):
         if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -184,12 +184,12 @@ def min_p(logits, held, value):
     return _keep(logits, [token for token in range(len(logits)) if each[token] >= value * max(each)])
 
 
-# Each transform for one row in float64, `(logits, ids held, value) -> logits`, in the order in which they apply.
+# Each transform of sampling for one row in float64, `(logits, ids held, value) -> logits`, in the order of application.
 LITERAL = dict(repetition_penalty=repetition_penalty, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def quickly(function, model):
-    """`function(model)` as one program, compiled with as little optimisation as there is: it runs once."""
+    """Return `function(model)`, run as one program that is compiled with the least optimisation: it runs only once."""
     arrays, static = eqx.partition(model, eqx.is_array)
     return jax.jit(lambda arrays: function(eqx.combine(arrays, static)), compiler_options=FAST)(arrays)
 
@@ -200,7 +200,7 @@ def _forward(model, ids, positions):
 
 
 def logits_after(model: nn.Transformer, row: list[int]) -> np.ndarray:
-    """Logits after the last of up to 48 ids by the uncached forward."""
+    """Return the logits after the last id of `row`, which holds up to 48 ids, from a forward pass without a cache."""
     places = np.arange(48, dtype=np.int32)[None]
     ids = np.zeros((1, 48), np.int32)
     ids[0, : len(row)] = row
@@ -209,7 +209,8 @@ def logits_after(model: nn.Transformer, row: list[int]) -> np.ndarray:
 
 
 def write_on(model, prompt, count, *, settings=None, key=None, example=0, ends=()) -> tuple[list[int], list[float]]:
-    """The slow loop: the whole text is read again for each token; the new ids and their log-probabilities."""
+    """Generate in a slow loop that reads the whole text again for each token; return the new ids and their
+    log-probabilities."""
     row, nats = list(prompt), []
     for _ in range(count):
         logits = logits_after(model, row)

@@ -1,4 +1,4 @@
-"""Small models to look inside of, and their passes written out layer by layer."""
+"""Small models for the tests of interpretability, and their forward passes written out layer by layer."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def build_model(layers, make):
 
 
 def make_model_with_encoder():
-    """A model of one layer, cross-attention and an MLP, that reads an encoder's output."""
+    """Return a model with an encoder, and one decoder block of cross-attention and an MLP."""
     return random_module(build_model_with_encoder)
 
 
@@ -52,7 +52,7 @@ def build_model_with_encoder():
 
 
 def streams_of(model, ids=IDS):
-    """The residual stream after each layer of the first stack, by calls of single layers."""
+    """Return the residual stream after each layer of the first stack, computed by calling each layer by itself."""
     x, streams = model.embed(ids, nn.positions_like(ids.shape)), []
     for number in range(len(model.stacks[0])):
         x = model.stacks[0][number](x)[0]
@@ -61,7 +61,7 @@ def streams_of(model, ids=IDS):
 
 
 def layer_paths(model):
-    """The paths of all layers of a model in the order in which they run, those inside of super-blocks too."""
+    """Return the paths of all layers of a model in the order in which they run; a super-block's blocks count singly."""
     paths = []
     for number, stack in enumerate(model.stacks):
         members = stack.blocks.members

@@ -1,4 +1,4 @@
-"""Arrays and rules that attention cores are tried on."""
+"""Inputs and masks with which the tests call attention cores."""
 
 from typing import NamedTuple
 
@@ -18,12 +18,12 @@ class Case(NamedTuple):
     softcap: float | None = None
     sinks: bool = False
     segments: bool = False
-    padding: int = 0  # tokens at the end of the last row
-    kv_seq: int | None = None  # keys of their own: slots of a cache, in no order, some empty
-    blind: bool = False  # nothing but padding in the last row's keys
+    padding: int = 0  # number of padding tokens at the end of the last row
+    kv_seq: int | None = None  # number of keys if they are a cache's slots, in no order and two of them empty
+    blind: bool = False  # whether all keys of the last row are padding
     head_dim: int = 4
-    is_noisy: bool = False  # noisy copies of the tokens in front, under a mask of blocks
-    is_known: bool = True  # that rows are whole, before any number is, where they are
+    is_noisy: bool = False  # whether noisy copies of the tokens stand in front of them, under a mask of blocks
+    is_known: bool = True  # whether rows that are whole are marked so while tracing
 
 
 CASES = {
@@ -48,7 +48,8 @@ CASES = {
 
 
 def arrays_of(case: Case, dtype: str = "float32") -> tuple[dict, Tokens, Tokens | None]:
-    """Inputs and a direction for the gradient, positions and segments; numpy throughout."""
+    """Return a case's arrays by name (inputs, and the output's cotangent as `direction`), the queries' tokens, and the
+    keys' tokens if the keys are a cache's slots."""
     rng = np.random.default_rng(0)
     kv_seq = case.seq if case.kv_seq is None else case.kv_seq
     shapes = {
@@ -63,7 +64,7 @@ def arrays_of(case: Case, dtype: str = "float32") -> tuple[dict, Tokens, Tokens 
     rows = int(np.prod(case.batch))
     positions = np.tile(np.arange(case.seq), (rows, 1))
     segments = np.zeros((rows, case.seq), int)
-    if case.segments:  # a second document from another place in each row
+    if case.segments:  # a second document begins at another place in each row
         for row in range(rows):
             segments[row, 4 + row :] += 1
             positions[row, 4 + row :] -= 4 + row

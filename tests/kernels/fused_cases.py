@@ -1,4 +1,4 @@
-"""Calls of attention for fused kernels: their arrays and tokens, results by any core, and how far two are apart."""
+"""Calls of attention for the tests of fused kernels: arrays, tokens, a core's results, and the results' distance."""
 
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 from eqformer import kernels, nn
 
 
-SEQ = 384  # three blocks of splash
-LENGTHS = ((100, 50, 160), (30, 354))  # of documents; the first row ends in padding
+SEQ = 384  # three blocks of the splash kernel
+LENGTHS = ((100, 50, 160), (30, 354))  # the documents' lengths by row; the first row ends in padding
 
 
 class Case(NamedTuple):
@@ -52,7 +52,7 @@ def tokens_of(case: Case) -> nn.Tokens:
 
 
 def results(core: kernels.Operation, case: Case, arrays: dict, tokens: nn.Tokens) -> dict:
-    """The output and the gradients, nothing of them from padding."""
+    """Return the output and the gradients of the inputs; the outputs of padding count as 0."""
     real = (tokens.positions >= 0)[..., None, None]
 
     def call(given: dict):
@@ -64,7 +64,7 @@ def results(core: kernels.Operation, case: Case, arrays: dict, tokens: nn.Tokens
 
 
 def sharded(core: kernels.Operation, case: Case, arrays: dict, tokens: nn.Tokens) -> dict:
-    """`results` where rows and heads are split over devices, with types checked."""
+    """Return `results` computed by `shard_map`, which checks types, with rows and heads split over four devices."""
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     split = PartitionSpec("rows", None, "heads")
     specs = {name: PartitionSpec("heads") if name == "sinks" else split for name in arrays}

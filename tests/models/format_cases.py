@@ -1,4 +1,8 @@
-"""Arrays stored in fewer bits: random codes and scales of each format, and what a plain formula decodes of them."""
+"""Arrays in quantized formats: random codes and scales of each format, and their values by a plain formula.
+
+Each function `(rng, rows, columns)` returns the arrays as stored, by the ends of their names, and the decoded values
+in float64. Its docstring tells the layout of the format.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,63 +17,65 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Case(NamedTuple):
-    """A `quantization_config`, and what makes arrays of so many rows and columns, and their values in float64."""
+    """A format: its `quantization_config`, and a function that makes stored arrays and their values in float64."""
 
     said: dict[str, Any]
     make: Callable[..., tuple[Stored, np.ndarray]]
     codes: str
+    """The end of the name of the array of codes."""
     scales: str
+    """The end of the name of the array of scales."""
 
 
 def each(rows: int, columns: int, value: Callable[[int, int], float]) -> np.ndarray:
-    """An array of which each number is computed by itself."""
+    """Return the float64 array whose elements are `value(row, column)`."""
     return np.array([[value(row, column) for column in range(columns)] for row in range(rows)], np.float64)
 
 
 def nibble(word: np.integer, place: int) -> int:
-    """One of the numbers of four bits of a word."""
+    """Return the number that bits `4 place` to `4 place + 3` of a word hold."""
     return int(word) >> 4 * place & 15
 
 
 def words(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Random bits."""
+    """Return random words of 32 bits."""
     return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
 
 
 def scales(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
-    """Of positive numbers."""
+    """Return random positive scales."""
     return np.asarray(0.01 + rng.random(shape)).astype(dtype)
 
 
 def eight(rng: np.random.Generator, rows: int, columns: int, dtype: Any = F8) -> np.ndarray:
-    """Codes of eight bits, all of them numbers."""
+    """Return random codes of eight bits; none of them is NaN."""
     found = rng.integers(0, 256, (rows, columns)).astype(np.uint8)
     return np.where(found & 127 == 127, 3, found).astype(np.uint8).view(dtype)
 
 
 def blocks(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
-    """Of 16 rows and 24 columns, the last of them smaller."""
+    """One scale for each block of 16 rows and 24 columns; blocks at the edges may be smaller."""
     codes, its = eight(rng, rows, columns), scales(rng, -(-rows // 16), -(-columns // 24), dtype=BF16)
     value = lambda row, column: float(codes[row, column]) * float(its[row // 16, column // 24])
     return {".weight": codes, ".weight_scale_inv": its}, each(rows, columns, value)
 
 
 def expert_blocks(rng: np.random.Generator, experts: int, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
-    """The same of each of some experts, in one array."""
+    """The layout of `blocks` for each expert; the experts' arrays are stacked."""
     made = [blocks(rng, rows, columns) for _ in range(experts)]
     codes, its = (np.stack([stored[end] for stored, _ in made]) for end in (".weight", ".weight_scale_inv"))
     return {"": codes, "_scale_inv": its}, np.stack([values for _, values in made])
 
 
 def one_scale(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
-    """With a scale of activations beside it, as Ministral 3."""
+    """One scale for the whole array, and a scale of activations beside it, as Ministral 3 has."""
     codes, its = eight(rng, rows, columns), scales(rng, dtype=BF16)
     stored = {".weight": codes, ".weight_scale_inv": its, ".activation_scale": its}
     return stored, each(rows, columns, lambda row, column: float(codes[row, column]) * float(its))
 
 
 def by_row(dtype: Any) -> Callable[[np.random.Generator, int, int], tuple[Stored, np.ndarray]]:
-    """A scale for each row."""
+    """One scale for each row."""
 
     def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
         codes, its = eight(rng, rows, columns, dtype), scales(rng, rows, 1)
@@ -80,7 +86,10 @@ def by_row(dtype: Any) -> Callable[[np.random.Generator, int, int], tuple[Stored
 
 
 def packed(zeros: bool = False, order: bool = False) -> Callable[..., tuple[Stored, np.ndarray]]:
-    """Groups of 16 columns, by zeros of their own or of which columns are said."""
+    """Codes of four bits, and a scale for each group of 16 columns.
+
+    With `zeros` each group has a zero point (otherwise 8); with `order` an array names the group of each column.
+    """
 
     def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
         codes, its = words(rng, rows, columns // 8), scales(rng, rows, columns // 16, dtype=BF16)
@@ -100,7 +109,10 @@ def packed(zeros: bool = False, order: bool = False) -> Callable[..., tuple[Stor
 
 
 def gptq(shift: int = 1, order: bool = False) -> Callable[..., tuple[Stored, np.ndarray]]:
-    """Groups of 16 inputs."""
+    """Codes of four bits, a scale and a zero point for each group of 16 inputs; zero points are stored less `shift`.
+
+    With `order` an array names the group of each input; otherwise 16 successive inputs are a group.
+    """
 
     def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
         codes, zero = words(rng, columns // 8, rows), words(rng, columns // 16, rows // 8)
@@ -120,7 +132,7 @@ def gptq(shift: int = 1, order: bool = False) -> Callable[..., tuple[Stored, np.
 
 
 def awq(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
-    """Groups of 16 inputs."""
+    """Codes of four bits in AWQ's order within a word, a scale and a zero point for each group of 16 inputs."""
     codes, zero = words(rng, columns, rows // 8), words(rng, columns // 16, rows // 8)
     its, place = scales(rng, columns // 16, rows, dtype=np.float16), (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -133,7 +145,10 @@ def awq(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.n
 
 
 def mxfp4(rng: np.random.Generator, experts: int, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
-    """Of experts, each of so many outputs and inputs; inputs come first when decoded."""
+    """Experts' codes of four bits, and a power of two for each group of 32 inputs.
+
+    Stored arrays have the axes expert, output, input; decoded ones have expert, input, output.
+    """
     codes = rng.integers(0, 256, (experts, rows, columns // 32, 16)).astype(np.uint8)
     its = rng.integers(110, 130, (experts, rows, columns // 32)).astype(np.uint8)
 
@@ -149,7 +164,10 @@ def mxfp4(rng: np.random.Generator, experts: int, rows: int, columns: int) -> tu
 
 
 def nvfp4(codes: str, array_scale: str, divides: bool) -> Callable[..., tuple[Stored, np.ndarray]]:
-    """Groups of 16 columns, with one more scale for the array."""
+    """Codes of four bits, a scale for each group of 16 columns, and one more scale for the whole array.
+
+    `divides` says whether the array's scale divides the groups' scales; otherwise it multiplies them.
+    """
 
     def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
         packed_codes = rng.integers(0, 256, (rows, columns // 2)).astype(np.uint8)
@@ -168,7 +186,7 @@ def nvfp4(codes: str, array_scale: str, divides: bool) -> Callable[..., tuple[St
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
-    """A `quantization_config` of compressed-tensors."""
+    """Return a `quantization_config` of the library compressed-tensors."""
     its = {"actorder": None, "dynamic": False, "num_bits": 8, "observer": "minmax", "symmetric": True} | weights
     groups = {"group_0": {"targets": ["Linear"], "weights": its, "input_activations": None}}
     return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": groups}
@@ -230,7 +248,7 @@ CASES = {
         ".scales",
     ),
 }
-# Of experts, each array of those of a layer.
+# Formats of experts: one array holds the maps of all experts of a layer.
 EXPERT_CASES = {
     "fp8 experts": CASES["fp8 blocks"]._replace(make=expert_blocks, codes="", scales="_scale_inv"),
     "mxfp4": Case({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4, "_blocks", "_scales"),

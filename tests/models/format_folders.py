@@ -1,4 +1,4 @@
-"""Small folders whose maps are stored in fewer bits, as each format has them."""
+"""Small published folders whose linear maps are stored in each quantized format."""
 
 import functools
 import json
@@ -25,7 +25,10 @@ OSS = models.GPTOSSConfig(24, 32, 2, 2, 1, 32, window_layers=(0,), experts=4, to
 
 @functools.cache
 def plain(config: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A model's configuration and its arrays as published, random numbers that bfloat16 holds; nothing is compiled."""
+    """Return a model's published configuration, and random bfloat16 arrays under their published names.
+
+    Nothing is compiled.
+    """
     shapes = eqx.filter_eval_shape(lambda: models.build(config, key=jax.random.key(0)))
     made = jax.tree.map(
         lambda leaf: np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, shapes
@@ -45,7 +48,7 @@ def is_map(name: str) -> bool:
 
 
 def write(folder: Path, name: str, dtype: Any = BF16) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A folder of which every map is stored in a format: what is stored, and what a plain one would hold."""
+    """Write a folder whose linear maps are all in the named format; return its arrays as stored, and decoded."""
     folder.mkdir(exist_ok=True)
     case, rng = ALL_CASES[name], np.random.default_rng(1)
     said, arrays = plain(OSS if name in EXPERT_CASES else LLAMA)
@@ -70,7 +73,7 @@ def store(folder: Path, stored: dict[str, np.ndarray], said: dict[str, Any]) -> 
 
 
 def change(folder: Path, stored: dict[str, np.ndarray], **attributes: Any) -> None:
-    """Other arrays, or another `quantization_config`."""
+    """Replace the arrays of a folder, and attributes of its `quantization_config`."""
     said = json.loads((folder / "config.json").read_text())
     store(folder, stored, said | {"quantization_config": said["quantization_config"] | attributes})
 
@@ -80,7 +83,7 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def as_stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """The dtype, shape and bytes of each array of a folder, as its files say."""
+    """Return the dtype, shape and bytes of each array of a folder, as its files hold them."""
     found = {}
     for file in folder.glob("*.safetensors"):
         for name, its in deserialize(file.read_bytes()):

@@ -1,4 +1,4 @@
-"""Weights of transformers' tiny models, mapped by hand into eqformer's."""
+"""Weights of tiny models of the library transformers, assigned by hand to the fields of eqformer's models."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def close(actual, expected, tolerance=2e-5):
 
 
 def built(config) -> Any:
-    """The model with NaN in every parameter: what the mapping forgets, the logits show."""
+    """Return the model with NaN in every parameter: a parameter that a mapping forgets makes the logits NaN."""
     shapes = eqx.filter_eval_shape(lambda: models.build(config, key=jax.random.key(0)))
 
     def fill(leaf):
@@ -39,7 +39,11 @@ def built(config) -> Any:
 
 
 def loaded(model, weights, mapping):
-    """Every weight goes somewhere; `{}` in a name stands for the layer; a mapping may turn the weight."""
+    """Return the model with all weights put in; fail if a weight is left over.
+
+    For each weight's name, `mapping` has a function `where(model)` that returns the weight's parameter, and a function
+    that is applied to the weight first. `{}` in a name stands for the layer's number.
+    """
     used = set()
     for name, (where, turn) in mapping.items():
         names = [name.format(layer) for layer in range(LAYERS)] if "{}" in name else [name]
@@ -125,7 +129,7 @@ def llama(arrays, name, parameters=None):
 
 
 def gpt2_qkv(part):
-    """Conv1D: inputs first, queries, keys and values side by side."""
+    """Return a function that takes query (0), key (1) or value (2) from a Conv1D weight `inputs, 3 outputs`."""
     return lambda weight: np.split(weight, 3, axis=-1)[part].T
 
 
@@ -134,7 +138,7 @@ def gpt2(arrays):
     prefix = "gpt2/weights/"
     weights = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
     assert np.array_equal(weights.pop("lm_head.weight"), weights["transformer.wte.weight"])
-    for name in [name for name in weights if ".attn.c_attn." in name]:  # one weight, three places
+    for name in [name for name in weights if ".attn.c_attn." in name]:  # one array for query, key and value
         joined = weights.pop(name)
         for part, word in enumerate(("query", "key", "value")):
             weights[name.replace("c_attn", word)] = gpt2_qkv(part)(joined)

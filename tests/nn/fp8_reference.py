@@ -1,4 +1,4 @@
-"""Products of 8 bits in numpy: numbers rounded as the formats say, sums in float64."""
+"""Matrix products of 8-bit numbers in numpy: inputs are rounded to the formats, sums are in float64."""
 
 import ml_dtypes
 import numpy as np
@@ -8,8 +8,11 @@ FORMS = {"input": (ml_dtypes.float8_e4m3fn, 2.0**7), "gradient": (ml_dtypes.floa
 
 
 def rounded(x: np.ndarray, kind: str, each: bool) -> np.ndarray:
-    """Numbers as a product sees them: over a power of two, of each vector or of all, that brings the largest to its
-    place, rounded to 8 bits."""
+    """Return the numbers divided by a scale, rounded to 8 bits, and multiplied by the scale again.
+
+    The scale is the power of two that brings the largest number into `[least, 2 least)` of `FORMS`. With `each` every
+    row has its own scale; otherwise one scale holds for the whole array.
+    """
     form, least = FORMS[kind]
     scaled = np.empty_like(x)
     for row in range(len(x)) if each else [slice(None)]:
@@ -24,7 +27,7 @@ def rounded(x: np.ndarray, kind: str, each: bool) -> np.ndarray:
 
 
 def reference(x: np.ndarray, weight: np.ndarray, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The output and both gradients of a map of 8 bits, with exact sums."""
+    """Return the output of a linear map of 8-bit products, and the gradients of its input and of its weight."""
     of_x, of_weight = rounded(x, "input", True), rounded(weight, "input", False)
     return (
         of_x @ of_weight.T,

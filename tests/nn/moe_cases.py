@@ -1,4 +1,4 @@
-"""Experts and mixtures of them, and what they must compute, in float64, for the tests of mixtures of experts."""
+"""Experts, routers and mixtures for the tests of mixtures of experts, and their expected outputs in float64."""
 
 import math
 from fractions import Fraction
@@ -20,17 +20,17 @@ KINDS = {
 
 
 def experts_of(kind="gated", number=EXPERTS):
-    """Experts with random weights and biases."""
+    """Return experts with random weights and biases."""
     return random_module(nn.Experts, KINDS[kind], number, key=KEY)
 
 
 def router_of(**options):
-    """A router with random weights."""
+    """Return a router with random weights."""
     return random_module(nn.TopKRouter, **dict(embed=EMBED, experts=EXPERTS, top_k=TOP_K, key=KEY) | options)
 
 
 def one_expert(experts, place, x):
-    """What expert `place` makes of the rows of `x`."""
+    """Return the expected outputs of expert number `place` for the rows of `x`."""
     mlps = experts.mlps
     silu = lambda x: x / (1 + np.exp(-x))
     gelu = lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
@@ -46,7 +46,7 @@ def one_expert(experts, place, x):
 
 
 def gates_of(chosen, weights, number):
-    """Each token's weight of each expert: 0 for those that it has not chosen."""
+    """Return each token's weight for each expert: 0 for an expert that the token has not chosen."""
     gates = np.zeros((*chosen.shape[:-1], number))
     for place in np.ndindex(chosen.shape):
         if chosen[place] >= 0:
@@ -55,15 +55,16 @@ def gates_of(chosen, weights, number):
 
 
 def mixture(experts, x, chosen, weights):
-    """`sum_e G_te E_e(x_t)` over all experts."""
+    """Return the expected output of a mixture, `sum_e G_te E_e(x_t)` over all experts `e`, for each token `t`."""
     gates = gates_of(np.asarray(chosen), wide(weights), len(experts))
     return sum(gates[..., [place]] * one_expert(experts, place, wide(x)) for place in range(len(experts)))
 
 
 def kept_of(chosen, number, count, order="choices"):
-    """The choices of one group that find one of `count` slots, -1 for others: GShard's algorithm 1, count by count.
+    """Return the choices of one group that find one of `count` slots of their expert, and -1 for the others.
 
-    `order` other than "choices" is how it must not be done.
+    Slots are given out as in GShard's algorithm 1: all first choices come before all second choices. Every other
+    `order` gives wrong results, for tests that must tell them apart.
     """
     tokens, top_k = chosen.shape
     places = [(token, choice) for choice in range(top_k) for token in range(tokens)]
@@ -80,18 +81,18 @@ def kept_of(chosen, number, count, order="choices"):
 
 
 def kept_by(dispatch, chosen, number=EXPERTS, order="choices"):
-    """The choices of `batch seq top_k` that a dispatch keeps."""
+    """Return the choices `batch seq top_k` that a dispatch keeps, and -1 for the others."""
     chosen = np.asarray(chosen)
     if isinstance(dispatch, nn.Dropless):
         return chosen
     groups = chosen if dispatch.per == "sequence" else chosen.reshape(1, -1, chosen.shape[-1])
     share = Fraction(str(dispatch.factor)) * chosen.shape[-1] / number
-    counts = [max(1, math.ceil(share * int((group >= 0).any(axis=-1).sum()))) for group in groups]  # of real tokens
+    counts = [max(1, math.ceil(share * int((group >= 0).any(axis=-1).sum()))) for group in groups]  # no padding
     kept = [kept_of(group, number, count, order) for group, count in zip(groups, counts)]
     return np.array(kept).reshape(chosen.shape)
 
 
 def routing_of(chosen, weights):
-    """A routing with these choices."""
+    """Return a routing with these choices and weights; its other arrays are 0."""
     zeros = jnp.zeros((*chosen.shape[:-1], EXPERTS))
     return nn.Routing(jnp.asarray(chosen, jnp.int32), jnp.asarray(weights), zeros, zeros)

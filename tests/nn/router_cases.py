@@ -1,4 +1,4 @@
-"""Routers with noise, tokens, and one scoring of a token in float64, for the tests of routers."""
+"""Routers with noise, their tokens, and a token's scores in float64, for the tests of routers."""
 
 from typing import Any
 
@@ -32,17 +32,17 @@ X = normal(1, BATCH, SEQ, EMBED)
 
 
 def each(draw, keys):
-    """`draw(key)` of every key."""
+    """Return `draw(key)` for every key of `keys`, which has two axes."""
     return jax.jit(jax.vmap(jax.vmap(draw)))(keys)
 
 
 def normals(keys):
-    """Six normal numbers of each key."""
+    """Return six normal numbers drawn from each key."""
     return wide(each(lambda key: jax.random.normal(key, (6,)), keys))
 
 
 def tokens_of(batch=BATCH, seq=SEQ, keys=False, padding=0, key=KEY):
-    """Rows numbered from 0; the last row ends in `padding` tokens that are none."""
+    """Return the tokens of rows with positions from 0; the last row ends in `padding` tokens of padding."""
     positions = np.broadcast_to(np.arange(seq, dtype=np.int32), (batch, seq)).copy()
     token_keys = jax.jit(nn.token_keys)(key, np.arange(batch), positions) if keys else None
     positions[-1, seq - padding :] = -1
@@ -50,5 +50,5 @@ def tokens_of(batch=BATCH, seq=SEQ, keys=False, padding=0, key=KEY):
 
 
 def best(values, count, among=None):
-    """The places of the highest values, the highest first and of equal ones the lowest place first."""
+    """Return the places of the highest values, the highest value first; of equal values the lower place comes first."""
     return sorted(range(len(values)) if among is None else among, key=lambda place: -values[place])[:count]
