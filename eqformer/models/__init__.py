@@ -152,6 +152,7 @@ from .families._qwen3_next import (
     Qwen35Config as Qwen35Config,
     Qwen35MoEConfig as Qwen35MoEConfig,
 )
+from .families._sdar import SDARConfig as SDARConfig
 from .families._stablelm import StableLMConfig as StableLMConfig
 from .families._step3p5 import Step3p5Config as Step3p5Config
 from .families._switch import GShardConfig as GShardConfig, SwitchConfig as SwitchConfig

@@ -25,6 +25,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 QUICK = "local and global"
 ENCODERS = tuple(preset for family in models.FAMILIES.values() if family.is_encoder for preset in family.presets)
+ENCODERS += tuple(models.FAMILIES["sdar"].presets)  # which write blocks of tokens
 PRESETS = [name for name in models.presets() if "-byte-" in name and not name.startswith(ENCODERS)]
 
 

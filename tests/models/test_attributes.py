@@ -85,6 +85,7 @@ UNUSED = {
     | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},
     "olmo_hybrid": {f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")},
     "phimoe": {"input_jitter_noise"},
+    "sdar": {"layer_types", "sliding_window"},  # of windows, which are refused
     "seed_oss": {"residual_dropout"},
     "step3p5": {"mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers"},
     "starcoder2": {"embedding_dropout", "residual_dropout"},

@@ -196,6 +196,7 @@ PUBLISHED |= {"vaultgemma-1b": 1_038_741_120}
 PUBLISHED |= {"mimo-v2-flash": 308_778_780_864, "laguna-xs.2": 33_189_975_808}
 PUBLISHED |= {"step-3.7-flash": 196_956_130_368, "internlm3-8b": 8_804_241_408}
 PUBLISHED |= {"phi-3.5-moe": 41_873_153_344, "ling3-flash": 124_414_211_552}
+PUBLISHED |= {"sdar-8b": 8_190_735_360}  # as many as Qwen3 8B, from which it was trained
 PUBLISHED |= {"afm-4.5b": 4_619_184_640, "helium-1-preview-2b": 2_172_643_840, "glm-4.7-flash": 29_943_393_920}
 # With the layers' scalars, which transformers does not count, and for Apertus two of four.
 PUBLISHED |= {"apertus-8b": 8_053_338_240, "apertus-70b": 70_599_864_640}
