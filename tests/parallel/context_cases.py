@@ -1,4 +1,4 @@
-"""Attentions to split over devices, and how to compare them; for the tests of context parallelism."""
+"""Calls of attention for the tests of context parallelism, and functions that run and compare them."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,10 @@ BATCH, SEQ = 2, 32
 
 
 class Case(NamedTuple):
-    """One attention: its mask, its core, its sizes (of which `tensor` takes half the heads)."""
+    """A call of attention: its mask, its core and its sizes.
+
+    Head counts are even, for tests that split the heads over an axis `tensor` of two devices.
+    """
 
     mask: nn.Mask = nn.causal()
     core: Any = kernels.BlockwiseAttention(block=3)
@@ -32,7 +35,7 @@ class Case(NamedTuple):
 
 
 class Unknown(kernels.Operation):
-    """Somebody's own attention, of which nothing is known."""
+    """A user's own attention core, which declares nothing about itself."""
 
     def supports(self, call):
         return None
@@ -67,7 +70,7 @@ CASES = {
 
 
 def drawn(case: Case, dtype: str = "float64") -> tuple[tuple, nn.Tokens, jax.Array]:
-    """Query, key, value, sinks; the tokens of the whole rows in reading order; and a direction for the gradient."""
+    """Return `(query, key, value, sinks)`, the tokens of whole rows in reading order, and the output's cotangent."""
     draw = np.random.default_rng(3)
     heads = (case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_dim)
     arrays = [draw.normal(size=(BATCH, SEQ, *last)) for last in heads]
@@ -88,7 +91,7 @@ def drawn(case: Case, dtype: str = "float64") -> tuple[tuple, nn.Tokens, jax.Arr
 
 
 def call(core, case: Case, arrays: tuple, tokens: nn.Tokens, direction: jax.Array):
-    """The output, and the gradients of its product with `direction`."""
+    """Return the output, with 0 for padding, and the gradients of the sum of `output * direction`."""
 
     def product(arrays: tuple) -> tuple[jax.Array, jax.Array]:
         query, key, value, sinks = arrays
@@ -101,12 +104,12 @@ def call(core, case: Case, arrays: tuple, tokens: nn.Tokens, direction: jax.Arra
 
 
 def compiled(fn, *args):
-    """Compiled with little care for speed: only the numbers are looked at."""
+    """Return `fn(*args)`, from a program compiled with little optimisation: tests look only at the numbers."""
     return compiled_for(fn, *args)(*args)
 
 
 def compiled_for(fn, *args):
-    """The program of a function, for arguments of which the arrays are like these."""
+    """Compile a function for arguments whose arrays have the shapes and dtypes of these."""
     arrays, rest = eqx.partition(args, eqx.is_array)
     lowered = jax.jit(lambda arrays: fn(*eqx.combine(arrays, rest))).lower(arrays)
     program = lowered.compile(compiler_options=FAST)
@@ -114,7 +117,7 @@ def compiled_for(fn, *args):
 
 
 def distance(got, want) -> float:
-    """The largest of the arrays' differences, each relative to the norm of what it should be."""
+    """Return the largest of the arrays' differences; each is relative to the norm of the expected array."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     wide = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in wide)

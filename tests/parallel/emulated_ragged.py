@@ -1,4 +1,7 @@
-"""`jax.lax.ragged_all_to_all` for CPUs, whose XLA has none, from its documentation: all rows are gathered."""
+"""An emulation of `jax.lax.ragged_all_to_all` for CPUs, where XLA has none: it gathers all rows.
+
+It was written from the documentation of that function.
+"""
 
 from typing import Any
 
@@ -19,14 +22,14 @@ def ragged_all_to_all(
     *,
     axis_name: str,
 ) -> Any:
-    """What a device gets of the runs that each device sends it, one after another, written into `output`.
+    """Return `output` with the runs of rows written into it that the devices send to this one.
 
-    A device that is sent other numbers of rows than it says, or rows that are not there, gets no numbers.
+    All of it is NaN if a run has another length than `recv_sizes` says, or reaches beyond an array.
     """
     devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     rows = jax.lax.all_gather(operand, axis_name)
 
-    def mine(array: Any) -> Any:  # by device, what it says of the runs that it sends this one
+    def mine(array: Any) -> Any:  # by sending device: its entries about the runs for this device
         each = jax.lax.all_gather(array, axis_name).reshape(devices, devices, -1)
         return jax.lax.dynamic_index_in_dim(each, me, 1, keepdims=False)
 
@@ -43,6 +46,6 @@ def ragged_all_to_all(
 
 
 def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans over CPUs exchange by ragged all-to-alls, as on TPUs and GPUs."""
+    """Make plans over CPUs exchange rows by (emulated) ragged all-to-alls, as plans over TPUs and GPUs do."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     monkeypatch.setattr(Placement, "platform", "gpu")

@@ -28,7 +28,7 @@ over_three_meshes = pytest.mark.parametrize(
 
 
 def fields_of_rows(model: str) -> dict[str, Any]:
-    """The fields of a `Batch` of eight rows for a model."""
+    """Return the fields of a `Batch` of eight rows for a model."""
     return batch_fields(batch_of(model_of(model), 8))
 
 
@@ -40,7 +40,10 @@ def metrics_of_steps(
     options: Mapping[str, Any],
     microbatches: int = 1,
 ) -> list[list[float]]:
-    """The metrics of a step on one device, in so many microbatches, and of the same step over a mesh."""
+    """Return the named metrics of one step on one device, and of the same step over a mesh.
+
+    `microbatches` counts those of the one device; the mesh has its own number.
+    """
     model = model_of("llama")
     optimizer = training.optimizer("sgd", model, rate=1e-3)
     plan = plan_over(dict(mesh), microbatches=1 if mesh == {"fsdp": 4} else 2, **options)

@@ -1,4 +1,4 @@
-"""A small decoder in three pieces, on one device and as a pipeline, and how far two trees of gradients are apart."""
+"""A small decoder for the tests of pipelines: it runs on one device and as a pipeline, and gradients are compared."""
 
 import functools
 
@@ -18,7 +18,7 @@ EMBED, VOCAB, SEQ, LAYERS = 16, 32, 12, 8
 
 
 def make_block(key):
-    """A block of grouped-query attention with dropout, biases, sinks and norms: every kind of parameter."""
+    """Return a block with every kind of parameter: grouped-query attention with biases and sinks, an MLP, norms."""
     attention, feed_forward = jax.random.split(key)
     return nn.Block(
         nn.Residual(
@@ -48,33 +48,33 @@ counts: list[int] = []
 
 
 class PlainBlock(nn.Layer):
-    """A linear layer beside a residual stream, quick to compile; where `counted`, it counts its runs."""
+    """A residual linear layer that is quick to compile; if `counted`, each run appends to `counts`."""
 
     linear: nn.Linear
     counted: bool = eqx.field(static=True)
 
     def __call__(self, x, tokens=None, cache=None):
-        """The layer's output."""
+        """Return the layer's output, and the cache unchanged."""
         if self.counted:
-            jax.debug.callback(lambda _: counts.append(1), x.ravel()[0])  # of x, or it would move out of loops
+            jax.debug.callback(lambda _: counts.append(1), x.ravel()[0])  # x keeps it inside of loops
         return x + jnp.tanh(self.linear(x)), cache, None
 
     def init_cache(self, batch, capacity, dtype="float32"):
-        """Nothing to remember."""
+        """Return None: the layer needs no cache."""
 
 
 def plain_block(key):
-    """A `PlainBlock`."""
+    """Return a `PlainBlock`."""
     return PlainBlock(nn.Linear("embed -> mlp", embed=EMBED, mlp=EMBED, key=key), False)
 
 
 def counted_block(key):
-    """A `PlainBlock` that counts in `counts`."""
+    """Return a `PlainBlock` that counts its runs in `counts`."""
     return PlainBlock(nn.Linear("embed -> mlp", embed=EMBED, mlp=EMBED, key=key), True)
 
 
 class Edges(eqx.Module):
-    """All that is not a layer."""
+    """The parts of the decoder outside its layers."""
 
     embedding: nn.Embedding
     norm: nn.RMSNorm
@@ -83,7 +83,7 @@ class Edges(eqx.Module):
 
 @functools.cache
 def make_model(layers=LAYERS, remat="none", dtype="float32", block=make_block):
-    """Edges and a stack of blocks."""
+    """Return the decoder: its edges and a stack of blocks."""
 
     @eqx.filter_jit
     def build():
@@ -100,7 +100,7 @@ def make_model(layers=LAYERS, remat="none", dtype="float32", block=make_block):
 
 
 def make_data(rows, seed=0, keys=True):
-    """Rows of two documents with padding, and a random key a token."""
+    """Return rows of two documents, with weights of 0 and 1, and a random key for each token if `keys`."""
     draw = np.random.default_rng(seed)
     ids, targets = draw.integers(0, VOCAB, (2, rows, SEQ)).astype(np.int32)
     cut = draw.integers(3, SEQ - 3, rows)[:, None]
@@ -118,17 +118,17 @@ def make_data(rows, seed=0, keys=True):
 
 
 def first(edges, piece):
-    """Embed."""
+    """The pipeline's function before the layers: embed the ids."""
     return edges.embedding(piece["ids"])
 
 
 def stage(stack, x, piece):
-    """Some layers."""
+    """The pipeline's function of a stage: run its layers."""
     return stack(x, piece["tokens"])[0]
 
 
 def last(edges, x, piece):
-    """Loss sum and count."""
+    """The pipeline's function behind the layers: return the sum of the losses, and the sum of the weights."""
     logits = edges.head(edges.norm(x))
     nats = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, piece["targets"][..., None], -1)[..., 0]
     weights = piece["weights"].astype(nats.dtype)
@@ -136,7 +136,7 @@ def last(edges, x, piece):
 
 
 def one_device(model, data):
-    """Sum, count and gradients of all rows at once."""
+    """Return the loss's sum, its count and the gradients of all rows, computed at once on one device."""
 
     def run(model, data):
         def loss(model):
@@ -151,7 +151,10 @@ def one_device(model, data):
 
 
 def pipelined(mesh, schedule, functions=(first, stage, last), specs=P(PIPE), batch=BATCH_AXES, run=pipeline_gradients):
-    """`(model, data) -> (sum, count, gradients)` as a pipeline, whatever the mesh; gradients are reduced at the end."""
+    """Return a function `(model, data) -> (sum, count, gradients)` that runs as a pipeline over the mesh.
+
+    The results are summed over the axes `batch` at the end.
+    """
     order = lambda stack: layer_order(stack.depth, schedule.part_of)
     back = lambda stack: np.argsort(order(stack), kind="stable")[: stack.depth]
     split = lambda x: x.reshape(schedule.microbatches, -1, *x.shape[1:])
@@ -178,7 +181,7 @@ def pipelined(mesh, schedule, functions=(first, stage, last), specs=P(PIPE), bat
 
 
 def compiled(fn, *args, level=0):
-    """The function compiled for such arguments, quickly or well."""
+    """Return the function compiled for these arguments, and their arrays; with `level` 0 it is compiled in haste."""
     arrays, rest = eqx.partition(args, eqx.is_array)
     run = jax.jit(lambda arrays: fn(*eqx.combine(arrays, rest)))
     options = FAST if level == 0 else {}
@@ -186,7 +189,7 @@ def compiled(fn, *args, level=0):
 
 
 def worst(ours, theirs):
-    """The largest relative distance of any pair of leaves, with its path."""
+    """Return the largest relative distance between two trees' leaves, with the leaf's path."""
     ours, theirs = (jax.tree_util.tree_leaves_with_path(eqx.filter(x, eqx.is_inexact_array)) for x in (ours, theirs))
     assert len(ours) == len(theirs)
     far = []

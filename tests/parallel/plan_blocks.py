@@ -1,4 +1,4 @@
-"""Blocks to lay out over meshes, of kinds that are in no family or in few, and of kinds that somebody else wrote."""
+"""Blocks for the tests of plans: kinds that few published models have or none, and kinds that a user wrote."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ ReZero: Any = beside("rezero").ReZero
 
 
 def windows(key: Any) -> nn.SuperBlock:
-    """Like gpt-oss: sinks and biases, windows and whole rows in turn, clamped gates; and dropout."""
+    """Like gpt-oss: sinks, biases, a window in every second layer, clamped gates; dropout besides."""
 
     def block(mask: nn.Mask, key: Any) -> nn.Block:
         one, two = jax.random.split(key)
@@ -35,7 +35,7 @@ def windows(key: Any) -> nn.SuperBlock:
 
 
 def full_norms(key: Any) -> nn.Block:
-    """Like OLMo 2: queries and keys normalised over all their heads together, norms behind the layers."""
+    """Like OLMo 2: queries and keys normalised over all heads together, and norms on the outputs of the layers."""
     one, two = jax.random.split(key)
     norms = {
         "query_norm": nn.RMSNorm("heads head_dim", heads=HEADS, head_dim=HEAD_DIM),
@@ -49,7 +49,7 @@ def full_norms(key: Any) -> nn.Block:
 
 
 def bare_norms(key: Any) -> nn.Block:
-    """Norms without arrays, of which no layout says whether they are split."""
+    """Norms without arrays: no layout of a scale or bias tells whether their features are split."""
     one, two = jax.random.split(key)
     norms = {
         "query_norm": nn.RMSNorm("heads head_dim", scale=False, heads=HEADS, head_dim=HEAD_DIM),
@@ -62,7 +62,7 @@ def bare_norms(key: Any) -> nn.Block:
 
 
 def few_full_norms(key: Any) -> nn.Block:
-    """Two key heads, normalised together."""
+    """Two key heads, normalised together: fewer heads than devices."""
     one, two = jax.random.split(key)
     norms = {"key_norm": nn.RMSNorm("kv_heads head_dim", kv_heads=2, head_dim=HEAD_DIM)}
     return nn.Block(
@@ -72,10 +72,10 @@ def few_full_norms(key: Any) -> nn.Block:
 
 
 def side_by_side(key: Any) -> nn.ParallelResidual:
-    """Both layers on one input, whose norm they share; gated heads, one key head, norms within each head, and an
+    """Attention and MLP on one input with one norm; gated heads, one key head, norms within each head, and an
     activation with parameters."""
     one, two = jax.random.split(key)
-    # Four numbers whose deviation may be tiny: the larger eps keeps their norm from magnifying rounding.
+    # A head's four numbers may have a tiny deviation: with a small eps the norm would magnify rounding.
     norms = {n: nn.LayerNorm("head_dim", head_dim=HEAD_DIM, eps=0.1) for n in ("query_norm", "key_norm")}
     mlp = nn.MLP(embed=EMBED, mlp=MLP, bias=True, activation=nn.XIELU(), key=two)
     mixer = attention(one, kv_heads=1, gate=True, output_bias=True, **norms)
@@ -86,7 +86,7 @@ def side_by_side(key: Any) -> nn.ParallelResidual:
 
 
 def sublayers(key: Any) -> nn.SuperBlock:
-    """A mixer with no feed-forward layer behind it, then three layers beside the stream by themselves."""
+    """A block of only a mixer, then three single residual layers that stand in no block."""
     one, two, three, four = jax.random.split(key, 4)
     alone = nn.Block(nn.Residual(attention(one, mask=nn.sliding_window(5)), norm(), dropout=nn.Dropout(0.1)))
     layers = attention(two), nn.MLP(embed=EMBED, mlp=MLP, key=three), nn.GatedMLP(embed=EMBED, mlp=MLP, key=four)
@@ -94,7 +94,7 @@ def sublayers(key: Any) -> nn.SuperBlock:
 
 
 def latents(key: Any) -> nn.Block:
-    """Like DeepSeek-V2: queries from a latent of their own, latents normalised, biases everywhere."""
+    """Like DeepSeek-V2: queries from their own latent, both latents normalised; biases everywhere."""
     one, two = jax.random.split(key)
     mixer = nn.LatentAttention(
         embed=EMBED,
@@ -113,7 +113,7 @@ def latents(key: Any) -> nn.Block:
 
 
 def mixture(key: Any, *losses: nn.BalanceLoss, **options: Any) -> nn.Block:
-    """Eight experts of which a token takes two, with biases, balanced row by row."""
+    """Eight experts with biases; a token takes two of them, and a balance loss is computed for each row."""
     one, two, three = jax.random.split(key, 3)
     options = {"router": nn.TopKRouter(embed=EMBED, experts=8, top_k=2, normalise=True, jitter=0.1, key=two), **options}
     width = options.pop("width", EMBED)
@@ -125,13 +125,14 @@ def mixture(key: Any, *losses: nn.BalanceLoss, **options: Any) -> nn.Block:
 
 
 def crowded(key: Any, **options: Any) -> nn.Block:
-    """All tokens take the first two of eight experts, which one device has, but for a few of uneven rows."""
+    """Eight experts whose router has a selection bias, for tests that make most tokens choose one device's experts."""
     router = nn.TopKRouter(embed=EMBED, experts=8, top_k=2, score="sigmoid", normalise=True, balanced=True, key=key)
     return mixture(key, router=router, **options)
 
 
 def weighed_inputs(key: Any) -> nn.SuperBlock:
-    """Like Llama 4: chunks of rows and whole ones in turn, the latter sharpened, and sigmoids that weigh inputs."""
+    """Like Llama 4: attention within chunks and, in every second layer, to whole rows with a temperature by position;
+    sigmoid scores that weigh the experts' inputs."""
     one, two = jax.random.split(key)
     router = nn.TopKRouter(embed=EMBED, experts=8, top_k=2, score="sigmoid", key=two)
     mixers = (
@@ -144,7 +145,7 @@ def weighed_inputs(key: Any) -> nn.SuperBlock:
 
 
 def latent_experts(key: Any) -> nn.Block:
-    """Like Nemotron 3: experts that read fewer channels, beside a shared one that reads all."""
+    """Like Nemotron 3: experts on a latent with fewer channels, beside a shared expert that reads all channels."""
     one, two, three, four = jax.random.split(key, 4)
     router = nn.TopKRouter(embed=EMBED, experts=8, top_k=2, score="sigmoid", key=one)
     sizes: dict[str, Any] = {"embed": EMBED, "latent": 12, "bias": True}
@@ -154,13 +155,13 @@ def latent_experts(key: Any) -> nn.Block:
 
 
 def shared_mixture(key: Any) -> nn.SuperBlock:
-    """Dense and routed layers in turn."""
+    """A block with a dense feed-forward layer, then a block with a mixture of experts."""
     one, two = jax.random.split(key)
     return nn.SuperBlock((full_norms(one), shared_experts(two)))
 
 
 def shared_experts(key: Any) -> nn.Block:
-    """Like DeepSeek: sigmoid scores in groups, a bias, a shared expert, slots."""
+    """Like DeepSeek: sigmoid scores, groups of experts, a selection bias and a shared expert; besides, a capacity."""
     one, two, three = jax.random.split(key, 3)
     router = nn.TopKRouter(
         embed=EMBED,
@@ -179,13 +180,13 @@ def shared_experts(key: Any) -> nn.Block:
 
 
 def batch_mixture(key: Any) -> nn.Block:
-    """Balanced over all the rows of a batch; noise in the choice, and losses that are not sums over tokens."""
+    """A mixture balanced over all rows of a batch: noise in the choice, and losses that are not sums over tokens."""
     router = nn.NoisyTopKRouter(embed=EMBED, experts=8, top_k=2, std=0.2, key=key)
     return mixture(key, nn.LoadBalance(0.5), nn.Importance(0.3), nn.NoisyLoad(0.3), router=router)
 
 
 class Bending(nn.FeedForward):
-    """A feed-forward layer of somebody's own, which each token takes as far as it wants."""
+    """A user's own feed-forward layer, whose output is multiplied by a gate computed from each token."""
 
     up: nn.LinearMap
     down: nn.LinearMap
@@ -197,7 +198,7 @@ class Bending(nn.FeedForward):
 
 
 class Centred(eqx.Module):
-    """A layer that follows no contract and reads all features of a token at once."""
+    """A user's layer that is no `FeedForward` and whose output depends on the mean of all of a token's features."""
 
     up: nn.LinearMap
     down: nn.LinearMap
@@ -208,7 +209,7 @@ class Centred(eqx.Module):
 
 
 def own_layers(key: Any) -> nn.SuperBlock:
-    """Layers of somebody's own: split, of a contract but with nothing to split, and of none."""
+    """A user's own layers: one that is split over devices, one without a splittable dimension, one of no contract."""
 
     def maps(key: Any, hidden: str) -> tuple[nn.Linear, nn.Linear]:
         one, two, sizes = *jax.random.split(key), {"embed": EMBED, hidden: MLP, "bias": True}
@@ -222,7 +223,7 @@ def own_layers(key: Any) -> nn.SuperBlock:
 
 
 def cosine(key: Any, rows: bool = False) -> nn.Block:
-    """A router of somebody's own, with an array that belongs to no map."""
+    """A mixture with a user's own router, which has an array outside its linear maps."""
     return mixture(key, router=Cosine(embed=EMBED, mlp=12, experts=8, rows=rows, key=key))
 
 
@@ -235,15 +236,15 @@ def choosing_experts(key: Any) -> nn.Block:
 
 
 class WholeFading(Fading):
-    """The same mixer, but it says nothing of itself."""
+    """The mixer `Fading` with the default facts, which promise nothing."""
 
     def facts(self) -> nn.MixerFacts:
-        """What is safe."""
+        """Return the default facts."""
         return nn.MixerFacts()
 
 
 def fading(key: Any, mixer: type = Fading) -> nn.SuperBlock:
-    """A mixer of somebody's own without a feed-forward layer, and an attention with one."""
+    """A block of only a user's own mixer, then a block of attention and a feed-forward layer."""
     one, two = jax.random.split(key)
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
     alone = nn.Block(nn.Residual(mixer(embed=EMBED, heads=HEADS, v_dim=6, key=one), norm(), dropout=nn.Dropout(0.1)))
@@ -251,7 +252,7 @@ def fading(key: Any, mixer: type = Fading) -> nn.SuperBlock:
 
 
 def rezero(key: Any) -> nn.SuperBlock:
-    """An arrangement of somebody's own around a mixer, a feed-forward layer and a mixture."""
+    """A user's own residual arrangement around attention, a feed-forward layer and a mixture of experts."""
     keys = jax.random.split(key, 3)
     routed: Any = mixture(keys[2]).feed_forward
     layers = attention(keys[0]), nn.GatedMLP(embed=EMBED, mlp=MLP, key=keys[1]), routed.layer
@@ -263,7 +264,7 @@ Make = Callable[[Any], Any]
 
 
 def pairs(key: Any) -> nn.SuperBlock:
-    """Two layers with the keys and values of the first, which leaves them to no other."""
+    """Two attention blocks: the second reads the keys and values of the first, and no later block does."""
     one, two, three = jax.random.split(key, 3)
     sizes = {"embed": EMBED, "heads": HEADS, "head_dim": HEAD_DIM, "kv_heads": 4, "rotary": nn.Rotary(HEAD_DIM, 1e4)}
     reading = nn.CrossLayerAttention(**sizes, core=CORE, bias=True, key=two)
@@ -276,7 +277,7 @@ STREAMS = 3
 
 
 def streams(key: Any, sublayers: Callable[[Any], nn.Block] | None = None) -> nn.Block:
-    """Hyper-connections around both sublayers of a block: streams that are mixed, and streams that are not."""
+    """Hyper-connections around both sublayers of a block: the mixer's mixes the streams, the other's does not."""
     one, two, three = jax.random.split(key, 3)
     gated = nn.Block(
         nn.Residual(attention(one), norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm())
@@ -288,13 +289,13 @@ def streams(key: Any, sublayers: Callable[[Any], nn.Block] | None = None) -> nn.
 
 
 def hashed(key: Any) -> nn.Block:
-    """Experts by the token's id, without a balance loss."""
+    """Experts chosen by the token's id, without a balance loss."""
     router = nn.HashRouter(embed=EMBED, experts=8, top_k=2, vocab=50, score="sigmoid", normalise=True, key=key)
     return mixture(key, nn.RouterZ(0.1), router=router)
 
 
 def compressed(key: Any, rate: int = 0, top_k: int = 0) -> nn.Block:
-    """Like DeepSeek-V4: a window and compressed keys, of which an indexer selects some, with scores for each head."""
+    """Like DeepSeek-V4: attention to a window and to compressed keys; with `top_k` an indexer selects among them."""
     one, two, three = jax.random.split(key, 3)
     sizes: dict[str, Any] = {"embed": EMBED, "rate": rate, "rotary": nn.Rotary(4, 1e4, interleaved=True)}
     compressor, indexer = None, None
@@ -321,7 +322,7 @@ def compressed(key: Any, rate: int = 0, top_k: int = 0) -> nn.Block:
 
 
 def blocked(key: Any) -> nn.Block:
-    """Like MiniMax-M3: each key head of a query sees the best blocks of keys, by an indexer."""
+    """Like MiniMax-M3: for each query and key head an indexer selects the best blocks of keys."""
     one, two, three = jax.random.split(key, 3)
     norms = {f"{name}_norm": nn.RMSNorm("index_dim", index_dim=6) for name in ("query", "key")}
     sizes: dict[str, Any] = {"embed": EMBED, "kv_heads": 4, "rotary": nn.Rotary(4, 1e4)}
@@ -333,7 +334,8 @@ def blocked(key: Any) -> nn.Block:
 
 
 def pooled(key: Any) -> nn.SuperBlock:
-    """Like GLM-5.3-Flash: latent attention to the best pools of keys, which a second layer reads."""
+    """Like GLM-5.3-Flash: latent attention to the pools of keys that an indexer selects; a second layer reads the
+    first layer's choice."""
     first_key, second_key, last_key = jax.random.split(key, 3)
     sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS, "head_dim": HEAD_DIM, "latent": 16, "q_latent": 8}
     sizes |= {"latent_norm": nn.RMSNorm("latent", latent=16), "core": CORE}
@@ -346,7 +348,7 @@ def pooled(key: Any) -> nn.SuperBlock:
 
 
 def norm_of_queries() -> nn.RMSNorm:
-    """The norm of the queries' latent."""
+    """Return the norm of the queries' latent."""
     return nn.RMSNorm("q_latent", q_latent=8)
 
 

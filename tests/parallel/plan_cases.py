@@ -1,4 +1,4 @@
-"""Which models over which meshes by which choices: a few for every run, and the grid of them."""
+"""Cases for the tests of plans: models, meshes and choices of a plan; a few for every run, the others for the grid."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ PIPE += [
     {"schedule": name, "microbatches": 2, "chunks": 2} for name in ("interleaved", "looping", "zb-v", "dualpipe-v")
 ]
 
-# Every axis, stage of ZeRO, stream, overlap, method, schedule and remat at least once; exchanges: test_exchange.py.
+# Every mesh axis, and every value of each choice, occurs at least once; test_exchange.py has the exchange of experts.
 EVERY_RUN = [
     Case(
         "gpt2",
@@ -82,13 +82,13 @@ EVERY_STEP = [
 
 
 def grid() -> list[Case]:
-    """Everything but `EVERY_RUN`; the three families take turns where it is too much for each."""
+    """Return all cases but `EVERY_RUN`; where cases are many, each has only one of the families `THREE`, in turn."""
     found = {case.name: case for case in (*FURTHER, *_alone(), *_pairs(), *_triples(), *_others(), *_unequal())}
     return [case for name, case in found.items() if name not in {case.name for case in EVERY_RUN}]
 
 
 def step_grid() -> list[Case]:
-    """Layouts under which optimizers are run, Muon too."""
+    """Return the cases whose optimizer steps are compared with one device's, with several optimizers."""
     cases = [
         Case("gpt2", {"replica": 2, "fsdp": 4}, {"zero": 1}),
         Case(
@@ -130,7 +130,7 @@ def step_grid() -> list[Case]:
 
 
 def _unequal() -> Iterator[Case]:
-    """Stages of unequal numbers of layers, and of unlike ones, under every schedule and beside other axes."""
+    """Yield pipelines whose stages have unequal numbers of layers, or different layers, under every schedule."""
     for choices, remat in zip(PIPE, itertools.cycle(("none", "products", "full"))):
         yield Case("five layers", {"pipe": 2, "fsdp": 2}, choices | {"zero": 2}, remat)
         yield Case("dense, then mixtures", {"pipe": 2}, choices, remat)
@@ -144,13 +144,13 @@ def _unequal() -> Iterator[Case]:
 
 
 def _turns() -> Iterator[tuple[str, str, int]]:
-    """Families, remats and numbers of microbatches, each taking turns."""
+    """Return an endless iterator of family, remat and number of microbatches; each goes round by itself."""
     microbatches = itertools.cycle((1, 1, 2, 1, 2))
     return zip(itertools.cycle(THREE), itertools.cycle(("none", "products", "none", "full")), microbatches)
 
 
 def _case(family: str, mesh: dict[str, int], choices: dict[str, Any], remat: str = "none", pieces: int = 1) -> Case:
-    # A pipeline's choices say how many microbatches, and each device keeps a row in each.
+    # A pipeline's choices already have `microbatches`; elsewhere each device needs a row in each microbatch.
     fits = "pipe" not in mesh and mesh.get("fsdp", 1) * mesh.get("replica", 1) * pieces <= 8
     return Case(family, mesh, choices | ({"microbatches": pieces} if fits and pieces > 1 else {}), remat)
 
@@ -198,7 +198,7 @@ def _pairs() -> Iterator[Case]:
 
 
 def _triples() -> Iterator[Case]:
-    """Three axes of two devices; the choices go round at unlike paces, so that all meet."""
+    """Yield cases with three axes of two devices; each axis's choices go round, so that many pairs of them meet."""
     kinds: dict[str, list[dict[str, Any]]] = {
         "replica": [{}],
         "fsdp": ZERO[::-1],
@@ -218,7 +218,7 @@ def _triples() -> Iterator[Case]:
 
 
 def _others() -> Iterator[Case]:
-    """What the three families do not have, and all at once."""
+    """Yield cases with models outside `THREE`, and cases that join many choices."""
     yield Case("gpt2", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"})
     yield Case("llama", {"replica": 2, "fsdp": 2}, {"zero": 3, "smallest": 1, "microbatches": 2})
     sizes = {"replica": 2, "expert": 2, "tensor": 2}
@@ -268,7 +268,7 @@ def _others() -> Iterator[Case]:
             yield Case(model, mesh, choices, remat)
     for (mesh, choices), remat in zip(layouts[:-1], itertools.cycle(("full", "none", "products"))):
         yield Case("unlike stacks", mesh, choices, remat)
-    for family, (mesh, choices) in itertools.product(THREE, layouts[:3]):  # what is small is split too
+    for family, (mesh, choices) in itertools.product(THREE, layouts[:3]):  # small arrays are split too
         yield Case(family, mesh, choices | {"smallest": 1})
     for choices in TENSOR[:1] + TENSOR[1:5:2]:
         yield Case("bare norms", {"tensor": 4}, choices)
@@ -278,7 +278,7 @@ def _others() -> Iterator[Case]:
     yield Case("tied", {"tensor": 8}, {"residual": "replicated"})
     yield from _mixtures()
     for (mesh, choices), remat in zip(layouts, itertools.cycle(("none", "products", "full"))):
-        # Experts with few slots count them in whole rows.
+        # "shared mixture" has a capacity, which counts whole rows: context parallelism cannot have it.
         for model in ("llama lora", "latents lora", *(["shared mixture lora"] if "context" not in mesh else [])):
             yield Case(model, mesh, choices, remat)
     yield Case("llama lora", {"fsdp": 2, "tensor": 2}, {"zero": 2, "residual": "feature", "smallest": 1})
@@ -286,7 +286,7 @@ def _others() -> Iterator[Case]:
 
 
 def _mixtures() -> Iterator[Case]:
-    """Experts over their axis alone and beside each other one."""
+    """Yield mixtures of experts over the axis `expert` alone, and together with each other axis."""
     ways: list[dict[str, Any]] = [
         {"expert_method": "gather"},
         {"expert_method": "exchange", "expert_factor": 0.5},
@@ -314,7 +314,7 @@ def _mixtures() -> Iterator[Case]:
         for (mesh, choices), way, remat in zip(
             layouts + stages, itertools.cycle(ways), itertools.cycle(("none", "products", "full"))
         ):
-            if model == "mixture" or "context" not in mesh:  # slots are counted in whole rows
+            if model == "mixture" or "context" not in mesh:  # "shared mixture": see `_others`
                 yield Case(model, mesh, choices | way, remat)
     for (mesh, choices), way in zip(layouts + stages[1:2], itertools.cycle(ways)):
         yield Case("weighed inputs", mesh, choices | way)

@@ -1,4 +1,4 @@
-"""A plan with one reduction, gather or exchange taken out: what each is there for."""
+"""Changes that break a plan by leaving out one collective: tests must see that the result is then wrong."""
 
 import functools
 import importlib
@@ -14,7 +14,7 @@ from eqformer.parallel.tensor import _residual_stream as _stream_parts, _tensor 
 
 
 def without(name: str, replacement: Callable[..., Any]) -> Callable[[Any], None]:
-    """A change that does something else in the place of the collectives of one name."""
+    """Return a change that calls `replacement` in the place of the collectives of one name."""
     assert name in COLLECTIVES, name
 
     def change(monkeypatch: Any) -> None:
@@ -30,7 +30,7 @@ def without(name: str, replacement: Callable[..., Any]) -> Callable[[Any], None]
 
 
 def first_device_in(module: str) -> Callable[[Any], None]:
-    """A change by which every device is the first of its axis, as one module of `eqformer.parallel` sees it."""
+    """Return a change by which one module of `eqformer.parallel` takes every device for the first along each axis."""
     where = importlib.import_module(f"eqformer.parallel.{module}")
 
     class Lax:
@@ -46,7 +46,8 @@ def first_device_in(module: str) -> Callable[[Any], None]:
     return lambda monkeypatch: monkeypatch.setattr(where, "jax", Jax())
 
 
-# A reduction that is not done is refused by the types, or it is done as if all devices but the first had nothing.
+# Types would refuse most results without their collective. So these replacements return a wrong result of the right
+# type: for example a sum in which all devices but the first count as 0.
 
 
 def nothing(x: Any, *_: Any, **__: Any) -> Any:
@@ -55,7 +56,7 @@ def nothing(x: Any, *_: Any, **__: Any) -> Any:
 
 
 def of_first(x: Any, axes: Any, **_: Any) -> Any:
-    """The first device's part in place of all parts' sum (or largest, or mean)."""
+    """Return the first device's part in place of the sum, maximum or mean of all parts."""
     names = (axes,) if isinstance(axes, str) else axes
     is_first = functools.reduce(jnp.logical_and, (jax.lax.axis_index(name) == 0 for name in names))
     part = lambda x: jax.lax.psum(jnp.where(is_first, x, jnp.zeros_like(x)), names)
@@ -63,39 +64,39 @@ def of_first(x: Any, axes: Any, **_: Any) -> Any:
 
 
 def own_part(x: Any, axis: str, *, scatter_dimension: int = 0, **_: Any) -> Any:
-    """This device's slice of its own part, as if a scatter did not sum."""
+    """Return this device's slice of its own part, as if a scatter did not sum."""
     size = x.shape[scatter_dimension] // jax.lax.axis_size(axis)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, scatter_dimension)
 
 
 def own_piece(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) -> Any:
-    """This device's piece in the place of every piece."""
+    """Return this device's piece in the place of every device's piece, as if nothing were gathered."""
     whole = [vary(x, [axis_name])] * jax.lax.axis_size(axis_name)
     return jnp.concatenate(whole, axis) if tiled else jnp.stack(whole, axis)
 
 
 def own_exchange(x: Any, axis_name: str, *, split_axis: int, concat_axis: int, **_: Any) -> Any:
-    """What this device would send to itself, in the place of what all send."""
+    """Return, in place of what each device sends, the piece that this device would send to itself."""
     count = jax.lax.axis_size(axis_name)
     mine = own_part(x, axis_name, scatter_dimension=split_axis)
     return jnp.concatenate([vary(mine, [axis_name])] * count, concat_axis)
 
 
 def own_alone(x: Any, over: str, **options: Any) -> Any:
-    """This device's piece in place of every piece, and on the way back its slice of its own part."""
+    """Replace a gather by `own_piece`, and the scatter of its gradients by `own_part`."""
     return (own_piece if "axis" in options else own_part)(x, over, **options)
 
 
 def kept_all(x: Any, *_: Any, **__: Any) -> Any:
-    """What this device would send to all others, kept."""
+    """Return what this device would send, as if nothing were exchanged."""
     return x
 
 
-# What is not a function of jax.lax.
+# Changes of other functions than those of jax.lax.
 
 
 def of_first_over(*axes: str) -> Callable[[Any], None]:
-    """Gradients of the first device along some axes in the place of the sum over these."""
+    """Return a change that takes the first device's gradients along some axes in place of the sum over these axes."""
 
     def total(self: OnDevice, x: Any, over: tuple[str, ...] = (), name: str = "") -> Any:
         rest = tuple(axis for axis in over if axis not in axes)
@@ -107,12 +108,12 @@ def of_first_over(*axes: str) -> Callable[[Any], None]:
 
 
 def total_of(wanted: int, replacement: Callable[..., Any]) -> Callable[[Any], None]:
-    """The sum (0) or the count (1) not summed over devices."""
+    """Return a change that replaces the sum over devices of the loss (`wanted` 0) or of its count (1)."""
     return _total(lambda number: (lambda self, x: replacement(x, _AXES)) if number == wanted else None)
 
 
 def gradients_unsummed(monkeypatch: Any) -> None:
-    """No gradient summed over devices."""
+    """Leave out the sums of gradients over devices."""
     _total(lambda number: (lambda self, x, *_: x) if number > 1 else None)(monkeypatch)
 
 
@@ -132,7 +133,7 @@ def _total(choose: Callable[[int], Callable[..., Any] | None]) -> Callable[[Any]
 
 
 def unsummed_entry(monkeypatch: Any) -> None:
-    """The gradient of a layer's input not summed over the devices that read it."""
+    """Leave out the sum of the gradient of a layer's input over the devices that read this input."""
 
     @jax.custom_vjp
     def enter(x: Any) -> Any:
@@ -143,7 +144,7 @@ def unsummed_entry(monkeypatch: Any) -> None:
 
 
 def untyped_entry(monkeypatch: Any) -> None:
-    """Not saying that a layer's input is read by all."""
+    """Leave out the mark that all devices along `tensor` read a layer's input."""
     _entry(monkeypatch, lambda x: x)
 
 
@@ -154,13 +155,13 @@ def _entry(monkeypatch: Any, enter: Callable[[Any], Any]) -> None:
 
 
 def bias_before(monkeypatch: Any) -> None:
-    """The bias of the map back into the stream added by every device, before the sum."""
+    """Add the bias of a layer's output map on every device before the sum, so that it counts several times."""
     row = lambda self, x: jax.lax.psum(self.inner(x), "tensor")
     monkeypatch.setattr(_maps.RowParallelMap, "__call__", row)
 
 
 def first_tokens(kind: type) -> Callable[[Any], None]:
-    """Each device draws for, or looks up, the first device's tokens in the place of its own."""
+    """Return a change by which modules of a kind take the first device's slice of the tokens in place of their own."""
 
     def take(x: Any, axis: str, dim: int) -> Any:
         size = x.shape[dim] // jax.lax.axis_size(axis)
@@ -182,7 +183,7 @@ def first_tokens(kind: type) -> Callable[[Any], None]:
 
 
 def in_reading_order(*names: str) -> Callable[[Any], None]:
-    """Rows stored in the order of the ring, but some of what is said of their tokens in reading order."""
+    """Return a change that leaves the named fields of the tokens in reading order, while rows take the ring's order."""
 
     def change(monkeypatch: Any) -> None:
         arrange = Plan.arrange
@@ -198,22 +199,22 @@ def in_reading_order(*names: str) -> Callable[[Any], None]:
 
 
 def marks(value: bool) -> Callable[[Any], None]:
-    """Every array, or none, said to meet slices."""
+    """Return a change that marks every array (or none) as one whose gradient is partial on each device."""
     everywhere = lambda model, stream: jax.tree.map(lambda _: value, model)
     return lambda monkeypatch: monkeypatch.setattr(_placement, "_has_partial_gradient", everywhere)
 
 
 def in_order_read(monkeypatch: Any) -> None:
-    """Layers left in the order of the model where devices hold several chunks."""
+    """Leave the layers in the model's order, also where each device holds several chunks of layers."""
     for move in ("shard", "unshard"):
         monkeypatch.setattr(Plan, move, lambda self, tree, *_: tree)
 
 
 def permuted_nowhere(x: Any, axis: str, **_: Any) -> Any:
-    """A message that stays where it is."""
+    """Return the message itself, as if it were not sent on."""
     return vary(x, [axis])
 
 
 def same_place(axis: str) -> Any:
-    """Every device the first of its axis."""
+    """Return index 0, as if every device were the first of its axis."""
     return jax.lax.axis_index(axis) * 0

@@ -1,4 +1,4 @@
-"""Small models to lay out over meshes: three families, and what is in none of them, with numbers of numpy's drawing."""
+"""Small models and batches for the tests of plans; numpy draws the models' numbers, which compiles nothing."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from eqformer.parallel import make_mesh, Plan
 
 
 FAMILIES: dict[str, Any] = {
-    # The axis `tensor` divides neither 50 nor 2.
+    # Vocabularies of 50 and the two key heads of "llama" do not split evenly over four devices along `tensor`.
     "gpt2": models.GPT2Config(vocab=50, embed=EMBED, layers=4, heads=HEADS, max_seq=32, mlp=MLP, dropout=0.1),
     "llama": models.LlamaConfig(
         vocab=48, embed=EMBED, layers=4, heads=HEADS, kv_heads=2, head_dim=HEAD_DIM, mlp=MLP, bias=True
@@ -49,7 +49,7 @@ FAMILIES: dict[str, Any] = {
         vocab=48, embed=EMBED, layers=5, heads=HEADS, kv_heads=2, head_dim=HEAD_DIM, mlp=MLP
     ),
     "eight layers": models.LlamaConfig(vocab=48, embed=EMBED, layers=8, heads=HEADS, kv_heads=4, mlp=MLP),
-    # Periods before those that leave keys and values, and periods that read them.
+    # Four periods of two layers: the second leaves its keys and values to the third and the fourth.
     "vectors of layers": models.Gemma4Config(
         vocab=48,
         embed=EMBED,
@@ -77,17 +77,20 @@ FAMILIES: dict[str, Any] = {
     "bert": models.BERTConfig(vocab=50, embed=EMBED, layers=4, heads=HEADS, mlp=MLP, max_seq=32),
     "long table": models.GPT2Config(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
 }
-# Others run by blocks of eight tokens, in programs that take longer to trace; the long table takes no such blocks.
+# These models run the reference attention; the others run blockwise attention, whose programs take longer to trace.
 REFERENCE = kernels.ReferenceAttention()
 CORES: dict[str, Any] = dict.fromkeys(("gpt2", "jaxformer", "five layers", "long table"), REFERENCE)
 
 
-# How many layers of each kind, where these are not four.
+# The numbers of layers of a model's stacks, where they are not four.
 DEPTHS = {"dense, then mixtures": (1, 5)}
 
 
 def of_blocks(*makes: Make, depths: tuple[int, ...] | None = None, remat: str = "none") -> nn.Transformer:
-    """Stacks of such layers, by default of four each, between a scaled embedding and a head with a bias."""
+    """Return a model with one stack for each constructor of layers, a scaled embedding, and a head with a bias.
+
+    Stacks have four layers if `depths` is None.
+    """
     keys, vocab = jax.random.split(jax.random.key(0), 3), 50
     depths = depths or (4,) * len(makes)
     return nn.Transformer(
@@ -103,7 +106,7 @@ def of_blocks(*makes: Make, depths: tuple[int, ...] | None = None, remat: str = 
 
 
 def with_streams(model: nn.Transformer) -> nn.Transformer:
-    """The model with several residual streams, if its layers have them."""
+    """Return the model with `STREAMS` residual streams if it has hyper-connections, otherwise unchanged."""
     if not nn.modules(model, nn.HyperConnection):
         return model
     merge = nn.MergeStreams(norm(), streams=STREAMS, embed=EMBED, key=jax.random.key(3))
@@ -111,14 +114,14 @@ def with_streams(model: nn.Transformer) -> nn.Transformer:
 
 
 def filled(build: Callable[[], Any], seed: int = 0) -> Any:
-    """What `build()` would give, with numpy's numbers: no weight is zero, no norm the identity."""
+    """Return the model that `build()` constructs with random numbers drawn by numpy, also for biases and norms."""
     draw = np.random.default_rng(seed)
 
     def number(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         if jnp.issubdtype(leaf.dtype, jnp.integer):
-            if leaf.ndim > 1:  # a table of some of eight experts
+            if leaf.ndim > 1:  # a table with some of eight experts for each token id
                 return put(np.argsort(draw.random((*leaf.shape[:-1], 8)))[..., : leaf.shape[-1]], leaf.dtype)
             return put(np.arange(leaf.shape[0]), leaf.dtype)
         fan_in = np.sqrt(leaf.shape[-1]) if leaf.ndim > 2 else 4.0
@@ -127,17 +130,21 @@ def filled(build: Callable[[], Any], seed: int = 0) -> Any:
         return put(numbers, leaf.dtype)
 
     shapes = eqx.filter_eval_shape(build)
-    with jax.ensure_compile_time_eval():  # a model is kept for all tests, whatever is being traced when it is made
+    with jax.ensure_compile_time_eval():  # the cached model must hold arrays, also if a test is tracing
         return jax.tree_util.tree_map_with_path(number, shapes)
 
 
 @functools.cache
 def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32", "float32")) -> nn.Transformer:
-    """A small model by its name, filled; `dtypes` are those of parameters and of computation.
+    """Return a small model of `FAMILIES` or `BLOCKS` by its name; `dtypes` are those of parameters and computation.
 
-    Of a name that ends in `int8` every map is somebody's own, of eight bits; of one in `lora` every map has one; of one
-    in `int4 lora` maps are quantized in groups beneath, and of one in `int4 int8` those of feed-forward layers are. Of
-    one in `fp8` products are of 8 bits.
+    A name may end in a word that changes the model's linear maps:
+
+    - `lora`: every map has a LoRA adapter;
+    - `int4 lora`: so has every map, and the maps beneath are quantized to 4 bits in groups;
+    - `int8`: every map is a user's own map of 8 bits;
+    - `int4 int8`: the same, but the maps of feed-forward layers are quantized to 4 bits in groups;
+    - `fp8`: matrix products are of 8 bits.
     """
     if name.endswith(" fp8"):
         return nn.with_fp8(model_of(name.removesuffix(" fp8"), remat, dtypes))
@@ -159,20 +166,23 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
             model = nn.with_execution(model, core=CORES.get(plain, CORE), remat=remat)
         return model if plain == name else nn.with_lora(model, [nn.Linear], rank=3, alpha=0.3, key=jax.random.key(1))
 
-    # With seed 0 a scalar's gradient has a hundredth of the sums that cancel in it, and their rounding.
+    # With seed 0 the terms of a scalar's gradient cancel to a hundredth of their size, so that rounding errors show.
     return filled(
         lambda: nn.Precision(*dtypes).apply(build()), seed=1 if plain in ("vectors of layers", "speedrun") else 0
     )
 
 
 def in_eight_bits(plain: nn.Transformer, also_in_four: bool) -> nn.Transformer:
-    """The model with somebody's own maps of eight bits in the place of all that are not quantized in groups."""
+    """Return the model with a user's own maps of 8 bits in the place of its `Linear` maps.
+
+    With `also_in_four` the feed-forward layers' maps are first quantized to 4 bits, and stay so.
+    """
     model = nn.quantize(plain, "int4", group=4, where=["gate", "up", "down"]) if also_in_four else plain
     return nn.map_linears(lambda one: Int8Map.of(one) if isinstance(one, nn.Linear) else one, model)
 
 
 def in_four_bits(plain: nn.Transformer) -> nn.Transformer:
-    """The model with its maps in four bits, in groups of four inputs, and factors beside them that are not zero."""
+    """Return the model with its maps in 4 bits, in groups of four inputs, and LoRA factors of which none is zero."""
 
     def drawn(node: Any) -> Any:
         if not isinstance(node, nn.LoRA):
@@ -185,7 +195,7 @@ def in_four_bits(plain: nn.Transformer) -> nn.Transformer:
 
 
 def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0) -> Batch:
-    """Packed rows: two documents and padding in each, cut at unlike places, with unequal weights."""
+    """Return packed rows: in each two documents and up to two tokens of padding; targets' weights are 0 or 1."""
     draw = np.random.default_rng(seed)
     cut = draw.integers(2, seq - 4, rows)
     end = seq - draw.integers(0, 3, rows)
@@ -196,7 +206,7 @@ def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0)
     ids, targets = draw.integers(0, model.vocab, (2, rows, seq))
     weights = draw.integers(0, 2, (rows, seq)) * (positions >= 0)
     source: dict[str, Any] = {}
-    if model.parts.encoder is not None:  # longer than the rows, and of two documents too
+    if model.parts.encoder is not None:  # source rows are longer, and have two documents too
         place = np.arange(seq + 6)
         first = place < draw.integers(2, seq, rows)[:, None]
         source["source_ids"] = draw.integers(0, model.vocab, first.shape).astype(np.int32)
@@ -215,10 +225,10 @@ def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0)
 
 
 def plan_over(mesh: dict[str, int], **choices) -> Plan:
-    """A plan over the first devices."""
+    """Return a plan over a mesh of the first devices."""
     return Plan(make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())]), **choices)
 
 
 def shapes(build) -> nn.Transformer:
-    """A model's shapes alone."""
+    """Return the model that `build` constructs, with shapes in the place of arrays."""
     return eqx.filter_eval_shape(build)

@@ -1,4 +1,4 @@
-"""What a plan makes of a model and rows, beside what one device makes of them: losses, gradients, steps."""
+"""Losses, gradients and optimizer steps of models under plans, and of the same models on one device."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ STEPS, BALANCE = 3, 0.01
 
 
 class Case(NamedTuple):
-    """A model over a mesh, with a plan's choices and how the model itself runs."""
+    """A model by name, a mesh, a plan's choices, and how the model itself runs."""
 
     model: str
     mesh: dict[str, int]
@@ -28,11 +28,11 @@ class Case(NamedTuple):
     remat: str = "none"
     dtypes: tuple[str, str] = ("float32", "float32")
     optimizer: str = "adamw"
-    shape: tuple[int, int] = (8, 16)  # rows and their tokens
+    shape: tuple[int, int] = (8, 16)  # number of rows, and of tokens in each row
 
     @property
     def name(self) -> str:
-        """The name of the case."""
+        """The case's id in pytest."""
         mesh = ".".join(f"{axis}{size}" for axis, size in self.mesh.items())
         numbers = {name: f"{name}{value}" for name, value in self.choices.items() if isinstance(value, int | float)}
         words = [self.model, mesh, *(numbers.get(name, value) for name, value in self.choices.items())]
@@ -41,13 +41,13 @@ class Case(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """The plan, on the first devices."""
+        """The case's plan, over the first devices."""
         size = int(np.prod(list(self.mesh.values())))
         return Plan(make_mesh(**self.mesh, devices=jax.devices()[:size]), **self.choices)
 
 
 class Outcome(NamedTuple):
-    """What a layout must not change."""
+    """Results that a plan must not change: the loss's sum and count, the gradients, and mixtures' figures."""
 
     total: Any
     count: Any
@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
 
 
 def of_one_device(case: Case) -> Outcome:
-    """The plain model's, on one device; the same for all cases of a model and its dtypes."""
+    """Return the model's outcome on one device, computed once for all cases with the same model, dtypes and shape."""
     return _of_one_device(case.model, case.dtypes, case.shape)
 
 
@@ -67,24 +67,27 @@ def _of_one_device(model: str, dtypes: tuple[str, str], shape: tuple[int, int]) 
 
 
 def of_plan(case: Case) -> Outcome:
-    """The same under the plan."""
+    """Return the model's outcome under the case's plan."""
     model = model_of(case.model, case.remat, case.dtypes)
     return under(case.plan, model, batch_of(model, *case.shape))
 
 
 def total_of_plan(case: Case) -> float:
-    """The loss alone under the plan."""
+    """Return only the loss's sum under the case's plan."""
     model = model_of(case.model, case.remat, case.dtypes)
     return total_under(case.plan, model, batch_of(model, *case.shape))
 
 
 def under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_loss) -> Outcome:
-    """What a plan makes of any model, batch and loss."""
+    """Return the outcome of a model, batch and loss under a plan."""
     return program_under(plan, model, batch, loss)(model)
 
 
 def total_under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_loss) -> float:
-    """The loss alone, of a program that is smaller without gradients: enough for a control that the loss shows."""
+    """Return only the loss's sum, from a program without gradients, which compiles sooner.
+
+    It suffices for a test that breaks something which changes the loss.
+    """
     plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
     of_batch = make_gradient_function(loss, plan)
     model, key = place(_moved(plan.shard, model), plan), jax.random.key(KEY)
@@ -95,13 +98,13 @@ def total_under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_
 def program_under(
     plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_loss
 ) -> Callable[[nn.Transformer], Outcome]:
-    """What a plan makes of a batch and any model of such shapes."""
+    """Compile for a plan and a batch; return a function from a model of the same shapes to its outcome."""
     plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
     of_batch = make_gradient_function(loss, plan)
 
     def read(*given: Any) -> tuple:
         total, tally, gradients = of_batch(*given)
-        # A loss with metrics returns a `LossAux` for models without routed layers too; its `aux` is then None.
+        # A loss with metrics returns a `LossAux` also for a model without routed layers; its `aux` is then None.
         if isinstance(tally, LossAux) and tally.aux is not None:
             tally = LossAux(tally.count, plan.unshard_aux(tally.aux, model))
         return total, tally, gradients
@@ -119,7 +122,7 @@ def program_under(
 
 
 def _moved(order: Callable[..., Any], tree: Any) -> Any:
-    """A model's layers in another order, taken by numpy, which compiles nothing."""
+    """Return a model with its layers in another order, gathered by numpy, which compiles nothing."""
 
     def taken(x: Any, rows: Any) -> Any:
         x = np.asarray(x)
@@ -130,12 +133,12 @@ def _moved(order: Callable[..., Any], tree: Any) -> Any:
 
 
 def alone(model: nn.Transformer, batch: Any, loss: Any = next_token_loss, microbatches: int = 1) -> Outcome:
-    """What one device makes of them."""
+    """Return the outcome of a model, batch and loss on one device."""
     return compiled(make_gradient_function(loss, microbatches=microbatches), model, batch)
 
 
 def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
-    """The model's arrays where the plan keeps them, cut by numpy, which compiles nothing."""
+    """Put the model's arrays where the plan keeps them; they are cut by numpy, which compiles nothing."""
     arrays, rest = eqx.partition(model, eqx.is_array)
     kept = shardings(plan.parameter_specs(arrays), plan.mesh)
     return eqx.combine(jax.device_put(jax.device_get(arrays), kept), rest)
@@ -147,7 +150,10 @@ def compiled(gradients: Any, model: nn.Transformer, batch: Any) -> Outcome:
 
 
 def compiled_for(gradients: Any, model: nn.Transformer, batch: Any) -> Callable[[Any], Outcome]:
-    """Compile `(model, batch, key) -> (sum, count, gradients)` in haste, for this model and batches of such shapes."""
+    """Compile `(model, batch, key) -> (sum, count, gradients)` in haste; return a function from a batch to the outcome.
+
+    The model is the given one; batches must have the shapes of the given one.
+    """
     key = jax.random.key(KEY)
     program = hastily(gradients, model, batch, key)
     return lambda batch: _outcome(*program(model, batch, key))
@@ -159,7 +165,7 @@ def _outcome(total: Any, tally: Any, found: Any) -> Outcome:
 
 
 def hastily(function: Any, *args: Any) -> Any:
-    """The function compiled with no care for speed, for arguments of which the arrays are like these."""
+    """Compile a function with hardly any optimisation, for arguments whose arrays have the shapes of these."""
     arrays, rest = eqx.partition(args, _is_array)
     result_rest = []
 
@@ -179,10 +185,11 @@ def _is_array(x: Any) -> bool:
 
 
 def differences(got: Outcome, want: Outcome, tolerance: float) -> dict[str, float]:
-    """Where two outcomes differ by more than `tolerance`: the loss, the count and each leaf's gradient.
+    """Return by name what differs by more than `tolerance`: the loss, the count, mixtures' figures, or gradients.
 
-    Gradients are compared by the Frobenius norm of the difference, relative to the leaf's. A leaf whose gradient is
-    nothing but rounding (that of a key's bias without rotary positions is zero) must be no more in the other outcome.
+    Each leaf's gradients are compared by the Frobenius norm of the difference, relative to the norm of the expected
+    gradient. Some expected gradients are only rounding errors, such as that of a key's bias without rotary positions.
+    For such a leaf the difference need only be as small as rounding errors.
     """
     wrong = {}
     for name in ("total", "count"):
@@ -199,7 +206,10 @@ def differences(got: Outcome, want: Outcome, tolerance: float) -> dict[str, floa
 
 
 def leaf_differences(got: Any, want: Any, tolerance: float, rounding: float = 0.0) -> dict[str, float]:
-    """Where leaves differ; those smaller than `rounding` of all together are nothing."""
+    """Return the relative difference of each leaf that differs by more than `tolerance`, by the leaf's path.
+
+    A leaf whose norm is at most `rounding` times the norm of all leaves together may differ by as much as that.
+    """
     wrong = {}
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(want, eqx.is_inexact_array))
     nothing = rounding * np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for _, x in leaves))
@@ -212,7 +222,7 @@ def leaf_differences(got: Any, want: Any, tolerance: float, rounding: float = 0.
 
 
 class Trained(NamedTuple):
-    """The state after some steps, each step's metrics, and an evaluation of the model then."""
+    """The model and the optimizer's state after `STEPS` steps, each step's metrics, and an evaluation afterwards."""
 
     model: Any
     memory: Any
@@ -222,7 +232,7 @@ class Trained(NamedTuple):
 
 @functools.cache
 def trained_on_one_device(model: str, optimizer: str, dtypes: tuple[str, str]) -> Trained:
-    """Some steps of the plain model."""
+    """Take `STEPS` steps of the model on one device."""
     plain = model_of(model, dtypes=dtypes)
     rule = _optimizer(optimizer, plain)
     state = training.init_state(jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, plain), rule)
@@ -235,7 +245,7 @@ def trained_on_one_device(model: str, optimizer: str, dtypes: tuple[str, str]) -
 
 
 def trained_by_plan(case: Case) -> Trained:
-    """As many steps under the plan, from a state that is made where it is kept."""
+    """Take `STEPS` steps under the case's plan, from a state whose arrays are created where the plan keeps them."""
     model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
     rule = _optimizer(case.optimizer, model)
     step = training.make_step(next_token_loss, rule, plan, balance_rate=BALANCE, gradient_norms=True)
@@ -247,7 +257,7 @@ def trained_by_plan(case: Case) -> Trained:
 
 
 def _optimizer(name: str, model: nn.Transformer) -> training.Optimizer:
-    # AdamW divides by the root of the squares: with its eps near zero, a gradient of rounding alone is a whole step.
+    # AdamW divides by the root of the mean square: with a tiny eps, a gradient of rounding errors makes a full step.
     name, _, part = name.partition(" of ")
     name, *paths = name.split(" with ")
     trained = nn.lora_factors if part == "factors" else training.trainable

@@ -1,4 +1,4 @@
-"""Sizes and parts that the blocks to lay out over meshes have in common."""
+"""Sizes and parts that the blocks for the tests of plans have in common."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ EMBED, HEADS, HEAD_DIM, MLP = 32, 8, 4, 48
 
 
 def attention(key: Any, **options: Any) -> nn.Attention:
-    """An attention of the sizes above with rotary positions."""
+    """Return attention of the sizes above with rotary positions."""
     rotary = nn.Rotary(HEAD_DIM, 1e4)
     options = {"kv_heads": 4, "core": CORE, "rotary": rotary, **options}
     return nn.Attention(embed=EMBED, heads=HEADS, head_dim=HEAD_DIM, key=key, **options)
 
 
 def norm(offset: float = 0.0) -> nn.RMSNorm:
-    """A norm of the stream."""
+    """Return a norm of the residual stream."""
     return nn.RMSNorm("embed", embed=EMBED, offset=offset)

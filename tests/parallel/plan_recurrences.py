@@ -1,4 +1,4 @@
-"""Blocks with recurrences and short convolutions, to lay out over meshes."""
+"""Blocks with recurrences and short convolutions, for the tests of plans."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from eqformer import nn
 
 
 def recurrence(key: Any, kv_heads: int = 4) -> nn.SuperBlock:
-    """Like Qwen3-Next: a gated delta net, and an attention whose heads have gates, under norms that count from one."""
+    """Like Qwen3-Next: a gated delta net, then attention with gated heads; norms store their scales less one."""
     one, two = jax.random.split(key)
     sizes: dict[str, Any] = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": HEAD_DIM, "v_dim": 6}
     net = nn.GatedDeltaNet(embed=EMBED, **sizes, chunk=5, key=one)
@@ -27,7 +27,7 @@ def recurrence(key: Any, kv_heads: int = 4) -> nn.SuperBlock:
 
 
 def state_space(key: Any, kv_heads: int = 4) -> nn.SuperBlock:
-    """Like Granite 4: a Mamba-2 whose outputs are normed by groups or, of one key head, together; an attention."""
+    """Like Granite 4: a Mamba-2 layer, whose outputs are normalised by key head, then attention."""
     one, two = jax.random.split(key)
     net = nn.Mamba2Mixer(embed=EMBED, heads=HEADS, kv_heads=kv_heads, head_dim=5, v_dim=6, chunk=5, bias=True, key=one)
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
@@ -37,7 +37,7 @@ def state_space(key: Any, kv_heads: int = 4) -> nn.SuperBlock:
 
 
 def mixers_side_by_side(key: Any) -> nn.Block:
-    """Like Falcon-H1: an attention and a Mamba-2 of other head counts on one input, with multipliers and biases."""
+    """Like Falcon-H1: attention and Mamba-2 with different head counts on one input, with multipliers and biases."""
     one, two, three = jax.random.split(key, 3)
     sizes: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 5, "v_dim": 6}
     scales: dict[str, Any] = {"multipliers": (0.9, 0.8, 0.7, 0.6, 0.5), "gate_norm": nn.GateNorm(before_gate=True)}
@@ -51,7 +51,7 @@ def mixers_side_by_side(key: Any) -> nn.Block:
 
 
 def short_convolutions(key: Any) -> nn.SuperBlock:
-    """Like LFM2: a short convolution between gates, with biases, and an attention."""
+    """Like LFM2: a gated short convolution with biases, then attention."""
     one, two = jax.random.split(key)
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
     mixers = nn.GatedShortConv(embed=EMBED, mlp=24, taps=4, bias=True, key=one), attention(two)
@@ -59,7 +59,7 @@ def short_convolutions(key: Any) -> nn.SuperBlock:
 
 
 def channel_recurrence(key: Any) -> nn.Block:
-    """Like Kimi Linear: a delta net of which each channel decays by itself."""
+    """Like Kimi Linear: a delta net whose channels each have their own decay."""
     one, two = jax.random.split(key)
     net = nn.ChannelDeltaNet(embed=EMBED, heads=HEADS, head_dim=HEAD_DIM, v_dim=6, rank=5, chunk=8, key=one)
     return nn.Block(nn.Residual(net, norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm()))

@@ -1,4 +1,4 @@
-"""Steps of an optimizer under a plan, and on one device."""
+"""Optimizer steps under a plan, and on one device."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from eqformer.parallel import init_sharded, Plan
 
 
 def begun(model: nn.Transformer, plan: Plan, optimizer: training.Optimizer) -> training.TrainState:
-    """The state before the first step, each array where the plan keeps it."""
+    """Return the state before the first step, with each array where the plan keeps it."""
     make = lambda: training.init_state(plan.shard(model), optimizer)
     return init_sharded(make, lambda shapes: training.state_shardings(plan, optimizer, shapes))
 
@@ -25,7 +25,10 @@ def stepped(
     state: Any = None,
     **options: Any,
 ) -> tuple[training.TrainState, float]:
-    """The state after some steps more, and the last loss; `options` are those of `make_step`."""
+    """Take some steps; return the state and the last loss.
+
+    On one device, or if `state` is None, the steps start from a new state. `options` are those of `make_step`.
+    """
     batch, key = batch_of(model), jax.random.key(7)
     if plan is None:
         step = training.make_step(training.next_token_loss, optimizer, **options)

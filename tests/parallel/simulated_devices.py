@@ -1,4 +1,4 @@
-"""Devices of machines that are not here: what JAX says of each, as far as a mesh looks at it."""
+"""Stand-ins for the devices of absent machines, with the attributes of `jax.Device` that a mesh looks at."""
 
 import dataclasses
 import itertools
@@ -6,7 +6,7 @@ import itertools
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What `jax.Device` has."""
+    """A device with attributes named as those of `jax.Device`."""
 
     id: int
     platform: str
@@ -18,7 +18,7 @@ class Device:
 
 
 def tpus(kind: str, *sides: int, cores: int = 1, slices: int = 1) -> list[Device]:
-    """Of a torus: by slice, then z, y, x, and a chip's cores, as libtpu lists them within a host."""
+    """Return the devices of tori, one for each slice, ordered by slice, z, y, x and core, as libtpu lists a host's."""
     x, y, z = (*sides, 1)[:3]
     ranges = range(slices), range(z), range(y), range(x), range(cores)
     places = enumerate(itertools.product(*ranges))
@@ -26,7 +26,7 @@ def tpus(kind: str, *sides: int, cores: int = 1, slices: int = 1) -> list[Device
 
 
 def gpus(hosts: int, each: int, *, has_coords: bool = True) -> list[Device]:
-    """Of hosts, each with so many."""
+    """Return the devices of `hosts` hosts with `each` GPUs each."""
     places = enumerate(itertools.product(range(hosts), range(each)))
     coords = lambda host, place: (0, host, place) if has_coords else ()
     return [Device(id, "gpu", "NVIDIA H100", coords(*place), process_index=place[0]) for id, place in places]
