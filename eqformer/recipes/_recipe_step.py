@@ -88,7 +88,7 @@ def plan_training_step(recipe: Recipe, model: nn.LanguageModel, target: planning
         training_setup = setup.make_training_setup(recipe, model)
         smaller_setups = planning.find_smaller_setups(training_setup, forecast.memory, forecast.platform, limit=limit)
         lines = [planning.format_search(search, functools.partial(setup.candidate_flags, recipe))]
-        lines += ["on the same mesh by"] * bool(smaller_setups)
+        lines += ["setups that fit on the same mesh:"] * bool(smaller_setups)
         for smaller in smaller_setups:
             lines.append(f"  {setup.setting_flags(smaller.settings)}: {planning.gigabytes(smaller.held)}")
         return "\n".join(lines)

@@ -87,8 +87,10 @@ def test_what_does_not_fit_has_other_plans_that_do():
     assert "looking for plans that fit" in found.stderr
     text = found.stdout
     assert "more than 16.9 GB" in text
-    offered = text.partition("plans for the same number of devices, by formulas:\n")[2].strip().splitlines()
-    assert 1 <= len(offered) <= 3 and all(" s a step" in line for line in offered)
+    offered = text.partition("plans for the same number of devices, by formulas:\n")[2]
+    plans, _, setups = offered.partition("setups that fit on the same mesh:\n")
+    assert 1 <= len(plans.splitlines()) <= 3 and all(" s a step" in line for line in plans.splitlines())
+    assert 1 <= len(setups.splitlines()) <= 3 and all("GB" in line for line in setups.splitlines())
 
 
 @pytest.mark.parametrize(
