@@ -1,6 +1,7 @@
 """Flags: help that fits on a screen, names from elsewhere, and the library's errors said in flags."""
 
 import ast
+import dataclasses
 import inspect
 import json
 import re
@@ -155,6 +156,16 @@ def test_names_of_flags_may_have_underscores_and_values_keep_theirs(given):
     assert read(sample.Command, [*given, "--top_k", "3", "--prompt", "_--a_b=c_d"]).prompt == "_--a_b=c_d"
     rate = parse(pretrain.Command, [*given, "--optimizer.learning_rate=1e-1", "--text.round_vocab", "2"]).run
     assert (rate.optimizer.learning_rate, rate.text.round_vocab) == (0.1, 2)
+
+
+def test_fields_without_a_flag_keep_the_recipes_values():
+    """The parser makes the flags of those fields alone that the command line sets."""
+    words = "--steps 7 --optimizer.warmup 3 --optimizer.no-decay-tables --mesh.fsdp 2 --zero 3 --data docs".split()
+    run, default = parse(pretrain.Command, words).run, parse(pretrain.Command, []).run
+    assert (run.steps, run.optimizer.warmup, run.mesh.fsdp, run.plan.zero) == (7, 3, 2, 3)
+    assert (run.data, run.optimizer.decay_tables) == (Path("docs"), False) and default.optimizer.decay_tables
+    back = {name: getattr(default, name) for name in ("steps", "optimizer", "mesh", "plan", "data")}
+    assert run != default and dataclasses.replace(run, **back) == default
 
 
 def test_help_of_a_field_is_one_line():
