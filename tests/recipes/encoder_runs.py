@@ -1,4 +1,4 @@
-"""Small runs of a text encoder: the recipe's sizes, rows that are held out, and a check that a run goes on exactly."""
+"""Small training runs of a text encoder: the recipe's sizes, held-out rows, and a check of runs that are resumed."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "sample_every": 0,
 }
 MESHES = [Mesh(fsdp=2, tensor=2), Mesh(context=2, fsdp=2), Mesh(replica=2, pipe=2)]
-load: Any = eqformer.load  # of what each folder holds
+load: Any = eqformer.load  # its result's class depends on the folder
 
 
 def write_rows(file: Path, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -42,7 +42,10 @@ def run_of(recipe: Recipe, folder: Path, devices: int = 1) -> Any:
 
 
 def with_arrays(model: Any, other: Any) -> Any:
-    """Return a model with the arrays of another, whose fields may differ: it runs in the programs of the first."""
+    """Return `model` with the arrays of `other`: the programs compiled for `model` run it.
+
+    Other fields of the two may differ.
+    """
     return jax.tree.unflatten(jax.tree.structure(model), jax.tree.leaves(other))
 
 
@@ -56,7 +59,10 @@ def arrays(run: Any) -> list[np.ndarray]:
 
 
 def check_it_goes_on(recipe: Recipe, folder: Path) -> None:
-    """Check that a run in two parts over its mesh of 4 is the whole run bit by bit, and has one device's losses."""
+    """Check that a run over four devices, interrupted and resumed, equals the uninterrupted run bit for bit.
+
+    The losses must be those of a run on one device.
+    """
     devices = 4
     uninterrupted = run_of(recipe, folder / "whole", devices)
     half = run_of(dataclasses.replace(recipe, steps=2), folder / "half", devices)
@@ -65,4 +71,4 @@ def check_it_goes_on(recipe: Recipe, folder: Path) -> None:
     alone = run_of(dataclasses.replace(recipe, mesh=Mesh()), folder / "alone")
     np.testing.assert_allclose(losses(uninterrupted), losses(alone), rtol=1e-5)
     other = run_of(dataclasses.replace(recipe, mesh=Mesh(), seed=1), folder / "other")
-    assert not np.allclose(losses(other), losses(alone), rtol=1e-4)  # the control
+    assert not np.allclose(losses(other), losses(alone), rtol=1e-4)  # another seed gives other losses

@@ -1,8 +1,8 @@
-"""Record what compilers make of the steps in compiled.json: `python tests/scripts/record_compiled.py [NAME ...]`.
+"""Record the compiled programs' memory and traffic in compiled.json.
 
-Each is compiled as plan.py compiles it, where the compiler for its accelerator is installed; the others stay as they
-are. Programs that were compiled before are not compiled again. Then the table of docs/accelerators-planning.md is
-printed.
+`python tests/scripts/record_compiled.py [NAME ...]` compiles the named training steps of that file (by default all) as
+plan.py does. A step stays as recorded if the compiler for its accelerator is not installed. Programs in plan.py's cache
+are not compiled again. Then the script prints the table of docs/accelerators-planning.md.
 """
 
 import json
@@ -28,7 +28,7 @@ from eqformer.recipes._setup import make_abstract_plan, make_optimizer, make_tra
 
 
 def compiled(row: dict) -> dict:
-    """The row with the figures of its program."""
+    """Return the row with its compiled program's bytes held, allocated and sent, if the compiler is installed."""
     topology, recipe = planning.topology(row["topology"]), parse(plan.Command, row["flags"].split()).run
     if planning.missing_compiler(topology) is not None:
         return row
@@ -41,7 +41,7 @@ def compiled(row: dict) -> dict:
 
 
 def formulas(row: dict) -> planning.Forecast:
-    """The same by formulas."""
+    """Return the forecast of the row's step by formulas."""
     recipe = parse(plan.Command, row["flags"].split()).run
     model = model_shapes(recipe)
     states = make_train_state(recipe, make_abstract_plan(recipe), make_optimizer(recipe, model), model)
@@ -49,7 +49,7 @@ def formulas(row: dict) -> planning.Forecast:
 
 
 def told(row: dict) -> str:
-    """A row of the table in the docs."""
+    """Return the row as it stands in the table of the docs."""
     words = row["flags"].split()
     flags = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     sizes = [(axis.removeprefix("mesh."), size) for axis, size in flags.items() if axis.startswith("mesh.")]
@@ -70,7 +70,7 @@ def told(row: dict) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Record, and print the table."""
+    """Compile and record the named steps, and print their rows of the table."""
     rows = json.loads(RECORD.read_text())
     for number, row in enumerate(rows):
         if not names or row["name"] in names:

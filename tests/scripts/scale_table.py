@@ -1,6 +1,6 @@
-"""Formulas' columns of the table of large recipes in docs/accelerators-planning.md.
+"""Print the columns that formulas compute in the table of large recipes in docs/accelerators-planning.md.
 
-`python tests/scripts/scale_table.py` prints them.
+Run `python tests/scripts/scale_table.py`.
 """
 
 import pathlib
@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "accelerators-planning.md"
 
 
 def formulas(name: str) -> str:
-    """What a recipe holds and sends, its seconds and its MFU, as the table has them."""
+    """Return a recipe's cells of the table: topology, GB held and GB sent by a device, seconds of a step, MFU."""
     topology, recipe = LARGE[name]
     plan, model = make_abstract_plan(recipe), model_shapes(recipe)
     states = make_train_state(recipe, plan, make_optimizer(recipe, model), model)
@@ -35,7 +35,7 @@ def formulas(name: str) -> str:
 
 
 def in_docs() -> dict[str, str]:
-    """The same as it stands in the docs, by name."""
+    """Return the same cells as they stand in the docs, by the recipe's name."""
     table = PAGE.read_text(encoding="utf-8").partition("| `--recipe` |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     return {row[0]: " | ".join(row[:5]) for row in rows}

@@ -1,4 +1,4 @@
-"""Running the scripts in processes of their own."""
+"""Functions that run the scripts, mostly in processes of their own, and read what the runs wrote."""
 
 import contextlib
 import importlib
@@ -24,8 +24,8 @@ TINY = (
     "--optimizer.name adamw --optimizer.learning-rate 3e-3"
 ).split()
 LLAMA = "--recipe llama --model.kv-heads 2 --model.mlp 64".split()
-# Without the eight devices of the tests' own process: a script has one, or those it simulates. Programs are compiled
-# in haste too, and those of one device once for all runs.
+# The environment of a script's process. A script has one device or simulates its own, not the eight of the tests'
+# process. Programs are compiled in haste; programs of one device are cached for all runs.
 _CACHE = tempfile.TemporaryDirectory(prefix="compiled")
 PLAIN = os.environ | {
     "XLA_FLAGS": " ".join(FLAGS),
@@ -37,7 +37,7 @@ PLAIN = os.environ | {
 
 
 def write_corpus(folder: pathlib.Path, files: int = 40) -> pathlib.Path:
-    """A folder of small texts that are not all alike."""
+    """Write small texts, all different, into a new folder, and return the folder."""
     folder.mkdir(parents=True)
     for number in range(files):
         lines = [f"line {line} of text {number} says {line * number % 97}\n" for line in range(20)]
@@ -46,18 +46,18 @@ def write_corpus(folder: pathlib.Path, files: int = 40) -> pathlib.Path:
 
 
 def command(script: str, *arguments: object) -> list[str]:
-    """The command line of a script in this Python."""
+    """Return the command line that runs a script with this Python."""
     return [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
 
 
 def run(script: str, *arguments: object, **options) -> subprocess.CompletedProcess:
-    """A script in a process of its own, to its end."""
+    """Run a script to its end in a process of its own."""
     options.setdefault("env", PLAIN)
     return subprocess.run(command(script, *arguments), capture_output=True, text=True, timeout=300, **options)
 
 
 def run_here(script: str, *arguments: object) -> subprocess.CompletedProcess:
-    """A script in this process, which has eight devices, to its end: nothing is imported again."""
+    """Run a script to its end in this process, which has eight devices and has imported the libraries already."""
     written, errors, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(errors):
         try:
@@ -68,7 +68,7 @@ def run_here(script: str, *arguments: object) -> subprocess.CompletedProcess:
 
 
 def learn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have runs in this process decay their weights alone: without the model, a step is soon traced and compiled."""
+    """Make runs in this process train on `sum_squares`: a step without the model is traced and compiled quickly."""
     monkeypatch.setattr("eqformer.training._optimization.next_token_loss", sum_squares)
 
 
@@ -83,36 +83,36 @@ def sum_squares(model: Any, batch: Any, key: Any = None, **options: Any) -> tupl
 
 
 def rows(run_dir: pathlib.Path, with_key: str = "loss") -> list[dict]:
-    """The rows of metrics.jsonl that have a key."""
+    """Return the rows of metrics.jsonl that have a key."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if with_key in row]
 
 
 def losses(run_dir: pathlib.Path) -> list[float]:
-    """The training loss of each step."""
+    """Return the training loss of each step."""
     assert [row["step"] for row in rows(run_dir)] == list(range(1, len(rows(run_dir)) + 1))
     return [row["loss"] for row in rows(run_dir)]
 
 
 def saved_arrays(run_dir: pathlib.Path, step: int) -> dict:
-    """Every array of a checkpoint, by name."""
+    """Return every array of a checkpoint by its name."""
     import jax
 
     from eqformer.training import Checkpointer
 
     leaves = json.loads((run_dir / "checkpoints" / str(step) / "manifest.json").read_text())["manifest"]["leaves"]
     like = {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (dtype, shape) in leaves.items()}
-    # A flat dictionary has the same names as the tree that was saved, so it restores any of them.
+    # Leaves of a flat dictionary by these names have the names of the saved tree's leaves, so any checkpoint restores.
     return Checkpointer(run_dir / "checkpoints").restore(like, step)[0]
 
 
 def start(script: str, *arguments: object) -> subprocess.Popen:
-    """A script in a process of its own, begun."""
+    """Start a script in a process of its own."""
     return _start(command(script, *arguments))
 
 
 def start_code(code: str, *arguments: object) -> subprocess.Popen:
-    """Code that can import what scripts do, in a process of its own, begun."""
+    """Start code, which may import the scripts' modules, in a process of its own."""
     return _start(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\n{code}", *map(str, arguments)]
     )
@@ -123,14 +123,14 @@ def _start(arguments: list[str]) -> subprocess.Popen:
 
 
 def start_until(run_dir: pathlib.Path, step: int, script: str, *arguments: object) -> subprocess.Popen:
-    """A script in a process of its own, returned once its metrics have reached a step."""
+    """Start a script in a process of its own; return the process when its metrics have reached a step."""
     process = start(script, *arguments)
     wait_until(run_dir, step, process)
     return process
 
 
 def wait_until(run_dir: pathlib.Path, step: int, process: subprocess.Popen) -> None:
-    """Wait until the metrics of a process that runs have reached a step."""
+    """Wait until the metrics of a running process have reached a step; fail if it ends before."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.poll() is None:
         path = run_dir / "metrics.jsonl"
@@ -142,7 +142,7 @@ def wait_until(run_dir: pathlib.Path, step: int, process: subprocess.Popen) -> N
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
-    """Have a run in this process be sent a signal when it writes the row of a step."""
+    """Make a run in this process receive the signal `number` when it writes the metrics of a step."""
     from eqformer import training
     from eqformer.training import _run_folder
 

@@ -1,4 +1,4 @@
-"""A headless browser that tests drive over the WebDriver protocol of `chromedriver`, without a further package."""
+"""A headless browser that tests control by the WebDriver protocol of `chromedriver`; no Python package is needed."""
 
 import base64
 import contextlib
@@ -17,11 +17,11 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
 )
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # The name of an element's id in WebDriver's JSON.
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # The key under which WebDriver's JSON has an element's id.
 
 
 class Browser:
-    """A window of the browser."""
+    """A window of a browser that `open_browser` has started."""
 
     def __init__(self, client, session):
         self._client, self._session = client, session
@@ -42,7 +42,7 @@ class Browser:
         return self.send("POST", "execute/sync", script=script, args=[*arguments])
 
     def find(self, selector):
-        """Return the last element of a selector, as an argument of scripts and of other methods."""
+        """Return the last element that a selector finds; scripts and other methods take it as an argument."""
         elements = self.send("POST", "elements", using="css selector", value=selector)
         assert elements, f"there is no {selector}"
         return elements[-1]
@@ -57,7 +57,7 @@ class Browser:
         self.send("POST", f"element/{self.find(selector)[ELEMENT]}/click")
 
     def choose(self, selector, value):
-        """Choose an option of a select."""
+        """Choose an option of a `<select>` element."""
         script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('change'))"
         self.run(script, self.find(selector), value)
 
@@ -76,7 +76,7 @@ class Browser:
         return value
 
     def errors(self):
-        """Return the messages of scripts that failed since the last call."""
+        """Return the messages of the page's scripts that failed since the last call."""
         entries = self.send("POST", "se/log", type="browser")
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
@@ -93,7 +93,7 @@ def open_browser(width=1000, height=800, *flags):
         assert process.stdout is not None
         try:
             port = next(line for line in process.stdout if "successfully on port" in line).rstrip(".\n").split()[-1]
-            # Proxies of the environment must not see the commands.
+            # The environment may name a proxy, which must not get the commands.
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
                 args = [*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}", *flags]
                 options = {"binary": CHROMIUM, "args": args}

@@ -1,7 +1,8 @@
-"""Load a server with many clients, a tenth of which hang up: `python tests/serving/load_server.py --seconds 600`.
+"""Load a server with many clients, which break off a tenth of their requests.
 
-The script saves a small model, serves it by `scripts/serve.py`, and compares every text with that of `generate` alone.
-It prints a row of figures and fails if a text is lost or has changed.
+Run `python tests/serving/load_server.py --seconds 600`. The script saves a small model, serves it by
+`scripts/serve.py`, and compares every complete text with that of `generate`. It prints figures, and exits with status 1
+if a text is lost or differs.
 """
 
 import argparse
@@ -26,11 +27,11 @@ from eqformer import data, models
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
-KINDS = 40  # Different requests, whose texts are generated before the load.
+KINDS = 40  # The number of different requests; `generate` writes their expected texts before the load.
 
 
 def make_bodies(preset: str) -> tuple[Path, list[dict[str, Any]], list[str]]:
-    """Save a model with random weights; return its folder, bodies of unlike lengths, and their texts alone."""
+    """Save a model with random weights; return its folder, requests of unlike lengths, and the texts of `generate`."""
     folder = Path(tempfile.mkdtemp()) / "model"
     model = models.build(preset, key=jax.random.key(0))
     files = data.tokenizer_files(data.ByteTokenizer(), max_length=512)
@@ -48,7 +49,7 @@ def make_bodies(preset: str) -> tuple[Path, list[dict[str, Any]], list[str]]:
 
 
 class Load:
-    """Clients of one server, with what they have seen."""
+    """Clients of one server, with the outcomes of their requests and the seconds that they waited."""
 
     def __init__(self, url: str, bodies: list[dict[str, Any]], texts: list[str]):
         self.url, self.bodies, self.texts = url, bodies, texts
@@ -56,7 +57,7 @@ class Load:
         self.first, self.between = list[float](), list[float]()
 
     async def run(self, clients: int, seconds: float) -> None:
-        """Let the clients ask one request after another for some time."""
+        """Let each client send one request after another for some seconds."""
         end = time.monotonic() + seconds
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
         async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits) as client:
@@ -73,13 +74,13 @@ class Load:
             self.outcomes[outcome] += 1
 
     async def _ask(self, client: httpx.AsyncClient, kind: int, max_pieces: int | None) -> str:
-        """Send a request, and hang up after some pieces if `max_pieces` says so."""
+        """Send a request and return its outcome; break it off after `max_pieces` pieces of text unless that is None."""
         body, start = self.bodies[kind], time.monotonic()
         if not body["stream"]:
             try:
                 timeout = 300 if max_pieces is None else 0.05 * max_pieces
                 response = await client.post("/v1/completions", json=body, timeout=timeout)
-            except httpx.TimeoutException:  # On a busy machine the connection may time out before the answer.
+            except httpx.TimeoutException:  # The client has hung up; without `max_pieces` it must not.
                 if max_pieces is None:
                     raise
                 return "hung up"
@@ -103,13 +104,13 @@ class Load:
 
 
 def resident(pid: int) -> float:
-    """The resident memory of a process in MB."""
+    """Return the resident memory of a process in MB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1e3
 
 
 async def watch(pid: int, seconds: float) -> list[float]:
-    """The memory of a process over time."""
+    """Return 20 measurements of a process's memory in MB, taken over some seconds."""
     sizes = []
     for _ in range(20):
         await asyncio.sleep(seconds / 20)
@@ -118,13 +119,13 @@ async def watch(pid: int, seconds: float) -> list[float]:
 
 
 async def measure(load: Load, pid: int, clients: int, seconds: float) -> list[float]:
-    """Load the server while its memory is watched."""
+    """Load the server for some seconds; return its memory in MB over this time."""
     sizes, _ = await asyncio.gather(watch(pid, seconds), load.run(clients, seconds))
     return sizes
 
 
 def main() -> int:
-    """Serve, load, and print the figures."""
+    """Start the server, load it, print the figures, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=600)
@@ -138,7 +139,7 @@ def main() -> int:
     assert server.stderr is not None
     line = next(line for line in server.stderr if line.startswith("serving"))
     load = Load(line.split()[-1], bodies, texts)
-    asyncio.run(load.run(flags.clients, 10))  # Memory settles, and counts below begin anew.
+    asyncio.run(load.run(flags.clients, 10))  # Memory settles before it is measured.
     load.outcomes, load.first, load.between = Counter(), [], []
     sizes = asyncio.run(measure(load, server.pid, flags.clients, flags.seconds))
     metrics = httpx.get(f"{load.url}/metrics").text

@@ -1,4 +1,4 @@
-"""The code of a page of the documentation as a module, without what it does when run."""
+"""The code of a page of the documentation, loaded as a module."""
 
 import pathlib
 import re
@@ -10,7 +10,10 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def example(page: str, block: int = 0) -> types.ModuleType:
-    """What the block of Python with this number on the page defines."""
+    """Return a module with the definitions of one Python block of a page; blocks are numbered from 0.
+
+    Code under `if __name__ == "__main__"` does not run.
+    """
     code = BLOCK.findall((DOCS / page).read_text())[block]
     module = types.ModuleType(f"{page.removesuffix('.md').replace('-', '_')}_{block}")
     exec(compile(code, f"<{page}>", "exec"), vars(module))

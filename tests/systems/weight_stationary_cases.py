@@ -1,4 +1,4 @@
-"""Small models, layouts and steps for the tests of layouts for text."""
+"""Small models, layouts and decoding steps for the tests of weight-stationary layouts."""
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ ROWS, PROMPT = 8, 6
 
 
 def palm():
-    """Attention of one key head beside a gated feed-forward layer, after one norm."""
+    """Return a model like PaLM: attention of one key head beside a gated feed-forward layer, under one norm."""
 
     def block(key):
         attention, mlp = jax.random.split(key)
@@ -35,7 +35,10 @@ def palm():
 
 
 def serial():
-    """Attention of two key heads, then a plain feed-forward layer; biases, learned positions and a head of its own."""
+    """Return a model with attention of two key heads before a plain feed-forward layer.
+
+    It has biases, learned positions, and a head that is not tied to the embedding.
+    """
 
     def block(key):
         attention, mlp = jax.random.split(key)
@@ -69,7 +72,7 @@ def serial():
         logit_softcap=5.0,
     )
     drawn = lambda x: x + 0.1 * jax.random.normal(keys[4], x.shape) if eqx.is_inexact_array(x) and x.ndim < 4 else x
-    return jax.tree.map(drawn, model)  # so that no bias is 0 and no norm's weight 1
+    return jax.tree.map(drawn, model)  # biases must not stay 0, nor norms' weights 1
 
 
 def stationary(model, embed_devices, feature_devices, **options):
@@ -90,7 +93,7 @@ def decode(model, ids, cache, place=PROMPT):
 
 
 def step(model, ids):
-    """Of the token after a prompt, and of that after one more."""
+    """Return the logits `2 batch vocab` after a prompt of `PROMPT` tokens, and after one more token."""
     hidden, cache = prefill(model, ids[:, :PROMPT])
     after, _ = decode(model, ids[:, PROMPT:], cache)
     return jnp.stack([model.unembed(hidden[:, -1]), model.unembed(after[:, 0])])
@@ -100,7 +103,10 @@ logits = eqx.filter_jit(step)
 
 
 def sent(model, mesh, seq):
-    """Bytes that a device sends in a step of `seq` tokens a row: by a layer, and outside of the layers."""
+    """Return the bytes that a device sends in a step of `seq` tokens a row: for each layer, and outside of the layers.
+
+    The third result is the list of transfers.
+    """
     ids = jnp.zeros((ROWS, seq), jnp.int32)
     fresh = lambda m, ids: prefill(m, ids)[0]
     later = lambda m, ids: decode(m, ids, m.init_cache(ROWS, 16))[0]

@@ -1,4 +1,4 @@
-"""Tiny folders of text encoders as sentence-transformers publishes them, from what `make_encoders.py` recorded."""
+"""Tiny folders of text encoders as sentence-transformers writes them, rebuilt from files of `make_encoders.py`."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ PAIRS = [
 
 
 def write_encoder(folder: Path, name: str, seed: str = "") -> None:
-    """Write a recorded case's folder; another `seed` has other weights."""
+    """Write the folder of a recorded case; another `seed` gives other weights."""
     case = RECORDED[name] if name in RECORDED else CLASSIFIERS[name]
     for file, content in case["files"].items():
         (folder / file).parent.mkdir(exist_ok=True)

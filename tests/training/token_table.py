@@ -1,4 +1,4 @@
-"""A model without layers, whose losses have short formulas."""
+"""A model without layers, whose losses tests can compute by short formulas."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ VOCAB, EMBED = 11, 5
 
 
 class Table(eqx.Module):
-    """A model whose logits after a token are a row of a table, times a matrix."""
+    """A model whose logits after a token are the token's row of a table, times a matrix."""
 
     table: Float[Array, "vocab embed"]
     head: Float[Array, "embed vocab"]
@@ -23,6 +23,6 @@ class Table(eqx.Module):
 
 
 def make_table(seed: int = 0, *, embed: int = EMBED, scale: float = 1.0) -> Table:
-    """A table of random numbers of a standard deviation."""
+    """Return a `Table` whose numbers are random with standard deviation `scale`."""
     table, head = scale * np.random.default_rng(seed).normal(size=(2, VOCAB, embed))
     return Table(jnp.asarray(table), jnp.asarray(head.T))
