@@ -10,6 +10,12 @@ from .._mask import (
     window_both_ways as window_both_ways,
 )
 from ..kernels import codes_in_a_byte as codes_in_a_byte
+from ._attention_residuals import (
+    AttentionResidual as AttentionResidual,
+    BlockScores as BlockScores,
+    ExpandBlocks as ExpandBlocks,
+    MergeBlocks as MergeBlocks,
+)
 from ._block import (
     Block as Block,
     Dropout as Dropout,

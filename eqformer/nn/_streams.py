@@ -206,9 +206,9 @@ class HyperConnection(Sublayer):
         index: int | None = None,
     ) -> tuple[Float[Array, "*batch streams seq embed"], PyTree, PyTree]:
         """Mix the streams of `x`, and write the branch's output to each of them."""
-        tokens = _tokens_of_streams(tokens_or_default(tokens, x.shape[:-1], cache), x)
+        tokens = tokens_of_streams(tokens_or_default(tokens, x.shape[:-1], cache), x)
         read_logits, write_logits, *mix_logits = self.weights(x)
-        branch_input = _sum_streams(x, jax.nn.sigmoid(read_logits) + self.eps)
+        branch_input = sum_streams(x, jax.nn.sigmoid(read_logits) + self.eps)
         y, cache, aux = self.branch.run_branch(branch_input, tokens, cache, index=index)
         wide, streams = at_least_float32(x.dtype), x.shape[-3]
         mixed = x.astype(wide)
@@ -265,7 +265,7 @@ class MergeStreams(StreamMerge):
     def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Return the norm of the sum."""
         (logits,) = self.weights(x)
-        return self.norm(_sum_streams(x, jax.nn.sigmoid(logits) + self.eps))
+        return self.norm(sum_streams(x, jax.nn.sigmoid(logits) + self.eps))
 
 
 class MeanStreams(StreamMerge):
@@ -279,7 +279,7 @@ class MeanStreams(StreamMerge):
         return self.norm(jnp.mean(x.astype(at_least_float32(x.dtype)), axis=-3).astype(x.dtype))
 
 
-def _sum_streams(
+def sum_streams(
     x: Float[Array, "*batch streams seq embed"], weights: Float[Array, "*batch seq streams"]
 ) -> Float[Array, "*batch seq embed"]:
     """Return the weighted sum of each token's streams, computed in the dtype of the weights, in the dtype of `x`."""
@@ -303,7 +303,7 @@ _DIAGONAL = 4.0
 """The initial logit of mixing a stream into itself; the initial logits between different streams are 0."""
 
 
-def _tokens_of_streams(tokens: Tokens, x: Float[Array, "*batch streams seq embed"]) -> Tokens:
+def tokens_of_streams(tokens: Tokens, x: Float[Array, "*batch streams seq embed"]) -> Tokens:
     """Return the tokens without a dim of streams, which tokens have if they were made for the shape of `x`."""
     if tokens.positions.ndim < x.ndim - 1:
         return tokens

@@ -288,6 +288,21 @@ def streams(key: Any, sublayers: Callable[[Any], nn.Block] | None = None) -> nn.
     return nn.Block(mixer, nn.HyperConnection(inner.feed_forward, mixing=None, **sizes))
 
 
+ENDS = 3
+"""Sublayers of a block of attention residuals, so that every second block ends within a layer."""
+
+
+def attention_residuals(key: Any, sublayers: Callable[[Any], nn.Block] | None = None) -> nn.Block:
+    """Both sublayers of a block read a softmax over the sums of earlier blocks."""
+    one, two = jax.random.split(key)
+    gated = nn.Block(
+        nn.Residual(attention(one), norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm())
+    )
+    inner: Any = gated if sublayers is None else sublayers(one)
+    sizes: dict[str, Any] = {"embed": EMBED, "block": ENDS}
+    return nn.Block(*(nn.AttentionResidual(part, **sizes) for part in (inner.mixer, inner.feed_forward)))
+
+
 def hashed(key: Any) -> nn.Block:
     """Experts chosen by the token's id, without a balance loss."""
     router = nn.HashRouter(embed=EMBED, experts=8, top_k=2, vocab=50, score="sigmoid", normalise=True, key=key)
@@ -358,6 +373,8 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "compressed": (functools.partial(compressed, rate=4),),
     "compressed and selected": (functools.partial(compressed, rate=2, top_k=3),),
     "streams": (streams,),
+    "attention residuals": (attention_residuals,),
+    "attention residuals of experts": (functools.partial(attention_residuals, sublayers=mixture),),
     "hashed": (hashed,),
     "streams of experts": (functools.partial(streams, sublayers=mixture),),
     "windows": (windows,),

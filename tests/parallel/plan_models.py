@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haste import put
-from plan_blocks import BLOCKS, Int8Map, Make, STREAMS
+from plan_blocks import BLOCKS, ENDS, Int8Map, Make, STREAMS
 from plan_parts import CORE, EMBED, HEAD_DIM, HEADS, MLP, norm
 
 from eqformer import Batch, kernels, models, nn
@@ -106,7 +106,10 @@ def of_blocks(*makes: Make, depths: tuple[int, ...] | None = None, remat: str = 
 
 
 def with_streams(model: nn.Transformer) -> nn.Transformer:
-    """Return the model with `STREAMS` residual streams if it has hyper-connections, otherwise unchanged."""
+    """Return the model with its residual streams if it has hyper-connections or attention residuals."""
+    if nn.modules(model, nn.AttentionResidual):
+        expand = nn.ExpandBlocks(sublayers=2 * sum(map(len, model.stacks)), block=ENDS)
+        return dataclasses.replace(model, expand=expand, norm=nn.MergeBlocks(norm(), embed=EMBED, block=ENDS))
     if not nn.modules(model, nn.HyperConnection):
         return model
     merge = nn.MergeStreams(norm(), streams=STREAMS, embed=EMBED, key=jax.random.key(3))
