@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, PyTree
+from jaxtyping import Float, Int
 
-from ._decode import SamplingState
 from ._engine_programs import (
     Chunk,
     decode_slots,
     DecodeInputs,
-    EngineRows,
+    FlatTree,
     free_rows,
     init_cache,
     NewRow,
@@ -31,7 +30,6 @@ from ._model import count_cache_bytes, depends_on_length, Model
 from ._prompts import BUCKET, check_ids, PrefixCaches, round_up
 from ._requests import MAX_ENDS, Request, Result, RowSampling
 from ._speculative import add_draft
-from ._transforms import chain
 
 
 T = TypeVar("T")
@@ -45,7 +43,7 @@ class _Row:
     result: Result
     prompt: Int[np.ndarray, "tokens"]
     slot: int
-    cache: PyTree
+    cache: FlatTree | None
     """The cache of the prompt that is being read; None after that."""
     read: int
     """Number of ids of the prompt that have been read."""
@@ -111,6 +109,7 @@ class Engine:
         self.prefill_chunk = round_up(min(prefill_chunk, self.capacity), BUCKET)
         self._has_draft = draft is not None
         self.model = add_draft(model, draft, draft_tokens, self.capacity)
+        self._flat_model = FlatTree(self.model)
         self._max_new = stride * (1 if draft is None else draft_tokens + 1) + 1
         self._cache_dtype = cache_dtype
         # Rows cannot share the cache of a prefix if rotary frequencies depend on the length of the whole row.
@@ -122,7 +121,7 @@ class Engine:
         self._reading: _Row | None = None
         self._rows: dict[int, _Row] = {}
         self._biases = np.zeros((slots, model.vocab), np.float32)  # Added to the logits of each slot's next token.
-        self._state: EngineRows = free_rows(self.model, slots, self.capacity, self._slots_per_row, cache_dtype)
+        self._state: FlatTree = free_rows(self._flat_model, slots, self.capacity, self._slots_per_row, cache_dtype)
         self._stream_queues: dict[int, asyncio.Queue[Result | Exception]] = {}
         self._stream_task: asyncio.Task[None] | None = None
 
@@ -321,7 +320,7 @@ class Engine:
                 initial = row.prompt
             else:
                 source, length = self._pad(row.prompt, self._slots_per_row)
-                chunk = Chunk(self.model, source, jnp.zeros_like(length), length, length)
+                chunk = Chunk(self._flat_model, *jax.device_put((source, np.zeros_like(length), length, length)))
                 hidden, row.cache = read_encoder_prompt(chunk, row.cache)
                 initial = np.asarray([self.model.start], np.int32)
             self._start_row(row, initial, hidden)
@@ -332,7 +331,7 @@ class Engine:
         slot = min(set(range(self.slots)) - set(self._rows))
         cache, result.shared_length, keep_at = self._prefixes.find(tuple(request.prompt))
         if cache is None:
-            cache = init_cache(self.model, 1, self._slots_per_row, self._cache_dtype)
+            cache = init_cache(self._flat_model, 1, self._slots_per_row, self._cache_dtype)
         prompt = np.asarray(request.prompt, np.int32)
         return _Row(request, result, prompt, slot, cache, result.shared_length, keep_at)
 
@@ -341,8 +340,9 @@ class Engine:
         part = row.prompt[row.read : row.read + self.prefill_chunk]
         # The width of a chunk depends on the prompt alone, so that the same prompt always runs the same programs.
         ids, count = self._pad(part, min(width for width in self.chunk_widths if width >= len(part)))
-        start, length = (jnp.asarray([number], jnp.int32) for number in (row.read, len(row.prompt)))
-        hidden, row.cache = read_chunk(Chunk(self.model, ids, start, count, length), row.cache)
+        start, length = (np.asarray([number], np.int32) for number in (row.read, len(row.prompt)))
+        chunk = Chunk(self._flat_model, *jax.device_put((ids, start, count, length)))
+        hidden, row.cache = read_chunk(chunk, row.cache)
         row.read += len(part)
         if row.read == row.keep_at:
             self._prefixes.keep(tuple(row.request.prompt[: row.read]), row.cache)
@@ -355,17 +355,20 @@ class Engine:
         request = row.request
         end_ids = [*request.end_ids, *[-1] * (MAX_ENDS - len(request.end_ids))]
         self._biases[row.slot] = bias = self._bias(row)
-        sampling = SamplingState(
-            chain(RowSampling.for_request(request, bias, len(initial))),
-            jax.random.key(request.seed)[None],
-            jnp.asarray([request.example], jnp.int32),
-            jnp.asarray([end_ids], jnp.int32),
-        )
         ids, length = self._pad(initial, self.capacity)
-        limit = length + request.max_new_tokens
-        slot = jnp.asarray(row.slot, jnp.int32)
-        wants_alternatives = jnp.asarray([request.alternatives > 0])
-        new = NewRow(self.model, sampling, ids, length, limit, hidden, row.cache, slot, wants_alternatives)
+        assert row.cache is not None
+        numbers = (  # One transfer for all.
+            np.asarray(request.seed, np.int32),
+            np.asarray([request.example], np.int32),
+            np.asarray([end_ids], np.int32),
+            ids,
+            length,
+            length + np.int32(request.max_new_tokens),
+            np.asarray(row.slot, np.int32),
+            np.asarray([request.alternatives > 0]),
+        )
+        settings = RowSampling.for_request(request, bias, len(initial))
+        new = NewRow(self._flat_model, settings, hidden, row.cache, *jax.device_put(numbers))
         self._state = start_row(new, self._state)
         row.cache = None
 
@@ -385,8 +388,9 @@ class Engine:
         known = np.zeros(self.slots, np.int32)
         for slot, row in self._rows.items():
             ended[slot], known[slot] = bool(row.result.finish), self._known_length(row)
-        numbers = (jnp.asarray(count, jnp.int32), jnp.asarray(next(self._waiting_results(), None) is not None))
-        inputs = DecodeInputs(self.model, jnp.asarray(ended), jnp.asarray(known), *numbers, bias)
+        has_waiting = next(self._waiting_results(), None) is not None
+        numbers = (ended, known, np.asarray(count, np.int32), np.asarray(has_waiting))
+        inputs = DecodeInputs(self._flat_model, *jax.device_put(numbers), bias=bias)
         is_greedy = all(row.request.is_greedy for row in self._rows.values())
         self._state, progress = decode_slots(inputs, self._state, self._max_new, is_greedy)
         progress = jax.device_get(progress)

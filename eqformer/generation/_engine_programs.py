@@ -1,7 +1,8 @@
 """The compiled programs of an `Engine`: read a prompt, start a row in a slot, and continue all slots."""
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -25,6 +26,56 @@ from ._speculative import make_decode_step, put_cache_row, put_row
 from ._transforms import chain, Temperature
 
 
+@jax.tree_util.register_pytree_node_class
+class FlatTree:
+    """A tree of modules whose arrays are kept in one tuple, as arguments and results of the compiled programs.
+
+    JAX flattens all arguments at each call. Flattening the modules of a model took longer than reading a short prompt.
+    """
+
+    def __init__(self, tree: PyTree):
+        """Flatten a tree."""
+        leaves, treedef = jax.tree.flatten(tree)
+        self._arrays = tuple(leaf for leaf in leaves if eqx.is_array(leaf))
+        self._structure = _Structure(treedef, tuple(None if eqx.is_array(leaf) else leaf for leaf in leaves))
+
+    @property
+    def tree(self) -> Any:
+        """The tree."""
+        arrays = iter(self._arrays)
+        leaves = [next(arrays) if leaf is None else leaf for leaf in self._structure.static_leaves]
+        return jax.tree.unflatten(self._structure.treedef, leaves)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], "_Structure"]:
+        """Return the arrays, and the structure of the tree."""
+        return self._arrays, self._structure
+
+    @classmethod
+    def tree_unflatten(cls, structure: "_Structure", arrays: tuple[Any, ...]) -> "FlatTree":
+        """Return the tree of a structure with these arrays."""
+        flat = object.__new__(cls)
+        flat._arrays, flat._structure = tuple(arrays), structure
+        return flat
+
+
+class _Structure:
+    """Everything of a `FlatTree` but its arrays; its hash is computed once, and it is equal to itself at once."""
+
+    def __init__(self, treedef: Any, static_leaves: tuple[Any, ...]):
+        """Store the structure; in `static_leaves` None stands for an array."""
+        self.treedef, self.static_leaves = treedef, static_leaves
+        self._hash = hash((treedef, static_leaves))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        parts = lambda structure: (structure.treedef, structure.static_leaves)
+        return isinstance(other, _Structure) and self._hash == other._hash and parts(self) == parts(other)
+
+
 class EngineRows(eqx.Module):
     """Rows of an engine and the sampling state of each row; the row of a free slot is done."""
 
@@ -46,15 +97,16 @@ class NewTokens(NamedTuple):
     has_candidates: Bool[Array, "batch"]
 
 
-@eqx.filter_jit
-def init_cache(model: Model, batch: int, capacity: int, dtype: str | None) -> PyTree:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def init_cache(model: FlatTree, batch: int, capacity: int, dtype: str | None) -> FlatTree:
     """Return empty caches."""
-    return model.init_cache(batch, capacity, dtype)
+    return FlatTree(model.tree.init_cache(batch, capacity, dtype))
 
 
-@eqx.filter_jit
-def free_rows(model: Model, batch: int, width: int, capacity: int, dtype: str | None) -> EngineRows:
-    """Return free slots for rows of up to `width` ids, with caches of `capacity` slots each."""
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def free_rows(flat_model: FlatTree, batch: int, width: int, capacity: int, dtype: str | None) -> FlatTree:
+    """Return free slots, `EngineRows`, for rows of up to `width` ids, with caches of `capacity` slots each."""
+    model: Model = flat_model.tree
     lengths, cache = jnp.ones(batch, jnp.int32), model.init_cache(batch, capacity, dtype)
     alternatives = _no_alternatives(jnp.zeros(batch, bool), width, model.vocab)
     ids = jnp.zeros((batch, width), jnp.int32)
@@ -71,7 +123,7 @@ def free_rows(model: Model, batch: int, width: int, capacity: int, dtype: str | 
     )
     keys = jnp.broadcast_to(jax.random.key(0), (batch,))
     ends = jnp.full((batch, MAX_ENDS), -1, jnp.int32)
-    return EngineRows(rows, SamplingState(chain(settings), keys, jnp.zeros(batch, jnp.int32), ends))
+    return FlatTree(EngineRows(rows, SamplingState(chain(settings), keys, jnp.zeros(batch, jnp.int32), ends)))
 
 
 def _no_alternatives(wanted: Bool[Array, "batch"], width: int, vocab: int) -> Alternatives:
@@ -83,7 +135,7 @@ def _no_alternatives(wanted: Bool[Array, "batch"], width: int, vocab: int) -> Al
 class Chunk(NamedTuple):
     """The inputs of `read_chunk`: a part of one prompt."""
 
-    model: Model
+    model: FlatTree
     ids: Int[Array, "batch seq"]
     """Ids of the part, with padding after them."""
     start: Int[Array, "batch"]
@@ -94,64 +146,74 @@ class Chunk(NamedTuple):
     """Number of ids of the whole prompt."""
 
 
-@eqx.filter_jit(donate="all-except-first")
-def read_chunk(chunk: Chunk, cache: PyTree) -> tuple[Float[Array, "batch embed"], PyTree]:
+@functools.partial(jax.jit, donate_argnums=1)
+def read_chunk(chunk: Chunk, cache: FlatTree) -> tuple[Float[Array, "batch embed"], FlatTree]:
     """Read a part of a prompt; return the hidden vector of its last id, and the cache, which is donated."""
     order = jnp.arange(chunk.ids.shape[1], dtype=jnp.int32)
     positions = jnp.where(order < chunk.count[:, None], chunk.start[:, None] + order, -1)
     tokens = Tokens(positions, lengths=jnp.broadcast_to(chunk.length[:, None], positions.shape))
-    hidden, cache, _ = chunk.model.encode(chunk.ids, tokens, cache)
-    return jnp.take_along_axis(hidden, chunk.count[:, None, None] - 1, axis=1)[:, 0], cache
+    hidden, new_cache, _ = chunk.model.tree.encode(chunk.ids, tokens, cache.tree)
+    return jnp.take_along_axis(hidden, chunk.count[:, None, None] - 1, axis=1)[:, 0], FlatTree(new_cache)
 
 
-@eqx.filter_jit(donate="all-except-first")
-def read_encoder_prompt(prompt: Chunk, cache: PyTree) -> tuple[Float[Array, "batch embed"], PyTree]:
+@functools.partial(jax.jit, donate_argnums=1)
+def read_encoder_prompt(prompt: Chunk, cache: FlatTree) -> tuple[Float[Array, "batch embed"], FlatTree]:
     """Read a whole prompt with the model's encoder, and then the start id with its decoder.
 
     Returns the hidden vector of the start id, and the cache, which is donated.
     """
-    start, tokens = after_source(prompt.model, prompt.ids, prompt.length)
-    hidden, cache, _ = prompt.model.encode(start, tokens, cache)
-    return hidden[:, 0], cache
+    model: Model = prompt.model.tree
+    start, tokens = after_source(model, prompt.ids, prompt.length)
+    hidden, new_cache, _ = model.encode(start, tokens, cache.tree)
+    return hidden[:, 0], FlatTree(new_cache)
 
 
 class NewRow(NamedTuple):
     """The inputs of `start_row`: a row whose ids have been read, and the slot that it gets."""
 
-    model: Model
-    sampling: SamplingState
+    model: FlatTree
+    settings: RowSampling
+    hidden: Float[Array, "batch embed"]
+    """The hidden vector of the last id."""
+    cache: FlatTree
+    """The cache after the model has read the ids."""
+    seed: Int[Array, ""]
+    """The seed of the row's random key."""
+    example: Int[Array, "batch"]
+    end_of_text: Int[Array, "batch ends"]
+    """Ids that end the row; -1 fills unused entries."""
     ids: Int[Array, "batch seq"]
     """Ids of the row, with padding after them."""
     length: Int[Array, "batch"]
     """Number of ids before the padding."""
     limit: Int[Array, "batch"]
     """The length at which the row ends."""
-    hidden: Float[Array, "batch embed"]
-    """The hidden vector of the last id."""
-    cache: PyTree
-    """The cache after the model has read the ids."""
     slot: Int[Array, ""]
     wants_alternatives: Bool[Array, "batch"]
     """Whether the row asks for alternatives."""
 
 
-@eqx.filter_jit(donate="all-except-first")
-def start_row(new: NewRow, slots: EngineRows) -> EngineRows:
-    """Sample the first token of a row, and write the row into its slot; the slots are donated."""
-    alternatives = _no_alternatives(new.wants_alternatives, new.ids.shape[1], new.model.vocab)
-    row = new_rows(new.ids, new.length, new.limit, new.cache, alternatives=alternatives)
-    row = draw_and_append(row, new.model.unembed(new.hidden), new.cache, new.sampling)
+@functools.partial(jax.jit, donate_argnums=1)
+def start_row(new: NewRow, flat_slots: FlatTree) -> FlatTree:
+    """Sample the first token of a row, and write the row into its slot; the slots, `EngineRows`, are donated."""
+    model: Model = new.model.tree
+    slots: EngineRows = flat_slots.tree
+    alternatives = _no_alternatives(new.wants_alternatives, new.ids.shape[1], model.vocab)
+    sampling = SamplingState(chain(new.settings), jax.random.key(new.seed)[None], new.example, new.end_of_text)
+    cache = new.cache.tree
+    row = new_rows(new.ids, new.length, new.limit, cache, alternatives=alternatives)
+    row = draw_and_append(row, model.unembed(new.hidden), cache, sampling)
     # The cache may be sharded, so the model writes the row.
-    cache = put_cache_row(new.model, slots.rows.cache, len(slots.rows.ids), new.slot, row.cache)
+    cache = put_cache_row(model, slots.rows.cache, len(slots.rows.ids), new.slot, row.cache)
     without_caches = [dataclasses.replace(rows, cache=None) for rows in (slots.rows, row)]
     rows = dataclasses.replace(put_row(without_caches[0], new.slot, without_caches[1]), cache=cache)
-    return EngineRows(rows, put_row(slots.sampling, new.slot, new.sampling))
+    return FlatTree(EngineRows(rows, put_row(slots.sampling, new.slot, sampling)))
 
 
 class DecodeInputs(NamedTuple):
     """The inputs of `decode_slots`, beside the slots."""
 
-    model: Model
+    model: FlatTree
     ended: Bool[Array, "batch"]
     """Rows that the host has ended."""
     known: Int[Array, "batch"]
@@ -164,15 +226,16 @@ class DecodeInputs(NamedTuple):
     """Biases that replace the slots' biases if the host restricts the next ids of a row; None: no row is restricted."""
 
 
-@eqx.filter_jit(donate="all-except-first")
+@functools.partial(jax.jit, donate_argnums=1, static_argnums=(2, 3))
 def decode_slots(
-    inputs: DecodeInputs, slots: EngineRows, max_new: int, is_greedy: bool
-) -> tuple[EngineRows, NewTokens]:
-    """Sample tokens for all rows that have not ended; the slots are donated.
+    inputs: DecodeInputs, flat_slots: FlatTree, max_new: int, is_greedy: bool
+) -> tuple[FlatTree, NewTokens]:
+    """Sample tokens for all rows that have not ended; the slots, `EngineRows`, are donated.
 
     `max_new` is the width of the returned arrays: after a step, the host lacks at most this many ids of a row. With
     `is_greedy`, all rows take the likeliest tokens of the model's own logits.
     """
+    slots: EngineRows = flat_slots.tree
     sampling = slots.sampling
     if is_greedy:
         sampling = dataclasses.replace(sampling, transforms=chain(Temperature(0)))
@@ -180,7 +243,7 @@ def decode_slots(
         sampling = eqx.tree_at(lambda state: state.transforms.transforms[0].bias, sampling, inputs.bias)
     rows = dataclasses.replace(slots.rows, done=slots.rows.done | inputs.ended)
     done_limit = jnp.where(inputs.has_waiting, jnp.sum(rows.done), len(rows.done))
-    rows = decode_until(make_decode_step(inputs.model, sampling), rows, rows.lengths + inputs.count, done_limit)
+    rows = decode_until(make_decode_step(inputs.model.tree, sampling), rows, rows.lengths + inputs.count, done_limit)
     columns = inputs.known[:, None] + jnp.arange(max_new, dtype=jnp.int32)
     columns = jnp.minimum(columns, rows.ids.shape[1] - 1)
     assert rows.log_probabilities is not None and rows.alternatives is not None
@@ -195,4 +258,4 @@ def decode_slots(
         rows.logits_are_numbers,
         rows.has_candidates,
     )
-    return EngineRows(rows, slots.sampling), progress
+    return FlatTree(EngineRows(rows, slots.sampling)), progress

@@ -167,7 +167,7 @@ def test_no_program_is_compiled_and_no_memory_is_taken_for_further_requests(mode
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     assert not compiled and live_bytes() <= before + engine.cache_bytes
-    slots = sum(x.nbytes for x in jax.tree.leaves(engine._state.rows.cache))
+    slots = sum(x.nbytes for x in jax.tree.leaves(engine._state.tree.rows.cache))
     assert engine.cache_bytes == slots + (1 + 4) * slots // 3
 
 
