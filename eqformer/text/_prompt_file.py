@@ -61,7 +61,7 @@ def complete_file(
 
     All rows are read before anything is generated. Raises a `ValueError` that names the line for a row that is no JSON
     object, has unknown fields, or is refused by `TextEngine.encode`, and for a target that was begun with other rows,
-    other settings or another `fingerprint`. A text that cannot go on has a line with its `error`.
+    other settings or another `fingerprint`. If an error ends a text, the text's line has the `error`.
 
     Args:
         engine: The engine. The texts do not depend on its sizes.

@@ -185,7 +185,7 @@ class Rollouts:
     def greedy_reward(self, model: PyTree) -> float:
         """Return the mean reward of greedy completions of all rows, for example in a `Rollouts` of validation rows.
 
-        The completions are generated in batches of as many as a step has. They do not depend on the key.
+        A batch generates as many completions as a step does. Greedy completions do not depend on the key.
         """
         decoding_model, size, rewards = self._decoding_model(model), self._prompts * self._group, list[float]()
         for start in range(0, len(self._rows), size):
@@ -197,7 +197,7 @@ class Rollouts:
         return float(np.mean(rewards))
 
     def _make_batch(self, model: PyTree, step: int) -> PolicyBatch:
-        """Sample completions, score them, and join completions and scores to a batch on the devices of the plan."""
+        """Sample completions, score them, and return them as a batch on the devices of the plan."""
         first, samples = self._sample_groups(model, step)
         self.samples = samples.samples
         batch = dataclasses.replace(self._join(samples, step), row_metrics=_row_metrics(first))
@@ -391,8 +391,8 @@ def _fit_rows(model: generation.Model, prompts: Sequence[Sequence[int]], max_new
         )
     if any(encoding.changes_within(longest) for encoding in nn.modules(model, nn.PositionEncoding)):
         raise ValueError(
-            f"Rollouts(llm): rotary frequencies of this model depend on the length of a row within {longest} tokens, "
-            "so training would compute other log-probabilities of a completion than sampling; ask for shorter rows."
+            f"Rollouts(llm): this model's rotary frequencies change as a row grows to {longest} tokens, so training "
+            "would compute other log-probabilities of a completion than sampling; ask for shorter rows."
         )
     unit = 16 if longest <= 64 else 64
     rounded = -(-longest // unit) * unit
