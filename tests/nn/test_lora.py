@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, normal, randomised, wide
+from nn_reference import close, normal, random_module, randomised, wide
 
 from eqformer import nn
 
@@ -198,8 +198,8 @@ def test_products_keeps_the_sum_of_each_map(is_named, monkeypatch):
     """Of the maps to `mlp`, gate and up, one array each is kept; without the name both terms of each sum are kept."""
     if not is_named:
         monkeypatch.setattr(nn._lora, "checkpoint_name", lambda x, name: x)  # type: ignore[attr-defined]
-    stack = nn.with_execution(nn.Stack(block(attention), layers=2, key=KEY), remat="products")
-    adapted = nn.with_lora(stack, ["gate", "up"], rank=3, key=KEY)
+    stack = nn.with_execution(random_module(nn.Stack, block(attention), layers=2, key=KEY), remat="products")
+    adapted = random_module(nn.with_lora, stack, ["gate", "up"], rank=3, key=KEY)
     factors = nn.lora_factors(adapted)
 
     def output(factors: Any, x: Any) -> Any:

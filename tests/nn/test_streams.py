@@ -1,13 +1,14 @@
 """Several residual streams: hyper-connections against float64 formulas, and in a model."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, linear, normal, randomised, rms, sigmoid, wide
+from nn_reference import close, linear, normal, random_module, randomised, rms, sigmoid, wide
 
 from eqformer import nn
 
@@ -122,12 +123,16 @@ def test_sinkhorn_makes_rows_and_columns_add_up_to_one():
 
 
 def test_at_first_equal_streams_stay_nearly_equal_and_read_their_mean():
-    layer = nn.GatedMLP(embed=EMBED, mlp=MLP, key=KEY)
-    residual = nn.Residual(layer, nn.RMSNorm("embed", embed=EMBED))
-    module = nn.HyperConnection(residual, streams=STREAMS, embed=EMBED, key=KEY)
+
+    @jax.jit
+    def run(x):
+        layer = nn.GatedMLP(embed=EMBED, mlp=MLP, key=KEY)
+        residual = nn.Residual(layer, nn.RMSNorm("embed", embed=EMBED))
+        module = nn.HyperConnection(residual, streams=STREAMS, embed=EMBED, key=KEY)
+        return module(nn.ExpandStreams(STREAMS)(x))[0], residual(x)[0]
+
     x = normal(1, BATCH, SEQ, EMBED)
-    y = module(nn.ExpandStreams(STREAMS)(x))[0]
-    wanted = residual(x)[0]
+    y, wanted = run(x)
     assert y.shape == (BATCH, STREAMS, SEQ, EMBED)
     assert all(close(y[:, stream], wanted, 0.05) for stream in range(STREAMS)) and not close(y[:, 0], x, 0.05)
 
@@ -150,6 +155,7 @@ def block(key):
     )
 
 
+@functools.cache
 def model():
     """A model of three layers with several streams."""
 
@@ -169,9 +175,10 @@ def test_a_model_expands_runs_its_layers_and_merges():
     transformer, ids = model(), jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (BATCH, SEQ)), jnp.int32)
     x = np.repeat(wide(transformer.embedding.weight)[np.asarray(ids)][:, None], STREAMS, axis=1)
     assert close(transformer.embed(ids, nn.positions_like(ids.shape)), x, 1e-6) and transformer.streams == STREAMS
+    run_layer = eqx.filter_jit(lambda layer, x: layer(x)[0])
     for layer in transformer.stacks[0]:
         # A block's own call is tested by its sublayers; the stack runs the blocks in order.
-        x = wide(layer(jnp.asarray(x, jnp.float32))[0])
+        x = wide(run_layer(layer, jnp.asarray(x, jnp.float32)))
     numbers = weights_by_hand(x, transformer.norm.weights)
     read = sigmoid(numbers) + transformer.norm.eps
     merged = np.einsum("bsn,bnsd->bsd", read, x)
@@ -220,9 +227,9 @@ def test_in_bfloat16_weights_stay_float32():
 
 
 def test_maps_of_layers_alone_are_quantized_and_adapted():
-    quantized = nn.quantize(model(), "int8")
+    quantized = eqx.filter_jit(nn.quantize)(model(), "int8")
     assert isinstance(quantized.stacks[0].blocks.sublayers[1].layer.up, nn.QuantizedLinear)
-    adapted = nn.with_lora(model(), [nn.Linear], rank=2, alpha=1.0, key=KEY)
+    adapted = eqx.filter_jit(nn.with_lora)(model(), [nn.Linear], rank=2, alpha=1.0, key=KEY)
     assert len(nn.modules(adapted, nn.LoRA)) == 7
     weights = [nn.modules(tree, nn.StreamWeights)[0].weight for tree in (quantized, adapted, model())]
     assert all(np.array_equal(array, weights[-1]) for array in weights)
@@ -230,7 +237,7 @@ def test_maps_of_layers_alone_are_quantized_and_adapted():
 
 def test_impossible_arrangements_are_refused():
     norm = nn.RMSNorm("embed", embed=EMBED)
-    post_norm = nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=KEY), sum_norm=norm)
+    post_norm = nn.Residual(random_module(nn.GatedMLP, embed=EMBED, mlp=MLP, key=KEY), sum_norm=norm)
     with pytest.raises(ValueError, match=r"sum_norm=.*leave the norm out"):
         nn.HyperConnection(post_norm, streams=STREAMS, embed=EMBED, key=KEY)
     with pytest.raises(ValueError, match=r"Sinkhorn\(iterations=0\)"):
@@ -238,4 +245,4 @@ def test_impossible_arrangements_are_refused():
     with pytest.raises(ValueError, match=r"ExpandStreams\(streams=0\)"):
         nn.ExpandStreams(0)
     with pytest.raises(ValueError, match=r"Transformer\(expand=..., encoder=...\)"):
-        dataclasses.replace(model(), encoder=nn.Encoder((nn.Stack(block, 1, key=KEY),), norm))
+        dataclasses.replace(model(), encoder=nn.Encoder((random_module(nn.Stack, block, 1, key=KEY),), norm))
