@@ -1,8 +1,9 @@
-"""Measure eqformer beside PyTorch and transformers, where they are installed: `python scripts/benchmark.py`.
+"""Measure eqformer beside PyTorch and transformers, if these are installed: `python scripts/benchmark.py`.
 
-The costs of meshes are measured on 8 simulated devices by `python scripts/benchmark.py --simulate 8`, and one GPU, in
-less than ten minutes, by `python scripts/benchmark.py --only gpu`. XLA's flags are those for training, or, where only
-`decode`, `zoo`, `quantized`, `engine`, `embeddings` or `tasks` are asked for, those for forward passes.
+`python scripts/benchmark.py --simulate 8` measures the costs of meshes on 8 simulated devices, and
+`python scripts/benchmark.py --only gpu` measures one GPU, in less than ten minutes. XLA gets its flags for training. If
+`--only` names no other benchmarks than `decode`, `zoo`, `quantized`, `engine`, `embeddings` and `tasks`, XLA gets its
+flags for forward passes.
 """
 
 import sys
@@ -45,15 +46,15 @@ class Command:
     """Print a table of benchmarks and write it as JSON."""
 
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="{" + ",".join(NAMES) + "} ...")] = ()
-    """The benchmarks; by default all of one device but checks, learning* and gpu; of meshes with --simulate 8."""
+    """The benchmarks; by default all of one device except checks, learning* and gpu; with --simulate 8, of meshes."""
     profile: bool = False
-    """Print where the time of a train step goes on a CPU, by kind of work and by module, in place of all benchmarks."""
+    """Print how the time of a train step on a CPU is divided among kinds of work and modules; no other benchmark."""
     simulate: int | None = None
-    """Have the CPU act as so many devices."""
+    """Let the CPU simulate this number of devices."""
     rounds: int = 9
-    """How often each contender is measured, in turn; medians are printed."""
+    """How often each contender is measured; contenders take turns, and medians are printed."""
     output: Path = Path("runs/benchmark.json")
-    """Where the JSON goes."""
+    """The file to which the JSON is written."""
 
 
 def check(command: Command, names: Sequence[str]) -> None:
@@ -64,30 +65,32 @@ def check(command: Command, names: Sequence[str]) -> None:
     if command.rounds < 1:
         raise ValueError(f"--rounds {command.rounds}: give at least 1.")
     if command.simulate is not None and command.simulate < 1:
-        raise ValueError(f"--simulate {command.simulate}: it counts devices, so give at least 1.")
+        raise ValueError(f"--simulate {command.simulate}: give a number of devices, at least 1.")
     if any(name in OF_GPUS for name in names):
         if len(names) > 1:
-            raise ValueError(f"--only {' '.join(names)}: a GPU's benchmark needs the whole card; measure it by itself.")
+            raise ValueError(f"--only {' '.join(names)}: a GPU's benchmark needs the whole GPU; give it alone.")
         return
     number = command.simulate or len(jax.devices())
     if of_meshes and number != 8:
-        raise ValueError(f"{', '.join(of_meshes)}: measured on 8 devices, but there are {number}; give --simulate 8.")
+        raise ValueError(
+            f"{', '.join(of_meshes)}: this is measured on 8 devices, but there are {number}; give --simulate 8."
+        )
 
 
 def find_card() -> Card:
-    """Find the GPU in a separate process, since this process must hold none of the GPU's memory."""
+    """Find the GPU in a separate process, because this process must not take any of the GPU's memory."""
     jax.config.update("jax_platforms", "cpu")
     gpu = run_apart(read_card, 180)
     if gpu.platform != "gpu":
         raise ValueError(
-            f"--only gpu: measured on a GPU, but JAX computes on {gpu.platform}; install eqformer[cuda] on a machine "
-            "that has one."
+            f"--only gpu: this is measured on a GPU, but JAX computes on {gpu.platform}; install eqformer[cuda] on a "
+            "machine that has a GPU."
         )
     return gpu
 
 
 def describe_machine(device: str) -> dict[str, str]:
-    """Describe the machine that is measured; a CPU by its name and its widest vectors, on Linux."""
+    """Describe the measured machine: its device (on Linux with the CPU's model and vectors), cores and versions."""
     versions = training.versions(("jax", "equinox", "torch", "transformers"))
     if device == "cpu" and (about := Path("/proc/cpuinfo")).is_file():
         parts = (line.partition(":") for line in about.read_text(encoding="utf-8").splitlines())
@@ -99,7 +102,7 @@ def describe_machine(device: str) -> dict[str, str]:
 
 
 def run_benchmarks(command: Command, names: Sequence[str], gpu: Card | None) -> Iterator[Row]:
-    """Yield the rows of the benchmarks as they come; the name of each benchmark is printed first."""
+    """Yield each row of the benchmarks as soon as it is measured; print the name of a benchmark before it begins."""
     benchmarks = BENCHMARKS | ASKED_FOR
     for name in names:
         print(f"measuring {name}: {(benchmarks | OF_GPUS)[name].__doc__}", file=sys.stderr, flush=True)
@@ -134,7 +137,7 @@ def measure(command: Command) -> None:
     about = describe_machine(jax.devices()[0].device_kind if gpu is None else gpu.name)
     rows: list[Row] = []
     command.output.parent.mkdir(parents=True, exist_ok=True)
-    for row in run_benchmarks(command, names, gpu):  # Written after each row, so that a run that is ended keeps them.
+    for row in run_benchmarks(command, names, gpu):  # Rows are written at once, so that a stopped run keeps them.
         rows.append(row)
         content = {"machine": about, "rows": [dataclasses.asdict(measured) for measured in rows]}
         write_atomic(command.output, json.dumps(content, indent=2) + "\n")

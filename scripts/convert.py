@@ -1,4 +1,4 @@
-"""Convert a run to a published model, or the other way: `python scripts/convert.py runs/default exported`."""
+"""Convert a run to a published model, or the reverse: `python scripts/convert.py runs/default exported`."""
 
 import sys
 
@@ -22,22 +22,22 @@ from eqformer.text import export_run
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """Write the model of one folder as another: a run as a published folder, or a published folder as a run.
+    """Write the model of a run as a published folder, or a published model as a run.
 
     A published folder holds safetensors, config.json and tokenizer files, as transformers reads and writes them. A run
     is a folder that scripts/pretrain.py writes and resumes.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """A run's folder, of which the latest checkpoint is read, a published folder, a GGUF file, or a name of the hub."""
+    """A run's folder (its latest checkpoint is read), a published folder, a GGUF file, or a name of the hub."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """The folder to make, which must not exist yet."""
+    """The folder to write, which must not exist yet."""
     adapter: bool = False
-    """Write only the low-rank changes of a run with --lora.rank, as peft does; by default they are merged."""
+    """Write only the low-rank changes of a run with --lora.rank, for peft; by default the changes are merged."""
     push: Annotated[str | None, tyro.conf.arg(metavar="OWNER/NAME")] = None
-    """Upload TARGET to the hub with a model card of base model, data, recipe and license (extra `hub`)."""
+    """Upload TARGET to the hub, with a model card that names base model, data, recipe and license (extra `hub`)."""
     license: str = "other"
-    """The license that the model card states, by its name on the hub, such as apache-2.0."""
+    """The license in the model card, by its name on the hub, such as apache-2.0."""
     trust_recipe: bool = False
     """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
 
@@ -46,31 +46,31 @@ def convert(command: Command) -> None:
     """Write the target."""
     screen, source = Screen(), RunDirectory(command.source)
     if command.target.exists():
-        raise ValueError(f"TARGET {command.target}: it exists already; give a new folder.")
+        raise ValueError(f"TARGET {command.target}: this path exists already; give a new folder.")
     if source.recipe.exists():
         _write_published(source, command, screen)
     elif ((path := models.local_path(command.source)) / "config.json").exists() or path.is_file():
         if command.adapter:
-            raise ValueError("--adapter: only a run has low-rank changes to write; leave it out.")
+            raise ValueError("--adapter: only a run has low-rank changes to write; leave --adapter out.")
         if command.push is not None:
-            raise ValueError(f"--push {command.push}: only a model that a run has trained is uploaded; leave it out.")
+            raise ValueError(f"--push {command.push}: only the model of a run is uploaded; leave --push out.")
         _write_run(command.source.absolute().name, published_recipe(path), RunDirectory(command.target), screen)
     else:
         raise ValueError(
-            f"SOURCE {command.source}: it is neither a run (recipe.json) nor a published model (config.json, or a file "
-            "of GGUF); give one."
+            f"SOURCE {command.source}: this is neither a run (recipe.json) nor a published model (config.json, or a "
+            "GGUF file); give a run or a published model."
         )
 
 
 def _write_published(source: RunDirectory, command: Command, screen: Screen) -> None:
     (_, recipe), target = source.read(), command.target
     if command.adapter and command.push is not None:
-        raise ValueError(f"--adapter --push {command.push}: whole models alone are uploaded; leave one out.")
+        raise ValueError(f"--adapter --push {command.push}: only whole models are uploaded; leave one of the two out.")
     export_run(source.path, target, adapter=command.adapter)
     if command.adapter:
         screen.note(f"{target} holds the low-rank changes, for peft")
         return
-    screen.note(f"{target} holds the model as published\nsample     python scripts/sample.py --model {target}")
+    screen.note(f"{target} holds the published model\nsample     python scripts/sample.py --model {target}")
     if command.push is not None:
         commit = models.push(target, command.push, _model_card(source, recipe, command.license))
         screen.note(f"uploaded   {commit}")

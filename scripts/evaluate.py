@@ -27,13 +27,13 @@ class Command(ModelFlags):
     """Compute the perplexity of texts, or run tasks of lm-evaluation-harness, with a run's or a published model."""
 
     text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")] = ()
-    """Files, folders or datasets of the hub, of which each token is scored once; each document is scored by itself."""
+    """Files, folders or datasets of the hub; each of their tokens is scored once, each document by itself."""
     field: str = "text"
     """The field of .jsonl and .parquet rows that holds the text."""
     window: int | None = None
-    """How many tokens the model reads at once; by default as many as it was published for, at most 1,024."""
+    """How many tokens the model reads at once; by default its published length, but at most 1,024."""
     stride: int | None = None
-    """Tokens between the beginnings of two windows; half a window by default."""
+    """Tokens from the beginning of a window to the beginning of the next; by default half a window."""
     tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
     """Tasks of lm-evaluation-harness (extra `eval`)."""
     include_path: Path | None = None
@@ -43,24 +43,24 @@ class Command(ModelFlags):
     limit: int | None = None
     """How many documents of each task are evaluated; all by default."""
     max_length: int | None = None
-    """Tokens that the model reads at most for a task; by default as many as it was published for, or 2,048."""
+    """The maximum number of tokens that the model reads for a task; by default its published length, or 2,048."""
     chat: bool = False
     """Use the model's chat template."""
     batch: int = 8
-    """Rows that are read together."""
+    """The number of rows that are read together."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
-    """Write the figures to this file, too."""
+    """Also write the scores to this file."""
 
 
 def evaluate(command: Command) -> None:
-    """Score the model as the command says, and print a line for each figure."""
+    """Score the model as the command says, and print a line for the texts and for each task."""
     if not command.text and not command.tasks:
         raise ValueError("evaluate.py: there is nothing to score; give --text FILES or --tasks NAMES.")
     if command.batch < 1:
-        raise ValueError(f"--batch {command.batch}: it counts rows, so give at least 1.")
+        raise ValueError(f"--batch {command.batch}: give a number of rows, at least 1.")
     source = data.files(list(command.text), field=command.field, piece=sys.maxsize) if command.text else None
     tasks = load_tasks(command)
-    # Programs that write texts run for so long that their compilation counts less than their speed.
+    # Tasks that generate text run for so long that speed matters more than compilation time.
     single_tasks = [single for task in tasks for single in getattr(task, "get_all_tasks", lambda task=task: [task])()]
     writes = any(getattr(task, "OUTPUT_TYPE", None) == "generate_until" for task in single_tasks)
     llm = load_llm(command, throughput=writes)
@@ -77,7 +77,7 @@ def evaluate(command: Command) -> None:
 
 
 def score_texts(command: Command, llm: LLM, source: data.TextSource) -> dict[str, float]:
-    """Return the figures of the texts."""
+    """Return the scores of the texts, by name."""
     with Screen(errors=True).bar() as progress:
         scores = evaluation.evaluate_texts(
             llm,
@@ -96,7 +96,7 @@ def score_texts(command: Command, llm: LLM, source: data.TextSource) -> dict[str
 
 
 def load_tasks(command: Command) -> list[Any]:
-    """Load the command's tasks, before the model is read; a `ValueError` names the flag."""
+    """Load the command's tasks; raises a `ValueError` that names the flag."""
     try:
         return evaluation.load_tasks(command.tasks, include_path=command.include_path)
     except ValueError as error:
@@ -104,7 +104,7 @@ def load_tasks(command: Command) -> list[Any]:
 
 
 def score_tasks(command: Command, llm: LLM, tasks: list[Any]) -> dict[str, dict[str, float]]:
-    """Return the metrics of each task and, for several tasks with an accuracy, those of their average."""
+    """Return the metrics of each task and, if several tasks have an accuracy, average accuracies."""
     with Screen(errors=True).bar() as progress:
         results = evaluation.evaluate_tasks(
             llm,

@@ -1,4 +1,4 @@
-"""Color a text by the experts that its tokens take: `python scripts/experts.py --run-dir runs/moe`."""
+"""Color each token of a text by the expert that it takes first: `python scripts/experts.py --run-dir runs/moe`."""
 
 import sys
 
@@ -34,7 +34,7 @@ class Command:
     text: str | None = None
     """The text; by default a few lines of Python."""
     file: Path | None = None
-    """A file with the text, of which the first --tokens are read."""
+    """A file with the text; only its first --tokens are read."""
     tokens: int = 2048
     """Maximum number of tokens that are read."""
     trust_recipe: bool = False
@@ -46,15 +46,15 @@ def write(command: Command) -> None:
     directory = RunDirectory(command.run_dir)
     directory.read()  # Reading the recipe first raises errors that name flags.
     if command.text is not None and command.file is not None:
-        raise ValueError(f"--text ... --file {command.file}: one text is colored; leave one out.")
+        raise ValueError(f"--text ... --file {command.file}: only one text is colored; leave one of the two out.")
     if command.tokens < 1:
-        raise ValueError(f"--tokens {command.tokens}: it counts, so give at least 1.")
+        raise ValueError(f"--tokens {command.tokens}: give at least 1.")
     text = read_utf8(command.file) if command.file is not None else command.text
     text = EXAMPLE if text is None else text
     tokenizer = load_run_tokenizer(directory.path)
     ids = tokenizer.encode(text)[: command.tokens].tolist()
     if not ids:
-        raise ValueError("the text is empty: there is nothing to color; give some by --text or --file.")
+        raise ValueError("the text is empty: there is nothing to color; give a text by --text or --file.")
     directory.color_by_experts(load_run_model(directory.path), ids, data.TextStream(tokenizer).pieces(ids))
     sys.stdout.write(f"look at {directory.experts_page}, {directory.experts}\n")
 

@@ -9,9 +9,9 @@ from support.flags import parse_words
 
 
 def prepare(arguments: Sequence[str]) -> None:
-    """Prepare JAX for a command line, with one device, since nothing runs.
+    """Prepare JAX for a command line, with a single device, because nothing runs.
 
-    Without a topology, `--compile` and `--picture` need as many simulated devices as the mesh has.
+    `--compile` and `--picture` without a topology are exceptions: they need as many simulated devices as the mesh has.
     """
     flags = parse_words(arguments)
     words = [words[0] for flag, words in flags.items() if flag.startswith("--mesh.") and words]
@@ -57,10 +57,10 @@ from eqformer.recipes import (
 class Command:
     """Report memory, communication and time of a run, before anything runs: give the flags of pretrain.py.
 
-    Prints the sharding of each parameter, the bytes that a device holds and sends by formulas, and a pipeline's
-    timeline. With --topology it also prints the time of a step and the kernels that run and, where the accelerators'
-    compiler is installed, the same figures of the recipe's step as compiled for them. Nothing runs, so a mesh of any
-    size can be examined on any machine.
+    The report has the sharding of each parameter, the bytes that a device holds and sends (computed by formulas), and a
+    pipeline's timeline. With --topology it also has the time of a step, and the kernels that will run. If the compiler
+    of these accelerators is installed, the recipe's step is compiled, and the report also has the figures of the
+    compiled step. Nothing runs, so a mesh of any size can be examined on any machine.
     """
 
     recipe: str
@@ -70,15 +70,15 @@ class Command:
     depth: int | None = None
     """The depth of the recipe speedrun."""
     topology: str | None = None
-    """Accelerators, such as v5e:16x16 or h100:8; tpu7x:4x4x4 are chips, and h100:8x4 GPUs of a machine x machines."""
+    """Accelerators, such as v5e:16x16 or h100:8; TPU sizes multiply to chips, and h100:8x4 is 4 machines of 8 GPUs."""
     memory: str | None = None
-    """Memory of a device without --topology; such as 80GB: whether the plan fits and, if not, which others do."""
+    """Memory of a device, such as 80GB; without --topology, says whether the plan fits or which other plans do."""
     decode: bool = False
-    """Plan decoding, not training; one token of each of --batch rows, whose caches have --seq tokens."""
+    """Plan a decode step, not training; it decodes one token of each of --batch rows, with caches of --seq tokens."""
     cache_dtype: str | None = None
-    """Dtype of the caches of --decode; such as bfloat16, int8 or fp8; the compute dtype by default."""
+    """Dtype of the caches of --decode; such as bfloat16, int8 or fp8; by default the compute dtype."""
     search: bool = False
-    """Rank all meshes by the time of a step; at once by formulas, then by traced and compiled plans."""
+    """Rank all meshes by the time of a step; first by formulas from shapes, then by traced and compiled plans."""
     formulas: bool = False
     """Compile nothing."""
     compile: bool = False
@@ -88,14 +88,14 @@ class Command:
     picture: Path | None = None
     """Draw to this PNG; memory and time by cause or, without --topology, the layout (and NAME-timeline.png)."""
     run_dir: Path | None = None
-    """Ignored; accepted, since pretrain.py has this flag."""
+    """Ignored; this flag exists only because pretrain.py has it."""
     trust_recipe: bool = False
     """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
 
 
 SEARCH_LIMIT = 5  # The maximum number of meshes that a search lists.
-COMPILED_AT_ONCE = 2  # Meshes that a search compiles; it compiles further meshes only while none fits.
-KEPT_BYTES = 2**26  # The maximum bytes of stored figures of compiled programs.
+COMPILED_AT_ONCE = 2  # The number of meshes that a search compiles; if none of them fits, it compiles further meshes.
+KEPT_BYTES = 2**26  # The maximum number of bytes of stored figures of compiled programs.
 
 
 def print_report(command: Command) -> None:
@@ -138,32 +138,32 @@ def print_report(command: Command) -> None:
 
 
 def _check_flags(command: Command) -> None:
-    """Raise a `ValueError` for flags of which one would be ignored."""
+    """Raise a `ValueError` for combinations of flags in which a flag would be ignored."""
     if command.cache_dtype is not None and not command.decode:
         raise ValueError(
-            f"--cache-dtype {command.cache_dtype}: training has no caches; leave it out, or give --decode."
+            f"--cache-dtype {command.cache_dtype}: training has no caches; leave --cache-dtype out, or give --decode."
         )
     for flag, value in (("--picture", command.picture), ("--decode", command.decode or None)):
         if command.search and value is not None:
             words = f"{flag} {value}" if flag == "--picture" else flag
             raise ValueError(
-                f"--search {words}: a search ranks meshes of training as text or JSON; leave --search out and give the "
-                "mesh that is meant."
+                f"--search {words}: a search ranks meshes for training, as text or JSON; leave --search out, and give "
+                "the flags of one mesh."
             )
     if command.topology is not None and command.memory is not None:
         raise ValueError(
-            f"--topology {command.topology} --memory {command.memory}: the topology says what memory a device has; "
-            "leave one of them out."
+            f"--topology {command.topology} --memory {command.memory}: the topology decides a device's memory; leave "
+            "one of the two flags out."
         )
     if command.topology is not None and command.compile:
         raise ValueError(
-            f"--topology {command.topology} --compile: a step is compiled for the topology where its compiler is "
-            "installed; leave out --compile, or --topology to compile for simulated devices."
+            f"--topology {command.topology} --compile: a step is always compiled for the topology if its compiler is "
+            "installed; leave out --compile, or leave out --topology to compile for simulated devices."
         )
 
 
 def target_of(command: Command) -> planning.Target:
-    """Return the topology that is asked for or that the recipe was written for, or else a device's memory."""
+    """Return the topology of --topology or of the recipe; without a topology, a device with the memory of --memory."""
     if command.topology is not None:
         return planning.topology(command.topology)
     if command.recipe in LARGE and command.memory is None and not command.compile:
@@ -192,7 +192,7 @@ def _print_compiled(
     compilation: Compilation | None,
     program: CompiledCosts | None,
 ) -> None:
-    """Print the costs of the compiled step, or why nothing is compiled."""
+    """Print the costs of the compiled step, or the reason why nothing is compiled."""
     if compilation is not None:
         print(planning.compilation_table(compilation, forecast), flush=True)
     elif isinstance(target, Topology):
@@ -208,7 +208,7 @@ def _why_not_compiled(topology: Topology) -> str:
 
 
 def _draw(path: Path, recipe: Recipe, model: nn.LanguageModel, forecast: planning.Forecast) -> None:
-    """Draw the costs of a step over a topology, or else the layout and a pipeline's timeline."""
+    """Draw the costs of a step on a topology; without a topology, the layout and a pipeline's timeline."""
     if forecast.roofline is not None and forecast.memory is not None:
         planning.plot_costs(forecast.held, forecast.memory, forecast.time.by_cause, path)
         return
@@ -225,7 +225,7 @@ def _draw(path: Path, recipe: Recipe, model: nn.LanguageModel, forecast: plannin
 
 @contextmanager
 def show_search() -> Iterator[planning.Progress]:
-    """Say on standard error that plans are searched, and how far the search is."""
+    """Show on standard error that plans are searched, and the progress of the search."""
     screen = Screen(errors=True)
     screen.note("looking for plans that fit; tracing each takes seconds")
     with screen.counting() as show:
@@ -233,7 +233,7 @@ def show_search() -> Iterator[planning.Progress]:
 
 
 def search(command: Command, model: nn.LanguageModel, topology: Topology) -> None:
-    """Print the meshes that fit and take the least time: by shapes at once, by formulas, and as compilers answer."""
+    """Print the fastest meshes that fit, three times: ranked from shapes alone, by formulas, and as compiled."""
     recipe, format_plan = command.run, functools.partial(setup.candidate_flags, command.run)
     memory, batch = topology.accelerator.memory, recipe.batch_shapes()
     states = setup.make_train_state(
@@ -253,7 +253,7 @@ def search(command: Command, model: nn.LanguageModel, topology: Topology) -> Non
         )
     if not result.proposals:
         raise ValueError(
-            f"--search --topology {topology}: no mesh was found that fits into {gigabytes(memory)} a device; take more "
+            f"--search --topology {topology}: no mesh fits into {gigabytes(memory)} a device; take more "
             "devices, more --microbatches, a smaller --batch or --seq, or a smaller model."
         )
     proposals = result.proposals

@@ -44,7 +44,7 @@ class Command:
     run: Annotated[Recipe, tyro.conf.arg(name="")]
     machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
     depth: int | None = None
-    """The depth of the recipe speedrun; its width, heads, batch, rates and steps follow from it."""
+    """The depth of the recipe speedrun; it decides the width, heads, batch, learning rates and steps."""
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/<recipe>)")] = None
     """The folder of the run; everything is written there, except for tokens, which runs share (docs/data.md)."""
     show_example: bool = False
@@ -72,18 +72,18 @@ def run_command(command: Command) -> None:
 
 
 def show_example(recipe: Recipe, directory: RunDirectory) -> None:
-    """Print the first conversation of the recipe's data with the tokens that are learned in colour, or in brackets."""
+    """Print the first conversation of the recipe's data; the learned tokens are in colour, or in brackets."""
     if recipe.has_text_rows:
-        raise ValueError(f"--show-example --loss {recipe.loss}: a text has no learned tokens; leave the flag out.")
+        raise ValueError(f"--show-example --loss {recipe.loss}: this loss learns no tokens; leave --show-example out.")
     if recipe.data is None and not recipe.text.mix:
         raise ValueError(
-            "--show-example: conversations are read from a file or folder; give --data CHATS.jsonl and the --model "
-            "whose template writes them, also beside the --run-dir of a run."
+            "--show-example: conversations are read from a file or folder; give --data CHATS.jsonl, and the --model "
+            "that has the chat template, even if --run-dir names a run."
         )
     tokenizer = texts.recipe_tokenizer(recipe, directory)
     encoder = texts.chat_encoder(recipe, tokenizer, directory)
     if encoder is None:
-        raise ValueError("--show-example: the text is no conversations, so all of it is learned; leave the flag out.")
+        raise ValueError("--show-example: the data is plain text, and all of it is learned; leave --show-example out.")
     with report.print_warnings():
         document = next(iter(texts.open_chats(recipe, texts.chat_paths(recipe)[0])))
     shown = Text()

@@ -24,8 +24,8 @@ from eqformer.recipes import Recipe, RewardOptions, Screen, short_name, train_on
 class Command:
     """Raise the rewards of a model's own completions by GRPO; run the same command again to continue a stopped run.
 
-    Each row of --data has a prompt (a text or messages) and columns that the reward may read. A step has --batch
-    completions, --group of each prompt; a prompt and its completion have --seq tokens at most.
+    Each row of --data has a prompt (a text or messages) and columns that the reward function may read. A step has
+    --batch completions, --group of each prompt. A prompt and its completion have at most --seq tokens together.
     """
 
     recipe: str
@@ -38,7 +38,7 @@ class Command:
     reward: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """The function reward(prompts, completions, **columns), which returns a number for each completion."""
     held_out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Prompts as in --data; the mean reward of their greedy completions is written every --validate-every steps."""
+    """Prompts that are not trained on; the mean reward of their greedy completions is a metric (--validate-every)."""
     trust_recipe: bool = False
     """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
 
@@ -49,7 +49,8 @@ def reinforce(command: Command) -> None:
     connect(command.machine)
     if command.reward is None:
         raise ValueError(
-            "--reward: there is none; give FILE.py:NAME of a function reward(prompts, completions, **columns)."
+            "--reward: there is no reward function; give FILE.py:NAME of a function reward(prompts, completions, "
+            "**columns)."
         )
     screen = Screen(silent=not is_first_process())
     run = train_on_rewards(
@@ -69,7 +70,7 @@ def reinforce(command: Command) -> None:
         )
 
 
-# Flags that the short help of other scripts shows, and that `train_on_rewards` or a published model refuses.
+# Flags that the short help of this command leaves out, because `train_on_rewards` or a published model refuses them.
 HIDDEN = (
     *("--model.embed", "--model.layers", "--model.heads", "--loss-on", "--text.mix"),
     *("--evaluate-every", "--prompt"),

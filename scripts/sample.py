@@ -25,9 +25,9 @@ from eqformer import text
 from eqformer.recipes import report, Screen
 
 
-PREDICTOR = Path("mtp")  # The draft of this name is the model's own predictor.
-MANY_TOKENS = 1024  # New tokens of one text from which on a faster program pays for its longer compilation.
-COMPILED = 16  # Tokens after which nothing is compiled any more: `generation.stream` gives 8 at a time.
+PREDICTOR = Path("mtp")  # `--draft mtp` names the model's own predictor.
+MANY_TOKENS = 1024  # For a text of this many new tokens or more, a faster program is worth a longer compilation.
+COMPILED = 16  # After this many tokens all programs are compiled: `generation.stream` yields 8 tokens at a time.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Command(ModelFlags):
     prompt: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: one that fits the model)")] = None
     """The beginning of the text; a question, if the model has a chat template."""
     chat: Literal["auto", "yes", "no"] = "auto"
-    """Whether to ask in the model's chat template; auto asks so if the model has one."""
+    """Whether to use the model's chat template; auto uses it if the model has one."""
     system: str | None = None
     """The system message of a chat, before the prompt."""
     tokens: int = 300
     """How many tokens to write; fewer if the model ends the text."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text, which does not contain them."""
+    """Strings that end the text; the text is cut before them."""
     temperature: float = 0.8
     """0 takes the likeliest token each time, 1 samples from the model's own distribution."""
     top_k: int | None = None
@@ -51,66 +51,66 @@ class Command(ModelFlags):
     top_p: float | None = None
     """Sample from the likeliest tokens that together have this probability."""
     min_p: float | None = None
-    """Sample from tokens at least this share as likely as the likeliest."""
+    """Sample from tokens whose probability is at least this share of the largest probability."""
     repetition_penalty: float | None = None
-    """Above 1: make tokens that are already in the text less likely."""
+    """A number above 1 makes tokens that are already in the text less likely."""
     seed: int = 0
     """The same seed writes the same text."""
     cache_dtype: str | None = None
-    """Dtype of cached keys and values: bfloat16, int8 or fp8, with scales, for long texts; as computed by default."""
+    """Dtype of cached keys and values: bfloat16, int8 or fp8 suit long texts; by default the compute dtype."""
     draft: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """A run or a published folder with a smaller model, which proposes tokens, or mtp, the model's own predictor."""
+    """Proposes tokens: a run or a published folder with a smaller model, or mtp, the model's own predictor."""
     draft_tokens: int = 4
     """How many tokens the draft proposes at a time."""
     prompts: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
     """Rows {"prompt": "..."} or {"messages": [...]}, with optional settings of the row, such as {"temperature": 0}."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
-    """The file of the texts of --prompts; the same command goes on where it stopped."""
+    """The file to which the texts of --prompts are written; the same command continues a file that is incomplete."""
     best_of: int = 1
-    """How many texts to write for each row of --prompts, the likeliest first."""
+    """How many texts to write for each row of --prompts; the likeliest text comes first."""
     log_probs: bool = False
-    """Whether to write the ids of the texts of --prompts, with the log-probability of each."""
+    """Whether to also write the ids of the texts of --prompts, with the log-probability of each id."""
     slots: int = 8
     """How many texts of --prompts are generated at once."""
     capacity: int = 2048
-    """Tokens of the longest row of --prompts, with its text."""
+    """The largest number of tokens of a prompt of --prompts and its text together."""
 
 
 def is_long(command: Command) -> bool:
-    """Return whether so many tokens are generated that a faster program pays for its longer compilation."""
+    """Return whether so many tokens are generated that a faster program is worth a longer compilation."""
     return command.prompts is not None or command.tokens >= MANY_TOKENS
 
 
 def load_model(command: Command) -> text.LLM:
-    """Load the model that writes, and build the kernel for its quantized weights."""
+    """Load the model that writes the text, and build the kernel for its quantized weights."""
     llm = load_llm(command, predictor=command.draft == PREDICTOR, throughput=is_long(command))
     text.build_kernels(llm.model)
     return llm
 
 
 def load_draft(command: Command) -> text.LLM | str | None:
-    """Load the model that proposes tokens."""
+    """Load the draft model, which proposes tokens; "mtp" for the model's own predictor, None for no draft."""
     if command.draft is None or command.draft == PREDICTOR:
         return None if command.draft is None else str(PREDICTOR)
-    # A run has the dtype of its recipe, whatever the model has. Drafts are small, so their weights are decoded.
+    # A run has the dtype of its recipe, and --dtype does not apply. Drafts are small, so their weights are decoded.
     dtype = None if text.is_run(command.draft) else command.dtype
     return load_llm(dataclasses.replace(command, model=command.draft, run_dir=None, dtype=dtype, weights="decoded"))
 
 
 def is_chat(command: Command, llm: text.LLM) -> bool:
-    """Return whether the prompt is asked in the model's chat template."""
+    """Return whether the prompt is put into the model's chat template."""
     return command.chat == "yes" or (command.chat == "auto" and llm.chat_template is not None)
 
 
 def default_prompt(command: Command, llm: text.LLM) -> str:
-    """Return a prompt that fits the model: a question in a chat, else the beginning of what it was trained on."""
+    """Return a prompt that fits the model: a question for a chat, or else the beginning of a text or a program."""
     if is_chat(command, llm):
         return "Why is the sky blue?"
     return "Once upon a time" if llm.special_tokens else "def "
 
 
 def settings(command: Command) -> dict[str, Any]:
-    """Return the settings of a text that the command asks for."""
+    """Return the settings of generation that the command's flags choose."""
     return {
         "max_new_tokens": command.tokens,
         "stop": command.stop,
@@ -124,7 +124,7 @@ def settings(command: Command) -> dict[str, Any]:
 
 
 def to_messages(command: Command, prompt: str) -> list[dict[str, str]]:
-    """Return the messages of a chat that asks a prompt."""
+    """Return the messages of a chat in which the user's message is the prompt."""
     system = [] if command.system is None else [{"role": "system", "content": command.system}]
     return [*system, {"role": "user", "content": prompt}]
 
@@ -133,12 +133,12 @@ def check_system(command: Command, llm: text.LLM) -> None:
     """Raise a `ValueError` for a system message without a chat."""
     if command.system is not None and not is_chat(command, llm):
         raise ValueError(
-            f"--system {command.system!r}: only a chat has a system message; leave it out, or give --chat yes."
+            f"--system {command.system!r}: only a chat has a system message; leave --system out, or give --chat yes."
         )
 
 
 def start_text(command: Command, llm: text.LLM, prompt: str) -> text.StreamedText:
-    """Return the text that the command asks for, which is generated while it is read."""
+    """Start to generate the command's text, and return it as a stream of pieces."""
     options: Any = settings(command) | {
         "cache_dtype": command.cache_dtype,
         "draft": load_draft(command),
@@ -179,7 +179,7 @@ def write_file(command: Command, prompts: Path, out: Path) -> None:
         )
     seconds = time.monotonic() - start
     screen.note(
-        f"{out}: {summary.rows} rows, {summary.kept} of them from before, {summary.errors} new ones with errors; "
+        f"{out}: {summary.rows} rows, {summary.kept} of them from before, {summary.errors} new rows with errors; "
         f"{summary.tokens:,} tokens in {seconds:,.1f} s ({summary.tokens / seconds:,.1f} tokens/s)"
     )
 
@@ -190,14 +190,14 @@ def write(command: Command) -> None:
         return write_file(command, command.prompts, command.out)
     if command.prompts is not None or command.out is not None:
         raise ValueError(
-            f"--prompts {command.prompts} --out {command.out} --prompt {command.prompt}: texts for a file of rows need "
-            "both --prompts and --out, and no --prompt; give both, or neither."
+            f"--prompts {command.prompts} --out {command.out} --prompt {command.prompt}: --prompts and --out belong "
+            "together, and exclude --prompt; give both of the first two flags, or neither."
         )
     llm, screen = load_model(command), Screen(errors=True)
     prompt = command.prompt
     if prompt is None:
         prompt = default_prompt(command, llm)
-        screen.note(f"prompt: {prompt} (--prompt gives another)")
+        screen.note(f"prompt: {prompt} (give another by --prompt)")
     if report.has_kernels(report.local_platform()):
         screen.note(report.DECODING)
     pieces = start_text(command, llm, prompt)
@@ -221,9 +221,9 @@ def write(command: Command) -> None:
 
 
 def speed_line(start: float, times: Sequence[float]) -> str:
-    """Return a line on the time that a text took, from the times at which its tokens came.
+    """Return a line about the time that a text took; `times` has the time at which each token came.
 
-    Both programs, for the first tokens and for those that follow, are compiled before token `COMPILED` comes.
+    The programs for the first tokens and for later tokens are both compiled before token number `COMPILED` comes.
     """
     if not times:
         return "0 tokens"

@@ -33,34 +33,34 @@ from eqformer.recipes import (
 class Command:
     """Train models of several depths on a text, fit a power law of their losses, and name the depth for a budget.
 
-    Each depth is a run of the recipe speedrun, in a folder of its own; the same command goes on where it stopped, and
-    further depths or rates are added to those that are there.
+    Each depth is a run of the recipe speedrun, in its own folder. The same command continues where it stopped. If it
+    has further depths or rates, runs that are already done are not repeated.
     """
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """The text: a file or a folder; Python's standard library by default."""
     depths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = (1, 2, 3, 4, 5)
-    """The depths to train; the largest fifth of them, at least one, is held out of the fit."""
+    """The depths to train; the largest fifth of them, at least one depth, is held out of the fit."""
     rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="RATE ...")] = ()
-    """Learning rates to train each depth with, for a picture of the loss over the rate; the recipe's by default."""
+    """The learning rates of each depth, for a picture of the loss over the rate; by default the recipe's rate."""
     tokens_per_parameter: float = 20.0
-    """Tokens that a depth is trained on, for each parameter in its matrices."""
+    """The number of training tokens of a depth, for each parameter in its matrices."""
     tokens: float | None = None
-    """Tokens that each depth is trained on, in place of --tokens-per-parameter, such as 1e6."""
+    """The number of training tokens of every depth, such as 1e6, in place of --tokens-per-parameter."""
     epochs: float = 4.0
-    """How often a text may be repeated at most; more repetitions are worth less than new text (arXiv 2305.16264)."""
+    """The most often that a text may be repeated; further repetitions are worth less than new text (2305.16264)."""
     budget: float | None = None
-    """A budget in FLOPs, such as 1e17, for which the depth is named."""
+    """A budget in FLOPs, such as 1e17; the largest depth for this budget is printed."""
     hours: float | None = None
-    """A budget in hours at the speed of the largest depth here, in place of --budget."""
+    """A budget in hours, at the speed of the largest depth of this study, in place of --budget."""
     seed: int = 0
-    """Decides weights and order."""
+    """Decides initial weights and the order of the data."""
     out: Path = Path("runs/scaling")
     """The folder of the runs, of scaling.json and of the pictures."""
 
 
 def run(command: Command) -> None:
-    """Train what is missing, print the table and the fit, and draw them; everything is checked before."""
+    """Train the missing runs, print the fit, and draw it; everything is checked first."""
     recipes, screen = check_command(command), Screen()
     report(command, run_scaling(recipes, command.out, screen=screen), screen)
 
@@ -68,10 +68,10 @@ def run(command: Command) -> None:
 def check_command(command: Command) -> dict[tuple[int, float], Recipe]:
     """Return the recipe of each depth and rate; raise a `ValueError`, before anything is written, for bad input."""
     if command.budget is not None and command.hours is not None:
-        raise ValueError(f"--budget {command.budget} --hours {command.hours}: give one of them.")
+        raise ValueError(f"--budget {command.budget} --hours {command.hours}: give only one of the two.")
     if command.tokens is not None and not (command.budget is None and command.hours is None):
         raise ValueError(
-            f"--tokens {command.tokens:g}: a budget names a depth whose tokens grow with its parameters; leave out "
+            f"--tokens {command.tokens:g}: for a budget, the number of tokens must grow with the parameters; leave out "
             "--tokens, or --budget and --hours."
         )
     numbers = {"--tokens-per-parameter": command.tokens_per_parameter, "--epochs": command.epochs}
@@ -79,7 +79,7 @@ def check_command(command: Command) -> dict[tuple[int, float], Recipe]:
     numbers |= {f"--rates {rate}": rate for rate in command.rates}
     for flag, value in numbers.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{flag if ' ' in flag else f'{flag} {value}'}: it must be a positive number.")
+            raise ValueError(f"{flag if ' ' in flag else f'{flag} {value}'}: the value must be a positive number.")
     horizon = {"tokens_per_parameter": command.tokens_per_parameter, "tokens": command.tokens}
     recipes = scaling_recipes(command.depths, command.rates, **horizon, data=command.data, seed=command.seed)
     largest = recipes[max(recipes)]
@@ -89,9 +89,9 @@ def check_command(command: Command) -> dict[tuple[int, float], Recipe]:
         if command.tokens is not None:
             shorter = f"--tokens {command.tokens * command.epochs / epochs:.2g}"
         raise ValueError(
-            f"--depths {max(command.depths)}: its {tokens:,} tokens are {epochs:.3g} epochs of the {size:,.0f} bytes "
-            f"that are trained on, more than --epochs {command.epochs:g}; give more text, a smaller depth, {shorter}, "
-            f"or --epochs {math.ceil(epochs)}."
+            f"--depths {max(command.depths)}: this depth's {tokens:,} tokens are {epochs:.3g} epochs of the "
+            f"{size:,.0f} bytes of training text, more than --epochs {command.epochs:g}; give more text, a smaller "
+            f"depth, {shorter}, or --epochs {math.ceil(epochs)}."
         )
     return recipes
 
@@ -111,7 +111,7 @@ def report(command: Command, points: list[ScalingPoint], screen: Screen) -> None
         budget = command.hours * 3600 * fit.held_out[-1].flops_per_second
     chosen = None if budget is None else choose_depth(budget, command.tokens_per_parameter)
     if budget is not None:
-        advice = "no depth has so short a run; lower --tokens-per-parameter"
+        advice = "the budget is too small for every depth; lower --tokens-per-parameter"
         if chosen is not None:
             depth, flops = chosen
             advice = f"depth {depth} of {flops:.3g} FLOPs, predicted {law.loss(flops):.4f} bits a byte"

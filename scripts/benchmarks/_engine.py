@@ -1,4 +1,4 @@
-"""Requests of unlike lengths that are continued together: `generation.Engine` beside transformers and llama.cpp."""
+"""Rows about requests of different lengths in one batch: `generation.Engine` beside transformers and llama.cpp."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ SLOTS = 16
 
 
 def engine(rounds: int) -> Iterator[Row]:
-    """New tokens a second of 1, 8 and 32 greedy requests of unlike lengths (8 M, and SmolLM2's shape of 135 M)."""
+    """New tokens a second of 1, 8 and 32 greedy requests of different lengths (8 M, and SmolLM2's shape of 135 M)."""
     for name, config in CONFIGS.items():
         assert isinstance(config, models.LlamaConfig)
         model = eqx.filter_jit(lambda key, config=config: models.build(config, key=key))(jax.random.key(0))
@@ -47,7 +47,7 @@ def engine(rounds: int) -> Iterator[Row]:
 def _time_contenders(
     ours: Engine, requests: list[Request], peer: Any, llama_cpp: _llama_cpp.Model | None, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of each contender; llama.cpp's slots are freed again."""
+    """Return the seconds of each contender, and free llama.cpp's slots."""
     prompts, new = [list(r.prompt) for r in requests], [r.max_new_tokens for r in requests]
     contenders: dict[str, Callable[[], Any]] = {"eqformer": lambda: list(ours.run(requests))}
     if peer is not None:
@@ -62,7 +62,7 @@ def _time_contenders(
 
 
 def make_requests(vocab: int, count: int) -> list[Request]:
-    """Return requests with prompts of 8 to 120 ids and 8 to 96 new tokens; one alone has a prompt of 64 and 64 new."""
+    """Return requests with prompts of 8 to 120 ids and 8 to 96 new tokens; a single request has 64 of both."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(8, 121, count) if count > 1 else [64]
     new = rng.integers(8, 97, count) if count > 1 else [64]

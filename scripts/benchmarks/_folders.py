@@ -1,4 +1,4 @@
-"""Published folders: how fast they are read, also in fewer bits, and how fast families run beside transformers."""
+"""Rows about published folders: how fast (quantized) weights are read, and how fast families run."""
 
 import json
 import tempfile
@@ -41,7 +41,7 @@ MIXED = models.GPTOSSConfig(1024, 2048, 2, 16, 4, 2048, window_layers=(0,), expe
 
 
 def zoo(rounds: int) -> Iterator[Row]:
-    """Reading safetensors, in fewer bits too, tokens a second of forward passes, and milliseconds to a first token."""
+    """Megabytes of safetensors read a second (also quantized), tokens of forward passes a second, first tokens."""
     with tempfile.TemporaryDirectory() as folder:
         yield from _load_rows(Path(folder), rounds)
         yield from _format_rows(Path(folder), rounds)
@@ -99,7 +99,7 @@ def _first_token(model: nn.LanguageModel, ids: np.ndarray) -> Callable[[], int]:
 
 
 def _format_rows(folder: Path, rounds: int) -> Iterator[Row]:
-    """Megabytes of file a second, decoded to bfloat16 and kept, beside reading the file's bytes into memory."""
+    """Yield megabytes a second of loading quantized files, decoded to bfloat16 or kept, and of reading their bytes."""
     for name in FORMATS:
         size = write_quantized_folder(folder / name, name) / 1e6
         contenders: dict[str, Callable[[], Any]] = {
@@ -111,12 +111,12 @@ def _format_rows(folder: Path, rounds: int) -> Iterator[Row]:
 
 
 def _load(folder: Path, weights: str) -> None:
-    """Load a folder, to the end."""
+    """Load a folder, and wait until all arrays are loaded."""
     jax.block_until_ready(eqx.filter(models.load(folder, weights=weights), eqx.is_array))
 
 
 def write_quantized_folder(folder: Path, name: str) -> int:
-    """Write a folder of random codes and scales in a format, and return the bytes of its file."""
+    """Write a folder with random codes and scales in a format, and return the size of its file in bytes."""
     quantization, make_arrays = FORMATS[name]
     config, rng = MIXED if name == "MXFP4" else DENSE, np.random.default_rng(0)
     shapes = models.shapes(config)
@@ -177,7 +177,7 @@ def _awq(rng: np.random.Generator, name: str, outputs: int, inputs: int) -> Arra
     return {f"{name}.scales": scales} | {f"{name}.{end}": array.view(np.int32) for end, array in words.items()}
 
 
-# For each format its `quantization_config`, and the function that makes the arrays of one map.
+# Each format has a `quantization_config`, and a function that makes the arrays of one linear map.
 FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Arrays]]] = {
     "MXFP4": ({"quant_method": "mxfp4"}, _mxfp4),
     "INT4": (_INT4, _int4),

@@ -1,9 +1,9 @@
-"""Rows for one GPU: kernels' numbers and speed, training's share of the peak, and decoding, in bfloat16.
+"""Rows for one GPU, in bfloat16: accuracy and speed of kernels, training's share of the peak, and decoding.
 
-Each contender has the whole card, in a process of its own: JAX takes the memory when it starts, and would leave too
-little to PyTorch. The next process is started, and imports what it needs, while a process works. The most important
-rows come first, since a deadline leaves out the last; a model's step by PyTorch comes behind ours, which finds the
-settings that fit.
+Each contender has the whole GPU, in a separate process: JAX takes the memory when it starts, and would leave too little
+memory to PyTorch. While a process works, the next process starts and imports its modules. The most important rows come
+first, because the last rows are left out if the time is over. A model's training step by PyTorch comes after
+eqformer's step, which finds the settings that fit into the memory.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from eqformer import models
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes to measure: by default for a GPU of 80 GB or more."""
+    """Models and sizes to measure; the defaults are for a GPU of 80 GB or more."""
 
     dense: tuple[str, ...] = ("qwen3-0.6b", "llama-3-8b", "llama-3.2-3b")
     mixture: str = "olmoe-1b-7b"
@@ -33,24 +33,27 @@ class Sizes:
     tokens: int = 16_384
     """Tokens of a step."""
     heads: tuple[int, int, int] = (32, 8, 128)
-    """Heads, key heads and channels of the attention that is measured alone."""
+    """Heads, key heads and channels of the attention that is measured without a model."""
     decoded: tuple[str, ...] = ("llama-3-8b", "llama-3.2-1b")
     batches: tuple[int, ...] = (1, 16, 64)
     prompt: int = 128
     new: int = 128
     step_layers: int = 8
-    """Layers of the first decoded model whose steps are measured with quantized weights, at the largest batch."""
+    """The number of layers in `gpu_steps`, which decodes with quantized weights."""
     checked: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments of `_gpu_numbers.numbers`."""
     minutes: float = 9.0
-    """Minutes since the start; work that is not done by then is ended or left out, and has a row that says so."""
+    """Work that is not done after this number of minutes is stopped or left out; a row says so."""
 
 
 Run = Callable[[Callable[[], Result], float], Result]
 
 
 class Task(NamedTuple):
-    """Task of a process: its group, its contender, and its work, which may depend on how models were trained."""
+    """Task of a process: its group, its contender, and its work, which may depend on the settings of earlier training.
+
+    `trains` is the training that the task measures, if it measures one.
+    """
 
     group: str
     contender: str
@@ -65,7 +68,7 @@ def gpu(
     sizes: Sizes = Sizes(),
     start: Callable[..., Run] = SeparateProcess,
 ) -> Iterator[Row]:
-    """Kernels, training and decoding on one GPU, in bfloat16, against PyTorch where it is installed; a trace."""
+    """Kernels, training and decoding on one GPU, in bfloat16, beside PyTorch if it is installed; and a trace."""
     end, rounds = time.monotonic() + 60 * sizes.minutes, max(2, rounds // 3)
     memory = f"{card.name}; programs get {card.memory / 1e9:.1f} GB of memory"
     yield Row("peak", "product in bfloat16", card.peak / 1e12, "TFLOP/s", None, memory)
@@ -79,13 +82,13 @@ def gpu(
         for task, run in started:
             seconds = end - time.monotonic()
             if seconds <= 0 or run is None:
-                yield Row(task.group, task.contender, note=f"left out: {sizes.minutes:g} minutes are over")
+                yield Row(task.group, task.contender, note=f"left out after {sizes.minutes:g} minutes")
                 continue
             print(f"{task.group}, {task.contender} ({seconds:.0f} s are left)", file=sys.stderr, flush=True)
             try:
                 work = task.work(ways)
                 result = run(partial(_gpu_runs.run_on_cpu, work) if task.contender == "PyTorch" else work, seconds)
-            except Exception as error:  # The process ended, or was ended.
+            except Exception as error:  # The process failed, or took too long.
                 yield Row(task.group, task.contender, note=str(error))
                 continue
             if task.trains is not None and result.way is not None:
@@ -101,7 +104,7 @@ def gpu_steps(
     sizes: Sizes = Sizes(),
     start: Callable[..., Run] = SeparateProcess,
 ) -> Iterator[Row]:
-    """Steps of decoding on one GPU, with weights in bfloat16 and with quantized weights, without the prompt."""
+    """Decode steps on one GPU, with weights in bfloat16 and with quantized weights; without the prompt's time."""
     name, batch = sizes.decoded[0], sizes.batches[-1]
     rounds = max(2, rounds // 3)
     steps = partial(_gpu_runs.decode_steps, name, sizes.step_layers, batch, sizes.prompt, sizes.new, rounds)
@@ -127,20 +130,21 @@ def _imports(task: Task) -> tuple[str, ...]:
 
 
 def _close(run: Any) -> None:
-    """End a process; functions that stand for one in tests have no end."""
+    """End a process; do nothing for a function that replaces a process in tests."""
     if isinstance(run, SeparateProcess):
         run.close()
 
 
 def _tasks(sizes: Sizes, card: Card, rounds: int, folder: Path) -> list[Task]:
-    """Return all tasks, the most important first, by eqformer and then PyTorch where it is installed."""
+    """Return all tasks, the most important first; PyTorch's tasks, if it is installed, follow eqformer's."""
     peers = ("PyTorch",) if _peers.are_installed() else ()
     contenders, rows_per_step = ("eqformer", *peers), lambda seq: max(1, sizes.tokens // seq)
     work = lambda name, seq, layers=None: Work(name, rows_per_step(seq), seq, layers)
     shortest, *longer = sizes.lengths
 
     def attention(seq: int) -> list[Task]:
-        kernel_alone = seq != shortest  # Attention without a kernel takes the longest to compile.
+        # Attention without a kernel takes the longest to compile, so it is measured at one length only.
+        kernel_alone = seq != shortest
         run = partial(_gpu_runs.attention, sizes.heads, rows_per_step(seq), seq, rounds, kernel_alone=kernel_alone)
         group = f"attention, {rows_per_step(seq)} x {seq} tokens"
         return [_peer_task(group, contender, run) for contender in contenders]
@@ -186,7 +190,7 @@ def _peer_task(group: str, contender: str, run: Callable[..., Result]) -> Task:
 
 
 def _with_ratio(first: dict[str, Row], row: Row) -> Row:
-    """Return a row with the ratio of its group's first rate to its own; `first` holds the first rows of groups."""
+    """Return a row with a ratio: the rate of its group's first row over its own; `first` has the groups' first rows."""
     if row.value is None or row.unit in ("%", _gpu_numbers.UNIT):
         return row
     first_row = first.setdefault(row.group, row)

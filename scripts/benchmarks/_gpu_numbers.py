@@ -1,4 +1,4 @@
-"""Distance of the results of a GPU's kernels from the same in float32, whose products are not rounded."""
+"""Errors of a GPU's kernels: the distance of their results from results in float32 with exact products."""
 
 import dataclasses
 import itertools
@@ -21,11 +21,14 @@ from eqformer import explain_error, kernels, models, nn, training
 
 GROUP, UNIT = "numbers", "1e-3 off"
 ROWS = 2
-OF_KERNELS, OF_MODELS, IN_8_BITS = 0.02, 0.06, 0.2  # Largest distances, as shares of a result's norm.
+OF_KERNELS, OF_MODELS, IN_8_BITS = 0.02, 0.06, 0.2  # The largest allowed errors, as shares of a result's norm.
 
 
 class Check(NamedTuple):
-    """A function of 16-bit arrays, and the same of float32 arrays; `max_error` is their largest distance, of a norm."""
+    """A function of 16-bit arrays, and the same function of float32 arrays.
+
+    `max_error` is the largest allowed distance of their results, as a share of the result's norm.
+    """
 
     name: str
     run: Callable[[Any], Any]
@@ -38,13 +41,13 @@ Programs = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 class Call(NamedTuple):
-    """Attention to check."""
+    """A call of attention to check."""
 
     mask: nn.Mask
     is_packed: bool = False
     softcap: float | None = None
     has_head_scores: bool = False
-    """A score of each head joins its softmax: sinks."""
+    """Whether a learned score of each head joins the softmax (attention sinks)."""
     kv_heads: int = 4
     width: int = 128
     v_dim: int = 128
@@ -60,9 +63,10 @@ CALLS = {
     "latents": Call(nn.causal(), kv_heads=16, width=192),
     "softcap": Call(nn.sliding_window(100), softcap=50.0, width=256, v_dim=256),
 }
-# Models with attention, with experts (rounding lets routers choose others), and with a recurrence.
+# Models with attention, with experts, and with a recurrence. Routers may choose other experts because of rounding.
 MODELS = {"llama-byte-1m": OF_MODELS, "mixtral-byte-500k": IN_8_BITS, "bamba-byte-500k": OF_MODELS}
-# Dtypes of caches: few heads, windows and sinks, latents. One expert alone, since rounding would choose others.
+# Models whose caches are checked, with the caches' dtypes: models with few heads, with windows and sinks, with latents.
+# The second model has a single expert, because rounding could choose other experts.
 CACHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "llama-3-8b": (("bfloat16", "int8"), {}),
     "gpt-oss-20b": (("bfloat16",), {"experts": 1, "top_k": 1}),
@@ -72,17 +76,17 @@ SIZES = {"layers": 2, "vocab": 256, "mlp": 1024}
 
 
 def numbers(seq: int = 1024, names: dict[str, float] = MODELS, sizes: dict[str, Any] = SIZES) -> Result:
-    """Measure how far results and gradients are off, the worst of them: a row for each kernel and kind of model."""
+    """Measure the largest error of results and gradients, with a row for each kernel and kind of model."""
     checks = itertools.chain(_attentions(seq), _caches(seq, sizes), _experts(8 * seq))
     all_checks = [*checks, *(_model(name, min(seq, 256), max_error) for name, max_error in names.items())]
     with ThreadPoolExecutor() as pool:
         programs = [pool.submit(compile_check, check) for check in all_checks]
-    # They run after all are compiled, and one after another, since a GPU records one graph at a time.
+    # Programs run one after another, after all are compiled, because a GPU records one graph at a time.
     return Result([check_row(check, program.result) for check, program in zip(all_checks, programs)])
 
 
 def compile_check(check: Check) -> Programs:
-    """Compile the programs of a check: the kernel's, and the reference of float32 arrays."""
+    """Compile the two programs of a check: with the kernel, and the reference with float32 arrays."""
     program = _compile(check.run, check.make_inputs)
     with jax.default_matmul_precision("highest"):
         return program, _compile(check.reference, lambda: _in_float32(check.make_inputs()))
@@ -98,14 +102,14 @@ def _compile(run: Callable[[Any], Any], make_inputs: Callable[[], Any]) -> Calla
 
 
 def check_row(check: Check, programs: Callable[[], Programs]) -> Row:
-    """Return how far off a check's results are, in thousandths of their norms, with a note if that is too far."""
+    """Return the error of a check's results, in thousandths of their norms, with a note if the error is too large."""
     try:
         inputs, (run, reference) = check.make_inputs(), programs()
         off = distance(run(inputs), reference(_in_float32(inputs)))
     except Exception as error:
         return Row(GROUP, check.name, note=f"{type(error).__name__}: {explain_error(error)[0]}")
     if not math.isfinite(off):
-        return Row(GROUP, check.name, note="WRONG: some of it is not finite")
+        return Row(GROUP, check.name, note="WRONG: some results are not finite")
     note = (
         f"WRONG: more than {1e3 * check.max_error:.0f}"
         if off > check.max_error
@@ -115,7 +119,7 @@ def check_row(check: Check, programs: Callable[[], Programs]) -> Row:
 
 
 def distance(got: Any, want: Any) -> float:
-    """Return the largest distance of two arrays, as a share of the second's norm; NaN where any is."""
+    """Return the largest distance between arrays of two trees, as a share of the second array's norm; NaN if any is."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     exact = ((np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs)
     return float(np.max([np.linalg.norm(x - y) / (np.linalg.norm(y) or 1.0) for x, y in exact]))
@@ -131,7 +135,7 @@ def _random_bfloat16(number: int, *shape: int) -> jax.Array:
 
 
 def _with_gradients(call: Callable[[Any], Any], inputs: Any) -> Any:
-    """Return the result of a call and the gradients of its product with a direction."""
+    """Return the result of a call, and the gradients of its inner product with a fixed array."""
     y, pull = jax.vjp(call, inputs)
     return y, pull(jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape).astype(y.dtype))
 
@@ -156,7 +160,7 @@ def _attention_inputs(call: Call, seq: int) -> dict[str, jax.Array]:
 
 
 def _attend(call: Call, core: kernels.Operation, inputs: dict[str, jax.Array]) -> Any:
-    """Return the result of a core, zero at padding, and its gradients."""
+    """Return the result of an attention core, with zeros at padding, and its gradients."""
     seq = inputs["query"].shape[1]
     tokens = _documents(seq) if call.is_packed else nn.positions_like((ROWS, seq))
     options: dict[str, Any] = {"mask": call.mask, "tokens": tokens, "softcap": call.softcap, "scale": call.width**-0.5}
@@ -166,12 +170,12 @@ def _attend(call: Call, core: kernels.Operation, inputs: dict[str, jax.Array]) -
 
 
 def _documents(seq: int) -> nn.Tokens:
-    """Return rows of three documents, the first with padding behind them."""
+    """Return two rows of three documents each; the first row ends with padding."""
     return packed(((seq // 8, seq // 2, seq // 4), (1, seq // 3, seq - seq // 3 - 1)), seq)
 
 
 def packed(lengths: Sequence[Sequence[int]], seq: int) -> nn.Tokens:
-    """Return rows of documents of these lengths, one behind another, and padding behind them."""
+    """Return rows of documents with these lengths, followed by padding."""
     positions, segments = np.full((2, len(lengths), seq), -1, np.int32)
     for row, sizes in enumerate(lengths):
         for number, (end, size) in enumerate(zip(np.cumsum(sizes), sizes)):
@@ -181,7 +185,7 @@ def packed(lengths: Sequence[Sequence[int]], seq: int) -> nn.Tokens:
 
 
 def _caches(slots: int, sizes: dict[str, Any]) -> Iterator[Check]:
-    """Yield checks of the logits of the newest tokens with a cache (16 bits, 8 bits, latents) against none."""
+    """Yield checks of the newest token's logits, computed with a cache (16 bits, 8 bits, latents) and without one."""
     for name, (dtypes, changes) in CACHED.items():
         config: Any = dataclasses.replace(models.preset(name), **changes | sizes)
         build = partial(_build, config, nn.Precision("bfloat16", "bfloat16"))
@@ -203,7 +207,7 @@ def _without_cache(slots: int, model: nn.Transformer) -> Any:
 
 
 def _ids(vocab: int, slots: int) -> Any:
-    """Return tokens that leave some slots empty."""
+    """Return random ids that leave 8 slots of a cache empty."""
     return _ours.random_batch(vocab, ROWS, slots - 8).ids
 
 
@@ -212,7 +216,7 @@ def _build(config: Any, precision: nn.Precision) -> nn.Transformer:
 
 
 def _experts(rows: int) -> Iterator[Check]:
-    """Yield checks of eight gated experts on rows sorted by expert: one has no rows, and some rows have no expert."""
+    """Yield checks of eight experts on rows sorted by expert; one expert has no rows, and some rows have no expert."""
     run = partial(_apply_experts, jnp.asarray([rows // 4, 0, 3, rows // 8, rows // 3, 65, 1, rows // 9], jnp.int32))
     weight = lambda number, *dims: _random_bfloat16(number, 8, *dims) / dims[-1] ** 0.5
     make_inputs = lambda: (
@@ -233,13 +237,13 @@ def _experts(rows: int) -> Iterator[Check]:
 
 
 def _apply_linear(change: Callable[[Any], Any], inputs: Any) -> Any:
-    """Apply a changed linear map of this weight to rows; return the result and its gradients."""
+    """Apply a linear map, changed by `change`, to rows; return the result and its gradients."""
     linear = lambda weight: change(nn.Fp8Linear(("mlp",), ("embed",), weight=weight, bias=None))
     return _with_gradients(lambda inputs: linear(inputs[0])(inputs[1]), inputs)
 
 
 def _apply_experts(sizes: jax.Array, change: Callable[[nn.Experts], nn.Experts], inputs: Any) -> Any:
-    """Apply changed experts of these arrays to sorted rows; return the result and its gradients."""
+    """Apply experts, changed by `change`, to sorted rows; return the result and its gradients."""
     expert = lambda key: nn.GatedMLP(embed=512, mlp=768, bias=False, key=key)
     shapes = eqx.filter_eval_shape(lambda key: nn.Experts(expert, 8, key=key), jax.random.key(0))
     weights = lambda experts: [getattr(experts.mlps, name).weight for name in ("gate", "up", "down")]
@@ -248,7 +252,7 @@ def _apply_experts(sizes: jax.Array, change: Callable[[nn.Experts], nn.Experts],
 
 
 def _model(name: str, seq: int, max_error: float) -> Check:
-    """Return a check of a model's loss and gradients in bfloat16 against float32."""
+    """Return a check of a model's loss and gradients, computed in bfloat16, against float32."""
     mixed, wide = (
         partial(_gradients, seq, precision) for precision in (nn.Precision(compute="bfloat16"), nn.Precision())
     )

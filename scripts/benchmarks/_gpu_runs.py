@@ -1,4 +1,4 @@
-"""Measurements by a process that has a GPU for itself: each contender is made, timed and dropped in turn."""
+"""Measurements in a process that has a GPU for itself; contenders are built, timed and dropped one after another."""
 
 import dataclasses
 import gc
@@ -21,7 +21,7 @@ from eqformer.parallel import Plan
 
 
 class Card(NamedTuple):
-    """A device, the bytes that JAX gives programs (0 where it does not say) and its peak in operations a second."""
+    """A device: its name, its platform, the bytes that JAX gives programs (0: unknown), and its peak in FLOP/s."""
 
     name: str
     platform: str
@@ -31,7 +31,7 @@ class Card(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Settings of training that fit into the memory and are nearest to the usual; rows and layers are shares."""
+    """Settings of training that decide its memory; `rows` and `layers` are shares of a `Work`'s rows and layers."""
 
     remat: Literal["none", "products", "full"] = "products"
     rows: float = 1.0
@@ -42,7 +42,8 @@ class Way:
         return f"{'bfloat16' if self.narrow else 'float32'} parameters and moments, remat {self.remat}"
 
 
-# Moments of 8 bits are left out: an update has all of them in float32 at once (docs/accelerators-memory.md).
+# Settings to try, nearest to the usual first. 8-bit moments would not help, because an update holds all moments in
+# float32 at once (docs/accelerators-memory.md).
 WAYS = (
     Way(),
     Way("full"),
@@ -56,7 +57,7 @@ WAYS = (
 
 
 class Work(NamedTuple):
-    """Model to train, a preset (with so many layers, None: all), and its rows of tokens."""
+    """Training to measure: a preset, the shape of its batch, and its number of layers (None: all)."""
 
     preset: str
     rows: int
@@ -64,7 +65,7 @@ class Work(NamedTuple):
     layers: int | None = None
 
     def by(self, way: Way) -> tuple[str, Any, int]:
-        """Return the name, the configuration and the rows in a way's shares."""
+        """Return the name, the model's config and the number of rows of this work with the settings `way`."""
         config: Any = models.preset(self.preset)
         layers = max(1, round(way.layers * (self.layers or config.layers)))
         rows, note = max(1, round(way.rows * self.rows)), f", {layers} layers" * (layers < config.layers)
@@ -87,14 +88,14 @@ def read_card() -> Card:
 
 
 def memory() -> int | None:
-    """Return the bytes that JAX gives programs on its first device; None where it does not say."""
+    """Return the bytes that JAX gives programs on its first device; None if unknown."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def attention(
     heads: tuple[int, int, int], rows: int, seq: int, rounds: int, *, peer: bool, kernel_alone: bool = False
 ) -> Result:
-    """Measure causal attention by each core, forward and backward, or PyTorch's; hidden scores are not counted."""
+    """Measure causal attention, forward and backward, by each core or by PyTorch; masked scores count no FLOPs."""
     count, kv_count, head_dim = heads
     draw = lambda number, count: jax.random.normal(jax.random.key(number), (rows, seq, count, head_dim), jnp.bfloat16)
     options: dict[str, Any] = {"mask": nn.causal(), "tokens": nn.positions_like((rows, seq)), "scale": head_dim**-0.5}
@@ -111,16 +112,16 @@ def attention(
         cores |= {f"blocks of {size}": kernels.BlockwiseAttention(size) for size in (128, 256, 512)}
     theirs = partial(_peers.attention, heads, rows, seq)
     contenders = {"PyTorch": theirs} if peer else {name: partial(ours, core) for name, core in cores.items()}
-    # Two products forward and five backward, of the half of the scores that is seen.
+    # There are two products forward and five backward, over the unmasked half of the scores.
     flops = 7 * rows * count * seq**2 * head_dim
     return Result(list(_rows(f"attention, {rows} x {seq} tokens", "TFLOP/s", flops / 1e12, contenders, rounds)))
 
 
 def train(work: Work, rounds: int, peak: float, *, unrolled: bool = False) -> Result:
-    """Measure steps of AdamW with the first settings that fit into the memory, by formulas and then in fact.
+    """Measure training steps of AdamW with the first settings that fit into the memory, by formulas and in practice.
 
-    Unrolled, a program has no loop over layers, and so copies nothing that it keeps for the backward pass into stacks;
-    there it keeps all instead of results of products, which takes a third more memory than formulas tell of these.
+    With `unrolled`, the program has no loop over layers, and therefore copies no residuals into stacked arrays. It then
+    keeps all residuals, not only the results of products, which takes a third more memory than the formulas say.
     """
     rows: list[Row] = []
     for way in ways_that_fit(work, memory()):
@@ -132,11 +133,11 @@ def train(work: Work, rounds: int, peak: float, *, unrolled: bool = False) -> Re
         rows += _rows(group, "tokens/s", row_count * work.seq, contenders, rounds, str(way))
         if (last := rows[-1]).value is not None:
             return Result([*rows, *_shares(last, config, work.seq, peak)], way)
-    return Result(rows or [Row(work.by(Way())[0], "eqformer", note="left out: by formulas no way of it fits")])
+    return Result(rows or [Row(work.by(Way())[0], "eqformer", note="left out: no settings fit, by formulas")])
 
 
 def _shares(row: Row, config: Any, seq: int, peak: float) -> Iterator[Row]:
-    """Yield the share of the peak, by both ways to count causal attention."""
+    """Yield the share of the peak twice, with half and with all of the scores of causal attention counted."""
     shapes = models.shapes(config)
     for attention in ("half", "full"):
         share = (row.value or 0.0) * planning.flops_per_token(shapes, seq, attention=attention) / peak
@@ -145,14 +146,14 @@ def _shares(row: Row, config: Any, seq: int, peak: float) -> Iterator[Row]:
 
 
 def step_options(way: Way, unroll: int = 1) -> dict[str, Any]:
-    """Return the options of `_ours.step_and_state` for a way, with so many layers in a turn of the loop."""
+    """Return the options of `_ours.step_and_state` for settings, with `unroll` layers in an iteration of the loop."""
     precision = nn.Precision("bfloat16" if way.narrow else "float32", "bfloat16")
     moments = "bfloat16" if way.narrow else "float32"
     return {"execution": nn.Execution(remat=way.remat, unroll=unroll), "precision": precision, "moments": moments}
 
 
 def ways_that_fit(work: Work, memory: int | None) -> Iterator[Way]:
-    """Yield the ways that hold at most 0.95 of the memory by formulas, which may be off by 5 %; all if it is None."""
+    """Yield settings that need at most 0.95 of the memory, by formulas, which may be off by 5 %; None: yield all."""
     for way in WAYS:
         _, config, rows = work.by(way)
         make, optimizer = _ours.model_and_optimizer(config, **step_options(way))
@@ -160,12 +161,13 @@ def ways_that_fit(work: Work, memory: int | None) -> Iterator[Way]:
         states = training.PlannedState(make, optimizer, Plan(planning.abstract_mesh({})), model_shapes=shapes)
         state = lambda states=states: sum(size for size, _ in planning.state_bytes(states).values())
         step = lambda s=states, m=shapes, r=rows: planning.step_bytes(s, m, planning.batch_shapes(r, work.seq)).total
-        if memory is None or all(size() < 0.95 * memory for size in (state, step)):  # The second takes seconds.
+        # `step` takes seconds, and is computed only if the state fits.
+        if memory is None or all(size() < 0.95 * memory for size in (state, step)):
             yield way
 
 
 def train_peer(work: Work, rounds: int, way: Way) -> Result:
-    """Measure the same steps by PyTorch, compiled."""
+    """Measure the training steps of `train` by compiled PyTorch."""
     group, config, row_count = work.by(way)
     batch = _ours.random_batch(config.vocab, row_count, work.seq)
     options = {"compiled": "layers", "remat": way.remat == "full", "narrow": way.narrow}
@@ -178,7 +180,7 @@ def train_peer(work: Work, rounds: int, way: Way) -> Result:
 
 
 def decode(name: str, batch: int, prompt: int, new: int, rounds: int, *, peer: bool) -> Result:
-    """Measure tokens a second of greedy decoding with parameters and cache in bfloat16, the prompt's pass included."""
+    """Measure tokens a second of greedy decoding, prefill included, with parameters and cache in bfloat16."""
     config: Any = models.preset(name)
     ids = np.random.default_rng(0).integers(1, config.vocab, (batch, prompt), dtype=np.int32)
     ours = partial(_ours.decode, config, ids, new, unstacked=True, precision=nn.Precision("bfloat16", "bfloat16"))
@@ -191,9 +193,9 @@ FORMS = (None, "int8", "fp8", "int4")
 
 
 def decode_steps(name: str, layers: int, batch: int, prompt: int, new: int, rounds: int) -> Result:
-    """Measure decoding steps with weights in bfloat16 and quantized: the time of `new` tokens without the first one's.
+    """Measure decode steps with weights in bfloat16 and with quantized weights.
 
-    The first token's time is that of the prompt.
+    The time of a step is the time of `new` tokens, minus the time of one token with its prefill, over `new - 1`.
     """
     config: Any = dataclasses.replace(models.preset(name), layers=layers)
     ids = np.random.default_rng(0).integers(1, config.vocab, (batch, prompt), dtype=np.int32)
@@ -214,7 +216,7 @@ def decode_steps(name: str, layers: int, batch: int, prompt: int, new: int, roun
 
 
 def trace(work: Work, folder: Path) -> Result:
-    """Write a trace of three steps."""
+    """Write a profiler trace of three training steps."""
     _, config, rows = work.by(Way())
     step = _ours.train_step(config, _ours.random_batch(config.vocab, rows, work.seq), **step_options(Way()))
     step()
@@ -225,13 +227,13 @@ def trace(work: Work, folder: Path) -> Result:
 
 
 def run_on_cpu(work: Callable[[], Result]) -> Result:
-    """Run the work in a process that leaves the GPU to PyTorch: arrays of JAX's are on the CPU."""
+    """Run the work in this process with JAX on the CPU, which leaves the GPU to PyTorch."""
     jax.config.update("jax_platforms", "cpu")
     return work()
 
 
 def run_without_autotuning(work: Callable[[], Result]) -> Result:
-    """Run the work in a process whose XLA takes kernels without measuring them, where only numbers are asked for."""
+    """Run the work in this process, where XLA chooses kernels without measuring them; for work that is not timed."""
     skip_autotuning()
     return work()
 
@@ -244,7 +246,7 @@ def _rows(
     rounds: int,
     way: str = "",
 ) -> Iterator[Row]:
-    """Yield a row for each contender in turn; a contender that fails (no memory, no kernel) is a row that says why."""
+    """Yield a row for each contender; if a contender fails (no memory, no kernel), its row says why."""
     for name, make in contenders.items():
         try:
             (row,) = rate_rows(group, unit, amount, seconds_in_turn({name: make()}, rounds))

@@ -1,4 +1,4 @@
-"""Rows about tasks of lm-evaluation-harness: requests a second beside the harness' own backend of transformers."""
+"""Rows about tasks of lm-evaluation-harness: requests a second, beside the harness's own transformers backend."""
 
 import dataclasses
 import json
@@ -20,13 +20,13 @@ from eqformer import data, evaluation, models, text, write_atomic
 
 MODEL = dataclasses.replace(SMOLLM2, layers=6)
 DOCUMENTS, CHOICES, NEW = 8, 4, 24
-CONTEXT, ANSWER = (100, 200), (8, 24)  # bytes, the fewest and the most
+CONTEXT, ANSWER = (100, 200), (8, 24)  # the least and the greatest number of bytes
 SHARED = 400  # bytes of examples with which all prompts of a task begin
-PEER, BATCH = "the harness' own backend of transformers", 8
+PEER, BATCH = "the harness's own transformers backend", 8
 
 
 def tasks(rounds: int) -> Iterator[Row]:
-    """Answers of tasks by 6 layers like SmolLM2-135M's (float32, a token a byte) beside the harness' own backend."""
+    """Requests a second of tasks, by 6 layers of SmolLM2-135M's shape (float32, bytes), beside the harness's own."""
     if not find_spec("lm_eval"):
         yield Row("tasks", "left out", note='needs lm_eval: pip install "eqformer[eval]"')
         return
@@ -50,7 +50,7 @@ def tasks(rounds: int) -> Iterator[Row]:
 def _time_backends(
     group: str, kind: str, arguments: list[tuple], backends: dict[str, Any], rounds: int
 ) -> Iterator[Row]:
-    """Yield the rates of the backends; the answers of all must be the same."""
+    """Yield the rates of the backends; raise an error unless all backends give the same answers."""
     make_request = import_module("lm_eval.api.instance").Instance
     requests = [
         make_request(request_type=kind, doc={}, arguments=pair, idx=index) for index, pair in enumerate(arguments)
@@ -64,7 +64,7 @@ def _time_backends(
             sums, first_sums = ([log_prob for log_prob, _ in pairs] for pairs in (responses, first))
             np.testing.assert_allclose(sums, first_sums, atol=1e-2, err_msg=name)
         elif differing := sum(mine != theirs for mine, theirs in zip(first, responses, strict=True)):
-            raise ValueError(f"{name}: {differing} of {len(first)} texts differ from those of eqformer.")
+            raise ValueError(f"{name}: {differing} of {len(first)} texts differ from eqformer's texts.")
     yield from rate_rows(group, "requests/s", len(requests), seconds_in_turn(contenders, rounds))
 
 
@@ -76,7 +76,7 @@ def _make_choices() -> list[tuple[str, str]]:
 
 
 def _make_prompts(shared: int = 0) -> list[tuple[str, dict[str, Any]]]:
-    """Return prompts with the options of their generation; `shared` bytes of examples are before all of them."""
+    """Return prompts with the options of generation; each prompt begins with the same `shared` bytes of examples."""
     rng = np.random.default_rng(1)
     options = {"until": ["\n\n"], "max_gen_toks": NEW, "do_sample": False}
     examples = _random_text(np.random.default_rng(2), (shared, shared + 1)) if shared else ""

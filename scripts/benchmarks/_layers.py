@@ -1,4 +1,4 @@
-"""Rows about single layers, forward and backward, beside other programs': recurrences and mixtures of experts."""
+"""Rows about single layers (recurrences, mixtures of experts), forward and backward, beside other programs' layers."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +18,7 @@ EMBED = 256
 HEADS, HEAD_DIM, STATE, MIXER_ROWS = 8, 64, 128, 2
 MLP, TOP_K, MOE_ROWS, MOE_SEQ = 512, 2, 8, 512
 TOKENS = MOE_ROWS * MOE_SEQ
-TOO_LARGE = 4096, "channel delta net"  # PyTorch keeps several arrays of 1 GB for a gradient, so one row is measured.
+TOO_LARGE = 4096, "channel delta net"  # One row is measured, because PyTorch stores several residuals of 1 GB.
 PEERS: dict[str, Callable[[np.ndarray], Callable[[], None]]] = {
     "gated delta net": lambda x: _peers.delta_net(x, heads=HEADS, kv_heads=HEADS // 2, head_dim=HEAD_DIM),
     "channel delta net": lambda x: _peers.channel_delta_net(x, heads=HEADS, head_dim=HEAD_DIM),
@@ -48,7 +48,7 @@ def mixers(rounds: int) -> Iterator[Row]:
         peer_name = "{} of transformers".format
         contenders: dict[str, Callable[[], Any]] = {**ours, **{peer_name(name): peer for name, peer in theirs.items()}}
         times = seconds_in_turn(contenders, rounds)
-        for name in layers:  # All are timed in one turn; the rows of a mixer are beside those it is compared with.
+        for name in layers:  # All layers take turns; a group has a layer's row and the rows of its comparisons.
             compared_names = [label for label in (name, "attention", peer_name(name)) if label in times]
             group = f"{name}, {seq} tokens"
             yield from gradient_rows(
@@ -60,9 +60,10 @@ def mixers(rounds: int) -> Iterator[Row]:
 
 
 def _apply_one_hot(layer: nn.MoE, x: Float[Array, "rows seq embed"], group: int) -> Float[Array, "rows seq embed"]:
-    """Dispatch and combine by products with one-hot arrays of floats (GShard, arXiv:2006.16668, algorithm 2).
+    """Dispatch and combine tokens by products with one-hot float arrays (GShard, arXiv:2006.16668, algorithm 2).
 
-    Tokens are taken in groups of so many; in each, every expert has 1.25 times the slots that even loads need.
+    Tokens are split into groups of `group` tokens. In each group, an expert has 1.25 times the slots that even loads
+    need.
     """
     experts = len(layer.experts)
     slots = int(1.25 * TOP_K * group / experts)
@@ -83,18 +84,18 @@ def _apply_one_hot(layer: nn.MoE, x: Float[Array, "rows seq embed"], group: int)
 
 
 def _route_for_training(layer: nn.MoE, x: Float[Array, "rows seq embed"]) -> Float[Array, "rows seq embed"]:
-    """Apply a mixture to tokens of a training step: at other times no dispatch drops a choice."""
+    """Apply a mixture to tokens with random keys, as in training; without keys, no choice of an expert is dropped."""
     keys = jax.random.split(jax.random.key(3), x.shape[:-1])
     return layer(x, nn.Tokens(nn.positions_like(x.shape[:-1]).positions, keys=keys))[0]
 
 
 def _apply_evenly(experts: nn.Experts, x: Float[Array, "rows embed"]) -> Float[Array, "rows embed"]:
-    """Apply experts to rows sorted by expert, as many rows for each expert."""
+    """Apply experts to rows sorted by expert, with the same number of rows for each expert."""
     return experts.sorted_rows(x, jnp.full(len(experts), len(x) // len(experts), jnp.int32))
 
 
 def mixtures(rounds: int) -> Iterator[Row]:
-    """Tokens a second of a layer of 8 experts, two a token, forward and backward, and of others of equal work."""
+    """Tokens a second of 8 experts, two for each token, forward and backward, and of other layers of equal work."""
     x = jax.random.normal(jax.random.key(1), (MOE_ROWS, MOE_SEQ, EMBED))
     dense = nn.GatedMLP(embed=EMBED, mlp=TOP_K * MLP, key=jax.random.key(2))
     contenders: dict[str, Callable[[], Any]] = {
@@ -119,7 +120,7 @@ def mixtures(rounds: int) -> Iterator[Row]:
 
 
 def _make_moe(experts: int, dispatch: nn.Dropless | nn.Capacity | None = None) -> nn.MoE:
-    """Return a mixture of gated experts, two a token."""
+    """Return a mixture of gated experts, with two experts for each token."""
     router_key, experts_key = jax.random.split(jax.random.key(0))
     return nn.MoE(
         nn.TopKRouter(embed=EMBED, experts=experts, top_k=TOP_K, normalise=True, key=router_key),

@@ -1,4 +1,4 @@
-"""Rows about what the default run learns: bits a byte with three seeds, and the seconds of the whole command."""
+"""Rows about the default run: bits a byte on validation text with three seeds, and seconds of the whole command."""
 
 import statistics
 import subprocess
@@ -29,11 +29,11 @@ class Outcome(NamedTuple):
 
 
 def learning(rounds: int) -> Iterator[Row]:
-    """Bits a byte on validation text and seconds of the default command, with three seeds, beside the recipe llama."""
+    """Validation bits a byte and seconds of the default command, with three seeds, beside the recipe llama."""
     del rounds  # Each seed is a round.
     outcomes: dict[str, list[Outcome]] = {name: [] for name in RUNS}
     with tempfile.TemporaryDirectory() as parent:
-        for seed in SEEDS:  # In turn, so that changes in the machine's speed affect all alike.
+        for seed in SEEDS:  # Contenders take turns, so that changes in the machine's speed affect all alike.
             for index, (name, flags) in enumerate(RUNS.items()):
                 outcomes[name].append(run_once(Path(parent, f"run-{index}-{seed}"), ("--seed", str(seed), *flags)))
     first = next(iter(outcomes.values()))
@@ -47,7 +47,7 @@ def learning(rounds: int) -> Iterator[Row]:
 
 
 def run_once(folder: Path, flags: tuple[str, ...]) -> Outcome:
-    """Run `pretrain.py` in a process of its own, with an empty run directory."""
+    """Run `pretrain.py` in a separate process, with an empty run directory."""
     start = time.perf_counter()
     command = [sys.executable, str(PRETRAIN), "--run-dir", str(folder), *flags]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -1,6 +1,6 @@
-"""Rows about what the same models learn in plain PyTorch: initial weights, batches and steps are the same.
+"""Rows about the losses of eqformer's runs and of plain PyTorch, with the same initial weights, batches and steps.
 
-One peer has the recipe's settings too, the others those of nanoGPT and nanochat.
+One PyTorch run uses the recipe's settings, and the other runs use the settings of nanoGPT and nanochat.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def learning_peers(rounds: int) -> Iterator[Row]:
 
 
 def train_all(recipe: Recipe, peers: Mapping[str, MakeOptimizer] = OPTIMIZERS) -> dict[str, float]:
-    """Return the bits a byte on the validation text that the recipe's run and each of PyTorch's end with, by name."""
+    """Return the final bits a byte on the validation text, by contender: eqformer's run, and each PyTorch run."""
     screen = Screen(silent=True)
     with tempfile.TemporaryDirectory() as parent:
         directory = RunDirectory(Path(parent, "run"))
@@ -62,7 +62,7 @@ def train_all(recipe: Recipe, peers: Mapping[str, MakeOptimizer] = OPTIMIZERS) -
 
 
 def train_peer(model: Any, optimizer: PeerOptimizer, steps: int, batch_of: Callable[[int], Any]) -> None:
-    """Take a run's steps with a model of transformers."""
+    """Train a model of transformers for the steps of a run."""
     torch = import_module("torch")
     for step in range(steps):
         batch = batch_of(step)
@@ -76,7 +76,7 @@ def train_peer(model: Any, optimizer: PeerOptimizer, steps: int, batch_of: Calla
 
 
 def _forward(model: Any, ids: Any) -> tuple[Any, Any]:
-    """Return the logits, and the loss of a mixture's routers."""
+    """Return the logits, and the balance loss of a mixture's routers."""
     if not hasattr(model.config, "router_aux_loss_coef"):
         return model(ids, use_cache=False).logits, 0.0
     result = model(ids, use_cache=False, output_router_logits=True)
@@ -95,7 +95,7 @@ def _mean_balance(model: Any, layers: Any) -> Any:
 
 
 def sum_losses(model: Any, batch: Any) -> dict[str, float]:
-    """Return the sums of a validation batch."""
+    """Return the sums of nats, correct tokens and weights of a validation batch."""
     torch = import_module("torch")
     with torch.no_grad():
         ids, targets = (torch.tensor(np.asarray(x)).long() for x in (batch.ids, batch.targets))

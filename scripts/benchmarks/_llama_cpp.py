@@ -1,7 +1,7 @@
-"""llama.cpp as a contender, where the packages `llama-cpp-python` and `gguf` are installed.
+"""llama.cpp as a contender, if the packages `llama-cpp-python` and `gguf` are installed.
 
-Requests are continued together as llama.cpp's own server does it: each sequence of one context is a slot, and every
-call of `llama_decode` has the newest token of each slot and the prompts of the requests that begin.
+Requests are decoded in one batch, as in llama.cpp's own server: each sequence of one context is a slot, and every call
+of `llama_decode` has the newest token of each slot and the prompts of new requests.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from eqformer.models import LlamaConfig
 
 
 def is_installed() -> bool:
-    """Return whether llama.cpp, and the writer of its files, can be imported."""
+    """Return whether llama.cpp and the package that writes its files can be imported."""
     return all(importlib.util.find_spec(package) for package in ("llama_cpp", "gguf"))
 
 
 def write_model(path: Path, numbers: LlamaConfig, max_length: int) -> None:
-    """Write a GGUF file of a model of these numbers, with random weights in float32 and no vocabulary of texts."""
+    """Write a GGUF file of a model with the config `numbers`, random weights in float32 and no tokenizer."""
     gguf = import_module("gguf")
     writer = gguf.GGUFWriter(str(path), "llama")
     head_dim = numbers.head_size
@@ -67,11 +67,11 @@ def write_model(path: Path, numbers: LlamaConfig, max_length: int) -> None:
 
 @dataclasses.dataclass
 class _Slot:
-    """A request that is continued."""
+    """A request that is being decoded."""
 
     number: int
     length: int
-    """Tokens that the slot's cache has read."""
+    """The number of tokens in the slot's cache."""
     new: list[int]
 
 
@@ -90,7 +90,7 @@ class Model:
             write_model(path, config, capacity)
             self.pointer = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
         if not self.pointer:
-            raise RuntimeError("llama.cpp cannot read its file; leave the benchmark `engine` out, or llama-cpp-python.")
+            raise RuntimeError("llama.cpp cannot read its file; leave out `engine`, or uninstall llama-cpp-python.")
 
     def __enter__(self) -> Self:
         return self
@@ -100,9 +100,10 @@ class Model:
 
 
 class Context:
-    """A context of a model with some slots, in llama.cpp's default settings: the caches are in float16.
+    """A context of a model, with slots and llama.cpp's default settings: the caches are in float16.
 
-    Its threads, caches and batch are freed at the end of its `with` block, which must be inside the model's.
+    The context's threads, caches and batch are freed at the end of its `with` block, which must be inside the `with`
+    block of the model.
     """
 
     def __init__(self, model: Model, *, slots: int, capacity: int, threads: int):
@@ -125,7 +126,7 @@ class Context:
         self._llama.llama_free(self._context)
 
     def run(self, prompts: list[list[int]], new: list[int]) -> list[list[int]]:
-        """Return the greedy continuation of each prompt by as many tokens as `new` says."""
+        """Return the greedy continuation of each prompt; `new` has the number of new tokens of each."""
         llama = self._llama
         memory = llama.llama_get_memory(self._context)
         waiting, texts = list(range(len(prompts)))[::-1], [[] for _ in prompts]
@@ -151,7 +152,7 @@ class Context:
         return texts
 
     def _add(self, slot: int, start: int, ids: list[int]) -> int:
-        """Add tokens of a slot to the next call; return the index of the last one, whose logits are computed."""
+        """Add tokens of a slot to the next call; return the index of the last token, whose logits are computed."""
         batch, index = self._batch, self._batch.n_tokens
         for offset, token in enumerate(ids):
             index = batch.n_tokens
@@ -163,10 +164,10 @@ class Context:
 
 
 def fastest_threads(model: Model) -> int:
-    """Return the faster number of threads of 1 and all, for a few tokens.
+    """Return the number of threads that decodes a few tokens faster: 1, or the number of all cores.
 
-    Threads spin until the last one has done its part, so on cores that other programs share, two threads took 150
-    times as long as one.
+    All threads spin until the last thread has done its part. On cores that other programs used too, two threads took
+    150 times as long as one thread.
     """
     seconds = {}
     for threads in {1, len(os.sched_getaffinity(0))}:

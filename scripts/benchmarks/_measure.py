@@ -1,4 +1,4 @@
-"""Time several contenders in turn, A B A B, so that changes in the machine's speed affect all alike."""
+"""Time contenders that take turns (A B A B), so that changes in the machine's speed affect all of them alike."""
 
 import dataclasses
 import itertools
@@ -16,14 +16,14 @@ from benchmarks import _peers
 from eqformer import planning
 
 
-REST = 0.25  # Seconds. Idle threads of a thread pool spin for a while, which would slow down the next contender.
+REST = 0.25  # Seconds of rest between contenders, whose idle threads spin for a while, and slow down the next one.
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Line of the table: what was measured, of whom, and how it compares with the first of its group.
+    """Line of the table: a measured value of a contender, and its ratio to the first row of the group.
 
-    Without a value the note says why there is none.
+    If there is no value, the note says why.
     """
 
     group: str
@@ -35,10 +35,10 @@ class Row:
 
 
 def machine_rows(group: str) -> Iterator[Row]:
-    """Yield rows on the speed of the machine now, beside which other rows are read: machines have slow days.
+    """Yield rows on the current speed of the machine, which changes; other rows are read in comparison with them.
 
-    A product of 2048 x 2048 by PyTorch is measured too: on some processors its library is as fast as XLA's, on others
-    half as fast, and so are all of its rows.
+    A product of 2048 x 2048 by PyTorch is measured too: on some processors PyTorch's library is as fast as XLA's, and
+    on others half as fast, which affects all rows of PyTorch.
     """
     product, copies = planning.matmul_peak(seconds=1.0), planning.copy_bandwidth(seconds=1.0)
     note = f"copies of 128 MiB: {copies / 1e9:.1f} GB/s read and written"
@@ -51,11 +51,11 @@ def machine_rows(group: str) -> Iterator[Row]:
 def seconds_in_turn(
     contenders: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Return the seconds of each call, after a rest and a call that is not counted, since cores that slept start late.
+    """Return the seconds of each call in each round.
 
-    `time.process_time` as the clock counts processor time, which work of other processes changes less.
-
-    (A first token of 65 ms took 85 to 110 after a rest, with the same processor time; idle threads of PyTorch's spin.)
+    Each measured call follows a rest and a call that is not measured, because cores need time to wake up: after a rest,
+    a first token took 85 to 110 ms instead of 65 ms, with the same processor time. `time.process_time` as the `clock`
+    counts processor time, which depends less on other processes.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
@@ -69,9 +69,9 @@ def seconds_in_turn(
 
 
 def seconds_of_passes(passes: dict[str, Sequence[Callable[[], Any]]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each pass through a contender's calls, of seconds each; contenders take turns at each call.
+    """Return the seconds of each pass through all calls of a contender, for calls that take seconds.
 
-    A contender may have more calls than another.
+    Contenders take turns after each call. They may have different numbers of calls.
     """
     times = {name: [0.0] * rounds for name in passes}
     for number in range(rounds):
@@ -86,9 +86,9 @@ def seconds_of_passes(passes: dict[str, Sequence[Callable[[], Any]]], rounds: in
 
 
 def rate_rows(group: str, unit: str, amount: float, times: dict[str, list[float]]) -> list[Row]:
-    """Return rows of median rates of `amount` a second, each with the first contender's rate over it.
+    """Return a row for each contender: its median rate in `unit`, and the ratio of the first contender's rate to it.
 
-    Ratios are medians over rounds.
+    `amount` is the work of a call in `unit`. Ratios are medians over rounds.
     """
     first = next(iter(times.values()))
     rows = []
@@ -101,7 +101,10 @@ def rate_rows(group: str, unit: str, amount: float, times: dict[str, list[float]
 
 
 class Gradients:
-    """Compiled gradients of `call(layer, x)`, or of the first value that a layer returns, for parameters and input."""
+    """Compiled gradients of the sum of squares of `call(layer, x)`, with respect to the layer's arrays and `x`.
+
+    By default `call` returns the layer's first result.
+    """
 
     def __init__(self, layer: Any, x: Array, call: Callable[[Any, Array], Array] = lambda layer, x: layer(x)[0]):
         arrays, static = eqx.partition(layer, eqx.is_array)
@@ -111,20 +114,20 @@ class Gradients:
 
     @property
     def temporary(self) -> int:
-        """Bytes of temporary memory."""
+        """The bytes of temporary memory of the program."""
         analysis = self.program.memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes
 
     def __call__(self) -> None:
-        """Run the program once, to the end."""
+        """Run the program once, and wait for the result."""
         jax.block_until_ready(self.program(*self.args))
 
 
 def gradient_rows(
     group: str, amount: float, contenders: dict[str, Callable[[], Any]], times: dict[str, list[float]]
 ) -> Iterator[Row]:
-    """Yield `rate_rows` of tokens a second, with the temporary memory of those that are `Gradients`."""
+    """Yield `rate_rows` of tokens a second, with the temporary memory of contenders that are `Gradients`."""
     for row in rate_rows(group, "tokens/s", amount, times):
         program = contenders[row.name]
         memory = f"; {program.temporary / 2**20:.0f} MiB" if isinstance(program, Gradients) else ""

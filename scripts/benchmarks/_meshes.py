@@ -1,7 +1,7 @@
-"""Rows about meshes: the time of a step on 8 simulated devices over one device's, bytes sent, and schedules.
+"""Rows about meshes: time of a step on 8 simulated devices relative to one device, bytes sent, and schedules.
 
-All simulated devices share the machine's cores, so that a step over 8 of them can at best take as long as on one: the
-ratio is overhead. Processor time tells what is computed and copied, whatever else runs on the cores.
+All simulated devices share the machine's cores, so a step on 8 of them takes at least as long as on one device, and a
+ratio above 1 is overhead. Processor time measures computation and copies, even if other programs use the cores.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ JAXFORMER_MESHES: dict[str, dict[str, int]] = {
 
 
 def layouts(rounds: int) -> Iterator[Row]:
-    """Step time of each layout on 8 simulated devices over one device's at the same batch, and seconds to compile."""
+    """Step time of each layout on 8 simulated devices, relative to one device with the same batch; compile time."""
     single = _run(Plan(make_mesh(devices=jax.devices()[:1])))
     median = statistics.median(seconds_in_turn({"one": single}, rounds)["one"])
     yield Row("layouts", "one device", 1000 * median, "ms", None, f"compiled in {single.seconds_to_compile:.1f} s")
@@ -95,7 +95,7 @@ def schedules(rounds: int) -> Iterator[Row]:
 
 
 def communication(rounds: int) -> Iterator[Row]:
-    """Bytes a device sends in a step of each layout, counted in the compiled program, over those by the formulas."""
+    """Bytes that a device sends in a step of each layout, counted in the compiled program, relative to the formulas."""
     model = nn.Execution().apply(models.shapes(NUMBERS))
     for name in LAYOUTS:
         plan = _plan(name)

@@ -1,4 +1,4 @@
-"""Contenders by eqformer: a train step and greedy decoding."""
+"""eqformer's contenders: a training step and greedy decoding."""
 
 import math
 import time
@@ -17,7 +17,7 @@ from eqformer.parallel import Plan, shardings
 
 
 def random_batch(vocab: int, rows: int, seq: int) -> Batch:
-    """Return rows of random tokens, each to be predicted from the tokens before it."""
+    """Return a batch of rows of random tokens for next-token prediction."""
     tokens = np.random.default_rng(0).integers(0, vocab, (rows, seq + 1), dtype=np.int32)
     return Batch(
         ids=jnp.asarray(tokens[:, :-1]),
@@ -34,13 +34,13 @@ def model_and_optimizer(
     precision: nn.Precision = nn.Precision(),
     moments: Any = "float32",
 ) -> tuple[Callable[[], nn.Transformer], training.Optimizer]:
-    """Return a function that builds a model as recipes run it by default, and AdamW for the model."""
+    """Return a function that builds a model with the defaults of recipes, and AdamW for this model."""
     make = lambda: precision.apply(execution.apply(models.build(numbers, key=jax.random.key(0))))
     return make, training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3, moments=moments)
 
 
 def step_and_state(numbers: Any, **how: Any) -> tuple[training.Step, training.TrainState]:
-    """Return a step of AdamW with clipping, and the first state, of a model of these numbers."""
+    """Return a training step of AdamW with clipping, and the first state, for a model with the config `numbers`."""
     make, optimizer = model_and_optimizer(numbers, **how)
     state = eqx.filter_jit(lambda: training.init_state(make(), optimizer))()
     return training.make_step(training.next_token_loss, optimizer), state
@@ -59,7 +59,7 @@ def train_step(numbers: Any, batch: Batch, **how: Any) -> Callable[[], float]:
 
 
 class OverMesh:
-    """Compiled step over a mesh with its state and a batch; with a key, choices of experts may be dropped."""
+    """Compiled training step over a mesh, with its state and a batch; with a key, experts may drop tokens."""
 
     def __init__(self, numbers: Any, plan: Plan, rows: int, seq: int, key: Key[Array, ""] | None = None, **how: Any):
         make, optimizer = model_and_optimizer(numbers, **how)
@@ -88,7 +88,10 @@ def decode(
     precision: nn.Precision = nn.Precision(),
     change: Callable[[nn.Transformer], nn.Transformer] = lambda model: model,
 ) -> Callable[[], Any]:
-    """Return a function that decodes greedily with a cache, by a model with a `change`, `unstacked` or not."""
+    """Return a function that decodes greedily with a cache, by a new model; `change` changes it, such as quantizing.
+
+    `unstacked` stores the layers separately instead of in stacked arrays.
+    """
     model = eqx.filter_jit(lambda key: change(precision.apply(models.build(numbers, key=key))))(jax.random.key(0))
     return greedy(generation.unstack_layers(model) if unstacked else model, ids, new)
 

@@ -1,6 +1,6 @@
-"""Optimizers in plain PyTorch for the peers of pretraining runs: a recipe's own settings, nanoGPT's and nanochat's.
+"""Optimizers in plain PyTorch for runs of a recipe, with the recipe's settings, nanoGPT's settings or nanochat's.
 
-Each is made for a model of transformers and a recipe, and `update(step)` takes one step by the gradients that are in
+An optimizer is made for a model of transformers and a recipe. Its `update(step)` takes one step with the gradients in
 the parameters. Sources: github.com/KellerJordan/Muon, github.com/karpathy/nanoGPT
 (config/train_shakespeare_char.py) and github.com/karpathy/nanochat (scripts/base_train.py, nanochat/optim.py; 2026).
 """
@@ -30,17 +30,18 @@ KELLER_JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 class PeerOptimizer(Protocol):
-    """An optimizer with its own schedule."""
+    """An optimizer with its own learning-rate schedule."""
 
     def update(self, step: int) -> None:
-        """Take the step of this number, from 0, by the gradients that the model's parameters hold."""
+        """Take step number `step`, counted from 0, with the gradients in the model's parameters."""
         ...
 
 
 class OfRecipe:
-    """The recipe's settings: Muon or NorMuon for hidden matrices, and AdamW for the rest; heads are tied.
+    """The recipe's settings: Muon or NorMuon for hidden matrices, and AdamW for all other parameters; heads are tied.
 
-    Muon is Keller Jordan's, without optax's correction of the first momenta, which is gone after about 60 steps.
+    Muon is Keller Jordan's version. It lacks optax's bias correction of the momentum, which matters only in about the
+    first 60 steps.
     """
 
     def __init__(self, model: Any, recipe: Recipe):
@@ -100,7 +101,7 @@ class OfRecipe:
 class OfNanoGPT:
     """nanoGPT's settings for a small model of characters: AdamW at 0.001, beta2 0.99, 100 steps of warmup, a cosine.
 
-    All arrays of two dims or more decay by 0.1; the gradient's norm is at most 1.
+    All arrays of two dims or more have a weight decay of 0.1; gradients are clipped to the norm 1.
     """
 
     def __init__(self, model: Any, recipe: Recipe):
@@ -123,9 +124,9 @@ class OfNanoGPT:
 class OfNanochat:
     """nanochat's settings: NorMuon at 0.02 for hidden matrices, AdamW at 0.3 for embeddings and 0.008 for the head.
 
-    The rates are multiplied by `share`; nanochat takes sqrt(tokens a step / 2**19). An embedding that is tied to the
-    head has the head's rate. The weight decay of 0.28 falls by a cosine, where nanochat also scales it by the horizon:
-    by a factor of thousands for a run as short as these, which is left out.
+    The rates are multiplied by `share`, which is `sqrt(tokens a step / 2**19)` in nanochat. An embedding that is tied
+    to the head has the head's rate. The weight decay of 0.28 falls by a cosine. nanochat also scales the decay by the
+    horizon, which is left out here: for such short runs, the factor would be in the thousands.
     """
 
     def __init__(self, model: Any, recipe: Recipe, share: float = 1.0):
@@ -170,7 +171,7 @@ class OfNanochat:
                     weight.sub_(rate * (update + decay * weight * (update * weight >= 0)))
 
     def _direction(self, update: Any, square: Any) -> Any:
-        """Return the orthogonalized update, with rows of like norms before and row variances divided out after."""
+        """Return the orthogonalized update: its rows get equal norms before, and are divided by variances after."""
         rows = update.norm(dim=-1, keepdim=True).clamp_min(1e-6)
         update = update * (update.norm(dim=(-2, -1), keepdim=True) / update.shape[-2] ** 0.5 / rows)
         update = orthogonalize(update, POLAR_EXPRESS, 1.01)
@@ -182,12 +183,12 @@ class OfNanochat:
 
 
 def nanochat_by_batch(model: Any, recipe: Recipe) -> OfNanochat:
-    """Return nanochat's optimizer with its rates for the recipe's batch."""
+    """Return nanochat's optimizer, with its learning rates scaled for the recipe's batch."""
     return OfNanochat(model, recipe, share=(recipe.batch * recipe.seq / 2**19) ** 0.5)
 
 
 MakeOptimizer: TypeAlias = Callable[[Any, Recipe], PeerOptimizer]
-"""Makes an optimizer for a model of transformers."""
+"""A function that makes an optimizer for a model of transformers and a recipe."""
 OPTIMIZERS: Mapping[str, MakeOptimizer] = MappingProxyType(
     {
         "the same settings": OfRecipe,
@@ -196,11 +197,11 @@ OPTIMIZERS: Mapping[str, MakeOptimizer] = MappingProxyType(
         "nanochat's rates by batch": nanochat_by_batch,
     }
 )
-"""The optimizer of each peer by its name in the rows."""
+"""The optimizer of each PyTorch run, by the run's name in the rows."""
 
 
 def split_parameters(model: Any) -> tuple[list[tuple[str, Any]], list[Any], list[Any]]:
-    """Return the hidden matrices with their names, the embedding and the head, and the other parameters."""
+    """Split parameters into hidden matrices with their names, the embedding and the head, and all other parameters."""
     named = list(model.named_parameters())
     tables = [x for name, x in named if "embed" in name or "lm_head" in name]
     hidden = [(name, x) for name, x in named if x.ndim > 1 and _is_hidden(name)]
@@ -210,13 +211,13 @@ def split_parameters(model: Any) -> tuple[list[tuple[str, Any]], list[Any], list
 
 
 def matrices_of(name: str, *arrays: Any) -> Sequence[tuple[Any, ...]]:
-    """Return views of the matrices in each array: a mixture's fused gates and inner maps are two matrices."""
+    """Return views of the matrices in each array; a mixture's fused gate and up projections are two matrices."""
     pieces = 2 if "gate_up" in name else 1
     return list(zip(*(x.chunk(pieces, -2) for x in arrays), strict=True))
 
 
 def orthogonalize(update: Any, polynomials: Sequence[tuple[float, float, float]], margin: float) -> Any:
-    """Return the update with all singular values near 1, in float32; its norm is divided by `margin` first."""
+    """Return the update with all singular values near 1, in float32; the update is first scaled to norm 1 / margin."""
     is_tall = _is_tall(update)
     x = update.mT if is_tall else update
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * margin + 1e-8)
@@ -227,7 +228,7 @@ def orthogonalize(update: Any, polynomials: Sequence[tuple[float, float, float]]
 
 
 def cosine_share(step: int, steps: int, warmup: int) -> float:
-    """Return the learning rate as a share of its peak: a linear warmup, then a cosine to a tenth."""
+    """Return the learning rate as a share of its peak: a linear warmup, then a cosine down to a tenth."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     return 0.1 + 0.45 * (1 + float(np.cos(np.pi * (step - warmup) / (steps - warmup))))
@@ -239,7 +240,7 @@ def _set_rates(optimizer: Any, rates: Sequence[float]) -> None:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return whether a parameter of two dims or more is a hidden matrix, and no table and no convolution."""
+    """Return whether a parameter of two dims or more is a hidden matrix, not a table or a convolution."""
     return not any(part in name for part in ("embed", "lm_head", "conv.conv"))
 
 
@@ -248,5 +249,5 @@ def _is_tall(x: Any) -> bool:
 
 
 def _variance_dim(x: Any) -> int:
-    """Return the dim whose mean square nanochat divides by: that of the inputs, or for wide matrices the outputs."""
+    """Return the dim over which nanochat takes mean squares: the inputs, or the outputs if there are more inputs."""
     return -1 if x.shape[-2] >= x.shape[-1] else -2

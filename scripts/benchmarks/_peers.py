@@ -1,4 +1,4 @@
-"""Contenders by PyTorch and transformers, where the extra `hf` is installed: on a GPU where PyTorch has one."""
+"""Contenders of PyTorch and transformers, if the extra `hf` is installed; on a GPU if PyTorch can use one."""
 
 import importlib.util
 import os
@@ -13,7 +13,7 @@ import numpy as np
 from eqformer.models import LlamaConfig, Qwen3Config
 
 
-# Models that PyTorch is measured on, with transformers' names for them.
+# Models with which PyTorch is measured, and transformers' names for them.
 KINDS = {LlamaConfig: "Llama", Qwen3Config: "Qwen3"}
 
 
@@ -35,7 +35,7 @@ def product_rate(size: int = 2048, times: int = 20) -> float:
 
 
 def build_model(numbers: LlamaConfig | Qwen3Config, max_length: int) -> Any:
-    """Build transformers' model of these numbers, with random weights in float32, on PyTorch's device."""
+    """Build transformers' model with the config `numbers` and random weights in float32, on PyTorch's device."""
     torch, transformers = import_module("torch"), import_module("transformers")
     _set_up()
     transformers.logging.set_verbosity_error()
@@ -55,7 +55,7 @@ def build_model(numbers: LlamaConfig | Qwen3Config, max_length: int) -> Any:
         eos_token_id=None,
         pad_token_id=0,
     )
-    with torch.device(_device()):  # On the host, billions of random weights take minutes.
+    with torch.device(_device()):  # On the host, drawing billions of random weights would take minutes.
         return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
@@ -76,8 +76,8 @@ def train_step(
         numbers: The model's configuration.
         ids: The tokens of the rows.
         targets: The tokens to be predicted.
-        compiled: The part that `torch.compile` compiles: nothing, the whole model, or one program for all its layers
-            and one for the loss, which takes seconds where the whole takes minutes.
+        compiled: What `torch.compile` compiles. "no": nothing. "whole": the whole model, which takes minutes. "layers":
+            one program for all layers and one for the loss, which takes seconds.
         remat: Whether the backward pass computes each layer again.
         narrow: Whether parameters, gradients and moments are in bfloat16.
     """
@@ -116,7 +116,7 @@ def train_step(
 
 
 def attention(heads: tuple[int, int, int], rows: int, seq: int) -> Callable[[], None]:
-    """Return a run of causal attention in bfloat16 (FlashAttention on a GPU), forward and backward."""
+    """Return a function that runs causal attention in bfloat16 (FlashAttention on a GPU), forward and backward."""
     torch = import_module("torch")
     _set_up()
     device = _device()
@@ -134,7 +134,7 @@ def attention(heads: tuple[int, int, int], rows: int, seq: int) -> Callable[[], 
 
 
 def mixtral_layer(x: np.ndarray, *, mlp: int, experts: int, kind: str) -> Callable[[], None]:
-    """Return a run of transformers' mixture, two experts a token, forward and backward.
+    """Return a function that runs transformers' mixture, with two experts for each token, forward and backward.
 
     `kind` is the implementation of its experts.
     """
@@ -149,7 +149,7 @@ def mixtral_layer(x: np.ndarray, *, mlp: int, experts: int, kind: str) -> Callab
 
 
 def delta_net(x: np.ndarray, *, heads: int, kv_heads: int, head_dim: int) -> Callable[[], None]:
-    """Return a run of transformers' gated delta net, forward and backward."""
+    """Return a function that runs transformers' gated delta net, forward and backward."""
     qwen = _modeling("qwen3_next")
     _set_up()
     sizes = {"linear_num_value_heads": heads, "linear_num_key_heads": kv_heads}
@@ -159,7 +159,7 @@ def delta_net(x: np.ndarray, *, heads: int, kv_heads: int, head_dim: int) -> Cal
 
 
 def mamba2(x: np.ndarray, *, heads: int, state: int, head_dim: int) -> Callable[[], None]:
-    """Return a run of transformers' Mamba-2 of one group, forward and backward."""
+    """Return a function that runs transformers' Mamba-2 with one group, forward and backward."""
     mamba = _modeling("mamba2")
     _set_up()
     sizes = {"num_heads": heads, "head_dim": head_dim, "state_size": state, "n_groups": 1}
@@ -168,7 +168,7 @@ def mamba2(x: np.ndarray, *, heads: int, state: int, head_dim: int) -> Callable[
 
 
 def short_conv(x: np.ndarray) -> Callable[[], None]:
-    """Return a run of transformers' gated short convolution, forward and backward."""
+    """Return a function that runs transformers' gated short convolution, forward and backward."""
     lfm = _modeling("lfm2")
     _set_up()
     config = lfm.Lfm2Config(hidden_size=x.shape[-1], num_hidden_layers=1, layer_types=["conv"])
@@ -176,7 +176,7 @@ def short_conv(x: np.ndarray) -> Callable[[], None]:
 
 
 def channel_delta_net(x: np.ndarray, *, heads: int, head_dim: int) -> Callable[[], None]:
-    """Return a run of transformers' Kimi Delta Attention, forward and backward."""
+    """Return a function that runs transformers' Kimi Delta Attention, forward and backward."""
     kimi = _modeling("kimi_linear")
     _set_up()
     sizes = {"linear_num_heads": heads, "linear_head_dim": head_dim, "num_hidden_layers": 1}
@@ -185,14 +185,14 @@ def channel_delta_net(x: np.ndarray, *, heads: int, head_dim: int) -> Callable[[
 
 
 def decode(numbers: LlamaConfig | Qwen3Config, ids: np.ndarray, new: int) -> Callable[[], Any]:
-    """Return a run of greedy `generate` with the static cache."""
+    """Return a function that runs greedy `generate` with the static cache, by a new model."""
     torch = import_module("torch")
     model = build_model(numbers, ids.shape[1] + new).eval()
     return greedy(model.to(torch.bfloat16 if _device() == "cuda" else torch.float32), ids, new)
 
 
 def greedy(model: Any, ids: np.ndarray, new: int) -> Callable[[], Any]:
-    """Return a run of greedy `generate` with the static cache, by a loaded model on its own device."""
+    """Return a function that runs greedy `generate` with the static cache, by a loaded model on its device."""
     torch = import_module("torch")
     inputs = torch.tensor(ids, device=model.device).long()
 
@@ -211,7 +211,10 @@ def greedy(model: Any, ids: np.ndarray, new: int) -> Callable[[], Any]:
 
 
 def padded(model: Any, prompts: list[list[int]], new: list[int]) -> Callable[[], Any]:
-    """Return a run of greedy `generate` of all prompts in one batch, padded on the left, up to the most new tokens."""
+    """Return a function that runs greedy `generate` on all prompts in one batch, padded on the left.
+
+    All prompts get the largest number of new tokens.
+    """
     torch = import_module("torch")
     longest = max(map(len, prompts))
     inputs = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
@@ -226,7 +229,7 @@ def padded(model: Any, prompts: list[list[int]], new: list[int]) -> Callable[[],
 
 
 def read(folder: Path) -> Any:
-    """Load a published folder by transformers."""
+    """Load a published folder with transformers."""
     torch = import_module("torch")
     transformers = import_module("transformers")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -241,10 +244,10 @@ def as_ids(array: np.ndarray) -> Any:
 
 
 def lora_step(folder: Path, *, rank: int, maps: Sequence[str]) -> Callable[[Mapping[str, Any], Any], float]:
-    """Return a step of peft's LoRA: forward, backward, clipping and fused AdamW; its result is the loss.
+    """Return a function that takes a training step with peft's LoRA (forward, backward, clipping, fused AdamW).
 
-    Only low-rank changes of the `maps` of the published folder's model are trained. A step takes the model's inputs,
-    and the target of each token, -100 for none.
+    The function takes the model's inputs and the target of each token (-100: no target), and returns the loss. Only
+    low-rank changes of `maps`, linear maps of the published model, are trained.
     """
     torch, peft = import_module("torch"), import_module("peft")
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=list(maps))
@@ -267,10 +270,11 @@ def lora_step(folder: Path, *, rank: int, maps: Sequence[str]) -> Callable[[Mapp
 def trl_batches(
     conversations: Sequence[np.ndarray], size: int, pack_seq: int | None = None
 ) -> list[tuple[dict[str, Any], Any]]:
-    """Return the inputs and targets of full batches as TRL's `SFTTrainer` makes them of tokens.
+    """Return the inputs and targets of full batches, as TRL's `SFTTrainer` makes them from tokens.
 
-    A batch is `size` conversations, padded to the longest of them. With `pack_seq` it is `size` rows of at most so many
-    tokens, packed by best fit and then laid end to end as one row, in which positions restart at each conversation.
+    A batch is `size` conversations, padded to the longest of them. With `pack_seq`, a batch is `size` rows of at most
+    `pack_seq` tokens, which are packed by best fit and then joined into one row; positions restart at each
+    conversation.
     """
     torch, trainer = import_module("torch"), import_module("trl.trainer.sft_trainer")
     rows: Any = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in conversations]
@@ -278,7 +282,8 @@ def trl_batches(
         datasets = import_module("datasets")
         datasets.disable_progress_bars()
         rows = import_module("trl").pack_dataset(datasets.Dataset.from_list(rows), pack_seq).to_list()
-        rows = [rows[row] for row in np.random.default_rng(0).permutation(len(rows))]  # They come longest first.
+        # TRL returns the longest rows first, so the rows are shuffled.
+        rows = [rows[row] for row in np.random.default_rng(0).permutation(len(rows))]
     collate = trainer.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=pack_seq is not None)
     batches = []
     for start in range(0, len(rows) - size + 1, size):
@@ -289,7 +294,7 @@ def trl_batches(
 
 
 def forward(model: Any, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Callable[[], Any]]:
-    """Return two runs of a loaded model: the logits of all rows, and the first token after one row."""
+    """Return two functions that run a loaded model: for the logits of all rows, and for the first token of one row."""
     torch = import_module("torch")
     inputs = torch.tensor(ids).long()
 
@@ -306,7 +311,7 @@ def forward(model: Any, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Call
 
 
 def embed(folder: Path) -> Callable[[list[str] | str], np.ndarray]:
-    """Return the function by which sentence-transformers turns texts into vectors."""
+    """Return the function with which sentence-transformers turns texts into vectors."""
     sentence_transformers = import_module("sentence_transformers")
     _set_up()
     import_module("transformers").logging.disable_progress_bar()
@@ -314,12 +319,12 @@ def embed(folder: Path) -> Callable[[list[str] | str], np.ndarray]:
 
 
 def _modeling(family: str) -> Any:
-    """Return transformers' modules of a family."""
+    """Return the Python module of a family's model in transformers."""
     return import_module(f"transformers.models.{family}.modeling_{family}")
 
 
 def _device() -> str:
-    """Return the device that PyTorch computes on."""
+    """Return the device on which PyTorch computes."""
     torch = import_module("torch")
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -332,7 +337,7 @@ def _set_up() -> None:
 
 
 def _gradients(layer: Any, x: np.ndarray) -> Callable[[], None]:
-    """Return a run of a layer forward and backward, down to its parameters and input."""
+    """Return a function that runs a layer forward, and backward to its parameters and input."""
     torch = import_module("torch")
     inputs = torch.tensor(x, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""Account of the time of a train step on this CPU, by kind of work and by module: the shares add up to the step."""
+"""Rows about the time of a training step on this CPU, divided among kinds of work and among modules."""
 
 import collections
 import statistics
@@ -17,7 +17,7 @@ from eqformer import models
 from eqformer.program import Span, time_account, Work
 
 
-MAX_MODULES = 12  # Modules that have a row of their own.
+MAX_MODULES = 12  # All further modules share one row.
 
 
 def profile(rounds: int, config: Any = None, rows: int = 8, seq: int = 256) -> Iterator[Row]:
@@ -51,7 +51,7 @@ def profile(rounds: int, config: Any = None, rows: int = 8, seq: int = 256) -> I
 
 
 def _program(config: Any, rows: int, seq: int) -> tuple[str, Callable[[], None]]:
-    """Return the text of a compiled step, as recipes have it, and a function that runs it once."""
+    """Return the HLO text of a compiled training step with the defaults of recipes, and a function that runs it."""
     step, state = _ours.step_and_state(config)
     batch = _ours.random_batch(config.vocab, rows, seq)
     arrays, static = eqx.partition(state, eqx.is_array)
@@ -71,7 +71,7 @@ def _program(config: Any, rows: int, seq: int) -> tuple[str, Callable[[], None]]
 
 
 def _trace(run: Callable[[], None], times: int, folder: Path) -> list[Span]:
-    """Return the operations of some runs, as JAX's profiler saw them."""
+    """Return the operations that JAX's profiler records in `times` runs."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with jax.profiler.trace(str(folder), profiler_options=options):
@@ -84,7 +84,7 @@ def _trace(run: Callable[[], None], times: int, folder: Path) -> list[Span]:
 
 
 def _module(work: Work) -> str:
-    """Return the module of a work, without the words that the paths of all layers have."""
+    """Return the path of the module of some work, without the parts that the paths of all layers have."""
     if work.kind == "nothing":
         return "nothing runs"
     path = ".".join(part for part in work.module.split(".") if part not in _EVERYWHERE)

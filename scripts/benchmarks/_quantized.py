@@ -1,4 +1,4 @@
-"""Rows about weights in 8 and 4 bits: their bytes, speed of decoding, and bits a byte of validation text."""
+"""Rows about weights in 8 and 4 bits: their bytes, the speed of decoding, and bits a byte on validation text."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from eqformer.text import load_run_model
 RUN = Path("runs/default")
 BATCHES = (1, 16)
 FOLDERS = ("INT4", "FP8", "MXFP4")
-# With random codes in MXFP4, float32 is 5e-4 to 7e-4 off float64.
+# With random codes in MXFP4, float32 results differ from float64 results by 5e-4 to 7e-4.
 TOLERANCES = {"INT4": 1e-3, "FP8": 1e-3, "MXFP4": 3e-3}
 FORMS: dict[str, Callable[[nn.Transformer], nn.Transformer]] = {
     "float32": lambda model: model,
@@ -34,7 +34,7 @@ FORMS: dict[str, Callable[[nn.Transformer], nn.Transformer]] = {
 
 
 def quantized(rounds: int) -> Iterator[Row]:
-    """Greedy decoding in 8 and 4 bits, of our own (8 M parameters) and of folders, and bits a byte of runs/default."""
+    """Greedy decoding in 8 and 4 bits, of a model of 8 M parameters and of folders; bits a byte of runs/default."""
     if kernels.find_compiler() is not None:
         kernels.build_native()
     config, prompt, new = models.preset("llama-byte-8m"), 32, 128
@@ -53,7 +53,7 @@ def quantized(rounds: int) -> Iterator[Row]:
 
 
 def _folder_rows(folder: Path, name: str, rounds: int) -> Iterator[Row]:
-    """Decode 16 tokens after 32 with a folder's codes kept, with decoded weights, and with transformers."""
+    """Yield rates of decoding 16 tokens after 32, with quantized weights, decoded weights, and transformers."""
     write_quantized_folder(folder / "coded", name)
     load = partial(models.load, folder / "coded", dtype="float32")
     decoded, new = load(), 16
@@ -69,7 +69,8 @@ def _folder_rows(folder: Path, name: str, rounds: int) -> Iterator[Row]:
         ids = _ids(config.vocab, batch, 32)
         logits, kept_logits = (np.asarray(run(model, jnp.asarray(ids))) for model in (decoded, quantized_model))
         difference = np.max(np.abs(logits - kept_logits)) / np.max(np.abs(logits))
-        assert difference < 2e-4, f"{name}: kept and decoded differ by {difference}"  # by the order of sums
+        # Sums in another order may differ by less than this.
+        assert difference < 2e-4, f"{name}: kept and decoded differ by {difference}"
         contenders = {way: _ours.greedy(model, ids, new) for way, model in unstacked.items()}
         if peer is not None:
             contenders["transformers, decoded weights"] = _peers.greedy(peer, ids, new)

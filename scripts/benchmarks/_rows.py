@@ -35,7 +35,7 @@ UNROLLED = "eqformer, unrolled, keep all"
 
 
 def train(rounds: int) -> Iterator[Row]:
-    """Tokens a second of a train step (8 M parameters, 8 x 256 tokens, float32) against PyTorch, and MFU."""
+    """Tokens a second of a training step (8 M parameters, 8 x 256 tokens, float32) beside PyTorch, and MFU."""
     config = _llama("llama-byte-8m")
     batch = _ours.random_batch(config.vocab, ROWS, SEQ)
     contenders: dict[str, Callable[[], Any]] = {
@@ -60,7 +60,7 @@ def train(rounds: int) -> Iterator[Row]:
 
 
 def decode(rounds: int) -> Iterator[Row]:
-    """Tokens a second of greedy decoding (8 M parameters, prompt 32, 128 new tokens) against `generate`."""
+    """Tokens a second of greedy decoding (8 M parameters, prompt 32, 128 new tokens) beside transformers."""
     config, prompt, new = _llama("llama-byte-8m"), 32, 128
     for batch in (1, 16):
         ids = np.random.default_rng(0).integers(1, config.vocab, (batch, prompt), dtype=np.int32)
@@ -87,12 +87,12 @@ def compilation(rounds: int) -> Iterator[Row]:
         lowered.compile()
         seconds = time.perf_counter() - start
         first = first or seconds
-        note = f"{traced:.1f} s of it to trace and lower"
+        note = f"of these, {traced:.1f} s to trace and lower"
         yield Row("compile", f"{layers} layers", seconds, "s", seconds / first, note)
 
 
 def memory(rounds: int) -> Iterator[Row]:
-    """Bytes that a compiled train step holds at once, against a count by hand."""
+    """Bytes that a compiled training step holds at once, relative to a count by hand."""
     config = _llama("llama-byte-8m")
     batch = _ours.random_batch(config.vocab, ROWS, SEQ)
     step, state = _ours.step_and_state(config)
@@ -100,8 +100,8 @@ def memory(rounds: int) -> Iterator[Row]:
     analysis: Any = step.lower(state, batch).compile().memory_analysis()
     total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
     total -= analysis.alias_size_in_bytes
-    # Float32 of parameters, two moments and gradients, and of what the policy `products` keeps for each token and
-    # layer: the residual stream, the results of its linear maps (the last is not needed), and those of attention.
+    # The count has float32 parameters, two moments, gradients, and the residuals of remat="products" for each token and
+    # layer: the residual stream, the results of the linear maps (except the last), and the results of attention.
     width = config.embed
     residuals = width + (width + 2 * width * config.kv_heads // config.heads + width) + 2 * config.mlp
     residuals += width + config.heads
@@ -124,7 +124,7 @@ OF_MESHES: dict[str, Callable[[int], Iterator[Row]]] = {
     "schedules": _meshes.schedules,
     "communication": _meshes.communication,
 }
-# These run in processes of their own, and write more than rows, into a folder.
+# These benchmarks run in separate processes, and also write files into a folder.
 OF_GPUS: dict[str, Callable[[_gpu_runs.Card, int, Path], Iterator[Row]]] = {
     "gpu": _gpu.gpu,
     "gpu-steps": _gpu.gpu_steps,

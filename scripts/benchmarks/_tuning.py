@@ -1,4 +1,4 @@
-"""Rows about tuning by low-rank changes: tokens a second and peak memory beside peft and transformers."""
+"""Rows about tuning with LoRA: tokens a second and peak memory, beside peft and transformers."""
 
 import dataclasses
 import tempfile
@@ -17,7 +17,7 @@ from benchmarks._measure import rate_rows, Row, seconds_in_turn, seconds_of_pass
 from eqformer import Batch, data, models, nn, read_utf8, training
 
 
-# SmolLM2-135M, with random weights: speed does not depend on them.
+# The config of SmolLM2-135M. Its weights are random, because speed does not depend on them.
 SMOLLM2 = models.LlamaConfig(
     vocab=49_152, embed=576, layers=30, heads=9, kv_heads=3, mlp=1536, theta=100_000.0, tied=True
 )
@@ -31,20 +31,20 @@ CONVERSATIONS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A model that is tuned, with one pass over the conversations."""
+    """A model that is tuned, and its steps of one pass over the conversations."""
 
     first: Callable[[], float]
-    """A step on the conversations of eqformer's first batch; the result is the loss."""
+    """A step on the conversations of eqformer's first batch, which returns the loss."""
     steps: list[Callable[[], float]]
     """The steps of the pass."""
     tokens: int
     """The number of text tokens of the pass."""
     positions: int
-    """The number of positions that the model computes, with padding."""
+    """The number of positions that the model computes, padding included."""
 
 
 def tuning(rounds: int) -> Iterator[Row]:
-    """LoRA (rank 8, all linear maps) of a model like SmolLM2-135M, float32, beside peft: full rows, conversations."""
+    """LoRA (rank 8, all linear maps) of SmolLM2-135M's shape in float32, beside peft: full rows, and conversations."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "model")
         models.save(models.build(SMOLLM2, key=jax.random.key(0)), folder, config=SMOLLM2)
@@ -53,7 +53,7 @@ def tuning(rounds: int) -> Iterator[Row]:
 
 
 def full_rows(folder: Path, rounds: int) -> Iterator[Row]:
-    """Yield rows on steps of 4 x 256 tokens, all of them text."""
+    """Yield rows about steps of 4 x 256 tokens without padding."""
     makers: dict[str, Callable[[], Callable[[], float]]] = {
         name: partial(make_repeated_step, folder, execution) for name, execution in EXECUTIONS.items()
     }
@@ -67,7 +67,7 @@ def full_rows(folder: Path, rounds: int) -> Iterator[Row]:
 
 
 def unlike_lengths(folder: Path, rounds: int) -> Iterator[Row]:
-    """Yield rows on passes over conversations of unlike lengths, in batches as each library makes them by default."""
+    """Yield rows about passes over conversations of different lengths, in the default batches of each library."""
     makers: dict[str, Callable[[], Contender]] = {"eqformer, packed": partial(make_packed, folder)}
     if _peers.are_installed() and find_spec("peft") and find_spec("trl"):
         makers["peft, padded by TRL"] = partial(make_peer_pass, folder, None)
@@ -76,7 +76,7 @@ def unlike_lengths(folder: Path, rounds: int) -> Iterator[Row]:
     compare_losses({name: contender.first() for name, contender in contenders.items()})
     times = seconds_of_passes({name: contender.steps for name, contender in contenders.items()}, rounds)
     seconds = {name: [elapsed / contenders[name].tokens for elapsed in times[name]] for name in times}
-    for row in rate_rows("... of unlike conversations", "text tokens/s", 1, seconds):
+    for row in rate_rows("... of conversations", "text tokens/s", 1, seconds):
         padding = 1 - contenders[row.name].tokens / contenders[row.name].positions
         yield dataclasses.replace(row, note=f"{row.note}; {padding:.0%} padding")
     contenders.clear()
@@ -90,7 +90,7 @@ def compare_losses(losses: dict[str, float]) -> None:
 
 
 def memory_rows(works: dict[str, Callable[[], int]]) -> Iterator[Row]:
-    """Yield the peak memory of each contender, measured in a process of its own."""
+    """Yield the peak memory of each contender, measured in a separate process."""
     ours = None
     for name, work in works.items():
         peak = run_apart(work, 600) / 2**20
@@ -114,12 +114,12 @@ def make_step(folder: Path, execution: nn.Execution) -> Callable[[Batch], float]
 
 
 def make_repeated_step(folder: Path, execution: nn.Execution) -> Callable[[], float]:
-    """Return a step on the same full rows at each call."""
+    """Return a function that takes a step on the same full rows at each call."""
     return partial(make_step(folder, execution), _ours.random_batch(SMOLLM2.vocab, ROWS, SEQ))
 
 
 def make_peer_step(folder: Path) -> Callable[[], float]:
-    """Return the same step by peft and transformers."""
+    """Return the function of `make_repeated_step` with peft and transformers instead of eqformer."""
     batch = _ours.random_batch(SMOLLM2.vocab, ROWS, SEQ)
     ids, targets = (_peers.as_ids(np.asarray(array)) for array in (batch.ids, batch.targets))
     return partial(_peers.lora_step(folder, rank=RANK, maps=PEFT_MAPS), {"input_ids": ids}, targets)
@@ -128,8 +128,8 @@ def make_peer_step(folder: Path) -> Callable[[], float]:
 def random_conversations() -> list[np.ndarray]:
     """Return conversations of random tokens.
 
-    The logarithms of lengths are normal, with a median of 100 tokens and a deviation of 0.6; lengths outside 20 to 250
-    become the nearest of these.
+    The logarithms of their lengths have a normal distribution, with a median of 100 tokens and a standard deviation of
+    0.6. Lengths are clipped to 20 to 250 tokens.
     """
     random = np.random.default_rng(0)
     lengths = np.clip(np.rint(random.lognormal(np.log(100), 0.6, CONVERSATIONS)), 20, 250).astype(int)
@@ -137,7 +137,7 @@ def random_conversations() -> list[np.ndarray]:
 
 
 def pack(conversations: Sequence[np.ndarray]) -> list[Batch]:
-    """Return full batches of packed rows, as for training on documents, in a random order of rows."""
+    """Return full batches of packed rows, as in training on documents; the rows are shuffled."""
     lengths = [len(ids) for ids in conversations]
     store = data.TokenStore(
         path=Path("conversations"),
@@ -163,7 +163,7 @@ def unpack(batch: Batch) -> list[np.ndarray]:
 
 
 def make_packed(folder: Path) -> Contender:
-    """Return eqformer with packed rows."""
+    """Return the contender eqformer with packed rows."""
     batches, step = pack(random_conversations()), make_step(folder, nn.Execution())
     tokens = sum(len(ids) for batch in batches for ids in unpack(batch))
     steps = [partial(step, batch) for batch in batches]
@@ -171,9 +171,9 @@ def make_packed(folder: Path) -> Contender:
 
 
 def make_peer_pass(folder: Path, pack_seq: int | None) -> Contender:
-    """Return peft with the batches of TRL, padded, or packed into rows.
+    """Return the contender peft with TRL's batches, which are padded, or packed into rows of `pack_seq` tokens.
 
-    A padded batch has so many conversations as eqformer's batches have on average.
+    The number of conversations in a padded batch is the average number in eqformer's batches.
     """
     conversations = random_conversations()
     packed = pack(conversations)
@@ -189,15 +189,15 @@ def make_peer_pass(folder: Path, pack_seq: int | None) -> Contender:
 
 
 def measure_peak_of_pass(make: Callable[[], Contender]) -> int:
-    """Return the most bytes that this process, which runs a pass, has held in memory, see `measure_peak`."""
+    """Run a pass in this process, and return the process's peak memory, see `measure_peak`."""
     contender = make()
     return measure_peak(lambda: lambda: float(sum(step() for step in contender.steps)), steps=1)
 
 
 def measure_peak(make: Callable[[], Callable[[], float]], steps: int = 3) -> int:
-    """Return the most bytes that this process, which makes and runs the step, has held in memory; 0 outside Linux.
+    """Make and run a step in this process, and return the process's peak memory in bytes; 0 outside of Linux.
 
-    `getrusage` would count the memory of the process that started this one.
+    `getrusage` cannot be used, because it would also count the memory of the parent process.
     """
     step = make()
     for _ in range(steps):

@@ -43,7 +43,7 @@ Command = TypeVar("Command")
 
 
 def _parse_literals(info: Any) -> Any:
-    """Parse a union of literals and of what no command line can spell (a schedule's table) as one of the literals."""
+    """Parse a union of literals and of values that no command line can spell (a schedule's table) as a literal."""
     kinds = typing.get_args(info.type)
     words = [typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is Literal]
     if not words or not any(map(dataclasses.is_dataclass, kinds)):
@@ -58,7 +58,7 @@ def _parse_literals(info: Any) -> Any:
     )
 
 
-# Flags of a recipe whose name or metavar differs from what the parser makes of the field.
+# Flags of a recipe whose name or metavar differs from the parser's default.
 _FLAGS = {
     Recipe: {
         "published": tyro.conf.arg(name="model", metavar="FOLDER"),
@@ -74,9 +74,10 @@ _FLAGS = {
 
 
 def _split_recipe(info: Any, flags: Collection[str] | None) -> Any:
-    """Parse a recipe, its text and its optimizer as flags of the names in `_FLAGS`.
+    """Parse a recipe, its text and its optimizer as flags with the names in `_FLAGS`.
 
-    A field of the recipe keeps its value if no flag of the command line is the field's. `flags` is None for all fields.
+    A field keeps the recipe's value if the command line has none of the field's flags. If `flags` is None, every field
+    is parsed.
     """
     if info.type not in _FLAGS:
         return None
@@ -89,7 +90,7 @@ def _split_recipe(info: Any, flags: Collection[str] | None) -> Any:
         kind = Path | None if kind == Path | str | None else kind  # Each word is a path.
         field_type: Any = kind if flag is None else typing.Annotated[kind, flag]
         default = getattr(info.default, name)
-        # A part of a recipe is a group of flags with the docstring of the part's class; a model's class says less.
+        # A part of a recipe is a group of flags. The docstring of the part's class is the group's help.
         is_part = dataclasses.is_dataclass(getattr(info.type, name, None))
         text = None if is_part else functools.partial(_find_help, info.type, name)  # Read only if help is shown.
         fields.append(tyro.constructors.StructFieldSpec(name, field_type, default, text))
@@ -104,7 +105,7 @@ def _has_flag(name: str, flags: Collection[str]) -> bool:
 def _parser_rules(arguments: Sequence[str], default: Any) -> tyro.constructors.ConstructorRegistry:
     """Return the rules of the parser of a command line, for the fields that its flags set.
 
-    To make all flags of a recipe takes 35 ms. They are made for help, and for a message about an unknown flag.
+    Making all flags of a recipe takes 35 ms, so this is done only for help and for a message about an unknown flag.
     """
     words, values = parse_words(arguments), flags_of(default)
     positive = {flag: re.sub(r"no-(?=[^.]*$)", "", flag) for flag in words}
@@ -123,7 +124,7 @@ def _find_help(kind: type, name: str) -> str | None:
 def entry(
     kind: type[Command], run: Callable[[Command], None], hidden: Sequence[str] = ()
 ) -> Callable[[Sequence[str]], None]:
-    """Return a script's `main`, which runs as its flags say; bad input ends it with one message and exit code 2."""
+    """Return a script's `main`, which parses flags and runs the command; bad input ends it with one message, code 2."""
 
     def main(arguments: Sequence[str]) -> None:
         with one_message():
@@ -139,16 +140,16 @@ def entry(
 
 
 def read(kind: type[Command], arguments: Sequence[str]) -> Command:
-    """Return the command that the flags make; it is a dataclass, and `--help` shows every field."""
+    """Return the command, a dataclass, with the values of the flags; `--help` shows every field."""
     check_names(arguments, flags_of(kind))
     return tyro.cli(kind, args=_help_for_help_all(arguments))
 
 
 def parse(kind: type[Command], arguments: Sequence[str], hidden: Sequence[str] = ()) -> Command:
-    """Return the command that the flags make, a dataclass with the fields `recipe` (a name) and `run` (the recipe).
+    """Return the command with the values of the flags: a dataclass with `recipe` (a name) and `run` (the recipe).
 
-    `--help` shows the most used flags and the command's own, except for the `hidden` groups and flags.
-    `--help-all` shows all.
+    `--help` shows the most used flags and the command's own flags, except for the `hidden` groups and flags.
+    `--help-all` shows all flags.
     """
     default = _default_command(kind, arguments)
     check_names(arguments, flags_of(default))
@@ -179,14 +180,14 @@ def _help_for_help_all(arguments: Sequence[str]) -> list[str]:
 def _default_command(kind: Any, arguments: Sequence[str]) -> Any:
     """Return the command with the recipe that the arguments name.
 
-    Raises a `ValueError` for values of which the parser's own error would name no flag.
+    Raises a `ValueError` for some bad values, because the parser's own error would not name the flag.
     """
     word = _first_words(arguments).get
     for flag in ("--precision.parameters", "--precision.compute"):
         if (dtype := word(flag)) is not None:
             nn.float_dtype(dtype, f"{flag} {dtype}")
     if (products := word("--precision.products")) not in (None, "compute", "fp8"):
-        raise ValueError(f"--precision.products {products}: give compute, for those of its dtype, or fp8.")
+        raise ValueError(f"--precision.products {products}: give compute, for products in the compute dtype, or fp8.")
     name, folder = word("--recipe"), word("--model")
     if (source := word("--from-run")) is not None and name is None and folder is None:
         return kind(*_recipe_of_run(RunDirectory(Path(source))))
@@ -201,10 +202,10 @@ def _default_command(kind: Any, arguments: Sequence[str]) -> Any:
 def _command_of_depth(kind: Any, name: str, depth: str, folder: str | None) -> Any:
     """Return the command with the recipe of a depth."""
     if not re.fullmatch(r"-?\d+", depth):
-        raise ValueError(f"--depth {depth}: it is a number of layers; give for example --depth 4.")
+        raise ValueError(f"--depth {depth}: give a number of layers, such as --depth 4.")
     if folder is not None:
         raise ValueError(
-            f"--depth {depth} --model {folder}: a published model has its own depth; leave one of them out."
+            f"--depth {depth} --model {folder}: a published model has its own depth; leave one of the two flags out."
         )
     recipe = find_recipe(name, int(depth))
     return kind(name, recipe)
@@ -216,14 +217,14 @@ def _first_words(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _run_directory(arguments: Sequence[str], name: str) -> RunDirectory:
-    """Return the folder of the run that the arguments name or, by default, that of a recipe of this name."""
+    """Return the folder of the run that the arguments name; by default the folder for a recipe with this name."""
     return RunDirectory(_first_words(arguments).get("--run-dir") or Path("runs") / short_name(name))
 
 
 def _recipe_of_run(run: RunDirectory) -> tuple[str, Recipe]:
-    """Return the name and the recipe of a run, for another run that starts from it."""
+    """Return the name and the recipe of a run, for another run that starts from this run."""
     name, recipe = run.read()
-    if user_file(name) is not None:  # The run's copy, since the file may have changed.
+    if user_file(name) is not None:  # The name is changed to the run's copy of the file, which may have changed.
         name = f"{run.source}:{name.rpartition(':')[2]}"
     return name, dataclasses.replace(recipe, from_run=None, from_step=None, from_optimizer=False, prolong="refuse")
 
@@ -235,7 +236,7 @@ def _with_vocabulary(recipe: Recipe, run: RunDirectory, has_vocab_flag: bool) ->
     """
     text = recipe.text
     if text.round_vocab < 1:
-        raise ValueError(f"--text.round-vocab {text.round_vocab}: it counts ids, so give at least 1.")
+        raise ValueError(f"--text.round-vocab {text.round_vocab}: give a number of ids, at least 1.")
     if has_vocab_flag:
         return recipe
     with name_flags_in_errors(recipe):
@@ -244,10 +245,10 @@ def _with_vocabulary(recipe: Recipe, run: RunDirectory, has_vocab_flag: bool) ->
 
 
 def _recipe_of_model(name: str, folder: Path, run: RunDirectory) -> Recipe:
-    """Return the recipe of a name that trains the published model in a folder.
+    """Return the recipe of a name, changed to train the published model in a folder.
 
-    A recipe other than `default` keeps its fields, except for the model and, unless it was written for a published
-    model, the optimizer, whose learning rate would be too high for trained weights.
+    A recipe other than `default` keeps its fields, except for the model and the optimizer, whose learning rate would be
+    too high for trained weights. A recipe that was written for a published model keeps its optimizer too.
     """
     recipe = published_recipe(folder, run)
     if name == "default":
@@ -257,7 +258,7 @@ def _recipe_of_model(name: str, folder: Path, run: RunDirectory) -> Recipe:
     return dataclasses.replace(named, model=recipe.model, published=recipe.published, optimizer=optimizer)
 
 
-# Flags of the short help by heading, with what they take; a command shows those that it has.
+# Flags of the short help by heading, with metavars; a command shows only the flags that it has.
 GROUPS = {
     "model": "--recipe, --depth, --model FOLDER, --from-run FOLDER, --model.embed, --model.layers, --model.heads, "
     "--lora.rank",
@@ -269,14 +270,14 @@ GROUPS = {
     "the run": "--run-dir FOLDER, --checkpoint-every, --validate-every, --evaluate-every, --sample-every, --prompt",
     "devices": "--mesh.fsdp, --mesh.tensor, --mesh.pipe, --zero, --simulate N",
 }
-RARE = frozenset(("--trust-recipe",))  # Only --help-all lists it; the error that needs it names it.
+RARE = frozenset(("--trust-recipe",))  # Only --help-all lists this flag; an error names it if it is needed.
 WIDTH, INDENT = 80, 36
 
 
 def short_help(script: str, command: Any, hidden: Sequence[str] = ()) -> str:
     """Return the help that fits on a screen: the command's purpose, the most used flags by group, and its own flags.
 
-    A flag's words are the first clause of its field's documentation.
+    The help of a flag is the first clause of its field's documentation.
     """
     purpose = (inspect.getdoc(type(command)) or "").partition("\n")[0]
     lines = [f"usage: {script} [--flag value ...]", textwrap.fill(purpose, WIDTH)]
@@ -293,7 +294,7 @@ def short_help(script: str, command: Any, hidden: Sequence[str] = ()) -> str:
 
 
 def _help_line(flag: str, metavar: str, value: Any, kind: type, name: str) -> str:
-    """Return a flag's line with its default value or, if it has none, with its metavar or its name's last word."""
+    """Return a flag's line with its default value; without a default, with its metavar or its name's last word."""
     if value in (None, ()):
         shown_value = metavar or flag.rpartition("-")[2].upper()
     else:

@@ -22,9 +22,9 @@ _SECONDS_FOR_PEERS = 3  # Time for the other processes to print their own messag
 
 @contextmanager
 def one_message() -> Iterator[None]:
-    """Run a script: bad input ends it with one message and exit code 2, Ctrl-C with one line and 130.
+    """Run the code in the block as a script: bad input ends the script with one message and exit code 2.
 
-    A closed pipe ends it silently, with SIGPIPE's status.
+    Ctrl-C ends the script with one line and exit code 130. A closed pipe ends it silently, with the status of SIGPIPE.
     """
     try:
         try:
@@ -43,7 +43,7 @@ def one_message() -> Iterator[None]:
 
 
 def _fail(error: BaseException) -> NoReturn:
-    """End the program with one message and exit code 2; for errors of the system the message says what to do."""
+    """End the program with one message and exit code 2; for errors of the system, the message also has a fix."""
     with suppress(BrokenPipeError):
         sys.stdout.flush()
     reason, fix = explain_error(error)
@@ -55,9 +55,9 @@ def _fail(error: BaseException) -> NoReturn:
 
 
 def _end_without_peers() -> None:
-    """End the process at once: as it usually ends, JAX waits over a minute for a lost one, and then dumps its stack.
+    """End the process at once. In a normal exit, JAX would wait over a minute for a lost process and dump its stack.
 
-    The first process waits first, since the service by which the others learn of each other ends with it.
+    The first process waits a few seconds, because it runs the service by which other processes notice the lost process.
     """
     if jax.process_index() == 0:
         time.sleep(_SECONDS_FOR_PEERS)
@@ -65,7 +65,7 @@ def _end_without_peers() -> None:
 
 
 def _closed_streams() -> list[TextIO]:
-    """Return which of standard output and standard error have a pipe that its reader has closed."""
+    """Return the streams, of standard output and standard error, that are pipes whose reader has closed them."""
     streams = []
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a stream without a file descriptor

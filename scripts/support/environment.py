@@ -1,4 +1,4 @@
-"""Settings before JAX is imported: import this module first."""
+"""Settings that must be made before JAX is imported; a script imports this module first."""
 
 import io
 import os
@@ -17,14 +17,14 @@ def prepare(
 ) -> None:
     """Call `eqformer.prepare`, and set how JAX starts for a command with these arguments.
 
-    Compiled programs are cached for the user's next runs, unless `shared` is False (for example to time compilation) or
-    the CPU acts as several devices: a program for several CPU devices may deadlock after XLA loads it from the cache.
-    `--simulate N` among the arguments makes the CPU act as N devices. `--check-shapes` checks shapes and types in all
-    calls of eqformer; the check must be installed before eqformer is imported.
+    Compiled programs are cached for the user's next runs. They are not cached if `shared` is False (for example to time
+    compilation), or if several CPU devices are simulated, because a program for several CPU devices may deadlock after
+    XLA loads it from the cache. `--simulate N` among the arguments simulates N devices on the CPU. `--check-shapes`
+    checks shapes and types in all calls of eqformer; the check is installed here, before eqformer is imported.
     """
     end_at_interrupt()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot show are escaped
+        if isinstance(stream, io.TextIOWrapper):  # Escape characters that the terminal cannot show.
             stream.reconfigure(errors="backslashreplace")
     flags = parse_words(arguments)
     devices = simulated_devices(flags)
@@ -44,6 +44,6 @@ def prepare(
 
 
 def simulated_devices(flags: Mapping[str, Sequence[str]]) -> int | None:
-    """Return the N of `--simulate N`; None if it is absent or not a count, which is an error later."""
+    """Return the N of `--simulate N`; None if the flag is absent, or if N is not a count, which is an error later."""
     words = flags.get("--simulate", [])
     return int(words[0]) if words and words[0].isdecimal() and int(words[0]) > 0 else None

@@ -1,13 +1,13 @@
-"""Flags of a command line, and the names that other programs have for them."""
+"""Flags of a command line, and their names in other programs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def parse_words(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return the words of each flag on a command line; the last ones of a flag that is there twice.
+    """Return the words of each flag on a command line; if a flag is given twice, the last words count.
 
-    Flags are spelled with hyphens.
+    Underscores in flags are replaced by hyphens.
     """
     words_by_flag: dict[str, list[str]] = {}
     words: list[str] = []
@@ -20,22 +20,22 @@ def parse_words(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _split_equals(argument: str) -> tuple[str, str]:
-    """Split an argument into a flag's name and what follows; the name is empty if the argument is not a flag."""
+    """Split an argument into a flag's name and its value with "="; the name is empty if the argument is not a flag."""
     name, equals, value = argument.partition("=")
     return (name, equals + value) if argument.startswith("--") else ("", argument)
 
 
 def check_names(arguments: Sequence[str], flags: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for a flag of another program; it says this command's name for that flag."""
+    """Raise a `ValueError` for a flag of another program; the error names this command's flag."""
     for flag in parse_words(arguments):
         if flag not in flags and (known := _find_flag(flag[2:], flags)) is not None:
-            raise ValueError(f"{flag}: there is no such flag; it is {known} here (--help-all lists every flag).")
+            raise ValueError(f"{flag}: there is no such flag; use {known} instead (--help-all lists every flag).")
 
 
 def _find_flag(name: str, flags: Mapping[str, Any]) -> str | None:
-    """Return the command's flag that other programs call `name`, or that ends in the same last part; or None.
+    """Return the command's flag that other programs call `name`, or whose last part is `name`; None if there is none.
 
-    The negative of a flag is found if `name` has `no-` in front, where other programs have it.
+    If `name` begins with `no-`, as in other programs, the negative form of the flag is returned.
     """
     if name.startswith("no-"):
         group, dot, last = (_find_flag(name[3:], flags) or "").rpartition(".")
@@ -49,7 +49,7 @@ def _find_flag(name: str, flags: Mapping[str, Any]) -> str | None:
     return None
 
 
-# Names that other programs have for our flags.
+# Names of eqformer's flags in other programs.
 USUAL_NAMES = {
     "--optimizer.learning-rate": "lr learning-rate max-lr peak-lr",
     "--optimizer.weight-decay": "wd weight-decay",

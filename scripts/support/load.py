@@ -1,4 +1,4 @@
-"""Flags of a command that loads a model, a run's latest or a published one, and the model with its tokenizer."""
+"""Flags of commands that load the latest model of a run or a published model, and functions that load the model."""
 
 import dataclasses
 import functools
@@ -18,52 +18,55 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """Flags that name a model and the mesh that it is loaded over."""
+    """Flags that name a model, and the mesh over which it is loaded."""
 
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/default)")] = None
     """The folder of the run."""
     model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """A folder as published (safetensors, config.json, tokenizer.json), a file of GGUF, a name of the hub, or a run."""
+    """A published folder (safetensors, config.json, tokenizer.json), a GGUF file, a name of the hub, or a run."""
     dtype: str | None = None
-    """A published model's dtype: float32 (fp32), bfloat16 (bf16), float16 (fp16); as it is published by default."""
+    """A published model's dtype: float32 (fp32), bfloat16 (bf16), float16 (fp16); by default the published dtype."""
     weights: Literal["decoded", "quantized"] = "decoded"
-    """Whether quantized weights, published or kept by a run, are decoded, or stay quantized in less memory."""
+    """Decode quantized weights of a published model or a run, or keep them quantized, which takes less memory."""
     mesh: Mesh = Mesh()
     zero: Literal[0, 3] = 0
-    """Split over --mesh.fsdp nothing (0), or all weights (3), which are gathered when their layer runs."""
+    """Over --mesh.fsdp, split nothing (0), or split all weights (3) and gather them when their layer runs."""
     simulate: int | None = None
-    """Have the CPU act as so many devices."""
+    """Let the CPU simulate this number of devices."""
     trust_recipe: bool = False
     """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
 
     @property
     def source(self) -> Path:
-        """The model's folder, file or name, or the folder of the run; by default that of the default run."""
+        """The model's folder, file or name, or the folder of the run; by default runs/default."""
         return self.model or self.run_dir or Path("runs/default")
 
 
 def load_llm(flags: ModelFlags, *, predictor: bool = False, throughput: bool = False) -> text.LLM:
-    """Load the language model of the flags; a `ValueError` names flags that contradict each other or do not suit a run.
+    """Load the language model that the flags name.
 
-    With `predictor` the module that predicts a further token is read too, if the model has one. With `throughput`
-    decoding may take longer to compile if it is faster then.
+    With `predictor`, the module that predicts a further token is loaded too, if the model has one. With `throughput`,
+    decoding may take longer to compile in order to run faster. Raises a `ValueError` that names flags that contradict
+    each other or do not apply to a run.
     """
     return load_model(flags, text.load_llm, predictor=predictor, throughput=throughput)
 
 
 def load_model(flags: ModelFlags, load: Callable[..., T], *, predictor: bool = False, throughput: bool = False) -> T:
-    """Load the model of the flags by `text.load_llm`, or by `text.load`, which takes text encoders too.
+    """Load the model that the flags name by `load`: `text.load_llm`, or `text.load`, which also loads text encoders.
 
-    Raises `ValueError`, and takes `predictor` and `throughput`, as `load_llm` does.
+    `predictor`, `throughput` and errors are as in `load_llm`.
     """
     if flags.model is not None and flags.run_dir is not None:
-        raise ValueError(f"--model {flags.model} --run-dir {flags.run_dir}: one model is read; leave one of them out.")
+        raise ValueError(
+            f"--model {flags.model} --run-dir {flags.run_dir}: only one model is loaded; leave one of the flags out."
+        )
     source, plan = flags.source, _make_mesh_plan(flags)
     if flags.model is None or text.is_run(source):
         if flags.dtype is not None:
             raise ValueError(
-                f"--dtype {flags.dtype}: a run's model is computed in what its recipe says; leave it out, or write the "
-                "model out (scripts/convert.py) and give --model."
+                f"--dtype {flags.dtype}: a run's model has the dtype of its recipe; leave --dtype out, or convert the "
+                "run (scripts/convert.py) and give --model."
             )
         RunDirectory(source).read()  # Its errors name flags.
         return load(source, plan=plan, weights=flags.weights, throughput=throughput)
@@ -80,7 +83,7 @@ def load_model(flags: ModelFlags, load: Callable[..., T], *, predictor: bool = F
 
 
 def _make_mesh_plan(flags: ModelFlags) -> parallel.Plan | None:
-    """Return the plan of the mesh; None for one device."""
+    """Return the plan of the flags' mesh; None for a single device."""
     if flags.mesh == Mesh() and flags.simulate is None:
         return None
     with_mesh = Recipe(RECIPES["default"]().model, mesh=flags.mesh, plan=parallel.ParallelConfig(zero=flags.zero))

@@ -9,20 +9,20 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 
-INTERRUPTED = 128 + signal.SIGINT  # The exit status of a program that Ctrl-C has ended.
+INTERRUPTED = 128 + signal.SIGINT  # The exit status after Ctrl-C.
 _LINE = "stopped by Ctrl-C"
 
 
 def end_at_interrupt() -> None:
-    """Have Ctrl-C end the process at once, with one line, while a script is imported and nothing needs cleaning up."""
+    """Let Ctrl-C end the process at once, with one line, while a script is imported and nothing needs cleaning up."""
     signal.signal(signal.SIGINT, _end_with_a_line)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C interrupt the code inside, whose context managers end as after an error; then print one line.
+    """Let Ctrl-C raise an error in the block, so that its context managers end; then print one line.
 
-    The exit status is 130. Once the line is printed, another Ctrl-C ends a script's process at once.
+    The exit status is 130. Once the line is printed, another Ctrl-C ends the process of a script at once.
     """
     is_script = threading.current_thread() is threading.main_thread()
     is_script = is_script and signal.getsignal(signal.SIGINT) is _end_with_a_line

@@ -195,7 +195,7 @@ def test_stores_that_are_no_pairs(encoder, tmp_path):
     lone = open_store(texts({"\udcff": row}), encoder, tmp_path / "c", validation=0.0)
     assert lone.name_document(0) == "\udcff"  # A lone surrogate, which UTF-8 does not have.
     (long.path / "names.bin").unlink()  # A store of an older version has no names.
-    with pytest.raises(ValueError, match=r"that of document 2 leaves no room for the chosen completion"):
+    with pytest.raises(ValueError, match=r"the prompt of document 2 leaves no room for the chosen completion"):
         PairPacking(long, seq=8)
     (tmp_path / "one.jsonl").write_text(row)
     other = open_store(conversations(tmp_path / "one.jsonl"), encoder, tmp_path / "c", validation=0.0)

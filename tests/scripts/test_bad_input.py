@@ -49,13 +49,13 @@ def refused(capsys):
         ("--recipe defualt", ["--recipe defualt", "default, llama, moe, adamw"]),
         ("--model.embd 64", ["model.embd", "--model.embed"]),
         ("--steps many", ["steps", "many"]),
-        ("--optimizer.lr 1e-3", ["--optimizer.lr: there is no such flag; it is --optimizer.learning-rate here"]),
+        ("--optimizer.lr 1e-3", ["--optimizer.lr: there is no such flag; use --optimizer.learning-rate instead"]),
         (
             "--no-optimizer.decay-tables",
-            ["--no-optimizer.decay-tables: there is no such flag; it is --optimizer.no-decay-tables here"],
+            ["--no-optimizer.decay-tables: there is no such flag; use --optimizer.no-decay-tables instead"],
         ),
-        ("--accumulate 4", ["--accumulate: there is no such flag; it is --microbatches here"]),
-        ("--batch-size=8", ["--batch-size: there is no such flag; it is --batch here"]),
+        ("--accumulate 4", ["--accumulate: there is no such flag; use --microbatches instead"]),
+        ("--batch-size=8", ["--batch-size: there is no such flag; use --batch instead"]),
         (
             "--text.tokenizer {file} --model.vocab 255",
             ["--model.vocab 255 --text", "tokenizer has 256 ids"],

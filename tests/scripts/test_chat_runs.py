@@ -209,7 +209,7 @@ def test_teachers_that_are_refused(folder, tmp_path):
     teacher = ["--teacher", folder / "model"]
     assert "give --teacher, or leave the --distillation flags out" in refused("--distillation.weight", 1.0)
     assert "leave --loss dpo and --optimizer.z-loss 0.0 out" in refused(*teacher, "--loss", "dpo")
-    assert "it has 257 and the model 256" in refused("--teacher", tmp_path / "larger")
+    assert "the teacher has 257 ids and the model 256" in refused("--teacher", tmp_path / "larger")
     assert "give a number of ids from 1 to 256" in refused(*teacher, "--distillation.top", 300)
     assert "weight at least 0 and at most 1" in refused(*teacher, "--distillation.weight", 2.0)
     published_folder(tmp_path / "others")
@@ -239,8 +239,8 @@ def test_what_is_refused(folder, tmp_path):
         return done.stderr
 
     assert "there is no published model; give --model" in refused("--data", folder / "chats.jsonl", "--show-example")
-    assert "the text is no conversations" in refused("--data", folder / "plain.txt", "--show-example")
-    assert "give --data CHATS.jsonl and the --model" in refused("--show-example")
+    assert "the data is plain text" in refused("--data", folder / "plain.txt", "--show-example")
+    assert "give --data CHATS.jsonl, and the --model" in refused("--show-example")
     mix = ["--text.mix", f"{folder / 'chats.jsonl'}=1", f"{folder / 'plain.txt'}=1"]
     assert "has conversations, and other sources have plain text" in refused("--model", folder / "model", *mix)
     assert "pairs are read from a file or folder; give --data" in refused("--loss", "dpo")
@@ -251,7 +251,7 @@ def test_what_is_refused(folder, tmp_path):
     assert "must have `prompt`, `chosen` and `rejected`" in refused(*pairs, "--data", folder / "pairs.jsonl")
     labelled = ["--model", folder / "model", "--data", folder / "preferences.jsonl", "--loss", "kto"]
     assert "preferences.jsonl#0 must have" in refused(*labelled)
-    assert "must have a `label` of true or false, but it is None" in refused(
+    assert "must have a `label` of true or false, but its label is None" in refused(
         *labelled, "--data", folder / "pairs.jsonl"
     )
     assert "--desirable-weight 0.0" in refused(*labelled, "--desirable-weight", 0)

@@ -124,12 +124,12 @@ def test_low_rank_changes_are_trained_alone(place):
 @pytest.mark.parametrize(
     "script,flags,words",
     [
-        ("convert.py", "{first} {published}", "it exists already"),
-        ("convert.py", "{corpus} {new}", "nor a published model (config.json, or a file of GGUF); give one"),
+        ("convert.py", "{first} {published}", "this path exists already"),
+        ("convert.py", "{corpus} {new}", "nor a published model (config.json, or a GGUF file); give a run"),
         ("sample.py", "--model {published} --chat yes --simulate 3 --mesh.tensor 3", "take an axis that divides"),
         ("pretrain.py", "--model {published} --run-dir {new} --model.layers 3", "layers: 2 -> 3"),
         ("convert.py", "{first} {new} --adapter", "the model has no LoRA"),
-        ("convert.py", "{published} {new} --push me/mine", "--push me/mine: only a model that a run has trained"),
+        ("convert.py", "{published} {new} --push me/mine", "--push me/mine: only the model of a run is uploaded"),
     ],
 )
 def test_bad_input(place, script, flags, words):

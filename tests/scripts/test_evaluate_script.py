@@ -42,7 +42,7 @@ def test_what_cannot_be_scored(folder, tmp_path):
     assert "there is nothing to score; give --text" in refused("--model", folder)
     assert "no file or folder" in refused("--model", folder, "--text", tmp_path / "none.txt")
     assert "--batch 0" in refused("--model", folder, "--text", tmp_path / "a.txt", "--batch", 0)
-    assert "one model is read" in refused("--model", folder, "--run-dir", "b", "--text", tmp_path / "a.txt")
+    assert "only one model is loaded" in refused("--model", folder, "--run-dir", "b", "--text", tmp_path / "a.txt")
     assert "the stride must be from 1 to 7" in refused(
         "--model", folder, "--text", tmp_path / "a.txt", "--window", 8, "--stride", 9
     )

@@ -67,7 +67,7 @@ def test_a_long_text_is_cut_for_the_picture_and_a_file_is_read(run_dir, tmp_path
 @pytest.mark.parametrize(
     "arguments,words",
     [
-        (["--text", "a", "--file", "b"], ["leave one out"]),
+        (["--text", "a", "--file", "b"], ["leave one of the two out"]),
         (["--file", "no-such-file"], ["no-such-file"]),
         (["--text", ""], ["nothing to color"]),
         (["--tokens", "0"], ["--tokens 0", "at least 1"]),

@@ -92,7 +92,7 @@ def test_names_of_the_vocabularys_table_are_answered_with_our_flags():
     assert len(elsewhere()) >= 19 and all(elsewhere().values())
     for own, others in elsewhere().items():
         for name in others:
-            with pytest.raises(ValueError, match=f"it is {own} here"):
+            with pytest.raises(ValueError, match=f"use {own} instead"):
                 check_names([f"--{name.removeprefix('--')}=1"], flags)
     check_names(["--names-of-nobody=1"], flags)  # is left to the parser
 
@@ -145,7 +145,7 @@ def test_flags_on_pages_for_users_of_other_programs_exist(name):
 )
 def test_a_flag_that_is_called_otherwise_elsewhere(given, ours):
     with pytest.raises(
-        ValueError, match=f"^{re.escape(given.partition('=')[0].replace('_', '-'))}: .* it is {ours} here"
+        ValueError, match=f"^{re.escape(given.partition('=')[0].replace('_', '-'))}: .* use {ours} instead"
     ):
         parse(pretrain.Command, [given, "1"])
 
@@ -197,7 +197,7 @@ def test_flags_that_are_there_are_no_other_names():
     for name in RECIPES:
         flags = of_recipe(pretrain.Command, name)
         assert not [flag for flag in flags if any(flag[2:] in others.split() for others in USUAL_NAMES.values())]
-    with pytest.raises(ValueError, match="--max-new-tokens: .* it is --tokens here"):
+    with pytest.raises(ValueError, match="--max-new-tokens: .* use --tokens instead"):
         read(sample.Command, ["--max-new-tokens", "3"])
     assert read(sample.Command, ["--tokens", "3", "--dtype", "bf16", "--prompt", "a --b"]).tokens == 3
 

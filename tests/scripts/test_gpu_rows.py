@@ -81,7 +81,7 @@ def test_what_is_late_is_left_out_by_name(tmp_path, monkeypatch):
     peak, *others = measured(tmp_path, minutes=-1.0)
     ours, theirs = [row for row in others if row.name != "PyTorch"], [row for row in others if row.name == "PyTorch"]
     assert peak.group == "peak" and (len(ours), len(theirs)) == (11, 6)  # no numbers, mixtures or trace by PyTorch
-    assert all(row.value is None and row.note == "left out: -1 minutes are over" for row in others)
+    assert all(row.value is None and row.note == "left out after -1 minutes" for row in others)
     assert [row.group for row in others[:3]] == ["numbers", *["attention, 2 x 32 tokens"] * 2]
 
 
@@ -126,7 +126,7 @@ def test_numbers_tell_right_from_wrong_and_from_none():
         return check_row(check, functools.partial(compile_check, check))
 
     assert 0 < (row(right).value or 0) < 1e3 * _gpu_numbers.OF_KERNELS and row(right).note == "at most 20"
-    assert row(wrong).note == "WRONG: more than 20" and row(none).note == "WRONG: some of it is not finite"
+    assert row(wrong).note == "WRONG: more than 20" and row(none).note == "WRONG: some results are not finite"
     assert row(lambda x: x @ x[:3]).note.startswith("TypeError")
 
 

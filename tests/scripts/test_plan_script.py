@@ -106,15 +106,18 @@ def test_what_does_not_fit_has_other_plans_that_do():
         ("--topology v5e:1x1 --cache-dtype int8", "--cache-dtype int8: training has no caches"),
         (
             "--topology v5e:1x1 --decode --weights quantized",
-            "--weights quantized: it is a published model's weights",
+            "--weights quantized: only a published model has quantized weights",
         ),
         ("--topology v5e:1x1 --search --picture costs.png", "--search --picture costs.png: a search ranks meshes"),
-        ("--topology v5e:1x1 --memory 80GB", "--topology v5e:1x1 --memory 80GB: the topology says what memory"),
-        ("--topology v5e:1x1 --compile", "--topology v5e:1x1 --compile: a step is compiled for the topology"),
+        (
+            "--topology v5e:1x1 --memory 80GB",
+            "--topology v5e:1x1 --memory 80GB: the topology decides a device's memory",
+        ),
+        ("--topology v5e:1x1 --compile", "--topology v5e:1x1 --compile: a step is always compiled for the topology"),
         ("--search", "--topology is missing"),
         ("--decode", "--topology is missing"),
         ("--topology v5e:1x1 --search --decode", "--search --decode: a search ranks meshes"),
-        ("--topology v5e:2x2 --search --model.vocab 2000000000", "no mesh was found that fits into 16.9 GB"),
+        ("--topology v5e:2x2 --search --model.vocab 2000000000", "no mesh fits into 16.9 GB"),
     ],
 )
 def test_bad_input_is_one_clear_error(flags, message):
@@ -307,7 +310,7 @@ def test_spread_edges_are_reported(report):
 def test_help_reads_well(capsys):
     with pytest.raises(SystemExit):
         plan.main(["--help-all"])
-    assert "\nPrints the sharding of each parameter" in capsys.readouterr().out
+    assert "\nThe report has the sharding of each parameter" in capsys.readouterr().out
 
 
 @pytest.mark.grid

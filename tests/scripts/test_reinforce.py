@@ -51,7 +51,7 @@ def flags(inputs: Path, reward: str = "high") -> list[Any]:
 def test_a_run_without_a_reward_is_refused(inputs, tmp_path):
     without = [word for word in flags(inputs) if "rewards.py" not in str(word) and word != "--reward"]
     refused = run_here("reinforce.py", *without, "--run-dir", tmp_path / "run")
-    assert refused.returncode == 2 and "--reward: there is none; give FILE.py:NAME" in refused.stderr
+    assert refused.returncode == 2 and "--reward: there is no reward function; give FILE.py:NAME" in refused.stderr
     assert not (tmp_path / "run").exists()
 
 

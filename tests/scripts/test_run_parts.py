@@ -136,7 +136,7 @@ def test_the_end_of_text_is_asked_of_what_can_have_another(folder):
         of("", published=folder)  # a name like any other, and none that this tokenizer knows
     (folder / "tokenizer.json").unlink()
     for more in ({}, {"published": folder}):
-        with pytest.raises(ValueError, match="--text.end-of-text A: bytes end a text with 0"):
+        with pytest.raises(ValueError, match="--text.end-of-text A: with bytes as tokens, the byte 0 ends a text"):
             of("A", **more)
 
 
@@ -151,10 +151,10 @@ def test_a_broken_configuration_is_named(text, folder):
 @pytest.mark.parametrize(
     "flags,words",
     [
-        ("--model {folder} --run-dir runs/a", "--model {folder} --run-dir runs/a: one model is read"),
+        ("--model {folder} --run-dir runs/a", "--model {folder} --run-dir runs/a: only one model is loaded"),
         ("--run-dir runs/a --dtype bfloat16", "--dtype bfloat16: a run's model"),
         ("--model {folder} --dtype int8", "error: --dtype int8: 'int8' is no floating-point dtype"),
-        ("--model {folder} --simulate 0", "--simulate 0: it counts devices"),
+        ("--model {folder} --simulate 0", "--simulate 0: give a number of devices"),
     ],
 )
 def test_flags_of_sample_that_do_not_fit(flags, words, folder, capsys):

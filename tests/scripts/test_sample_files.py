@@ -39,7 +39,7 @@ def flags(folder, out, *more):
 @pytest.mark.grid
 def test_a_killed_command_goes_on_and_makes_the_same_file(folder, tmp_path):
     whole = run("sample.py", *flags(folder, tmp_path / "whole", "--log-probs"))
-    assert whole.returncode == 0 and "24 rows, 0 of them from before, 0 new ones with errors" in whole.stderr
+    assert whole.returncode == 0 and "24 rows, 0 of them from before, 0 new rows with errors" in whole.stderr
     killed = 0
     for _ in range(8):
         process = subprocess.Popen(command("sample.py", *flags(folder, tmp_path / "part", "--log-probs")), env=PLAIN)
@@ -78,7 +78,7 @@ def lines(path):
 @pytest.mark.parametrize(
     "more,words",
     [
-        (["--prompt", "a"], "need both --prompts and --out, and no --prompt"),
+        (["--prompt", "a"], "--prompts and --out belong together"),
         (["--capacity", 64], "line 2: Engine.submit(request): a prompt of 8 ids and 57 new tokens need a row of 65"),
         (["--system", "a"], "--system 'a': only a chat has a system message"),
         (["--best-of", 0], "best_of=0"),
