@@ -357,7 +357,7 @@ class Engine:
         self._biases[row.slot] = bias = self._bias(row)
         ids, length = self._pad(initial, self.capacity)
         assert row.cache is not None
-        numbers = (  # One transfer for all.
+        numbers = (  # All numbers go to the device in one transfer.
             np.asarray(request.seed, np.int32),
             np.asarray([request.example], np.int32),
             np.asarray([end_ids], np.int32),

@@ -28,9 +28,10 @@ from ._transforms import chain, Temperature
 
 @jax.tree_util.register_pytree_node_class
 class FlatTree:
-    """A tree of modules whose arrays are kept in one tuple, as arguments and results of the compiled programs.
+    """A tree of modules in a form that JAX flattens quickly: one tuple of arrays, and the structure of the tree.
 
-    JAX flattens all arguments at each call. Flattening the modules of a model took longer than reading a short prompt.
+    The compiled programs take and return trees in this form, since JAX flattens all arguments at each call. Flattening
+    the modules of a model took longer than reading a short prompt.
     """
 
     def __init__(self, tree: PyTree):
@@ -41,7 +42,7 @@ class FlatTree:
 
     @property
     def tree(self) -> Any:
-        """The tree."""
+        """The tree of modules."""
         arrays = iter(self._arrays)
         leaves = [next(arrays) if leaf is None else leaf for leaf in self._structure.static_leaves]
         return jax.tree.unflatten(self._structure.treedef, leaves)
@@ -59,7 +60,11 @@ class FlatTree:
 
 
 class _Structure:
-    """Everything of a `FlatTree` but its arrays; its hash is computed once, and it is equal to itself at once."""
+    """The structure of a `FlatTree`, with the leaves that are no arrays.
+
+    JAX hashes and compares structures at each call. The hash is therefore computed only once, and a structure equals
+    itself without a comparison of its parts.
+    """
 
     def __init__(self, treedef: Any, static_leaves: tuple[Any, ...]):
         """Store the structure; in `static_leaves` None stands for an array."""
@@ -105,7 +110,7 @@ def init_cache(model: FlatTree, batch: int, capacity: int, dtype: str | None) ->
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def free_rows(flat_model: FlatTree, batch: int, width: int, capacity: int, dtype: str | None) -> FlatTree:
-    """Return free slots, `EngineRows`, for rows of up to `width` ids, with caches of `capacity` slots each."""
+    """Return `EngineRows` of free slots for rows of up to `width` ids, with caches of `capacity` slots each."""
     model: Model = flat_model.tree
     lengths, cache = jnp.ones(batch, jnp.int32), model.init_cache(batch, capacity, dtype)
     alternatives = _no_alternatives(jnp.zeros(batch, bool), width, model.vocab)
@@ -195,7 +200,10 @@ class NewRow(NamedTuple):
 
 @functools.partial(jax.jit, donate_argnums=1)
 def start_row(new: NewRow, flat_slots: FlatTree) -> FlatTree:
-    """Sample the first token of a row, and write the row into its slot; the slots, `EngineRows`, are donated."""
+    """Sample the first token of a row, and write the row into its slot.
+
+    `flat_slots` holds the `EngineRows`, which are donated.
+    """
     model: Model = new.model.tree
     slots: EngineRows = flat_slots.tree
     alternatives = _no_alternatives(new.wants_alternatives, new.ids.shape[1], model.vocab)
@@ -230,7 +238,7 @@ class DecodeInputs(NamedTuple):
 def decode_slots(
     inputs: DecodeInputs, flat_slots: FlatTree, max_new: int, is_greedy: bool
 ) -> tuple[FlatTree, NewTokens]:
-    """Sample tokens for all rows that have not ended; the slots, `EngineRows`, are donated.
+    """Sample tokens for all rows that have not ended. `flat_slots` holds the `EngineRows`, which are donated.
 
     `max_new` is the width of the returned arrays: after a step, the host lacks at most this many ids of a row. With
     `is_greedy`, all rows take the likeliest tokens of the model's own logits.

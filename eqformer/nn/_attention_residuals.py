@@ -1,9 +1,9 @@
-"""Attention residuals: sublayers that read a softmax over the sums of earlier blocks of sublayers.
+"""Attention residuals: a sublayer reads a weighted sum of the outputs of earlier blocks of sublayers.
 
-The residual stream of a token is `*batch streams seq embed`, as with hyper-connections. The first stream is the sum of
-the current block, the next streams are slots for the sums of finished blocks, and the last stream counts sublayers: all
-its channels hold the number of sublayers that have run. The count tells a layer which slots are filled, so that all
-layers are alike and a scan runs them.
+The weights are a softmax. The residual streams are an array `*batch streams seq embed`, as with hyper-connections. The
+first stream is the sum of the current block, and the next streams are slots for the sums of finished blocks. All
+channels of the last stream hold the number of sublayers that have run. This count tells a sublayer which slots are
+filled, so that all layers have the same program and a scan can run them.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,17 +27,20 @@ _LARGEST_COUNT = 256
 
 
 class ExpandBlocks(StreamExpansion):
-    """The beginning of a model with attention residuals: a sum that is the embedding, and empty slots for blocks."""
+    """The expansion of the embedding to streams, at the beginning of a model with attention residuals.
+
+    The embedding becomes the current block's sum; the slots for finished blocks are empty, and the count is 0.
+    """
 
     streams: int = eqx.field(static=True)
-    """The sum of the current block, a slot for each block, and the count of sublayers."""
+    """Number of streams: the sum of the current block, a slot for each block, and the count of sublayers."""
 
     def __init__(self, *, sublayers: int, block: int):
         """Make a slot for each block.
 
         Args:
-            sublayers: Sublayers of the whole model, at most 256, the largest count that bfloat16 holds.
-            block: Sublayers of a block.
+            sublayers: Number of sublayers of the whole model, at most 256, the largest count that bfloat16 holds.
+            block: Number of sublayers of a block.
         """
         if not 1 <= sublayers <= _LARGEST_COUNT:
             raise ValueError(
@@ -86,28 +89,28 @@ class BlockScores(StreamMap):
 
 
 class AttentionResidual(Sublayer):
-    """A sublayer whose input is a softmax over blocks (Kimi team 2026, arXiv:2603.15031): `s <- s + f(sum_j p_j v_j)`.
+    """A sublayer that reads a weighted sum of blocks (Kimi team 2026, arXiv:2603.15031): `s <- s + f(sum_j p_j v_j)`.
 
     `f` is the branch of a `Residual`, with its norms and dropout. The vectors `v_j` are the sums of the finished blocks
-    and `s`, the sum of the current block. The weights `p` are the softmax of their `BlockScores`. The embedding is the
-    first finished block. Every `block` sublayers, `s` is stored as a finished block and begins again at zero; the
-    sublayer that begins a block still reads the old `s`.
+    and `s`, the sum of the current block. The weights `p` are the softmax of the vectors' `BlockScores`. The embedding
+    is the first finished block. After every `block` sublayers, `s` becomes a finished block, and a new sum begins at
+    zero; the first sublayer of the new block still reads the old `s`.
     """
 
     branch: Residual
     """The sublayer, without a `sum_norm`; its input and output are single streams."""
     scores: StreamMap
     block: int = eqx.field(static=True)
-    """Sublayers of a block: twice its layers, if a layer has attention and a feed-forward layer."""
+    """Number of sublayers of a block, such as 8 for blocks of four layers with attention and a feed-forward layer."""
 
     def __init__(self, branch: Residual, *, embed: int, block: int, eps: float = 1e-5):
-        """Initialize the scores, by which all blocks have equal weights.
+        """Initialize the scores so that all blocks have equal weights.
 
         Args:
             branch: The sublayer.
             embed: Channels of the residual stream.
-            block: Sublayers of a block.
-            eps: Added to the mean of squares of a block.
+            block: Number of sublayers of a block.
+            eps: Added to the mean square of a block's vector.
         """
         _check_block("AttentionResidual", block)
         self.branch, self.block, self.scores = branch, block, BlockScores(embed=embed, eps=eps)
@@ -155,22 +158,25 @@ class AttentionResidual(Sublayer):
 
 
 class MergeBlocks(StreamMerge):
-    """The end of a model with attention residuals, in the place of its `norm`: the norm of a softmax over blocks."""
+    """The final norm of a model with attention residuals, which reads a weighted sum of blocks.
+
+    It takes the place of the model's `norm`.
+    """
 
     scores: StreamMap
     norm: Norm
     """The norm of the weighted sum."""
     block: int = eqx.field(static=True)
-    """Sublayers of a block."""
+    """Number of sublayers of a block."""
 
     def __init__(self, norm: Norm, *, embed: int, block: int, eps: float = 1e-5):
-        """Initialize the scores, by which all blocks have equal weights.
+        """Initialize the scores so that all blocks have equal weights.
 
         Args:
             norm: The norm of the weighted sum.
             embed: Channels of the residual stream.
-            block: Sublayers of a block, as in each `AttentionResidual`.
-            eps: Added to the mean of squares of a block.
+            block: Number of sublayers of a block, as in each `AttentionResidual`.
+            eps: Added to the mean square of a block's vector.
         """
         _check_block("MergeBlocks", block)
         self.norm, self.block, self.scores = norm, block, BlockScores(embed=embed, eps=eps)

@@ -282,7 +282,7 @@ class MeanStreams(StreamMerge):
 def sum_streams(
     x: Float[Array, "*batch streams seq embed"], weights: Float[Array, "*batch seq streams"]
 ) -> Float[Array, "*batch seq embed"]:
-    """Return the weighted sum of each token's streams, computed in the dtype of the weights, in the dtype of `x`."""
+    """Return the weighted sum of each token's streams: computed in the weights' dtype, returned in the dtype of `x`."""
     by_stream = jnp.swapaxes(weights, -1, -2)[..., None]
     return jnp.sum(by_stream * x.astype(weights.dtype), axis=-3).astype(x.dtype)
 
