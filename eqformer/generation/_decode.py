@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from ..nn import right_padded, Source, token_keys, Tokens, with_source
 from ._model import Model
-from ._transforms import Chain, History
+from ._transforms import Chain, History, likeliest_ids
 
 
 class SamplingState(eqx.Module):
@@ -211,7 +211,7 @@ def sample_ids(
     if not sampling.transforms.is_greedy:
         keys = sampling.token_keys(positions[:, None])[:, 0]
         logits = logits + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
-    best = jnp.argmax(logits, axis=-1)
+    best = likeliest_ids(logits)
     highest = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
     return jnp.where(highest > -jnp.inf, best, -1).astype(jnp.int32)
 

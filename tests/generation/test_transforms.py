@@ -12,6 +12,7 @@ from generation_reference import LITERAL
 
 from eqformer import generation
 from eqformer.generation import _decode as decode
+from eqformer.generation._transforms import likeliest_ids
 
 
 VOCAB, ROWS = 23, 6
@@ -99,6 +100,14 @@ def test_of_equal_tokens_the_lowest_ids_stay(name, value):
     for before, after in zip(logits, found):
         expected = sorted(range(VOCAB), key=lambda token: (-before[token], token))[:count]
         assert sorted(np.flatnonzero(np.isfinite(after))) == sorted(expected)
+
+
+def test_the_likeliest_id_is_that_of_argmax():
+    rows = [[1, 3, 3, 2], [-np.inf] * 4, [np.inf, np.inf, 0, 1], [5, np.nan, 9, np.nan], [-np.inf, -3, -np.inf, -3]]
+    logits = np.asarray(rows, np.float32)
+    found = np.asarray(likeliest_ids(jnp.asarray(logits)))
+    assert np.array_equal(found, np.argmax(logits, axis=1)) and found.dtype == np.int32
+    assert not np.array_equal(3 - found, np.argmax(logits[:, ::-1], axis=1))  # of equal logits, the lowest id
 
 
 def test_a_sum_that_ties_with_its_threshold_reaches_it():
