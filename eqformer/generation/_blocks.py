@@ -29,11 +29,11 @@ class DenoisingRule(eqx.Module):
     mask_id: int = eqx.field(static=True)
     """The id of a masked token, which is never sampled."""
     steps: int = eqx.field(static=True)
-    """Passes over a block after which no token is masked."""
+    """Maximum number of passes over a block, after which no token is masked."""
     order: BlockOrder = eqx.field(static=True)
     """Whether the tokens of the highest probability are filled first, or tokens in random order."""
     threshold: Float[Array, ""]
-    """The probability from which a sampled token is filled at once."""
+    """The probability above which a sampled token is filled at once."""
 
 
 class BlockRows(eqx.Module):
@@ -43,7 +43,7 @@ class BlockRows(eqx.Module):
     starts: Int[Array, "batch"]
     """The position of the first token of each row's next block."""
     lengths: Int[Array, "batch"]
-    """Ids of the prompt and of the text so far."""
+    """Number of ids of the prompt and of the text so far."""
     limits: Int[Array, "batch"]
     """The length at which a row ends."""
     done: Bool[Array, "batch"]
@@ -71,15 +71,16 @@ def generate_blocks(
 ) -> Generation:
     """Continue each prompt by up to `max_new_tokens` tokens with a model whose masks are `nn.block_causal`.
 
-    Each new block begins with all of its tokens masked, except the end of the prompt in the first block. A pass of the
-    model gives every masked token a distribution, from which an id is sampled. A part of the masked tokens is then
-    filled with these ids, and the others stay masked: with `m` masked tokens and `k` passes left, `m / k` tokens
-    (rounded up) of the highest probability, or in random order, and all tokens whose sampled id has more than
-    `threshold` probability. This is low-confidence remasking (LLaDA, arXiv:2502.09992), and with a threshold below 1
-    SDAR's dynamic rule (arXiv:2510.06303). Filled tokens do not change. Keys and values of finished blocks are cached.
+    Each new block begins with all of its tokens masked; only the first block may begin with the end of the prompt. In
+    a pass, the model gives every masked token a distribution, from which an id is sampled. Some of the masked tokens
+    are then filled with their ids and change no more; the others stay masked. With `m` masked tokens and `k` passes
+    left, a pass fills `m / k` tokens (rounded up), by default those of the highest probability. It also fills all
+    tokens whose sampled id has a probability above `threshold`. This is low-confidence remasking (LLaDA,
+    arXiv:2502.09992) and, with a threshold below 1, SDAR's dynamic rule (arXiv:2510.06303). Keys and values of finished
+    blocks are cached.
 
-    A row ends with the first id of `end_of_text` in a finished block. The samples of a row depend on `key`, on its
-    number in `examples`, on positions and on the pass, not on other rows. Raises the errors of `generate`, and a
+    A row ends with the first id of `end_of_text` in a finished block. A row's samples depend on `key`, on the row's
+    number in `examples`, on positions and on the pass, but not on other rows. Raises the errors of `generate`, and a
     `ValueError` for a model without blocks.
 
     Args:
@@ -87,14 +88,16 @@ def generate_blocks(
         prompts: A list of lists of ids, or an integer array whose rows have `lengths` ids each.
         max_new_tokens: Maximum number of tokens to generate for a row.
         mask_id: The id of a masked token, with which the model was trained.
-        steps: Passes over a block; None: as many as its tokens. Fewer passes fill several tokens at a time.
-        order: "confidence" fills the tokens of the highest probability first, "random" takes them in random order.
-        threshold: The probability above which a sampled token is filled at once; 1 fills none for this reason.
+        steps: Maximum number of passes over a block; None: the number of its tokens. With fewer passes, a pass fills
+            several tokens.
+        order: `"confidence"` fills the tokens of the highest probability first, `"random"` tokens in random order.
+        threshold: The probability above which a sampled token is filled at once; with 1, `steps` alone determines how
+            many tokens a pass fills.
         lengths: Ids in each row of an array; None: all.
-        transforms: Changes of the logits before an id is sampled; `sampling(temperature=0)` is greedy. Their history is
-            the text before the block.
-        end_of_text: The id, or ids, that end a row; it stays in the row.
-        examples: For each row the number that its samples depend on, with `key`; None: 0, 1, ...
+        transforms: Changes of the logits before an id is sampled; `sampling(temperature=0)` is greedy. Transforms that
+            read earlier ids read the text before the block.
+        end_of_text: The id, or ids, that end a row; the sampled end-of-text id stays in the row.
+        examples: A number for each row; `key` and this number determine the row's random samples. None: 0, 1, ...
         cache_dtype: The dtype of keys and values in the cache; None: the compute dtype.
         key: The key of all random samples.
     """
@@ -112,7 +115,7 @@ def generate_blocks(
         )
     padded = pad_prompts(model, prompts, lengths, max_new_tokens, None, cache_dtype)
     sampling = make_sampling_state(model, len(padded.ids), transforms, end_of_text, examples, key)
-    # All tokens of the last block are read, so the cache has room for whole blocks.
+    # The model reads all tokens of the last block, so the cache must have room for whole blocks.
     width = round_up(padded.sizes.width, block)
     if model.max_seq is not None and round_up(int(np.max(padded.lengths)) + max_new_tokens, block) > model.max_seq:
         raise ValueError(
@@ -171,7 +174,7 @@ def denoise_block(model: Model, rows: BlockRows, sampling: SamplingState, rule: 
 
     def fill(carry: tuple) -> tuple:
         ids, masked, cache, number, are_numbers, have_candidates = carry
-        # A pass writes keys and values of unfinished tokens, which the next pass overwrites.
+        # A pass writes keys and values of masked tokens, too; the next pass overwrites them.
         hidden, cache, _ = model.encode(ids, tokens, cache)
         logits = model.unembed(hidden)
         new_ids, probabilities, priorities = _sample(logits, columns, number, history, sampling, rule)
@@ -211,9 +214,10 @@ def _sample(
     sampling: SamplingState,
     rule: DenoisingRule,
 ) -> tuple[Int[Array, "batch block"], Float[Array, "batch block"], Float[Array, "batch block"]]:
-    """Return an id for each token, its probability after the transforms, and the priority by which tokens are filled.
+    """Sample an id for each token; return the ids, their probabilities, and the priorities by which tokens are filled.
 
-    The id is -1 if no id can be sampled.
+    The id is -1 if no id can be sampled. Probabilities are those after the transforms or, with a greedy transform,
+    those of the model.
     """
     logits = jnp.where(jnp.arange(logits.shape[-1]) == rule.mask_id, -jnp.inf, logits)
     transformed = jax.vmap(lambda logits: sampling.transforms(logits, history), 1, 1)(logits)
@@ -224,7 +228,7 @@ def _sample(
         noisy = transformed + draw(keys)
     best = jnp.argmax(noisy, axis=-1)[..., None]
     is_possible = jnp.take_along_axis(noisy, best, axis=-1)[..., 0] > -jnp.inf
-    # A greedy transform leaves one id, whose probability would be 1: confidence is then that of the model.
+    # After a greedy transform, the probability of the only id left would always be 1.
     scored = logits if sampling.transforms.is_greedy else transformed
     probabilities = jnp.take_along_axis(jax.nn.softmax(scored, axis=-1), best, axis=-1)[..., 0]
     new_ids = jnp.where(is_possible, best[..., 0], -1).astype(jnp.int32)
@@ -235,5 +239,5 @@ def _sample(
 
 
 def _rank(priorities: Float[Array, "batch block"]) -> Int[Array, "batch block"]:
-    """Return each token's place in the order of falling priorities; of equal ones the first token is first."""
+    """Return each token's place by falling priority; of tokens with equal priority, the first comes first."""
     return jnp.argsort(jnp.argsort(-priorities, axis=1, stable=True), axis=1)

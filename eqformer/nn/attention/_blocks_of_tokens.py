@@ -12,7 +12,7 @@ Model = TypeVar("Model", bound=PyTree)
 
 
 def block_of(model: PyTree) -> int | None:
-    """Return the tokens of a block, if all attention masks of a model have blocks of one size; None otherwise."""
+    """Return the number of tokens of a block if all attention masks have blocks of one size, and None otherwise."""
     blocks = {mask.block for mask in modules(model, Mask)}
     return blocks.pop() if len(blocks) == 1 else None
 
@@ -20,21 +20,21 @@ def block_of(model: PyTree) -> int | None:
 def with_blocks(model: Model, block: int) -> Model:
     """Return the model with masks by which each token sees the tokens of its block and of earlier blocks.
 
-    The weights of a causal model are kept, so that it can go on to learn by block diffusion (SDAR, arXiv:2510.06303).
-    Windows stay. Raises a `ValueError` for masks that have chunks or a source.
+    The weights and the masks' windows stay the same, so that a trained causal model can continue to learn by block
+    diffusion (SDAR, arXiv:2510.06303). Raises a `ValueError` for masks that have chunks or a source.
     """
     return map_modules(lambda mask: _replace_rule(mask, block), model, Mask)
 
 
 def with_causal_masks(model: Model) -> Model:
-    """Return the model of blocks with causal masks in place of its masks of blocks.
+    """Return the model with causal masks in place of masks of blocks.
 
-    Its caches have the shapes of those that a sampler of whole blocks needs.
+    The caches of the returned model have the shapes that `generation.generate_blocks` needs.
     """
     return map_modules(lambda mask: mask if mask.block is None else _replace_rule(mask, None), model, Mask)
 
 
 def _replace_rule(mask: Mask, block: int | None) -> Mask:
-    """Return the mask with blocks of another size, or a causal mask for None; windows stay."""
+    """Return the mask with blocks of this size or, for None, a causal mask; in both cases the window stays."""
     is_causal = block is None
     return Mask(is_causal, mask.window, mask.chunk, None if is_causal else mask.ahead, mask.source, block)
