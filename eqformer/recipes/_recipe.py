@@ -1,11 +1,15 @@
 """Recipe of a run: all settings of a training run, and the names of its fields as flags."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+
+import equinox as eqx
+import jax
 
 from .._annotation_checks import violated_annotation
 from .._shapes import Batch
@@ -14,7 +18,7 @@ from ..models import Classifier, ModelConfig
 from ..nn import Execution, Precision
 from ..parallel import ParallelConfig
 from ..planning import batch_shapes, labelled_text_shapes, preference_shapes, text_group_shapes
-from ..training import Divergence, Lora, Optimization, VectorSimilarity
+from ..training import Divergence, Lora, noise_blocks, Optimization, VectorSimilarity
 
 
 def _set_paths(part: Any, *names: str) -> None:
@@ -176,7 +180,9 @@ class Recipe:
     """Text or chats (docs/data.md): a file, a folder or a dataset of the hub. Python's standard library by default."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     """The tokens of chats that the model learns: the assistant's replies, replies after the last question, or all."""
-    loss: Literal["next-token", "dpo", "ipo", "orpo", "kto", "contrastive", "mlm", "classification"] = "next-token"
+    loss: Literal[
+        "next-token", "dpo", "ipo", "orpo", "kto", "contrastive", "mlm", "classification", "block-diffusion"
+    ] = "next-token"
     """Learn the next token, preferences (dpo, ipo, orpo, kto), vectors of texts, masked tokens, or labels of texts."""
     beta: float = 0.1
     """How strongly DPO, IPO and KTO hold the model to the reference; for ORPO the weight of the odds ratio."""
@@ -193,7 +199,7 @@ class Recipe:
     contrastive: Contrastive = Contrastive()
     """The loss of --loss contrastive."""
     masking: Masking = Masking()
-    """The masked tokens of --loss mlm."""
+    """The masked tokens of --loss mlm; the mask token of --loss block-diffusion."""
     classification: Labels = Labels()
     """The classifier of --loss classification."""
     seq: int = 256
@@ -292,7 +298,11 @@ class Recipe:
             return text_group_shapes(self.batch, self.seq, group=self.contrastive.group)
         if self.loss == "classification":
             return labelled_text_shapes(self.batch, self.seq)
-        return batch_shapes(self.batch, self.seq, packed=self.text.packing != "windows")
+        shapes = batch_shapes(self.batch, self.seq, packed=self.text.packing != "windows")
+        if self.loss == "block-diffusion":  # The row of noisy copies and tokens does not depend on the block.
+            noise = functools.partial(noise_blocks, mask_id=0, block=1)
+            return eqx.filter_eval_shape(noise, shapes, jax.random.key(0))
+        return shapes
 
 
 # Fields that may change when a run is resumed: the number of steps, what is reported and how often, and where and how

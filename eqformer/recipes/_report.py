@@ -260,6 +260,7 @@ def _closing_loss_line(recipe: Recipe, last: Mapping[str, Any]) -> str:
         "contrastive": ("a group", "of positives found"),
         "mlm": ("a masked token", "of masked tokens right"),
         "classification": ("a text", "of texts right"),
+        "block-diffusion": ("a token at most", "of masked tokens right"),
     }
     unit, right = words.get(recipe.loss, ("a token", "of tokens right"))
     bits = f"{last['validation_bits_per_byte']:.3f} bits a byte, " if "validation_bits_per_byte" in last else ""

@@ -213,6 +213,8 @@ def make_loss(recipe: Recipe) -> Callable[..., Any]:
         )
     if recipe.loss in ("next-token", "mlm"):
         return recipe.optimizer.loss
+    if recipe.loss == "block-diffusion":
+        return functools.partial(training.block_diffusion_loss, z_loss=recipe.optimizer.z_loss)
     if recipe.loss == "contrastive":
         options = recipe.contrastive
         return training.contrastive_loss(
@@ -276,6 +278,8 @@ def check(recipe: Recipe, *, trains: bool = True, directory: RunDirectory | None
         shapes = model_shapes(recipe, directory)
         if trains and not recipe.writes_text:
             _check_encoder(recipe, shapes)
+        elif trains and recipe.loss == "block-diffusion":
+            training.check_block_diffusion(shapes)
         elif trains:
             training.check_next_token(shapes, seq=recipe.seq)
         recipe.optimizer.step(make_optimizer(recipe, shapes), loss=make_loss(recipe))

@@ -138,8 +138,14 @@ def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
     """Raise a `ValueError` for options of text encoders that do not suit the recipe's loss."""
     for field, loss in {"contrastive": "contrastive", "masking": "mlm", "classification": "classification"}.items():
         options = getattr(recipe, field)
+        if field == "masking" and recipe.loss == "block-diffusion" and options == type(options)(token=options.token):
+            continue
         if recipe.loss != loss and options != type(options)():
             raise ValueError(f"--loss {recipe.loss}: --{field} is for --loss {loss}; leave --{field} out.")
+    if recipe.loss == "block-diffusion":
+        if recipe.evaluate_every:
+            raise ValueError("--loss block-diffusion --evaluate-every: only next tokens are scored; leave it out.")
+        mask_id(recipe, recipe_tokenizer(recipe, directory))
     if recipe.writes_text:
         return
     if recipe.evaluate_every:
@@ -240,8 +246,10 @@ def chat_paths(recipe: Recipe) -> list[Path]:
     paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if not part.startswith("hub:")]
     paths += [] if recipe.data is None else [Path(recipe.data)]
     chats = [path for path in paths if has_rows or _detect_form(path) not in _TEXT_FORMS]
-    if chats and recipe.loss == "mlm":
-        raise ValueError(f"--loss mlm --data {chats[0]}: only plain texts are masked, but this file has conversations.")
+    if chats and recipe.loss in ("mlm", "block-diffusion"):
+        raise ValueError(
+            f"--loss {recipe.loss} --data {chats[0]}: only plain texts are masked, but this file has conversations."
+        )
     if chats and len(chats) < max(len(paths), len(recipe.text.mix)):
         raise ValueError(
             f"--text.mix {' '.join(recipe.text.mix)}: {chats[0]} has conversations, and other sources have plain text; "
@@ -312,7 +320,7 @@ def mask_id(recipe: Recipe, tokenizer: Tokenizer) -> int:
     return ids[0]
 
 
-_MASK_TOKENS = ("[MASK]", "<mask>", "<|mask|>")
+_MASK_TOKENS = ("[MASK]", "<mask>", "<|mask|>", "<|MASK|>")
 _MASK_BYTE = 1  # a control character, which texts do not contain
 
 

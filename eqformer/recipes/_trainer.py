@@ -253,6 +253,9 @@ class Trainer:
             return make_train_step(self.recipe, self.plan, self.optimizer)  # The first call compiles this step.
         if self.recipe.has_reference:
             first = dataclasses.replace(first, reference_nats=np.zeros(len(first.ids), np.float32))
+        if self.recipe.loss == "block-diffusion":
+            noisy = eqx.filter_eval_shape(self._mask_batch, first)
+            first = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), noisy)
         shapes: Any = self.states.step_shapes(self.rows.shapes(first))
         return make_train_step(self.recipe, self.plan, self.optimizer).compile(*shapes)
 
@@ -316,28 +319,34 @@ class Trainer:
         return training.make_reward_evaluation(self.plan, recipe.loss, beta=recipe.beta)
 
     @functools.cached_property
-    def mask(self) -> Callable[[Batch], Batch]:
-        """The function that masks a batch's tokens for `--loss mlm`.
+    def _mask_batch(self) -> Callable[[Batch], Batch]:
+        """The function that masks a batch's tokens for `--loss mlm` or `--loss block-diffusion`.
 
         Random numbers depend only on the seed and on a row's number in the run, so that a resumed run reads the same
         batches, on any mesh.
         """
         recipe, tokenizer = self.recipe, self.tokenizer
-        mask = mask_id(recipe, tokenizer)
+        mask, key = mask_id(recipe, tokenizer), jax.random.key(recipe.seed)
+        if recipe.loss == "block-diffusion":
+            block = training.check_block_diffusion(self.shapes)
+            return functools.partial(training.noise_blocks, key=key, mask_id=mask, block=block)
         special_ids = {*tokenizer.special_ids, tokenizer.end_of_text, mask}
         options: dict[str, Any] = {"mask_id": mask, "mlm_probability": recipe.masking.share}
         options |= {"vocab": tokenizer.vocab, "special_ids": sorted(special_ids)}
-        key = jax.random.key(recipe.seed)
+        return functools.partial(training.mask_tokens, key=key, **options)
 
-        @functools.cache
-        def compile_for(shardings: Any) -> Callable[[Batch], Batch]:
-            # The masked batch has the shardings of the batch, because the compiled step expects them.
-            masked = functools.partial(training.mask_tokens, key=key, **options)
-            return jax.jit(masked, out_shardings=jax.tree.unflatten(*shardings))
+    @functools.cached_property
+    def mask(self) -> Callable[[Batch], Batch]:
+        """`_mask_batch` as compiled programs, whose results have the shardings that the compiled step expects."""
+        programs: dict[Any, Callable[[Batch], Batch]] = {}
 
         def apply(batch: Batch) -> Batch:
-            leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, batch))
-            return compile_for((treedef, tuple(leaves)))(batch)
+            by_dims = {x.ndim: x.sharding for x in map(jnp.asarray, (batch.examples, batch.ids))}
+            name = jax.tree.structure(batch), batch.ids.shape, *by_dims.values()
+            if name not in programs:
+                out_shardings = jax.tree.map(lambda x: by_dims[x.ndim], eqx.filter_eval_shape(self._mask_batch, batch))
+                programs[name] = jax.jit(self._mask_batch, out_shardings=out_shardings)
+            return programs[name](batch)
 
         return apply
 
@@ -391,7 +400,7 @@ class Trainer:
         The reference is the model before its first step; with LoRA, the model without low-rank changes.
         """
         recipe = self.recipe
-        if recipe.loss == "mlm":
+        if recipe.loss in ("mlm", "block-diffusion"):
             return map(self.mask, batches)
         if recipe.teacher is not None and recipe.distillation.top is None:
             return training.add_teacher(batches, load_teacher(recipe, self.plan, self.screen), self.plan)
@@ -433,7 +442,7 @@ class Trainer:
     def _validate(self, model: Any) -> tuple[Any, Mapping[str, Any]]:
         def sums(batch: Batch) -> dict[str, Any]:
             placed: Any = self.rows.place(batch)
-            placed = self.mask(placed) if self.recipe.loss == "mlm" else placed
+            placed = self.mask(placed) if self.recipe.loss in ("mlm", "block-diffusion") else placed
             results = self.evaluate(model, placed)
             if self.evaluate_rewards is None:
                 return results
@@ -464,7 +473,10 @@ class Trainer:
     def _write_sample(self, model: Any, step: int) -> None:
         prompt, ends = sample_prompt(self.recipe, self.tokenizer, self.encoder)
         prompt, max_new_tokens = generation.fit_to_positions(model, prompt, 160)
-        output = generation.generate(
+        generate: Callable[..., generation.Generation] = generation.generate
+        if self.recipe.loss == "block-diffusion":
+            generate = functools.partial(generation.generate_blocks, mask_id=mask_id(self.recipe, self.tokenizer))
+        output = generate(
             model,
             [prompt],
             max_new_tokens=max_new_tokens,

@@ -1,0 +1,69 @@
+"""Runs of block diffusion: their first loss by hand, and that they go on bit by bit over a mesh."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from encoder_runs import losses, run_of, SGD, SIZES
+
+from eqformer import data, models, training
+from eqformer.recipes import check, Masking, Mesh, Recipe
+from eqformer.text import load_run_model
+
+
+CONFIG = models.SDARConfig(256, 16, 2, 2, 1, 24, head_dim=8, block=3)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(40):
+        (folder / f"{number}.txt").write_text("".join(f"line {line} of text {number}\n" for line in range(20)))
+    return folder
+
+
+def recipe_of(corpus, **fields: Any) -> Recipe:
+    options: dict[str, Any] = {"data": corpus, "batch": 8, "optimizer": SGD, "loss": "block-diffusion", **SIZES}
+    return Recipe(**{"model": CONFIG, **options, **fields})
+
+
+@pytest.mark.grid
+def test_the_first_loss_is_that_of_the_run_s_own_rows(corpus, tmp_path):
+    run = run_of(recipe_of(corpus, sample_every=4), tmp_path / "run")
+    texts = data.open_corpus({"corpus": data.files(corpus)}, data.ByteTokenizer(), tmp_path, seq=24, batch=8, seed=0)
+    noisy = training.noise_blocks(texts.train.batch(0), jax.random.key(0), mask_id=1, block=3)
+    model = eqx.filter_jit(models.build)(CONFIG, key=jax.random.split(jax.random.key(0), 3)[0])
+    total, count = eqx.filter_jit(training.block_diffusion_loss)(model, noisy)
+    assert losses(run)[0] == pytest.approx(float(total) / (8 * 24), rel=1e-5)
+    assert float(training.loss_count(count)) == 8 * 24 != float(np.sum(noisy.weights))
+    assert (run.folder / "samples.txt").read_text()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=2, context=2), Mesh(fsdp=2, tensor=2)])
+def test_a_run_goes_on_bit_by_bit_on_any_mesh(corpus, mesh, tmp_path):
+    recipe = recipe_of(corpus, mesh=mesh, optimizer=dataclasses.replace(SGD, rates="constant"))
+    whole = run_of(recipe, tmp_path / "whole", 4)
+    half = run_of(dataclasses.replace(recipe, steps=2), tmp_path / "half", 4)
+    parts = run_of(recipe, half.folder, 4)
+    arrays = [jax.tree.leaves(eqx.filter(load_run_model(run.folder), eqx.is_array)) for run in (whole, parts)]
+    assert parts.start == 2 and all(map(np.array_equal, *arrays))
+    alone = run_of(dataclasses.replace(recipe, mesh=Mesh()), tmp_path / "alone")
+    assert losses(alone) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_recipes_that_cannot_work_are_refused(corpus):
+    assert recipe_of(corpus).batch_shapes().ids.shape == (8, 48)
+    llama = models.LlamaConfig(256, 16, 2, 2, 1, 24)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"model": llama}, r"check_block_diffusion\(model\): not all tokens see"),
+        ({"loss": "next-token"}, "a token attends to later tokens"),
+        ({"evaluate_every": 2}, "--evaluate-every: only next tokens are scored"),
+        ({"masking": Masking(share=0.5)}, "--masking is for --loss mlm"),
+    ]
+    for fields, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            check(recipe_of(corpus, **fields))
