@@ -83,5 +83,5 @@ def _rooms() -> set[str]:
 
 
 def _rooms_of_names() -> dict[str, str]:
-    """Return the names of rooms that are names of the package too, each with its room."""
+    """Return the names that the package offers directly from one of its rooms, each with the room."""
     return {"LLM": "text", "load": "text", "capture": "interpretability", "patch": "interpretability"}

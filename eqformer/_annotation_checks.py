@@ -28,7 +28,7 @@ T = TypeVar("T")
 Sizes = dict[str, tuple[tuple[int, ...], str]]
 
 # For each kind of dtype: the dtype in an annotation that means the kind, the kind, its name, and the cast to it.
-# Unsigned integers count as integers, because ids of 16 bits are stored as such.
+# Unsigned integers count as integers, because ids of 16 bits are stored as unsigned integers.
 _DTYPE_KINDS = (
     ("float32", jnp.floating, "floats", ".astype('float32')"),
     ("int32", jnp.integer, "integers", ".astype('int32')"),
@@ -63,11 +63,11 @@ class ArrayRule:
         return indices[0] if indices else None
 
     def is_old_key(self, dtype: Any) -> bool:
-        """Return whether a dtype is that of `jax.random.PRNGKey`, which `jax.random` accepts as a single key."""
+        """Return whether a dtype is the one of `jax.random.PRNGKey(seed)`, which `jax.random` accepts as a key."""
         return not self.dims and dtype == jnp.uint32 and any(kind[2] == "keys" for kind in self.kinds)
 
     def has_kind(self, dtype: Any) -> bool:
-        """Return whether a dtype is of one of the kinds; every dtype is, if the annotation names no kind."""
+        """Return whether a dtype is of one of the kinds; always true if the annotation names no kind."""
         return not self.kinds or self.is_old_key(dtype) or any(jnp.issubdtype(dtype, kind[1]) for kind in self.kinds)
 
     def has_rank(self, rank: int) -> bool:
@@ -85,7 +85,7 @@ class ArrayRule:
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentRule:
-    """Rule of an argument: one of `arrays`, or an instance of one of `classes` with checked fields."""
+    """Rule of an argument: it fits one of `arrays`, or is an instance of one of `classes`, whose fields are checked."""
 
     arrays: tuple[ArrayRule, ...]
     classes: tuple[type, ...]
@@ -95,7 +95,7 @@ class ArgumentRule:
     has_integers: bool = False
     """Whether the argument may also be a sequence of integers; floats in the sequence would be truncated."""
     plain: tuple[type, ...] = ()
-    """The Python types, as in `_PLAIN_TYPES`, of an argument that is neither an array nor such an instance."""
+    """The Python types, as in `_PLAIN_TYPES`, of an argument that is neither an array nor one of `classes`."""
 
     @property
     def field_dims(self) -> set[str]:
@@ -115,8 +115,8 @@ def check_arguments(
 ) -> None:
     """Raise a `ValueError` for the first argument whose kind, rank or sizes differ from its annotation.
 
-    A name of a dim has one size in a call; `sizes` gives sizes that are known before. No check runs inside
-    `jax.shard_map`, where arrays are shards that eqformer has cut.
+    In one call, each name of a dim has one size; `sizes` has the sizes that are known before the check. No check runs
+    inside `jax.shard_map`, where each array is only a device's shard.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         return
@@ -143,8 +143,8 @@ def check_cache(call: str, cache: PyTree, sizes: Sizes) -> None:
             cache_rows = value.shape[: value.ndim - len(rule.arrays[0].dims) + 1]
             if cache_rows[len(cache_rows) - len(rows) :] != rows:
                 raise ValueError(
-                    f"{call}(cache): its {field} of shape {value.shape} are of {cache_rows} rows, the dims being "
-                    f"{_format_dims(rule.arrays[0])}, but with {source} there are {rows}; make it by "
+                    f"{call}(cache): its {field} of shape {value.shape} have {cache_rows} rows, with the dims "
+                    f"{_format_dims(rule.arrays[0])}, but {source} has {rows} rows; make the cache by "
                     f"init_cache({rows}, ...)."
                 )
 
@@ -164,7 +164,7 @@ def checked(function: Function) -> Function:
 
 
 def checked_fields(cls: Class) -> Class:
-    """Add checks to a dataclass: of its fields at construction, and as an argument of checked functions."""
+    """Return the dataclass with checks of its fields, at construction and when it is a checked function's argument."""
     fields = [field for field in dataclasses.fields(cls) if field.init]
     annotations = {field.name: field.type for field in fields}
     names, plain = list(annotations), {name: _make_plain_rule(annotation) for name, annotation in annotations.items()}
@@ -261,7 +261,7 @@ def _check_argument(call: str, name: str, value: object, rule: ArgumentRule, siz
 
 
 def _check_fields(call: str, name: str, value: object, sizes: Sizes) -> None:
-    """Check the arrays of an argument; those of `tokens` and `cache` share the dims of the call's arrays."""
+    """Check the arrays of an argument; the arrays of `tokens` and `cache` share dims with the call's other arrays."""
     shares_dims, cls = name in _CALL_ARGUMENTS, type(value)
     for field, rule in getattr(cls, _RULES).items():
         if shares_dims and rule.arrays:
@@ -320,9 +320,10 @@ def _describe_value(value: object) -> str:
 
 
 def fits(value: object, field_type: type[T] | object) -> TypeGuard[T]:
-    """Return whether a value of a JSON text is of a type. A whole number is also a float; True and False are none.
+    """Return whether a value of a JSON text is of a type.
 
-    The type is a class, a class with a range (`Annotated`), or a union, a list, a tuple or a dict of types.
+    The type is a class, a class with a range (`Annotated`), or a union, a list, a tuple or a dict of types. A whole
+    number is also a float. True and False are neither integers nor floats.
     """
     origin, args = typing.get_origin(field_type), typing.get_args(field_type)
     if origin is Annotated:
@@ -347,7 +348,7 @@ _type_hints = functools.cache(typing.get_type_hints)
 
 def violated_annotation(kind: Any, name: str, value: Any) -> Any:
     """Return the annotation of a dataclass's field if the value is of another type; None if it fits."""
-    from beartype import BeartypeConf  # Imported here, since the package imports this file at once.
+    from beartype import BeartypeConf  # Imported at the first use, because each import of eqformer imports this file.
     from beartype.door import is_bearable
 
     try:

@@ -14,15 +14,15 @@ from typing import Any
 
 _MAX_MESSAGE = 300  # characters of another library's message
 _LOST_PEER = (
-    "another process of the run has ended or cannot be reached; its own message says why. Start all of them again"
+    "another process of the run has ended or cannot be reached; its own message says why. Start all processes again"
 )
 # XLA has one error code for full device memory and a full disk, but different words; these are the words for memory.
 _OUT_OF_MEMORY = r"\bout of memory\b|failed to allocate request|attempting to allocate .* not possible"
 _LESS_MEMORY = (
-    "have a device hold less: more devices or pieces of the batch, fewer rows or tokens, 16 bits, more recomputation; "
-    "scripts/plan.py says what fits"
+    "make each device hold less: use more devices or microbatches, fewer rows or tokens, 16-bit dtypes, or more "
+    "recomputation; scripts/plan.py says what fits"
 )
-# For each kind of error: numbers of the system's errors, words of libraries without such numbers, and what to do.
+# For each kind of error: the system's error numbers, the words of libraries that give no number, and what to do.
 _KINDS = (
     ((), _OUT_OF_MEMORY, _LESS_MEMORY),
     ((), r"\bgloo\b|\bNCCL\b|\bbarrier\b|\bheartbeat|coordination (service|agent)", _LOST_PEER),
@@ -31,12 +31,12 @@ _KINDS = (
     ((errno.EACCES, errno.EPERM, errno.EROFS), r"permission|read-only|\bPERMISSION_DENIED\b", "make it writable"),
     ((errno.EMFILE, errno.ENFILE), "too many open files", "raise the number of files that may be open (ulimit -n)"),
     ((errno.ETIMEDOUT,), r"timed? ?out|\bDEADLINE_EXCEEDED\b", "see why the storage takes so long"),
-    ((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "input/output error|stale file", "see to the disk"),
+    ((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "input/output error|stale file", "check the disk"),
 )
 _MAX_BYTES = {"name": 255, "path": 4096}  # limits of Linux and its common file systems
 # For these errors the number of free bytes of the disk is part of the reason.
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# A lost connection may be to a hub or to another process of the run, so the words of the message decide.
+# A lost connection may be to a hub or to another process of the run; only the words of the message tell which.
 _LOST_CONNECTION = {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE}
 _ERROR_NUMBER = re.compile(r"(?:os_error_code='|errno |OS error )(\d+)", re.IGNORECASE)
 
@@ -44,8 +44,8 @@ _ERROR_NUMBER = re.compile(r"(?:os_error_code='|errno |OS error )(\d+)", re.IGNO
 def explain_error(error: BaseException) -> tuple[str, str]:
     """Return the error in one line, and what to do about it as a clause ("" if unknown).
 
-    The system's error numbers, of the error or of its causes, decide; without them, the words of the messages decide,
-    since some libraries pass on no numbers.
+    The advice follows from the system's error number, in the error or in its causes. Some libraries pass on no number;
+    then the advice follows from the words of the messages.
     """
     errors = list(_related_errors(error))
     reason = next(filter(None, map(_shorten_message, errors)), type(error).__name__)
@@ -109,7 +109,7 @@ def explain_write_error(path: str | Path, error: BaseException) -> tuple[str, st
 
 def is_panic(error: BaseException) -> bool:
     """Return whether a library in Rust has panicked: the exception derives from `BaseException`."""
-    # Each library in Rust has another class of this name.
+    # Each library in Rust has its own class of this name.
     return type(error).__name__ == "PanicException"
 
 
@@ -180,13 +180,13 @@ def _error_numbers(error: BaseException) -> list[int]:
 
 
 def _explain_path(number: int, name: str | os.PathLike[str]) -> str:
-    """Return what to do about the path of a system error of this number; "" if the path is not at fault."""
+    """Return what is wrong with the path of a system error, and what to do; "" if the path is not the cause."""
     path = Path(os.fsdecode(name))
     nearest = _nearest_folder(path)
     missing = path.absolute().relative_to(nearest).parts
     match number:
         case errno.ENOENT if missing:
-            return f"{nearest} has no {_shorten_name(missing[0])}, and may not let one be made; check the path"
+            return f"{nearest} has no {_shorten_name(missing[0])}, and perhaps it cannot be made there; check the path"
         case errno.ENOTDIR | errno.EEXIST if missing:
             return f"{nearest / missing[0]} is not a folder; remove it, or check the path"
         case errno.EISDIR:

@@ -25,7 +25,7 @@ from ._annotation_checks import violated_annotation
 JsonValue: TypeAlias = Any
 """A value of a JSON text, of any type until a caller checks it."""
 JsonObject: TypeAlias = dict[str, JsonValue]
-"""An object of a JSON text, by name."""
+"""An object of a JSON text: its values by name."""
 MAX_JSON_BYTES = 1 << 27  # The largest published files, indices and tokenizers, have 10 to 40 MB.
 MAX_JSON_DEPTH = 200  # Far below Python's recursion limit, since functions over the values recurse too.
 _FILE_KINDS: Mapping[int, str] = types.MappingProxyType(
@@ -107,8 +107,8 @@ def parse_json(text: str | bytes, *, unique: bool = True) -> JsonValue:
     """Return the value of a JSON text.
 
     Raises a `ValueError` for a text that is not JSON, that nests deeper than `MAX_JSON_DEPTH`, that has an integer of
-    more than 4,300 digits, or, with `unique`, in which an object has a name twice. The message is the reason alone; the
-    caller adds the file's name.
+    more than 4,300 digits, or, with `unique`, in which an object has a name twice. The message states only the reason;
+    the caller adds the file's name.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique_names if unique else None)
@@ -134,7 +134,7 @@ def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) 
     try:
         value = parse_json(content.decode("utf-8"))
     except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: it is no JSON that can be read ({error}).") from None
+        raise ValueError(f"{os.fspath(path)}: it cannot be read as JSON ({error}).") from None
     if not isinstance(value, dict):
         raise ValueError(f"{os.fspath(path)}: it holds no JSON object.")
     return value
@@ -180,7 +180,7 @@ def list_paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path exists, even as a broken link, so that a wrong kind of file is refused and not ignored."""
+    """Return whether a path exists, even as a broken link; callers refuse such a path instead of ignoring it."""
     return os.path.lexists(path)
 
 
@@ -213,7 +213,7 @@ def _check_depth(value: JsonValue) -> None:
 def _check_mode(path: str | os.PathLike[str], mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = _FILE_KINDS.get(stat.S_IFMT(mode), "no file")
-        raise ValueError(f"{os.fspath(path)}: it is {kind}, and only regular files are read; give the path of one.")
+        raise ValueError(f"{os.fspath(path)}: it is {kind}, and only regular files are read; give a regular file.")
 
 
 def _unreadable(path: str | os.PathLike[str], error: OSError | ValueError) -> ValueError:
@@ -227,7 +227,7 @@ _FLOAT = "__float__"  # The key that transformers writes for numbers that JSON d
 
 
 class UnknownKindError(ValueError):
-    """A value in a file is of a class that is not known; `kind` is its name."""
+    """A file names a class that is not known; `kind` is the name of the class."""
 
     def __init__(self, kind: object, known: Iterable[str], source: str):
         super().__init__(f"{source}: kind {kind!r} is unknown; it must be one of {sorted(known)}.")
@@ -256,8 +256,8 @@ def dataclass_from_json(value: Any, classes: Mapping[str, type], source: str) ->
     """Return the value that `dataclass_to_json` wrote.
 
     `classes` are the allowed classes by name, and `source` is the name of the file, for errors. Raises an
-    `UnknownKindError` for another class, and a `ValueError` for a field that its class does not have, or that has a
-    value of another type.
+    `UnknownKindError` for a class that is not allowed, and a `ValueError` for a field that its class does not have or
+    whose value has a wrong type.
     """
     match value:
         case list():
@@ -307,10 +307,10 @@ def _compare(name: str, old: Any, new: Any) -> list[str]:
 
 
 def _check_types(kind: Any, fields: Mapping[str, Any], source: str) -> None:
-    """Raise a `ValueError` for a field that holds a value of another type than its annotation says."""
+    """Raise a `ValueError` for a field whose value does not fit the field's annotation."""
     for name, value in fields.items():
         if (hint := violated_annotation(kind, name, value)) is not None:
             raise ValueError(
                 f"{source}: {kind.__name__}.{name} must be of {hint}, but is {value!r:.100}; write the file "
-                "anew by the command that began the run."
+                "again with the command that began the run."
             )

@@ -27,7 +27,7 @@ def hub_name(path: str | Path) -> str | None:
 
 @dataclass(frozen=True)
 class Repository:
-    """Repository of the hub at one revision, or one file of it.
+    """Repository of the hub at one revision, or one file of the repository.
 
     All methods use the token of the hub's own login (`hf auth login`, or `HF_TOKEN`). Without a network, or with
     `HF_HUB_OFFLINE=1`, they read only the cache. They raise a `ValueError` that states the reason and the fix.
@@ -73,7 +73,7 @@ class Repository:
         try:
             files = client.get_cached_repo_tree(self.name, repo_type=self.kind, revision=self.revision)
         except errors.CachedRepoTreeNotFoundError:
-            # Another program downloaded the folder.
+            # Another program downloaded the folder, without a list of its files.
             return []
         return sorted(file.path for file in files)
 
@@ -99,13 +99,13 @@ class Repository:
             errors.RevisionNotFoundError: f"{name} has no revision {revision!r}; give a branch, a tag or a commit",
             errors.IncompleteSnapshotError: (
                 f"the hub cannot be reached, and its cache holds only some files of {name}, since a download was "
-                f"interrupted; {check} not set, so that the others are downloaded"
+                f"interrupted; {check} not set, and call it again for the missing files"
             ),
             errors.LocalEntryNotFoundError: (
                 f"{self._missing}, the hub cannot be reached, and its cache does not hold {name}; {check} not set"
             ),
-            errors.EntryNotFoundError: f"{name} has no file {self.file}; correct it",
-            errors.HFValidationError: f"the hub has no {self.kind}s of such a name; correct it",
+            errors.EntryNotFoundError: f"{name} has no file {self.file}; correct the file's name",
+            errors.HFValidationError: f"the hub has no {self.kind}s of such a name; correct the name",
             errors.HfHubHTTPError: "the hub refuses the download",
         }
         try:
@@ -124,7 +124,8 @@ def find_repository(
 ) -> Repository | None:
     """Return the repository of the hub that a text names; None for a path that exists and for a text of another form.
 
-    The forms are `OWNER/NAME`, `OWNER/NAME@REVISION` and, for one file of one of the kinds, `OWNER/NAME/FILE`.
+    The forms are `OWNER/NAME`, `OWNER/NAME@REVISION` and `OWNER/NAME/FILE`, for a file whose name ends with one of
+    `file_kinds`.
     """
     match = _HUB_NAME.fullmatch(str(source))
     if match is None or Path(source).exists():

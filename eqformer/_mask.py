@@ -23,15 +23,15 @@ class HasPositions(Protocol):
 
 
 OF_SOURCE = -2
-"""The position that marks keys of another sequence, which a query sees beside the keys of its own sequence."""
+"""The position of keys that come from another sequence; a query may see them beside the keys of its own sequence."""
 
 
 class Mask(eqx.Module):
     """An attention mask: a rule for the positions and segments of a query and a key.
 
-    A key at position `j` is visible to a query at position `i` when both are of one segment, `j` is not padding (-1),
-    and the rule of each field that is set holds. Kernels compute the mask of single tiles, and skip tiles that the
-    rules make empty.
+    A key at position `j` is visible to a query at position `i` when both belong to the same segment, the key is not
+    padding (`j` is not -1), and the rule of each field that is set holds. Kernels compute the mask tile by tile, and
+    skip tiles in which the rules leave no key visible.
 
     A row may hold noisy copies of its tokens beside the clean tokens, as in the training of block diffusion (BD3-LM,
     arXiv:2503.09573). The noisy copies of segment `s` have the positions of the clean tokens and the segment `~s`,
@@ -40,17 +40,17 @@ class Mask(eqx.Module):
     """
 
     is_causal: bool = eqx.field(static=True, default=True)
-    """`j <= i`."""
+    """Whether a query sees no later keys: `j <= i`."""
     window: int | None = eqx.field(static=True, default=None)
-    """`i - j < window`, and `j - i < ahead`."""
+    """The bound of a window around the query: `i - j < window`, and `j - i < ahead`."""
     chunk: int | None = eqx.field(static=True, default=None)
-    """`i // chunk == j // chunk`."""
+    """The length of chunks, if a query sees only keys of its own chunk: `i // chunk == j // chunk`."""
     ahead: int | None = eqx.field(static=True, default=None)
     """The bound of later tokens in a window on both sides; None: the window."""
     source: bool = eqx.field(static=True, default=False)
     """Whether every query also sees its segment's keys at position `OF_SOURCE`."""
     block: int | None = eqx.field(static=True, default=None)
-    """`j // block <= i // block`, and the rule above for noisy copies."""
+    """The length of blocks, if a query sees its own and earlier blocks: `j // block <= i // block`; see above."""
 
     def __check_init__(self):
         for name in ("window", "chunk", "ahead", "block"):

@@ -20,27 +20,27 @@ from pathlib import Path
 from typing import Any
 
 
-Option = (
-    Any  # value of a flag or a compiler option: a boolean, an integer, which JAX's annotations leave out, or a text
-)
+# The value of a flag or a compiler option: a boolean, an integer or a text. JAX's annotations leave out integers.
+Option = Any
 
 
 def prepare(*, devices: int | None = None, compilers: bool = False, gradients: bool = True) -> None:
     """Set flags of XLA and libtpu, the share of a GPU's memory that JAX takes and malloc's parameters for CPUs.
 
-    The user's settings stay. No other part of eqformer sets these flags, and XLA reads them once: call `prepare` before
-    JAX creates its first array or looks for devices. On CPUs training is about twice as fast with the flags, and
-    generation and forward passes are up to a fifth faster with those of `gradients=False`; docs/benchmarks.md and
-    docs/accelerators-memory.md give the effect of each. Flags that the installed libraries do not know are left out,
-    with a line in the log.
+    Call `prepare` before JAX creates its first array or looks for devices, because XLA reads the flags only once. The
+    user's settings stay, and no other part of eqformer sets these flags. On CPUs training is about twice as fast with
+    the flags. Generation and forward passes are up to a fifth faster with the flags of `gradients=False`.
+    docs/benchmarks.md and docs/accelerators-memory.md give the effect of each flag. Flags that the installed libraries
+    do not know are left out, with a line in the log.
 
-    With `devices` JAX simulates so many devices on the CPU and uses no other platform. With `compilers` libtpu and CUDA
+    With `devices` JAX simulates this number of CPU devices and uses no other platform. With `compilers` libtpu and CUDA
     compile for accelerators that this machine does not have, as `planning.compilation_of` needs. Raises a `ValueError`
     if JAX has started without these flags.
     """
     if devices is not None and devices < 1:
         raise ValueError(
-            f"prepare(devices={devices}): it counts devices, so pass at least 1, or None for this machine's devices."
+            f"prepare(devices={devices}): the number of devices must be at least 1; pass None for this machine's "
+            "devices."
         )
     flags = _flags(devices, compilers, gradients)
     variables = _memory_share() | _tpu_flags()
@@ -64,7 +64,7 @@ def prepare(*, devices: int | None = None, compilers: bool = False, gradients: b
 
 
 def cache_programs() -> None:
-    """Have JAX store compiled programs for the user's later processes, unless the user has chosen a folder.
+    """Make JAX store compiled programs for the user's later processes; a folder that the user has chosen stays.
 
     Call this before the first program is compiled. Nothing is stored if the folder cannot be written or its disk has
     less than a gibibyte free. Each kind of processor has a folder of its own, because compiled CPU programs use the
@@ -165,7 +165,7 @@ def _tpu_flags() -> dict[str, str]:
 
 
 def compiler_flags() -> str:
-    """Return all compiler flags in the environment; programs that are compiled with other flags differ."""
+    """Return all compiler flags in the environment; with other flags, the compiled programs differ."""
     return " ".join(filter(None, (os.environ.get(name) for name in ("XLA_FLAGS", _TPU_VARIABLE))))
 
 
@@ -189,7 +189,7 @@ def platform_flags() -> dict[str, Option]:
 
 
 def _memory_share() -> dict[str, str]:
-    """Return the variable of JAX's share of a GPU's memory, unless it is set by its present or former name."""
+    """Return the variable of JAX's share of a GPU's memory; nothing if the user has set the present or former one."""
     is_set = any(os.environ.get(name) for name in _MEMORY_VARIABLES)
     return {_MEMORY_VARIABLES[0]: str(GPU_SHARE)} if _has_gpus() and not is_set else {}
 
@@ -254,31 +254,31 @@ _KERNELS = "DOT", "REDUCE", *(() if version("jaxlib").startswith("0.10.") else (
 _KERNELS_FLAG, _KIND = "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_"
 _CPU_FLAGS = {_KERNELS_FLAG: ",".join(f"{_KIND}{kind}" for kind in _KERNELS)}
 # Matrix products are not fused with each other: a chain of products, such as a feed-forward layer's, is slower fused.
-# In programs with gradients XLA would then fuse operations that take longer than the products.
+# Programs with gradients do not get this flag, since XLA would then fuse operations that take longer than the products.
 _FORWARD_FLAGS = {_KERNELS_FLAG: f"{_KIND}INDIVIDUAL_DOT"}
 # LLVM's later passes take three quarters of the compilation of a program that initializes weights, and change no bit of
 # the weights.
 _SINGLE_RUN_FLAGS = {"xla_backend_optimization_level": 1}
-# YNN would store each intermediate array of initializing random weights, for all weights at once: with jaxlib 0.11 and
-# 0.12 this takes five times as long and four times the memory.
+# When random weights are initialized, YNN would store each intermediate array for all weights at once. With jaxlib 0.11
+# and 0.12 this takes five times as long and four times the memory.
 _RANDOM_FLAGS = {_KERNELS_FLAG: f"{_KIND}DOT"}
-# In a loop over layers, all-gathers of weights begin in the iteration before the weights are used: without that, half
-# of a layer's all-gathers did not overlap with computation. Gradients are reduce-scattered in the iteration that
-# computes them: for the next iteration XLA would store and copy them in float32 (docs/accelerators-memory.md). XLA's
-# latency-hiding scheduler and asynchronous collectives are on by default.
+# In a loop over layers, all-gathers of weights begin one iteration before the weights are used. Otherwise half of a
+# layer's all-gathers did not overlap with computation. Gradients are reduce-scattered in the iteration that computes
+# them. If the next iteration did this, XLA would store and copy the gradients in float32 (docs/accelerators-memory.md).
+# XLA's latency-hiding scheduler and asynchronous collectives are on by default.
 _GPU_FLAGS = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": False}
-# Without the limit, linear maps of one input become one product of weights that are concatenated in each step. With few
-# tokens that is most of the memory traffic of large maps: a Mamba-2 mixer read its weights twice and wrote them once
-# (docs/accelerators-decoding.md).
+# Without this limit, XLA merges the linear maps that read the same input into one product, and concatenates their
+# weights in each step. With few tokens, the concatenation is most of the memory traffic of large maps: a Mamba-2 mixer
+# read its weights twice and wrote them once (docs/accelerators-decoding.md).
 _GPU_FORWARD_FLAGS = {"xla_gpu_dot_merger_threshold_mb": 1}
-# The share of a GPU's memory that JAX allocates at its start for all programs; by default JAX takes three quarters, and
-# a program has no more. The remaining memory is for CUDA, NCCL and the workspaces of their libraries: NVIDIA's runs
-# take 0.8 to 0.9.
+# The share of a GPU's memory that JAX allocates at its start; programs cannot use more. JAX's default is three
+# quarters, and NVIDIA's runs take 0.8 to 0.9. The remaining memory is for CUDA, NCCL and the workspaces of their
+# libraries.
 GPU_SHARE = 0.9
 _MEMORY_VARIABLES = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-# An all-gather of weights begins before the matrix product that precedes the product of these weights, and its parts
-# arrive between the parts of that product. libtpu does so by default for v5e, and by SparseCores for tpu7x, which these
-# flags do not change; for v5p and v6e libtpu did not do so for a single all-gather (docs/accelerators-memory.md).
+# With these flags, an all-gather of weights runs during the matrix product before the product that needs the weights.
+# libtpu does so by default for v5e, and for tpu7x with its SparseCores, where these flags change nothing. For v5p and
+# v6e libtpu by default did so for none of the all-gathers (docs/accelerators-memory.md).
 _TPU_FLAGS = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_enable_async_collective_fusion": True,

@@ -1,4 +1,4 @@
-"""Names of dims, `LEGEND`, for shape annotations, einops patterns, layouts and messages; batches; helpers for sizes.
+"""`LEGEND`, the names of dims in shape annotations, einops patterns, layouts and messages; batches; helpers for sizes.
 
 The output dims of a parameter come first (`heads head_dim embed`), as in published checkpoints. A tensor has a `dim`; a
 mesh has an `axis`.
@@ -79,9 +79,9 @@ def as_tuple(values: T | Iterable[T]) -> tuple[T, ...]:
 
 
 def next_power_of_two(number: int, least: int = 1) -> int:
-    """Return the smallest power of two that is not below the number, nor below `least`, itself a power of two.
+    """Return the smallest power of two that is at least the number and at least `least`, which is a power of two.
 
-    Sizes that are rounded up in this way are few, so that compiled programs are reused.
+    Few different sizes remain after this rounding, so compiled programs are reused.
     """
     return max(least, 1 << (number - 1).bit_length())
 
@@ -90,18 +90,18 @@ def next_power_of_two(number: int, least: int = 1) -> int:
 class Batch(eqx.Module):
     """Rows of tokens with targets, weights, positions and segments; made by `eqformer.data`, as numpy or jax arrays.
 
-    `weights` is 1 for a target that counts and 0 for one that does not (padding, the end of a document). `examples`
-    numbers the rows over the whole run, so that randomness depends on the example and not on its device. `positions`
-    restart and `segments` change with each packed document; without them (`None`) each row is one text from position 0
-    on without padding, which attention then knows at compile time. Devices and microbatches never split a group of
-    `group` consecutive rows, since a loss may compare the rows of a group.
+    `weights` is 1 for a target that counts and 0 for any other target (padding, the end of a document). `examples`
+    numbers the rows over the whole run, so that randomness depends on the example and not on its device. In packed
+    rows, `positions` restart and `segments` change at each document. If both are `None`, each row is one text from
+    position 0 on without padding, and attention knows this at compile time. Each `group` consecutive rows form a group,
+    whose rows a loss may compare; devices and microbatches never split a group.
 
-    `documents` is the maximum number of documents in any row of the run. It is given if documents are known to follow
-    one another, each complete at positions 0, 1, 2, ..., with the padding behind them; attention kernels that need this
-    order are then used. `source_ids` are the tokens that an encoder reads for each row, with `source_positions` (-1 at
-    padding) and `source_segments`: in packed rows a target sees the source of the same segment. `types` are the types
-    of tokens, 0 and 1 for the two texts of a pair; without them, all have the first type. A step that measures rows one
-    by one sets `row_numbers`, their numbers in its batch.
+    `documents` is the maximum number of documents in any row of the run, or None. If it is given, each row has whole
+    documents one after another, each at positions 0, 1, 2, ..., and the padding behind them; attention kernels that
+    need this order are then used. `source_ids` are the tokens that an encoder reads for each row, with
+    `source_positions` (-1 at padding) and `source_segments`: in packed rows a target sees the source of the same
+    segment. `types` are the types of tokens, 0 and 1 for the two texts of a pair; if None, all tokens have type 0.
+    `row_numbers` are the numbers of the rows in their batch; only a step that measures rows one by one sets them.
     """
 
     ids: Int[Array, "batch seq"]
@@ -129,17 +129,17 @@ class Batch(eqx.Module):
         ):
             raise ValueError(
                 "Batch(source_segments=...): a target sees the source of its own segment, so packed rows need segments "
-                "of both, and positions; give segments and source_segments with source_positions, or neither."
+                "of targets and source; give segments, source_segments and source_positions, or no segments."
             )
         if self.documents is not None and (self.segments is None or self.documents < 1):
             raise ValueError(
                 f"Batch(documents={self.documents}): the maximum number of packed documents in a row must be at least "
-                "1, and packed rows have segments; give segments, or leave it out."
+                "1, and packed rows have segments; give segments, or leave out documents."
             )
 
 
 def batch_fields(batch: Batch) -> dict[str, Any]:
-    """Return the fields of `Batch` by name, with which a batch of another class with the same rows is made."""
+    """Return the fields of `Batch` by name, to make a batch of another class with the same rows."""
     return {field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)}
 
 
@@ -147,12 +147,12 @@ def batch_fields(batch: Batch) -> dict[str, Any]:
 class PreferenceBatch(Batch):
     """Rows whose completions a `training.preference_loss` compares; made by `eqformer.data`.
 
-    Weights are those of the completions' targets, and 0 for the prompts. In a batch of pairs (`group` 2) each chosen
-    row stands before its rejected row. In a batch for KTO each row has a label.
+    The weights of the prompts' targets are 0. In a batch of pairs (`group` 2) each chosen row stands before its
+    rejected row. In a batch for KTO each row has a label.
     """
 
     reference_nats: Float[Array, "batch"] | None = None
-    """The nats of each row by the reference model, as `training.make_row_nats` computes them; None before that."""
+    """The nats of each row under the reference model, from `training.make_row_nats`; None until they are computed."""
     labels: Float[Array, "batch"] | None = None
     """1 for a desirable completion and 0 for an undesirable one; None for pairs."""
     baseline: Float[Array, "batch"] | None = None
@@ -166,7 +166,7 @@ class LabelBatch(Batch):
     """Texts with labels, from which `training.classification_loss` learns; made by `data.batch_labelled_texts`."""
 
     labels: Int[Array, "batch"] | Float[Array, "batch *labels"] | None = None
-    """The number of each text's label, or a number for each of several labels (0 or 1), or a value of each text."""
+    """For each text: the number of its label, or 0 or 1 for each of several labels, or the value to predict."""
 
 
 @checked_fields
@@ -181,9 +181,9 @@ class PolicyBatch(Batch):
     advantages: Float[Array, "batch"] | None = None
     """How much better each completion is than the mean of its group, see `training.group_advantages`."""
     old_log_probs: Float[Array, "batch seq"] | None = None
-    """Log-probabilities by the model that sampled the completions; None: by the model before this step."""
+    """Log-probabilities under the model that sampled the completions; None: under the model before this step."""
     reference_log_probs: Float[Array, "batch seq"] | None = None
-    """Log-probabilities by a frozen model, near which a loss with `beta` keeps the trained model."""
+    """Log-probabilities under a frozen model; a loss with `beta` keeps the trained model near the frozen model."""
     sampler_log_probs: Float[Array, "batch seq"] | None = None
     """Log-probabilities as sampling computed them, only for the metric `sampler_difference`."""
     row_metrics: dict[str, Float[Array, "batch"]] = eqx.field(default_factory=dict)
@@ -212,7 +212,7 @@ class DistillationBatch(Batch):
     teacher_hidden: Float[Array, "batch seq teacher_embed"] | None = None
     """The teacher's output before its logits."""
     top_ids: Int[Array, "batch seq top"] | None = None
-    """The most probable ids of each token by the teacher; None for a teacher that is a model."""
+    """The teacher's most probable ids for each target; None for a teacher that is a model."""
     top_nats: Float[Array, "batch seq buckets"] | None = None
     """The `-log p` of each of these ids and, in the last place, of all other ids together."""
     temperature: float = eqx.field(static=True, default=1.0)

@@ -164,7 +164,7 @@ def test_trees_that_do_not_fit_are_told():
         "Linear: its weight has the shape (4, 8) in a layer": lambda: eqx.tree_at(
             lambda m: m.stacks[0].blocks.mixer.layer.query.weight, whole, jnp.zeros((2, 4, 8))
         )(ids),
-        "Transformer(cache): its keys of shape (2, 3, 2, 8, 4) .* there are (2,); make": lambda: whole(
+        "Transformer(cache): its keys of shape (2, 3, 2, 8, 4) .* has (2,) rows; make": lambda: whole(
             ids, tokens, whole.init_cache(3, 8)
         ),
         "caches, but cache is a KVCache; make the cache by init_cache": lambda: whole(ids, tokens, cache[0]),

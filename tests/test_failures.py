@@ -37,7 +37,7 @@ def system(number: int) -> OSError:
         (system(errno.ETIMEDOUT), "timed out", "storage takes so long"),
         (TimeoutError(), "TimeoutError", "storage takes so long"),
         (TimeoutError("Timed out while waiting for async_write_complete barrier."), "waiting", "storage takes so long"),
-        (system(errno.EIO), "Input/output error", "see to the disk"),
+        (system(errno.EIO), "Input/output error", "check the disk"),
         (system(errno.EMFILE), "Too many open files", "ulimit -n"),
         (ValueError(TENSORSTORE.format("No space left on device", 28)), "No space left on device", "free some space"),
         (ValueError(TENSORSTORE.format("Permission denied", 13)), "Permission denied", "make it writable"),
@@ -104,7 +104,7 @@ def test_a_path_that_cannot_be_written_is_told_by_what_is_wrong_with_it(tmp_path
 def test_a_folder_of_the_kernel_lets_nothing_be_made():
     error = failure_of(lambda: os.makedirs("/proc/run/checkpoints"))
     reason, fix = explain_write_error("/proc/run/checkpoints", error)
-    assert "free" not in reason and fix == "/proc has no 'run', and may not let one be made; check the path"
+    assert "free" not in reason and fix == "/proc has no 'run', and perhaps it cannot be made there; check the path"
 
 
 MEMORY = {

@@ -125,7 +125,7 @@ except ValueError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.startswith("prepare(): JAX has started already"), done.stderr
-    with pytest.raises(ValueError, match=r"prepare\(devices=0\): it counts"):
+    with pytest.raises(ValueError, match=r"prepare\(devices=0\): the number of devices"):
         eqformer.prepare(devices=0)
 
 

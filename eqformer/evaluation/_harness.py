@@ -48,7 +48,7 @@ class HarnessModel(TemplateLM):
         return f"{self.llm.tokenizer.fingerprint} {'' if template is None else template.fingerprint}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the ids of a text; by default with special tokens, unless it already starts with `begin_id`."""
+        """Return the ids of a text; by default with special tokens, unless the text already starts with `begin_id`."""
         encode = self.llm.tokenizer.encode_prompt
         if not self.llm.special_tokens:
             return self.llm.tokenizer.encode(string).tolist()
@@ -133,7 +133,9 @@ class HarnessModel(TemplateLM):
         """
         max_new_tokens = options["max_gen_toks"]
         if unknown := {*options} - _SAMPLING - _IGNORED:
-            raise ValueError(f"generation options {sorted(unknown)} of a task are not known; known are {_SAMPLING}.")
+            raise ValueError(
+                f"a task has the generation options {sorted(unknown)}, which are not known; use {sorted(_SAMPLING)}."
+            )
         room = self.max_length - max_new_tokens
         if room < 1:
             raise ValueError(

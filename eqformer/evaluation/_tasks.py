@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, run in process, once, or several times during training beside texts."""
+"""Tasks of lm-evaluation-harness, which run in this process: once, or again and again during training."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from ._texts import evaluate_texts
 
 DEFAULT_LENGTH = 2048
 ACCURACIES = "acc", "exact_match"
-"""Metrics that count as an accuracy, in order of preference: shares of right answers."""
+"""Metrics that count as an accuracy (a share of right answers); the preferred metric is first."""
 
 
 class TaskAverage(NamedTuple):
@@ -23,7 +23,7 @@ class TaskAverage(NamedTuple):
     accuracy: float
     """The mean accuracy."""
     centered_accuracy: float
-    """The mean of `(accuracy - chance) / (1 - chance)`: 0 for a model that guesses, 1 for one that is always right."""
+    """The mean of `(accuracy - chance) / (1 - chance)`: 0 if a model guesses, and 1 if it is always right."""
     chances: Mapping[str, float]
     """The accuracy of guessing for each averaged task: for multiple choice the mean of `1 / choices` over the
     documents, and 0 for all other tasks. Tasks without an accuracy, such as perplexities, are left out."""
@@ -38,14 +38,13 @@ class TaskResults(NamedTuple):
     samples: Mapping[str, Sequence[Mapping[str, Any]]]
     """Per task, the harness' record of each document: requests, answers and scores."""
     report: Mapping[str, Any]
-    """All that the harness returned, with the tasks' configurations and versions."""
+    """Everything that the harness returned, with the tasks' configurations and versions."""
 
     @property
     def average(self) -> TaskAverage | None:
         """The means over the named tasks and groups that have an accuracy; None if no task has one.
 
-        The centered mean is computed as the CORE metric of DataComp-LM (arXiv:2406.11794), over the tasks that were
-        named.
+        The centered mean is computed in the same way as the CORE metric of DataComp-LM (arXiv:2406.11794).
         """
         inner_names = {name for names in self._subtasks.values() for name in names}
         outer_names = [name for name in self.metrics if name not in inner_names]
@@ -64,7 +63,7 @@ class TaskResults(NamedTuple):
         return self.report.get("group_subtasks", {})
 
     def _accuracies(self, name: str) -> dict[str, float]:
-        """Return the accuracy of a task or a group by name; for a group without an accuracy, those of its members."""
+        """Return the accuracy of a task or a group by name; for a group without one, its members' accuracies."""
         metrics = self.metrics.get(name, {})
         for accuracy in ACCURACIES:
             for metric, value in metrics.items():
@@ -90,7 +89,7 @@ class TaskResults(NamedTuple):
         config, samples = self.report["configs"][task], self.samples.get(task, ())
         if config["output_type"] != "multiple_choice":
             return [0.0] * len(samples)
-        # For mutual information the harness asks for each answer a second time, without the question.
+        # For mutual information the harness scores each answer a second time, without the question.
         asks_twice = any(metric.get("metric") == "acc_mutual_info" for metric in config.get("metric_list") or ())
         return [(2 if asks_twice else 1) / len(sample["resps"]) for sample in samples]
 
@@ -112,7 +111,7 @@ def harness_model(
         max_length: Tokens that the model reads at most; longer contexts lose their beginning. None: the length that the
             model was published for, or 2,048.
         progress: A function that is called with the name of the work, the number of finished requests, and the number
-            of all.
+            of all requests.
 
     **Raises:** `ImportError` if `lm_eval` is not installed.
     """
@@ -125,10 +124,10 @@ def harness_model(
 
 
 def load_tasks(tasks: str | Sequence[Any], *, include_path: str | Path | None = None) -> list[Any]:
-    """Load tasks of lm-evaluation-harness with their data, which `evaluate_tasks` takes any number of times.
+    """Load tasks of lm-evaluation-harness with their data; `evaluate_tasks` can run loaded tasks many times.
 
     Args:
-        tasks: Names of tasks or groups, configurations of tasks as mappings, or loaded tasks, which are returned.
+        tasks: Names of tasks or groups, or configurations of tasks as mappings. Loaded tasks are returned unchanged.
         include_path: A folder with configurations of further tasks.
 
     **Raises:** `ImportError` if `lm_eval` is not installed; `ValueError` for a task that the harness does not know, and
@@ -139,7 +138,7 @@ def load_tasks(tasks: str | Sequence[Any], *, include_path: str | Path | None = 
     configurations = [task for task in tasks if isinstance(task, Mapping)]
     if not names and not configurations:
         return tasks
-    # The index of all tasks takes seconds; a task that is described in full needs none.
+    # The index of all tasks takes seconds; a configuration that describes its task in full needs no index.
     needs_index = bool(names) or any("group" in configuration for configuration in configurations)
     folder = None if include_path is None else str(include_path)
     manager = _make_task_manager(include_path=folder, include_defaults=needs_index)
@@ -159,7 +158,7 @@ def _make_task_manager(**options: Any) -> Any:
 
 
 def _load_task(manager: Any, task: Any) -> list[Any]:
-    """Return a loaded task or group; for a tag of several tasks, each of these."""
+    """Return the loaded task or group that a name stands for; for a tag, each of its tasks."""
     try:
         loaded = manager.load([dict(task) if isinstance(task, Mapping) else task])
     except Exception as error:  # Configurations and downloads fail with errors of any class.
@@ -229,7 +228,7 @@ _NO_TEXTS: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 class Evaluator:
-    """Evaluator on texts and tasks that are loaded once; each call scores a model and returns a row of numbers.
+    """Evaluator on texts and tasks, which it loads once; each call scores a model and returns a row of numbers.
 
         evaluator = evaluation.Evaluator(texts={"book": [text]}, tasks=["arc_easy"], limit=100)
         row = evaluator(llm)  # {"evaluation/book/bits_per_byte": 1.2, "evaluation/arc_easy/acc": 0.6, ...}
@@ -250,15 +249,15 @@ class Evaluator:
         """Load the tasks.
 
         Args:
-            texts: Lists of texts by name, of which `evaluate_texts` scores each token once.
+            texts: Lists of texts by name, which `evaluate_texts` scores.
             tasks: Tasks as `load_tasks` takes them.
             limit: Documents of each task; None: all.
             apply_chat_template: Whether tasks use the model's chat template.
             include_path: A folder with configurations of further tasks.
             batch_size: Rows that the model reads at once.
 
-        **Raises:** `ValueError` for neither texts nor tasks, and for a name without any text; and what `load_tasks`
-        raises.
+        **Raises:** `ValueError` if there are neither texts nor tasks, or if a name has no text; and the errors of
+        `load_tasks`.
         """
         if empty := [name for name, documents in texts.items() if not any(documents)]:
             raise ValueError(f"Evaluator(texts=...): {empty[0]!r} has no text; leave it out, or give it a text.")

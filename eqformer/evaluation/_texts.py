@@ -24,7 +24,7 @@ class TextScores(NamedTuple):
     """The number of scored tokens."""
     text_bytes: int
     """The number of UTF-8 bytes of the scored tokens. The bytes of a text's first token, which is not scored, are not
-    counted. If this token ends inside a character, it has an even share of the character's bytes."""
+    counted. If the first token ends inside a character, the character's bytes are shared evenly among its tokens."""
 
     @property
     def perplexity(self) -> float:
@@ -43,7 +43,7 @@ class TextScores(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Ids that the model reads together, of which those from `first` on are scored."""
+    """Ids that the model reads together; the ids from index `first` on are scored."""
 
     ids: list[int]
     first: int
@@ -60,11 +60,11 @@ def evaluate_texts(
 ) -> TextScores:
     """Score each token of each text once, given at most `window - 1` tokens before it, and sum up.
 
-    A text is read in windows of `window` tokens that begin `stride` tokens apart. In each window after the first, only
-    tokens that no earlier window has scored are scored, so every token but those of the first window has at least
+    A text is read in windows of `window` tokens that begin `stride` tokens apart. Each window scores only the tokens
+    that no earlier window has scored. After the first window, every scored token therefore has at least
     `window - stride` tokens of context. This is the sliding window of transformers' documentation. The first token has
-    nothing before it and is not scored. If the tokenizer adds a beginning of text, this is the first token, so all
-    tokens of the text itself are scored.
+    nothing before it and is not scored. If the tokenizer begins each text with a special token, the special token is
+    the first token, so all tokens of the text itself are scored.
 
     Args:
         llm: The model with its tokenizer.
@@ -72,7 +72,7 @@ def evaluate_texts(
         window: Tokens that the model reads at once; None: the length that the model was published for, at most 1,024.
         stride: Tokens between the beginnings of two windows; None: half of a window.
         batch_size: Windows that are read together.
-        progress: A function that is called with the number of windows that are scored, and of all windows.
+        progress: A function that is called with the number of scored windows and the number of all windows.
 
     **Raises:** `ValueError` for texts that together have no token to score, a window that is longer than the model's
     learned positions, or a stride that is not from 1 to `window - 1`.
@@ -84,9 +84,12 @@ def evaluate_texts(
         raise ValueError(f"{call}: the model has an encoder, which gives texts no probability; score pairs of texts.")
     limit = llm.model.max_seq
     if window < 2 or (limit is not None and window > limit):
-        raise ValueError(f"{call}: a window must have 2 to {limit or 'any number of'} tokens; pass another.")
+        sizes = "at least 2 tokens" if limit is None else f"2 to {limit} tokens"
+        raise ValueError(f"{call}: a window must have {sizes}; pass another window.")
     if not 1 <= stride < window:
-        raise ValueError(f"{call}: the stride must be from 1 to {window - 1}, so that windows overlap; pass another.")
+        raise ValueError(
+            f"{call}: the stride must be from 1 to {window - 1}, so that windows overlap; pass another stride."
+        )
     windows: list[_Window] = []
     text_bytes = 0
     for text in texts:
@@ -112,9 +115,9 @@ def _default_window(llm: LLM) -> int:
 
 
 def _first_token_bytes(llm: LLM, ids: list[int]) -> int:
-    """Return the bytes of the text of the first token, which is not scored; 0 for a beginning of text.
+    """Return the number of bytes of the first token's text, which is not scored; 0 for a special first token.
 
-    A character of several tokens is decoded as U+FFFD until it is complete; its bytes are shared evenly.
+    A character of several tokens is decoded as U+FFFD until it is complete; its bytes are shared evenly among them.
     """
     first = llm.tokenizer.decode(ids[:1])
     complete = first.rstrip("\ufffd")

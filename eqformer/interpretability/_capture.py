@@ -117,7 +117,7 @@ def _is_of_head(point: Point) -> bool:
 
 
 def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) -> PatchedModel:
-    """Return a model like this one, whose calls replace some of their values by functions of the values.
+    """Return a copy of a model whose calls replace some intermediate values by functions of these values.
 
     ```python
     patched = eqformer.patch(model, {"stacks[0][3].sublayers[1].layer": jnp.zeros_like})  # without the MLP of layer 3
@@ -133,15 +133,15 @@ def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) 
     a source, values of the encoder and of layers that attend to the encoder's output may come from the cache.
 
     Args:
-        model: A language model, or a patched one, whose patches come first.
+        model: A language model, or a patched model, whose earlier patches run first.
         functions: For each path, as `value_paths(model)` lists them, a function of the value that returns another value
             of the same shape and dtype. The function of a path through all layers, `stacks[0].blocks`, is called
             in each layer as `function(value, layer)`, with the layer's number as a traced integer.
 
     Raises:
-        ValueError: For a path that names no value, with the nearest paths, or a value of the predictor, which a patched
-            model does not run; from a call, for a function that returns another shape or dtype, and for a module that
-            the call does not run.
+        ValueError: For a path that names no value (the message lists the nearest paths), and for a value of the
+            predictor, which a patched model does not run. From a call: for a function that returns another shape or
+            dtype, and for a module that the call does not run.
     """
     earlier = Patches()
     if isinstance(model, PatchedModel):
@@ -165,7 +165,7 @@ class Captured(eqx.Module):
     output: PyTree
     """The model's output: of a language model, a pair of its logits and its cache."""
     values: dict[str, PyTree]
-    """The values by the paths that were asked for."""
+    """The values by the paths that were given to `capture`."""
 
     def __getitem__(self, path: str) -> PyTree:
         """Return the value of a path."""
@@ -221,7 +221,8 @@ class Capture(eqx.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Captured:
         """Call the model; return its output and the values.
 
-        Raises a `ValueError` for a value that the call does not compute, or computes where it cannot be brought out.
+        Raises a `ValueError` for a value that the call does not compute, or that it computes inside a vmap or a loop of
+        a layer, out of which no value can be brought.
         """
         if self.plan is not None:
             return self._run_on_devices(self.plan, *args, **kwargs)
@@ -267,8 +268,8 @@ class Capture(eqx.Module):
         """Run the model on the plan's devices; return its logits, its cache, and the values as global arrays."""
         if cache is not None and not isinstance(cache, DeviceCache):
             raise ValueError(
-                "capture(model, paths, plan=plan): the devices of a plan hold the cache in parts, and this one is not "
-                "made for them; make it by init_cache(batch, capacity) of the object that capture returns."
+                "capture(model, paths, plan=plan): each device of a plan holds a part of the cache, and this cache is "
+                "not made for a plan; make it by init_cache(batch, capacity) of the object that capture returns."
             )
         assert isinstance(self.model, nn.LanguageModel)
         plan, model = plan.without_stages(remove_wrappers(self.model))
@@ -365,12 +366,12 @@ def capture(model: nn.Module, paths: Sequence[str], *, plan: DevicePlan | None =
         model: A language model, a patched model, or a single module, such as a block.
         paths: Paths as `value_paths(model)` lists them.
         plan: The plan that sharded the model, which must be a language model. The call takes ids and tokens of all
-            rows, and returns global arrays, of which each device computes a part. It runs as in training or, with a
+            rows. Each device computes a part, and the call returns global arrays. It runs as in training or, with a
             cache from the result's `init_cache`, as in generation. None: the call runs where the model's arrays are.
 
     Raises:
-        ValueError: For a path that names no value, with the nearest paths; from the call, for a value that the call
-            does not compute.
+        ValueError: For a path that names no value (the message lists the nearest paths). From the call: for a value
+            that the call does not compute.
     """
     if isinstance(paths, str):
         raise ValueError(f"capture(model, {paths!r}): paths is a list of paths; write [{paths!r}].")

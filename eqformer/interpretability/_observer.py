@@ -1,4 +1,4 @@
-"""The observer of a model's calls, which records and replaces values, and the wrappers that bring them out of loops.
+"""The observer of a model's calls, which records and replaces values; wrappers that bring values out of loops.
 
 A key is the path of a value in all layers of a stack, such as `stacks[0].blocks.sublayers[0].input` (see `Point`).
 """
@@ -171,16 +171,16 @@ class Observer:
             self.path, self.frame = outer
 
     def check_applied(self, call: str, points: Iterable[Point], tokens: nn.Tokens | None) -> None:
-        """Raise a `ValueError` unless the patches of some points were applied; to be called after the call has run.
+        """Raise a `ValueError` unless the patches of all `points` were applied; check this after the call has run.
 
-        Tokens without a source read it from the cache, where an earlier, patched call may have stored it. So values of
-        the source are not checked in such a call.
+        If `tokens` have no source, the call reads the source from the cache, where an earlier, patched call may have
+        stored it. Values of the source are then not checked.
         """
         has_cached_source = tokens is not None and tokens.source is None
         required = [point for point in points if not (has_cached_source and point.is_of_source)]
         if idle := [point.path for point in required if point not in self.applied]:
             raise ValueError(
-                f"patch: this call does not run {', '.join(map(repr, idle))}, so that the functions change nothing; "
+                f"patch: this call does not run {', '.join(map(repr, idle))}, so their functions change nothing; "
                 f"{call} runs {', '.join(map(repr, self.parts)) or 'no module'}; name modules that the call runs."
             )
 
@@ -196,7 +196,8 @@ class Observer:
     def _check_level(self, key: str, value: PyTree) -> None:
         """Raise a `ValueError` for a value inside a vmap, a loop, a derivative rule or a shard_map of its own.
 
-        A value cannot be brought out of the first three, and in a shard_map each device has only a part of the value.
+        A value cannot be brought out of a vmap, a loop or a derivative rule. In a shard_map each device has only a part
+        of the value.
         """
         if get_opaque_trace_state(convention="nnx") != self.frame.trace:
             raise ValueError(
@@ -333,8 +334,8 @@ class ObservedAttention(Operation):
     """An attention's core whose heads, weights and output are observed.
 
     Kernels do not return weights. Recorded weights are therefore computed separately, by the definition of attention,
-    and the output comes from the inner core. If weights are patched, the output is the sum of values by the new
-    weights.
+    and the output comes from the inner core. If weights are patched, the output is the sum of the values, each times
+    its new weight.
     """
 
     inner: Operation

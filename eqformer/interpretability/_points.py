@@ -142,7 +142,7 @@ def _reads_source(node: Node, model: nn.Module) -> bool:
 
 
 def _split_layer(path: str, nodes: dict[str, Node], call: str) -> tuple[str, str, int | None]:
-    """Return the key of a path, the path of the stack of which it names a layer, and the layer's number."""
+    """Return the key of a path and, if the path names a layer, the path of the layer's stack and its number there."""
     for match in re.finditer(r"\[(-?\d+)\]", path):
         stack = nodes.get(path[: match.start()])
         if stack is None or not isinstance(stack.module, nn.LayerStack):
@@ -162,7 +162,7 @@ def _explain_unknown(key: str, nodes: dict[str, Node]) -> str:
     if eqx.is_array(value):
         return f"is a parameter, and not a value that a call computes; name its module, {parent!r}"
     if value is not None:
-        return f"is a {type(value).__name__}, whose calls are not observed; only calls of an nn.Module are"
+        return f"is a {type(value).__name__}, whose calls are not observed; only calls of an nn.Module are observed"
     return "is no module of the model"
 
 

@@ -29,8 +29,8 @@ class LayerExperts(NamedTuple):
 def expert_layers(model: PyTree) -> list[int]:
     """Return the numbers of the layers in which tokens choose experts; empty for a model that cannot be traced.
 
-    A mixture whose experts choose their tokens does not count, and neither do the layers of an encoder, of a predictor
-    for speculative decoding, and of a sharded model.
+    Layers of an encoder or of a predictor for speculative decoding do not count, and neither does a mixture whose
+    experts choose their tokens. A sharded model cannot be traced.
     """
     return [layer for layer, _ in _find_routers(model)]
 
@@ -38,12 +38,12 @@ def expert_layers(model: PyTree) -> list[int]:
 def trace_experts(model: PyTree, ids: Sequence[int], source: Sequence[int] | None = None) -> list[LayerExperts]:
     """Return the experts that read each token of a text, for each of the `expert_layers(model)` in their order.
 
-    One pass without a cache reads the text. Its length is padded to a power of two of at least 64, and at most to the
-    learned positions, so that other texts mostly reuse the compiled program.
+    One pass without a cache reads the text. The text is padded to a power of two of at least 64 tokens, but not beyond
+    the learned positions, so that texts of other lengths mostly reuse the compiled program.
 
     Args:
         model: The language model.
-        ids: The tokens of the text; in a model with an encoder, the decoder's tokens with the id that begins a text.
+        ids: The tokens of the text; in a model with an encoder, the decoder's tokens, beginning with the start id.
         source: The ids that the encoder reads; None for a model without an encoder.
 
     Raises:

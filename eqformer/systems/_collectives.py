@@ -79,8 +79,8 @@ class PerRank(eqx.Module):
     """Modules of one structure, one for each rank of a mesh axis, stacked along a new first dim.
 
     Shard the first dim over the axis (`PartitionSpec(axis)` for all leaves) and call inside `shard_map`: each device
-    calls its own module. With `only`, the parameters of all other ranks are zero, as for a bias that is added before a
-    sum over the axis.
+    calls its own module. With `only`, the parameters of all other ranks are zero. A bias that is added before a sum
+    over the axis needs this, because the sum would otherwise count the bias once for each rank.
     """
 
     modules: PyTree
@@ -103,8 +103,8 @@ class PerRank(eqx.Module):
         """
         if ranks < 1 or (only is not None and not 0 <= only < ranks):
             raise ValueError(
-                f"PerRank(ranks={ranks}, only={only}): there must be at least 1 rank, and only must be None or one "
-                "of 0 to ranks - 1."
+                f"PerRank(ranks={ranks}, only={only}): there must be at least 1 rank, and only must be None or a "
+                "number from 0 to ranks - 1."
             )
         modules = eqx.filter_vmap(make)(jax.random.split(key, ranks))
 

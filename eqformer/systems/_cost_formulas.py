@@ -58,9 +58,10 @@ def attention_exchange_bytes(
 ) -> Number:
     """Return the bytes that a weight-stationary layer sends to split attention over rows or heads.
 
-    `"rows"`: an all-to-all of queries and one of results, `2 f(n) T Q/n a`, and a reduce-scatter of each device's keys
-    and values, `f(X) T/Y 2 K a`. `"heads"`: an all-reduce of the keys and values of all rows, `2 f(X) T 2 K a`. Here
-    `T` is `tokens`, `Q` is `query_embed`, `K` is `kv_embed`, `a` is `activation_bytes` and `n = X Y`.
+    `"rows"`: two all-to-alls, of the queries and of the results, `2 f(n) T Q/n a`, and a reduce-scatter of each
+    device's keys and values, `f(X) T/Y 2 K a`. `"heads"`: an all-reduce of the keys and values of all rows,
+    `2 f(X) T 2 K a`. Here `T` is `tokens`, `Q` is `query_embed`, `K` is `kv_embed`, `a` is `activation_bytes` and
+    `n = X Y`.
 
     Args:
         tokens: Tokens of the call.
@@ -94,8 +95,8 @@ def weight_gathered_bytes(
 ) -> Number:
     """Return the bytes that a weight-gathered layer sends on `n` devices, with rows split over `N` of them.
 
-    In the paper: `P N/n b + 2 T/N E a`. With the factors `f`: `f(N) P/M b + 2 f(M) T/N E a`, where the other `M = n/N`
-    devices split the features, `P` is `parameters`, `T` is `tokens`, `E` is `embed`, `b` is `weight_bytes` and `a` is
+    In the paper: `P N/n b + 2 T/N E a`. With the factors `f`: `f(N) P/M b + 2 f(M) T/N E a`, where the features are
+    split over `M = n/N` devices, `P` is `parameters`, `T` is `tokens`, `E` is `embed`, `b` is `weight_bytes` and `a` is
     `activation_bytes`.
 
     Args:
@@ -114,7 +115,10 @@ def weight_gathered_bytes(
 
 
 def best_embed_devices(devices: int, embed: int, features: int) -> float:
-    """Return the best number of devices to split `embed` over in the 2-D layout: `sqrt(n E/F)`."""
+    """Return the best number of the `n` devices to split `embed` over in the 2-D layout: `sqrt(n E/F)`.
+
+    `E` is `embed` and `F` is `features`.
+    """
     return math.sqrt(devices * embed / features)
 
 
@@ -129,7 +133,8 @@ def best_gathered(
 ) -> float:
     """Return the best number of devices to gather weights over: `sqrt(2 T E n a / (P b))`.
 
-    With `P = 2 E F` that is `sqrt(T n/F)`. Below 1, weights should stay; above `devices`, gather over all devices.
+    With `P = 2 E F` and `a = b` it is `sqrt(T n/F)`. If the result is below 1, the weights should stay; if it is above
+    `devices`, gather over all devices.
 
     Args:
         parameters: Parameters of a layer.
@@ -148,25 +153,35 @@ def transfer_seconds(sent: Number, gigabits: Number, *, gigabit: int = 10**9) ->
 
 
 def ffn_gradient_bytes(embed: int, hidden: int, *, gradient_bytes: Number = 4) -> Number:
-    """Return the bytes of the gradients that data parallelism all-reduces for a feed-forward layer: `2 d h b`."""
+    """Return the bytes of the gradients that data parallelism all-reduces for a feed-forward layer: `2 E H b`.
+
+    `E` is `embed`, `H` is `hidden` and `b` is `gradient_bytes`.
+    """
     return 2 * embed * hidden * gradient_bytes
 
 
 def ffn_activation_bytes(batch: int, embed: int, *, activation_bytes: Number = 4) -> Number:
-    """Return the bytes of the output that tensor parallelism all-reduces for a feed-forward layer: `B d a`."""
+    """Return the bytes of the output that tensor parallelism all-reduces for a feed-forward layer: `B E a`.
+
+    `B` is `batch`, `E` is `embed` and `a` is `activation_bytes`.
+    """
     return batch * embed * activation_bytes
 
 
 def gpipe_idle_share(stages: int, microbatches: int) -> Number:
-    """Return the share of time that a device is idle under GPipe: `(p-1)/(m+p-1)` (arXiv:1811.06965)."""
+    """Return the share of time that a device is idle under GPipe: `(p-1)/(m+p-1)` (arXiv:1811.06965).
+
+    `p` is `stages` and `m` is `microbatches`.
+    """
     return (stages - 1) / (microbatches + stages - 1)
 
 
 def gpipe_activations(batch: Number, layers: int, stages: int, microbatches: int, *, recompute: bool = True) -> Number:
-    """Return the peak rows of activations of a device under GPipe: `B + L/p B/m` with recomputation, else `B L/p`.
+    """Return the largest number of rows whose activations a device keeps under GPipe, counted for each layer.
 
-    With recomputation a device keeps the stage inputs of the whole batch, and the inputs of each of its layers for one
-    microbatch.
+    With recomputation it is `B + L/p B/m`: a device keeps the inputs of its stage for the whole batch, and the inputs
+    of each of its layers for one microbatch. Without recomputation it is `B L/p`. `B` is `batch`, `L` is `layers`, `p`
+    is `stages` and `m` is `microbatches`.
     """
     depth = layers / stages
     return batch + depth * batch / microbatches if recompute else batch * depth

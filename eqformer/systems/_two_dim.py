@@ -2,7 +2,7 @@
 
 `embed` is split over the axis `fsdp` (X in the paper), heads and hidden features over `tensor` (YZ), and the residual
 stream over both. Weights never move. Each device sends less as the mesh grows, because an array that is gathered or
-reduced over one axis is split over the other.
+reduced over one axis is split over the other axis.
 """
 
 import dataclasses
@@ -195,7 +195,7 @@ Norm = nn.Norm | Callable[[Array], Array]
 
 
 class BlockParts(NamedTuple):
-    """The sublayers of a block, and a parallel block's norms around all of them, None for a sequential block."""
+    """The sublayers of a block. Only a parallel block has norms around all sublayers together, else they are None."""
 
     is_parallel: bool
     sublayers: tuple[PyTree, ...]

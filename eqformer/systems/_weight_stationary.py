@@ -114,7 +114,7 @@ class WeightStationary(DistributedModel):
 
     def _wrap_model(self, model: nn.Transformer) -> nn.Transformer:
         """Return the model as one device runs it, with each module replaced by its wrapper for the layout."""
-        # Mark the arrays as varying, as gathers and slices do: an axis of one device has neither.
+        # Mark the arrays as varying. Gathers and slices do so too, but an axis of one device has no gathers or slices.
         model = vary(model, STREAM)
         split_channels = functools.partial(jax.tree.map, functools.partial(take_local_slice, axis=TENSOR, dim=-1))
 
@@ -142,11 +142,14 @@ def _check(layout: WeightStationary) -> None:
     sizes, model = axis_sizes(layout.mesh), layout.model
     call = f"WeightStationary over fsdp={sizes.get(FSDP)}, tensor={sizes.get(TENSOR)}"
     if other_axes := {axis: size for axis, size in sizes.items() if axis not in STREAM and size > 1}:
-        raise ValueError(f"{call}: weights are split over these two axes alone; make {other_axes} of size 1.")
+        raise ValueError(
+            f"{call}: weights are split over these two axes only, but the mesh also has {other_axes}; give these axes "
+            "size 1."
+        )
     count = layout.mesh.size
     _check_divides(call, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
     if any(linear.products.operand_bits is not None for linear in nn.linear_maps(model)):
-        raise ValueError(f"{call}: the model multiplies in 8 bits; take nn.without_fp8(model), of the same weights.")
+        raise ValueError(f"{call}: the model multiplies in 8 bits; take nn.without_fp8(model), with the same weights.")
     for name in ("embedding_norm", "logit_bias", "encoder", "score_bias", "frequencies", "token_types", "classifier"):
         if getattr(model, name) is not None:
             raise ValueError(f"{call}: the model has {name}, which this layout does not support; take a Plan instead.")
@@ -179,8 +182,8 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
     if len(parts.sublayers) != 2 or not all(isinstance(sublayer, nn.Residual) for sublayer in parts.sublayers):
         kinds = ", ".join(type(sublayer).__name__ for sublayer in parts.sublayers)
         raise ValueError(
-            f"{call}: a block has the sublayers {kinds}; the layout is made for two, a Residual of attention and one "
-            "of a feed-forward layer; use ShardedModel."
+            f"{call}: a block has the sublayers {kinds}; the layout is made for two sublayers, a Residual of attention "
+            "and a Residual of a feed-forward layer; use ShardedModel."
         )
     attention, mlp = (residual.layer for residual in parts.sublayers)
     if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
@@ -193,7 +196,7 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
     if len(_stream_norms(block)) != (2 if parts.norm is None else 1) or not all(
         isinstance(norm, nn.Norm) for norm in _stream_norms(block)
     ):
-        raise ValueError(f"{call}: each layer reads its input through a norm of eqformer.nn; this block's does not.")
+        raise ValueError(f"{call}: each layer of a block must read its input through a norm of eqformer.nn.")
     _check_outputs(call, parts)
     return attention, mlp
 
@@ -203,7 +206,10 @@ def _check_attention(call: str, attention: nn.Attention) -> None:
     if attention.gate is not None or attention.scores.sinks is not None:
         raise ValueError(f"{call}: an attention has a gate or sinks, which the layout cannot split; use ShardedModel.")
     if attention.value is None or attention.value_norm is not None:
-        raise ValueError(f"{call}: an attention's values are its keys, or have a norm; use ShardedModel.")
+        raise ValueError(
+            f"{call}: an attention uses its keys as values, or normalizes its values, which the layout does not "
+            "support; use ShardedModel."
+        )
     for norm in nn.modules(attention, nn.Norm):
         # The arrays of a norm have dims `layers head_dim`, since the stack holds all its layers.
         if norm.reduced != ("head_dim",) or any(x.ndim != 2 for x in jax.tree.leaves(norm)):
@@ -245,6 +251,6 @@ def _check_divides(call: str, count: int, owner: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if size % count:
             raise ValueError(
-                f"{call}: {owner} has {name}={size}, which {count} devices do not split evenly; take sizes that do, or "
-                "fewer devices."
+                f"{call}: {owner} has {name}={size}, which {count} devices do not split evenly; take a multiple of "
+                f"{count}, or fewer devices."
             )

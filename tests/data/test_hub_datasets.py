@@ -80,7 +80,7 @@ def test_a_path_that_exists_comes_first(hub, tmp_path, monkeypatch):
         ("owner/model", "there is no such file or folder here, and the hub has no dataset owner/model, or it is"),
         ("owner/gated", "owner/gated is gated; accept its terms on its page and log in (hf auth login)"),
         ("owner/texts@absent", "owner/texts has no revision 'absent'; give a branch, a tag or a commit"),
-        ("owner/texts/absent.jsonl", "owner/texts has no file absent.jsonl; correct it"),
+        ("owner/texts/absent.jsonl", "owner/texts has no file absent.jsonl; correct the file's name"),
         ("owner/tables", "a dataset must contain files of .txt, .md, .py, .jsonl, .parquet, but owner/tables has only "
          "README.md, a.csv; name another dataset, or stream this one (data.hub, --text.hub)"),
     ],

@@ -98,7 +98,7 @@ def test_bad_input(llm):
         return str(error.value)
 
     assert "no token to score" in refused(["x", ""])
-    assert "a window must have 2" in refused(TEXTS, window=1)
+    assert "a window must have at least 2 tokens" in refused(TEXTS, window=1)
     assert "the stride must be from 1 to 7" in refused(TEXTS, window=8, stride=8)
     limited = dataclasses.replace(llm, model=dataclasses.replace(scripted("a").model, max_seq=16))  # type: ignore[type-var]
     with pytest.raises(ValueError, match="2 to 16 tokens"):

@@ -144,9 +144,9 @@ def test_an_index_that_is_not_what_it_says(name, tmp_path):
     "text,words",
     [
         ('{"weight_map": {"array 1": "model-1.safetensors", "array 1": "model-2.safetensors"}}', "array 1 twice"),
-        ('{"weight_map": ', "no JSON that can be read"),
-        ("[" * 100_000, "no JSON that can be read"),
-        ("\xff", "no JSON that can be read"),
+        ('{"weight_map": ', "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ("\xff", "cannot be read as JSON"),
     ],
 )
 def test_an_index_that_cannot_be_read(text, words, tmp_path):

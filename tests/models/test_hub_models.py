@@ -77,8 +77,8 @@ def test_bad_names_have_one_clear_error(hub, monkeypatch):
         "owner/absent": "there is no such folder here, and the hub has no model owner/absent, or it is private",
         "owner/name@absent": "owner/name has no revision 'absent'; give a branch, a tag or a commit",
         "owner/pickled": "the repository has no model.safetensors and no model.safetensors.index.json. Pickled",
-        "owner/name/absent.gguf": "owner/name has no file absent.gguf; correct it",
-        "owner/a--b": "the hub has no models of such a name; correct it",
+        "owner/name/absent.gguf": "owner/name has no file absent.gguf; correct the file's name",
+        "owner/a--b": "the hub has no models of such a name; correct the name",
     }.items():
         with pytest.raises(ValueError) as error:
             models.load(name)

@@ -148,7 +148,7 @@ def test_controls(models, monkeypatch, what):
     [
         (lambda m: stationary(m, 2, 4, attention="keys"), r"attention='keys'\): choose one of 'rows', 'heads'"),
         (lambda m: stationary(m, 2, 4, overlap="both"), r"overlap='both'\): choose one of 'none'"),
-        (lambda m: WeightStationary(m, make_mesh(replica=2, tensor=4)), r"make \{'replica': 2\} of size 1"),
+        (lambda m: WeightStationary(m, make_mesh(replica=2, tensor=4)), r"the mesh also has \{'replica': 2\}"),
         (
             lambda m: stationary(eqx.tree_at(lambda m: m.embedding.weight, m, jnp.ones((63, 64))), 2, 4),
             "vocab=63, which 8 devices do not split evenly",
@@ -157,7 +157,7 @@ def test_controls(models, monkeypatch, what):
             lambda m: stationary(
                 eqx.tree_at(lambda m: m.stacks[0].blocks.norm, m, None, is_leaf=lambda x: x is None), 2, 4
             ),
-            "reads its input through a norm of eqformer.nn",
+            "must read its input through a norm of eqformer.nn",
         ),
         (
             lambda m: stationary(

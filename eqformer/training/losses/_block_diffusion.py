@@ -17,22 +17,22 @@ from ._vocabulary import Vocabulary
 
 @checked
 def noise_blocks(batch: Batch, key: Key[Array, ""], *, mask_id: int, block: int, least_noise: float = 1e-3) -> Batch:
-    """Return a batch for `block_diffusion_loss`, in which each row holds noisy copies of its tokens, then its tokens.
+    """Return a batch for `block_diffusion_loss`: each row has noisy copies of its tokens, and then the tokens.
 
-    Each block of `block` tokens of a document has its own time `t`, uniform between `least_noise` and 1. Each token of
-    the block is replaced by `mask_id` with probability `t`, independently of the others: the absorbing state under the
-    linear schedule of LLaDA (arXiv:2502.09992). The target of a masked token is its own id, with weight `1 / t`; other
-    tokens have weight 0. Copies have the positions of their tokens, and the segment `~s` for segment `s` (see
-    `nn.Mask`). The random numbers of a token are a function of the key, the row's number in `examples` and the token's
-    index in the row, so they are the same in any batch and on any mesh. The targets and weights of the given batch are
-    not read.
+    Each block of `block` tokens of a document has its own time `t`, uniform between `least_noise` and 1. In the copies,
+    each token of the block is replaced by `mask_id` with probability `t`, independently of other tokens. This is
+    absorbing noise with the linear schedule of LLaDA (arXiv:2502.09992). The target of a masked token is its original
+    id, with weight `1 / t`; other tokens have weight 0. A copy has its token's position, and the segment `~s` if the
+    token's segment is `s` (see `nn.Mask`). The random numbers of a token are a function of the key, the row's number in
+    `examples` and the token's index in the row, so they are the same in any batch and on any mesh. The targets and
+    weights of the given batch are not read.
 
     Args:
         batch: Ids, packed or not.
         key: A new key for each step: `jax.random.fold_in(key, step)`.
         mask_id: The id that replaces a masked token.
         block: Tokens of a block, as in the masks of the model, `nn.block_causal(block)`.
-        least_noise: The smallest time, which bounds the weights.
+        least_noise: The smallest time `t`; weights are at most `1 / least_noise`.
     """
     if not 0 < least_noise < 1 or block < 1 or mask_id < 0:
         raise ValueError(
@@ -82,19 +82,19 @@ def block_diffusion_loss(
     tokens: Tokens | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> tuple[Float[Array, ""], CountOrAux]:
-    """Return the sum over a batch of `noise_blocks` of the nats of masked tokens over their times, and the tokens.
+    """Return the sum of the masked tokens' nats, each divided by its block's time, and the number of tokens.
 
-    The count is the number of all tokens, masked or not. The quotient is then an estimate, without bias for a
-    `least_noise` near 0, of a bound on the nats of a token: the negative ELBO of BD3-LM, equation 8.
+    The number counts all tokens, masked or not. The sum divided by the number estimates an upper bound of the nats of a
+    token: the negative ELBO of BD3-LM, equation 8. The bias of the estimate vanishes as `least_noise` approaches 0.
 
     Args:
         model: A model with masks of blocks, as `next_token_loss` takes it.
         batch: A batch of `noise_blocks`.
-        key: The key of dropout and router noise; None: neither of them, and no dropped choices of experts.
+        key: The key of dropout and router noise; None: no dropout, no router noise, no dropped choices of experts.
         chunk: The number of tokens whose logits exist at once; None: see `chunk_size`.
         z_loss: As in `cross_entropy`.
-        tokens: The tokens of the batch; None: `batch_tokens(batch, key)`. A mesh that splits rows passes its own.
-        vocabulary: The reader of logits that a mesh splits.
+        tokens: The tokens of the batch; None: `batch_tokens(batch, key)`. A plan passes each device's tokens.
+        vocabulary: The reader of logits whose vocabulary a plan splits over devices; None: logits of all ids.
     """
     if batch.segments is None or batch.positions is None:
         raise ValueError("block_diffusion_loss(batch): the batch has no noisy copies; make it by noise_blocks(batch).")
@@ -109,15 +109,15 @@ def block_diffusion_loss(
 
 
 def check_block_diffusion(model: nn.LanguageModel) -> int:
-    """Return the tokens of a block of a model that learns by block diffusion; raise a `ValueError` for other models."""
+    """Return the block size of a model that can learn by block diffusion; raise a `ValueError` for other models."""
     if (block := nn.block_of(model)) is None:
         raise ValueError(
-            "check_block_diffusion(model): not all tokens see the tokens of their block and of earlier blocks alone; "
-            "give each attention the mask nn.block_causal(block), as nn.with_blocks(model, block) does."
+            "check_block_diffusion(model): the masks of the model have no blocks, or blocks of several sizes; give "
+            "each attention the mask nn.block_causal(block), as nn.with_blocks(model, block) does."
         )
     if model.start is not None or any(mixer.facts().attends is None for mixer in nn.modules(model, nn.Mixer)):
         raise ValueError(
             "check_block_diffusion(model): only models whose mixers all attend, without an encoder, learn by block "
-            "diffusion; a recurrence would read the noisy copies as a text of their own."
+            "diffusion; a recurrence would read the noisy copies as part of the text."
         )
     return block
