@@ -1,7 +1,7 @@
 """Operations that run differently on different chips: their definitions, their kernels, and the choice between them.
 
-The tables at the end name the implementations of attention, of grouped products and of quantized products. Other rooms
-import an op from here, and never the file of a kernel.
+The tables at the end name the implementations of attention, of grouped products and of quantized products. Code outside
+of this folder imports an op from here, and never the file of a kernel.
 """
 
 import types

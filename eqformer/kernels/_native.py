@@ -111,7 +111,7 @@ def _load_library() -> str | None:
 class NativeQuantizedMatmul(Implementation[QuantizedMatmulCall, Array]):
     """The product by a kernel in C++, which decodes codes into the processor's cache on all cores, for CPUs.
 
-    The decoded matrix equals that of `DecodedMatmul`, but sums in float32 have another order. `build_native` compiles
+    The decoded matrix equals `DecodedMatmul`'s, but sums in float32 have another order. `build_native` compiles
     the kernel once.
     """
 

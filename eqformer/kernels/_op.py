@@ -133,7 +133,7 @@ class Op(Operation[CallT, ResultT]):
         Args:
             reference: The definition in plain JAX, which supports every call.
             implementations: Platforms and the implementations for them, the preferred ones first.
-            run_choice: A function that runs a `Choice` and defines the derivative; None: the derivative is that of the
+            run_choice: A function that runs a `Choice` and defines the derivative; None: the derivative of the
                 fallback, whichever implementation runs.
         """
         for platform, _ in implementations:
@@ -212,7 +212,7 @@ def dispatch_with_derivative(
 ) -> ResultT:
     """Run the branch of the platform that the program is compiled for, and `default` on all other platforms.
 
-    The derivative is that of `default`, whichever function runs.
+    The derivative of `default` is used, whichever function runs.
     """
     return _dispatch((tuple(branches.items()), default), call) if branches else default(call)
 
@@ -257,7 +257,7 @@ def record_choice(choice: Choice) -> None:
 
 
 class Explanation(NamedTuple):
-    """The implementation of an operation on a platform, and the reasons why preferred ones do not support the call."""
+    """An operation's implementation on a platform, and why preferred implementations do not support the call."""
 
     operation: str
     implementation: str

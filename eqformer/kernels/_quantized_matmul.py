@@ -147,7 +147,7 @@ class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
     XLA has no product that reads codes. Without blocks, XLA would write the decoded matrix to memory that it allocates
     at each call, and the page faults cost more than the product. Placing the two codes of a byte side by side would be
     slow, so the low codes (for the even inputs) and the high codes (for the odd inputs) are two matrices. The result
-    equals that of `DecodedMatmul` up to the order of sums in float32.
+    equals `DecodedMatmul`'s up to the order of sums in float32.
     """
 
     def supports(self, call: QuantizedMatmulCall) -> str | None:
@@ -160,7 +160,7 @@ class BlockwiseMatmul(Implementation[QuantizedMatmulCall, Array]):
         if _block_rows(outputs) is None:
             return f"{outputs} rows of the matrix have no divisor from {_MIN_ROWS} to {_MAX_ROWS}"
         if codes_in_a_byte(call.form) == 2 and call.codes.shape[1] % call.scales.shape[1]:
-            return "a group of an odd size has one of the two codes of a byte"
+            return "a group of an odd number of codes shares a byte with the next group"
         return None
 
     def run(self, call: QuantizedMatmulCall) -> Float[Array, "*batch outputs"]:
@@ -242,7 +242,7 @@ class _ProgramArrays(NamedTuple):
     """Arrays that the kernel reads."""
 
     parts: list[Float[Array, "padded_rows bytes"]]
-    """The inputs of the vectors; if two codes share a byte, first the inputs of low codes, then those of high codes."""
+    """The inputs of the vectors. If two codes share a byte: the inputs of low codes, then the inputs of high codes."""
     codes: UInt8[Array, "outputs bytes"]
     scales: Float[Array, "outputs groups"] | UInt8[Array, "outputs groups"]
     zeros: UInt8[Array, "outputs groups"] | Float[Array, "outputs groups"] | None

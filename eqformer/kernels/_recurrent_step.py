@@ -154,7 +154,7 @@ def _call_kernel(
         index = lambda row, group, head, *_: (row, group, 0 if is_shared else head, 0)
         return pl.BlockSpec((1, block_groups, 1 if is_shared else block_heads, x.shape[3]), index)
 
-    # The last two arguments are the prefetched scalars: `layer` holds the number of the layer.
+    # The last two arguments are the prefetched scalars: `layer` holds the index of the layer.
     states_index = lambda row, group, head, layer, _: (layer[0], row, group, head, 0, 0)
     states_spec = pl.BlockSpec((1, 1, block_groups, block_heads, *dims), states_index)
     output = jax.ShapeDtypeStruct((rows, groups, heads, v_dim), states.dtype)

@@ -1,7 +1,7 @@
 """LoRA adapters in the files of peft, which are read into a model's `LoRA`s and written from them.
 
 The family's rule for a weight also describes how its factors are published, because A has the weight's input dims and
-B its output dims. The rule orders, merges and concatenates the dims of factors like those of the weight.
+B its output dims. The rule orders, merges and concatenates the dims of factors like the weight's dims.
 """
 
 import dataclasses

@@ -40,7 +40,7 @@ OptionalSize = Annotated[int, Range(0, LARGEST_INT, counts="entries")]
 Length = Annotated[int, Range(1, LARGEST_INT)]
 """A number of tokens."""
 Index = Annotated[int, Range(0, LARGEST_INT)]
-"""The number of a layer or of an id, counted from 0."""
+"""The index of a layer, or an id; both are counted from 0."""
 LayerCount = Annotated[int, Range(1, 4096, counts="layers")]
 """Layers of a model."""
 Number = Annotated[float, Range(-LARGEST_FLOAT, LARGEST_FLOAT)]
@@ -179,7 +179,7 @@ _WITHOUT_EFFECT = frozenset(f"{_OF_MODELS} {_OF_EVERY_CONFIGURATION} {_OF_GENERA
 
 
 def private_names(values: Mapping[str, object]) -> list[str]:
-    """Return the attributes, also nested ones, that are not read because their names begin with an underscore.
+    """Return the attributes, also nested attributes, that are not read because their names begin with an underscore.
 
     Private names hold a program's bookkeeping, and each release may have new ones. Known names, and names with an empty
     value, are left out.

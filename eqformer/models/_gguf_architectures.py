@@ -74,7 +74,7 @@ class Architecture:
     flat: tuple[str, ...] = ()
     """Names of arrays that published folders have in one dim, and files in two."""
     eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
-    """The name of the number that norms add, in files and as published."""
+    """The name of the epsilon of norms, in files and as published."""
     edges: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Published names of arrays outside of the layers that not all architectures have."""
     prefix: str = "model.layers."
@@ -84,7 +84,7 @@ class Architecture:
     has_latents: bool = False
     """Whether keys and values are computed from latents; their widths in the file are then the widths of latents."""
     has_predictors: bool = False
-    """Whether files count predictors of further tokens among the layers."""
+    """Whether files count predictors (multi-token prediction) among the layers."""
 
 
 FOUR_NORMS = {

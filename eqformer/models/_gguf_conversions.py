@@ -16,7 +16,7 @@ from ._gguf_file import GGUF, Order
 def read_gemma_scores(config: JsonObject, file: GGUF) -> JsonObject:
     """Return the attribute whose square root divides the attention scores.
 
-    Like llama.cpp, this recognizes the two 27B models by their numbers of layers.
+    Like llama.cpp, this recognizes the two 27B models by how many layers they have.
     """
     is_largest = config["num_hidden_layers"] in (46, 62)
     width = config["hidden_size"] // config["num_attention_heads"]
@@ -227,7 +227,7 @@ def read_oss_scaling(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def read_growth(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the scaling of Ministral 3, with the growth of scores and the magnitude of YaRN."""
+    """Return the scaling of Ministral 3: YaRN with its magnitude, and the factor of queries that grows by position."""
     growth, strength = config["llama_4_scaling_beta"], config["mscale_all_dim"]
     added = {"llama_4_scaling_beta": growth} | ({"mscale": strength, "mscale_all_dim": strength} if strength else {})
     scaling = {"rope_type": "default"} | (config.get("rope_scaling") or {}) | added
@@ -290,7 +290,7 @@ def read_partial_rotary(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def read_magnitudes(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return LongRoPE's scaling with the magnitudes of short and long rows, which this family's configurations have."""
+    """Return LongRoPE's scaling with the magnitudes of short and long rows, as in configurations of Phi-3.5-MoE."""
     scaling = config.get("rope_scaling")
     if not scaling:
         return {}
@@ -370,7 +370,7 @@ def read_nemotron_layers(config: JsonObject, file: GGUF) -> JsonObject:
     return {
         "hybrid_override_pattern": "".join(pattern),
         "mamba_head_dim": inner // heads,
-        # Files may state the number that norms add under another name, which llama.cpp prefers.
+        # Files may state the epsilon of norms under another name, which llama.cpp prefers.
         "layer_norm_epsilon": file.values.get(
             f"{file.kind}.attention.layer_norm_rms_epsilon", config["layer_norm_epsilon"]
         ),

@@ -118,7 +118,7 @@ ENCODERS: Mapping[str, Architecture] = {
         numbers={"attention.sliding_window": "local_attention", "hidden_activation": "hidden_activation"},
         implied=_read_modernbert,
         expected=_BIDIRECTIONAL,
-        # New converters state the number that norms add twice.
+        # New converters state the epsilon of norms twice.
         unread=("attention.sliding_window_pattern", "rope.freq_base_swa", "attention.layer_norm_rms_epsilon"),
         edges={
             "token_embd": "model.embeddings.tok_embeddings",

@@ -42,7 +42,7 @@ def table_names_of(file: GGUF) -> dict[str, str | None]:
 
 
 def _layers(file: GGUF, architecture: Architecture) -> int:
-    """Return the number of layers, without predictors of further tokens."""
+    """Return the number of layers, without predictors (multi-token prediction)."""
     kind = file.kind
     predictors = file.values.get(f"{kind}.nextn_predict_layers", 0) if architecture.has_predictors else 0
     return file.values[f"{kind}.block_count"] - predictors

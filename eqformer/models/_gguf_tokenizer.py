@@ -275,8 +275,9 @@ def _model(tokens: Sequence[str], merges: list[list[str]], **options: bool) -> J
 def _word_piece_tokenizer(published: PublishedConfig, tokens: Sequence[str], types: Sequence[int]) -> JsonObject:
     """Return the parts of BERT's tokenizer.
 
-    If a file does not state whether texts are converted to lower case, they are unless the vocabulary has a token with
-    an upper-case letter. (llama.cpp always converts them, unlike the published tokenizer of a cased model.)
+    If a file does not state whether texts are converted to lower case, texts are converted if no token of the
+    vocabulary has an upper-case letter. (llama.cpp always converts texts, unlike the published tokenizer of a cased
+    model.)
     """
     is_cased = any(token != token.lower() for token, kind in zip(tokens, types) if kind not in (_UNKNOWN, _CONTROL))
     normalizer = {
@@ -348,7 +349,7 @@ def _is_charsmap(octets: bytes) -> bool:
         return False
     units = np.frombuffer(octets, "<u4", size // 4, 4).astype(np.int64)
     is_text = units >> 31 == 1
-    children = np.arange(units.size) ^ ((units >> 10) << ((units & 1 << 9) >> 6))  # the first one of each node
+    children = np.arange(units.size) ^ ((units >> 10) << ((units & 1 << 9) >> 6))  # each node's first child
     if ((children | 255)[~is_text] >= units.size).any():
         return False
     leaves = units[children[~is_text & (units >> 8 & 1 == 1)]]

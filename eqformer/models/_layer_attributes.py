@@ -13,7 +13,7 @@ LAYERS = "num_hidden_layers"
 _ZeroOrOne = Annotated[int, Range(0, 1)]
 _FLAG = bool | _ZeroOrOne
 LayerChoice = Callable[[PublishedConfig, int], Iterable[int]]
-"""A function from a configuration and the number of layers to the numbers of some layers."""
+"""A function from a configuration and the number of layers to the indices of some layers."""
 
 
 @runtime_checkable
@@ -54,12 +54,12 @@ def layers_of(published: PublishedConfig) -> int:
 
 
 def every(period: int, layers: int) -> tuple[int, ...]:
-    """Return the numbers of every `period`-th of `layers` layers."""
+    """Return the indices of every `period`-th of `layers` layers."""
     return tuple(range(period - 1, layers, period))
 
 
 def all_but_every(period: int, layers: int) -> tuple[int, ...]:
-    """Return the numbers of all layers but every `period`-th."""
+    """Return the indices of all layers but every `period`-th."""
     return tuple(number for number in range(layers) if (number + 1) % period)
 
 
@@ -75,7 +75,7 @@ class Period:
     but: bool = False
 
     def __call__(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
-        """Return the numbers of these layers; raises a `ValueError` for an attribute that is not a count."""
+        """Return the indices of these layers; raises a `ValueError` for an attribute that is not a count."""
         period = self.period
         for name in self.published:
             period = published.count(name, period)
@@ -90,13 +90,13 @@ def check_layer_types(published: PublishedConfig, name: str, types: Sequence[str
 
 
 def flagged_layers(published: PublishedConfig, name: str) -> tuple[int, ...] | None:
-    """Return the numbers of the layers with a 1 in the attribute `name`, a flag for each layer; None without it."""
+    """Return the indices of the layers with a 1 in the attribute `name`, a flag for each layer; None without it."""
     flags = published.listed(name, _ZeroOrOne)
     return None if flags is None else numbers_of_flags(published, name, flags)
 
 
 def numbers_of_flags(published: PublishedConfig, name: str, flags: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers of layers whose flag is not 0; refuse the attribute `name` unless every layer has a flag."""
+    """Return the indices of layers whose flag is not 0; refuse the attribute `name` unless every layer has a flag."""
     if len(flags) != (layers := layers_of(published)):
         published.refuse(f"{name}={flags} must have a flag for each of the model's {layers} layers.")
     return tuple(number for number, flag in enumerate(flags) if flag)
@@ -118,7 +118,7 @@ class LayerTypes(Entry):
     published: tuple[str, str] | None = None
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return the numbers of the first type's layers; refuse lists of other lengths and types."""
+        """Return the indices of the first type's layers; refuse lists of other lengths and types."""
         layers, types = layers_of(published), published.listed("layer_types", str, empty=self.empty)
         default = {*self.default(published, layers)}
         if types is None:
@@ -248,7 +248,7 @@ class SwitchedWindow(Entry):
 class NoRotaryLayers(Entry):
     """The layers without rotary positions, from the list `no_rope_layers`.
 
-    If the list is missing or, with `empty`, if the list is empty, every fourth layer has none;
+    If the list is missing or, with `empty`, if the list is empty, every fourth layer has no rotary positions;
     `no_rope_layer_interval` may state another period.
     """
 
@@ -263,7 +263,7 @@ class NoRotaryLayers(Entry):
         return {"no_rope_layers": [int(layer not in config.no_rotary_layers) for layer in range(config.layers)]}
 
     def __call__(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
-        """Return the layers' numbers; this is a `LayerChoice` for other entries too."""
+        """Return the layers' indices; this is a `LayerChoice` for other entries too."""
         by_default = Period(4, ("no_rope_layer_interval",))(published, layers)
         rotated = published.listed("no_rope_layers", _FLAG, empty=self.empty)
         if rotated is None:
@@ -275,14 +275,14 @@ class NoRotaryLayers(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class ListedLayers(Entry):
-    """A list of layers' numbers; `default` chooses the layers if the attribute is missing."""
+    """A list of layers' indices; `default` chooses the layers if the attribute is missing."""
 
     name: str
     published: str
     default: LayerChoice
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return the numbers."""
+        """Return the indices."""
         default, stated = self.default(published, layers_of(published)), published.listed(self.published, Index)
         return {self.name: tuple(default if stated is None else stated)}
 

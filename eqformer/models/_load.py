@@ -204,7 +204,7 @@ def _initialize_head(source: _ModelSource, predictor: bool, sharding_of: Mapping
 
 
 def _layer_numbers(shapes: nn.Transformer, sharding_of: Mapping[str, Sharding]) -> dict[str, Array]:
-    """Return the leaves that are not parameters: the numbers of each stack's layers."""
+    """Return the leaves that are not parameters: the indices of each stack's layers."""
     stacks = nn.named_modules(shapes, nn.Stack)
     leaves = {f"{path}.numbers": stack.numbers for path, stack in stacks}
     return {

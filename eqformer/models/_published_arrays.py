@@ -100,7 +100,7 @@ class PublishedArrays:
         return range(shape[0]) if name in self._coded and len(shape) > 2 else ()
 
     def holds_floats(self, name: str) -> bool:
-        """Return whether a coded array holds plain floats (a format of one number a block), such as F16 in GGUF."""
+        """Return whether a coded array holds plain floats, such as F16 in GGUF: its blocks hold one number."""
         form = self.form(name)
         return isinstance(form, Blocks) and form.numbers == 1
 
@@ -123,7 +123,7 @@ class PublishedArrays:
             dtype: The dtype of a decoded array; None: the array's own.
             index: The index of the first dim that is read alone; None: all.
             map_function: A function like `map`, which runs the decoder on parts of the array.
-            buffer: Memory of `dtype` for a decoded array, as long as two dims of the array or longer.
+            buffer: Memory of `dtype` for the decoded numbers of the last two dims, or more.
         """
         if name not in self._coded:
             return self._read_plain(self._stored[name])
@@ -324,8 +324,8 @@ def names_as_stored(
 ) -> set[str]:
     """Return the names of the quantized arrays whose codes and scales the model holds.
 
-    Raises a `ValueError` if the model holds other codes, or the decoded array. The rules are those of the model's
-    `plain_shapes`.
+    Raises a `ValueError` if the model holds other codes, or the decoded array. `rules` are the rules of the
+    model's `plain_shapes`.
     """
     maps, stored_names = maps_by_weight(model), set[str]()
     for rule in rules:
@@ -345,7 +345,7 @@ def names_as_stored(
             codes = read_map_codes(arrays, name, None, rule, quantized)
             if len(codes) != len(own_codes) or not all(map(np.array_equal, codes, own_codes)):
                 raise ValueError(
-                    f"{call}: the model's codes and scales are not those of {stored}; nn.dequantize the model and save "
+                    f"{call}: the model's codes and scales differ from {stored}; nn.dequantize the model and save "
                     "it without whole=True."
                 )
             stored_names.add(name)

@@ -55,7 +55,8 @@ class WithRotary(Protocol):
 def rotary_parameters(published: PublishedConfig, name: str) -> Attributes:
     """Return the attribute `name`, `rope_parameters` or `rope_scaling`, with values of the right types or null.
 
-    Raises a `ValueError` that names a value of another type, also within the object of a type of layer.
+    The attribute may have an object of values for each type of layer, which is checked too. Raises a `ValueError` that
+    names a value of another type.
     """
     return _check_parameters(published.nested(name), f"{published.source}: {name}")
 
@@ -102,7 +103,7 @@ def _check_longrope(scaling: nn.LongRopeScaling, config: object, theta: str, ref
     pairs = _rotated_channels(config, theta.removesuffix("theta")) // 2
     for attribute, divisors in (("short_factor", scaling.short_divisors), ("long_factor", scaling.long_divisors)):
         if len(divisors) != pairs:
-            refuse(f"{attribute} has {len(divisors)} numbers for {pairs} pairs of channels; give one number a pair.")
+            refuse(f"{attribute} has {len(divisors)} numbers for {pairs} pairs of channels; give one number per pair.")
 
 
 _CHECKS = {nn.YarnScaling: _check_yarn, nn.Llama3Scaling: _check_llama3, nn.LongRopeScaling: _check_longrope}

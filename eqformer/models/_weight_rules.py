@@ -61,7 +61,7 @@ class ResolvedRule:
     leaf's dims after layers and experts. Without a pattern, these dims are equal.
 
     Several leaves may be published as one array, concatenated along the array's dim `axis`. With several `groups`, such
-    as heads, each leaf has so many groups: the array holds the first group of every leaf, then the second group of
+    as heads, each leaf has this many groups: the array holds the first group of every leaf, then the second group of
     every leaf, and so on. If `interleaved`, each group is one number. A dim of a pattern may merge the groups with
     another dim: `"ids (groups mlp) -> ids (mlp groups)"`.
     """
@@ -81,7 +81,7 @@ class ResolvedRule:
     """The number of dims that `slice_rule` has removed; the rule is for one index of each removed dim."""
     variant: bool = False
     ids_below: int = 0
-    """The number that all numbers of the array are below, for arrays of whole numbers; 0: the array holds floats."""
+    """For an array of integers, a bound that all its integers are below; 0: the array holds floats."""
 
     def with_shapes(self, shapes: Sequence[Shape]) -> "ResolvedRule":
         """Return the rule for leaves of these shapes."""
@@ -93,7 +93,7 @@ class ResolvedRule:
         return ("{layer}" in self.name) + ("{expert}" in self.name) + self.sliced_dims
 
     def slice_rule(self) -> "ResolvedRule | None":
-        """Return the rule for one index of the published array's first dim; None if it is not the leaves' first dim."""
+        """Return the rule for one index of the published array's first dim; None if leaves have another first dim."""
         if len({*self.patterns}) > 1:
             return None
         published, leaf = self.patterns[0].split(" -> ") if self.patterns[0] else ("", "")
@@ -229,8 +229,8 @@ class Rule:
     variant: bool = False
     """Whether the rule replaces the other rules for its leaves, if a folder has its arrays."""
     ids_below: str = ""
-    """For an array of whole numbers, such as a table of experts' ids: the field of the config whose value all numbers
-    must be below. An empty text: the array holds floats."""
+    """For an array of integers, such as a table of experts' ids: the field of the config whose value is above all
+    integers. An empty text: the array holds floats."""
     part: str = ""
     """The part of the model whose layers `{layer}` counts: `"encoder"`, or empty for the model itself."""
 
@@ -255,8 +255,8 @@ def resolve_rules(
             have one name, only the first whose shape fits applies.
         root: The prefix of all paths, for a model that is a part of another.
     """
-    # `named` has each leaf's path in the place of the leaf. A rule's path may lead through properties. If it is
-    # followed in `named`, the result is the path of the leaf itself.
+    # In `named`, each leaf is replaced by its path. A rule's path may lead through properties, so look it up in `named`
+    # to find the leaf's own path.
     named = jax.tree_util.tree_map_with_path(lambda path, _: root + path_name(path), model)
     shape_of = {root + path: leaf.shape for path, leaf in flatten_model(model).items()}
     rules = [_resolve(rule, config, rule.leaves(named), (), shape_of) for rule in table if _applies(rule, model, False)]

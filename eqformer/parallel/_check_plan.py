@@ -372,7 +372,7 @@ def _check_8_bit_maps(plan: Placement, specs: PyTree) -> None:
             name = nn.path_name(path)
             raise ValueError(
                 f"Plan(residual={plan.residual!r}) over tensor={plan.size(TENSOR)}: {name} multiplies in "
-                f"{linear.products.operand_bits} bits and is whole on every device, so each device would round a "
+                f"{linear.products.operand_bits} bits and is replicated, so each device would round a "
                 "partial sum of a gradient; leave the map out (nn.with_fp8(model, where=...)), or take an axis that "
                 f"divides its {linear.outputs[0]}."
             )

@@ -272,9 +272,9 @@ class Layout:
     split; in the weight of a linear map (outputs, then inputs) the last one is a contracted dim. If an axis does not
     divide its dim, there are three cases: a dim in `lenient` is not split, a dim in `moving` leaves the axis to another
     dim, and any other dim raises a `ValueError`. `fsdp_axis` needs no entry in `dims`, and splits one dim of every
-    array with at least `smallest` entries. `fsdp_axis`, and an axis that a dim in `moving` has left, each split the
-    largest dim that the axis divides and that no other axis splits, but never `layers` or `experts`. If there is no
-    such dim, the axis does not split the array.
+    array with at least `smallest` entries: the largest dim that `fsdp_axis` divides and that no other axis splits, but
+    never `layers` or `experts`. If there is no such dim, the array is not split. An axis that a dim in `moving` has
+    left chooses its dim by the same rule.
     """
 
     dims: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -367,7 +367,7 @@ def _array_spec(
     """Return the spec of the array at `path`, with these names of dims and this shape."""
     entries: list[str | None] = [None] * len(shape)
     used_axes: set[str] = set()
-    # Axes that may split any free dim, each with the number of entries that an array needs to be split.
+    # Axes that may split any free dim, and for each axis the least number of entries of an array that it splits.
     any_dim_axes = dict.fromkeys(() if layout.fsdp_axis is None else (layout.fsdp_axis,), layout.smallest)
     for dim in reversed(range(len(shape))):
         axis = layout.dims.get(names[dim])

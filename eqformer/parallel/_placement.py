@@ -243,7 +243,7 @@ class Placement(ParallelConfig):
         return moved if take is not None else self._place(moved)
 
     def unshard(self, tree: PyTree, take: stage_layers.TakeRows = stage_layers.take_layer_rows) -> PyTree:
-        """Return a model, or a tree of its structure such as its gradients, with the layers in reading order."""
+        """Return a model, or a tree with its structure, such as its gradients, with the layers in reading order."""
         return stage_layers.order_for_reading(tree, self.timetable().part_of, take) if self.is_pipelined else tree
 
     def unshard_aux(self, aux: PyTree, model: nn.LanguageModel) -> PyTree:

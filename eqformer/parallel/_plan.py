@@ -181,7 +181,7 @@ class OnDevice:
 
 
 def _stacks(model: nn.LanguageModel) -> list[PyTree]:
-    """Return the stacks of a model, or of a tree of its structure, and the stacks of its encoder, if it has one."""
+    """Return the stacks of a model, or of a tree with its structure, and the stacks of its encoder, if it has one."""
     encoder = model.parts.encoder
     return [model.stacks, *([] if encoder is None else [encoder.stacks])]
 

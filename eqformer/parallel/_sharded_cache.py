@@ -145,7 +145,7 @@ class CacheLayout:
         return jnp.where((index >= 0) & (index < rows), updated, x)
 
     def _is_split_by_kv_rows(self, x: ArrayOrShape) -> bool:
-        """Return whether an array holds token positions, and the devices that share a key head split its rows."""
+        """Return whether `tensor` splits an array by rows: an array of positions, if devices share key heads."""
         return self.kv_row_shards > 1 and nn.is_position_array(x)
 
 
@@ -217,7 +217,7 @@ def _cache_dims(names: str) -> list[str]:
 def _is_held_by_each_device(names: str, x: ArrayOrShape) -> bool:
     """Return whether an array has no heads or channels to split, so that each device of `tensor` has its own copy.
 
-    The copies lie in different rows of the global array.
+    The global array has the copies one after another, along the dim of rows.
     """
     return not nn.is_position_array(x) and not {*_SPLIT_DIMS} & {*_cache_dims(names)}
 
@@ -272,7 +272,7 @@ def _is_mixer(node: object) -> bool:
 
 
 def _has_only_maps(node: PyTree, names: PyTree) -> bool:
-    """Return True for a mixer that attends by rows and has heads only in its maps, and for a node that is no mixer."""
+    """Return True for a mixer with `attends_by_rows` and with heads only in linear maps, and for any other node."""
     if not _is_mixer(node):
         return True
     if not node.facts().attends_by_rows:

@@ -1,4 +1,4 @@
-"""A model that a plan shards for generation; it is called like the unsharded model."""
+"""A model that a plan shards for generation, with the methods of the unsharded model."""
 
 import abc
 import dataclasses
@@ -100,7 +100,7 @@ class ShardedModel(DistributedModel):
     kv_row_shards: int = eqx.field(static=True)
     """Number of devices of `tensor` that share each key head and split its cache by rows; 1 if none do."""
     predictor_stacks: int = eqx.field(static=True)
-    """Number of stacks at the end of `model.stacks` that belong to a predictor of a further token."""
+    """Number of stacks at the end of `model.stacks` that belong to the predictor (multi-token prediction)."""
 
     def __init__(self, model: nn.LanguageModel, plan: Plan):
         # The predictor's layers are on the last stages of a pipeline, after the model's own layers.
@@ -151,7 +151,7 @@ class ShardedModel(DistributedModel):
 
     @property
     def predictor(self) -> nn.Predictor | None:
-        """Predictor of a further token, without its layers."""
+        """Module for multi-token prediction, without its layers."""
         return self.model.parts.predictor
 
     @checked
@@ -219,9 +219,9 @@ class ShardedModel(DistributedModel):
         cache: PyTree,
         out_spec: PartitionSpec = PartitionSpec(BATCH_AXES),
     ) -> tuple[Array, PyTree]:
-        """Call a method of the model on every device, with the device's rows; return the vectors and the new cache.
+        """Call a method of the model on every device, with the device's rows; return its output and the new cache.
 
-        `out_spec` is the spec of the vectors.
+        `out_spec` is the spec of the output.
         """
         rows, batch = self._layout.padded_rows(ids.shape[0]), ids.shape[0]
         ids, tokens = pad_batch(ids, rows, 0), pad_tokens(tokens, rows)
@@ -249,7 +249,7 @@ class ShardedModel(DistributedModel):
 
 
 def _in_pipeline_order(model: nn.LanguageModel, plan: Plan) -> nn.LanguageModel:
-    """Put a model in pipeline order, with rows of padding, if stages hold unequal numbers of layers."""
+    """Put the layers in pipeline order, with padding layers, if stages hold unequal numbers of layers."""
     if all(len(old) == len(new) for old, new in zip(model.stacks, plan.shapes(model).stacks, strict=True)):
         return model
     return plan.shard(model)

@@ -118,7 +118,7 @@ def layout_table(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> str
     `specs` is the result of `partition_specs` for the model or its shapes. The last line lists the replicated arrays.
     """
     arrays = sharded_arrays(model, specs, mesh)
-    rows = [("path", "dims", "shape", "a device", "bytes", "bytes a device")]
+    rows = [("path", "dims", "shape", "per device", "bytes", "bytes per device")]
     for x in arrays:
         shape, shard_shape = ("x".join(map(str, sizes)) or "scalar" for sizes in (x.shape, x.shard_shape))
         rows.append((x.path, x.dims_with_axes, shape, shard_shape, f"{x.nbytes:,}", f"{x.bytes_per_device:,}"))
@@ -126,7 +126,7 @@ def layout_table(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> str
     rows.append(("total", "", "", f"{per_device / total:.1%}" if total else "", f"{total:,}", f"{per_device:,}"))
     replicated = [x for x in arrays if not any(x.axes)]
     size = sum(x.nbytes for x in replicated)
-    last_line = f"whole on every device ({size:,} bytes): {', '.join(x.path for x in replicated) or 'nothing'}"
+    last_line = f"replicated on every device ({size:,} bytes): {', '.join(x.path for x in replicated) or 'nothing'}"
     return f"mesh: {mesh_name(mesh)}\n{nn.format_table(rows)}\n{last_line}"
 
 
@@ -139,8 +139,9 @@ def mesh_name(mesh: Mesh | AbstractMesh) -> str:
 def draw_array(array: Array | np.ndarray | jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> str:
     """Draw the sharding of an array, or of a shape, as text: a box for each piece, with the numbers of its devices.
 
-    Only split dims are drawn: the last one to the right and the second to last downwards. If more dims are split, there
-    is a drawing for each piece along them. Raises a `ValueError` if the spec does not fit the shape.
+    Only split dims are drawn: the last split dim to the right, and the split dim before it downwards. If more dims are
+    split, each piece along the other split dims has its own drawing. Raises a `ValueError` if the spec does not fit the
+    shape.
     """
     shape = array.shape
     axes = _check_axes(shape, spec, mesh)
@@ -150,7 +151,7 @@ def draw_array(array: Array | np.ndarray | jax.ShapeDtypeStruct, spec: Partition
     *outer, down, right = [None, None, *split_dims][-max(2, len(split_dims)) :]
     shard_shape = NamedSharding(mesh, spec).shard_shape(shape)
     splits = ", ".join(f"dim {dim} over {' and '.join(axes[dim])}" for dim in split_dims)
-    lines = [f"{list(shape)} over {mesh_name(mesh)}: pieces of {list(shard_shape)}, {splits or 'whole everywhere'}"]
+    lines = [f"{list(shape)} over {mesh_name(mesh)}: pieces of {list(shard_shape)}, {splits or 'replicated'}"]
     for outer_ranges in itertools.product(*(ranges[dim] for dim in outer)):
         fixed = dict(zip(outer, outer_ranges, strict=True))
         lines += [", ".join(f"dim {dim} {_format_range(part)}" for dim, part in fixed.items())] if outer else []
@@ -223,9 +224,10 @@ CALL = "plot_layout(model, specs, mesh, path)"
 def plot_layout(model: PyTree, specs: PyTree, mesh: Mesh, path: str | Path) -> None:
     """Write a PNG with a row for each array, which shows its dims, its pieces and its bytes.
 
-    Split dims have the color of their axis. A box is cut into the pieces that devices hold, with the numbers of the
-    devices inside, and gaps in the colors of the axes. The pieces of the device with the lowest number are dark. A bar
-    shows the bytes of the array; its dark part shows the bytes on one device. Needs matplotlib.
+    Split dims have the color of their axis. A box is cut into the pieces that devices hold. Each piece shows the
+    numbers of its devices, and the gap between two pieces has the color of the axis that splits them. The pieces of the
+    device with the lowest number are dark. A bar shows the bytes of the array; its dark part shows the bytes on one
+    device. Needs matplotlib.
     """
     figures = load_extra("matplotlib.figure", extra="train", call=CALL)
     arrays = sharded_arrays(model, specs, mesh)
@@ -243,7 +245,7 @@ def plot_layout(model: PyTree, specs: PyTree, mesh: Mesh, path: str | Path) -> N
     bars_x = boxes_x + BOXES_WIDTH + 0.45
     _draw_heading(axes, arrays, mesh, width)
     titles = [(0.3, f"array{f',  … = {prefix[:-1]}' if prefix else ''}"), (dims_x, "dims / axes")]
-    titles += [(boxes_x, "pieces"), (bars_x, "bytes, and bytes a device")]
+    titles += [(boxes_x, "pieces"), (bars_x, "bytes, and bytes per device")]
     for x, text in titles:
         axes.text(x, HEADING_HEIGHT - 0.12, text, fontsize=9.5, color=FAINT, va="bottom")
     for row, (array, name) in enumerate(zip(arrays, names, strict=True)):
@@ -302,7 +304,7 @@ def _draw_footing(axes: Axes, arrays: list[ShardedArray], height: float) -> None
     paths = [array.path for array in replicated]
     names = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
     nbytes = _format_bytes(sum(array.nbytes for array in replicated))
-    text = f"whole on every device, {nbytes}: {names or 'nothing'}"
+    text = f"replicated on every device, {nbytes}: {names or 'nothing'}"
     axes.text(0.3, height - FOOTING_HEIGHT / 2, text, fontsize=10, color=FAINT, va="center")
 
 

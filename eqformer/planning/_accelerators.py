@@ -180,7 +180,7 @@ ACCELERATORS = {chip.name: chip for chip in (_V4, _V5E, _V5P, _V6E, _TPU7X, _H10
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Accelerators in a shape: chips of a torus, `v5e:16x16`, or GPUs of a machine times machines, `h100:8x4`."""
+    """Accelerators in a shape: chips of a torus, `v5e:16x16`, or GPUs per machine x machines, `h100:8x4`."""
 
     accelerator: Accelerator
     shape: tuple[int, ...]
@@ -233,7 +233,7 @@ class Topology:
         dims, remaining = [size for size in self.shape if size > 1], 1
         if chip.per_chip > 1:
             dims.append(chip.per_chip)
-        dim_size = dims[-1] if dims else 1  # The torus dim that axes take now; `remaining` of it is free.
+        dim_size = dims[-1] if dims else 1  # Size of the torus dim that axes divide now; they left `remaining`.
         for axis, size in reversed(dict(mesh.shape).items()):
             links = 0
             while size > 1 and (dims or remaining > 1):
@@ -259,7 +259,7 @@ def topology(text: str) -> Topology:
     is_gpu = accelerator.platform == "cuda"
     max_dims = 2 if is_gpu or accelerator.links == 4 else 3
     if not all(part.isdecimal() and int(part) for part in parts) or len(parts) > max_dims:
-        shape = "GPUs of a machine x machines, 8 or 8x4" if is_gpu else "chips along each dim"
+        shape = "GPUs per machine x machines, 8 or 8x4" if is_gpu else "chips along each dim"
         example = f"{name}:{'x'.join(['8', '4'] if is_gpu else ['4'] * max_dims)}"
         raise ValueError(f"topology({text!r}): give the shape after the name, {shape}, such as {example}.")
     shape = tuple(map(int, parts))

@@ -79,7 +79,10 @@ def _padded_rows(rows: int, row_bytes: int, devices: int, topology: Topology) ->
 
 
 def _scatter_steps(plan: parallel.Plan, topology: Topology) -> tuple[int, ...]:
-    """Return the devices of each reduce-scatter over `fsdp`: two steps over a whole square or box (`torus_steps`)."""
+    """Return the number of devices in each step of a reduce-scatter over `fsdp`.
+
+    A reduce-scatter over a whole square or box has two steps (`torus_steps`).
+    """
     sides, devices = [side for side in topology.shape if side > 1], plan.size(FSDP)
     is_square, is_box = len(sides) == 2 and sides[0] == sides[1] >= 4, len(sides) > 2
     if devices == topology.devices and (is_square or is_box):
@@ -276,9 +279,9 @@ def decode_forecast(
 ) -> Forecast:
     """Forecast the bytes and the seconds of a step that decodes one token of each row, with full caches.
 
-    Each device reads its weights and its caches once. Bytes sent are counted in the traced step, and no communication
-    overlaps with other work. An encoder stays in memory but is not read, because the source text is encoded before
-    decoding.
+    Each device reads its weights and its caches once. Bytes sent are counted in the traced step. No overlap of
+    communication with other work is assumed. An encoder stays in memory but is not read, because the source text is
+    encoded before decoding.
 
     Args:
         plan: The plan that serves the model.

@@ -190,6 +190,6 @@ def out_of_memory_report(
     for smaller in find_smaller_setups(setup, memory, platform, limit=3 - len(proposals)):
         proposals.append(f"  {format_settings(smaller.settings)}: {gigabytes(smaller.held)}")
     if proposals:
-        return "\n".join([*lines, f"by formulas, it would hold at most {gigabytes(memory)} with", *proposals])
+        return "\n".join([*lines, f"by formulas, a step would hold at most {gigabytes(memory)} with", *proposals])
     advice = "take more devices, a model of fewer layers, or a batch of fewer rows or tokens"
     return "\n".join([*lines, f"no setup was found that holds at most {gigabytes(memory)} by formulas: {advice}"])

@@ -60,7 +60,7 @@ def forecast_table(forecast: Forecast) -> str:
     elif on_host:
         lines.append(on_host)
     lines += ["", sent_table(forecast.sent)]
-    operations = f"{forecast.operations:.4g} operations of the model a device and step"
+    operations = f"{forecast.operations:.4g} operations of the model per device and step"
     if forecast.roofline is None:
         return "\n".join([*lines, "", operations])
     mfu = f"an MFU of at most {forecast.roofline.utilization:.1%}"
@@ -103,8 +103,8 @@ def sent_table(sent: Iterable[Sent]) -> str:
 
 def _time_table(time: Roofline) -> str:
     rows = [("a step, by roofline", "seconds", "")]
-    notes = dict.fromkeys(time.hidden, "beside products")
-    notes |= {STATE: f"beside products, but for {time.exposed_state:.4f}"} if time.exposed_state else {}
+    notes = dict.fromkeys(time.hidden, "overlaps with products")
+    notes |= {STATE: f"overlaps with products, except for {time.exposed_state:.4f}"} if time.exposed_state else {}
     rows += [(cause, f"{seconds:.4f}", notes.get(cause, "")) for cause, seconds in time.by_cause.items()]
     rows += [("bubble of the pipeline", f"{time.bubble:.1%}", "")] * (time.bubble > 0)
     return format_table([*rows, ("in all", f"{time.seconds:.4f}", f"bound by {time.bound}")])
@@ -149,7 +149,7 @@ def _program_lines(program: CompiledCosts, forecast: Forecast, accelerator: Acce
     lines = [format_table(rows), f"{program.operations:.4g} operations of products, {waste:.2f} times the model's own"]
     if program.cycles and accelerator.clock:
         busy = program.cycles / accelerator.clock
-        share = f"an MFU of at most {forecast.time.of_model / busy:.1%} if it never waits for links"
+        share = f"an MFU of at most {forecast.time.of_model / busy:.1%} if the device never waits for links"
         lines.append(
             f"{program.cycles:,} cycles by the compiler's estimate, {busy:.4f} s at {accelerator.clock / 1e9:.2f} GHz: "
             f"{share}"
@@ -158,7 +158,8 @@ def _program_lines(program: CompiledCosts, forecast: Forecast, accelerator: Acce
     of_held = f", {program.moved / needed:.2f} times the weights and caches" if "caches" in forecast.held else ""
     lines.append(f"reads and writes {gigabytes(program.moved)} of main memory{of_held}")
     sent, hidden, predicted = program.sent, program.hidden, sum(size for *_, size in forecast.sent)
-    lines.append(f"sends {gigabytes(sent)}, {gigabytes(hidden)} beside other work; by formulas {gigabytes(predicted)}")
+    overlap = f"{gigabytes(hidden)} overlap with other work"
+    lines.append(f"sends {gigabytes(sent)} ({overlap}); by formulas {gigabytes(predicted)}")
     return [*lines, communication_table(program.transfers, names=COLLECTIVES)] if program.transfers else lines
 
 
@@ -171,15 +172,15 @@ def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
         return "\n".join([_HEADING, *(_proposal_line(proposal, format_plan) for proposal in search.proposals)])
     if search.smallest is None:
         return (
-            f"no mesh of as many devices was found that fits, of {search.meshes} possible meshes: the state alone "
-            f"(parameters, gradients, optimizer) takes at least {gigabytes(search.smallest_state)}; take more devices, "
-            "or a smaller model (the batch and its division into microbatches do not change the state)"
+            f"no mesh of this number of devices was found that fits, of {search.meshes} possible meshes: the state "
+            f"alone (parameters, gradients, optimizer) takes at least {gigabytes(search.smallest_state)}; take more "
+            "devices, or a smaller model (the batch and its division into microbatches do not change the state)"
         )
     candidate, step = search.smallest
     stopped = f"; the search stopped after {search.traced} of {search.candidates} plans, the best by their shapes"
     return (
-        f"no mesh of as many devices was found that fits: the state takes {gigabytes(candidate.state)} and fits alone, "
-        f"but the temporaries of a step take at least {gigabytes(step.estimate - candidate.state)} more"
+        f"no mesh of this number of devices was found that fits: the state takes {gigabytes(candidate.state)} and fits "
+        f"alone, but the temporaries of a step take at least {gigabytes(step.estimate - candidate.state)} more"
         f"{stopped if search.traced < search.candidates else ''}; take more devices, more microbatches, or a smaller "
         "batch or shorter rows"
     )
@@ -200,7 +201,7 @@ def format_decode_plans(plans: Sequence[DecodePlan], format_plan: Callable[[Deco
     lines = [_HEADING]
     for plan in plans:
         total, seconds = plan.forecast.total, plan.forecast.time.seconds
-        lines.append(f"  {format_plan(plan)}: {gigabytes(total)}, {seconds:.4f} s a token of each row")
+        lines.append(f"  {format_plan(plan)}: {gigabytes(total)}, {seconds:.4f} s per token of each row")
     return "\n".join(lines)
 
 
@@ -210,7 +211,7 @@ def ranking_table(
     format_plan: FormatPlan,
     memory: int,
 ) -> str:
-    """Format the plans of `search_plans` over a topology by rank, with the costs of plans that were compiled.
+    """Format the plans that `search_plans` found for a topology, by rank, with the costs of compiled plans.
 
     As in every roofline, the seconds are a lower bound, and the MFU is an upper bound.
 
@@ -243,11 +244,11 @@ def communication_table(transfers: Iterable[Transfer], *, names: Container[str] 
     groups: dict[tuple[str, str, str, str], list[Transfer]] = collections.defaultdict(list)
     for transfer in transfers:
         over = f"{transfer.devices} devices" if transfer.axes is None else " x ".join(transfer.axes)
-        overlap = "beside other work" if transfer.hidden else ""
+        overlap = "overlaps with other work" if transfer.hidden else ""
         groups[transfer.kind, over, transfer.named(names) or "", overlap].append(transfer)
     groups = dict(sorted(groups.items(), key=lambda item: -_sum_known(item[1])[1]))
     groups["all", "", "", ""] = [transfer for group in groups.values() for transfer in group]
-    rows: list[tuple[str, ...]] = [("operation", "over", "times", "bytes sent a device", "name", "")]
+    rows: list[tuple[str, ...]] = [("operation", "over", "times", "bytes sent per device", "name", "")]
     for (kind, over, name, overlap), group in groups.items():
         (times, size), plus = _sum_known(group), "+?" if any(transfer.times is None for transfer in group) else ""
         rows.append((kind, over, f"{times}{plus}", f"{size:,.0f}{plus}", name, overlap))
@@ -268,7 +269,7 @@ def plot_costs(held: Mapping[str, int], memory: int, seconds: Mapping[str, float
     figures = load_extra("matplotlib.figure", extra="train", call="plot_costs(held, memory, seconds, path)")
     figure = figures.Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
     memory_axes, time_axes = figure.subplots(1, 2)
-    panels = ((memory_axes, held, 1e-9, "GB a device"), (time_axes, seconds, 1.0, "seconds a step"))
+    panels = ((memory_axes, held, 1e-9, "GB per device"), (time_axes, seconds, 1.0, "seconds per step"))
     for axes, costs, scale, label in panels:
         names, sizes = list(costs), [scale * size for size in costs.values()]
         axes.barh(names[::-1], sizes[::-1], color="#1f4e79")

@@ -30,7 +30,7 @@ MAX_TRACED_WITHOUT_FIT = 64  # The maximum number of traced plans, until a plan 
 FIRST_SECONDS = 4.0  # A search shows the best plans so far after this time, if meshes remain to be compared.
 
 Progress = Callable[[str, int, int], None]
-"""Function called with the name of what a search counts, the number done, and the largest possible number."""
+"""Function called with the name of the counted work, the number that is done, and the largest possible number."""
 
 
 def _ignore(*_: object) -> None:
@@ -38,10 +38,10 @@ def _ignore(*_: object) -> None:
 
 
 class Candidate(NamedTuple):
-    """A plan that may fit by its shapes, with its model; it has not been traced."""
+    """A plan with its model, which was not traced; judged by the shapes of its arrays, the plan may fit."""
 
     plan: parallel.Plan
-    """Mesh and choices."""
+    """The plan, over a mesh without devices."""
     model: nn.LanguageModel
     """Shapes of the model, with its policy of recomputation."""
     state: int
@@ -65,13 +65,13 @@ class Candidate(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """A plan with the bytes that a device holds and, over a topology, the seconds of a step."""
+    """A plan with the bytes that a device holds and, if the target is a topology, the seconds of a step."""
 
     candidate: Candidate
     held: int
     time: Roofline | None = None
     verdict: Verdict | None = None
-    """Whether the plan fits by formulas. None for a plan that was not traced; its `held` is a lower bound."""
+    """Whether the plan fits, by formulas. None for a plan that was not traced: its `held` is a lower bound."""
 
     def as_dict(self) -> JsonObject:
         """Return the bytes held and sent, and the seconds of a step, as plain data."""
@@ -105,7 +105,7 @@ class PlanSearch(NamedTuple):
     meshes: int
     """Number of meshes that suit the model."""
     candidates: int
-    """Number of plans that may fit by their shapes; 1 if no plan may fit, for the plan that comes nearest."""
+    """Number of plans that may fit, judged by shapes. If no plan may fit, 1: the smallest plan is then traced."""
     traced: int
     """Number of plans that were traced, so that all their bytes are known."""
 
@@ -123,15 +123,16 @@ def search_plans(
 ) -> PlanSearch:
     """Search all meshes with the same number of devices for plans that fit into the memory of a device.
 
-    A plan has the choices of `states.plan` except for the mesh, the stage of ZeRO (the plan's or 3) and the policy of
-    recomputation (the model's or `full`). Nothing is compiled: plans are ranked by their shapes, and the best of them
-    are traced. Over a topology plans rank by the time of a step by formulas, to three digits, then by the bytes that a
-    device holds; over several machines of GPUs, plans with a copy of the state on each machine are tried too. Without a
-    topology plans rank by the bytes that a device sends. The time of copies to hosts is known only after tracing, so it
-    changes the order of the proposed plans, but not the choice of the plans to trace.
+    The plans differ from `states.plan` in the mesh, in the stage of ZeRO (the stage of `states.plan`, or 3) and in the
+    policy of recomputation (the model's policy, or `full`). Nothing is compiled: plans are ranked by their shapes, and
+    the best plans are traced. If the target is a topology, plans are ranked by the time of a step, computed by formulas
+    to three digits, and then by the bytes that a device holds. If the topology has several machines of GPUs, plans with
+    a copy of the state on each machine are tried too. Without a topology, plans are ranked by the bytes that a device
+    sends. The time of copies to hosts is known only after tracing, so it changes the order of the proposed plans, but
+    not the choice of the plans to trace.
 
     Args:
-        states: The training state under a plan; the searched plans keep the other choices of this plan.
+        states: The training state under a plan; the searched plans keep the other settings of this plan.
         model: The model, or its shapes.
         batch: The shapes of a step's batch.
         target: Devices to plan for, whose memory is known.
@@ -262,13 +263,13 @@ def _meshes_over(
 
 
 def _mesh_complexity(mesh: AbstractMesh) -> tuple[int, int]:
-    """Return the number of axes that split anything, and the devices of all axes but `fsdp`."""
+    """Return the number of axes that split anything, and the product of the sizes of all axes but `fsdp`."""
     sizes = parallel.axis_sizes(mesh)
     return sum(size > 1 for size in sizes.values()), mesh.size // sizes.get(FSDP, 1)
 
 
 def _first_of_each_mesh(proposals: list[Proposal], memory: int) -> list[Proposal]:
-    """Return the first proposal of each mesh and stage of zero that may fit."""
+    """Return, for each mesh and stage of ZeRO, the first proposal that may fit."""
     first: dict[tuple[int, ...], Proposal] = {}
     for proposal in proposals:
         if proposal.held <= memory:
@@ -374,9 +375,9 @@ def search_decode_plans(
 ) -> list[DecodePlan]:
     """Search for plans for decoding that fit into a topology's memory by formulas, fewest changes first.
 
-    Each plan keeps the choices of `plan`, on another mesh over `tensor`, `expert` and `fsdp`, and plans rank by their
-    time. After all meshes, the search tries all meshes with int8 caches and, if no mesh holds all rows, with half of
-    the rows, a quarter, and so on. Meshes that do not suit the model are left out.
+    Each plan keeps the settings of `plan`, on another mesh over `tensor`, `expert` and `fsdp`. Plans are ranked by
+    their time. After all meshes, the search tries all meshes with int8 caches and, if no mesh holds all rows, with half
+    of the rows, a quarter, and so on. Meshes that do not suit the model are left out.
 
     Args:
         plan: The plan that does not fit.

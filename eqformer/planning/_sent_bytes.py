@@ -75,7 +75,7 @@ def sent_bytes(
     sent = list(_state(plan, model, trained_model))
     if (stream := plan.stream) is not None:
         layers = sum(_tensor_layers(plan, stream, model, stack, tokens) for stack in model.stacks)
-        at_ends = ", where they are computed" if plan.is_pipelined and not plan.spreads_edges else ""
+        at_ends = ", on the stages that compute them" if plan.is_pipelined and not plan.spreads_edges else ""
         layers += _layer_inputs(plan, stream, model, tokens)
         sent.append(Sent(TENSOR, f"layers with a {plan.residual} stream", layers))
         vocabulary = _vocabulary(plan, stream, model, trained_model, tokens)
@@ -193,7 +193,7 @@ def _sharded_state(plan: parallel.Plan, array: _PlacedArray, gathers: int) -> It
 
 
 def _tied_logits(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedArray) -> Iterator[Sent]:
-    """Yield the bytes of a tied table's logits, in addition to its lookup: more gathers, and a second gradient."""
+    """Yield the bytes that logits by a tied table add to the lookup's bytes: two gathers and a second gradient."""
     for name, itemsize in ((_PARAMETERS, 2 * _activation_bytes(model)), (GRADIENTS, array.gradient_itemsize)):
         size = plan.microbatches * gather_bytes(array.size * itemsize, array.fsdp_pieces(plan))
         yield Sent(STATE, f"{name}, zero {plan.zero}", size)
@@ -284,7 +284,7 @@ def _layer_inputs(
 
 
 def _slice_bytes(plan: parallel.Plan, stack: nn.LayerStack) -> dict[int, int]:
-    """Return, by module id, the bytes of the arrays of replicated modules that are split over `tensor`.
+    """Return, by the id of each replicated module, the bytes of its arrays that are split over `tensor`.
 
     Slices of these arrays are gathered, and their gradients are reduced.
     """
@@ -309,7 +309,7 @@ def _vocabulary(
     trained_model: nn.LanguageModel,
     tokens: float,
 ) -> float:
-    """Return the bytes that the lookup and the loss send: their vectors in both passes, and three numbers per token."""
+    """Return the bytes that lookup and loss send: vectors of tokens in both passes, and three numbers per token."""
     table = model.embedding.weight
     embed, weight = table.shape[-1], table.dtype.itemsize
     passes = 1 if trained_model.embedding.weight is None else 2

@@ -43,7 +43,7 @@ def largest_buffers(text: str) -> tuple[int, list[Buffer]]:
     computations, entry = hlo_text.parse_hlo(text)
     first, (result, _) = _walk(computations, entry, set())
     # Both walks give a buffer the same number. The second does not count the program's result, which is written over a
-    # donated argument, nor the buffers that share the place of the result.
+    # donated argument, nor the buffers that share the memory of the result.
     uncounted, size = set(jax.tree.leaves(result)), 0
     while len(uncounted) > size:
         size = len(uncounted)
@@ -69,8 +69,8 @@ class _Walk:
         """`uncounted` are the numbers of buffers that do not count because they are written over other buffers."""
         self.computations, self.uncounted = computations, uncounted
         self.buffers: list[Buffer] = []
-        # Groups of buffers in one place: the results of a conditional's branches, and a value whose last reader is a
-        # copy, with that copy.
+        # Groups of buffers that share memory: the results of a conditional's branches; a copy and its source, if the
+        # copy is the last reader of the source.
         self.shared: list[tuple[int, ...]] = []
 
     def parameters(self, name: str) -> list[hlo_text.Instruction]:
@@ -79,7 +79,7 @@ class _Walk:
         return sorted(lines, key=lambda line: int(line.literal))
 
     def new_value(self, result: str, line: hlo_text.Instruction, is_uncounted: bool = False) -> Value:
-        """Return new buffers for a type, nested as its tuples are; with `is_uncounted` they count 0 bytes."""
+        """Return new buffers for a type, nested like the type's tuples; with `is_uncounted` they count 0 bytes."""
         return jax.tree.map(lambda type: self._new_buffer(type, line, is_uncounted), _nest_types(result))
 
     def _new_buffer(self, type: str, line: hlo_text.Instruction, is_uncounted: bool) -> int:

@@ -117,8 +117,8 @@ class _Interpreter:
     ) -> list[_Value]:
         """Return the results, each with its origin if it is not finite.
 
-        The origin is the first that exists of: the origin of a NaN among the inputs, an origin inside the inner
-        program, the origin of an infinity among the inputs, and this equation itself (or this iteration of a loop).
+        The origin is the first of these four that exists: the origin of a NaN among the inputs, an origin inside the
+        inner program, the origin of an infinity among the inputs, this equation itself (or this iteration of a loop).
         """
         results = compute(*(value.value for value in inputs))
         kinds = [_kind_of(x) for x in results]

@@ -343,7 +343,10 @@ class _Traffic:
     def _inner_fusion_reads(
         self, line: hlo_text.Instruction, index: int, body: Neighbors, is_computed: bool
     ) -> Iterator[float]:
-        """Yield the bytes that a nested fusion, or the readers of a view that it returns, read of an operand."""
+        """Yield the bytes of an operand that a nested fusion reads.
+
+        If the fusion returns a view of the operand, these are the bytes that the readers of the view read.
+        """
         inner = hlo_text.fusion_body(line, self._computations)
         parameter = _parameters(inner)[index]
         # Compilers for TPUs write the view of an array in another tiling as a fusion whose output aliases its operand.

@@ -103,9 +103,9 @@ class Operation:
     kind: str
     """The primitive of a jaxpr, or the opcode of HLO."""
     reads: tuple[int | None, ...]
-    """Numbers of the values that the operation reads; None for a constant."""
+    """Indices of the values that the operation reads; None for a constant."""
     writes: tuple[int, ...]
-    """Numbers of the values that the operation writes."""
+    """Indices of the values that the operation writes."""
     scopes: tuple[str, ...] = ()
     """Names of the scopes around the operation, the innermost last, without JAX's transformations."""
     is_backward: bool = False
@@ -139,6 +139,6 @@ class Program:
     host_sizes: tuple[int, ...]
     """Bytes of each value in the memory of the device's host."""
     inputs: tuple[int, ...]
-    """Numbers of the program's input values."""
+    """Indices of the program's input values."""
     results: tuple[int | None, ...]
-    """Numbers of the values that the program returns; None for a constant."""
+    """Indices of the values that the program returns; None for a constant."""

@@ -91,7 +91,7 @@ class _JaxprReader:
     def _known_cast(self, eqn: JaxprEqn, value: int | None) -> int | None:
         """Return an earlier value that equals the result of this cast; None if there is none.
 
-        Compilers merge equal casts, and remove a cast to a wider dtype that a cast back follows.
+        Compilers merge equal casts, and remove a cast to a wider dtype if a cast back follows it.
         """
         dtype = _aval_of(eqn.outvars[0]).dtype
         narrower = None if value is None else self._narrower.get(value)

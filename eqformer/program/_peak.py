@@ -274,8 +274,8 @@ def _carried_in_place(lifetimes: _Lifetimes, loop: Operation) -> set[int]:
 def _added_in_place(lifetimes: _Lifetimes) -> set[int]:
     """Return the values that are never allocated because an addition accumulates them in its other term.
 
-    There are two kinds: a product that only the addition reads, if nothing else reads the other term; and a scatter
-    into zeros that only the addition reads, together with these zeros.
+    There are two kinds. The first is a product that only the addition reads, if nothing else reads the other term. The
+    second is a scatter into zeros that only the addition reads; the zeros are not allocated either.
     """
     values = set()
     for value, index in lifetimes.writers.items():

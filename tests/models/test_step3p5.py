@@ -85,7 +85,7 @@ def test_values_that_no_model_has_are_refused(name, value, words):
     [
         ("rope_theta", [5e3, 1e4, 6e3, 1e4], "layers of the type full_attention must have the same value"),
         ("rope_theta", [5e3, 1e4], "must have a value for each of the model's 3 layers"),
-        ("moe_layers_enum", "1,two", "must be the numbers of layers"),
+        ("moe_layers_enum", "1,two", "must list indices of layers"),
     ],
 )
 def test_lists_that_no_model_has_are_refused(name, value, words):

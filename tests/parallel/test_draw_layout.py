@@ -60,7 +60,7 @@ def test_a_table_can_be_read_back(mesh):
         kept_whole += [name] if sharding.is_fully_replicated else []
     assert [cell.replace(",", "") for cell in rows.pop("total")[1:]] == [f"{own / total:.1%}", str(total), str(own)]
     assert rows == {} and kept_whole == ["norm.weight"]
-    assert whole == "whole on every device (128 bytes): norm.weight"
+    assert whole == "replicated on every device (128 bytes): norm.weight"
 
 
 def test_a_table_of_one_device_and_of_values():
@@ -69,7 +69,7 @@ def test_a_table_of_one_device_and_of_values():
     tree = {"linear": model, "text": "kept", "key": jax.random.key(0)}
     text = layout_table(tree, partition_specs(tree, Plan(mesh).layout(splits_fsdp=False), mesh), mesh)
     assert "mesh: 1 device\n" in text and "scalar" in text and "100.0%" in text
-    assert "whole on every device (80 bytes): ['key'], ['linear'].weight, ['linear'].bias" in text
+    assert "replicated on every device (80 bytes): ['key'], ['linear'].weight, ['linear'].bias" in text
 
 
 def read_drawing(text):

@@ -74,9 +74,7 @@ def test_maps_that_devices_repeat_are_refused():
     """Of key heads that devices share each device has the gradient of its own query heads."""
     for model, choices, name in (("llama fp8", {}, "key"), ("jaxformer fp8", {}, "query_down")):
         plan = parallel.Plan(parallel.make_mesh(tensor=4, fsdp=2), **choices)
-        with pytest.raises(
-            ValueError, match=rf"tensor=4: .*{name}.* multiplies in 8 bits and is whole on every device"
-        ):
+        with pytest.raises(ValueError, match=rf"tensor=4: .*{name}.* multiplies in 8 bits and is replicated"):
             plan.check(model_of(model), rows=8, seq=16)
     plan = parallel.Plan(parallel.make_mesh(tensor=4, fsdp=2))
     some = nn.with_fp8(model_of("llama"), ["query", "output", "gate", "up", "down"])

@@ -58,12 +58,12 @@ def test_a_text_can_be_read_back(name, clock):
 
 def test_a_text_in_full():
     assert draw_timeline(make("zb-h1", 2, 3)).splitlines() == [
-        "zb-h1, 2 stages, 3 microbatches: bubble 11.1 %, at most 2 microbatches remembered",
+        "zb-h1, 2 stages, 3 microbatches: bubble 11.1 %, at most 2 microbatches in memory",
         "device 0 |F0F1..B0W0F2B1W1B2W2|",
         "device 1 |..F0B0F1B1W0F2B2W1W2|",
     ]
     assert draw_timeline(make_schedule("interleaved", stages=2, microbatches=2, chunks=2)).splitlines() == [
-        "interleaved, 2 stages, 2 microbatches, 2 chunks: bubble 25.0 %, at most 2 microbatches remembered",
+        "interleaved, 2 stages, 2 microbatches, 2 chunks: bubble 25.0 %, at most 2 microbatches in memory",
         "device 0 |F0aF1aF0bF1b......B0b---...B1b---B0a---B1a---|",
         "device 1 |...F0aF1aF0bB0b---F1bB1b---B0a---B1a---......|",
     ]

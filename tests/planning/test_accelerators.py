@@ -21,7 +21,7 @@ def test_a_topology_by_its_name(text, devices):
         ("v5e:4y4", "give the shape after the name, chips along each dim, such as v5e:4x4"),
         ("v5e:4x4x4", "such as v5e:4x4"),
         ("v5p:4x0x4", "such as v5p:4x4x4"),
-        ("h100", "GPUs of a machine x machines, 8 or 8x4"),
+        ("h100", "GPUs per machine x machines, 8 or 8x4"),
         ("h100:64", "a machine has at most 8 h100s; give several machines after an x, such as h100:8x8"),
     ],
 )

@@ -60,7 +60,7 @@ def test_the_report_of_a_full_memory():
     first, causes, heading, *lines = report.splitlines()
     assert first == "a device (cpu) is out of memory: the program requested 2.684 GB at once"
     assert f"holds {planning.gigabytes(held(setup))} on each device: parameters" in causes
-    assert heading.startswith("by formulas, it would hold at most") and 1 <= len(lines) <= 3
+    assert heading.startswith("by formulas, a step would hold at most") and 1 <= len(lines) <= 3
     assert lines[0].startswith("  mesh {'fsdp': 2}, plan.zero=")
 
 

@@ -94,4 +94,4 @@ def test_a_decode_that_does_not_fit_is_told_what_does():
     assert 1 <= len(plans) <= 3 and all("--cache-dtype int8" in line and "GB" in line for line in plans)
     given = plans[0].partition(":")[0]
     again = run_here("plan.py", *f"{large} --batch 32768 {given}".split()).stdout
-    assert "fits in 76.4 GB" in again and "as many devices" not in again
+    assert "fits in 76.4 GB" in again and "this number of devices" not in again

@@ -31,7 +31,7 @@ class ReferenceAttention(Implementation[AttentionCall, Array]):
         return None
 
     def decode_op(self, *, has_codes: bool) -> Op | None:
-        """Return `DECODE_ATTENTION` for 8-bit codes, else None: this operation reads caches without codes."""
+        """Return `DECODE_ATTENTION` for a cache of 8-bit codes; None for other caches, which `run` reads itself."""
         return DECODE_ATTENTION if has_codes else None
 
     def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -56,7 +56,7 @@ class DotProductAttention(Implementation[AttentionCall, Array]):
         return None
 
     def decode_op(self, *, has_codes: bool) -> Op | None:
-        """Return `DECODE_ATTENTION` for 8-bit codes, else None: this operation reads caches without codes."""
+        """Return `DECODE_ATTENTION` for a cache of 8-bit codes; None for other caches, which `run` reads itself."""
         return DECODE_ATTENTION if has_codes else None
 
     def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:

@@ -104,7 +104,7 @@ class AttentionCall(Call):
 
     @property
     def key_tokens(self) -> TokenPositions:
-        """Positions and segments of the keys: `kv_tokens` or, if it is None, those of the queries."""
+        """Positions and segments of the keys: `kv_tokens` or, if it is None, `tokens`."""
         return self.tokens if self.kv_tokens is None else self.kv_tokens
 
     @property
@@ -179,7 +179,7 @@ def possible_pairs(mask: Mask, queries: TokenPositions, keys: TokenPositions) ->
 
 
 def _as_clean(tokens: TokenPositions) -> TokenPositions:
-    """Return the tokens with the segments of clean tokens in place of those of noisy copies (see `Mask`)."""
+    """Return the tokens with noisy copies in the segments of their clean tokens (see `Mask`)."""
     segments = tokens.segments
     return tokens if segments is None else TokenPositions(tokens.positions, jnp.maximum(segments, ~segments))
 

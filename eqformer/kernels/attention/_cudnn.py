@@ -59,7 +59,7 @@ class CudnnAttention(FlashAttention):
         if mask.window is not None and not mask.is_causal:
             return "it takes windows only under a causal mask"
         if call.piece is not None and (mask.window, documents) != (None, None):
-            return "it has no windows and no packed documents over pieces of rows"
+            return "it has no windows and no packed documents if devices split rows"
         if documents is not None and not is_hopper:
             return "packed documents need a Hopper GPU or a later one"
         if documents is not None and documents > query.shape[-1]:
@@ -110,7 +110,7 @@ class _PackedDocuments(NamedTuple):
     is_real: Array
     """Whether each token is not padding, `batch seq`."""
     documents: Array
-    """Number of each token's document, counted over all rows, `batch seq`."""
+    """Index of each token's document, counted over all rows, `batch seq`."""
     sizes: Array
     """Number of tokens of each document, `batch documents`."""
     starts: Array

@@ -67,7 +67,7 @@ class FlashAttention(Implementation[AttentionCall, Array]):
         """
 
     def decode_op(self, *, has_codes: bool) -> Op | None:
-        """Return `DECODE_ATTENTION` for a cache of 8-bit codes; None for other caches, which this operation reads."""
+        """Return `DECODE_ATTENTION` for a cache of 8-bit codes; None for other caches, which `run` reads itself."""
         return DECODE_ATTENTION if has_codes else None
 
     def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:

@@ -129,7 +129,7 @@ def attend_to_sources(
 ) -> Float[Array, "*batch seq heads v_dim"]:
     """Return the attention of queries to several sources of keys and values under one softmax.
 
-    The result equals that of `ReferenceAttention` for concatenated sources. Here the scores are concatenated instead,
+    The result equals `ReferenceAttention`'s for concatenated sources. Here the scores are concatenated instead,
     so that no keys or values are copied. `sources` are pairs of keys and values. The last dim of `visible` counts the
     keys of all sources, one source after another.
     """

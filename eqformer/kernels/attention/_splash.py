@@ -43,7 +43,7 @@ class SplashAttention(FlashAttention):
         if query.dtype not in (jnp.bfloat16, jnp.float32):
             return f"it computes in bfloat16 or float32, not {query.dtype}"
         if call.piece is not None and _mask_rule(call).window is not None:
-            return "it has no windows over pieces of rows"
+            return "it has no windows if devices split rows"
         if query.shape[-3] % LANES or key.shape[-3] % LANES:
             return f"it takes rows of a multiple of {LANES} tokens, not {query.shape[-3]} and {key.shape[-3]}"
         return None
@@ -151,7 +151,7 @@ def _block(seq: int) -> int:
 
 
 def _mask_rule(call: AttentionCall) -> Mask:
-    """Return the mask of a call whose rows are known."""
+    """Return the mask of a call whose `unknown_rows` is None: a `Mask`."""
     assert isinstance(call.mask, Mask)
     return call.mask
 

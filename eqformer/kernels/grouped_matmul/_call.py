@@ -112,9 +112,9 @@ class GroupedMatmul(Implementation[GroupedMatmulCall, Array]):
 class XlaGroupedMatmul(Implementation[GroupedMatmulCall, Array]):
     """The definition of a grouped product, by `jax.lax.ragged_dot`, without a kernel.
 
-    For a `ragged_dot` on CPUs and GPUs, XLA multiplies every row by the matrices of all groups. So if no kernel
-    supports its linear maps, `nn.Experts` does not use this definition, but runs whole experts on slots or blocks of
-    rows.
+    For a `ragged_dot` on CPUs and GPUs, XLA multiplies every row by the matrices of all groups. So `nn.Experts` does
+    not use this definition: if no kernel supports the products, `nn.Experts` runs each expert as a whole, on slots or
+    on blocks of rows.
     """
 
     def supports(self, call: GroupedMatmulCall) -> str | None:

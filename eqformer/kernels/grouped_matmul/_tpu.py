@@ -201,7 +201,7 @@ def _call_kernel(
 
 
 def _estimate_cost(products: int, *arrays: Array | jax.ShapeDtypeStruct) -> dict[str, int]:
-    """Return the cost estimate for the compiler: two operations a product, and each array read or written once."""
+    """Return the cost estimate for the compiler: two operations per product, and each array read or written once."""
     return {"flops": 2 * products, "bytes_accessed": sum(array.size * array.dtype.itemsize for array in arrays)}
 
 

@@ -24,7 +24,7 @@ class AFMoEConfig(SigmoidMoEConfig):
     """The config of an AFMoE; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers with a `window` and rotary positions; the other layers have neither."""
+    """The indices of the layers with a `window` and rotary positions; the other layers have neither."""
     window: Length = 2048
     """The number of tokens that the layers of `window_layers` see."""
     embedding_scaled: bool = True
@@ -110,7 +110,7 @@ AFMOE = Family(
         *(Expect(f"num_{name}_groups", 1, written=False) for name in ("expert", "limited")),
         Expect("score_func", "sigmoid", written=False),
         Expect("route_norm", True, written=False),
-        Ignore("load_balance_coeff", "use_grouped_mm"),  # of training, and of speed
+        Ignore("load_balance_coeff", "use_grouped_mm"),  # settings of training and of speed
     ),
     (
         *(*EDGES, *ATTENTION, *head_norm_weights(), *_NORMS, *GATED, *MIXTURE[1:], *SHARED),

@@ -94,7 +94,7 @@ class Cohere2Config(DecoderConfig):
     """The config of a Command R7B or Command A."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers with a `window` and rotary positions; the other layers have neither."""
+    """The indices of the layers with a `window` and rotary positions; the other layers have neither."""
     window: Length = 4096
     """The number of tokens that the layers of `window_layers` see."""
     theta: Positive = 50_000.0

@@ -238,7 +238,7 @@ def norm(
     offset: float = 0.0,
     scale: bool = True,
 ) -> nn.RMSNorm:
-    """Return an `RMSNorm` over dims of the config's sizes, with the config's `eps` unless another one is passed."""
+    """Return an `RMSNorm` over dims of the config's sizes, with the config's `eps` unless `eps` is passed."""
     sizes = {name: getattr(config, "head_size" if name == "head_dim" else name) for name in dims.split()}
     return nn.RMSNorm(dims, eps=config.eps if eps is None else eps, offset=offset, scale=scale, shift=False, **sizes)
 
@@ -268,7 +268,7 @@ def attention(
     key: Key[Array, ""],
     **options: Unpack[_AttentionOptions],
 ) -> nn.Attention:
-    """Return causal attention with rotary positions; `options` are arguments of `Attention`, which take precedence."""
+    """Return causal attention with rotary positions; `options` override its other arguments."""
     size = config.head_size
     arguments: _AttentionOptions = {
         "heads": config.heads,
@@ -360,7 +360,7 @@ def activation_of(config: object, name: str = "activation") -> Callable[[Array],
 def gated_mlp(
     config: WithMLP, *, mlp: int | None = None, key: Key[Array, ""], **options: Unpack[_GatedMLPOptions]
 ) -> nn.GatedMLP:
-    """Return a `GatedMLP` of the config's width or `mlp`; `options` are further arguments, which take precedence."""
+    """Return a `GatedMLP` of the config's width or `mlp`; `options` override its other arguments."""
     width = config.mlp if mlp is None else mlp
     arguments: _GatedMLPOptions = {
         "output_std": damping(config) * max(width, 1) ** -0.5,

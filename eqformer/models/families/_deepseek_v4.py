@@ -63,9 +63,9 @@ class DeepSeekV4Config(ModelConfig):
     window: Length = 128
     """The number of recent tokens that a query sees."""
     heavy_layers: tuple[Index, ...] = ()
-    """The numbers of the layers with compressed keys of all blocks."""
+    """The indices of the layers with compressed keys of all blocks."""
     sparse_layers: tuple[Index, ...] = ()
-    """The numbers of the layers with an indexer, which selects among compressed keys of overlapping blocks."""
+    """The indices of the layers with an indexer, which selects among compressed keys of overlapping blocks."""
     heavy_rate: Size = 128
     """Tokens of a block in heavy layers."""
     sparse_rate: Size = 4
@@ -83,7 +83,7 @@ class DeepSeekV4Config(ModelConfig):
     top_k: Size = 6
     """The number of experts that each token takes."""
     hash_layers: tuple[Index, ...] = (0, 1, 2)
-    """The numbers of the layers in which a table lists a token's experts by the token's id."""
+    """The indices of the layers in which a table lists a token's experts by the token's id."""
     scale: Number = 1.5
     """A factor of the experts' weights."""
     limit: Positive = 10.0
@@ -268,7 +268,7 @@ class _AttentionTypes(Entry):
 
 
 class _MixtureTypes(Entry):
-    """`mlp_layer_types`, or the older `num_hash_layers`: in so many first layers, experts are listed by token ids."""
+    """`mlp_layer_types`, or the older `num_hash_layers`, the number of first layers with experts listed by token id."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `hash_layers`."""

@@ -21,7 +21,7 @@ class NetSizesConfig(DecoderConfig):
     """Base class of the configs of hybrids of attention and gated delta nets, with the sizes of the delta nets."""
 
     attention_layers: tuple[Index, ...]
-    """The numbers of the layers with attention; all other layers have gated delta nets."""
+    """The indices of the layers with attention; all other layers have gated delta nets."""
     net_heads: Size
     """The number of value heads of a delta net."""
     net_kv_heads: Size

@@ -36,7 +36,7 @@ class Exaone4Config(DecoderConfig):
     window: Length | None = 4096
     """The tokens that the layers of `window_layers` see; None: there are no windows, and all layers are rotated."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; with a window, all other layers have no rotary positions."""
+    """The indices of the layers that see a `window`; with a window, all other layers have no rotary positions."""
     theta: Positive = 1_000_000.0
     eps: NotNegative = 1e-5
     max_seq: Length = 131_072
@@ -113,7 +113,7 @@ class ExaoneMoEConfig(SigmoidMoEConfig, DenseLayersConfig):
     window: Length | None = 4096
     """The tokens that the layers of `window_layers` see; None: there are no windows, and all layers are rotated."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; with a window, all other layers have no rotary positions."""
+    """The indices of the layers that see a `window`; with a window, all other layers have no rotary positions."""
     scale: Number = 2.5
     theta: Positive = 1_000_000.0
     eps: NotNegative = 1e-5

@@ -102,7 +102,7 @@ class Gemma2Config(DecoderConfig):
     """The config of a Gemma 2."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
     window: Length = 4096
     """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 256
@@ -234,7 +234,7 @@ class Gemma3Config(DecoderConfig):
     """The config of a Gemma 3."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers with a sliding `window`; `theta` and `scaling` are for the other layers."""
+    """The indices of the layers with a sliding `window`; `theta` and `scaling` are for the other layers."""
     window: Length = 1024
     """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 256

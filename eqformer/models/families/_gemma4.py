@@ -29,7 +29,7 @@ class Gemma4Config(DecoderConfig):
     """The config of a Gemma 4; `head_dim` and `kv_heads` apply to layers with a window."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
     window: Length = 512
     """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 256

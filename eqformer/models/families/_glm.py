@@ -340,7 +340,7 @@ class GLMMoEDSAConfig(DeepSeekV32Config):
     v_dim: Size = 256
     index_heads: Size = 32
     reading_layers: tuple[Index, ...] = ()
-    """The numbers of the layers without an indexer. Such a layer uses the keys that the last layer before it with an
+    """The indices of the layers without an indexer. Such a layer uses the keys that the last layer before it with an
     indexer selected."""
     groups: Size = 1
     kept_groups: Size = 1
@@ -374,7 +374,7 @@ class ReadingLayers(Entry):
     """`indexer_types`; without this list, it is made from a pattern of letters or from a period."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""
+        """Return `reading_layers`; refuse other kinds and lengths, and a layer 0 without an indexer."""
         return check_indexer_types(published, published_indexer_types(published))
 
     def write(self, config: GLMMoEDSAConfig) -> Attributes:
@@ -399,7 +399,7 @@ def published_indexer_types(published: PublishedConfig) -> list[str]:
 
 
 def check_indexer_types(published: PublishedConfig, types: list[str]) -> Fields:
-    """Return `reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""
+    """Return `reading_layers`; refuse other kinds and lengths, and a layer 0 without an indexer."""
     layers = layers_of(published)
     if len(types) != layers or {*types} - {"full", "shared"} or types[0] != "full":
         published.refuse(f"indexer_types={types} must have {layers} items, 'full' or 'shared', and begin with 'full'.")

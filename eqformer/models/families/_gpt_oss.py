@@ -23,7 +23,7 @@ class GPTOSSConfig(DecoderConfig):
     """The config of a gpt-oss; `mlp` is the width of an expert."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
     window: Length = 128
     """The number of tokens that the layers of `window_layers` see."""
     experts: Size = 32

@@ -299,7 +299,7 @@ class GraniteHybridConfig(NetSizes, GraniteConfig):
     """The config of a Granite 4; `mlp` is an expert's width, which has no effect without experts."""
 
     attention_layers: tuple[Index, ...]
-    """The numbers of the layers with attention."""
+    """The indices of the layers with attention."""
     shared_mlp: Size
     """Hidden features of the dense feed-forward layer, through which every token passes."""
     rotary: bool = False

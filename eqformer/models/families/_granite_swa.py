@@ -38,7 +38,7 @@ class _WindowsAndBases(GraniteConfig):
     """Fields of a Granite SWA: the layers with a window, and the base of rotary positions of each layer."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
     window: Length = 128
     """The number of tokens that the layers of `window_layers` see."""
     layer_thetas: tuple[NotNegative, ...] = ()

@@ -44,9 +44,9 @@ class JAXformerConfig(ModelConfig):
     top_k: Size = 2
     """The number of experts that each token chooses."""
     shared: OptionalSize = 2
-    """The number of shared experts, which together are one dense layer of so many times an expert's width."""
+    """The number of shared experts, which together are one dense layer that is `shared` times as wide as an expert."""
     capacity: Positive = 1.5
-    """The experts' slots, as a multiple of the slots that even loads need."""
+    """The experts' slots, as a multiple of the slots that they need if loads are even."""
     balance: NotNegative = 0.01
     """The weight of the balance loss."""
 

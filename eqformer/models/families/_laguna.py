@@ -39,7 +39,7 @@ class LagunaConfig(DenseLayersConfig):
     bias: bool = False
     """Whether the attention's four projections have biases."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
     window: Length = 512
     """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 128

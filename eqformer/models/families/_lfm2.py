@@ -38,7 +38,7 @@ class ConvConfig(DecoderConfig):
     """Base class of the configs of hybrids of attention and short convolutions."""
 
     attention_layers: tuple[Index, ...]
-    """The numbers of the layers with attention; all other layers have convolutions."""
+    """The indices of the layers with attention; all other layers have convolutions."""
     taps: Size = 3
     """The number of tokens that a convolution reads."""
     bias: bool = False

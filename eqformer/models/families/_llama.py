@@ -194,7 +194,7 @@ class CWMConfig(DecoderConfig):
     """The config of a Code World Model."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
     window: Length = 8192
     """The number of tokens that the layers of `window_layers` see."""
     theta: Positive = 1_000_000.0
@@ -253,12 +253,12 @@ class SmolLM3Config(DecoderConfig):
     """The config of a SmolLM3."""
 
     no_rotary_layers: tuple[Index, ...]
-    """The numbers of the layers without rotary positions."""
+    """The indices of the layers without rotary positions."""
     theta: Positive = 5_000_000.0
     window: Length | None = None
     """The number of tokens that the layers of `window_layers` see."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     mlp_bias: bool = False

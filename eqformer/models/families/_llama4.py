@@ -51,11 +51,11 @@ class Llama4Config(DecoderConfig):
     dense_mlp: Size
     """Hidden features of a dense layer."""
     moe_layers: tuple[Index, ...]
-    """The numbers of the layers with experts."""
+    """The indices of the layers with experts."""
     no_rotary_layers: tuple[Index, ...]
-    """The numbers of the layers without rotary positions, whose scores grow by `LogTemperature`."""
+    """The indices of the layers without rotary positions, whose scores grow by `LogTemperature`."""
     full_layers: tuple[Index, ...]
-    """The numbers of the layers that see whole rows."""
+    """The indices of the layers that see whole rows."""
     experts: Size = 16
     """The number of experts of a layer."""
     top_k: Size = 1

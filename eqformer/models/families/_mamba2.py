@@ -298,7 +298,7 @@ class BambaConfig(NetSizes, DecoderConfig):
     """The config of a Bamba."""
 
     attention_layers: tuple[Index, ...]
-    """The numbers of the layers with attention."""
+    """The indices of the layers with attention."""
     rotary_fraction: Fraction = 0.5
     """The part of a head's channels that has rotary positions."""
     bias: bool = False

@@ -32,7 +32,7 @@ class MellumConfig(DenseLayersConfig):
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
     window: Length | None = 1024
     """The number of tokens that the layers of `window_layers` see."""
     theta: Positive = 500_000.0

@@ -48,7 +48,7 @@ class MiMoV2FlashConfig(SigmoidMoEConfig, DenseLayersConfig):
     """The config of a MiMo-V2-Flash; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers with a `window`, sinks and `2 * kv_heads` key heads; other layers see whole rows."""
+    """The indices of the layers with a `window`, sinks and `2 * kv_heads` key heads; other layers see whole rows."""
     window: Length = 129
     """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 192

@@ -61,7 +61,7 @@ class MiniMaxM3Config(DenseLayersConfig):
     limit: Positive = 7.0
     """The bound of the outputs of the maps `gate` and `up` in feed-forward layers."""
     sparse_layers: tuple[Index, ...] = ()
-    """The numbers of the layers with an indexer; all other layers attend to all keys."""
+    """The indices of the layers with an indexer; all other layers attend to all keys."""
     index_dim: Size = 128
     """Channels of a small query or key of the indexer."""
     block: Size = 128
@@ -208,7 +208,7 @@ class _IndexerSizes(Entry):
 
 
 def _flagged(published: PublishedConfig, name: str, flags: object) -> tuple[int, ...]:
-    """Return the numbers of the layers with a flag in a list of `sparse_attention_config`."""
+    """Return the indices of the layers with a flag in a list of `sparse_attention_config`."""
     return numbers_of_flags(published, name, published.checked(name, flags, list[Index]))
 
 
@@ -287,7 +287,7 @@ MINIMAX_M3 = Family(
         Expect("attention_output_gate", False, written=False),
         Expect("n_shared_experts", 1, written=False),
         Ignore("router_jitter_noise"),  # has no effect in transformers
-        Ignore("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),  # of predictors, which are not read
+        Ignore("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),  # attributes of predictors, which are not read
     ),
     (
         *(*EDGES, *ATTENTION, *head_norm_weights(), *PRE_NORMS, *JOINED_GATED, SELECTION_BIAS),

@@ -31,7 +31,7 @@ class QwenMoEConfig(DecoderConfig):
     normalise: bool
     """Whether the weights of a token's experts are normalized to add up to 1."""
     dense_layers: tuple[Index, ...] = ()
-    """The numbers of layers without experts."""
+    """The indices of layers without experts."""
     moe_every: Size = 1
     """Every `moe_every`-th layer has experts, unless it is one of the `dense_layers`."""
     theta: Positive = 1_000_000.0
@@ -84,7 +84,7 @@ class DenseLayersConfig(DecoderConfig):
     first_dense: Index = 0
     """The number of layers at the beginning without experts."""
     dense_layers: tuple[Index, ...] = ()
-    """The numbers of later layers without experts."""
+    """The indices of later layers without experts."""
 
     @property
     def mixtures(self) -> tuple[bool, ...]:
@@ -193,7 +193,7 @@ def mixture(
         groups: Groups of experts; a token first chooses its best groups. None: one group.
         router: The key of the router.
         experts: The key of the experts.
-        **options: Further arguments of the router, which take precedence.
+        **options: Further arguments of the router, which override the config's.
     """
     arguments: _RouterOptions = {"top_k": config.top_k}
     loss = nn.LoadBalance(config.balance, balance_per, balance_normalise)
@@ -289,7 +289,7 @@ def sigmoid_mixture_beside_shared(
 
 
 def mixture_flags(config: QwenMoEConfig) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts: every `moe_every`-th layer but `dense_layers`."""
+    """Return for each layer whether it has experts: every `moe_every`-th layer except `dense_layers`."""
     return tuple(
         layer not in config.dense_layers and (layer + 1) % config.moe_every == 0 for layer in range(config.layers)
     )
@@ -297,7 +297,7 @@ def mixture_flags(config: QwenMoEConfig) -> tuple[bool, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class DenseLayers(Entry):
-    """The numbers of the layers without experts; none if the attribute is missing."""
+    """The indices of the layers without experts; none if the attribute is missing."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `dense_layers`."""
@@ -389,7 +389,7 @@ MIXTURE = (
     Rule(f"{LAYER}mlp.gate.weight", "feed_forward.layer.router.linear.weight"),
     *gated_weights("feed_forward.layer.experts.mlps", prefix=f"{LAYER}mlp.experts.{{expert}}."),
 )
-# The experts of a layer as one array, in which the weights of `gate` come before those of `up`.
+# The experts of a layer as one array, in which the weights of `gate` come before the weights of `up`.
 _EXPERTS = "feed_forward.layer.experts.mlps"
 _TRANSPOSED = "experts inputs outputs -> experts outputs inputs"
 FUSED = (

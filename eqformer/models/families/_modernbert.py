@@ -31,7 +31,7 @@ class ModernBERTConfig(ModelConfig):
     """Hidden features of a feed-forward layer."""
     _: dataclasses.KW_ONLY
     global_layers: tuple[Index, ...]
-    """The numbers of the layers in which each token sees all other tokens."""
+    """The indices of the layers in which each token sees all other tokens."""
     window: Length = 128
     """The number of neighbors that a token sees in layers with a window, half of them on either side."""
     theta: Positive = 160_000.0
@@ -107,7 +107,7 @@ MODERNBERT_WEIGHTS = (
     Rule(f"{_FEED_FORWARD}Wi.bias", leaf_paths(_GATED, "bias", "feed_forward.layer.")),
     *weight_and_bias(f"{_FEED_FORWARD}Wo", "feed_forward.layer.down"),
     *weight_and_bias("model.final_norm", "norm.norm"),
-    *weight_and_bias("model.final_norm", "norm"),  # of a model without a prediction head
+    *weight_and_bias("model.final_norm", "norm"),  # the norm of a model without a prediction head
     *weight_and_bias("head.dense", "norm.dense"),
     *weight_and_bias("head.norm", "norm.output_norm"),
     *weight_and_bias("decoder", "head"),

@@ -24,9 +24,9 @@ class MuseGlimmerConfig(DecoderConfig):
     """The config of a Muse Glimmer."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
     no_rotary_layers: tuple[Index, ...]
-    """The numbers of the layers without rotary positions."""
+    """The indices of the layers without rotary positions."""
     window: Length | None = 2048
     """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 128

@@ -269,5 +269,5 @@ NEMOTRON_H = Family(
     "nemotron_h",
     ATTRIBUTES,
     WEIGHTS,
-    ignored_prefixes=("mtp.",),  # predictors of further tokens
+    ignored_prefixes=("mtp.",),  # predictors (multi-token prediction)
 )

@@ -1,8 +1,8 @@
 """NomicBERT (Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al. 2024, arXiv:2407.19669).
 
 Both are BERTs with rotary positions instead of learned positions, and with gated feed-forward layers. Arrays are
-published under the names of the publishers' own code. Transformers writes the same names with another prefix of the
-base model's arrays, and some other attributes.
+published under the names of the publishers' own code. Transformers writes the same names, but with another prefix for
+the base model's arrays, and it writes some attributes differently.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ NOMIC_BERT_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("max_seq", ("max_position_embeddings", "max_trained_positions"), 2048),
     Activation("silu"),
     _NomicPositions(1000.0),
-    # Attributes of the publisher's own code. With other values, the model would be another one.
+    # Attributes of the publisher's own code. Other values would mean another architecture.
     Expect("activation_function", "swiglu", written=False),
     *(
         Expect(name, False, written=False)
@@ -136,7 +136,7 @@ NOMIC_BERT_ATTRIBUTES: tuple[Entry, ...] = (
     Expect("rotary_emb_fraction", 1.0, written=False),
     Expect("rotary_emb_scale_base", None, written=False),
     Expect("scale_attn_weights", True, written=False),
-    # The publisher's code scales positions only in rows that are longer than those of training.
+    # The publisher's code scales positions only in rows that are longer than the rows of training.
     Ignore("n_positions", "rotary_scaling_factor"),
     Ignore("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "pad_vocab_size_multiple", "use_flash_attn"),
     Ignore("reorder_and_upcast_attn", "use_xentropy"),
@@ -150,7 +150,7 @@ GTE_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("max_seq", "max_position_embeddings", 8192),
     Activation("gelu"),
     _GTEPositions(160_000.0),
-    # Attributes of the publisher's own code. With other values, the model would be another one.
+    # Attributes of the publisher's own code. Other values would mean another architecture.
     Expect("layer_norm_type", "layer_norm", written=False),
     Expect("logn_attention_scale", False, written=False),
     Expect("position_embedding_type", "rope", written=False),

@@ -89,7 +89,7 @@ class Olmo3Config(DecoderConfig):
     """The config of an OLMo 3."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; `theta` and `scaling` are for all other layers."""
+    """The indices of the layers that see a `window`; `theta` and `scaling` are for all other layers."""
     window: Length = 4096
     """The number of tokens that the layers of `window_layers` see."""
     theta: Positive = 500_000.0

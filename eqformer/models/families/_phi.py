@@ -309,7 +309,7 @@ PHIMOE = Family(
         Attribute("logit_bias", "lm_head_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Activation(),
-        Ignore("input_jitter_noise", "hidden_dropout"),  # of training
+        Ignore("input_jitter_noise", "hidden_dropout"),  # settings of training
     ),
     (
         *(*EDGES, Rule("model.norm.bias", "norm.bias"), *LOGIT_BIAS, *ATTENTION),

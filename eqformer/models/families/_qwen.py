@@ -28,7 +28,7 @@ class Qwen2Config(DecoderConfig):
     window: Length | None = None
     """The number of tokens that the layers of `window_layers` see."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
 
 
 def build_qwen2(config: Qwen2Config, *, key: Key[Array, ""]) -> Transformer:
@@ -89,7 +89,7 @@ class Qwen2MoEConfig(mixtures.QwenMoEConfig):
     window: Length | None = None
     """The number of tokens that the layers of `window_layers` see."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
 
 
 def build_qwen2_moe(config: Qwen2MoEConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -152,7 +152,7 @@ class Qwen3Config(DecoderConfig):
     window: Length | None = None
     """The number of tokens that the layers of `window_layers` see."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
 
 
 def build_qwen3(config: Qwen3Config, *, key: Key[Array, ""]) -> Transformer:
@@ -281,7 +281,7 @@ class Dots1Config(mixtures.SigmoidMoEConfig):
     window: Length | None = None
     """The number of tokens that the layers of `window_layers` see."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     normalise: bool = False

@@ -47,7 +47,7 @@ class Step3p5Config(DenseLayersConfig):
     mlp_bias: bool = False
     """Whether dense layers and shared experts have biases; experts have no biases."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; all other layers see whole rows."""
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
     window: Length | None = None
     """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 128
@@ -156,7 +156,7 @@ def _kinds(config: Step3p5Config) -> list[_StepLayer]:
 
 _LIMITS = {"limits": "swiglu_limits", "shared_limits": "swiglu_limits_shared"}
 _PADDED = ("layer_types", "mlp_layer_types", *_LIMITS.values(), "rope_theta", "partial_rotary_factors")
-_MOST_PREDICTORS = 16  # A folder may have so many predictors; their layers are numbered after the model's layers.
+_MOST_PREDICTORS = 16  # The most predictors of a folder; their layers are numbered after the model's layers.
 _LOCAL_HEADS, _DENSE_BY_DEFAULT = "num_sliding_attention_heads", 3
 
 
@@ -190,7 +190,7 @@ class _OlderAttributes(Entry):
                 published.add(name, values[:layers])
 
     def _read_mixtures(self, published: PublishedConfig, layers: int) -> None:
-        """Replace `moe_layers_enum`, the numbers of the layers with experts."""
+        """Replace `moe_layers_enum`, the indices of the layers with experts."""
         listed = published.take("moe_layers_enum", None)
         if published.take("mlp_layer_types", None) is not None:
             return
@@ -198,7 +198,7 @@ class _OlderAttributes(Entry):
         if listed is not None:
             items = listed.split(",") if isinstance(listed, str) else listed
             if not isinstance(items, list) or not all(str(item).strip().isdecimal() for item in items):
-                published.refuse(f"moe_layers_enum={listed!r}: it must be the numbers of layers.")
+                published.refuse(f"moe_layers_enum={listed!r}: it must list indices of layers.")
             numbers = [int(item) for item in items]
         published.add("mlp_layer_types", ["sparse" if layer in numbers else "dense" for layer in range(layers)])
 
@@ -378,7 +378,7 @@ STEP3P5 = Family(
         Unpublished("balance", 0.001, "transformers has no balance loss"),
         Expect("gating", True, "per-head", written=False),
         Expect("use_bidirectional_attention", False, written=False),
-        Ignore("mtp_layer_types", "mtp_mlp_layer_types"),  # of predictors, which are not read
+        Ignore("mtp_layer_types", "mtp_mlp_layer_types"),  # attributes of predictors, which are not read
         # Attributes of the publishers' own program that state what all models of this family have.
         Expect("yarn_only_types", [FULL], written=False),
         Expect("use_head_wise_attn_gate", True, written=False),

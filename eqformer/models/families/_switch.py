@@ -32,7 +32,7 @@ class GShardConfig(ModelConfig):
     experts: Size
     """The number of experts of a layer."""
     capacity: Positive = 1.0
-    """The experts' slots for both choices, as a multiple of the slots that even loads need."""
+    """The experts' slots for both choices, as a multiple of the slots that they need if loads are even."""
     balance: NotNegative = 0.01
     """The weight of the balance loss."""
     theta: Positive = 10_000.0
@@ -43,10 +43,10 @@ class GShardConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class SwitchConfig(GShardConfig):
-    """The config of a decoder like Switch: one expert a token, jitter, a capacity factor, a balance loss."""
+    """The config of a decoder like Switch: one expert per token, jitter, a capacity factor, a balance loss."""
 
     capacity: Positive = 1.25
-    """The experts' slots, as a multiple of the slots that even loads need."""
+    """The experts' slots, as a multiple of the slots that they need if loads are even."""
     jitter: NotNegative = 0.01
     """The largest relative change of the router's input while training."""
 

@@ -17,7 +17,7 @@ from ._decoder import activation_of, gated_mlp
 
 
 class _Layers(Entry):
-    """The numbers of layers of the encoder and of the decoder; by default equal."""
+    """The depths of the encoder and of the decoder, in layers; by default equal."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return both fields."""
@@ -30,7 +30,7 @@ class _Layers(Entry):
         return {"num_layers": config.encoder_layers or config.layers, "num_decoder_layers": config.layers}
 
 
-# Whether layers are gated, and their activation, by `feed_forward_proj`. A gated GELU is its approximation.
+# Whether layers are gated, and their activation, by `feed_forward_proj`. "gated-gelu" has GELU's tanh approximation.
 _NAMES = [(name, activation) for activation in ("relu", *nn.ACTIVATIONS) for name in published_activations(activation)]
 _KINDS = {name: (False, activation) for name, activation in _NAMES} | {"gated-gelu": (True, "gelu_tanh")}
 _KINDS |= {f"gated-{name}": (True, activation) for name, activation in _NAMES if name != "gelu"}
@@ -64,7 +64,7 @@ class _FeedForwardKind(Entry):
 
 
 class _Head(Entry):
-    """Whether the head is tied, and whether its input is scaled, which older configurations with a tied head imply."""
+    """Whether the head is tied, and whether its input is scaled; by default, the input of a tied head is scaled."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return both fields."""
@@ -171,7 +171,7 @@ class T5Config(ModelConfig):
     ranges: Size = 32
     """The number of ranges of distances that have a score bias."""
     farthest: Length = 128
-    """The distance from which on all larger distances are in one range."""
+    """From this distance on, all distances are in one range."""
     eps: NotNegative = 1e-6
     """The number that norms add to the mean square before the root."""
     start: Index = 0

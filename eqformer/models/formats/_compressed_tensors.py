@@ -32,7 +32,7 @@ class PackedWeights(PackedIntegers):
         if rows < 1 or columns < 1 or parts[_CODES].shape != (rows, math.ceil(columns / self.per_word)):
             raise ValueError(
                 f"its {_SHAPE} says {(rows, columns)}, and its {_CODES} has shape {parts[_CODES].shape}, of "
-                f"{self.per_word} numbers a word"
+                f"{self.per_word} numbers per word"
             )
         groups = number_of_groups(columns, self.group)
         check_part(parts, _SCALE, SCALES, ((rows, groups),))

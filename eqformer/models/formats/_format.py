@@ -99,8 +99,8 @@ class Grouped(Format):
     def read_codes(self, parts: Parts, unit: tuple[int, int]) -> QuantizedArray:
         """Return the codes, scales and zero points that `decode` reads; raises a `ValueError` as `decode` does.
 
-        The result has a scale, and perhaps a zero point, for each `unit` of so many rows and columns. Each unit lies in
-        one group of the format.
+        `unit` is a number of rows and a number of columns. The result has a scale, and perhaps a zero point, for each
+        block of this size. Each block lies in one group of the format.
         """
 
 
@@ -135,7 +135,7 @@ def check_codes(parts: Parts, suffix: str, dtype: str, dims: int) -> tuple[int, 
 
 
 def check_nonnegative_scales(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
-    """Return the scales; raises a `ValueError` if one is not finite or below 0."""
+    """Return the scales; raises a `ValueError` if one is below 0, infinite or NaN."""
     if (check_finite_scales(scales) < 0).any():
         raise ValueError("one of its scales is below 0")
     return scales
@@ -154,7 +154,7 @@ def number_of_groups(columns: int, size: int | None) -> int:
 
 
 def group_of_units(columns: int, size: int | None, unit: int) -> Int[np.ndarray, "units"]:
-    """Return the number of the group of each `unit` of columns, for groups of `size` columns; None: one group."""
+    """Return, for each `unit` of columns, the index of its group of `size` columns; None: one group."""
     return np.arange(0, columns, unit) // (size or columns)
 
 

@@ -96,7 +96,7 @@ def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks
 
 
 def _decoder(read: _Read, bits: int) -> _Values:
-    """Return the decoder of blocks whose groups `read` returns as codes of so many bits.
+    """Return the decoder of blocks whose groups `read` returns as codes of `bits` bits.
 
     A number is `scale * code + least` or, without a least number, `(code - zero) * scale` with half of the range as the
     zero point.

@@ -19,7 +19,7 @@ from . import _format
 
 
 _CODES = ".weight"
-_VALUES = {  # of all codes, by their number format
+_VALUES = {  # the values of all codes, by number format
     "fp8": np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32),
     "int8": np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32),
 }
@@ -29,7 +29,7 @@ _VALUES = {  # of all codes, by their number format
 class Scaled(_format.Grouped):
     """`code * scale`; the scale is a factor, even if its array is called `weight_scale_inv`.
 
-    There is a scale for each `block` of so many rows and columns; None stands for all rows, or all columns.
+    `block` is the number of rows and the number of columns that share a scale; None stands for all of them.
     """
 
     block: tuple[int | None, int | None] = (None, None)
@@ -168,9 +168,10 @@ class MXFP4(_format.Grouped):
 
 @functools.cache
 def _products(dtype: str) -> Shaped[np.ndarray, "scales_and_codes 2"]:
-    """Return a table of pairs of numbers, by an index with a scale in its upper byte and two codes in its lower byte.
+    """Return a table of pairs of decoded numbers, with a row for each number of 16 bits.
 
-    The low four bits of the lower byte are the first number's code.
+    The upper byte of a row's index is the scale, and the lower byte has two codes. The low four bits of the lower byte
+    are the first number's code.
     """
     with np.errstate(over="ignore"):
         return np.ldexp(_PAIRS, np.arange(-127, 129)[:, None, None]).reshape(-1, 2).astype(dtype)

@@ -25,15 +25,15 @@ from ._schedule import Schedule
 PartOf = Int[np.ndarray, "stages chunks"]
 """Array whose entry `[stage, chunk]` numbers the part of the model that device `stage` holds as its chunk `chunk`."""
 TakeRows = Callable[..., PyTree]
-"""Function of an array and the numbers of rows that returns these rows, like `take_layer_rows`."""
+"""Function of an array and the indices of rows that returns these rows, like `take_layer_rows`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerRows:
-    """Layers of a stack in the rows of its arrays, some of which may be padding."""
+    """Layers of a stack, one in each row of its arrays; some rows may be padding."""
 
     layer_of_row: Int[np.ndarray, "rows"]
-    """Number of the layer in each row; `depth` if the row is padding."""
+    """Index of the layer in each row; `depth` if the row is padding."""
     depth: int
     """Number of layers of the stack."""
 
@@ -87,7 +87,7 @@ def place_layers(depths: Sequence[int], part_of: PartOf) -> list[LayerRows]:
 
 
 def layer_order(layers: int, part_of: PartOf) -> Int[np.ndarray, "rows"]:
-    """Return the number of the layer in each row of a single stack, or `layers` if the row is padding.
+    """Return the index of the layer in each row of a single stack, or `layers` if the row is padding.
 
     If `take_layer_rows(array, layer_order(...))` is split evenly over the devices, each device has its own layers.
     """

@@ -34,7 +34,7 @@ class Schedule:
     name: str
     """Name of the schedule in errors and pictures."""
     part_of: Int[np.ndarray, "stages chunks"]
-    """Number of the model's part that is chunk `chunk` of device `stage`, at index `[stage, chunk]`."""
+    """Index of the model's part that device `stage` holds as chunk `chunk`, at position `[stage, chunk]`."""
     microbatches: int
     """Number of microbatches of a step."""
     forward: Int[np.ndarray, "ticks stages"]
@@ -160,7 +160,8 @@ def _find_ticks(schedule: Schedule, kind: str) -> Int[np.ndarray, "parts microba
     for tick, stage in np.argwhere((table < IDLE) | (table >= entries)).tolist():
         raise ValueError(
             f"Schedule {schedule.name!r}: the table {kind!r} has entry {table[tick, stage]} at tick {tick}, stage "
-            f"{stage}, but the rule is chunk * microbatches + microbatch, 0 to {entries - 1}, or IDLE; correct it."
+            f"{stage}, but the rule is that an entry is chunk * microbatches + microbatch, from 0 to {entries - 1}, or "
+            "IDLE; correct the entry."
         )
     ticks = np.full((schedule.parts, schedule.microbatches), IDLE)
     for tick, stage in np.argwhere(table != IDLE).tolist():

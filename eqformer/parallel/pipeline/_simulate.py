@@ -213,7 +213,7 @@ def draw_timeline(
         f"{LETTERS[kind]}{microbatch}{_chunk_name(chunk, schedule.chunks)}"
         for kind, microbatch, chunk in zip(entries.kind.tolist(), entries.microbatch.tolist(), entries.chunk.tolist())
     ]
-    # Rounding both ends down leaves at least n columns to a box that is at least n columns wide.
+    # Both ends of a box are rounded down, so a box of at least n columns still has at least n columns.
     scale = max(math.ceil(len(label) / t) for label, t in zip(labels, timing.ends - timing.starts) if t > 0)
     starts, ends = (np.floor(times * scale + 1e-6).astype(int) for times in (timing.starts, timing.ends))
     rows = [[IDLE_FILL] * int(ends.max()) for _ in range(schedule.stages)]
@@ -262,7 +262,7 @@ def plot_timeline(
         _plot_schedule(axes, simulation, getattr(simulation, clock), longest, inch=inch)
         axes.tick_params(labelbottom=simulation is simulations[-1])
         top -= rows + GAP
-    axes.set_xlabel("time, in forwards of a device" if forward == 1 else "time", fontsize=10, color=FIRST_INK)
+    axes.set_xlabel("time, in forward passes of a device" if forward == 1 else "time", fontsize=10, color=FIRST_INK)
     _draw_legend(figure, schedule_list, y=1 - 0.14 / height)
     figure.savefig(path, format="png")
 
@@ -278,7 +278,7 @@ def _title(simulation: Simulation, timing: Timing) -> str:
     chunks = f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     return (
         f"{schedule.name}, {schedule.stages} stages, {schedule.microbatches} microbatches{chunks}: bubble "
-        f"{100 * timing.bubble:.1f} %, at most {peak:.4g} microbatches remembered"
+        f"{100 * timing.bubble:.1f} %, at most {peak:.4g} microbatches in memory"
     )
 
 

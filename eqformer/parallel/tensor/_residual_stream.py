@@ -30,7 +30,7 @@ class ResidualStream(abc.ABC):
     """
 
     overlap: Overlap = "none"
-    """How gathers and reduce-scatters of the stream overlap with products, see `all_gather_matmul`."""
+    """How gathers and reduce-scatters of the stream overlap with matrix products; see `all_gather_matmul`."""
 
     dim: ClassVar[int | None]
     """Index of the dim of the stream that is split, None if the stream is replicated."""

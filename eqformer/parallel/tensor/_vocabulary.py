@@ -14,7 +14,7 @@ from ._residual_stream import ResidualStream
 
 
 def logits_parts(model: nn.LanguageModel) -> list[PyTree]:
-    """Return the head and the logit bias of a model, or of a tree of its structure; leave out a part that is None."""
+    """Return the head and the logit bias of a model, or of a tree with its structure; leave out a part that is None."""
     return [part for part in (model.head, model.parts.logit_bias) if part is not None]
 
 
