@@ -259,7 +259,7 @@ def test_rewards_beside_kept_weights(folder, kept, tmp_path):
     [
         (KEPT, "--weights quantized --lora.rank 0: quantized weights cannot be trained"),
         (["--model", "plain", *LORA, *KEPT], "none of its linear maps is stored in fewer bits"),
-        (["--recipe", "llama", *LORA, *KEPT], "--weights quantized: it is a published model's weights"),
+        (["--recipe", "llama", *LORA, *KEPT], "--weights quantized: only a published model has quantized weights"),
     ],
 )
 def test_what_cannot_stay_quantized_is_one_error(folder, tmp_path, flags, words):
