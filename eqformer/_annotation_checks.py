@@ -276,7 +276,7 @@ def _check_shape(call: str, name: str, shape: tuple[int, ...], rule: ArrayRule, 
     if not rule.has_rank(len(shape)):
         min_rank = len(rule.dims) - (rule.variadic is not None)
         count = f"{min_rank}" if rule.variadic is None else f"at least {min_rank}"
-        fix = f"add the missing dims, as {name}[None]" if len(shape) < min_rank else "remove the others"
+        fix = f"add the missing dims, as {name}[None]" if len(shape) < min_rank else "remove the other dims"
         raise ValueError(
             f"{call}({name} of shape {shape}): it must have the dims {_format_dims(rule)}, {count} of them; {fix}."
         )

@@ -23,7 +23,7 @@ LEGEND = {
     "embed": "channels of the residual stream",
     "streams": "residual streams of a token, in models with several",
     "stream_logits": "logits of the weights with which a layer reads, writes and mixes streams",
-    "uses": "uses of such weights: reading, writing, mixing",
+    "uses": "uses of streams by a layer: reading, writing, mixing",
     "heads": "query heads",
     "kv_heads": "key and value heads",
     "head_dim": "channels of a head",
@@ -33,7 +33,7 @@ LEGEND = {
     "group_heads": "heads of a group that share a map of their output",
     "group_rank": "channels of a group between the two maps of its output",
     "rate": "tokens of a block that share a compressed key",
-    "series": "overlapping blocks of which a compressed key is made",
+    "series": "overlapping blocks from which a compressed key is made",
     "entry_dim": "channels of a compressed key",
     "mlp": "hidden features of a feed-forward layer, channels of a short convolution",
     "vocab": "token ids",
@@ -52,7 +52,7 @@ LEGEND = {
     "q_latent": "compressed queries",
     "rope_dim": "rotated channels of the decoupled key",
     "index_heads": "small heads of an indexer",
-    "index_dim": "channels of one of these",
+    "index_dim": "channels of an indexer's head",
     "half": "pairs of channels that are rotated together",
     "v_dim": "value channels of a head",
     "rank": "between the factors of a low-rank map",
@@ -214,6 +214,6 @@ class DistillationBatch(Batch):
     top_ids: Int[Array, "batch seq top"] | None = None
     """The teacher's most probable ids for each target; None for a teacher that is a model."""
     top_nats: Float[Array, "batch seq buckets"] | None = None
-    """The `-log p` of each of these ids and, in the last place, of all other ids together."""
+    """The `-log p` of each id in `top_ids` and, in the last place, of all other ids together."""
     temperature: float = eqx.field(static=True, default=1.0)
     """The temperature of the probabilities in `top_nats`."""

@@ -1,9 +1,9 @@
 """Measure eqformer beside PyTorch and transformers, if these are installed: `python scripts/benchmark.py`.
 
 `python scripts/benchmark.py --simulate 8` measures the costs of meshes on 8 simulated devices, and
-`python scripts/benchmark.py --only gpu` measures one GPU, in less than ten minutes. XLA gets its flags for training. If
-`--only` names no other benchmarks than `decode`, `zoo`, `quantized`, `engine`, `embeddings` and `tasks`, XLA gets its
-flags for forward passes.
+`python scripts/benchmark.py --only gpu` measures one GPU, in less than ten minutes. XLA gets eqformer's flags for
+training, or its flags for forward passes if `--only` names only benchmarks without training (`decode`, `zoo`,
+`quantized`, `engine`, `embeddings` and `tasks`).
 """
 
 import sys

@@ -355,7 +355,7 @@ def _fp8_lines(recipe: Recipe, model: nn.LanguageModel, chip: str) -> list[str]:
     experts = nn.modules(model, nn.Experts)
     has_fp8_experts = bool(nn.modules(experts, nn.Fp8Linear))
     if not has_fp8_experts or kernels.has_fp8_grouped_matmul(chip):
-        return [f"products: in 8 bits{', those of experts too' * has_fp8_experts}"]
+        return [f"products: in 8 bits{', in experts too' * has_fp8_experts}"]
     return [f"products: in 8 bits, but the kernels for experts on {chip} compute in {compute}"]
 
 

@@ -173,7 +173,7 @@ def test_the_attention_that_decodes_is_said():
 @pytest.mark.parametrize(
     "flags, line",
     [
-        ("b200:1", "\nproducts: in 8 bits, those of experts too\n"),
+        ("b200:1", "\nproducts: in 8 bits, in experts too\n"),
         ("v6e:1x1", "\nproducts: in 8 bits, but the kernels for experts on v6e compute in bfloat16\n"),
     ],
 )
