@@ -126,6 +126,7 @@ from .families._mistral import (
     MistralConfig as MistralConfig,
     MixtralConfig as MixtralConfig,
 )
+from .families._mistral_large4 import MistralLarge4Config as MistralLarge4Config
 from .families._modernbert import ModernBERTConfig as ModernBERTConfig
 from .families._muse_glimmer import MuseGlimmerConfig as MuseGlimmerConfig
 from .families._nanochat import NanoChatConfig as NanoChatConfig, SpeedrunConfig as SpeedrunConfig

@@ -80,6 +80,7 @@ UNUSED = {
         *("initializer_cutoff_factor", "mlp_dropout", "sep_token_id", "sparse_pred_ignore_index", "sparse_prediction"),
     },
     "mistral4": {"head_dim", "qk_head_dim"},
+    "mistral_large4_text": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
     "nemotron_h": {"chunk_size", "expand", "time_step_max", "time_step_floor", "use_mamba_kernels"}
     | {"mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "num_nextn_predict_layers"}
     | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},

@@ -152,6 +152,7 @@ DEFAULTS = {
     "minimax_m2": "minimax-m2",
     "mistral": "mistral-7b-v0.1",
     "mistral4": "mistral4-119b",
+    "mistral_large4_text": "mistral-large4",
     "modernbert": "modernbert-base",
     "muse_glimmer_text": "muse-glimmer-30b",
     "phi3": "phi3-mini-4k",

@@ -8,6 +8,7 @@ keys that an earlier layer selected.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Key
@@ -354,6 +355,16 @@ def build_glm_moe_dsa(config: GLMMoEDSAConfig, *, key: Key[Array, ""]) -> Transf
     return build_deepseek_v32(config, index_interleaved=True, kinds=reading_kinds(config), key=key)
 
 
+@runtime_checkable
+class WithReadingLayers(Protocol):
+    """Fields of a config of which some layers have no indexer."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def reading_layers(self) -> tuple[int, ...]: ...
+
+
 def reading_kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together[LatentKind]]:
     """Return the kinds of layers; a layer with an indexer is joined to the layers that read its selected keys."""
     rows: list[list[LatentKind]] = []
@@ -377,7 +388,7 @@ class ReadingLayers(Entry):
         """Return `reading_layers`; refuse other kinds and lengths, and a layer 0 without an indexer."""
         return check_indexer_types(published, published_indexer_types(published))
 
-    def write(self, config: GLMMoEDSAConfig) -> Attributes:
+    def write(self, config: WithReadingLayers) -> Attributes:
         """Return the list."""
         return {"indexer_types": indexer_types(config)}
 
@@ -406,7 +417,7 @@ def check_indexer_types(published: PublishedConfig, types: list[str]) -> Fields:
     return {"reading_layers": tuple(layer for layer, kind in enumerate(types) if kind == "shared")}
 
 
-def indexer_types(config: GLMMoEDSAConfig) -> list[str]:
+def indexer_types(config: WithReadingLayers) -> list[str]:
     """Return the list `indexer_types`."""
     return ["shared" if layer in config.reading_layers else "full" for layer in range(config.layers)]
 
