@@ -20,6 +20,7 @@ from ._tokens import Tokens
 if TYPE_CHECKING:
     from ._embedding import PerLayerInputs
     from ._transformer import Encoder, Predictor
+    from .attention._learned_rotary import LearnedFrequencies
 
 
 class LayerStack(Layer):
@@ -220,6 +221,8 @@ class ModelParts(NamedTuple):
     """A module that predicts one token further."""
     layer_inputs: "PerLayerInputs | None" = None
     """A module that makes a vector of each token for each layer, beside the stream."""
+    frequencies: "LearnedFrequencies | None" = None
+    """Learned factors of rotary frequencies, which all layers with a `LearnedRotary` read."""
 
 
 class LanguageModel(Module):

@@ -231,7 +231,7 @@ class Transformer(LanguageModel):
     @property
     def parts(self) -> ModelParts:
         """The optional parts that the model has."""
-        return ModelParts(self.logit_bias, self.encoder, self.predictor, self.layer_inputs)
+        return ModelParts(self.logit_bias, self.encoder, self.predictor, self.layer_inputs, self.frequencies)
 
     def encode(
         self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None

@@ -117,11 +117,6 @@ def _check_stages(plan: Placement, model: nn.LanguageModel) -> None:
             "Plan(stage_remat=True), which keeps only a stage's input."
         )
     needs = [f"stacks[{number}] reads {_describe_shared(model.stacks[number])}" for number in reading_stacks]
-    needs += [
-        f"stacks[{number}] reads the model's learned frequencies (LearnedRotary)"
-        for number, stack in enumerate(model.stacks)
-        if nn.modules(stack, nn.LearnedRotary)
-    ]
     needs += [] if model.parts.layer_inputs is None else ["each layer is given a vector of each token (layer_inputs)"]
     if needs:
         raise ValueError(

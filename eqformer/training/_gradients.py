@@ -190,33 +190,44 @@ class PipelinedExecution(ShardedExecution):
             batch, tokens = microbatch
             return edges.embed(batch.ids, tokens)
 
-        def run_stage(stacks: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, PyTree]:
+        def run_layers(
+            stacks: PyTree, frequencies: nn.LearnedFrequencies | None, hidden: Array, microbatch: PyTree
+        ) -> tuple[Array, PyTree]:
             stage_aux = []
             batch, tokens = microbatch
             stacks, tokens = number_rows(stacks, batch), nn.with_ids(tokens, batch.ids, stacks)
+            tokens = tokens if frequencies is None else tokens.replace(rotary_alpha=frequencies.alpha)
             for number, stack in enumerate(stacks):
                 with jax.named_scope(f"stacks[{number}]"):  # `nn.Transformer`, which sets this scope, is not called.
                     hidden, _, aux = stack(hidden, tokens.fold_in(number))
                 stage_aux.append(aux)
             return hidden, tuple(stage_aux)
 
+        def run_stage(stacks: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, PyTree]:
+            return run_layers(stacks, None, hidden, microbatch)
+
         def compute_loss(edges: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, _loss_aux.CountOrAux]:
             return loss(_with_stacks(edges, (_ReturnHidden(hidden, microbatch[1]),)), microbatch)
 
         microbatches = split_microbatches(rows, self.microbatches)
         cotangent = _loss_aux.loss_cotangent(scale, jax.tree.map(operator.itemgetter(0), microbatches))
-        total, loss_aux, aux, (edge_gradients, stack_gradients) = parallel.pipeline_gradients(
+        frequencies = wrapped.parts.frequencies
+        total, loss_aux, aux, (edge_grads, stack_grads, *shared_grads) = parallel.pipeline_gradients(
             self.plan.timetable(),
             embed_ids,
-            run_stage,
+            run_stage if frequencies is None else run_layers,
             compute_loss,
             (edges, wrapped.stacks),
             microbatches,
+            shared=frequencies,
             has_aux=True,
             remat=self.plan.stage_remat,
             seed=cotangent,
         )
-        gradients = _loss_aux.unscale_gradients(_with_stacks(edge_gradients, stack_gradients), cotangent)
+        summed_grads = _with_stacks(edge_grads, stack_grads)
+        if shared_grads:  # As edges, these parameters are read by no stage.
+            summed_grads = eqx.tree_at(lambda m: m.parts.frequencies, summed_grads, shared_grads[0])
+        gradients = _loss_aux.unscale_gradients(summed_grads, cotangent)
         parameter_gradients = _unwrap_gradients(device, parameters, model, gradients)
         return total, _loss_aux.with_routing_aux(loss_aux, aux), self.trained(parameter_gradients)
 

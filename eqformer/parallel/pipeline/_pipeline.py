@@ -33,6 +33,7 @@ def pipeline_gradients(
     parameters: tuple[PyTree, PyTree],
     data: PyTree,
     *,
+    shared: PyTree = None,
     has_aux: bool = False,
     remat: bool = False,
     seed: Seed = 1,
@@ -66,6 +67,8 @@ def pipeline_gradients(
             the leading dim of each array has the layers of the device's first chunk, then the layers of its next chunk,
             and so on.
         data: Arrays with a leading dim `microbatches`, replicated over the axis.
+        shared: Parameters that the layers of all stages read, replicated over the axis `pipe`. They are the second
+            argument of `stage`, and their gradients are the third entry of the gradients. None: there are none.
         has_aux: Whether a stage returns `(x, aux)`, where `aux` has values of `nn.Aux` with a leading dim of layers.
             The losses in `aux` are added to the loss sum, and the sum of `aux` over microbatches is returned.
         remat: Whether a part runs forward again in its backward entry.
@@ -77,6 +80,8 @@ def pipeline_gradients(
             f"axis {PIPE!r} has {devices} devices; make the two numbers equal."
         )
     data = vary(data, [PIPE])
+    if shared is not None:
+        parameters, stage = (parameters[0], (parameters[1], _copy(shared, schedule.chunks))), _with_copy(stage)
     # Mark the parameters as varying like the data, so that gradients stay partial sums and the loop reduces nothing.
     parameters = vary_like(parameters, data)
 
@@ -88,8 +93,26 @@ def pipeline_gradients(
     state, _ = jax.lax.scan(executor.run_tick, executor.initial_state(), executor.local_actions())
     sums = state.sums
     # Each stage has its own terms of the loss and of the gradients of edges. Gradients of blocks need no sum.
-    (total, count), edge_grads = _sum_over_stages((sums.loss, sums.edge_grads))
-    return (total, count, *((sums.aux,) if has_aux else ()), (edge_grads, sums.block_grads))
+    block_grads, shared_grads = (sums.block_grads, None) if shared is None else sums.block_grads
+    shared_grads = jax.tree.map(lambda x: jnp.sum(x, axis=0), shared_grads)
+    (total, count), edge_grads, shared_grads = _sum_over_stages((sums.loss, sums.edge_grads, shared_grads))
+    gradients = (edge_grads, block_grads, *(() if shared is None else (shared_grads,)))
+    return (total, count, *((sums.aux,) if has_aux else ()), gradients)
+
+
+def _copy(shared: PyTree, chunks: int) -> PyTree:
+    """Return a copy of the parameters for each chunk of a device, so that copies are sliced like a chunk's layers."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (chunks, *x.shape)), shared)
+
+
+def _with_copy(stage: ModelPart) -> ModelPart:
+    """Return `stage` as a function of a pair: the layers of a part, and that part's copy of the shared parameters."""
+
+    def run(part: tuple[PyTree, PyTree], *args: PyTree) -> PyTree:
+        blocks, copies = part
+        return stage(blocks, jax.tree.map(lambda x: x[0], copies), *args)
+
+    return run
 
 
 class _Sums(eqx.Module):

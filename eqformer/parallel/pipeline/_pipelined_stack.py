@@ -256,14 +256,17 @@ class PipelinedStack(nn.Module):
         stages, order = jax.lax.axis_size(PIPE), self.order or range(jax.lax.axis_size(PIPE))
         stage = jnp.asarray(np.argsort(order), jnp.int32)[jax.lax.axis_index(PIPE)]
         microbatches = self._split(x, self._local_microbatches(x.shape[0], stages))
-        tokens = self._gather_tokens(x, tokens, cache, stages)
+        tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
+        # Parameters that all layers read are not split into microbatches.
+        rotary_alpha = vary(tokens.rotary_alpha, [PIPE])
+        tokens = self._gather_tokens(tokens.replace(rotary_alpha=None), stages)
         arrays, static = eqx.partition(self.inner, eqx.is_array)
         rows = microbatches.shape[1]
 
         @jax.checkpoint
         def run(arrays: PyTree, x: Array, tokens: nn.Tokens, cache: PyTree, is_busy: Array) -> tuple:
             def run_layers() -> tuple:
-                results = eqx.combine(arrays, static)(x, tokens, cache)
+                results = eqx.combine(arrays, static)(x, tokens.replace(rotary_alpha=rotary_alpha), cache)
                 return jax.tree.map(vary_like, results, (x, cache, zero_aux))
 
             return jax.lax.cond(is_busy, run_layers, lambda: (jnp.zeros_like(x), cache, zero_aux))
@@ -287,7 +290,8 @@ class PipelinedStack(nn.Module):
         first_cache = jax.tree.map(lambda x: x[:, :rows], cache)
 
         def run_first(x: Array, cache: PyTree) -> tuple[Array, PyTree, PyTree]:
-            y, new_cache, aux = eqx.combine(arrays, static)(x, first_tokens, cache)
+            run_tokens = first_tokens.replace(rotary_alpha=rotary_alpha)
+            y, new_cache, aux = eqx.combine(arrays, static)(x, run_tokens, cache)
             return y, new_cache, vary(aux, [PIPE])
 
         first_x, first_cache, aux_shapes = _settle_axes(run_first, vary(first_x, [PIPE]), first_cache)
@@ -323,9 +327,8 @@ class PipelinedStack(nn.Module):
     def _split(self, x: Array, count: int) -> Array:
         return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
-    def _gather_tokens(self, x: Array, tokens: nn.Tokens | None, cache: PyTree, stages: int) -> nn.Tokens:
+    def _gather_tokens(self, tokens: nn.Tokens, stages: int) -> nn.Tokens:
         """Return the tokens of all microbatches on every stage, with a leading dim of microbatches."""
-        tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
         all_rows = jax.tree.map(_gather, tokens) if self.splits_rows and stages > 1 else tokens
         return vary(jax.tree.map(functools.partial(self._split, count=self.microbatches), all_rows), [PIPE])
 
