@@ -59,3 +59,19 @@ def test_a_platform_that_copies_what_a_loop_reads_has_layers_apart():
     caches = 2 * 8 * 2 * (2 * 8 * 4 + 4)  # with the position in each slot
     for spare, expected in ((caches, [2]), (caches - 1, [1, 1])):
         assert lengths(dense, "cpu", processor_cache=weights + spare, rows=2, capacity=8) == expected
+
+
+def test_kept_codes_of_small_layers_stay_stacked():
+    config = models.LlamaConfig(vocab=16, embed=64, layers=12, heads=2, kv_heads=1, mlp=128)
+    plain = eqx.filter_eval_shape(models.build, config, key=jax.random.key(0))
+    kept = eqx.filter_eval_shape(lambda: nn.quantize(models.build(config, key=jax.random.key(0)), "int8", group=32))
+    blocks = eqx.filter(kept.stacks[0].blocks, nn.has_shape)
+    layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(blocks)) // 12
+
+    def count_stacks(model, cache):
+        shapes = eqx.filter_eval_shape(generation.unstack_for_platform, model, "cpu", processor_cache=cache)
+        return len(shapes.stacks)
+
+    # The twelve layers never fit into the cache; one layer takes an eighth of the cache, or more.
+    assert count_stacks(kept, 8 * layer) == 1
+    assert count_stacks(kept, 7 * layer) == count_stacks(plain, 8 * layer) == 12
