@@ -1,7 +1,7 @@
 """Attention of one new token per row to a cache on TPUs: flash decoding in place by a Pallas (Mosaic) kernel.
 
 A program reads a block of a row's slots once, for scores and for values, and leaves a running softmax in vector memory
-(VMEM) to the next program of the row. The kernel gets the arrays of the whole stack in main memory (HBM) and the number
+(VMEM) to the next program of the row. The kernel gets the arrays of the whole stack in main memory (HBM) and the index
 of the layer, because XLA would copy a slice that is passed to a kernel. Blocks before the first and after the last
 visible slot are not fetched: instead of such a block, a program gets the nearest visible block, which is already in
 VMEM, and computes nothing.
@@ -231,7 +231,7 @@ def to_stored_order(x: Num[Array, "layers rows kv_seq width"]) -> Num[Array, "la
 
 
 def _nearest_visible_block(kv_heads: int, row: int | Array, number: int | Array, scalars: PrefetchedScalars) -> Array:
-    """Return the number of the visible block that is nearest to block `number`: `number` itself if it is visible."""
+    """Return the index of the visible block that is nearest to block `number`: `number` if that block is visible."""
     row = jax.lax.div(row, kv_heads)
     return jnp.minimum(jnp.maximum(number, scalars.first[row]), scalars.last[row])
 

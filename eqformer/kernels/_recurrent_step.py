@@ -76,7 +76,7 @@ class RecurrentStepCall(Call):
 
 
 def initial_state(code: Int[Array, "..."], state: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the state, zeros or NaN, where the code is 0, 1 or 2."""
+    """Return the state for code 0, zeros for code 1, and NaN for code 2."""
     return jnp.where(code == 0, state, jnp.where(code == 1, 0, jnp.full((), jnp.nan, state.dtype)))
 
 

@@ -23,7 +23,7 @@ _INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 class _ByPattern(Generic[T]):
-    """Numbers of modules by patterns. A pattern matches the end of a module's name; the first that matches applies.
+    """Numbers for modules, such as ranks, by patterns of names. The first pattern that matches a name's end applies.
 
     A configuration may have thousands of patterns, most of them plain names, in which dots may be escaped. Plain names
     are found by look-up. An unescaped dot matches any character, so before the look-up the module's name gets a dot in
@@ -45,7 +45,7 @@ class _ByPattern(Generic[T]):
                 self._patterns.append((order, value, re.compile(rf"(.*\.)?({pattern})$")))
 
     def get(self, module: str, default: T) -> T:
-        """Return the number of the first pattern that matches the module's name, or the default."""
+        """Return the number that the first matching pattern gives to the module's name, or the default."""
         looked_up = [
             by_name.get(_put_dots(suffix, dots))
             for suffix in _suffixes(module)

@@ -58,7 +58,7 @@ class _TensorEntry:
 
 
 class GGUF:
-    """A GGUF file: the header's numbers and texts by name (of a list, only its length), and the arrays.
+    """A GGUF file: the header's numbers and texts by name (lists only by length), and the arrays.
 
     An array of experts has three dims. It is read as one array of two dims for each expert, with names that end in
     `.0`, `.1` and so on.

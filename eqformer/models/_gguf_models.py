@@ -203,7 +203,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 def _is_without_effect(name: str, value: object) -> bool:
-    """Return whether a key has no effect: it is not read, or its value is that of a model without the key."""
+    """Return whether a key has no effect: it is not read, or its value means the same as no key."""
     return _UNREAD.fullmatch(name) is not None or value in _NEUTRAL.get(name, ())
 
 

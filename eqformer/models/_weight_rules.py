@@ -336,7 +336,7 @@ def _layers_at(part: str, stack: int, position: int, model: Stacked) -> Layer:
 
 
 def _get(holder: object, path: str) -> Any:
-    """Return the value at a path of attribute names, and of indices of tuples; None where there is nothing."""
+    """Return the value at a path of attribute names, and of indices of tuples; None if there is nothing."""
     for name in path.split("."):
         if isinstance(holder, tuple) and name.isdigit():
             holder = holder[int(name)] if int(name) < len(holder) else None

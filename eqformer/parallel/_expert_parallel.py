@@ -205,7 +205,7 @@ class SplitMixture(nn.Routed):
         return send.psum_scatter("summed expert output", y, EXPERT)
 
     def _sum_experts(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
-        """Return the sum of this device's experts for all given tokens; choices are numbered within the device."""
+        """Return the sum of this device's experts for all given tokens; choices are indices within the device."""
         options = {"weighs_inputs": self.inner.weighs_inputs, "devices": jax.lax.axis_size(EXPERT)}
         return nn.dispatch.sum_experts(experts, x, choices, weights, **options)
 
@@ -273,7 +273,7 @@ def _mark_replicated(x: Array) -> Array:
 
 
 def _split_hidden_features(leaf: PyTree, names: PyTree) -> PyTree:
-    """Reshard an expert's array that is split along `embed` to a split of its hidden dim, or gather it without one."""
+    """Split an expert's array along its hidden dim instead of `embed`; gather an array without a hidden dim."""
     if not eqx.is_array(leaf) or "embed" not in names.split():
         return leaf
     embed_dim = names.split().index("embed")

@@ -1,4 +1,4 @@
-"""The choices of a plan, and the placement of arrays on a mesh that follows from them.
+"""The settings of a plan, and the placement of arrays on a mesh that follows from the settings.
 
 `ParallelConfig` is plain data that does not depend on the mesh; the command line makes flags of its fields. `Placement`
 adds the mesh: shardings of parameters, optimizer state and batches, and the order of layers. A `Leaf` has the sharding
@@ -55,7 +55,7 @@ Rows = TypeVar("Rows")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Choices of how a model runs over the axes of a mesh. Plain data: a `Plan` checks the values."""
+    """Settings of how a model runs over the axes of a mesh. Plain data: a `Plan` checks the values."""
 
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage over --mesh.fsdp: 0 splits only rows, 1 also optimizer state, 2 also gradients, 3 also parameters."""
@@ -158,7 +158,7 @@ class Placement(ParallelConfig):
 
     @property
     def stream(self) -> ResidualStream | None:
-        """Residual stream over the axis `tensor`; None where the axis has one device."""
+        """Residual stream over the axis `tensor`; None if the axis has one device."""
         return make_residual_stream(self.residual, self.overlap) if self.size(TENSOR) > 1 else None
 
     @property
@@ -294,7 +294,7 @@ class Placement(ParallelConfig):
         return make_leaves(model, self.parameter_specs(model), self.state_specs(model), axes, self.stream)
 
     def _check_pipeline_order(self, model: nn.LanguageModel) -> None:
-        """Raise a `ValueError` if stacks lack the rows of padding that `shard` adds."""
+        """Raise a `ValueError` if stacks lack the padding layers that `shard` adds."""
         rows = self._rows(model)
         actual, wanted = [len(stack) for stack in model.stacks], [len(stack.layer_of_row) for stack in rows]
         if actual != wanted:

@@ -134,7 +134,7 @@ def _place_shapes(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
 
 
 def missing_compiler(topology: Topology) -> str | None:
-    """Return how to install the compiler for a topology; None where it is installed."""
+    """Return how to install the compiler for a topology; None if it is installed."""
     platform = topology.accelerator.platform
     if platform in compilers():
         return None

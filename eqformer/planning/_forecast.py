@@ -155,21 +155,21 @@ class Forecast:
 
     @property
     def memory(self) -> int | None:
-        """Bytes of a device's memory, where they are known."""
+        """Bytes of a device's memory, if they are known."""
         return self.target.memory
 
     @property
     def missing(self) -> int:
-        """Bytes that a device lacks; 0 where the plan fits or the memory is not known."""
+        """Bytes that a device lacks; 0 if the plan fits or the memory is not known."""
         return 0 if self.memory is None else max(0, self.total - self.memory)
 
     @property
     def verdict(self) -> Verdict | None:
-        """Whether the plan fits, as far as formulas can tell; None where the memory is not known."""
+        """Whether the plan fits, as far as formulas can tell; None if the memory is not known."""
         return None if self.memory is None else judge_formula(self.total, exact_bytes(self.held), self.memory)
 
     def as_dict(self) -> JsonObject:
-        """Return all figures as plain data; `fits` is None where only the compiler can tell."""
+        """Return all figures as plain data; `fits` is None if only the compiler can tell."""
         return {
             "topology": None if topology_of(self.target) is None else str(self.target),
             "devices": self.devices,
@@ -187,7 +187,7 @@ class Forecast:
 
 
 def roofline_dict(time: Roofline | None) -> JsonObject:
-    """Return the figures of a roofline as plain data; nothing where there is none."""
+    """Return the figures of a roofline as plain data; an empty object for None."""
     if time is None:
         return {}
     return {
@@ -203,7 +203,7 @@ def roofline_dict(time: Roofline | None) -> JsonObject:
 def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batch, target: Target) -> Forecast:
     """Forecast the bytes and the seconds of a training step under the plan of `states`, for a batch's shapes.
 
-    Raises a `ValueError` where the plan's mesh has another number of devices than a topology.
+    Raises a `ValueError` if the target is a topology with another number of devices than the plan's mesh.
     """
     rows, seq = batch.ids.shape
     if (topology := topology_of(target)) is not None:

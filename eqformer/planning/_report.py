@@ -167,7 +167,7 @@ _HEADING = "plans for the same number of devices, by formulas:"
 
 
 def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
-    """Format the plans that `search_plans` proposes or, where nothing fits, what is too large."""
+    """Format the plans that `search_plans` proposes or, if nothing fits, what is too large."""
     if search.proposals:
         return "\n".join([_HEADING, *(_proposal_line(proposal, format_plan) for proposal in search.proposals)])
     if search.smallest is None:
