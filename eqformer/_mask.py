@@ -79,7 +79,7 @@ class Mask(eqx.Module):
         if self.block is not None:
             raise ValueError(
                 f"{mixer}.init_cache: with {self} a token sees later tokens of its block, so tokens cannot be sampled "
-                "one by one; call the model on whole rows, without a cache."
+                "one by one; sample blocks, by eqformer.generation.generate_blocks, or call the model without a cache."
             )
         if not self.is_causal:
             raise ValueError(
