@@ -156,11 +156,11 @@ def text_groups(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 
 
 class TextGroupEncoder(RowEncoder):
-    """Encoder of the texts of `text_groups`, each with the special tokens around it, for a store of `TextGroupPacking`.
+    """Encoder of the texts of `text_groups`, with special tokens around each text, for a store of `TextGroupPacking`.
 
     Args:
         tokenizer: The tokenizer; bytes have no special tokens.
-        seq: The tokens of a row; a longer text is cut at its end, within its special tokens.
+        seq: The tokens of a row; a longer text is cut at its end, but keeps its special tokens.
     """
 
     def __init__(self, tokenizer: ByteTokenizer | FileTokenizer, *, seq: int):

@@ -391,7 +391,7 @@ class FileTokenizer:
 def check_same_ids(tokenizer: Tokenizer, other: Tokenizer) -> None:
     """Raise a `ValueError` unless each id stands for the same token in both tokenizers, as distillation needs.
 
-    Two `tokenizer.json` with the same tokens may differ in other settings.
+    The files of two such tokenizers may differ in other settings.
     """
     if tokenizer.fingerprint == other.fingerprint:
         return

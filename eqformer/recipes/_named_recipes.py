@@ -37,7 +37,7 @@ def count_matrix_parameters(depth: int) -> int:
 def speedrun_recipe(
     depth: int = 2, *, tokens_per_parameter: float = TOKENS_PER_PARAMETER, tokens: float | None = None
 ) -> Recipe:
-    """A byte-level model with layers of the nanoGPT speedruns, by NorMuon: --depth N decides all sizes (default 2).
+    """A byte-level model with the layers of nanoGPT speedruns, for NorMuon; --depth N decides all sizes (default 2).
 
     The model is trained on `tokens` tokens, by default `tokens_per_parameter` for each parameter in the matrices.
     Raises a `ValueError` for a depth that is not in `DEPTHS`.

@@ -299,11 +299,10 @@ def has_kernels(platform: str) -> bool:
 
 
 def training_lines(recipe: Recipe, model: nn.LanguageModel, platform: str, chip: str) -> list[str]:
-    """Return lines about the kernels of a training step on `cuda` or `tpu`, and about products in 8 bits.
+    """Return a line about the kernel of each operation of a training step, and a line about products in 8 bits if any.
 
-    There is a line for each operation, and a line about products in 8 bits if there are any.
-
-    `chip` is the accelerator's name, in `planning` or in JAX.
+    Only the platforms `cuda` and `tpu` have lines about kernels. `chip` is the accelerator's name, in `planning` or in
+    JAX.
     """
     lines = _fp8_lines(recipe, model, chip)
     if not has_kernels(platform):

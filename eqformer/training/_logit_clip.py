@@ -287,8 +287,8 @@ def clip_heads(parameters: PyTree, largest: Sequence[Float[Array, "*layers heads
     """Return the parameters with smaller queries and keys in the heads whose largest logit is above the limit.
 
     A head's logits are multiplied by `limit / largest`. Heads that share a key head are clipped together, by the
-    largest logit of them all. In latent attention all heads share the rotary keys, which stay: the rotary queries take
-    the whole factor.
+    largest logit of any of these heads. In latent attention all heads share the rotary keys, which stay unchanged; the
+    rotary queries are multiplied by the whole factor.
     """
     largest_by_mixer = dict(zip(map(id, _attentions(parameters)), largest, strict=True))
 

@@ -288,7 +288,7 @@ class LossSpikeError(DivergedError):
 
 
 class LossSpikes(Callback):
-    """A callback that raises a `LossSpikeError` if the loss jumps; `retry` then continues the run without the batches.
+    """A callback that raises a `LossSpikeError` if the loss jumps; `retry` then skips the batches before the jump.
 
     A spike is a loss above `factor` times the median of the `window` losses before it. As with PaLM (arXiv 2204.02311,
     section 5.1), the run returns to its last checkpoint and skips the batches of all steps since that checkpoint, the
