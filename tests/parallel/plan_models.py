@@ -74,6 +74,24 @@ FAMILIES: dict[str, Any] = {
     "values by id": models.SpeedrunConfig(
         vocab=50, embed=EMBED, layers=8, heads=HEADS, kv_heads=2, mlp=MLP, head_dim=HEAD_DIM, skips=False, eps=0.1
     ),
+    "learned frequencies": models.MistralLarge4Config(
+        vocab=50,
+        embed=EMBED,
+        layers=4,
+        heads=HEADS,
+        mlp=MLP,
+        expert_mlp=12,
+        latent=16,
+        head_dim=HEAD_DIM,
+        rope_dim=4,
+        v_dim=HEAD_DIM,
+        first_dense=4,
+        index_heads=3,
+        index_dim=8,
+        index_top_k=99,
+        scaling=None,
+        eps=0.1,
+    ),
     "bert": models.BERTConfig(vocab=50, embed=EMBED, layers=4, heads=HEADS, mlp=MLP, max_seq=32),
     "long table": models.GPT2Config(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
 }
