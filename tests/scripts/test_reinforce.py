@@ -62,7 +62,7 @@ def test_a_run_without_a_reward_is_refused(inputs, tmp_path):
         ("broken", r"it raised KeyError: 'answer'; correct the function"),
         ("infinite", r"is nan; return finite numbers"),
         ("short", r"it returned 1 rewards for 8 completions; return one for each"),
-        ("missing", r"has no function 'missing' that returns the reward; it has broken, high, infinite, short"),
+        ("missing", "no function 'missing' that returns the reward; the file defines broken, high, infinite, short"),
     ],
 )
 def test_a_reward_that_fails_at_first_leaves_no_folder(reward, message, inputs, tmp_path):

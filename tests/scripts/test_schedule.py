@@ -99,7 +99,8 @@ def test_a_plateau_goes_on_and_a_decay_that_began_is_refused_with_the_checkpoint
     )
     np.testing.assert_array_equal(rates(longer, chosen), straight)  # bit for bit, as if asked from the beginning
     saved = save(folder, 90, whole_run(first))
-    with pytest.raises(ValueError, match="it would jump(.|\n)*The checkpoint of step 70 goes on without a jump"):
+    message = "it would jump(.|\n)*From the checkpoint of step 70 the run goes on without a jump"
+    with pytest.raises(ValueError, match=message):
         schedule_phases(longer, saved)
     with pytest.raises(ValueError, match="it would jump"):  # a shorter run, too, is another shape
         schedule_phases(recipe(95, "warmup-stable-decay"), saved)
