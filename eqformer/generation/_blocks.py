@@ -84,7 +84,7 @@ def generate_blocks(
     `ValueError` for a model without blocks.
 
     Args:
-        model: A model of block diffusion, `nn.with_blocks(model, block)`; its blocks have one size.
+        model: A model of block diffusion, `nn.with_blocks(model, block)`; all blocks must have the same size.
         prompts: A list of lists of ids, or an integer array whose rows have `lengths` ids each.
         max_new_tokens: Maximum number of tokens to generate for a row.
         mask_id: The id of a masked token, with which the model was trained.
@@ -216,8 +216,8 @@ def _sample(
 ) -> tuple[Int[Array, "batch block"], Float[Array, "batch block"], Float[Array, "batch block"]]:
     """Sample an id for each token; return the ids, their probabilities, and the priorities by which tokens are filled.
 
-    The id is -1 if no id can be sampled. Probabilities are those after the transforms or, with a greedy transform,
-    those of the model.
+    The id is -1 if no id can be sampled. The probabilities are computed after the transforms; with a greedy transform,
+    they are the model's own probabilities.
     """
     logits = jnp.where(jnp.arange(logits.shape[-1]) == rule.mask_id, -jnp.inf, logits)
     transformed = jax.vmap(lambda logits: sampling.transforms(logits, history), 1, 1)(logits)

@@ -57,7 +57,7 @@ MAX_ALTERNATIVES = 20
 
 
 class Alternatives(eqx.Module):
-    """The likeliest ids in the place of each sampled id, by the model's logits, for rows that ask for them."""
+    """The likeliest ids at the position of each sampled id, by the model's logits; only some rows ask for these ids."""
 
     wanted: Bool[Array, "batch"]
     """Whether each row asks for alternatives; if no row does, none are computed."""

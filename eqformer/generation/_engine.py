@@ -225,7 +225,8 @@ class Engine:
     def take_requests(self, remaining: Iterator[T], max_new_tokens: Callable[[T], int]) -> list[T]:
         """Return the next items of an iterator of requests, sorted by `max_new_tokens`, the largest first.
 
-        The list is empty while at least `slots` requests wait. Otherwise it fills the queue up to `2 * slots` requests.
+        The list is empty while at least `slots` requests wait. Otherwise the list fills the queue up to `2 * slots`
+        requests.
         """
         waiting = len(self._waiting)
         taken = itertools.islice(remaining, 2 * self.slots - waiting if waiting < self.slots else 0)
@@ -299,8 +300,8 @@ class Engine:
     def _read_prompts(self) -> None:
         """Read a chunk of a prompt for each free slot, since a decoding step takes as long with free slots as without.
 
-        If other rows wait for their next decoding step, reading stops after `_MAX_CHUNKS` chunks that each left their
-        prompt unfinished.
+        If other rows wait for their next decoding step, reading stops after `_MAX_CHUNKS` chunks; the last chunk of a
+        prompt does not count.
         """
         unfinished_chunks = 0
         for _ in range(self.slots - len(self._rows)):
@@ -408,7 +409,7 @@ class Engine:
         if result.finish:
             return result
         can_go_on = bool(progress.logits_are_numbers[slot] and progress.has_candidates[slot])
-        # The last id of a row that cannot go on was not sampled.
+        # If a row cannot go on, its last id is a placeholder, which was not sampled.
         new = int(progress.lengths[slot]) - self._known_length(row) - (not can_go_on)
         count = row.request.alternatives
         tables = (

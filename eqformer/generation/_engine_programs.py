@@ -240,7 +240,7 @@ def decode_slots(
 ) -> tuple[FlatTree, NewTokens]:
     """Sample tokens for all rows that have not ended. `flat_slots` holds the `EngineRows`, which are donated.
 
-    `max_new` is the width of the returned arrays: after a step, the host lacks at most this many ids of a row. With
+    `max_new` is the width of the returned arrays: at most so many ids of a row are new to the host after a step. With
     `is_greedy`, all rows take the likeliest tokens of the model's own logits.
     """
     slots: EngineRows = flat_slots.tree

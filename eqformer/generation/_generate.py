@@ -166,8 +166,9 @@ def _start_rows(
 ) -> tuple[Rows, DraftCounts | None]:
     """Read the prompts and sample tokens until each row has ended, or has `new_tokens` new tokens.
 
-    Without `new_tokens`, all rows are complete: they are returned without their caches, which nothing reads any more,
-    and with the counts of the draft. With `new_tokens`, the rows keep their caches, and None is returned as the counts.
+    Returns the rows, and the draft's counts. Without `new_tokens`, all rows are complete, and are returned without
+    caches, because nothing reads the caches any more. With `new_tokens`, the rows keep their caches, and the counts are
+    None.
     """
     rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=log_probabilities, sizes=sizes)
     step = make_decode_step(model, sampling)
@@ -184,7 +185,7 @@ def _decode_until(
     model: Model,
     sampling: SamplingState,
 ) -> tuple[Rows, DraftCounts | None]:
-    """Sample `ROUND` tokens at a time until each row has ended, by itself or by `ends_row`."""
+    """Sample `ROUND` tokens at a time until each row is done, or `ends_row` has ended the row."""
     starts = np.asarray(initial_lengths)
     while True:
         ids, row_lengths, done = copy_to_host((rows.ids, rows.lengths, rows.done))
@@ -257,7 +258,7 @@ def check_logits(are_numbers: Bool[Array, "batch"], have_candidates: Bool[Array,
     if not np.all(have_candidates):
         raise ValueError(
             "generate(transforms=...): the transforms left a row no token to sample: they set all of the row's logits "
-            "to minus infinity, or one to NaN; leave at least one token a finite logit, such as an end of text."
+            "to minus infinity, or a logit to NaN; leave at least one token a finite logit, such as an end of text."
         )
 
 

@@ -32,7 +32,7 @@ class PaddedPrompts(NamedTuple):
     lengths: Int[jax.Array, "batch"]
     sizes: ProgramSizes
     initial_lengths: Int[jax.Array, "batch"]
-    """Number of ids in each row before the first new token: the prompt's, or 1 (the start id) with an encoder."""
+    """Number of ids in each row before the first new token: the prompt's length; 1 (the start id) with an encoder."""
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def check_ids(name: str, ids: Shaped[np.ndarray, "tokens"], vocab: int) -> None:
 
 
 def fit_to_positions(model: Model, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], int]:
-    """Shorten a prompt to its end, and lower the number of new tokens, so that both fit a model's learned positions.
+    """Drop a prompt's first ids, and lower the number of new tokens, so that both fit a model's learned positions.
 
     For a model without learned positions, both are returned unchanged. `generate` itself shortens nothing: it refuses
     prompts that do not fit.

@@ -103,7 +103,7 @@ class Request:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is the likeliest by the model's logits, which no setting changes."""
+        """Whether each token is the likeliest by the model's own logits, because no setting changes the logits."""
         return (
             self.temperature == 0
             and self.repetition_penalty in (None, 1)
@@ -128,7 +128,7 @@ class Result:
     log_probabilities: list[float] = dataclasses.field(default_factory=list)
     """The log-probability of each id by the model's logits before any change, in nats."""
     alternatives: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
-    """The likeliest ids in the place of each id, with their log-probabilities, as many as the request asks for."""
+    """For each sampled id, the `alternatives` likeliest ids at its position, with their log-probabilities."""
     finish: str = ""
     """Why the text ended: `"end"` of text, `"stop"` by the request's function, `"length"`, `"cancelled"` or `"error"`;
     empty while it is generated."""

@@ -35,7 +35,7 @@ class TokenScores(NamedTuple):
     is_greedy: Bool[np.ndarray, "tokens"]
     """Whether the id has the largest logit, so that greedy decoding would sample it."""
     alternative_ids: Int[np.ndarray, "tokens top"]
-    """The likeliest ids in the place of each id, as many as are asked for."""
+    """For each id, the `alternatives` likeliest ids at its position."""
     alternative_log_probabilities: Float[np.ndarray, "tokens top"]
 
 
@@ -215,8 +215,8 @@ def _score_after_caches(
 ) -> ScoreTables:
     """Return the scores of the targets, with `top` alternatives; row `i` continues the prompt `owner[i]`.
 
-    Row `i` reads `input_lengths[i]` ids after the prompt. The output at the prompt's last token predicts its first
-    target.
+    Row `i` reads `input_lengths[i]` ids after the prompt. The output at the prompt's last token predicts the first
+    target of the row.
     """
     hidden, cache, _ = model.encode(ids, right_padded(lengths, ids.shape[1]), model.init_cache(len(ids), capacity))
     last_hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[owner]

@@ -66,7 +66,7 @@ class DraftModel(Draft):
         return self.model.unembed(hidden)
 
     def init_cache(self, batch: int, capacity: int, dtype: str | None) -> PyTree:
-        """Return the smaller model's cache, of no more slots than it has learned positions."""
+        """Return the smaller model's cache, whose capacity is at most the number of the model's learned positions."""
         limit = capacity if self.model.max_seq is None else self.model.max_seq
         return self.model.init_cache(batch, min(capacity, limit), dtype, rollback=self.tokens)
 
@@ -178,7 +178,8 @@ class SpeculativeCache(eqx.Module):
 
     - The model has read all tokens but the last: positions 0 to `length - 2`. Slots of later positions may hold
       rejected proposals. The step overwrites all of these slots before a query reads any of them.
-    - The draft has read `draft_length` tokens, between 1 and `draft.tokens + 1` fewer than `length`, and no proposal.
+    - The draft has read the first `draft_length` tokens and no proposal; `length - draft_length` is between 1 and
+      `draft.tokens + 1`.
     - `hidden[i]` is the model's hidden vector of position `draft_length - 1 + i`, for `i < length - draft_length`.
     """
 
@@ -283,7 +284,7 @@ def put_row(batch: PyTree, number: Int[Array, ""], single: PyTree) -> PyTree:
 
 def put_cache_row(model: Model, cache: PyTree, rows: int, number: Int[Array, ""], single: PyTree) -> PyTree:
     """Return a cache of `rows` rows with row `number` replaced by the only row of the cache `single`."""
-    # A sharded model writes the row where its devices have it, and a model with a draft has two caches.
+    # A sharded model writes the row on the devices that hold the row, and a model with a draft has two caches.
     put = getattr(model, "put_cache_row", None)
     return put_row(cache, number, single) if put is None else put(cache, rows, number, single)
 
@@ -313,7 +314,8 @@ def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState
     last_token = jnp.take_along_axis(rows.ids, rows.lengths[:, None] - 1, axis=1)
     checked_ids = jnp.concatenate([last_token, proposals], axis=1)
     positions = rows.lengths[:, None] - 1 + order
-    # A row's last token before its limit is never read, and rows that are done read nothing: these count as padding.
+    # The last token that a row's limit allows is never read. This token, and all tokens of rows that are done, count as
+    # padding.
     tokens = Tokens(jnp.where(rows.done[:, None] | (positions >= rows.limits[:, None] - 1), -1, positions))
     hidden, model_cache, _ = pair.model.encode(checked_ids, tokens, rows.cache.model)
     logits = pair.model.unembed(hidden.reshape(-1, hidden.shape[-1]))
@@ -353,10 +355,10 @@ def accept_proposals(
 ) -> tuple[Int[Array, "batch"], Float[Array, "batch vocab"]]:
     """Return how many proposals of each row are accepted, and the unnormalized distribution of the next token.
 
-    A proposal with probability `q` by the draft and `p` by the model is accepted with probability `min(1, p / q)`,
-    decided by its uniform number, if all earlier proposals are accepted. The token that replaces the first rejected
-    proposal is sampled in proportion to `max(p - q, 0)`. `probabilities` has one position more than there are
-    proposals.
+    Let `q` be the draft's probability of a proposal, and `p` the model's. The proposal is accepted with probability
+    `min(1, p / q)` if all earlier proposals are accepted; its random number in `uniforms` decides. The token that
+    replaces the first rejected proposal is sampled in proportion to `max(p - q, 0)`. `probabilities` has one position
+    more than there are proposals.
     """
     index = proposals[..., None]
     target, draft = (
@@ -440,5 +442,6 @@ def _write_tokens(
     return ids.at[jnp.arange(len(ids))[:, None], positions].set(new_ids, mode="drop")
 
 
-# Folded into the key, so that proposals, acceptance and the model's own samples at one position are independent.
+# These numbers are folded into the key, so that proposals, acceptance and the model's own samples at one position are
+# independent.
 _PROPOSAL_STREAM, _ACCEPTANCE_STREAM = 2**31 - 2, 2**31 - 3

@@ -35,7 +35,7 @@ class _EmbeddingJob:
 
     def __post_init__(self):
         self.vectors: dict[int, Float[np.ndarray, "features"]] = {}
-        # Texts are taken from the end, the longest first.
+        # The indices of the texts, the shortest text first; texts are taken from the end of this list.
         self.waiting = sorted(range(len(self.rows)), key=lambda number: len(self.rows[number].ids))
 
     def add(self, number: int, vector: Float[np.ndarray, "features"]) -> None:
@@ -58,7 +58,7 @@ class EmbeddingService(Service):
     """
 
     def __init__(self, encoder: TextEncoder, *, limits: Limits | None = None, batch_size: int = 32):
-        """Embed a first text, which shows that the encoder works.
+        """Prepare the service, and embed a short text to check that the encoder works.
 
         Args:
             encoder: The text encoder, as `eqformer.load` returns it.
@@ -131,7 +131,7 @@ class EmbeddingService(Service):
             self.metrics.add("cancelled_requests")
             raise
         if wrong := np.flatnonzero(~np.isfinite(vectors).all(-1)).tolist():
-            raise RequestError(500, f"the vector of input[{wrong[0]}] has infinite numbers or NaN; see the weights.")
+            raise RequestError(500, f"the vector of input[{wrong[0]}] has infinite numbers or NaN; check the weights.")
         self.metrics.add("embedded_texts", len(vectors))
         return vectors
 

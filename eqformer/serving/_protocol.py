@@ -227,7 +227,7 @@ def parse_chat(fields: Fields, *, max_texts: int) -> ChatRequest:
     tools, forced_tools = _tools(fields)
     schema = _schema(Fields(fields.take("response_format", {"type": "text"}), "response_format"))
     if forced_tools and schema is not None:
-        reason = "tool_choice asks for a call of a tool, but response_format for another JSON; leave one of them out."
+        reason = "tool_choice forces a tool call, but response_format asks for other JSON; leave one of the two out."
         raise RequestError(400, reason, parameter="tool_choice")
     template_options = fields.take("chat_template_kwargs", {})
     if not isinstance(template_options, dict) or _TEMPLATE_ARGUMENTS & {*template_options}:
@@ -279,7 +279,7 @@ def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | Non
     """Return the options that completions and chats share."""
     stream, experts = fields.flag("stream"), fields.flag("experts")
     if experts and not stream:
-        raise RequestError(400, "experts: a stream reports them at its end; add stream: true.", parameter="experts")
+        raise RequestError(400, "experts: only streams report experts; add stream: true.", parameter="experts")
     stream_options = Fields(fields.take("stream_options", {}), "stream_options")
     include_usage = stream_options.flag("include_usage")
     stream_options.ignore("include_obfuscation")

@@ -21,7 +21,7 @@ from ._tool_calls import ToolCall, ToolCallParser
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """A token of a text, with its log-probability and the likely tokens in its place."""
+    """A token of a text, with its log-probability and the likeliest tokens at its position."""
 
     id: int
     text: str

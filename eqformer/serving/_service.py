@@ -145,7 +145,7 @@ class Service(abc.ABC):
         if count > max_texts:
             raise RequestError(400, f"the request has {count} texts, but {max_texts} fit at once; ask for fewer.")
         if self.active + count > max_texts:
-            message = f"{self.active} texts are computed or wait, of at most {max_texts}; try again later."
+            message = f"{self.active} texts are being computed or wait, and the limit is {max_texts}; try again later."
             raise RequestError(429, message, code="queue_full")
         self.active += count
         try:
@@ -173,7 +173,7 @@ class TextService(Service):
         self.engine = self._make_engine()
         self._scoring = asyncio.Lock()
         self.expert_layers = interpretability.expert_layers(llm.model)
-        """Numbers of the layers whose tokens choose experts."""
+        """Indices of the layers in which tokens choose experts."""
 
     @property
     def slots(self) -> int:
@@ -264,9 +264,9 @@ class TextService(Service):
         return scores[0]
 
     def check_experts(self) -> None:
-        """Raise a `RequestError` if the tokens of the model choose no experts."""
+        """Raise a `RequestError` for a model without layers in which tokens choose experts."""
         if not self.expert_layers:
-            reason = "the tokens of this model choose no experts that can be read; leave experts out."
+            reason = "tokens choose no experts in this model's layers, or the choice cannot be read; leave experts out."
             raise RequestError(400, reason, parameter="experts")
 
     async def trace_experts(self, prompt: Prompt, ids: Sequence[int]) -> list[interpretability.LayerExperts]:
@@ -460,7 +460,7 @@ def _as_bad_request(field: str) -> Iterator[None]:
 
 
 def _without_call(message: str) -> str:
-    """Return a message of the library without the call at its beginning, which clients of the server do not make."""
+    """Return a message of the library without its beginning, a Python call that the server's client has not made."""
     return re.sub(r"^[\w.]+(\(.*?\)(: | (?=needs))|: )", "", message, count=1, flags=re.DOTALL)
 
 

@@ -220,7 +220,7 @@ def find_marker_ids(tokenizer: data.PromptTokenizer) -> dict[str, int]:
 
 
 def _write_literal(text: str, marker_ids: Mapping[str, int]) -> str:
-    """Return the Lark expression for a text: markers as token ids, and the probe's call id as a pattern of ids."""
+    """Return the Lark expression for a text: markers become token ids, and `_PROBE_ID` becomes a pattern of ids."""
     names = sorted(filter(None, [*marker_ids, _PROBE_ID]), key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, names))})", text)
     ids = {name: f"<[{number}]>" for name, number in marker_ids.items()} | {_PROBE_ID: "/[a-zA-Z0-9]{9}/"}

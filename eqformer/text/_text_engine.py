@@ -178,7 +178,7 @@ class TextPiece:
     log_probs: tuple[float, ...]
     """Log-probability of each new id."""
     alternatives: tuple[tuple[tuple[int, float], ...], ...]
-    """The likeliest ids in the place of each new id, with their log-probabilities, as many as the request asks for."""
+    """For each new id, the `alternatives` likeliest ids at its position, with their log-probabilities."""
     result: TextResult | None = None
     """The result of the whole text, in the last piece; None in the other pieces."""
 
