@@ -29,7 +29,7 @@ def batch_text_groups(
     Args:
         groups: The texts of each group: an anchor, its positive and any number of hard negatives.
         tokenizer: The tokenizer, which adds special tokens.
-        seq: The tokens of a row; a longer text is cut at its end, within its special tokens.
+        seq: The tokens of a row; a longer text is cut at its end, but keeps its special tokens.
         first_example: The first row's number in the run.
     """
     call, sizes = f"batch_text_groups(groups, tokenizer, seq={seq})", sorted({len(group) for group in groups})
@@ -62,7 +62,7 @@ def batch_labelled_texts(
             each label that the text has and 0 for all other labels. For a model with one output: a floating-point value
             for each text.
         tokenizer: The tokenizer, which adds special tokens.
-        seq: The number of tokens in a row; longer texts are cut at their end, within their special tokens.
+        seq: The number of tokens in a row; longer texts are cut at their end, but keep their special tokens.
         reads_types: Whether tokens have the tokenizer's types, by which models such as BERT distinguish the texts of a
             pair; see `nn.Transformer.reads_types`.
         first_example: The first row's number in the run.
@@ -335,7 +335,7 @@ class LabelledTextEncoder(RowEncoder):
 
     Args:
         tokenizer: The tokenizer; bytes have no special tokens, and no pairs of texts.
-        seq: The tokens of a row; a longer text is cut at its end, within its special tokens.
+        seq: The tokens of a row; a longer text is cut at its end, but keeps its special tokens.
         labels: The names of the labels.
         reads_types: Whether tokens have the tokenizer's types, which distinguish the texts of a pair.
     """

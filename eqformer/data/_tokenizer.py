@@ -313,8 +313,8 @@ class FileTokenizer:
     ) -> list[EncodedText]:
         """Return the ids and token types of texts, or of pairs of texts, with the special tokens around them.
 
-        A text of more than `max_length` tokens is cut at its end, within its special tokens; in a pair, the longer text
-        is cut first. Names of special tokens in a text become these tokens.
+        A text of more than `max_length` tokens is cut at its end, but keeps its special tokens. In a pair, the longer
+        text is cut first. Names of special tokens in a text become these tokens.
         """
         with self._describe_failure("encode_texts(texts)", "a text"):
             encodings = self._cutting_tokenizer(max_length).encode_batch(list(texts))
