@@ -59,7 +59,7 @@ def test_recipes_that_cannot_work_are_refused(corpus):
     assert recipe_of(corpus).batch_shapes().ids.shape == (8, 48)
     llama = models.LlamaConfig(256, 16, 2, 2, 1, 24)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"model": llama}, r"check_block_diffusion\(model\): not all tokens see"),
+        ({"model": llama}, r"check_block_diffusion\(model\): the masks of the model have no blocks"),
         ({"loss": "next-token"}, "a token attends to later tokens"),
         ({"evaluate_every": 2}, "--evaluate-every: only next tokens are scored"),
         ({"masking": Masking(share=0.5)}, "--masking is for --loss mlm"),
