@@ -62,7 +62,7 @@ class LearnedPositions(PositionEmbedding):
             embed: Channels of a vector.
             offset: Number of rows before the row of position 0; no token reads them (RoBERTa).
             std: Standard deviation of the table.
-            key: For the table.
+            key: Random key for the table.
         """
         self.weight = std * jax.random.normal(key, (offset + max_seq, embed), jnp.float32)
         self.offset = offset
@@ -135,7 +135,7 @@ class PerLayerEmbedding(EmbeddingTable):
             mlp: Channels of a vector.
             std: Standard deviation of the table.
             scale: Factor of looked-up vectors; None: 1.
-            key: For the table.
+            key: Random key for the table.
         """
         self.weight = std * jax.random.normal(key, (vocab, mlp * depth), jnp.float32)
         self.depth, self.scale = depth, scale
@@ -172,7 +172,7 @@ class PerLayerInputs(Module):
             depth: Number of layers that read a vector.
             mlp: Channels of a vector.
             eps: Added to the mean of squares in the norm, before the root.
-            key: For the weights.
+            key: Random key for the weights.
         """
         table_key, map_key = jax.random.split(key)
         self.embedding = PerLayerEmbedding(vocab=vocab, depth=depth, mlp=mlp, scale=mlp**0.5, key=table_key)
@@ -213,7 +213,7 @@ class PerLayerGate(FeedForward):
             mlp: Channels of the vector.
             activation: Applied to the output of the gate.
             output_std: Standard deviation of the second map's weights; None: the default of `Linear`.
-            key: For the weights.
+            key: Random key for the weights.
         """
         gate_key, down_key = jax.random.split(key)
         self.gate = Linear("embed -> mlp", embed=embed, mlp=mlp, key=gate_key)

@@ -101,7 +101,7 @@ def with_lora(
         rank: The channels between the two factors.
         alpha: The scale is `alpha / rank`; None makes it 1.
         rank_stabilised: Whether the scale is `alpha / sqrt(rank)` instead (arXiv:2312.03732).
-        key: For A.
+        key: Random key for A.
     """
     if rank < 1:
         raise ValueError(f"with_lora(rank={rank}): the rank counts channels; give at least 1.")

@@ -246,7 +246,7 @@ class MLP(FeedForward):
             activation: An elementwise function, or a module with parameters (`XIELU`).
             bias: Whether the maps have biases.
             output_std: Standard deviation of the last map's weights; None: as for the other maps.
-            key: For the weights.
+            key: Random key for the weights.
         """
         up, down = jax.random.split(key)
         self.up = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=up)
@@ -295,7 +295,7 @@ class GatedMLP(FeedForward):
                 the gate after its activation (Step 3.7).
             offset: Added to the result of `up` (gpt-oss: 1).
             output_std: Standard deviation of the last map's weights; None: as for the other maps.
-            key: For the weights.
+            key: Random key for the weights.
         """
         gate, up, down = jax.random.split(key, 3)
         self.gate = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=gate)

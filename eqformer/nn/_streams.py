@@ -66,7 +66,7 @@ class StreamWeights(StreamMap):
             embed: Channels of a stream.
             base: The initial `base`: an array for each use, with one number for each logit of the use.
             eps: Added to the mean of squares.
-            key: For the weights.
+            key: Random key for the weights.
         """
         self.base = jnp.concatenate([part.reshape(-1) for part in base]).astype(jnp.float32)
         self.sizes, self.eps = tuple(part.size for part in base), eps
@@ -101,8 +101,8 @@ class StreamWeights(StreamMap):
 class Sinkhorn:
     """Matrices whose rows and columns add up to 1, by alternating normalization (Sinkhorn and Knopp 1967).
 
-    The logits' softmax over each row, plus `eps`, is divided by the sums of its columns, then `iterations - 1` times by
-    the sums of rows and of columns. `eps` is added to the sums.
+    The start is the softmax of the logits over each row, plus `eps`, divided by its column sums. This matrix is then
+    divided by its row sums and by its column sums, `iterations - 1` times. `eps` is added to all sums.
     """
 
     iterations: int = 20
@@ -172,7 +172,7 @@ class HyperConnection(Sublayer):
             write_scale: The factor of the sigmoid in the weights of writing.
             write_eps: Added to the weights of writing.
             norm_eps: Added to the mean of squares of all channels.
-            key: For the weights.
+            key: Random key for the weights.
         """
         base = [_read_base(streams), jnp.zeros(streams)]
         base += [] if mixing is None else [_DIAGONAL * jnp.eye(streams)]
@@ -256,7 +256,7 @@ class MergeStreams(StreamMerge):
             embed: Channels of a stream.
             eps: Added to the weights.
             norm_eps: Added to the mean of squares of all channels.
-            key: For the weights.
+            key: Random key for the weights.
         """
         base = [_read_base(streams)]
         self.weights = StreamWeights(streams=streams, embed=embed, base=base, eps=norm_eps, key=key)

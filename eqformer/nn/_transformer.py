@@ -90,7 +90,7 @@ class PredictionHead(Module):
             embed: Channels of the residual stream.
             bias: Whether the dense layer has a bias.
             activation: Applied to the output of the dense layer.
-            key: For the weights.
+            key: Random key for the weights.
         """
         self.norm, self.output_norm, self.activation = norm, output_norm, activation
         self.dense = Linear("embed -> hidden", embed=embed, hidden=embed, bias=bias, key=key)

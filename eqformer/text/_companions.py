@@ -84,7 +84,7 @@ def read_chat_template(folder: Path) -> data.ChatTemplate | None:
     try:
         return data.ChatTemplate(folder, now=datetime.datetime.now)
     except (ImportError, ValueError) as error:
-        warnings.warn(f"{error} The model is loaded without chats.", stacklevel=3)
+        warnings.warn(f"{error} The model is loaded without a chat template.", stacklevel=3)
         return None
 
 

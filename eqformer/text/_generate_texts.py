@@ -112,7 +112,7 @@ class Completion:
     text: str
     """The text, without the end of text and without a stop string."""
     ids: tuple[int, ...]
-    """Ids that were sampled, including the id or the ids of the stop string that ended the text."""
+    """Ids that were sampled, including the end-of-text id, or the ids of the stop string, if one ended the text."""
     log_probs: tuple[float, ...]
     """Log-probability of each id by the model's logits, before temperature and truncations, in nats."""
     finish_reason: Literal["stop", "length"]
@@ -263,7 +263,8 @@ def generate_texts(
     if stream and (log_probs or len(prompts.rows) != 1):
         fault = "log_probs=True" if log_probs else f"{len(prompts.rows)} prompts"
         raise ValueError(
-            f"{call}(stream=True): a stream is one text without log_probs, but the call has {fault}; leave one out."
+            f"{call}(stream=True): a stream is one text without log_probs, but the call has {fault}; "
+            "leave out one of the two."
         )
     if not prompts.rows:
         return []

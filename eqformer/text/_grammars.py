@@ -79,7 +79,7 @@ class GrammarCompiler:
 
 
 def _write_unforced(kind: str, source: str) -> str:
-    """Return the grammar in the language of Lark, with an option that turns off llguidance's forcing."""
+    """Return the grammar in the language of Lark, with the option that turns off forcing (see `_GrammarMask`)."""
     if kind == "lark":
         return f"{_NO_FORCING}\n{source}"
     if kind == "regex":

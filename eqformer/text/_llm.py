@@ -31,7 +31,7 @@ class LLM:
     """
 
     model: generation.Model
-    """The model that decodes: an `nn.Transformer`, or a `parallel.ShardedModel` of one under a plan."""
+    """The model that decodes: an `nn.Transformer` or, under a plan, the transformer's `parallel.ShardedModel`."""
     tokenizer: data.PromptTokenizer
     """The tokenizer of prompts and texts."""
     chat_template: data.ChatTemplate | None = None

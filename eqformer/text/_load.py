@@ -49,8 +49,8 @@ def load(
         source: A published folder, one file of GGUF, the folder of a run, or the name of a model of the hub.
         plan: The plan that shards the model over a mesh; None: one device.
         dtype: The dtype of all weights; None: each has its published dtype.
-        weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them, and merges the
-            low-rank changes of a run into them.
+        weights: `"quantized"` keeps quantized weights as they are stored; `"decoded"` decodes them, and merges a run's
+            LoRA into the weights.
         predictor: Whether to load the multi-token predictor of an `LLM`, too.
         throughput: Whether to accept longer compilation of an `LLM`'s programs for faster decoding.
         progress: A function that is called with the number of bytes read so far, and of all bytes.
@@ -64,7 +64,7 @@ def load(
     if run is not None and (run.trains_encoder or run.classifier is not None):
         if dtype is not None or weights != "decoded" or predictor or throughput:
             raise ValueError(
-                f"{call}: a run's text encoder or classifier has no dtype, weights, predictor or throughput to choose."
+                f"{call}: a run's text encoder or classifier takes no dtype, weights, predictor or throughput."
             )
         return load_run_encoder(path, plan) if run.trains_encoder else load_run_classifier(path, plan)
     if not is_classifier and not is_encoder:
@@ -99,8 +99,8 @@ def load_llm(
             name of a model of the hub, such as `"HuggingFaceTB/SmolLM2-135M-Instruct"` (see `models.local_path`).
         plan: The plan that shards the model over a mesh; None: one device. Generated texts do not depend on the plan.
         dtype: The dtype of all weights; None: each has its published dtype.
-        weights: `"quantized"` keeps quantized weights as they are stored, in less memory; `"decoded"` decodes them,
-            and merges the low-rank changes of a run into them.
+        weights: `"quantized"` keeps quantized weights as they are stored, in less memory; `"decoded"` decodes them, and
+            merges a run's LoRA into the weights.
         predictor: Whether to load the multi-token predictor, too, for `generate(draft="mtp")`.
         throughput: Whether to accept longer compilation for faster decoding. On a CPU, layers are unstacked if their
             weights exceed the last-level cache (see `generation.unstack_for_platform`), and a C++ compiler builds the
@@ -238,7 +238,7 @@ class RunRecipe(NamedTuple):
         return models.Classifier(len(self.labels), pooling=self.label_pooling) if is_classifier else None
 
     def shapes(self) -> nn.Transformer:
-        """Return the shapes of the trained model, without the fp8 products that only training uses."""
+        """Return the shapes of the trained model, whose products are not in fp8, even if they were in training."""
         return nn.without_fp8(eqx.filter_eval_shape(self._build))
 
     def _build(self) -> nn.Transformer:
@@ -256,9 +256,9 @@ def is_run(path: str | Path) -> bool:
 def load_run_model(path: str | Path, plan: parallel.Plan | None = None) -> nn.Transformer:
     """Load the model of a run's latest checkpoint, on one device or sharded by a plan.
 
-    The model has no fp8 products. The recipe is read as data: no code of the folder runs. Raises a `ValueError` for a
-    run without a checkpoint, and for a recipe with classes that this process does not know. Before you load a model of
-    your own family, import the code that registers the family.
+    The model computes no product in fp8, even if training did. The recipe is read as data: no code of the folder runs.
+    Raises a `ValueError` for a run without a checkpoint, and for a recipe with classes that this process does not know.
+    Before you load a model of your own family, import the code that registers the family.
     """
     return restore_run_model(path, read_run_recipe(path), plan)
 
@@ -272,7 +272,7 @@ def restore_run_model(path: str | Path, recipe: RunRecipe, plan: parallel.Plan |
 
 
 def decode_run_weights(model: nn.Transformer, recipe: RunRecipe) -> nn.Transformer:
-    """Merge the low-rank changes of a run's model into its weights, and decode the weights that stay quantized."""
+    """Merge the LoRA of a run's model into the model's weights, and decode the weights that are still quantized."""
     merged = nn.merge_lora(model)
     return nn.cast(nn.dequantize(merged), recipe.precision.parameters) if recipe.quantized else merged
 

@@ -160,7 +160,9 @@ def _check_record(job: _PromptFileJob, number: int, content: bytes, lines: dict[
         record = parse_json(content)
         line, row, settings = record["line"], record["row"], record["settings"]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{call}: this is no line of texts; write to another file, or delete this one.") from None
+        raise ValueError(
+            f"{call}: complete_file has not written this line; write to another file, or delete this file."
+        ) from None
     if lines.get(line) != _digest_row(row):
         raise ValueError(
             f"{call}: it has a text for line {line} of {job.source}, which has changed since; write to another file, "

@@ -129,7 +129,8 @@ class Rollouts:
         reward function fails or does not return one finite number for each completion.
 
         Args:
-            llm: The tokenizer, chat template and end ids. Of its model, only vocabulary and longest row are used.
+            llm: The tokenizer, chat template and end ids. Only the vocabulary and the longest row of `llm.model` are
+                used.
             rows: Rows of data, each with a `prompt`: a text, or a list of messages.
             reward: `reward(prompts, completions, **columns)` returns a number for each completion. Prompts are as in
                 the rows, completions are texts, and columns are lists of the rows' other fields.
@@ -285,7 +286,7 @@ class Rollouts:
     def _decoding_model(self, model: PyTree) -> generation.Model:
         """Return the trained model in the form that decodes; under a plan its weights stay on their devices.
 
-        Layers move between stages only if the pipeline's schedule stores them in another order than they run.
+        Layers move between stages only if the pipeline's schedule stores the layers in another order than the model's.
         """
         return prepare_to_decode(model if self.plan is None else self.plan.unshard(model), self.plan)
 

@@ -250,7 +250,7 @@ def _load_answers(
     ids = [tokenizer.encode(answer) for answer in answers]
     if len(answers) != 2 or any(len(row) != 1 for row in ids):
         counts = " and ".join(str(len(row)) for row in ids)
-        raise ValueError(f"{call}: an answer must be one token, but they are {counts} tokens; give two such answers.")
+        raise ValueError(f"{call}: each answer must be one token, but the answers have {counts} tokens; give others.")
     model = models.load(path, plan=plan, dtype=dtype, weights=weights, progress=progress)
     if model.logit_softcap is not None or model.logit_bias is not None or model.encoder is not None:
         raise ValueError(f"{call}: the model's logits are no linear map of its last token's vector.")
@@ -280,7 +280,7 @@ def _label_names(attributes: JsonObject, count: int) -> tuple[str, ...]:
 
 
 def _read_activation(path: Path, attributes: JsonObject, labels: int) -> str:
-    """Return the function of scores that sentence-transformers wrote, by default a sigmoid of a single label."""
+    """Return the `activation` in sentence-transformers' settings; by default, a sigmoid for a model with one label."""
     file = path / "config_sentence_transformers.json"
     holders = [read_json(file) if file.exists() else {}, attributes.get("sentence_transformers")]
     stated = [holder.get("activation_fn") for holder in holders if isinstance(holder, dict)]

@@ -175,7 +175,7 @@ class TextEncoder:
         return first @ second.T
 
     def _find_prompt(self, name: str | None, prompt: str | None) -> str:
-        """Return the text that is put before each text; empty for none."""
+        """Return the text that is put before each text; an empty text if there is no prompt."""
         if prompt is not None and name is not None:
             raise ValueError(f"embed(prompt_name={name!r}, prompt={prompt!r}): give one prompt.")
         if prompt is not None:
@@ -340,7 +340,7 @@ def load_encoder(
     tokenizer = load_text_tokenizer(call, files.folder)
     model = models.load(model_path, plan=plan, dtype=dtype, weights=weights, head=False, progress=progress)
     if model.encoder is not None:
-        raise ValueError(f"{call}: the model has an encoder and a decoder; only models of one stack are pooled.")
+        raise ValueError(f"{call}: the model has an encoder and a decoder; give a model that is only one of the two.")
     if plan is not None:
         model = plan.shard(model)
     return TextEncoder(

@@ -130,7 +130,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 def _read_bias(fields: Mapping[str, object]) -> dict[int, float | int]:
-    """Return the `logit_bias` of a JSON object, whose ids are texts, with integers as ids."""
+    """Return the `logit_bias` of a JSON object, and turn the ids, which are texts in JSON, into integers."""
     bias: dict[int, float | int] = {}
     for name, value in fields.items():
         if not str(name).isdecimal() or not isinstance(value, int | float):
@@ -150,7 +150,7 @@ class TextResult:
     text: str
     """The new text, without the end of text and without a stop string."""
     ids: tuple[int, ...]
-    """Ids that were sampled, including the id or the ids of the stop string that ended the text."""
+    """Ids that were sampled, including the end-of-text id, or the ids of the stop string, if one ended the text."""
     log_probs: tuple[float, ...]
     """Log-probability of each id by the model's logits, before anything changes them, in nats."""
     finish_reason: FinishReason
@@ -246,9 +246,9 @@ class TextEngine:
     def run(self, requests: Iterable[TextRequest | str]) -> Iterator[TextResult]:
         """Yield the text of each request when it ends; its `number` is the request's position in `requests`.
 
-        Requests are taken from the iterable shortly before they can begin. Of the requests that are taken together,
-        those with the most new tokens begin first, as in `generation.Engine.run`. A string is continued with the
-        default settings. A request that is refused has a result whose `finish_reason` is `"error"`.
+        Requests are taken from the iterable shortly before they can begin. Requests that are taken together begin in
+        the order of their `max_new_tokens`, the largest first, as in `generation.Engine.run`. A string is continued
+        with the default settings. A request that is refused has a result whose `finish_reason` is `"error"`.
         """
         text_requests = (TextRequest(request) if isinstance(request, str) else request for request in requests)
         remaining = enumerate(text_requests)

@@ -106,7 +106,7 @@ def test_bad_input_has_one_clear_error(folder, tmp_path):
     with pytest.raises(ValueError, match="take an axis that divides"):
         eqformer.load(folder, plan=parallel.Plan(parallel.make_mesh(tensor=8)))
     broken = published_folder(tmp_path / "broken", chat_template__jinja="{% for %}")
-    with pytest.warns(UserWarning, match="cannot be read .* The model is loaded without chats"):
+    with pytest.warns(UserWarning, match="cannot be read .* The model is loaded without a chat template"):
         assert eqformer.load(broken).chat_template is None
     (broken / "tokenizer.json").unlink()
     (broken / "config.json").write_text((broken / "config.json").read_text().replace(": 256", ": 255"))

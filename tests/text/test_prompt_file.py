@@ -82,7 +82,7 @@ def test_another_input_or_other_settings_are_refused(engine, source, tmp_path):
     source.write_text(source.read_text().replace("much longer", "longer"))
     with pytest.raises(ValueError, match=r"line 2: it has a text for line 2 of .*rows.jsonl, which has changed"):
         complete(engine, source, tmp_path / "out")
-    with pytest.raises(ValueError, match="line 1: this is no line of texts"):
+    with pytest.raises(ValueError, match="line 1: complete_file has not written this line"):
         complete(engine, source, Path(shutil.copy(source, tmp_path / "copied rows")))
     assert (tmp_path / "out").read_bytes() == before
 

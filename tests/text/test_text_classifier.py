@@ -217,7 +217,7 @@ def test_answers_of_a_language_model(tmp_path):
         last = row[len(line) - 1]  # Causal attention: padding changes no logits before it.
         assert difference(1 / (1 + np.exp(last[ord("n")] - last[ord("y")])), score) < 1e-6
     assert difference(scores, 1 - scores) > 1e-3 and reranker.labels == ("y",)
-    with pytest.raises(ValueError, match="an answer must be one token, but they are 3 and 2 tokens"):
+    with pytest.raises(ValueError, match="each answer must be one token, but the answers have 3 and 2 tokens"):
         text.load_classifier(tmp_path / "llama", answers=("yes", "no"))
     write_encoder(tmp_path, "bert reranker")
     with pytest.raises(ValueError, match="answers are tokens of a language model"):

@@ -119,7 +119,7 @@ class Attention(Mixer):
             core: The operation that computes the softmax; None: `kernels.ATTENTION`, the platform's own kernel or a
                 loop over blocks. Its memory is linear in the sequence, and it has a first derivative in reverse mode;
                 for other derivatives (`jax.jvp`, Hessians) pass `kernels.DotProductAttention()`.
-            key: For the weights.
+            key: Random key for the weights.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % kv_heads:
@@ -265,7 +265,7 @@ class ValueEmbedding(EmbeddingTable):
             kv_heads: Heads of values.
             head_dim: Channels of a head.
             std: Standard deviation of the table.
-            key: For the table.
+            key: Random key for the table.
         """
         self.weight = std * jax.random.normal(key, (vocab, kv_heads, head_dim), jnp.float32)
 
@@ -316,7 +316,7 @@ class ValueEmbeddedAttention(Attention):
             head_dim: Channels of a head.
             kv_heads: Heads of keys and values, a divisor of `heads`; None: as many as `heads`.
             value_std: Standard deviation of the table; None: embed^-0.5, as for the projections and in nanochat.
-            key: For the weights.
+            key: Random key for the weights.
             **options: Further arguments of `Attention`.
         """
         attention_key, table_key, gate_key = jax.random.split(key, 3)

@@ -73,7 +73,7 @@ class BlockIndexer(Module):
             key_norm: The norm of the small keys, over the same dim.
             rotary: Rotary positions, whose frequencies must not depend on the length.
             chunk: Queries whose scores are in memory at a time.
-            key: For the weights.
+            key: Random key for the weights.
         """
         if block < 1 or not 0 <= local <= top_k or top_k < 1 or chunk < 1:
             raise ValueError(
@@ -243,7 +243,7 @@ class BlockIndexedAttention(Attention):
             head_dim: Channels of a head.
             kv_heads: Heads of keys and values, a divisor of `heads`; None: as many as `heads`.
             scores: The scale, temperature and softcap of the scores; None: the scale `head_dim^-0.5` alone.
-            key: For the weights.
+            key: Random key for the weights.
             **options: Further arguments of `Attention`, except the mask, which is causal.
         """
         kv_heads = heads if kv_heads is None else kv_heads

@@ -67,7 +67,7 @@ class KeyCompressor(Module):
             series: Blocks over which a mean is taken, each with values and gates of its own.
             rotary: Rotary positions, whose frequencies must not depend on the length.
             norm_eps: Added to the mean square in the norm.
-            key: For the weights.
+            key: Random key for the weights.
         """
         if rate < 1 or series < 1 or rotary.depends_on_length:
             raise ValueError(
@@ -184,7 +184,7 @@ class EntryIndexer(Module):
             q_latent: Channels of the queries' latent.
             heads: Small heads.
             top_k: Compressed keys that a query sees.
-            key: For the weights.
+            key: Random key for the weights.
         """
         if top_k < 1:
             raise ValueError(f"EntryIndexer(top_k={top_k}): a query sees at least one compressed key.")
@@ -274,7 +274,7 @@ class CompressedAttention(Mixer):
             norm_eps: Added to the mean square in all norms.
             output_std: The standard deviation of the output's weights; None: as for the other weights.
             chunk: Queries whose scores are in memory at a time.
-            key: For the weights.
+            key: Random key for the weights.
         """
         if window < 1 or chunk < 1 or rotary.depends_on_length:
             raise ValueError(

@@ -15,7 +15,7 @@ from .._tokens import Tokens
 
 @checked_fields
 class VectorCache(SlotCache):
-    """One vector for each slot, of a token or of a block of `tokens_per_slot` tokens (`CompressedAttention`).
+    """Cache of `CompressedAttention` with one vector per slot, for a token or for a block of `tokens_per_slot` tokens.
 
     The slot of a block is the block's number, and `positions` then holds numbers of blocks.
     """
@@ -113,7 +113,7 @@ class CompressorCache(eqx.Module):
     """The cache of a `KeyCompressor`."""
 
     gathered: VectorCache
-    """Values and gates of the last tokens, which belong to blocks that may not be complete."""
+    """Values and gates of the last tokens, whose blocks may not be complete yet."""
     entries: VectorCache
     """The keys of complete blocks."""
 

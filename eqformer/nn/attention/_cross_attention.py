@@ -65,7 +65,7 @@ class CrossAttention(Mixer):
             output_std: The standard deviation of the output's weights; None: as for the other weights.
             scores: The scale, softcap and other options of the scores; None: the scale `head_dim^-0.5` alone.
             core: The operation that computes the softmax; None: `kernels.ATTENTION`.
-            key: For the weights.
+            key: Random key for the weights.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % kv_heads:
@@ -324,7 +324,7 @@ class CrossLayerAttention(Mixer):
             scores: The scale, softcap and other options of the scores; None: the scale `head_dim^-0.5` alone.
             mask: The keys that a query may see; None: `causal()`.
             core: The operation that computes the softmax; None: `kernels.ATTENTION`.
-            key: For the weights.
+            key: Random key for the weights.
         """
         if heads % kv_heads:
             raise ValueError(

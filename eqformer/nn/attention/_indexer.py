@@ -95,7 +95,7 @@ class KeyIndexer(Module):
 
     @abc.abstractmethod
     def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq _"]:
-        """Return for the tokens of `x` the channels by which keys are scored; the layer caches these channels."""
+        """Return the channels by which the keys of the tokens of `x` are scored; the layer caches these channels."""
 
     @abc.abstractmethod
     def index_queries(
@@ -113,7 +113,7 @@ class KeyIndexer(Module):
         tokens: Tokens,
         kv_tokens: Tokens,
     ) -> SelectedKeys | None:
-        """Return the keys that each query selects among those that `mask` shows; None: all.
+        """Return the keys that each query selects among the keys that `mask` shows; None: each query sees all of them.
 
         Args:
             queries: The small queries.
@@ -174,7 +174,7 @@ class Indexer(KeyIndexer):
             chunk: Queries whose scores are in memory at a time.
             rotates_last: Whether the last `rotary.dim` channels are rotated, instead of the first (Hy4).
             norm_eps: Added to the variance of the small keys.
-            key: For the weights.
+            key: Random key for the weights.
         """
         if (rotary is not None and rotary.depends_on_length) or top_k < 1:
             raise ValueError(
@@ -234,7 +234,7 @@ class Indexer(KeyIndexer):
         tokens: Tokens,
         kv_tokens: Tokens,
     ) -> "KeySelection | None":
-        """Return each query's `top_k` best keys among those that `mask` shows; None for at most `top_k` keys in all.
+        """Return each query's `top_k` best keys among the keys that `mask` shows; None if there are only `top_k` keys.
 
         The scores of `chunk` queries are in memory at a time.
 

@@ -116,7 +116,7 @@ class LatentAttention(Mixer):
             scores: The scale, temperature and sinks of the scores; None: the scale `(head_dim + rope_dim)^-0.5` alone.
             mask: The keys that a query may see; None: `causal()`.
             core: The operation that computes the softmax; None: `kernels.ATTENTION`, in memory linear in the sequence.
-            key: For the weights.
+            key: Random key for the weights.
         """
         if indexer is not None and indexer.reads_latent and q_latent is None:
             raise ValueError(

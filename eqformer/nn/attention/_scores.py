@@ -222,7 +222,7 @@ class RelativeBias(ScoreBias):
             farthest: The distance from which on all distances share one range.
             both_ways: Whether later keys have ranges of their own, as in an encoder.
             std: The standard deviation of the table.
-            key: For the weights.
+            key: Random key for the weights.
         """
         one_way = ranges // 2 if both_ways else ranges
         if one_way < 2 or farthest <= one_way // 2:

@@ -79,8 +79,8 @@ class Experts(Module):
         """Return whether experts use parameters only by calling linear maps, so that `sorted_rows` can run them."""
         if self._parameters_outside_maps():
             return False
-        # The maps are replaced by functions without a weight. These return their input, because on one device the sizes
-        # of two consecutive maps need not match: each map may be a slice.
+        # The maps are replaced by functions without a weight. Each function returns its input, not an array of the
+        # map's output size: under a plan, maps may be slices, and the sizes of consecutive slices need not match.
         without_weights = map_modules(lambda _: _CallOnly(), self.mlps, LinearMap)
         try:
             jax.eval_shape(without_weights, jax.ShapeDtypeStruct((1, 2), jnp.float32))

@@ -86,7 +86,7 @@ def replay_linears(module: PyTree, x: Array, passes: LinearPasses, outputs: Sequ
 
 Carry = TypeVar("Carry")
 FEWEST_SLOTS = 16
-"""Groups have slots if an even load has at least this many rows."""
+"""Groups have slots if each group has at least this number of rows when the load is even."""
 
 
 def run_in_blocks(
@@ -216,9 +216,9 @@ class GroupSlots:
     """Slots for the first rows of each group, which are computed for all groups in one batched product.
 
     The product copies no parameters. The other rows are computed afterwards. A group has `even_rows` slots (by default
-    an equal share of all rows), or no slots if `even_rows` is small. Slots are not used if loads are so uneven that
-    slots would hold less than three quarters of the rows of an even load. With `max_group_rows`, a bound on the rows of
-    a group, each group has this many slots, and there are no other rows.
+    an equal share of all rows), or no slots if `even_rows` is small. Slots are not used if loads are so uneven that the
+    slots would hold fewer than three quarters of the rows that they hold under an even load. With `max_group_rows`, a
+    bound on the rows of a group, each group has this many slots, and there are no other rows.
     """
 
     number: int
@@ -290,7 +290,7 @@ class GroupSlots:
         return self._first_remaining[group], self.ends[group]
 
     def loop_over_groups(self, step: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
-        """Apply `step(group, carry)` for each group with rows that have no slot; in decoding these are few groups."""
+        """Apply `step(group, carry)` for each group with rows that have no slot; decode steps have few such groups."""
         if self.hold_all:
             return carry
 
@@ -312,7 +312,7 @@ def _plain_backward(
 
 
 PLAIN_PASSES = LinearPasses(lambda linear, x: linear(x), _plain_backward)
-"""The passes of a linear map of one group without a kernel."""
+"""The forward and backward pass of a linear map on the rows of one group, without a kernel."""
 
 
 def _loop_over_blocks(
@@ -345,8 +345,8 @@ def _loop_over_blocks(
 
 
 _FEW_ROWS = 32
-"""With up to this many rows, nearly all groups are one block, and its product reads quantized maps without decoding
-them first."""
+"""Up to this number of rows, nearly every group is one block, whose product reads a quantized map without decoding the
+map first."""
 
 
 def _select_group(arrays: PyTree, number: Array) -> PyTree:

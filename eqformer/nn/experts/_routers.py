@@ -131,7 +131,7 @@ class TopKRouter(routing.Router):
             logit_scale: A factor of the logits.
             scales_experts: Whether there is an `expert_scale`.
             std: Standard deviation of the map's weights; None: the default of `Linear`.
-            key: For the weights.
+            key: Random key for the weights.
         """
         routing.check_top_k("TopKRouter", top_k, experts)
         if groups is not None:
@@ -319,7 +319,7 @@ class SparseMixerRouter(routing.Router):
             experts: The number of experts to choose from.
             tolerance: Half the relative distance from the best logit within which experts share the softmax.
             std: Standard deviation of the map's weights; None: the default of `Linear`.
-            key: For the weights.
+            key: Random key for the weights.
         """
         routing.check_top_k("SparseMixerRouter", 2, experts)
         if not tolerance >= 0:
@@ -391,7 +391,7 @@ class HashRouter(routing.Router, ReadsIds):
             normalise: Whether the weights of a token's experts add up to `scale`.
             scale: A factor of the weights.
             std: Standard deviation of the map's weights; None: the default of `Linear`.
-            key: For the weights and the table.
+            key: Random key for the weights and the table.
         """
         routing.check_top_k("HashRouter", top_k, experts)
         _check_score("HashRouter", score)
@@ -450,7 +450,7 @@ class ExpertChoiceRouter(routing.Router):
             factor: The average number of experts of a token.
             per: The group from which an expert chooses its tokens: `"sequence"` or `"batch"`.
             std: Standard deviation of the map's weights; None: the default of `Linear`.
-            key: For the weights.
+            key: Random key for the weights.
         """
         if not 0.01 <= factor <= experts:
             raise ValueError(

@@ -38,7 +38,7 @@ class CausalConv(Module):
             dims: Names of the channel dims, separated by spaces.
             taps: Tokens that an output depends on, at least 1.
             bias: Whether to add a bias.
-            key: For the weights.
+            key: Random key for the weights.
             sizes: The size of each dim. A missing or an extra size raises a `ValueError`.
         """
         self.dims = tuple(dims.split())
@@ -139,7 +139,7 @@ class GatedShortConv(Mixer):
             taps: Tokens that the convolution reads.
             bias: Whether the projections and the convolution have biases.
             output_std: Standard deviation of the output projection's weights; None: as for the other projections.
-            key: For the weights.
+            key: Random key for the weights.
         """
         keys, mlp = jax.random.split(key, 5), embed if mlp is None else mlp
         project = functools.partial(Linear, "embed -> mlp", embed=embed, mlp=mlp, bias=bias)
@@ -175,7 +175,7 @@ class GatedShortConv(Mixer):
         return ConvCache(jnp.zeros((*batch, taps - 1, channels), dtype), jnp.zeros(tuple(batch), jnp.int32))
 
     def facts(self) -> MixerFacts:
-        """State that the mixer runs on a slice of its channels; each channel costs its taps and two gates."""
+        """Declare that a device can run a slice of the channels; each channel costs its taps and two gates."""
         channels, taps = self.conv.weight.shape[-2:]
         return MixerFacts(True, operations=(2 * taps + 2) * channels)
 

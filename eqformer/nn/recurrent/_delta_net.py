@@ -80,7 +80,7 @@ class GatedDeltaNet(Mixer):
             activation: Applied after the convolutions.
             largest_rate: A factor of the rates; with 2, a correction may change the sign of the state (Grazzi et al.
                 2024, arXiv:2411.12537).
-            key: For the weights.
+            key: Random key for the weights.
         """
         check_sizes("GatedDeltaNet", heads=heads, kv_heads=kv_heads, chunk=chunk)
         keys = jax.random.split(key, 11)
@@ -131,7 +131,7 @@ class GatedDeltaNet(Mixer):
         return init_recurrent_cache(batch, dtype, self.key, self.value, self.key_conv)
 
     def facts(self) -> MixerFacts:
-        """State that the mixer runs on a slice of its heads; each token reads the state twice and updates it once."""
+        """Declare that a device can run a slice of the heads; each token reads the state twice and updates it once."""
         heads, v_dim = self.value.output_shape
         return MixerFacts(True, operations=3 * 2 * heads * v_dim * self.query.sizes["head_dim"])
 
@@ -196,7 +196,7 @@ class ChannelDeltaNet(Mixer):
             eps: Added to the mean square in the norm of the output.
             output_std: Standard deviation of the output projection's weights; None: as for the other projections.
             activation: Applied after the convolutions.
-            key: For the weights.
+            key: Random key for the weights.
         """
         check_sizes("ChannelDeltaNet", heads=heads, kv_heads=heads, chunk=chunk)
         if lowest_log_decay is not None and not lowest_log_decay < 0:
@@ -259,6 +259,6 @@ class ChannelDeltaNet(Mixer):
         return init_recurrent_cache(batch, dtype, self.key, self.value, self.key_conv)
 
     def facts(self) -> MixerFacts:
-        """State that the mixer runs on a slice of its heads; each token reads the state twice and updates it once."""
+        """Declare that a device can run a slice of the heads; each token reads the state twice and updates it once."""
         heads, v_dim = self.value.output_shape
         return MixerFacts(True, operations=3 * 2 * heads * v_dim * self.key.sizes["head_dim"])

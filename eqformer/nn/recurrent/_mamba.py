@@ -35,9 +35,9 @@ class Mamba2Mixer(Mixer):
     """Mamba-2 mixer of Dao and Gu (2024, arXiv:2405.21060); the paper's letters stand in brackets.
 
     Values (`x`), keys (`B`) and queries (`C`) pass through short convolutions and silu (or another `activation`). Each
-    of `heads` has a matrix state that decays by `exp(-exp(log_rate) dt)`. To the state is added the outer product of
-    the key and `dt` times the value, with `dt = softplus(step(x) + step_bias)` clipped to `step_limits`. The query
-    reads the state (see `state_space`), and `skip` (`D`) times the value is added. The output is multiplied by
+    of `heads` has a matrix state that decays by `exp(-exp(log_rate) dt)`. The outer product of the key and `dt` times
+    the value is added to the state, with `dt = softplus(step(x) + step_bias)` clipped to `step_limits`. The query reads
+    the state (see `state_space`), and `skip` (`D`) times the value is added. The output is multiplied by
     `silu(gate(x))` (`z`); then the `norm`, if there is one, divides by the root mean square over the heads of one key
     head and multiplies by `scale`. A `GateNorm` may also come before the gate.
 
@@ -95,7 +95,7 @@ class Mamba2Mixer(Mixer):
             kv_heads: Heads of keys and of queries; must divide `heads`.
             head_dim: Channels of a key and a query.
             v_dim: Channels of a value.
-            key: For the weights.
+            key: Random key for the weights.
             taps: Tokens that the short convolutions read.
             chunk: Tokens that are computed together; None: the smallest power of two, at least 64, for which a chunk's
                 scores (`chunk * chunk`) are no fewer than the numbers of a state (`head_dim * v_dim`).
@@ -179,7 +179,7 @@ class Mamba2Mixer(Mixer):
         return init_recurrent_cache(batch, dtype, self.key, self.value, self.key_conv)
 
     def facts(self) -> MixerFacts:
-        """State that the mixer runs on a slice of its heads, or of whole groups if each group has its own norm."""
+        """Declare that a device can run a slice of the heads, or of whole groups if each group has its own norm."""
         heads, v_dim = self.value.output_shape
         norm_per_group = self.norm is not None and "group" in self.norm.reduced
         operations = 2 * 2 * heads * v_dim * self.key.sizes["head_dim"]
@@ -219,7 +219,8 @@ def state_space(
     def by_group(x: Array) -> Array:
         return x.reshape(*x.shape[:2], groups, heads // groups, *x.shape[3:])
 
-    # Tokens before the heads of a group: contractions over shared keys become matrix products without a transpose.
+    # The dim of tokens comes before the heads of a group, so that contractions over shared keys become matrix products
+    # without a transpose.
     query, key, grouped = (jnp.moveaxis(to_chunks(x), 3, 2) for x in (query, key, grouped))
     # The last chunk is padded with tokens of the last document, with value and log decay 0.
     chunk_documents = split_chunks(documents.reshape(-1, seq), size, mode="edge")

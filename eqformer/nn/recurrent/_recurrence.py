@@ -22,7 +22,7 @@ class States(eqx.Module):
     """The layer of the stack whose states are read and written; None: the memory has no dim of layers."""
     follows_cache: Bool[Array, "*batch"] | None = None
     """Whether a row's first token follows the tokens that its state has read; the initial state of other rows is NaN.
-    None: the first tokens of all rows do."""
+    None: this holds for all rows."""
 
     @property
     def initial_code(self) -> Int[Array, "*batch"]:
@@ -31,7 +31,7 @@ class States(eqx.Module):
         return jnp.where(self.begins, 1, stored_or_nan).astype(jnp.int32)
 
     def initial(self, dtype: jax.typing.DTypeLike) -> Float[Array, "*batch heads head_dim v_dim"]:
-        """Return the initial states, for rules that mask the state at the start of a document themselves.
+        """Return the initial states, for update rules that mask the state themselves where a document starts.
 
         With `follows_cache`, rows that begin a document have zeros, and rows that do not follow their cache have NaN.
         Without `follows_cache`, all rows have the stored states.
@@ -94,8 +94,7 @@ def decay_factors(
 def same_document(
     documents: Int[Array, "n batch chunk"],
 ) -> tuple[Bool[Array, "n batch 1 chunk chunk"], Bool[Array, "n batch 1 chunk"]]:
-    """Return two masks of a chunk: which earlier tokens share a token's document, and whether it began before the
-    chunk.
+    """Return two masks: the earlier tokens in each token's document, and tokens whose document began before the chunk.
 
     The last token of the previous chunk tells whether a document began before the chunk; document 0 began before the
     row.
