@@ -118,7 +118,7 @@ def delete_folder(target: Path) -> None:
 def read_description(target: Path, *, verify: bool) -> JsonObject:
     """Return the folder's `meta.json`.
 
-    Raises `DamagedFolder` if the size of a file (with `verify`, also its checksum) is not the one that was recorded.
+    Raises `DamagedFolder` if a file's size (with `verify`, also its checksum) differs from the recorded size.
     """
     try:
         meta = read_json(target / _META)
@@ -177,7 +177,7 @@ def _locked_folder(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with _wrap_write_errors():
             if os.name == "posix":
-                # The folder gets a name that `_delete_unfinished` does not match until its file is locked.
+                # Until the folder's file is locked, the folder has a name that `_delete_unfinished` does not match.
                 unlocked = folder.with_name(f".{folder.name}")
                 unlocked.mkdir()
                 _lock(stack.enter_context((unlocked / _LOCK).open("wb")))

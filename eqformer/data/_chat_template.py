@@ -174,8 +174,8 @@ def find_replies(
 
     The conversation is rendered once, so the spans are right for templates that drop earlier reasoning, rewrite
     contents or join messages. If a template has no loop over the messages, its text of the first messages must be the
-    beginning of its text of the whole conversation. Raises a `ValueError` if it is not, or if the template refuses the
-    conversation.
+    beginning of its text of the whole conversation. Raises a `ValueError` if this rule is broken, or if the template
+    refuses the conversation.
     """
     text, spans = template.render_by_message(messages, **options)
     is_traced = any(span is not None for span in spans)
@@ -246,8 +246,8 @@ def _find_header(
     """Return the header that asks the model for its reply, which the template writes after the previous messages.
 
     Usually the message begins with this header. If the template drops earlier reasoning, the message may begin with a
-    part of the header, without a name such as <think>. If the template refuses previous messages without a question,
-    the header after a question is returned.
+    part of the header, without a name such as <think>. Some templates refuse previous messages that contain no
+    question; then a made-up question comes before the header.
     """
     start, stop = span
     question = {"role": "user", "content": "?"}

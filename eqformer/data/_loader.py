@@ -160,7 +160,7 @@ class Loader:
 
     @property
     def settings(self) -> JsonObject:
-        """The token folder, the packing and the row length, as JSON; stored arrays of rows must match them."""
+        """The token folder, the packing and the row length, as JSON; stored arrays must have the same settings."""
         return {"tokens": self.store.path.name, "packing": type(self.packing).__name__, "seq": self.seq}
 
     def with_row_arrays(
@@ -311,7 +311,7 @@ class Mixture:
         # `str` makes the weight 0.7 the fraction 7/10.
         exact = [Fraction(str(float(weights[name]))) for name in loaders]
         self.weights: dict[str, float] = {name: float(weight / sum(exact)) for name, weight in zip(loaders, exact)}
-        # Each loader's share of the examples that are left after all previous loaders have taken theirs.
+        # Each loader's share of the examples that are left after all previous loaders have taken their shares.
         self._shares = [weight / sum(exact[number:]) for number, weight in enumerate(exact)]
         documents = [loader.packing.documents for loader in loaders.values()]
         self._documents = None if None in documents else max(count for count in documents if count is not None)

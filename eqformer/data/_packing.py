@@ -96,7 +96,7 @@ class DocumentPacking:
         self._ends = is_end[order]
         self._first = np.searchsorted(row[order], np.arange(row.max() + 2))
         self.rows = len(self._first) - 1
-        self.documents = int(np.diff(self._first).max())  # the most that one row has
+        self.documents = int(np.diff(self._first).max())  # the maximum number of documents in a row
         self.table_bytes = sum(array.nbytes for array in (self._starts, self._sizes, self._ends, self._first))
 
     @property

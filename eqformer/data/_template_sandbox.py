@@ -187,7 +187,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """The budget of this thread's rendering; raises a `TemplateLimit` if no rendering runs."""
         budget = getattr(self._thread_state, "budget", None)
         if budget is None:
-            # jinja2 computes constants when it compiles a template; if that raises an error, the rendering does it.
+            # jinja2 computes constants when it compiles a template; after an error, the rendering computes the
+            # constant.
             raise template_limits.TemplateLimit("a template is evaluated when it is rendered, and not before")
         return budget
 

@@ -26,7 +26,7 @@ Split = Literal["train", "validation"]
 SplitBy = Literal["document", "position"]
 Progress = Callable[[int, int], object]
 
-_NAMES = "names.bin"  # The names of the documents of a `RowEncoder`, each with a line feed after it.
+_NAMES = "names.bin"  # The names of the documents that a `RowEncoder` encoded, one per line.
 _FORMAT = 1  # Version of the files; caches of another version are not used.
 _GROUP_CHARACTERS = 1 << 20  # Documents are tokenized in groups of about this many characters.
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -55,10 +55,10 @@ class TokenStore:
     weights: Float[np.ndarray, "tokens"] | None = None
     """The loss weight of each token of chat data; None: all tokens are trained on."""
     cuts: Int[np.ndarray, "cuts"] | None = None
-    """The token indices at which a long document of a `RowEncoder` may be cut, from `EncodedExample.reply_ends`."""
+    """The token indices at which a long document may be cut, as its `RowEncoder` set `EncodedExample.reply_ends`."""
     labels: Int[np.ndarray, "documents"] | None = None
-    """The label of each document of a `RowEncoder`, -1 for none: the number of a text's label, or whether a completion
-    is desirable (1) or undesirable (0)."""
+    """The label that a `RowEncoder` gave each document, -1 for none: the number of a text's label, or whether a
+    completion is desirable (1) or undesirable (0)."""
 
     @property
     def documents(self) -> int:
@@ -74,12 +74,12 @@ class TokenStore:
         return self.text_bytes / len(self.tokens)
 
     def name_document(self, document: int) -> str:
-        """Return the name of a document of a `RowEncoder`, such as `FILE#ROW`; in older stores, its number."""
+        """Return a document's name, such as `FILE#ROW`; in a store without names, a name with the document's number."""
         names = self.document_names()
         return names[document] if names else f"document {document}"
 
     def document_names(self) -> list[str]:
-        """Return the name of each document of a `RowEncoder`; an empty list for a store of plain text."""
+        """Return the name of each document; an empty list for a store of plain text, which keeps no names."""
         try:
             return (self.path / _NAMES).read_bytes().decode("utf-8", "surrogatepass").split("\n")[:-1]
         except OSError:

@@ -51,7 +51,7 @@ class TextStream:
     """Decoder of ids one by one, which returns complete characters only.
 
     The bytes of an incomplete character wait until the character is complete or `finish` is called. The returned texts
-    together equal `decode` of all ids. With the ids of a `prompt`, they equal `decode` of prompt and ids, without the
+    together equal `decode` of all ids. If a `prompt` is given, the texts equal `decode` of prompt and ids, without the
     text of the prompt. Ids without a token, which a model with a rounded-up vocabulary can sample, have no text.
     """
 
@@ -120,7 +120,7 @@ class ByteTokenizer:
     def encode_with_offsets(
         self, text: str
     ) -> tuple[UInt[np.ndarray, "seq"], Int[np.ndarray, "seq"], Int[np.ndarray, "seq"]]:
-        """Return the bytes of a text, and for each byte the index of its character and of the character after that."""
+        """Return the bytes of a text, and for each byte the indices of its character and of the next character."""
         characters = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
         return self.encode(text), characters, characters + 1
 

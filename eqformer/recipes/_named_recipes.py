@@ -274,7 +274,7 @@ _KINDS = {
         *RotaryScaling.__subclasses__(),
     )
 }
-_KINDS["Choices"] = ParallelConfig  # Folders of older runs name ParallelConfig so.
+_KINDS["Choices"] = ParallelConfig  # The name of ParallelConfig in folders of older runs.
 
 
 def user_file(name: str) -> Path | None:

@@ -41,7 +41,7 @@ class Text:
     round_vocab: int = 1
     """The model's vocabulary is rounded up to a multiple of this number: 128 suits tensor parallelism."""
     end_of_text: str | None = None
-    """The tokenizer's token that ends a document, if the file does not say which it is."""
+    """The tokenizer's token that ends a document, if the file does not name this token."""
     field: str = "text"
     """The field of .jsonl and .parquet rows that holds the text."""
     packing: Packing = "windows"
@@ -191,7 +191,7 @@ class Recipe:
     undesirable_weight: float = 1.0
     """The weight of KTO's completions with the label false."""
     reference: Literal["model", "stored"] = "model"
-    """Keep a copy of the first weights in memory as the reference, or store its nats of all rows with the tokens."""
+    """Keep a copy of the first weights in memory as the reference, or store the reference's nats with the tokens."""
     teacher: Path | str | None = None
     """A published model with the same tokens, from which the model learns too: a folder, a GGUF file or a hub name."""
     distillation: Distillation = Distillation()
@@ -299,7 +299,7 @@ class Recipe:
         if self.loss == "classification":
             return labelled_text_shapes(self.batch, self.seq)
         shapes = batch_shapes(self.batch, self.seq, packed=self.text.packing != "windows")
-        if self.loss == "block-diffusion":  # The row of noisy copies and tokens does not depend on the block.
+        if self.loss == "block-diffusion":  # The shapes of these rows do not depend on the block.
             noise = functools.partial(noise_blocks, mask_id=0, block=1)
             return eqx.filter_eval_shape(noise, shapes, jax.random.key(0))
         return shapes

@@ -170,5 +170,5 @@ def _microbatch_lines(
                 "count all bytes"
             )
     if plan.is_pipelined:
-        lines += ["", "timeline, a backward as long as two forwards", parallel.draw_timeline(plan.timetable())]
+        lines += ["", "timeline, if a backward pass takes two forwards' time", parallel.draw_timeline(plan.timetable())]
     return lines

@@ -185,7 +185,7 @@ class RewardTrainer:
         check_plan(dataclasses.replace(recipe, seq=seq), plan, shapes)
         norms = recipe.metrics.gradient_norms
         self.step = recipe.optimizer.step(optimizer, plan, loss=options.make_loss(), gradient_norms=norms)
-        self.stop = training.StopSignals(plan.mesh, lambda: screen.note("stopping; once more to stop at once"))
+        self.stop = training.StopSignals(plan.mesh, lambda: screen.note("stopping; signal again to stop at once"))
         self.files = _RunFiles(name, recipe, directory)
 
     def run(self) -> TrainedRun:

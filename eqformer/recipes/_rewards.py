@@ -89,7 +89,7 @@ class Subject(NamedTuple):
     held_out: Rows | None
     """The held-out rows of prompts, whose mean reward is a metric."""
     held_out_name: str
-    """A space and the file of the held-out rows, for errors; empty without a file."""
+    """The file of the held-out rows, after a space, as errors show it; empty without a file."""
     settings: Mapping[str, Any]
     """Settings outside of the recipe that also decide the run's results, from `list_settings`."""
 
@@ -107,8 +107,8 @@ def check_flags(recipe: Recipe, options: RewardOptions, *, has_rows: bool = Fals
         )
     if recipe.published is None and recipe.from_run is None:
         raise ValueError(
-            "--model: training on rewards needs a trained model, which is sometimes right; give --model FOLDER, or "
-            "--from-run DIR of a run."
+            "--model: training on rewards needs a trained model, whose completions sometimes earn a reward; give "
+            "--model FOLDER, or --from-run DIR of a run."
         )
     if options.group < 2 or recipe.batch % options.group:
         raise ValueError(

@@ -66,7 +66,7 @@ class RunDirectory(training.RunFolder):
         if changed := dataclass_differences(old, recipe, ignored=CHANGEABLE):
             raise ValueError(
                 f"{self.checkpoints / str(step)}: this checkpoint was trained by another recipe than the run in "
-                f"{self.path}, which differs in"
+                f"{self.path}; the recipes differ in"
                 + "".join(f"\n  {line}" for line in changed)
                 + "\nMove the checkpoint back to its own run, or begin a new run with its weights (--from-run DIR)."
             )
@@ -147,7 +147,7 @@ def schedule_phases(recipe: Recipe, checkpointer: training.Checkpointer) -> tupl
         warmup=config.warmup,
         decay_share=config.decay_share,
     )
-    call = f"--steps {steps}: the run was trained as one of {old_phases[-1].steps} steps, and the learning rate was "
+    call = f"--steps {steps}: the run was planned for {old_phases[-1].steps} steps, and the learning rate was "
     call += f"{_format_rate(config.make_rates(old_phases), start - 1)} at step {start}"
     if continuation.is_smooth(start):
         return continuation.extended, f"{call}; it will be {describe(continuation.extended)}"

@@ -422,8 +422,8 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
         raise ValueError(f"{flag} --from-step {recipe.from_step}: the run has checkpoints of these steps: {steps}.")
     if recipe.weights == "quantized" and (old.weights, old.lora) != (recipe.weights, recipe.lora):
         raise ValueError(
-            f"{flag} --weights quantized: quantized weights can go on only with the low-rank changes of that run; give "
-            "that run's --lora and --weights, or --weights decoded to merge weights and changes."
+            f"{flag} --weights quantized: low-rank changes belong to the quantized weights beside which they were "
+            "trained; give that run's --lora and --weights, or --weights decoded to merge weights and changes."
         )
     if recipe.from_optimizer:
         fields = {

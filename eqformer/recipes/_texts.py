@@ -427,6 +427,6 @@ def _token_bytes(folder: Path) -> int:
 
 
 def shared_token_folders() -> list[Path]:
-    """Return a list of the folder of tokens that a user's runs share; an empty list if the user has no home folder."""
+    """Return the folder of tokens that a user's runs share, in a list; an empty list if the user has no home folder."""
     folder = token_cache()
     return [] if folder is None else [folder]

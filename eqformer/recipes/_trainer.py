@@ -164,7 +164,7 @@ class Trainer:
         )
         self.rows = training.ProcessRows(plan, recipe.batch)
         self.keys: Keys = make_keys(recipe)
-        note_stop = lambda: screen.note("stopping after this step; once more to stop at once")
+        note_stop = lambda: screen.note("stopping after this step; signal again to stop at once")
         self.stop = training.StopSignals(plan.mesh, note_stop)
         self.spikes = training.LossSpikes(**dataclasses.asdict(recipe.spikes))
         self.phases, self.rates_note = on_all_processes(lambda: schedule_phases(recipe, directory.checkpointer()))
@@ -233,7 +233,7 @@ class Trainer:
                             compiled, state, compared, key, start=start, steps=steps, callbacks=callbacks
                         )
                     except training.LossSpikeError:
-                        checkpointer.wait()  # So that all processes go back to the same checkpoint.
+                        checkpointer.wait()  # Wait, so that all processes go back to the same checkpoint.
                         raise
                     checkpointer.wait()
             counts = int(run.state.skipped), int(run.state.empty_batches or 0)

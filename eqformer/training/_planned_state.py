@@ -129,7 +129,7 @@ class PlannedState:
         return jax.random.wrap_key_data(copies, impl=str(jax.random.key_impl(key)))
 
     def copy_model_to_one_device(self, model: PyTree) -> PyTree:
-        """Copy the state's model, with layers in model order, to this process's first device; all processes call."""
+        """Copy the state's model, in model order, to this process's first device; all processes call this method."""
         return self._copy(model, self.plan.unshard)
 
     def copy_to_one_device(self, tree: PyTree) -> PyTree:
@@ -222,7 +222,7 @@ class _LayerMover:
     """
 
     def __init__(self, plan: Plan):
-        """Move layers as `plan` does."""
+        """Prepare to move layers between the orders of the model and of the plan's stages."""
         self.plan = plan
         self._programs: dict[tuple[bool, NamedSharding], Callable[..., jax.Array]] = {}
 
@@ -247,7 +247,7 @@ class _LayerMover:
         return eqx.combine(jax.tree.map(move_array, arrays, orders, shardings_of(moved_shapes)), static)
 
     def _take(self, x: jax.Array, order: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        """Return the rows `order` of an array, which is donated; an index beyond the last row gives zeros."""
+        """Return a donated array's rows at the indices in `order`; an index beyond the last row gives zeros."""
         keeps_length = len(order) == x.shape[0]
         if (key := (keeps_length, sharding)) not in self._programs:
             donated = (0,) if keeps_length else ()  # A result of another shape cannot use the array's memory.
@@ -261,5 +261,5 @@ class _LayerMover:
 
 
 def _take_rows(x: jax.Array, order: jax.Array) -> jax.Array:
-    """Return the rows `order` of an array, in device memory; an index beyond the last row gives zeros."""
+    """Return an array's rows at the indices in `order`, in device memory; an index beyond the last row gives zeros."""
     return jax.device_put(x, jax.memory.Space.Device).at[order].get(mode="fill", fill_value=0)

@@ -77,7 +77,7 @@ def recipe_of(inputs: Path, **fields: Any) -> Recipe:
         (
             {"published": None},
             {},
-            "--model: training on rewards needs a trained model, which is sometimes right; give --model",
+            "--model: training on rewards needs a trained model, whose completions sometimes earn a reward; give",
         ),
         ({"loss": "dpo"}, {}, "--loss dpo: this flag has no effect on training on rewards; leave it out"),
         ({"beta": 0.04}, {}, "--beta 0.04: this flag has no effect on training on rewards; give --kl-weight"),

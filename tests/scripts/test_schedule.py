@@ -48,7 +48,7 @@ def test_a_longer_cosine_is_refused_with_what_would_come_and_follows_what_is_ask
     with pytest.raises(ValueError) as refused:
         schedule_phases(recipe(200), saved)
     lines = str(refused.value).splitlines()
-    assert lines[0].startswith("--steps 200: the run was trained as one of 100 steps, and the learning rate was 0.001")
+    assert lines[0].startswith("--steps 200: the run was planned for 100 steps, and the learning rate was 0.001")
     assert "at step 100" in lines[0] and len(lines) == 4
     assert lines[1].strip() == "--prolong hold: 0.001 at step 101, 0.001 at step 200"
     assert lines[2].strip() == "--prolong rewarm: 0.000909 at step 101, 0.01 at step 111, 0.001 at step 200"

@@ -349,7 +349,7 @@ class ReadTable(eqx.Module):
 
 
 def cast_tables_once(unembed: Unembed, chunk: Array) -> Unembed:
-    """Return `unembed` with each table cast now, if every read of the table casts it; for arguments like `chunk`."""
+    """Return `unembed` with each table cast now, if every read of the table casts it in calls like `unembed(chunk)`."""
     if has_chunked_vocabulary(unembed):  # Each chunk of its table is gathered where the chunk is read.
         return unembed
     unembed_tables, tables = _extract_tables(unembed, chunk)

@@ -193,7 +193,7 @@ def teacher_top_nats(
     tokens: Tokens | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> tuple[Int[Array, "batch seq top"], Float[Array, "batch seq buckets"]]:
-    """Return the `top` most probable next ids of each token, and their `-log p`; all other ids together come last.
+    """Return each token's `top` most probable next ids, and `-log p` of these ids and, last, of all other ids together.
 
     Args:
         model: The teacher.

@@ -1,4 +1,4 @@
-"""Results of a loss (its sum, the weight of its tokens, the aux of routed layers), their checks, and loss scaling."""
+"""Results of a loss (the sum, the tokens' weight, the `nn.Aux` of routed layers), their checks, and loss scaling."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -138,7 +138,7 @@ def check_takes_tokens(loss_fn: LossFn) -> None:
 
 
 def check_not_split(total: Float[Array, ""], loss_fn: LossFn, size: int) -> None:
-    """Raise a `ValueError` for a sum that differs between the `size` devices of axis `tensor`, which have one batch."""
+    """Raise a `ValueError` for a sum that differs between the `size` devices of axis `tensor`, which share a batch."""
     if TENSOR in varying_axes(total):
         raise ValueError(
             f"{_name(loss_fn)} under Plan over tensor={size}: the sum differs between devices that have the same "

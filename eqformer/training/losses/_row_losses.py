@@ -38,14 +38,14 @@ def classification_loss(
     in transformers, the labels determine the loss of a text:
 
     - A whole number, the text's only label: the nats of this label.
-    - A number for each of several labels: the mean over labels of the nats of yes or no.
+    - A number for each of several labels: the mean over labels of the nats of each yes-or-no decision.
     - A number, for a model with one output: the squared difference of output and number.
 
     The metric `accuracy` is the share of texts, or of yes-or-no decisions, that are right; a model with one output has
     no accuracy. Texts whose weights are all 0 do not count; they fill the last batch of an epoch.
 
-    Loss and gradients are the same in any number of microbatches and on any mesh. A residual stream that is split by
-    features refuses classifiers.
+    Loss and gradients are the same in any number of microbatches and on any mesh. A plan that splits the residual
+    stream by features supports no classifiers.
     """
     head = getattr(model, "classifier", None)
     if head is None or head.pooling is None or len(head.pooling.modes) > 1 or head.pooling.modes[0] == "max":
@@ -61,7 +61,7 @@ def classification_loss(
     logits = replicate_rows(nn.in_float32(head.score(vectors)))
     losses, is_right = _label_losses(logits, jnp.asarray(batch.labels))
     counts = _count_rows(batch, losses.dtype)
-    # All devices that share a row have computed its loss.
+    # Each device that shares a row has computed the row's whole loss; after the division, the row counts once.
     count = jnp.sum(counts) / devices
     metrics = {} if is_right is None else {"accuracy": (jnp.sum(is_right * counts) / devices, count)}
     return add_aux_losses(jnp.sum(losses * counts) / devices, LossAux(count, None, metrics), aux)
@@ -154,7 +154,7 @@ def contrastive_loss(
         # The metrics compare whole vectors.
         last = results[-1] if not dims or dims[-1] == hidden.shape[-1] else None
         _, metrics = last or sum_losses(groups)
-        # All devices that share a row have computed its loss.
+        # Each device that shares a row has computed the row's whole loss; after the division, the row counts once.
         count = jnp.sum(counts) / devices
         metrics = {name: (jax.lax.stop_gradient(value) / devices, count) for name, value in metrics.items()}
         return add_aux_losses(total / devices, LossAux(count, None, metrics), aux)

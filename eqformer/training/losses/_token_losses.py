@@ -284,7 +284,7 @@ def row_loss(function: RowFunction) -> LossFn:
         total, _ = _cross_entropy.cross_entropy(
             model.unembed, hidden, jnp.asarray(batch.targets), weights, chunk=chunk, nats=nats_fn
         )
-        # The gradient is of this device's tokens; the value is divided by the number of devices that share a row.
+        # The gradients cover only this device's tokens; the value is divided by the number of devices that share a row.
         total = total + jax.lax.stop_gradient(value.astype(total.dtype) / devices - total)
         count, metrics = jax.tree.map(lambda x: jax.lax.stop_gradient(x / devices), (count, metrics))
         return add_aux_losses(total, LossAux(count, None, metrics) if metrics else count, aux)

@@ -16,7 +16,7 @@ MOMENTS = ("float32", "bfloat16", "8bit")
 MIN_ROW = 32
 """The shortest row that is stored in 8 bits; the scales of shorter rows would take too much memory."""
 _LEVELS_PER_OCTAVE = 8  # neighboring levels are 9 % apart
-_SIGNED_LEVELS, _UNSIGNED_LEVELS = 127, 255  # The highest level in a row with negative numbers, and in one without.
+_SIGNED_LEVELS, _UNSIGNED_LEVELS = 127, 255  # The highest level in a row with, and in a row without negative numbers.
 
 
 class MomentCodes(eqx.Module):

@@ -155,7 +155,7 @@ def muon(
     def scale_update(mark: nn.Matrix, x: Array) -> Array:
         outputs, inputs = _matrix_sizes(x, mark)
         size = rms if update_size == "rms" else math.sqrt(outputs / inputs / max(outputs, inputs))
-        # An orthogonal matrix has a root mean square of 1 / sqrt(max(outputs, inputs)); `equalize_rows` gives one of 1.
+        # An orthogonal matrix has a root mean square of 1 / sqrt(max(outputs, inputs)); after `equalize_rows` it is 1.
         return x * (size * math.sqrt(max(outputs, inputs)) if row_decay is None else -size)
 
     orthogonalize = optax.contrib.scale_by_muon(

@@ -219,7 +219,7 @@ class GroupRates:
     head: float = 1.0
     """The factor for a head that is not tied to the embedding."""
     vectors: float = 1.0
-    """The factor for everything that is no matrix: norms, biases, factors of the stream."""
+    """The factor for everything that is no matrix: norms, biases, factors of the residual stream."""
 
     def scaling(self, marks: PyTree) -> Callable[[PyTree, PyTree], PyTree]:
         """Return the function that multiplies updates; `marks` has an `nn.Matrix` or False for each parameter."""
@@ -358,7 +358,8 @@ def _check_matrices(choice: str, name: str, marks: Mapping[str, nn.Matrix | Lite
 
 
 def describe_assignment(assignment: Mapping[str, str], model: PyTree) -> list[str]:
-    """Return a line for each optimizer: its numbers of arrays and parameters, and the shortest paths of only these."""
+    """Return a line per optimizer: its numbers of arrays and of parameters, and the shortest paths to only these
+    arrays."""
     leaves = {nn.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
     names_below: dict[str, set[str]] = {}
     for path, name in assignment.items():
