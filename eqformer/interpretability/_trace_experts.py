@@ -19,15 +19,15 @@ class LayerExperts(NamedTuple):
     """The experts that each token of a text takes in one layer, best first."""
 
     layer: int
-    """The number of the layer in the model, from 0."""
+    """The index of the layer in the model, from 0."""
     experts: Int[np.ndarray, "tokens top_k"]
-    """The numbers of the experts; -1 means no expert, with weight 0."""
+    """The indices of the experts; -1 means no expert, with weight 0."""
     weights: Float[np.ndarray, "tokens top_k"]
     """The weights of the experts' outputs."""
 
 
 def expert_layers(model: PyTree) -> list[int]:
-    """Return the numbers of the layers in which tokens choose experts; empty for a model that cannot be traced.
+    """Return the indices of the layers in which tokens choose experts; empty for a model that cannot be traced.
 
     Layers of an encoder or of a predictor for speculative decoding do not count, and neither does a mixture whose
     experts choose their tokens. A sharded model cannot be traced.
@@ -86,7 +86,7 @@ _IN_STACK = re.compile(r"stacks\[(\d+)\]\.blocks\.(?:blocks\[(\d+)\]\.)?")
 
 
 def _find_routers(model: PyTree) -> list[tuple[int, str]]:
-    """Return the numbers of the layers whose tokens choose experts, in order, each with the path of its router."""
+    """Return the indices of the layers whose tokens choose experts, in order, each with its router's path."""
     routers: list[tuple[int, str]] = []
     for node in find_nodes(model) if isinstance(model, nn.LanguageModel) else ():
         match = _IN_STACK.match(node.path)

@@ -274,7 +274,7 @@ def _check_feature_layers(plan: Placement, model: nn.LanguageModel, known: tuple
 def _check_shared_key_heads(plan: Placement, path: str, mixer: nn.Mixer, kv_paths: list[str]) -> None:
     """Raise a `ValueError` if devices share key heads, and arrays outside of linear maps have a dim of key heads.
 
-    A linear map computes all key heads on every device, and then takes one. Other arrays would keep all key heads.
+    On every device, a linear map computes all key heads, and one key head is used. Other arrays would keep all heads.
     """
     kv_heads = dim_size(mixer, "kv_heads")
     if not is_split(mixer) or kv_heads is None or kv_heads % plan.size(TENSOR) == 0:

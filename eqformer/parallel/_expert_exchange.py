@@ -138,9 +138,9 @@ class RaggedQueues(NamedTuple):
 
 Queues = PaddedQueues | RaggedQueues
 Round = Callable[..., Float[Array, "tokens top_k embed"]]
-"""Function of frozen arrays, queues, the round's number and differentiable inputs."""
+"""Function of frozen arrays, queues, the round's index and differentiable inputs."""
 RoundOfExperts = Callable[..., Float[Array, "tokens top_k embed"]]
-"""Function of experts, slots, queues, the round's number, tokens, and the weights of tokens or None."""
+"""Function of experts, slots, queues, the round's index, tokens, and the weights of the tokens (or None)."""
 
 
 def exchange_choices(

@@ -30,8 +30,9 @@ class SplitMixture(nn.Routed):
     - `"gather"`: every device gathers the tokens of all devices of `expert` and sums the outputs of its own experts for
       each token. A reduce-scatter adds the sums of all devices. Since all choices may be for experts of one device, the
       tokens are processed in pieces that keep the gathered rows below 1 GiB.
-    - `"exchange"`: the all-to-alls of `exchange` send the token of each choice to the device of its expert, and the
-      output back, in rounds until every choice has had a slot (DeepSpeed-MoE, arXiv:2201.05596).
+    - `"exchange"`: the all-to-alls of `exchange` send each token to the devices of its chosen experts, and the outputs
+      back. The buffers have a fixed number of slots, so there are as many rounds as the choices need
+      (DeepSpeed-MoE, arXiv:2201.05596).
     """
 
     inner: nn.ExpertMixture
@@ -73,8 +74,8 @@ class SplitMixture(nn.Routed):
         """Return `x`, marked to be saved by the remat policy `full` if it will be gathered over `expert`.
 
         In the backward loop over layers, XLA for GPUs begins the all-gather of `x` one iteration early. If `x` is not
-        saved, XLA runs the block's mixer, which computes `x`, twice: for the early all-gather, and again in the
-        iteration of the block, which needs the mixer's other results.
+        saved, XLA runs the block's mixer twice. The first run computes `x` for the early all-gather. The second run, in
+        the block's own iteration, computes the other results of the mixer.
         """
         if jax.lax.axis_size(EXPERT) == 1 or self._splits_tokens:
             return x
@@ -182,7 +183,7 @@ class SplitMixture(nn.Routed):
         return exchange_choices(experts, x, choices, weights, self.exchange, weighs_inputs=weighs_inputs)
 
     def _run_gathered(self, x: Array, choices: Array, weights: Array) -> Float[Array, "tokens embed"]:
-        """Return the sum of the chosen experts for this device's tokens, by gathers of one or several pieces."""
+        """Return the sum of the chosen experts for this device's tokens, gathered at once or piece by piece."""
         experts = self._device_experts()
         rows = jax.lax.axis_size(EXPERT) * choices.size  # The choices of all devices may be for this device's experts.
         pieces = count_pieces(len(x), rows * x.shape[-1] * x.dtype.itemsize)
@@ -205,7 +206,7 @@ class SplitMixture(nn.Routed):
         return send.psum_scatter("summed expert output", y, EXPERT)
 
     def _sum_experts(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
-        """Return the sum of this device's experts for all given tokens; choices are indices within the device."""
+        """Return the sum of this device's experts for all given tokens; `choices` are indices into `experts`, or -1."""
         options = {"weighs_inputs": self.inner.weighs_inputs, "devices": jax.lax.axis_size(EXPERT)}
         return nn.dispatch.sum_experts(experts, x, choices, weights, **options)
 

@@ -32,8 +32,8 @@ class Gathered(nn.Module):
     dtypes: tuple[str, ...] = eqx.field(static=True)
     """For each array, the dtype in which it is gathered and used."""
     is_checkpointed: bool = eqx.field(static=True, default=False)
-    """Whether the caller runs the block under `jax.checkpoint`. If not, the block checkpoints itself, and saves no
-    gathered arrays and nothing that is cheap to compute from them."""
+    """Whether the caller runs the block under `jax.checkpoint`. If not, the block checkpoints itself: it saves
+    neither gathered arrays nor results of reshapes, casts and transposes."""
     values: PyTree = None
     """For each array, the array's values if `inner` holds the array's gradient proxy, else None. A single None stands
     for all arrays."""

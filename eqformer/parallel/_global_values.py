@@ -43,8 +43,8 @@ ON_EACH_DEVICE = PartitionSpec(*AXES)
 class Split:
     """The mesh axes that split each dim of a global array, and the axes over which devices hold copies.
 
-    `copied` lists the axes that the part's type varies over but that split no dim. The copies may still be equal, for
-    example after an all-gather.
+    `copied` lists the axes that split no dim, although the type of the device's part varies over these axes. The copies
+    may still be equal, for example after an all-gather.
     """
 
     axes: tuple[tuple[str, ...], ...]
@@ -137,7 +137,7 @@ def find_split_of_shapes(
 def _axes_that_split(
     plan: Placement, candidates: list[str], name: str, size: int, part_size: int
 ) -> tuple[str, ...] | None:
-    """Return the fewest candidates that together split a dim into parts of a size; None if no subset does."""
+    """Return the fewest candidate axes that split a dim into parts of `part_size`; None if no candidates do."""
     for count in range(len(candidates) + 1):
         for axes in itertools.combinations(candidates, count):
             pieces = _product(plan, axes)
@@ -204,7 +204,7 @@ def sum_row_vectors(x: Float[Array, "batch seq embed"]) -> tuple[Float[Array, "b
 def replicate_rows(x: Float[Array, "batch *features"]) -> Float[Array, "batch *features"]:
     """Return row values that all `tensor` devices computed identically, typed as replicated over `tensor`.
 
-    The result is their `pmean`, so each of n devices gets `1/n` of the gradient.
+    The result is the `pmean` of `x` over `tensor`, so each of the n devices gets `1/n` of the gradient.
     """
     return send.pmean("row vectors over tensor", x, TENSOR) if TENSOR in varying_axes(x) else x
 

@@ -46,7 +46,7 @@ class Ring(NamedTuple):
         return jax.lax.axis_size(self.axis)
 
     def split_piece(self, size: int) -> tuple[PartOfPiece, ...]:
-        """Split a piece of `size` entries into a part for each direction; the first part is the larger one."""
+        """Split a piece of `size` entries into a part for each direction; the second part is never larger."""
         first = (size + 1) // 2 if self.bidirectional else size
         parts = PartOfPiece(1, 0, first), PartOfPiece(-1, first, size - first)
         return tuple(part for part in parts if part.length)

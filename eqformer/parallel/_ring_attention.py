@@ -174,7 +174,7 @@ def choose_ring_kernels(core: kernels.Operation, devices: int, call: AttentionCa
 
 
 def _are_known_pieces(call: AttentionCall, devices: int) -> bool:
-    """Return whether the mask is causal and the order of tokens is known from the number of each piece."""
+    """Return whether the mask is causal and the order of tokens is known from the index of each piece."""
     tokens, mask = call.tokens, call.mask
     is_known = tokens.pieces == devices and tokens.whole_rows == devices * call.query.shape[-3]
     is_known = is_known and (tokens.segments is None or tokens.documents is not None)

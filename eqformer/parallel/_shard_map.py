@@ -161,7 +161,7 @@ def _check_argument(path: str, leaf: object, spec: PyTree, sizes: dict[str, int]
 def _check_spec(value: str, leaf: AnyArray, spec: PyTree, sizes: dict[str, int]) -> str:
     """Raise a `ValueError` for a spec of a wrong type, or with too many dims or unknown axes.
 
-    Return the beginning of further error messages.
+    Return the text with which further error messages about the array begin.
     """
     call = f"filter_shard_map: {value} has shape {leaf.shape} and the spec {spec!r}"
     if not is_spec(spec):

@@ -126,7 +126,7 @@ class CacheLayout:
         return run(cache, number, single)
 
     def _put_row(self, names: str, x: Array, new: Array, number: Int[Array, ""], rows_per_device: int) -> Array:
-        """Write the row of `new` into this device's part of an array, if the part has row `number`.
+        """Write the row of `new` into row `number` of an array, if this device's part of the array has that row.
 
         In `new`, the row is the first row of the first device along the batch axes.
         """
@@ -145,7 +145,7 @@ class CacheLayout:
         return jnp.where((index >= 0) & (index < rows), updated, x)
 
     def _is_split_by_kv_rows(self, x: ArrayOrShape) -> bool:
-        """Return whether `tensor` splits an array by rows: an array of positions, if devices share key heads."""
+        """Return whether `tensor` splits the rows of an array: the array has positions, and devices share key heads."""
         return self.kv_row_shards > 1 and nn.is_position_array(x)
 
 

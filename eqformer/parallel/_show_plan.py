@@ -104,7 +104,7 @@ def split_axes(ndim: int, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tup
 def devices_by_piece(
     shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
 ) -> dict[tuple[tuple[int, int], ...], list[int]]:
-    """Return the numbers of the devices that hold each piece; a piece is a pair of start and end for each dim."""
+    """Return the ids of the devices that hold each piece; a piece is a pair of start and end for each dim."""
     devices: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for device, index in NamedSharding(mesh, spec).devices_indices_map(shape).items():
         piece = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
@@ -137,11 +137,11 @@ def mesh_name(mesh: Mesh | AbstractMesh) -> str:
 
 
 def draw_array(array: Array | np.ndarray | jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> str:
-    """Draw the sharding of an array, or of a shape, as text: a box for each piece, with the numbers of its devices.
+    """Draw the sharding of an array, or of a shape, as text: a box for each piece, with the ids of its devices.
 
     Only split dims are drawn: the last split dim to the right, and the split dim before it downwards. If more dims are
-    split, each piece along the other split dims has its own drawing. Raises a `ValueError` if the spec does not fit the
-    shape.
+    split, there is a drawing for each combination of pieces along the other split dims. Raises a `ValueError` if the
+    spec does not fit the shape.
     """
     shape = array.shape
     axes = _check_axes(shape, spec, mesh)
@@ -190,7 +190,7 @@ def _format_range(part: tuple[int, int]) -> str:
 
 
 def format_devices(devices: list[int]) -> str:
-    """Return the numbers of devices as text: `0-3` for at least three consecutive numbers, otherwise `0 4`."""
+    """Return the ids of devices as text: `0-3` for at least three consecutive ids, otherwise `0 4`."""
     is_run = len(devices) > 2 and devices[-1] - devices[0] == len(devices) - 1
     return f"{devices[0]}-{devices[-1]}" if is_run else " ".join(map(str, devices))
 
@@ -225,8 +225,8 @@ def plot_layout(model: PyTree, specs: PyTree, mesh: Mesh, path: str | Path) -> N
     """Write a PNG with a row for each array, which shows its dims, its pieces and its bytes.
 
     Split dims have the color of their axis. A box is cut into the pieces that devices hold. Each piece shows the
-    numbers of its devices, and the gap between two pieces has the color of the axis that splits them. The pieces of the
-    device with the lowest number are dark. A bar shows the bytes of the array; its dark part shows the bytes on one
+    ids of its devices, and the gap between two pieces has the color of the axis that splits them. The pieces of the
+    device with the lowest id are dark. A bar shows the bytes of the array; its dark part shows the bytes on one
     device. Needs matplotlib.
     """
     figures = load_extra("matplotlib.figure", extra="train", call=CALL)

@@ -203,7 +203,7 @@ def _split_rows(table: Array, rows: int) -> Float[Array, "chunks rows some_embed
 
 
 def _locate_ids(table: Array, dim: int, rows: int, ids: Array) -> tuple[Array, Array]:
-    """Return for each id the number of its chunk, -1 if the id is outside of the table, and its row in this chunk.
+    """Return for each id the index of its chunk (-1 if the id is outside of the table), and its row in this chunk.
 
     The row is counted in the gathered chunk, which has the rows of the first device, then the rows of the second, and
     so on.

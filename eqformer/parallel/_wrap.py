@@ -122,7 +122,7 @@ def split_mixtures(model: PyTree, method: str, exchange: Exchange, stream: Resid
 
 
 def _replicate_plain_layer(module: PyTree, spec: PyTree, field: str, stream: ResidualStream) -> PyTree:
-    """Wrap the layer in a module's field to run in full on every device, unless the layer is of an `nn` layer class."""
+    """Wrap the layer in a module's field to run in full on every device, if the layer is plain (`tensor.is_plain`)."""
     layer = getattr(module, field)
     if not tensor.is_plain(layer):
         return module

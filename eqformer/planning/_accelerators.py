@@ -206,8 +206,8 @@ class Topology:
     def speeds(self, mesh: Mesh | AbstractMesh) -> dict[str, float]:
         """Return the bytes a second that a device sends in one direction over each axis of a mesh.
 
-        Devices along the mesh's last axes are the nearest. In a torus, mesh axes are laid along torus dims, both from
-        the last to the first; an axis covers several dims, or a part of one dim. A dim that is a ring and that the axis
+        Devices along the mesh's last axes are the nearest. In a torus, the last mesh axis is laid along the last
+        torus dims, and so on; an axis covers several dims, or a part of one dim. A dim that is a ring and that the axis
         covers in full adds two links. Any other dim, or part of a dim, adds one link. Behind a switch, an axis inside
         one machine uses all links of a device, and an axis that reaches beyond one machine uses the slow network.
         Raises a `ValueError` for a mesh of another number of devices.
@@ -233,7 +233,9 @@ class Topology:
         dims, remaining = [size for size in self.shape if size > 1], 1
         if chip.per_chip > 1:
             dims.append(chip.per_chip)
-        dim_size = dims[-1] if dims else 1  # Size of the torus dim that axes divide now; they left `remaining`.
+        # Axes divide one torus dim after another. `dim_size` is the size of the current dim, and `remaining` the part
+        # of this size that no axis has taken.
+        dim_size = dims[-1] if dims else 1
         for axis, size in reversed(dict(mesh.shape).items()):
             links = 0
             while size > 1 and (dims or remaining > 1):
@@ -273,7 +275,7 @@ def topology(text: str) -> Topology:
 
 
 def for_platform(plan: parallel.Plan, platform: str) -> parallel.Plan:
-    """Return the plan for a platform, `cuda` or `tpu`, with an abstract mesh unless its devices are of the platform."""
+    """Return the plan for a platform, `cuda` or `tpu`; a mesh of another platform's devices becomes abstract."""
     name, mesh = {"cuda": "gpu"}.get(platform, platform), plan.mesh
     if plan.platform == name:
         return plan

@@ -109,7 +109,7 @@ def context_bytes(
     Args:
         tokens: Tokens of the microbatch, over all pieces.
         kv_embed: Heads of keys times their channels.
-        devices: Pieces of a row.
+        devices: Number of devices that split a row.
         method: `"ring"`, `"gather"` or `"heads"`.
         embed: Heads of queries times their channels.
         saved: Whether gathered keys and values are kept for the backward pass.
@@ -119,7 +119,7 @@ def context_bytes(
         raise ValueError(f"context_bytes(method={method!r}): choose 'ring', 'gather' or 'heads'.")
     if method == "heads":
         if not embed:
-            raise ValueError("context_bytes(method='heads'): queries are sent too; give embed, heads times head dim.")
+            raise ValueError("context_bytes(method='heads'): queries are sent too; give embed=heads * head_dim.")
         return gather_bytes(2 * tokens / devices * (2 * embed + 2 * kv_embed) * activation_bytes, devices)
     if saved and method == "ring":
         raise ValueError("context_bytes(method='ring', saved=True): a ring holds no gathered keys; use 'gather'.")
@@ -138,8 +138,11 @@ def expert_bytes(
 ) -> Number:
     """Return the bytes per layer and microbatch of experts that are split over `devices`, each with its own `tokens`.
 
-    `"exchange"`: each choice goes to its expert and back, in both passes: `4 f k (n-1)/n T h a`, where the capacity
-    factor `f` is the number of slots per choice (GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596).
+    A choice is a pair of a token and one of its `k` experts.
+
+    `"exchange"`: the token of each choice is sent to the expert's device, and the output back, in both passes:
+    `4 f k (n-1)/n T h a`. The capacity factor `f` is the number of buffer slots per choice (GShard, arXiv:2006.16668;
+    DeepSpeed-MoE, arXiv:2201.05596).
     `"gather"`: all tokens go to all devices and the sums come back: `4 (n-1) T h a`, which is less if `f k > n`.
 
     Args:
@@ -148,7 +151,7 @@ def expert_bytes(
         devices: Devices that the experts are split over.
         top_k: Experts of a token.
         method: `"exchange"` or `"gather"`.
-        factor: Slots for a choice.
+        factor: Number of buffer slots per choice (the capacity factor).
         activation_bytes: The bytes of an activation.
     """
     if method not in ("exchange", "gather"):

@@ -151,22 +151,22 @@ def devices_of(topology: Topology) -> list[Device]:
         name, options = accelerator.name, {"topology": gpus, "target_config": _target(accelerator)}
     try:
         devices = list(topologies.get_topology_desc(name, platform=accelerator.platform, **options).devices)
-    except Exception as error:  # jaxlib's own kind of error, which JAX does not name
+    except Exception as error:  # jaxlib raises a class of errors that JAX does not export
         raise ValueError(
-            f"devices_of(topology={topology}): its compiler makes no such topology "
+            f"devices_of(topology={topology}): the compiler cannot build this topology "
             f"({str(error).splitlines()[0][:200]}); give a shape that is sold, such as v5e:4x4, v5p:4x4x4 or h100:8, "
             "or take planning.forecast (plan.py --formulas), which compiles nothing."
         ) from error
     if len(devices) != topology.devices:
         raise ValueError(
-            f"devices_of(topology={topology}): its compiler makes {len(devices)} devices, but a run has "
+            f"devices_of(topology={topology}): the compiler makes {len(devices)} devices, but a run has "
             f"{topology.devices}; take planning.forecast (plan.py --formulas), which compiles nothing."
         )
     return devices
 
 
 def chips_per_host(shape: tuple[int, ...]) -> list[int]:
-    """Return how many chips of each dim of a torus share a host: 2 x 2, or fewer in a smaller shape.
+    """Return how many chips along each dim of a torus share a host: up to 2 along the first two dims, otherwise 1.
 
     libtpu's default is 2 x 2 for every shape, which does not divide the shape of a single chip.
     """

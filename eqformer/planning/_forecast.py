@@ -47,7 +47,8 @@ def scatter_padding(
         for devices in _scatter_steps(plan, topology):
             rows //= devices
             padding = _padded_rows(rows, row_bytes, devices, topology) - rows
-            # In a ring each device sends all slices but one, and moves the padding of the slices before its own.
+            # In a ring, each device sends all slices but one. The devices then also exchange the rows that the padding
+            # of earlier slices has displaced.
             sent += layers * padding * row_bytes * (devices - 1) * (1 + (devices - 1) / devices)
     return sent * (plan.microbatches if plan.zero > 1 else 1)
 
@@ -70,7 +71,8 @@ def _scattered_gradients(
 def _padded_rows(rows: int, row_bytes: int, devices: int, topology: Topology) -> int:
     """Return the number of rows of a device's slice, including the padding that makes its chunks equal."""
     sides = [side for side in topology.shape if side > 1]
-    tile = 2 * _TILE if sides == [2, 2] and devices == 4 else _TILE  # sent both ways round the ring at once
+    # In a torus of 2 x 2 devices, rows are sent in both directions round the ring at once.
+    tile = 2 * _TILE if sides == [2, 2] and devices == 4 else _TILE
     chunk_rows = int(_CHUNKS[topology.accelerator.name] / (devices + 4) / row_bytes) // tile * tile
     if rows <= 1 or chunk_rows == 0:
         return rows
@@ -96,7 +98,7 @@ _EXACT_CAUSES = ("parameters", "optimizer state", "weights", _ENCODER, "caches")
 
 
 class DeviceMemory(NamedTuple):
-    """Devices of any kind whose memory alone is known, so a forecast for these devices has no seconds."""
+    """Devices whose speeds are unknown; a forecast for these devices has bytes, but no times."""
 
     memory: int | None = None
     """Bytes of a device; None if no verdict is needed."""
@@ -207,7 +209,7 @@ def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batc
     """
     rows, seq = batch.ids.shape
     if (topology := topology_of(target)) is not None:
-        topology.speeds(states.plan.mesh)  # Refuses a mesh of another size before anything is traced.
+        topology.speeds(states.plan.mesh)  # `speeds` refuses a mesh of another size before anything is traced.
     states = states.with_plan(for_platform(states.plan, target.platform))
     plan, trained = states.plan, states.optimizer.trained
     memory_by_cause, kept_on_host = step_bytes(states, model, batch, target.platform)

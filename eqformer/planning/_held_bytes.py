@@ -46,7 +46,7 @@ class StepBytes(NamedTuple):
 def state_bytes(states: training.PlannedState) -> dict[str, tuple[int, int]]:
     """Return the bytes of parameters, gradients and optimizer state, each on one device and on all devices together.
 
-    Optimizer state that a plan keeps in the memory of a device's host has a cause of its own.
+    Optimizer state that a plan keeps in the memory of a device's host is listed separately, under `ON_HOST`.
     """
     plan = states.plan
     shapes = states.sharded_shapes()
@@ -69,10 +69,10 @@ def _gradient_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def updated_bytes(states: training.PlannedState, on_host: int) -> int:
-    """Return the bytes of the copies of optimizer moments that an update holds on a device beside the state.
+    """Return the bytes of the copies of optimizer moments that a device needs during an update, beside the state.
 
-    These are copies of the `on_host` bytes or, for 8-bit moments, all moments in float32: compilers compute all of
-    these moments before they search for the largest moment of each row.
+    Moments on the host (`on_host` bytes) are copied to the device. If moments are stored in 8 bits, the copies are
+    float32 values of all moments: compilers compute all values before they search for the largest one of each row.
     """
     leaves = jax.tree.leaves(states.sharded_shapes().optimizer_state)
     codes = [leaf for leaf in leaves if is_shape(leaf) and leaf.dtype == jnp.uint8]
@@ -135,7 +135,7 @@ def activation_bytes(plan: parallel.Plan, model: nn.LanguageModel, *, rows: int,
     """Return a lower bound of the bytes of activations that a device keeps for a backward pass, from shapes alone.
 
     A layer keeps its input and, without full rematerialisation, the outputs of all linear maps that do not write to the
-    residual stream. Experts, tables, losses and further microbatches of a pipeline are left out.
+    residual stream. Experts, vocabulary tables, losses, and all but one of a pipeline's microbatches are left out.
     """
     if plan.reruns_stages:
         return 0
@@ -192,7 +192,7 @@ def labelled_text_shapes(rows: int, seq: int) -> LabelBatch:
 def preference_shapes(rows: int, seq: int, *, has_reference: bool, has_labels: bool = False) -> PreferenceBatch:
     """Return the shapes of a batch of pairs or, with `has_labels`, of labelled completions for KTO.
 
-    With `has_reference`, the batch has the nats of a reference model, with which the loss compares the model.
+    With `has_reference`, the batch has each row's negative log-likelihood under a reference model, in nats.
     """
 
     def make() -> PreferenceBatch:
@@ -231,7 +231,7 @@ def judge_formula(bound: int, certain: int, memory: int) -> Verdict:
     Args:
         bound: The estimate of `step_bytes` with its margin, or a decode step's weights and caches.
         certain: The bytes that are needed whatever the compiler does. Compiled steps need more, so the step counts as
-            fitting only if these bytes fit with the margin, too.
+            fitting only if `certain / (1 - MAX_UNDERESTIMATE)` fits too.
         memory: The bytes that programs may fill.
     """
     if max(certain, bound * (1 - MAX_UNDERESTIMATE) / (1 + MAX_OVERESTIMATE)) > memory:

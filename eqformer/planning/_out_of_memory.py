@@ -100,7 +100,7 @@ def find_smaller_setups(setup: TrainingSetup, memory: int, platform: str, *, lim
 
 
 def _variants_by_kind(setup: TrainingSetup, platform: str) -> Iterator[list[dict[str, object]]]:
-    """Yield, for each kind of change, settings that hold fewer and fewer bytes."""
+    """Yield, for each kind of change, a list of settings with which a step needs fewer and fewer bytes."""
     plan, remat = setup.plan, setup.execution.remat
     pieces = (setup.batch.ids.shape[0] // plan.microbatches).bit_length()
     doublings = [{"plan.microbatches": plan.microbatches << doubling} for doubling in range(1, pieces)]
@@ -158,7 +158,7 @@ def out_of_memory_report(
     format_plan: FormatPlan = _format_candidate,
     format_settings: FormatSettings = _format_settings,
 ) -> str | None:
-    """Explain an error of a device that is out of memory while it trains; None for an error of another kind.
+    """Return an explanation of an out-of-memory error of a training step; None for an error of another kind.
 
     The report states the bytes that were requested, the bytes that the device has, the bytes that the setup holds by
     formulas, and up to three setups that would fit.

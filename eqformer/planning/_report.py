@@ -237,9 +237,9 @@ def ranking_table(
 
 
 def communication_table(transfers: Iterable[Transfer], *, names: Container[str] = ()) -> str:
-    """Format the bytes that a program sends by kind, axes and name (of `names`), largest first, and the sum.
+    """Format the bytes that a program sends by kind, axes and name, largest first, and the sum.
 
-    `+?` marks figures that loops of unknown length increase.
+    Only names in `names` are shown. `+?` marks figures that loops of unknown length increase.
     """
     groups: dict[tuple[str, str, str, str], list[Transfer]] = collections.defaultdict(list)
     for transfer in transfers:
@@ -256,7 +256,7 @@ def communication_table(transfers: Iterable[Transfer], *, names: Container[str] 
 
 
 def _sum_known(transfers: Iterable[Transfer]) -> tuple[int, float]:
-    """Return the runs and the bytes of the transfers whose number of runs is known."""
+    """Return the total number of executions, and the bytes, of the transfers that execute a known number of times."""
     known = [transfer for transfer in transfers if transfer.times is not None]
     return sum(transfer.times or 0 for transfer in known), bytes_sent(known)
 

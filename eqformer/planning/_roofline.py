@@ -291,7 +291,7 @@ def _memory_seconds(plan: parallel.Plan, model: nn.LanguageModel, tokens: float,
     passes over the state.
     """
     width, idle = jnp.dtype(model.compute_dtype).itemsize, idle_shares(model)
-    weights = activations = 0.0  # numbers of weights; numbers of inputs and outputs per token
+    weights = activations = 0.0  # counts of weights, and of inputs and outputs per token
     for linear in nn.linear_maps(model):
         # Each microbatch reads the whole weight in each pass; only the axes that split its products divide it.
         is_expert = id(linear) in idle

@@ -22,7 +22,7 @@ from ._roofline import Roofline
 from ._sent_bytes import Sent, sent_bytes
 
 
-MAX_TENSOR = 8  # The largest tensor axis that is tried where devices are unknown: larger ones cross machines of GPUs.
+MAX_TENSOR = 8  # The largest tensor axis that is tried where devices are unknown: a larger axis crosses GPU machines.
 MAX_TENSOR_OF_TORUS = 64  # The largest tensor axis that is tried on TPUs, where no switch bounds the axis.
 MAX_CONTEXT = 8  # The largest context axis that is tried.
 MAX_TRACED = 16  # The maximum number of traced plans (a second or more each), once a plan fits.
@@ -30,7 +30,7 @@ MAX_TRACED_WITHOUT_FIT = 64  # The maximum number of traced plans, until a plan 
 FIRST_SECONDS = 4.0  # A search shows the best plans so far after this time, if meshes remain to be compared.
 
 Progress = Callable[[str, int, int], None]
-"""Function called with the name of the counted work, the number that is done, and the largest possible number."""
+"""Function called with the name of the counted items, the number of items done, and the most items possible."""
 
 
 def _ignore(*_: object) -> None:
@@ -38,7 +38,7 @@ def _ignore(*_: object) -> None:
 
 
 class Candidate(NamedTuple):
-    """A plan with its model, which was not traced; judged by the shapes of its arrays, the plan may fit."""
+    """An untraced plan with its model. Judged by the shapes of the model's arrays, the plan may fit."""
 
     plan: parallel.Plan
     """The plan, over a mesh without devices."""
@@ -99,13 +99,13 @@ class PlanSearch(NamedTuple):
     proposals: list[Proposal]
     """Plans that fit or that only the compiler can judge, the best first."""
     smallest: tuple[Candidate, StepBytes] | None
-    """The traced plan that holds the fewest bytes; None if no plan's state fits alone."""
+    """The traced plan that holds the fewest bytes; None if the training state of every plan exceeds the memory."""
     smallest_state: int
     """The fewest bytes of a plan's state."""
     meshes: int
     """Number of meshes that suit the model."""
     candidates: int
-    """Number of plans that may fit, judged by shapes. If no plan may fit, 1: the smallest plan is then traced."""
+    """Number of plans that may fit, judged by shapes; 1 if no plan may fit, since the smallest plan is then traced."""
     traced: int
     """Number of plans that were traced, so that all their bytes are known."""
 

@@ -164,8 +164,8 @@ def _count_gathers(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedA
     """Return how often a microbatch gathers an array at stage 3 of ZeRO.
 
     An array outside of layers is gathered once for both passes. So is an array of a stack of one layer, because
-    compilers remove a loop of one iteration. A backward entry that recomputes its forward pass gathers the parameters
-    once more. If the entry has only one layer, the gathered parameters stay, and are not gathered again.
+    compilers remove a loop of one iteration. In a pipeline, a stage's backward pass may recompute its forward
+    pass. Parameters are then gathered once more, unless the stage has only one layer, whose gathered parameters stay.
     """
     is_in_loop = array.layers > 1 or (array.layers and plan.is_pipelined)
     if not is_in_loop:
@@ -193,14 +193,14 @@ def _sharded_state(plan: parallel.Plan, array: _PlacedArray, gathers: int) -> It
 
 
 def _tied_logits(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedArray) -> Iterator[Sent]:
-    """Yield the bytes that logits by a tied table add to the lookup's bytes: two gathers and a second gradient."""
+    """Yield the bytes that logits from a tied table add to the lookup: two gathers and a second gradient."""
     for name, itemsize in ((_PARAMETERS, 2 * _activation_bytes(model)), (GRADIENTS, array.gradient_itemsize)):
         size = plan.microbatches * gather_bytes(array.size * itemsize, array.fsdp_pieces(plan))
         yield Sent(STATE, f"{name}, zero {plan.zero}", size)
 
 
 def _summed_gradient(plan: parallel.Plan, array: _PlacedArray) -> Sent:
-    """Return the bytes to sum a gradient over the axes on which devices compute parts of the sum."""
+    """Return the bytes that are sent to sum a gradient over the axes on which each device has a partial sum."""
     axes = [axis for axis in array.summed_axes if plan.size(axis) > 1]
     shard_size, copies = array.size / array.fsdp_pieces(plan), math.prod(map(plan.size, axes))
     size = sharded_state_bytes(shard_size, copies, zero=0, gradient_bytes=array.gradient_itemsize)
@@ -319,7 +319,8 @@ def _vocabulary(
         lookups = passes if stream.splits_tokens else 0
     rounds = plan.microbatches / (plan.size(PIPE) if plan.spreads_edges else 1)
     size = rounds * tokens * (lookups * embed * weight + 2 * embed * _activation_bytes(model) + 2 * 3 * 4)
-    if stream.splits_features:  # the table, from slices of features to slices of ids, and its gradient back
+    if stream.splits_features:
+        # The table is resharded from slices of features to slices of ids, and its gradient is resharded back.
         swaps = 1 if plan.is_pipelined else plan.microbatches
         size += passes * swaps * table.size / plan.size(TENSOR) * weight
     return gather_bytes(size, plan.size(TENSOR))
@@ -347,7 +348,7 @@ def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
     """Yield the bytes that expert parallelism sends.
 
     Forward: tokens, their choices and their weights to the experts, and results back. Backward: gradients of all these
-    except the choices. An exchange counts as a single round.
+    except the choices. An exchange is counted as one round of all-to-alls.
     """
     devices = plan.size(EXPERT)
     for moe in nn.modules(stack, (nn.ExpertMixture,)):

@@ -177,7 +177,7 @@ class _Executor:
         """Trace the model for shapes.
 
         Return the mesh axes over which the activations between parts vary; the shapes of these activations, of loss sum
-        and count, and of the aux; and, by number, the linear maps whose weight gradients can be deferred.
+        and count, and of the aux; and, by index, the linear maps whose weight gradients can be deferred.
         """
         axes = frozenset({PIPE})
         chunk, piece = self._chunk(jnp.int32(0)), self._microbatch(jnp.int32(0))

@@ -23,7 +23,7 @@ from ._schedule import Schedule
 
 
 PartOf = Int[np.ndarray, "stages chunks"]
-"""Array whose entry `[stage, chunk]` numbers the part of the model that device `stage` holds as its chunk `chunk`."""
+"""Array whose entry `[stage, chunk]` is the index of the model's part that device `stage` holds as chunk `chunk`."""
 TakeRows = Callable[..., PyTree]
 """Function of an array and the indices of rows that returns these rows, like `take_layer_rows`."""
 
@@ -95,7 +95,7 @@ def layer_order(layers: int, part_of: PartOf) -> Int[np.ndarray, "rows"]:
 
 
 def take_layer_rows(x: Array | jax.ShapeDtypeStruct, order: Int[np.ndarray, "rows"]) -> Array | jax.ShapeDtypeStruct:
-    """Return the rows of an array, or of its shape, in the given order; zeros for numbers beyond the last row.
+    """Return the rows of an array, or of its shape, in the given order; zeros for indices beyond the last row.
 
     Outside of `jit`, the function waits for the result. Otherwise, on simulated devices, unfinished programs that wait
     for messages could occupy all threads.
@@ -364,7 +364,7 @@ def pipelined_rounds(
 ) -> tuple[PipelinedStack, ...]:
     """Split a forward pass over `stacks` into rounds, and return the rounds in order.
 
-    A round runs the chunk with the same number on every device. A stack has a round for each number whose chunks hold
+    A round runs chunk `c` on every device, for one index `c`. A stack has a round for each index whose chunks hold
     layers of the stack.
     """
     counts = count_layers([stack.depth for stack in stacks], schedule.parts)

@@ -263,7 +263,7 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def record_calls(blocks: PyTree) -> tuple[PyTree, dict[int, CallRecord]]:
-    """Wrap every map in a `RecordingMap`; return the wrapped blocks, and the record of each map by its number."""
+    """Wrap every map in a `RecordingMap`; return the wrapped blocks, and the record of each map by its index."""
     maps = _number_maps(blocks)
     records = {number: CallRecord() for number in maps}
     recording = {number: RecordingMap(linear, records[number]) for number, linear in maps.items()}
@@ -271,7 +271,7 @@ def record_calls(blocks: PyTree) -> tuple[PyTree, dict[int, CallRecord]]:
 
 
 def find_deferrable(blocks: PyTree, records: dict[int, CallRecord], tokens: int) -> dict[int, ProbeShapes]:
-    """Return, by map number, the shapes of the probes of each map whose weight gradient can be deferred.
+    """Return, by map index, the shapes of the probes of each map whose weight gradient can be deferred.
 
     `records` are the calls in one layer. A map must be called once, on at least `tokens` vectors: a call on fewer
     vectors is inside a loop, which calls it repeatedly. The weight in the call must have the shape of the layer's
@@ -322,7 +322,7 @@ def select_differentiable(tree: PyTree) -> PyTree:
 def split_gradients(gradients: PyTree, blocks: PyTree) -> tuple[PyTree, dict[int, tuple[Array, Array]]]:
     """Split the gradients of the result of `defer_maps` into gradients of the plain `blocks`, and operands.
 
-    The gradients of deferred weights are None. The operands are, by map number, pairs of a map's input and the
+    The gradients of deferred weights are None. The operands are, by map index, pairs of a map's input and the
     cotangent of its output.
     """
     deferred = {number: node for number, node in _number_maps(gradients).items() if isinstance(node, DeferredMap)}

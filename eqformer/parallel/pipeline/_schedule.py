@@ -20,9 +20,9 @@ class Schedule:
     """Tables of the work of each device in each tick, and the placement of the model's parts on devices.
 
     The model is cut into equal consecutive parts, and each device holds some of them as its chunks: chunk `chunk` of
-    device `stage` is part `part_of[stage, chunk]`. For `p` devices, chunk `c` of all devices together must be the parts
-    `c * p` to `c * p + p - 1`, in any order, so that a microbatch visits each device once per chunk. Raises a
-    `ValueError` for another placement. See `ring_placement` and `v_placement`.
+    device `stage` is part `part_of[stage, chunk]`. With `p` devices, the parts `c * p` to `c * p + p - 1`
+    must be the chunks `c` of the devices, in any order of devices, so that a microbatch visits each device once per
+    chunk. Raises a `ValueError` for another placement. See `ring_placement` and `v_placement`.
 
     An entry of a table is `chunk * microbatches + microbatch`, or `IDLE`. Within a tick, a device runs its forward
     entry, then its backward entry, then its weight entry; its messages arrive before the next tick. If the table
@@ -257,26 +257,26 @@ class TickActions(NamedTuple):
 class Routes:
     """Actions of all devices in all ticks, the links that they use, and the numbers of slots.
 
-    All devices run the same program, so each has the largest number of slots that any device needs.
+    All devices run the same program, so every device allocates as many slots as the device that needs the most.
     """
 
     actions: TickActions
     links: tuple[Link, ...]
     input_slots: int
-    """Number of slots for inputs of parts, each from its arrival to the backward entry."""
+    """Number of slots for inputs of parts. A slot is used from the input's arrival to the backward entry."""
     cotangent_slots: int
-    """Number of slots for cotangents of outputs, each from its arrival to the backward entry."""
+    """Number of slots for cotangents of outputs. A slot is used from the cotangent's arrival to the backward entry."""
     residual_slots: int
-    """Number of slots for residuals, each from the forward entry to the backward entry."""
+    """Number of slots for residuals. A slot is used from the forward entry to the backward entry."""
     operand_slots: int
-    """Number of slots for operands of weight gradients, each from the backward entry to the weight entry."""
+    """Number of slots for operands of weight gradients. A slot is used from the backward entry to the weight entry."""
 
 
 def route_messages(schedule: Schedule) -> Routes:
     """Assign slots and links to a schedule; raise a `ValueError` if the schedule breaks a rule of `check_schedule`."""
     forward, backward, weight = entry_ticks(schedule)
     # Times of slots are in thirds of a tick: forward, then backward, then weight entry and arrivals. A slot is used
-    # from its start to its end, and is free at its end. A lifetime that ends at 0 means no slot.
+    # from its start to its end, and is free at its end. If the end is 0, no slot is used.
     arrival = np.concatenate([3 * forward[:1], 3 * forward[:-1] + 2])
     input_count, input_slots = _assign_slots(schedule, arrival, 3 * backward + 1)
     never = np.zeros_like(forward[:1])  # No other part sends a cotangent to the last part.
@@ -325,8 +325,8 @@ def _assign_slots(
 ) -> tuple[int, Int[np.ndarray, "parts microbatches"]]:
     """Return the largest number of slots that a device uses, and the slot of each part and microbatch.
 
-    A slot is used from `start` to `end`, and reused as soon as it is free, so a device has as many slots as it ever
-    uses at once.
+    A slot is used from `start` to `end`, and reused as soon as it is free. The number of slots of a device is therefore
+    the largest number in use at one time.
     """
     slots, largest_count = np.full_like(start, IDLE), 0
     for stage in range(schedule.stages):

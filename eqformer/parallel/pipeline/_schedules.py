@@ -3,7 +3,7 @@
 The model is cut into equal consecutive parts. A device holds one or more parts, which are called its chunks: chunk `c`
 of device `i` is part `Schedule.part_of[i, c]`.
 
-Formulas use these letters: p stages (devices), m microbatches, v chunks per device, i the number of a stage, from 0. F,
+Formulas use these letters: p stages (devices), m microbatches, v chunks per device, i the index of a stage, from 0. F,
 B and W are the times of a device for one microbatch: forward pass, gradients of inputs, and gradients of weights. The
 bubble is the time that a device is idle in a step. A tick is a row of the schedule's table. Devices in lock-step begin
 each tick together, so a tick takes as long as the slowest device. Without lock-step, a device waits only for inputs.

@@ -237,7 +237,7 @@ def plot_timeline(
     """Write a PNG with the timelines of one or several schedules, on the same scale of time.
 
     There is a row for each device, and a color for each kind of entry, darker from chunk to chunk. Boxes contain the
-    number of the microbatch. Needs matplotlib.
+    index of the microbatch. Needs matplotlib.
 
     Args:
         schedules: One schedule, or several.

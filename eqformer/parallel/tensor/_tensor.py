@@ -356,7 +356,7 @@ def is_plain(layer: object) -> bool:
 
 
 LAYER_FIELDS: tuple[tuple[type[nn.Module], str], ...] = ((nn.ExpertMixture, "shared"), (nn.Residual, "layer"))
-"""Classes of modules with a field for a layer, and the name of the field; the layer may be of no `nn` layer class."""
+"""Classes of modules with a field for a layer, and the name of the field; the layer may be plain (`is_plain`)."""
 
 
 def plain_layers(model: PyTree) -> list[tuple[str, PyTree]]:

@@ -122,8 +122,8 @@ def _pad_to_devices(table: Array, dim: int) -> Array:
 class SplitVocabulary(eqx.Module):
     """Functions of logits for losses, such as the cross-entropy, if each device has the logits of a slice of the ids.
 
-    The vocabulary has `total` ids. Behind them, the last logits may be padding. Results for each token are replicated,
-    results for each token and id are split as the logits are.
+    The vocabulary has `total` ids. Behind them, the last logits may be padding. A result with a value per token is
+    replicated. A result with a value per token and id is split like the logits.
     """
 
     total: int = eqx.field(static=True)
@@ -190,7 +190,7 @@ class SplitVocabulary(eqx.Module):
         return send.pmax("replicated values", jnp.take_along_axis(ids, order, axis=-1), TENSOR)
 
     def _peak(self, logits: Float[Array, "tokens vocab"]) -> Float[Array, "tokens"]:
-        """Return each token's largest logit of all devices, without a gradient."""
+        """Return each token's largest logit over all devices, without a gradient."""
         return send.pmax("logit maxima", jax.lax.stop_gradient(jnp.max(logits, axis=-1)), TENSOR)
 
     def _ids(self, logits: Float[Array, "tokens vocab"]) -> Int[Array, "tokens vocab"]:
