@@ -304,7 +304,8 @@ def has_chat_template(folder: str | os.PathLike[str]) -> bool:
 
 
 def _find_template(folder: Path, settings: JsonObject) -> tuple[Path, str | None]:
-    """Return the template's file and its text (None if there is none); if there are several, the one named default."""
+    """Return the template's file and text (None without a template); of several templates, the template named
+    default."""
     file = folder / "chat_template.jinja"
     if is_there(file):
         return file, read_utf8(file)

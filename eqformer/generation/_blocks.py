@@ -74,7 +74,7 @@ def generate_blocks(
     Each new block begins with all of its tokens masked; only the first block may begin with the end of the prompt. In
     a pass, the model gives every masked token a distribution, from which an id is sampled. Some of the masked tokens
     are then filled with their ids and change no more; the others stay masked. With `m` masked tokens and `k` passes
-    left, a pass fills `m / k` tokens (rounded up), by default those of the highest probability. It also fills all
+    left, a pass fills `m / k` tokens (rounded up), by default the tokens of the highest probability. It also fills all
     tokens whose sampled id has a probability above `threshold`. This is low-confidence remasking (LLaDA,
     arXiv:2502.09992) and, with a threshold below 1, SDAR's dynamic rule (arXiv:2510.06303). Keys and values of finished
     blocks are cached.

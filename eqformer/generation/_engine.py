@@ -278,7 +278,7 @@ class Engine:
                     self._stream_queues[result.number].put_nowait(copied)
 
     def _end_cancelled(self) -> list[Result]:
-        """Mark cancelled requests as ended; return the results of those that have not begun to generate.
+        """Mark cancelled requests as ended; return the results of requests that have not begun to generate.
 
         `_decode` returns the results of the other cancelled requests.
         """

@@ -55,8 +55,8 @@ class Request:
     """A function of the new ids so far that says whether the text has ended, for example at a string. The last id of
     the result is the first id after which the function returns true."""
     seed: int = 0
-    """The samples depend on the seed, on `example` and on positions, like those of `generate(...,
-    key=jax.random.key(seed), examples=[example])`."""
+    """The samples depend on the seed, on `example` and on positions, as in `generate(..., key=jax.random.key(seed),
+    examples=[example])`."""
     example: int = 0
     """The number that determines the random samples together with `seed`, as in `generate`'s `examples`."""
     alternatives: int = 0

@@ -147,8 +147,8 @@ def without_lora(model: PyTree) -> PyTree:
 def lora_factors(model: PyTree) -> PyTree:
     """Return a tree like the model with the factors of its `LoRA`s and its classifier, and None for all other arrays.
 
-    The other arrays stay fixed in training. All weights of a classifier are trained, as by peft, because they begin at
-    random. Raises a `ValueError` for a model without a `LoRA`.
+    The other arrays stay fixed in training. All weights of a classifier are trained, as in peft, because their initial
+    values are random. Raises a `ValueError` for a model without a `LoRA`.
     """
     if not modules(model, LoRA):
         raise ValueError("lora_factors(model): the model has no LoRA; add LoRAs by with_lora.")

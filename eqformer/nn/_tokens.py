@@ -23,7 +23,7 @@ class SharedKV(eqx.Module):
     values: Float[Array, "*batch kv_seq kv_heads v_dim"]
     """The values."""
     positions: Int[Array, "*batch kv_seq"] | None = None
-    """Positions of the keys, if they come from a cache; None: the keys are those of the call's own tokens."""
+    """Positions of the keys, if they come from a cache; None: the keys belong to the call's own tokens."""
 
 
 class SharedValue(eqx.Module):
@@ -79,7 +79,7 @@ class Tokens(eqx.Module):
     types: Int[Array, "*batch seq"] | None = None
     """The token type of each token, such as the number of its text in a pair (BERT); None: 0 for all tokens."""
     ids: Int[Array, "*batch seq"] | None = None
-    """The id of each token, which a model sets if one of its layers reads it (`ValueEmbeddedAttention`)."""
+    """The id of each token; a model sets the ids if one of its layers reads ids (`ValueEmbeddedAttention`)."""
     whole_rows: int | None = eqx.field(static=True, init=False, default_factory=_unknown)
     documents: int | None = eqx.field(static=True, init=False, default_factory=_unknown)
     pieces: int | None = eqx.field(static=True, init=False, default_factory=_unknown)

@@ -237,7 +237,7 @@ class Recipe:
     evaluate_every: int = 0
     """Steps between evaluations on --evaluate-text and --evaluate-tasks; also before the first step; 0 for none."""
     evaluate_text: tuple[str, ...] = ()
-    """Files, folders or datasets of the hub; each of their tokens is scored once, as by evaluate.py."""
+    """Files, folders or datasets of the hub; each of their tokens is scored once, as in evaluate.py."""
     evaluate_tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness (extra `eval`)."""
     evaluate_limit: int | None = None

@@ -382,7 +382,8 @@ class TextService(Service):
         return ids
 
     def _check(self, prompt: Prompt, options: TextOptions) -> None:
-        """Raise a `RequestError` for a request that the engine would refuse; it names a field of the request's body."""
+        """Raise a `RequestError`, which names a field of the request's body, for a request that the engine would
+        refuse."""
         vocab = self.llm.model.vocab
         for field, ids in ((prompt.field, prompt.ids), ("logit_bias", options.settings.logit_bias)):
             if (outside := next((number for number in ids if number >= vocab), None)) is not None:

@@ -103,7 +103,7 @@ class _GrammarMask:
         """Ids that the matcher has read."""
 
     def __call__(self, ids: list[int]) -> Bool[np.ndarray, "vocab"]:
-        """Return which ids may follow these; raise a `RuntimeError` if the matcher reaches one of its limits."""
+        """Return which ids may follow `ids`; raise a `RuntimeError` if the matcher reaches one of its limits."""
         self._read(ids)
         allowed = self._compute_allowed()
         (tokens,) = np.nonzero(allowed)

@@ -225,7 +225,7 @@ class PipelinedExecution(ShardedExecution):
             seed=cotangent,
         )
         summed_grads = _with_stacks(edge_grads, stack_grads)
-        if shared_grads:  # As edges, these parameters are read by no stage.
+        if shared_grads:  # Stages read these parameters as `shared`, so the edges' gradients lack them.
             summed_grads = eqx.tree_at(lambda m: m.parts.frequencies, summed_grads, shared_grads[0])
         gradients = _loss_aux.unscale_gradients(summed_grads, cotangent)
         parameter_gradients = _unwrap_gradients(device, parameters, model, gradients)
@@ -361,7 +361,7 @@ def _gather_in_float32(leaves: PyTree) -> PyTree:
     """Return the plan's leaves with arrays outside of the stacks gathered in float32 at least."""
 
     def widen(leaf: PyTree) -> PyTree:
-        if not leaf.dtype or not jnp.issubdtype(leaf.dtype, jnp.inexact):  # no array, or one that has no gradient
+        if not leaf.dtype or not jnp.issubdtype(leaf.dtype, jnp.inexact):  # no array, or an array without a gradient
             return leaf
         dtype = str(nn.at_least_float32(jnp.dtype(leaf.dtype)))
         return dataclasses.replace(leaf, dtype=dtype, gather_dtype=dtype)

@@ -55,8 +55,8 @@ class LatentAttention(Mixer):
 
     A layer with an indexer, in `Residual(shares=)`, shares its selection with later layers without an indexer, in
     `Residual(reads=)` (GLM-5). A layer made by `sharing_latents` also shares its latents, with layers made by
-    `reading_latents` (Mistral Large 4). A layer that both reads and shares passes on what earlier layers share, with
-    its own selection and latents, if it has them, in place of theirs.
+    `reading_latents` (Mistral Large 4). A layer that both reads and shares passes on what earlier layers share. If the
+    layer has its own selection or latents, these replace the earlier layers' selection or latents.
     """
 
     query_down: LinearMap | None
@@ -178,7 +178,7 @@ class LatentAttention(Mixer):
         return sharing
 
     def reading_latents(self) -> "LatentAttention":
-        """Return the layer without maps to latents and to a rotary key; it reads both from an earlier layer."""
+        """Return the layer without maps to latents and to a rotary key; the layer reads both from an earlier layer."""
         maps = lambda layer: (layer.latent_down, layer.latent_norm, layer.key_rope)
         return eqx.tree_at(maps, self, (None, None, None), is_leaf=lambda node: node is None)
 
@@ -222,7 +222,7 @@ class LatentAttention(Mixer):
         return self.output(attended), answer_request(is_sharing, shared, cache)
 
     def _absorb_key_up(self, query: Float[Array, "*batch _ heads head_dim"]) -> Float[Array, "*batch _ heads latent"]:
-        """Return queries whose products with latents equal those of `query` with the keys that `key_up` computes."""
+        """Return absorbed queries: their products with latents equal the products of `query` with `key_up(latents)`."""
         # The bias of key_up is left out: it adds one number to all scores of a query, which does not change the
         # softmax.
         return einops.einsum(query, self.key_up.matrix(query.dtype), "... h d, h d latent -> ... h latent")

@@ -88,7 +88,7 @@ _BLOCK = 1024  # Maximum number of slots that are rotated again at once.
 
 
 def rerotate_cache(rotary: Rotary, cache: KVCache, tokens: Tokens) -> tuple[KVCache, Int[Array, "*batch 1"]]:
-    """Rotate the cached keys of those rows whose set of frequencies changes with these tokens.
+    """Rotate the cached keys of each row whose set of frequencies changes with the new tokens.
 
     Return the new cache and the rows' lengths. Each length stands for its set of frequencies
     (`RotaryScaling.representative_length`). Rows of padding alone do not change. Few calls rotate keys, in place; all
@@ -171,7 +171,8 @@ def _rerotate(
     positions: Int[Array, "*batch kv_seq"],
     lengths: tuple[Int[Array, "*batch 1"], Int[Array, "*batch 1"]],
 ) -> CachedKeys:
-    """Rotate cached keys from the frequencies of the first to those of the second lengths; requantize 8-bit keys."""
+    """Rotate cached keys from the frequencies of `lengths[0]` to the frequencies of `lengths[1]`; requantize 8-bit
+    keys."""
     keys, scales = cached
     keys = keys if scales is None else dequantize_rows(keys, scales, scales.dtype)
     rerotated = rotary.rerotate(keys.swapaxes(-3, -2), positions, *lengths).swapaxes(-3, -2)

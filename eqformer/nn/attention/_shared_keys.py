@@ -17,7 +17,7 @@ class SharedLatents(eqx.Module):
     rope: Float[Array, "*batch kv_seq rope_dim"]
     """The rotated keys, which all heads share; without rotary positions they have no channels."""
     positions: Int[Array, "*batch kv_seq"] | None
-    """Positions of the latents, if they come from a cache; None: the latents are those of the call's own tokens."""
+    """Positions of the latents, if they come from a cache; None: the latents belong to the call's own tokens."""
 
     @property
     def tokens(self) -> Tokens | None:

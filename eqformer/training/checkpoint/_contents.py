@@ -55,7 +55,7 @@ def stored_shape(like: ArrayOrShape) -> jax.ShapeDtypeStruct:
 
 
 def from_stored(leaf: jax.Array, like: ArrayOrShape) -> jax.Array:
-    """Convert a stored array back to an array like `like`; this inverts `to_stored`."""
+    """Convert a stored array back to an array like `like`: the inverse of `to_stored`."""
     if not _is_key(like):
         return leaf
     implementations: list[str] = []
@@ -188,7 +188,7 @@ def read_manifest(folder: Path) -> JsonObject | str:
         manifest, is_intact = content["manifest"], content["crc32"] == _manifest_checksum(content["manifest"])
     except (ValueError, KeyError, TypeError) as error:
         return f"file {MANIFEST} cannot be read ({error})"
-    return manifest if is_intact else f"file {MANIFEST} is damaged: its checksum is not the one that was saved"
+    return manifest if is_intact else f"file {MANIFEST} is damaged: its checksum differs from the saved checksum"
 
 
 def _manifest_checksum(manifest: Mapping[str, object]) -> int:
@@ -215,7 +215,7 @@ def _find_fault(folder: Path, name: str, expected: list[int]) -> str | None:
         if size != expected[0]:
             return f"file {name} has {size} bytes and should have {expected[0]}"
         if _describe(folder / name) != list(expected):
-            return f"file {name} is damaged: its checksum is not the one that was saved"
+            return f"file {name} is damaged: its checksum differs from the saved checksum"
     except FileNotFoundError:
         return f"file {name} is missing"
     except (OSError, ValueError) as error:
