@@ -47,6 +47,7 @@ LEGEND = {
     "experts": "experts of a mixture",
     "candidates": "experts that a router chooses among, all on every device",
     "top_k": "experts that a token takes, or keys that a query selects",
+    "expert_latent": "channels of the sum of experts that read a latent",
     "gate": "the one number that a gated layer is multiplied by",
     "latent": "compressed keys and values",
     "q_latent": "compressed queries",

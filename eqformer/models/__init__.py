@@ -101,6 +101,7 @@ from .families._hunyuan import (
 )
 from .families._hy4 import Hy4Config as Hy4Config
 from .families._jaxformer import JAXformerConfig as JAXformerConfig
+from .families._kimi_k3 import KimiK3Config as KimiK3Config
 from .families._kimi_linear import KimiLinearConfig as KimiLinearConfig
 from .families._laguna import LagunaConfig as LagunaConfig
 from .families._lfm2 import LFM2Config as LFM2Config, LFM2MoEConfig as LFM2MoEConfig, LFM3Config as LFM3Config

@@ -82,6 +82,8 @@ class ResolvedRule:
     variant: bool = False
     ids_below: int = 0
     """For an array of integers, a bound that all its integers are below; 0: the array holds floats."""
+    padded: int = 0
+    """The length of a published vector that has zeros after the numbers of its only leaf; 0: there are no zeros."""
 
     def with_shapes(self, shapes: Sequence[Shape]) -> "ResolvedRule":
         """Return the rule for leaves of these shapes."""
@@ -95,6 +97,8 @@ class ResolvedRule:
     def slice_rule(self) -> "ResolvedRule | None":
         """Return the rule for one index of the published array's first dim; None if leaves have another first dim."""
         if len({*self.patterns}) > 1:
+            return None
+        if self.padded:
             return None
         published, leaf = self.patterns[0].split(" -> ") if self.patterns[0] else ("", "")
         (published_first, _, published_rest), (leaf_first, _, leaf_rest) = published.partition(" "), leaf.partition(" ")
@@ -127,6 +131,8 @@ class ResolvedRule:
         parts = self._published_shapes()
         expected = list(parts[0])
         expected[self.axis : self.axis + 1] = [sum(part[self.axis] for part in parts)] if expected else []
+        if self.padded:
+            expected = [self.padded]
         if shape != tuple(expected):
             raise ValueError(f"it has shape {shape}, and the model's is {tuple(expected)}")
 
@@ -136,6 +142,11 @@ class ResolvedRule:
         Raises a `ValueError` for a shape that does not fit.
         """
         self.check_shape(array.shape)
+        if self.padded:
+            length = self.shapes[number][-1]
+            if np.any(array[length:]):
+                raise ValueError(f"the numbers after the first {length} must be zeros, which fill the array up")
+            return array[:length]
         parts, shape, pattern = self._published_shapes(), array.shape, self.patterns[number]
         if len(parts) > 1:
             groups = self._groups(parts[0])
@@ -164,7 +175,7 @@ class ResolvedRule:
         if self.ids_below:
             arrays = [array.astype(np.int64) for array in arrays]  # as torch stores whole numbers
         if len(arrays) == 1:
-            return arrays[0]
+            return np.pad(arrays[0], (0, self.padded - len(arrays[0]))) if self.padded else arrays[0]
         groups, shape = self._groups(arrays[0].shape), arrays[0].shape
         leading, trailing = shape[: self.axis], shape[self.axis + 1 :]
         split = [array.reshape(*leading, groups, -1, *trailing) for array in arrays]
@@ -231,6 +242,9 @@ class Rule:
     ids_below: str = ""
     """For an array of integers, such as a table of experts' ids: the field of the config whose value is above all
     integers. An empty text: the array holds floats."""
+    padded: str = ""
+    """For a vector that is published with zeros after the leaf's numbers: the field of the config whose value is the
+    published length. An empty text: no zeros are published."""
     part: str = ""
     """The part of the model whose layers `{layer}` counts: `"encoder"`, or empty for the model itself."""
 
@@ -304,6 +318,7 @@ def _resolve(
         groups,
         variant=rule.variant,
         ids_below=getattr(config, rule.ids_below) if rule.ids_below else 0,
+        padded=getattr(config, rule.padded) if rule.padded else 0,
     )
 
 

@@ -117,6 +117,7 @@ from ._mlp import (
     ScaledActivation as ScaledActivation,
     sigmoid as sigmoid,
     silu as silu,
+    SiTU as SiTU,
     sqrt_softplus as sqrt_softplus,
     tanh as tanh,
     XIELU as XIELU,

@@ -4,6 +4,7 @@ Activations are functions of this file rather than lambdas, so that static field
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -142,6 +143,19 @@ class BoundedActivation:
         return jnp.minimum(self.activation(x), self.limit)
 
 
+@dataclasses.dataclass(frozen=True)
+class SiTU:
+    """`limit tanh(x / limit) sigmoid(x)`, a silu whose linear factor is bounded (Kimi K3), in float32 at least."""
+
+    limit: float
+    """The bound of the linear factor."""
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return the activation of `x`."""
+        wide = x.astype(at_least_float32(x.dtype))
+        return (self.limit * jnp.tanh(wide / self.limit) * jax.nn.sigmoid(wide)).astype(x.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
@@ -217,6 +231,11 @@ def _activate(activation: Callable[[Array], Array], x: Array) -> Array:
     return activation(x)
 
 
+def _softcap(limit: float, up: Array) -> Array:
+    wide = up.astype(at_least_float32(up.dtype))
+    return (limit * jnp.tanh(wide / limit)).astype(up.dtype)
+
+
 def _multiply_by_gate(activation: Callable[[Array], Array], gate: Array, up: Array) -> Array:
     return activation(gate) * up
 
@@ -267,6 +286,7 @@ class GatedMLP(FeedForward):
     activation: Callable[[Array], Array]
     limit: float | None = eqx.field(static=True)
     up_limit: float | None = eqx.field(static=True)
+    up_softcap: float | None = eqx.field(static=True)
     offset: float = eqx.field(static=True)
 
     def __init__(
@@ -278,6 +298,7 @@ class GatedMLP(FeedForward):
         bias: bool = False,
         limit: float | None = None,
         up_limit: float | None = None,
+        up_softcap: float | None = None,
         offset: float = 0.0,
         output_std: float | None = None,
         key: Key[Array, ""],
@@ -293,6 +314,7 @@ class GatedMLP(FeedForward):
                 the result of `up` is between `-limit` and `limit`.
             up_limit: The bound of the result of `up`; None: `limit`. Without a `limit`, a `BoundedActivation` bounds
                 the gate after its activation (Step 3.7).
+            up_softcap: A smooth bound of the result of `up`, `up_softcap * tanh(up / up_softcap)` (Kimi K3).
             offset: Added to the result of `up` (gpt-oss: 1).
             output_std: Standard deviation of the last map's weights; None: as for the other maps.
             key: Random key for the weights.
@@ -302,12 +324,13 @@ class GatedMLP(FeedForward):
         self.up = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=up)
         self.down = Linear("mlp -> embed", embed=embed, mlp=mlp, bias=bias, std=output_std, key=down)
         self.activation, self.offset = _as_module(activation), offset
-        self.limit, self.up_limit = limit, limit if up_limit is None else up_limit
+        self.limit, self.up_limit, self.up_softcap = limit, limit if up_limit is None else up_limit, up_softcap
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Map each token by itself."""
         gate, up = self.gate(x), self.up(x)
         gate = gate if self.limit is None else jnp.minimum(gate, self.limit)
         up = up if self.up_limit is None else jnp.clip(up, -self.up_limit, self.up_limit)
+        up = up if self.up_softcap is None else recompute_in_backward(functools.partial(_softcap, self.up_softcap))(up)
         up = up + self.offset if self.offset else up
         return self.down(recompute_in_backward(_multiply_by_gate)(self.activation, gate, up))

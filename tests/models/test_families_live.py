@@ -98,7 +98,9 @@ def test_an_encoders_vectors_are_those_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
-    chosen = CHOSEN[family] if family in ("deepseek_v2", "dots1") else {}  # whose defaults are of no use
+    chosen = (
+        CHOSEN[family] if family in ("deepseek_v2", "dots1", "kimi_k3_text") else {}
+    )  # whose defaults are of no use
     said = transformers.AutoConfig.for_model(family, **chosen).to_dict() | {"model_type": family}
     want, unlike = meaning(numbers_of(said)), set()
     # The longest rows change nothing, and Ling 3's `head_dim` is written with the number of rotated channels.
@@ -114,6 +116,10 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     **dict.fromkeys(("glm4_moe", "hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 128}),
+    "kimi_k3_text": dict.fromkeys(("mla_use_nope", "mla_use_output_gate", "latent_moe_use_norm"), True)
+    | {"num_hidden_layers": 3, "attn_res_block_size": 1, "num_experts": 16, "routed_expert_hidden_size": 32}
+    | {"activation_situ_beta": 4.0}
+    | {"linear_attn_config": RECORDED["kimi_k3_text plain"]["config"]["linear_attn_config"]},
     "lfm2_moe": {"num_hidden_layers": 24}
     | {"layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)]},
 }

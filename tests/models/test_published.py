@@ -152,6 +152,7 @@ BY_DEFAULT = {
     "glm_moe_dsa shared choices",
     "hunyuan_v1_dense alpha",
     "hunyuan_v1_moe each layer's own",
+    "kimi_k3_text groups",
     "kimi_linear groups",
     "lfm2 chosen layers",
     "lfm2_moe some dense",

@@ -60,6 +60,9 @@ def test_decays_may_have_a_bound_and_one_projection():
     assert close(y, literal(net, wide(X)), 1e-5)
     for bound in (None, -0.8):
         assert not close(y, literal(replaced(net, lowest_log_decay=bound), wide(X)), 1e-3), bound
+    gated = random_module(nn.ChannelDeltaNet, **SIZES, gate_rank=0, chunk=8, key=KEY)  # of the gate alone
+    assert gated.decay_down is not None and gated.gate_down is None
+    assert close(run(gated, X, nn.positions_like((2, SEQ))), literal(gated, wide(X)), 1e-5)
 
 
 def test_slices_of_the_heads_give_partial_sums():

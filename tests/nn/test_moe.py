@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from moe_cases import EMBED, EXPERTS, experts_of, kept_by, KEY, KINDS, mixture, one_expert, router_of, TOP_K
-from nn_reference import close, linear, normal, random_module, replaced, wide
+from nn_reference import close, linear, normal, random_module, replaced, rms, wide
 
 from eqformer import nn
 
@@ -254,6 +254,22 @@ def test_experts_of_a_latent_have_a_map_to_it_and_one_back():
         ValueError, match=r"MoE\(from_latent=None\): experts that read a latent need to_latent and from_latent"
     ):
         nn.MoE(SOFTMAX, experts_of(), to_latent=to_latent)
+    norm = nn.RMSNorm("expert_latent", expert_latent=3)
+    with pytest.raises(ValueError, match=r"MoE\(latent_norm=..., from_latent=None\)"):
+        nn.MoE(SOFTMAX, experts_of(), latent_norm=norm)
+
+
+def test_the_sum_of_latent_experts_is_normalized_once():
+    maps: dict[str, Any] = {"to_latent": nn.Linear("embed -> latent", embed=EMBED, latent=EMBED, key=KEY)}
+    maps["from_latent"] = nn.Linear("latent -> embed", embed=EMBED, latent=EMBED, key=jax.random.key(1))
+    norm = random_module(nn.RMSNorm, "expert_latent", expert_latent=EMBED)
+    x = normal(1, 2, 3, EMBED)
+    plain = nn.MoE(SOFTMAX, experts_of(), **maps)
+    identity = eqx.tree_at(lambda m: m.weight, maps["from_latent"], jnp.eye(EMBED))
+    latent, _ = replaced(plain, from_latent=identity)(x)
+    y, _ = nn.MoE(SOFTMAX, experts_of(), latent_norm=norm, **maps)(x)
+    assert close(y, linear(rms(wide(latent), norm), maps["from_latent"]), 1e-5)
+    assert not close(y, plain(x)[0], 1e-2)
 
 
 def test_experts_that_choose_their_tokens_weigh_no_inputs():

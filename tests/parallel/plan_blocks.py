@@ -145,12 +145,13 @@ def weighed_inputs(key: Any) -> nn.SuperBlock:
 
 
 def latent_experts(key: Any) -> nn.Block:
-    """Like Nemotron 3: experts on a latent with fewer channels, beside a shared expert that reads all channels."""
+    """Experts on a latent with fewer channels, whose sum is normalized, beside a shared expert (Kimi K3)."""
     one, two, three, four = jax.random.split(key, 4)
     router = nn.TopKRouter(embed=EMBED, experts=8, top_k=2, score="sigmoid", key=one)
     sizes: dict[str, Any] = {"embed": EMBED, "latent": 12, "bias": True}
     maps: dict[str, Any] = {"to_latent": nn.Linear("embed -> latent", **sizes, key=two)}
     maps["from_latent"] = nn.Linear("latent -> embed", **sizes, key=three)
+    maps["latent_norm"] = nn.RMSNorm("expert_latent", expert_latent=12)
     return mixture(four, router=router, shared=nn.MLP(embed=EMBED, mlp=16, key=two), width=12, **maps)
 
 

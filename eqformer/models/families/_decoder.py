@@ -102,6 +102,7 @@ class _GatedMLPOptions(TypedDict, total=False):
     bias: bool
     limit: float | None
     up_limit: float | None
+    up_softcap: float | None
     offset: float
     output_std: float | None
 

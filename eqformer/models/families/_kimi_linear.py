@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 from jaxtyping import Array, Key
@@ -14,8 +15,11 @@ from .._layer_attributes import every, LayerTypes
 from .._weight_rules import Rule
 from ._common import gated_weights, LAYER, SIZES, WIDTH
 from ._decoder import activation_of, damping, decoder, gated_mlp, pre_norm_block
-from ._deepseek import EqualKeyHeads, latent_attention, LATENT_BYTE, LATENT_WEIGHTS, SigmoidLatentConfig
+from ._deepseek import EqualKeyHeads, latent_attention, LATENT_BYTE, LATENT_WEIGHTS, LatentConfig, SigmoidLatentConfig
 from ._mixtures import LayerMixtures, sigmoid_mixture_beside_shared
+
+
+Config = TypeVar("Config", bound=LatentConfig)
 
 
 def _of_nets(published: PublishedConfig) -> PublishedConfig:
@@ -201,11 +205,17 @@ class KimiLinearConfig(LatentNetConfig):
     max_seq: Length = 1_048_576
 
 
+def unrotated(config: Config) -> Config:
+    """Return the config with a scaling that rotates no channel.
+
+    DeepSeek-V3's latent attention rotates the channels of keys that all heads share.
+    """
+    return dataclasses.replace(config, scaling=ProportionalScaling(0.0))
+
+
 def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Kimi Linear with random weights."""
-    # The channels of keys that all heads share are rotated in DeepSeek-V3. This scaling leaves them unrotated.
-    unrotated_config = dataclasses.replace(config, scaling=ProportionalScaling(0.0))
-    return build_latent_nets(config, lambda key: latent_attention(unrotated_config, key=key), key=key)
+    return build_latent_nets(config, lambda key: latent_attention(unrotated(config), key=key), key=key)
 
 
 _PRESETS = {

@@ -173,6 +173,7 @@ def mixture(
     weighs_inputs: bool = False,
     expert_norm: nn.Norm | None = None,
     latent: tuple[nn.LinearMap, nn.LinearMap] | None = None,
+    latent_norm: nn.Norm | None = None,
     groups: nn.ExpertGroups | None = None,
     router: Key[Array, ""],
     experts: Key[Array, ""],
@@ -190,6 +191,7 @@ def mixture(
         weighs_inputs: Whether weights multiply the experts' inputs.
         expert_norm: A norm of the experts' inputs.
         latent: The maps into the experts' latent inputs, and out of their latent outputs.
+        latent_norm: A norm of the sum of the experts' latent outputs.
         groups: Groups of experts; a token first chooses its best groups. None: one group.
         router: The key of the router.
         experts: The key of the experts.
@@ -206,6 +208,7 @@ def mixture(
         expert_norm=expert_norm,
         to_latent=None if latent is None else latent[0],
         from_latent=None if latent is None else latent[1],
+        latent_norm=latent_norm,
         weighs_inputs=weighs_inputs,
     )
 

@@ -127,7 +127,7 @@ class MoE(ExpertMixture):
     runs on every token. `losses` are summed into `Aux.loss`. With `weighs_inputs` the layer is
     `shared(x) + sum_k experts[i_k](w_k x)` (Llama 4). With maps `to_latent` and `from_latent` it is
     `shared(x) + from_latent(sum_k w_k experts[i_k](to_latent(x)))`: experts read fewer channels, and devices send fewer
-    channels to them (Nemotron 3).
+    channels to them (Nemotron 3). With a `latent_norm`, the sum is normalized before `from_latent` (Kimi K3).
     """
 
     router: Router
@@ -138,6 +138,7 @@ class MoE(ExpertMixture):
     expert_norm: Norm | None
     to_latent: LinearMap | None
     from_latent: LinearMap | None
+    latent_norm: Norm | None
     weighs_inputs: bool = eqx.field(static=True)
 
     def __init__(
@@ -151,6 +152,7 @@ class MoE(ExpertMixture):
         expert_norm: Norm | None = None,
         to_latent: LinearMap | None = None,
         from_latent: LinearMap | None = None,
+        latent_norm: Norm | None = None,
         weighs_inputs: bool = False,
     ):
         """Put the parts together. Raises a `ValueError` for parts that do not fit together.
@@ -164,6 +166,7 @@ class MoE(ExpertMixture):
             expert_norm: A norm of the experts' input, which neither the router nor `shared` reads (Gemma 4).
             to_latent: A map `embed -> latent` of the experts' input; the experts' `embed` is then the latent's size.
             from_latent: A map `latent -> embed` of the sum of the experts' outputs.
+            latent_norm: A norm of that sum, before `from_latent`, over a dim `expert_latent` (Kimi K3).
             weighs_inputs: Whether weights multiply the experts' inputs instead of their outputs (Llama 4).
         """
         facts, name = router.facts(), type(router).__name__
@@ -187,7 +190,9 @@ class MoE(ExpertMixture):
             raise ValueError(
                 f"MoE({missing}=None): experts that read a latent need to_latent and from_latent; give both or neither."
             )
-        self.weighs_inputs, self.expert_norm = weighs_inputs, expert_norm
+        if latent_norm is not None and from_latent is None:
+            raise ValueError("MoE(latent_norm=..., from_latent=None): the norm is for experts that read a latent.")
+        self.weighs_inputs, self.expert_norm, self.latent_norm = weighs_inputs, expert_norm, latent_norm
         self.to_latent, self.from_latent = to_latent, from_latent
         self.router, self.experts, self.shared, self.losses = router, experts, shared, losses
         self.dispatch = Dropless() if dispatch is None else dispatch
@@ -202,7 +207,9 @@ class MoE(ExpertMixture):
 
     def project_outputs(self, y: Float[Array, "*batch seq _"]) -> Float[Array, "*batch seq embed"]:
         """Map back from the latent, if there is one."""
-        return y if self.from_latent is None else self.from_latent(y)
+        if self.from_latent is None:
+            return y
+        return self.from_latent(y if self.latent_norm is None else self.latent_norm(y))
 
     def expert_width(self, embed: int) -> int:
         """Return the number of channels of the latent, or of the stream."""

@@ -173,6 +173,7 @@ class ChannelDeltaNet(Mixer):
         head_dim: int,
         v_dim: int | None = None,
         rank: int | None = None,
+        gate_rank: int | None = None,
         lowest_log_decay: float | None = None,
         taps: int = 4,
         chunk: int = 64,
@@ -190,6 +191,7 @@ class ChannelDeltaNet(Mixer):
             v_dim: Channels of a value; None: `head_dim`.
             rank: Channels between the two projections of the decay, and of the gate; None: `head_dim`; 0: each has one
                 projection.
+            gate_rank: The `rank` of the gate alone, which may be 0 (Kimi K3); None: `rank`.
             lowest_log_decay: The lower bound of the logarithm of a decay; None: there is none.
             taps: Tokens that the short convolutions read.
             chunk: Tokens that are computed together; multiples of 8 need the fewest operations.
@@ -206,15 +208,21 @@ class ChannelDeltaNet(Mixer):
         keys = jax.random.split(key, 14)
         v_dim, rank = head_dim if v_dim is None else v_dim, head_dim if rank is None else rank
         to_keys = functools.partial(Linear, "embed -> heads head_dim", embed=embed, heads=heads, head_dim=head_dim)
-        to_rank = functools.partial(Linear, "embed -> rank", embed=embed, rank=rank)
+        gate_rank = rank if gate_rank is None else gate_rank
         self.query, self.key = to_keys(key=keys[0]), to_keys(key=keys[1])
         self.value = Linear("embed -> heads v_dim", embed=embed, heads=heads, v_dim=v_dim, key=keys[2])
         self.rate = Linear("embed -> heads", embed=embed, heads=heads, key=keys[3])
-        self.decay_down, self.gate_down = (to_rank(key=keys[4]), to_rank(key=keys[6])) if rank else (None, None)
-        source, sizes = ("rank", {"rank": rank}) if rank else ("embed", {"embed": embed})
-        spec, sizes = f"{source} -> heads", sizes | {"heads": heads}
-        self.decay_up = Linear(f"{spec} head_dim", bias=False, head_dim=head_dim, key=keys[5], **sizes)
-        self.gate_up = Linear(f"{spec} v_dim", bias=False, v_dim=v_dim, key=keys[7], **sizes)
+
+        def through_rank(
+            rank: int, outputs: str, down: Key[Array, ""], up: Key[Array, ""], **sizes: int
+        ) -> tuple[Linear | None, Linear]:
+            if not rank:
+                return None, Linear(f"embed -> heads {outputs}", embed=embed, heads=heads, bias=False, key=up, **sizes)
+            to_rank = Linear("embed -> rank", embed=embed, rank=rank, key=down)
+            return to_rank, Linear(f"rank -> heads {outputs}", rank=rank, heads=heads, bias=False, key=up, **sizes)
+
+        self.decay_down, self.decay_up = through_rank(rank, "head_dim", keys[4], keys[5], head_dim=head_dim)
+        self.gate_down, self.gate_up = through_rank(gate_rank, "v_dim", keys[6], keys[7], v_dim=v_dim)
         convolve_keys = functools.partial(CausalConv, "heads head_dim", heads=heads, head_dim=head_dim, taps=taps)
         self.query_conv, self.key_conv = convolve_keys(key=keys[8]), convolve_keys(key=keys[9])
         self.value_conv = CausalConv("heads v_dim", taps=taps, heads=heads, v_dim=v_dim, key=keys[10])
