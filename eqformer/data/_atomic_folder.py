@@ -25,7 +25,7 @@ class DamagedFolder(Exception):
 
 
 class WriteFailure(Exception):
-    """Error of a write, such as a full disk or a missing permission; it holds the `OSError`."""
+    """Error of a write, such as a full disk or a missing permission; the exception holds the `OSError`."""
 
     def __init__(self, error: OSError):
         self.error = error

@@ -18,7 +18,7 @@ from ._pooling import ClassificationHead
 class LoRA(ComposedMap):
     """`W x + b + scale * B A x` (Hu et al. 2021): a fixed linear map with two trained factors, A (`down`) and B (`up`).
 
-    `with_lora` puts it in the place of any `LinearMap`, also in a stack or among experts. There is no dropout before A,
+    `with_lora` replaces any `LinearMap` by a `LoRA`, also in a stack or among experts. There is no dropout before A,
     because a linear map does not get the random keys of tokens.
     """
 

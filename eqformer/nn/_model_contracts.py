@@ -172,8 +172,8 @@ class EmbeddingTable(ReadsIds):
 
     @property
     def has_transform(self) -> bool:
-        """Whether `transform` changes the vectors; if so, devices send the table in its own dtype, not a narrower
-        one."""
+        """Whether `transform` changes the vectors; if so, devices send the table in its own dtype, not in a narrower
+        dtype."""
         return True
 
     def transform(self, x: Float[Array, "..."]) -> Float[Array, "..."]:

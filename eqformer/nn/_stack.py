@@ -53,7 +53,7 @@ class Stack(LayerStack):
         if layers < 1:
             raise ValueError(f"Stack(layers={layers}): a stack holds at least one block.")
         self.blocks = eqx.filter_vmap(make)(jax.random.split(key, layers))
-        # Each layer keeps its own number, whatever slice it is in: random keys are folded with it.
+        # Each layer keeps its own number in every slice, because the number is folded into random keys.
         self.numbers = jnp.arange(layers, dtype=jnp.int32)
         self.remat, self.unroll, self.depth = "none", 1, layers
 

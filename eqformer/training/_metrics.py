@@ -325,7 +325,7 @@ class WeightsAndBiases:
 
 
 class MetricWriters:
-    """Several writers as one, for runs of one or more processes: all processes call it, and only the first writes.
+    """Several writers as one, for runs of one or more processes: all processes call the writer, and the first writes.
 
     If opening or writing fails in the first process, all processes raise the error. The end of a `with` block closes
     the writers.

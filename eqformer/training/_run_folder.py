@@ -252,4 +252,4 @@ class RunFolder:
         self._lock.truncate(0)
         self._lock.write(secrets.token_hex(16))
         self._lock.flush()
-        os.fsync(self._lock.fileno())  # So that processes on other hosts see the token.
+        os.fsync(self._lock.fileno())  # Sync, so that processes on other hosts see the token.

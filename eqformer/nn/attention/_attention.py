@@ -238,7 +238,7 @@ class Attention(Mixer):
         return self.key.output_shape if self.value is None else self.value.output_shape
 
     def facts(self) -> MixerFacts:
-        """State that the layer runs on a slice of its heads, and that its core may run on pieces of rows."""
+        """Declare that a device can run a slice of the heads, and that the core may run on pieces of rows."""
         query, key, value = self.query.output_shape, self.key.output_shape, self._value_shape
         output = (query[0], value[1])
         attends = Attends(self.mask, (query,), (key,), (value,), (output,), self.scores.options)

@@ -32,7 +32,7 @@ class BlockIndexer(Module):
     the largest `q_th . k_s` over the keys of the block that the query may see. The `local` last blocks, including the
     query's own block, are always among the `top_k`. If scores are equal, the block of the lowest number is taken;
     blocks are numbered modulo the number of blocks that a row may reach into. No gradient passes through the indexer,
-    so it would need a loss of its own in training.
+    so training the indexer needs a loss of its own.
     """
 
     query: LinearMap
@@ -289,7 +289,7 @@ class BlockIndexedAttention(Attention):
         return BlockIndexedCache(attention, VectorCache.empty(batch, capacity, channels, attention.keys.dtype.name))
 
     def facts(self) -> MixerFacts:
-        """State that the layer runs on a slice of its heads, with the operations of attention to `top_k` full blocks.
+        """Declare that a device can run a slice of the heads, with the operations of attention to `top_k` full blocks.
 
         The scores of the indexer are not counted. Each query is compared with all earlier keys, so rows are not split.
         """

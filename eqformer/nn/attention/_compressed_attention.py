@@ -439,7 +439,7 @@ class CompressedAttention(Mixer):
         )
 
     def facts(self) -> MixerFacts:
-        """State that the layer runs on a slice of its groups, with the operations of attention to a full window."""
+        """Declare that a device can run a slice of the groups, with the operations of attention to a full window."""
         heads, group_heads, channels = self.query.output_shape
         return MixerFacts(True, operations=4 * self.window * heads * group_heads * channels)
 

@@ -28,7 +28,8 @@ class CrossAttention(Mixer):
 
     Each token sees every token of the source; in packed rows, it sees only tokens of its own segment. A call with a
     cache and a source stores the source's keys and values. Later calls without a source read these from the cache, so
-    they are computed once for a text. Head counts are read off the weights, so the module runs on a slice of its heads.
+    keys and values are computed once for a text. Head counts are read off the weights, so the module runs on a slice of
+    its heads.
     """
 
     query: LinearMap
@@ -101,7 +102,7 @@ class CrossAttention(Mixer):
         return KVCache.empty(batch, capacity, self.key.output_shape, self.value.output_shape, dtype)
 
     def facts(self) -> MixerFacts:
-        """State that the layer runs on a slice of its heads, and that its core reads another sequence."""
+        """Declare that a device can run a slice of the heads, and that the core reads another sequence."""
         shapes = ((linear.output_shape,) for linear in (self.query, self.key, self.value, self.query))
         return MixerFacts(True, Attends(self.mask, *shapes, needs=("source", *self.scores.options)))
 
@@ -202,7 +203,7 @@ class MergedAttention(Mixer):
         return row_cache, KVCache.empty(batch, capacity, *shapes, dtype)
 
     def facts(self) -> MixerFacts:
-        """State that the layer runs on a slice of its heads, and that its core reads another sequence.
+        """Declare that a device can run a slice of the heads, and that the core reads another sequence.
 
         The operations are the projections of keys and values of a source that is as long as the row.
         """
@@ -366,7 +367,7 @@ class CrossLayerAttention(Mixer):
         return None
 
     def facts(self) -> MixerFacts:
-        """State that the layer runs on a slice of its heads, and that its core may run on pieces of rows."""
+        """Declare that a device can run a slice of the heads, and that the core may run on pieces of rows."""
         query, output_sizes = self.query.output_shape, self.output.sizes
         key, output = (self.kv_heads, query[1]), (output_sizes["heads"], output_sizes["head_dim"])
         return MixerFacts(True, Attends(self.mask, (query,), (key,), (key,), (output,), self.scores.options))

@@ -130,7 +130,7 @@ class Indexer(KeyIndexer):
     The score of the key at `s` for the query at `t` is `sum_h w_th relu(q_th . k_s)`. The small queries `q` are
     computed from the queries' latent or, without `q_latent`, from the input (Mistral Large 4). The small keys `k` and
     the weights `w` are computed from the input. If scores are equal, the first key is taken. No gradient passes through
-    the indexer, so it would need a loss of its own in training.
+    the indexer, so training the indexer needs a loss of its own.
     """
 
     query_norm: Norm | None

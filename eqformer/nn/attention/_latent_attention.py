@@ -431,7 +431,7 @@ class LatentAttention(Mixer):
         return LatentCache(latents=latents, rotary_keys=rotary_keys, positions=positions, rolling=size < capacity)
 
     def facts(self) -> MixerFacts:
-        """State that the layer runs on a slice of its heads and, without an indexer, on rows that devices split."""
+        """Declare that a device can run a slice of the heads and, without an indexer, on rows that devices split."""
         rotated = () if self.query_rope is None else (self.query_rope.output_shape,)
         query, key = (self.query.output_shape, *rotated), (self.key_up.output_shape, *rotated)
         value = (self.value_up.output_shape,)

@@ -48,7 +48,7 @@ def warmup_stable_decay(
 
 
 def _descent_steps(share: float, steps: int, warmup: int) -> int:
-    """Return the number of steps over which the rate falls: a share of the run, but no more than after the warmup."""
+    """Return the number of steps over which the rate falls: a share of the run, at most all steps after the warmup."""
     return max(1, min(int(share * steps), steps - warmup))
 
 
