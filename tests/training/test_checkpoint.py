@@ -367,7 +367,7 @@ def test_a_checkpoint_is_bound_to_its_step_and_its_run(tmp_path):
     for name, step in ((99, 28), (11, 12)):
         for read in (ours.metadata, lambda step: ours.restore(state, step)):
             with pytest.raises(
-                training.CheckpointError, match=f"of step {step}, .* says {name}. Rename .* back to {step}"
+                training.CheckpointError, match=f"to step {step}, .* says {name}. Rename .* back to {step}"
             ):
                 read(name)
     assert ours.metadata(28)["run"] == "aa"  # the control
