@@ -330,12 +330,12 @@ class Family:
     unread: Callable[..., tuple[str, ...]] = lambda config: ()
     """A function from a config to the prefixes of the names of arrays that models of this config do not read."""
     is_bare: bool = False
-    """Whether published folders commonly lack the base model's prefix, so that reading one gives no warning."""
+    """Whether published folders commonly lack the base model's prefix, in which case loading gives no warning."""
     aliases: tuple[str, ...] = ()
     """Further `model_type`s of its models."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Arrays that transformers ties to other arrays, but that some folders hold as well: for the published name of each
-    array, the path of the leaf that it equals. The weight of a tied head need not be listed."""
+    """Arrays that transformers ties to other arrays, although some folders also hold these arrays. Maps each array's
+    published name to the path of the leaf that the array equals. The weight of a tied head need not be listed."""
     classifier: ClassifierTable | None = DECODER_CLASSIFIER
     """How its classifiers of texts and of tokens are published; None: there are none."""
     predictor: PredictorTable | None = None

@@ -62,9 +62,9 @@ class Folder:
     """The arrays of a published folder by name, memory-mapped.
 
     `single` is the name of the file that holds all arrays if there are no shards; shards come with an index. Raises a
-    `ValueError` for a folder that contradicts itself: for an index that names files elsewhere or arrays that its files
-    do not hold, for arrays that are in two files, for files that do not fit their headers, and for a single file beside
-    shards that hold other arrays.
+    `ValueError` for a folder that contradicts itself: for an index that names files outside of the folder, or arrays
+    that are not in those files; for arrays that are in two files; for files that do not fit their headers; and for a
+    single file beside shards that hold other arrays.
     """
 
     def __init__(self, path: str | Path, single: str = SINGLE, caller: str = "load"):
@@ -182,8 +182,8 @@ class Folder:
         for file, listed in sorted(listed_of.items()):
             if (stored := self._open(file).entries.keys()) != listed:
                 raise ValueError(
-                    f"{self.path / file}: the index and the file disagree on {few_names(stored ^ listed)}; the index "
-                    "must give each array's file, once."
+                    f"{self.path / file}: the index and the file disagree on {few_names(stored ^ listed)}; each "
+                    "file must hold exactly the arrays that the index lists for this file."
                 )
 
     def _differing(self, file_of: Mapping[str, str]) -> set[str]:
@@ -223,7 +223,7 @@ class Folder:
         safetensors = load_extra("safetensors", extra="train", call=self.call)
         with (
             foreign_call(lambda reason: f"{path}: it is no whole safetensors file ({reason})."),
-            safetensors.safe_open(path, framework="np"),  # It checks the header and the size of the file.
+            safetensors.safe_open(path, framework="np"),  # `safe_open` checks the header and the file size.
         ):
             content = map_bytes(path)
             data = 8 + int.from_bytes(content[:8].tobytes(), "little")
@@ -265,7 +265,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], call: str) -> None:
-    """Write a safetensors file with the permissions of any new file; safetensors' own are for the user alone (0600)."""
+    """Write a safetensors file with the permissions of any new file; safetensors alone would set 0600."""
     save_file = load_extra("safetensors.numpy", extra="train", call=call).save_file
     path.touch()
     mode = path.stat().st_mode
@@ -292,7 +292,7 @@ def write_folder(
     for name, array in arrays:
         if part and part_bytes + array.nbytes > shard_bytes:
             flush()
-        part[name], file_of[name] = np.asarray(array, order="C"), number  # unlike `ascontiguousarray`, it keeps 0 dims
+        part[name], file_of[name] = np.asarray(array, order="C"), number  # keeps 0 dims, unlike `ascontiguousarray`
         part_bytes, total_bytes = part_bytes + array.nbytes, total_bytes + array.nbytes
     flush()
     names = [f"model-{i + 1:05}-of-{number:05}.safetensors" if number > 1 else SINGLE for i in range(number)]

@@ -1,7 +1,7 @@
-"""Architectures of GGUF files: the family of each, and llama.cpp's names of its numbers and arrays.
+"""Architectures of GGUF files: each architecture's family, and llama.cpp's names of settings and arrays.
 
-This file has dense decoders. `_gguf_encoders`, `_gguf_recurrent` and `_gguf_mixtures` have the architectures of text
-encoders, with recurrent layers, and with experts.
+This file has dense decoders. `_gguf_encoders` has text encoders, `_gguf_recurrent` models with recurrent layers, and
+`_gguf_mixtures` models with experts.
 """
 
 import dataclasses
@@ -62,11 +62,11 @@ class Architecture:
     implied: Callable[[JsonObject, GGUF], JsonObject] = lambda config, file: {}
     """A function that computes attributes that files leave out, from the attributes that files have."""
     expected: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Numbers that must have one value."""
+    """The required values of numbers; a file with another value is refused."""
     unread: tuple[str, ...] = ()
     """Numbers without an effect on text."""
     order: Callable[[GGUF, str], Order] = lambda file, name: (None, None)
-    """A function that returns the published order of an array's rows and columns."""
+    """A function that returns how to reorder an array's rows and columns into the published order."""
     restore: Callable[[str, Shaped[np.ndarray, "*dims"]], Shaped[np.ndarray, "*dims"]] = _keep
     """A function that returns the published values of an array of one dim, given its name."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)

@@ -55,7 +55,8 @@ RECURRENT: Mapping[str, Architecture] = {
             "full_attention_interval": "full_attention_interval",
         },
         implied=read_recurrent_layers,
-        unread=("rope.dimension_sections",),  # positions of images, which are equal for text
+        # Rotary channels for time, height and width, whose positions are equal for text.
+        unread=("rope.dimension_sections",),
         order=order_tiled_heads,
         restore=restore_qwen35,
         left_out={"ssm_conv1d": 1, "ffn_gate_inp_shexp": 0},
@@ -117,7 +118,7 @@ RECURRENT: Mapping[str, Architecture] = {
         edges={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
         prefix="backbone.layers.",
         eps=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
-        unread=("attention.layer_norm_rms_epsilon",),  # `implied` reads it
+        unread=("attention.layer_norm_rms_epsilon",),  # `read_nemotron_layers` reads this
         lists=("attention.head_count_kv", "feed_forward_length"),
         has_predictors=True,
     ),

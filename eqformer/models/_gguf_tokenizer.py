@@ -36,7 +36,8 @@ _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
     "bert": {"cls": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
     "t5": {"eos": 1, "unknown": 2, "padding": 0},
 }
-_LONGEST_PIECE = 512  # each piece is cut at every character, in a time that grows with the square of its length
+# A piece is cut at every character to find merges, which takes time quadratic in the length of the piece.
+_LONGEST_PIECE = 512
 _MODELS = ("gpt2", "llama", "gemma4", "bert", "t5")
 # Keys that `PublishedConfig` does not read here: the rest of the file, the lists that `GGUF.listed` reads, further
 # special tokens (for infilling, masks, separators), templates with other names, another program's tokenizer, and a
@@ -177,13 +178,13 @@ def _word_piece(token: str, kind: int | None) -> str:
 
 
 def _is_id(token_id: object, vocab: int) -> TypeGuard[int | None]:
-    """Return whether a special token's id is left out or is one of `vocab` tokens."""
+    """Return whether a special token's id is None, or an index below `vocab`."""
     return token_id is None or (type(token_id) is int and 0 <= token_id < vocab)
 
 
 def _pre_tokenizer(published: PublishedConfig, model: str) -> PreTokenizer:
     """Return the pre-tokenizer that `tokenizer.ggml.pre` names; refuse an unknown name."""
-    if model in ("llama", "bert", "t5"):  # llama.cpp reads no name for them.
+    if model in ("llama", "bert", "t5"):  # llama.cpp reads no name for these models.
         published.take("tokenizer.ggml.pre", None)
         return PreTokenizer((), raw=True, adds_bos=model == "llama")
     name = published.text("tokenizer.ggml.pre", "gemma4" if model == "gemma4" else "default")
@@ -237,7 +238,7 @@ def _piece_tokenizer(file: GGUF, published: PublishedConfig, tokens: Sequence[st
         published.refuse(f"tokenizer.ggml.tokens: a token has {longest} characters, more than {_LONGEST_PIECE}.")
     number_of = {token: number for number, token in enumerate(tokens)}
     scores = file.listed("tokenizer.ggml.scores")
-    # Gemma's scores do not have the order of its merges, but its tokens do.
+    # Gemma's merges are in the order of its tokens, not of its scores.
     if published.text("general.architecture", "").startswith("gemma") or len(scores) != len(tokens):
         scores = [0] * len(tokens)
     if not fits(scores, list[float]) or any(math.isnan(score) for score in scores):
@@ -339,7 +340,7 @@ def _unigram_tokenizer(
 
 
 def _is_charsmap(octets: bytes) -> bool:
-    """Return whether bytes are SentencePiece's rules: a double-array trie with indices of texts, and these texts.
+    """Return whether bytes are SentencePiece's rules: a double-array trie, and the texts that its leaves point to.
 
     The package `tokenizers` follows the indices without a check, and an index that is too large ends in a Rust panic.
     """
@@ -360,7 +361,7 @@ def _is_charsmap(octets: bytes) -> bool:
         texts.decode()
     except UnicodeDecodeError:
         return False
-    return not (np.frombuffer(texts, np.uint8)[starts] & 0xC0 == 0x80).any()  # no text begins within a character
+    return not (np.frombuffer(texts, np.uint8)[starts] & 0xC0 == 0x80).any()  # no text starts inside a UTF-8 character
 
 
 @dataclasses.dataclass(frozen=True)

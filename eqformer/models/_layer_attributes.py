@@ -65,7 +65,7 @@ def all_but_every(period: int, layers: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Period:
-    """A choice of every `period`-th layer or, with `but`, of all other layers, for configurations without a list.
+    """A choice of every `period`-th layer, or of all other layers (`but`), for configurations that list no layers.
 
     `published` names attributes that may state another period; if the configuration has several, the last one applies.
     """
@@ -179,7 +179,8 @@ class Windows(Entry):
         return {"window": window} | fields
 
     def _no_layers(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
-        self.default(published, layers)  # The call reads attributes, so that these are not refused as unknown.
+        # Ignore the layers, but read their attributes, because unread attributes are refused as unknown.
+        self.default(published, layers)
         return ()
 
     def _types(self, default: LayerChoice) -> LayerTypes:
@@ -203,7 +204,7 @@ class SwitchedWindows(Windows):
         return fields if fields["window_layers"] else fields | {"window": None}
 
     def write(self, config: WithWindows) -> Attributes:
-        """Return both attributes, and the switch."""
+        """Return both attributes, and `use_sliding_window`."""
         return super().write(config) | {"use_sliding_window": config.window is not None}
 
 
@@ -224,7 +225,7 @@ class LateWindows(SwitchedWindows):
         super().__init__(window, LaterLayers(first))
 
     def write(self, config: WithWindows) -> Attributes:
-        """Return both attributes, the switch, and the first layer with a window."""
+        """Return both attributes, `use_sliding_window`, and the first layer with a window."""
         first = min(config.window_layers, default=config.layers)
         return super().write(config) | {"max_window_layers": first}
 
@@ -240,7 +241,7 @@ class SwitchedWindow(Entry):
         return {"window": _read_switched_window(published, self.window)}
 
     def write(self, config: WithWindow) -> Attributes:
-        """Return the window, and the switch."""
+        """Return the window, and `use_sliding_window`."""
         return {"sliding_window": config.window, "use_sliding_window": config.window is not None}
 
 

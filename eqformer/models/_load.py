@@ -174,12 +174,12 @@ def _open_model(
 
 
 def _is_absent_head(arrays: PublishedArrays, published: PublishedModel, rule: ResolvedRule) -> bool:
-    """Return whether a rule is for the head, or a layer before it, and the folder has none of its arrays."""
+    """Return whether a rule is for the head or a layer before it, and the folder has no array of the rule."""
     return published.family.is_of_head(rule) and arrays.names.isdisjoint(rule.published_names())
 
 
 def _note_on_head(absent: Sequence[ResolvedRule], arrays: PublishedArrays) -> str:
-    """Return the warning about a head's arrays that the folder lacks; empty if it lacks none."""
+    """Return the warning about arrays of the head that the folder lacks; empty if all are present."""
     if not absent:
         return ""
     names = ", ".join(rule.name for rule in absent)
@@ -212,7 +212,7 @@ def _layer_numbers(shapes: nn.Transformer, sharding_of: Mapping[str, Sharding]) 
     }
 
 
-# Sizes up to these are not compared with the folder, because a model of such sizes is traced quickly.
+# Models up to these sizes are traced quickly, so their sizes are not compared with the folder's arrays.
 _ALWAYS_TRACED = {"entries": 2**24, "layers": 512}
 
 

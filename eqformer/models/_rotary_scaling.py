@@ -160,7 +160,7 @@ def unknown_parameters(parameters: Attributes) -> Attributes:
 def _add_implied_parameters(name: str, parameters: Attributes, original: int, longest: int) -> None:
     """Add a scaling's parameters that the configuration leaves out, or that other parameters imply."""
     if "original_length" in _SCALINGS[name][1]:
-        # For a `dynamic` scaling, transformers takes the longest length as the original length, and reads no other.
+        # For a `dynamic` scaling, transformers always takes the longest length as the original length.
         parameters[ORIGINAL] = longest if name == "dynamic" else original
     if name == "longrope":
         parameters["factor"] = longest / original if parameters.get("factor") is None else parameters["factor"]
@@ -189,7 +189,7 @@ def scaling_attributes(config: WithRotary, name: str = "scaling") -> Attributes:
             if rope_type == "dynamic" and parameters.pop(ORIGINAL) != config.max_seq:
                 raise ValueError(
                     f"save(config={type(config).__name__}({name}={scaling}, max_seq={config.max_seq})): published "
-                    "configurations have one length for both; set max_seq to the scaling's original_length."
+                    "configurations have one number for max_seq and original_length; make the two equal."
                 )
             parameters = {key: list(value) if isinstance(value, tuple) else value for key, value in parameters.items()}
             parameters = {key: value for key, value in parameters.items() if value is not None}

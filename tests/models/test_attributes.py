@@ -368,7 +368,7 @@ def test_the_least_step_of_nemotron_is_read_and_written():
     assert PUBLISHED["nemotron_h"].write(numbers)["time_step_min"] == 0.05
     with pytest.raises(ValueError, match=r"^config.json: time_step_limit=\(0.0, 0.1\): transformers does not read it"):
         numbers_of(config | {"time_step_limit": [0.0, 0.1]})
-    with pytest.raises(ValueError, match=r"step_limits=\(0.0, 1.0\)\)\): published configurations have no greatest"):
+    with pytest.raises(ValueError, match=r"step_limits=\(0.0, 1.0\)\)\): published configurations cannot state"):
         PUBLISHED["nemotron_h"].write(dataclasses.replace(numbers, step_limits=(0.0, 1.0)))
 
 

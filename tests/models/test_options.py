@@ -47,7 +47,7 @@ def test_a_dynamic_scaling_begins_at_the_longest_length(family):
     said = {"full_attention": said, "sliding_attention": {"rope_theta": 5.0}} if family == "gemma3_text" else said
     numbers = numbers_of(case(family) | {"rope_parameters": said})
     assert numbers.scaling == nn.DynamicScaling(2.0, 64) and back(family, numbers) == numbers
-    with pytest.raises(ValueError, match=r"Config\(scaling=DynamicScaling\(.*, max_seq=65\)\): .* one length for both"):
+    with pytest.raises(ValueError, match=r"Config\(scaling=DynamicScaling\(.*, max_seq=65\)\): .* one number for"):
         PUBLISHED[family].write(dataclasses.replace(numbers, max_seq=65))
 
 

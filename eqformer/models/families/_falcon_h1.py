@@ -103,7 +103,7 @@ class FalconH1Config(NetSizes, DecoderConfig):
     bias: bool = False
     """Whether the attention's maps have biases."""
     output_bias: bool = False
-    """Whether a Mamba-2's last map has a bias; `net_bias` states it for the other maps."""
+    """Whether a Mamba-2's last map has a bias; `net_bias` is for its other maps."""
     mlp_bias: bool = False
     """Whether the feed-forward layers' maps have biases."""
     eps: NotNegative = 1e-5

@@ -181,7 +181,7 @@ _GEMMA2_ATTRIBUTES: tuple[Entry, ...] = (
     Activation("gelu_pytorch_tanh", "hidden_activation"),
     Attribute("bias", "attention_bias", False),
     Expect("use_bidirectional_attention", False, written=False),
-    Ignore("hidden_act", "cache_implementation", "sliding_window_size"),  # Transformers does not read these either.
+    Ignore("hidden_act", "cache_implementation", "sliding_window_size"),  # Transformers does not read these attributes.
 )
 
 GEMMA2 = Family(
@@ -294,7 +294,7 @@ def gemma3_block(
 ) -> Block:
     """Return a layer, which has the local rotary positions if it has a window.
 
-    `as_mixer` turns its attention into another mixer; `reads` names one more input of the mixer, as in `Residual`.
+    `as_mixer` turns the layer's attention into another mixer. `reads` names one more input (`Residual.reads`).
     """
     mixer_key, feed_forward = jax.random.split(key)
     if window is None:

@@ -1,7 +1,8 @@
 """GLM-4 (GLM team 2024, arXiv:2406.12793; 2025), GLM-4.5 to 4.7 (arXiv:2508.06471) and GLM-5 (GLM-5 team 2026).
 
-GLM-4 and GLM-4.5 rotate half of each head. The GLM-4 of 2024 has norms before sublayers, and GLM-4-0414 also after
-them. GLM-4.5 has DeepSeek-V3's mixtures, and Solar Open (Upstage 2025) has a GLM-4.5's mixtures in all layers.
+GLM-4 and GLM-4.5 rotate half of each head. The GLM-4 of 2024 has norms before sublayers, and GLM-4-0414 also has
+norms after sublayers. GLM-4.5 has DeepSeek-V3's mixtures of experts, and Solar Open (Upstage 2025) has them in
+all layers.
 GLM-4.7-Flash is a DeepSeek-V3 of other sizes. GLM-5 is a DeepSeek-V3.2 with wider heads, in which some layers see the
 keys that an earlier layer selected.
 """
@@ -201,7 +202,7 @@ GLM4_MOE = Family(
         Attribute("bias", "attention_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Activation(),
-        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # predictors, which transformers skips too
+        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # layers for multi-token prediction
     ),
     (*LLAMA_WEIGHTS, *MIXTURE, *SHARED, SELECTION_BIAS),
     predictor=NUMBERED_PREDICTOR,
@@ -262,7 +263,7 @@ GLM4_MOE_LITE = Family(
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Expect("topk_method", "noaux_tc", written=False),
         Expect("partial_rotary_factor", 1.0, written=False),
-        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # predictors, which transformers skips too
+        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # layers for multi-token prediction
     ),
     (*LATENT_WEIGHTS, SELECTION_BIAS),
     predictor=NUMBERED_PREDICTOR,
@@ -327,7 +328,7 @@ SOLAR_OPEN = Family(
         Activation(),
         Expect("partial_rotary_factor", 1.0, written=False),
         Expect("first_k_dense_replace", 0, written=False),
-        Ignore("intermediate_size"),  # a width of dense layers, which the family lacks
+        Ignore("intermediate_size"),  # the width of dense layers; this family has none
     ),
     (*LLAMA_WEIGHTS, *MIXTURE, *SHARED, SELECTION_BIAS),
 )
@@ -385,7 +386,7 @@ class ReadingLayers(Entry):
     """`indexer_types`; without this list, it is made from a pattern of letters or from a period."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `reading_layers`; refuse other kinds and lengths, and a layer 0 without an indexer."""
+        """Return `reading_layers`; refuse unknown types, a wrong length, and a layer 0 without an indexer."""
         return check_indexer_types(published, published_indexer_types(published))
 
     def write(self, config: WithReadingLayers) -> Attributes:
@@ -410,7 +411,7 @@ def published_indexer_types(published: PublishedConfig) -> list[str]:
 
 
 def check_indexer_types(published: PublishedConfig, types: list[str]) -> Fields:
-    """Return `reading_layers`; refuse other kinds and lengths, and a layer 0 without an indexer."""
+    """Return `reading_layers`; refuse unknown types, a wrong length, and a layer 0 without an indexer."""
     layers = layers_of(published)
     if len(types) != layers or {*types} - {"full", "shared"} or types[0] != "full":
         published.refuse(f"indexer_types={types} must have {layers} items, 'full' or 'shared', and begin with 'full'.")

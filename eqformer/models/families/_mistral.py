@@ -1,9 +1,9 @@
 """Models of Mistral AI.
 
 Mistral (Jiang et al. 2023, arXiv:2310.06825) is a Llama; in its first version every layer has a sliding window.
-Ministral 3 (2025) is a Mistral whose queries grow with their positions, beside YaRN. Mixtral (Jiang et al. 2024,
-arXiv:2401.04088) is a Mistral whose feed-forward layers are mixtures of gated experts. Mistral 4 (2026) has DeepSeek's
-latent attention with queries that grow, and experts chosen by softmax.
+Ministral 3 (2025) is a Mistral with YaRN, and with a factor of the queries that grows with the position. Mixtral (Jiang
+et al. 2024, arXiv:2401.04088) is a Mistral whose feed-forward layers are mixtures of gated experts. Mistral 4 (2026)
+has DeepSeek's latent attention with the queries' factor of Ministral 3, and experts chosen by softmax.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ class Ministral3Config(DecoderConfig):
     growth: Number = 0.1
     """The strength of `LogTemperature`; 0: scores do not grow."""
     growth_every: Length = 16_384
-    """The number of positions after which the scores grow."""
+    """The number of positions between two increases of the queries' factor."""
     window: Length | None = None
     """The number of tokens that each token sees; None: all tokens before it."""
     eps: NotNegative = 1e-5
@@ -98,7 +98,7 @@ class Ministral3Config(DecoderConfig):
 
 
 def growth_of(config: Ministral3Config) -> LogTemperature | None:
-    """Return the factor of queries, which grows with their position."""
+    """Return the factor of queries that grows with the position; None if the factor is always 1."""
     return LogTemperature(config.growth_every, config.growth, offset=0) if config.growth else None
 
 
@@ -182,7 +182,7 @@ def build_mixtral(config: MixtralConfig, *, key: Key[Array, ""]) -> Transformer:
 
 
 _MIXTRAL_PRESETS = {
-    # Each token uses two of eight experts of half the width, so that as many parameters compute as in llama-byte-1m.
+    # Each token uses two of eight experts of half the width, so as many parameters are active as in llama-byte-1m.
     "mixtral-byte-3m": MixtralConfig(
         vocab=256, embed=128, layers=4, heads=8, kv_heads=4, mlp=192, theta=10_000.0, tied=True
     ),
@@ -244,7 +244,7 @@ class Mistral4Config(LatentConfig):
     growth: Number = 0.1
     """The strength of `LogTemperature`; 0: scores do not grow."""
     growth_every: Length = 8192
-    """The number of positions after which the scores grow."""
+    """The number of positions between two increases of the queries' factor."""
     max_seq: Length = 1_048_576
 
 
@@ -256,7 +256,7 @@ def build_mistral4(config: Mistral4Config, *, key: Key[Array, ""]) -> Transforme
 
 
 class _RotatedPart(Entry):
-    """The part of a head that is rotated, which the head's sizes must confirm."""
+    """The rotated part of a head. A published part that contradicts the head's sizes is refused."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return no field; refuse another part."""

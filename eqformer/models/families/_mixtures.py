@@ -36,7 +36,7 @@ class QwenMoEConfig(DecoderConfig):
     """Every `moe_every`-th layer has experts, unless it is one of the `dense_layers`."""
     theta: Positive = 1_000_000.0
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of `LoadBalance`, which counts loads over the batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class SigmoidMixtureConfig(DecoderConfig):
     normalise: bool = True
     """Whether the weights of a token's experts are normalized to add up to 1."""
     balance: NotNegative = 0.0001
-    """The weight of `LoadBalance`, row by row."""
+    """The weight of `LoadBalance`, which counts loads per row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -366,7 +366,7 @@ def choice_attributes(
 
 
 def mixture_attributes(experts: int, top_k: int, *, normalise: bool = False) -> tuple[Entry, ...]:
-    """Return the entries of `QwenMoEConfig`; arguments are transformers' defaults."""
+    """Return the table entries for the fields of `QwenMoEConfig`; the arguments are transformers' defaults."""
     return (
         *choice_attributes(experts, top_k, normalise=normalise),
         Count("expert_mlp", "moe_intermediate_size"),

@@ -17,7 +17,7 @@ from ._mamba2 import beside_mamba, mamba2, mamba_weights, NetSizes, STEP_LIMITS,
 from ._mixtures import mixture
 
 
-# The letters of layers in a pattern, by their names in newer and older configurations.
+# The letter of each kind of layer, by the kind's name in newer and in older configurations.
 KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E", "mamba": "M", "attention": "*"}
 
 
@@ -39,7 +39,7 @@ class LayerKinds(Entry):
 
 
 class LeastStep(Entry):
-    """`time_step_min`, the least step; there is no greatest step.
+    """`time_step_min`, the lower bound of a Mamba-2's time step; there is no upper bound.
 
     Transformers applies the least step to whole rows, but not to tokens that it decodes one by one. Here it is applied
     to both, so that both give the same logits. Transformers does not read `time_step_limit`; NVIDIA's own code does.
@@ -53,12 +53,12 @@ class LeastStep(Entry):
         return {"step_limits": (published.read("time_step_min", NotNegative, 0.001), math.inf)}
 
     def write(self, config: "NemotronHConfig") -> Attributes:
-        """Return the attribute; raises a `ValueError` for a greatest step, which no configuration can state."""
+        """Return the attribute; raises a `ValueError` for an upper bound, which no configuration can state."""
         min_step, max_step = config.step_limits
         if max_step != math.inf:
             raise ValueError(
-                f"save(config=NemotronHConfig(step_limits={config.step_limits})): published configurations have no "
-                "greatest step; give math.inf."
+                f"save(config=NemotronHConfig(step_limits={config.step_limits})): published configurations cannot "
+                "state an upper bound; give math.inf as the second limit."
             )
         return {"time_step_min": min_step}
 

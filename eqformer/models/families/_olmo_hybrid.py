@@ -1,7 +1,8 @@
 """OLMo Hybrid (Ai2 2026): gated delta nets, and OLMo 3's attention in every fourth layer, with or without positions.
 
-The rates at which the delta nets correct their states reach 2, so that a state may change its sign. Norms are before
-the sublayers of layers with a delta net, and after the sublayers of layers with attention.
+The rates (beta) at which the delta nets correct their states reach 2 instead of 1, so that a correction may change the
+sign of a state. Norms are before the sublayers of layers with a delta net, and after the sublayers of layers with
+attention.
 """
 
 import dataclasses
@@ -172,7 +173,7 @@ OLMO_HYBRID = Family(
         *(dataclasses.replace(rule, lacks=_RATES) for rule in (*ATTENTION, *head_norm_weights(OF_HEADS))),
         *(dataclasses.replace(rule, needs=_RATES) for rule in _NET_WEIGHTS),
         Rule(f"{LAYER}post_feedforward_layernorm.weight", "feed_forward.output_norm.weight"),
-        # Transformers saves these norms under other names than it gives them while it runs.
+        # Transformers saves these norms under names that differ from the names of its modules.
         *_norm_weights("mixer.output_norm", "feedforward_layer_norm", "post_attention_layernorm"),
         *_norm_weights("mixer.norm", "attention_layer_norm", "input_layernorm"),
         *_norm_weights("feed_forward.norm", "feedforward_layer_norm", "post_attention_layernorm"),

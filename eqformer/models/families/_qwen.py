@@ -333,7 +333,7 @@ DOTS1 = Family(
         Attribute("bias", "attention_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Activation(),
-        # Attributes of the publisher's own program that state what all models of this family have.
+        # Attributes of the publisher's own program; all models of this family have these values.
         Expect("scoring_func", "noaux_tc", "sigmoid", written=False),
         Expect("topk_method", "noaux_tc", written=False),
         Expect("moe_layer_freq", 1, written=False),

@@ -1,4 +1,4 @@
-"""SDAR (Cheng et al. 2025, arXiv:2510.06303): a Qwen3 whose tokens see their block, and which denoises blocks."""
+"""SDAR (Cheng et al. 2025, arXiv:2510.06303): a Qwen3 with block-causal attention that denoises blocks."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ class SDARConfig(DecoderConfig):
     bias: bool = False
     """Whether the attention's four projections have biases."""
     block: Length = 4
-    """The tokens of a block, which see one another."""
+    """The number of tokens of a block; the tokens of a block see one another."""
 
 
 def build_sdar(config: SDARConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -57,7 +57,7 @@ SDAR = Family(
         Attribute("block", "block_size", 4),
         Expect("use_sliding_window", False),
         Ignore("sliding_window", "max_window_layers", "layer_types"),  # without effect unless windows are switched on
-        Ignore("mask_token_id"),  # the id of a masked token, with which a sampler is called
+        Ignore("mask_token_id"),  # the caller passes the mask token's id to the sampler
         Ignore("debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep"),
         Activation(),
     ),

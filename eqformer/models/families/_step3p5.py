@@ -1,7 +1,7 @@
 """Step 3.5 and the text model of Step 3.7 (StepFun 2026): a gate for each head, and bounds of hidden features.
 
-Layers with a window have another number of heads than other layers. The bounds, which some layers have, act after the
-gate's activation.
+Layers with a window have another number of heads than other layers. Some layers clip the activated gates, and the
+outputs of `up`.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class Step3p5Config(DenseLayersConfig):
     """For each layer, the bound of the experts' activated gates and of their outputs of `up`; 0: no bound. An empty
     tuple: no layer has a bound."""
     shared_limits: tuple[NotNegative, ...] = ()
-    """For each layer, the same bound in its dense layer or its shared expert."""
+    """For each layer, the bound of hidden features in the dense layer or the shared expert, like `limits`."""
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     eps: NotNegative = 1e-5
@@ -139,7 +139,7 @@ def build_step3p5(config: Step3p5Config, *, key: Key[Array, ""]) -> nn.Transform
 
 
 def _kinds(config: Step3p5Config) -> list[_StepLayer]:
-    """Return the kind of each layer; layers without experts get no bound of experts, so that their kinds are equal."""
+    """Return the kind of each layer; layers without experts ignore `limits`, so that equal layers have equal kinds."""
     none = (0.0,) * config.layers
     limits, shared_limits = config.limits or none, config.shared_limits or none
     if {len(limits), len(shared_limits)} != {config.layers}:
@@ -156,7 +156,7 @@ def _kinds(config: Step3p5Config) -> list[_StepLayer]:
 
 _LIMITS = {"limits": "swiglu_limits", "shared_limits": "swiglu_limits_shared"}
 _PADDED = ("layer_types", "mlp_layer_types", *_LIMITS.values(), "rope_theta", "partial_rotary_factors")
-_MOST_PREDICTORS = 16  # The most predictors of a folder; their layers are numbered after the model's layers.
+_MOST_PREDICTORS = 16  # The most prediction layers of a folder; their indices follow the model's layers.
 _LOCAL_HEADS, _DENSE_BY_DEFAULT = "num_sliding_attention_heads", 3
 
 
@@ -379,7 +379,7 @@ STEP3P5 = Family(
         Expect("gating", True, "per-head", written=False),
         Expect("use_bidirectional_attention", False, written=False),
         Ignore("mtp_layer_types", "mtp_mlp_layer_types"),  # attributes of predictors, which are not read
-        # Attributes of the publishers' own program that state what all models of this family have.
+        # Attributes of the publishers' own program; all models of this family have these values.
         Expect("yarn_only_types", [FULL], written=False),
         Expect("use_head_wise_attn_gate", True, written=False),
         Expect("use_moe_router_bias", True, written=False),

@@ -1,6 +1,6 @@
 """Floats of 8 and 4 bits with a scale for each block: FP8, MXFP4, NVFP4, and ModelOpt's mixtures of them.
 
-Numbers of 8 bits have a scale for a block, as in DeepSeek-V3 (arXiv:2412.19437), for a row, or for the array. Scales
+8-bit numbers have one scale per block (as in DeepSeek-V3, arXiv:2412.19437), per row, or per array. Scales
 are floats, or powers of two in 8 bits (E8M0), which decode exactly. MXFP4 (OCP Microscaling Formats 1.0) has a power of
 two for 32 numbers of 4 bits (E2M1). NVFP4 has a scale of 8 bits (E4M3) for 16 numbers, and one scale for the array.
 gpt-oss stores MXFP4 in its own order of dims; compressed-tensors and ModelOpt store both formats.
@@ -39,7 +39,7 @@ class Scaled(_format.Grouped):
     def shape(self, parts: _format.Parts) -> tuple[int, ...]:
         """Return the shape of the codes, which is also the shape of the decoded array."""
         (dtype,), (scale,) = self.dtypes, self.required
-        dims = 3 if parts[self.codes].ndim == 3 == parts[scale].ndim else 2  # experts, as one array
+        dims = 3 if parts[self.codes].ndim == 3 == parts[scale].ndim else 2  # 3 dims: all experts in one array
         *experts, rows, columns = _format.check_codes(parts, self.codes, dtype, dims)
         grid = self._grid(rows, columns)
         shapes = [(*experts, *grid)]
@@ -63,7 +63,7 @@ class Scaled(_format.Grouped):
     def read_codes(self, parts: _format.Parts, unit: tuple[int, int]) -> _format.QuantizedArray:
         """Return the codes and scales of all rows; scales of 8 bits are exponents."""
         codes = parts[self.codes]
-        self._scales(parts)  # refuses bad scales
+        self._scales(parts)  # raises an error for invalid scales
         stored = parts[self.required[0]].reshape(self._grid(*codes.shape))
         dims = zip(codes.shape, self.block, unit, strict=True)
         scales = (stored.view(np.uint8) if stored.itemsize == 1 else stored)[
@@ -103,7 +103,7 @@ def fp8(published: PublishedConfig) -> _format.Format:
     """Return the format of a `quantization_config`, with a scale for each block or, without blocks, for each array.
 
     `scale_fmt` states how scales were rounded when the folder was made: DeepSeek-V3.1 has powers of two as floats. The
-    dtype in the file states how scales are stored; bytes are exponents if `scale_fmt` is "ue8m0", as in transformers.
+    dtype in the file states how scales are stored. If `scale_fmt` is "ue8m0", scales of dtype U8 are exponents.
     """
     published.expect("fmt", "e4m3", "float8_e4m3fn")
     published.expect("scale_fmt", "float", "ue8m0")
