@@ -48,7 +48,7 @@ class Command:
     tokens: float | None = None
     """The number of training tokens of every depth, such as 1e6, in place of --tokens-per-parameter."""
     epochs: float = 4.0
-    """The most often that a text may be repeated; further repetitions are worth less than new text (2305.16264)."""
+    """Maximum number of passes over the text; further passes are worth less than new text (arXiv:2305.16264)."""
     budget: float | None = None
     """A budget in FLOPs, such as 1e17; the largest depth for this budget is printed."""
     hours: float | None = None

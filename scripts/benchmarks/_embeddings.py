@@ -23,7 +23,7 @@ TEXTS = 96
 
 
 def embeddings(rounds: int) -> Iterator[Row]:
-    """Texts a second by all-MiniLM-L6-v2, or by random weights of its shape if it is missing; many texts, and one."""
+    """Texts a second by all-MiniLM-L6-v2, or by random weights of its shape if it is missing; all texts, or one."""
     texts = read_paragraphs()
     with tempfile.TemporaryDirectory() as parent:
         folder, name = find_minilm(), "all-MiniLM-L6-v2"
@@ -48,7 +48,7 @@ def embeddings(rounds: int) -> Iterator[Row]:
 
 
 def read_paragraphs() -> list[str]:
-    """Return paragraphs of eqformer's documentation in random order, from 20 characters to pages of a table."""
+    """Return paragraphs of eqformer's documentation in random order; each has at least 20 characters."""
     pages = [read_utf8(page) for page in sorted(PAGES.glob("*.md"))]
     paragraphs = [part.strip() for page in pages for part in page.split("\n\n") if len(part.strip()) >= 20]
     random.Random(0).shuffle(paragraphs)

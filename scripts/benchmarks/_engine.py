@@ -23,7 +23,7 @@ SLOTS = 16
 
 
 def engine(rounds: int) -> Iterator[Row]:
-    """New tokens a second of 1, 8 and 32 greedy requests of different lengths (8 M, and SmolLM2's shape of 135 M)."""
+    """New tokens a second of 1, 8 and 32 greedy requests of different lengths; 8 M and 135 M parameters."""
     for name, config in CONFIGS.items():
         assert isinstance(config, models.LlamaConfig)
         model = eqx.filter_jit(lambda key, config=config: models.build(config, key=key))(jax.random.key(0))

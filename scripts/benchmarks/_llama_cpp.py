@@ -90,7 +90,7 @@ class Model:
             write_model(path, config, capacity)
             self.pointer = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
         if not self.pointer:
-            raise RuntimeError("llama.cpp cannot read its file; leave out `engine`, or uninstall llama-cpp-python.")
+            raise RuntimeError("llama.cpp cannot read this model; leave out `engine`, or uninstall llama-cpp-python.")
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +126,7 @@ class Context:
         self._llama.llama_free(self._context)
 
     def run(self, prompts: list[list[int]], new: list[int]) -> list[list[int]]:
-        """Return the greedy continuation of each prompt; `new` has the number of new tokens of each."""
+        """Return the greedy continuation of each prompt; `new` has the number of new tokens for each prompt."""
         llama = self._llama
         memory = llama.llama_get_memory(self._context)
         waiting, texts = list(range(len(prompts)))[::-1], [[] for _ in prompts]

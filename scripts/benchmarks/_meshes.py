@@ -112,7 +112,7 @@ def jaxformer(
     rows: int = JAXFORMER_ROWS,
     seq: int = JAXFORMER_SEQ,
 ) -> Iterator[Row]:
-    """Tokens a second of JAXformer (12.8 M parameters, 16 x 128 tokens) on one device and on meshes, with capacity."""
+    """Tokens a second of JAXformer (12.8 M parameters, 16 x 128 tokens, expert capacity), on one device and meshes."""
     runs = {name: _run_with_capacity(config, mesh, rows, seq) for name, mesh in meshes.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     processor_times: dict[str, list[float]] = {name: [] for name in runs}

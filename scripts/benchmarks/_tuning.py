@@ -1,4 +1,4 @@
-"""Rows about tuning with LoRA: tokens a second and peak memory, beside peft and transformers."""
+"""Rows of the benchmark table about tuning with LoRA: tokens a second and peak memory, beside peft and transformers."""
 
 import dataclasses
 import tempfile
@@ -31,7 +31,7 @@ CONVERSATIONS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A model that is tuned, and its steps of one pass over the conversations."""
+    """A model that is tuned, and the training steps of one pass over the conversations."""
 
     first: Callable[[], float]
     """A step on the conversations of eqformer's first batch, which returns the loss."""

@@ -44,6 +44,6 @@ def prepare(
 
 
 def simulated_devices(flags: Mapping[str, Sequence[str]]) -> int | None:
-    """Return the N of `--simulate N`; None if the flag is absent, or if N is not a count, which is an error later."""
+    """Return the N of `--simulate N`; None if the flag is absent, or if N is no count (refused later)."""
     words = flags.get("--simulate", [])
     return int(words[0]) if words and words[0].isdecimal() and int(words[0]) > 0 else None

@@ -68,7 +68,7 @@ def load_model(flags: ModelFlags, load: Callable[..., T], *, predictor: bool = F
                 f"--dtype {flags.dtype}: a run's model has the dtype of its recipe; leave --dtype out, or convert the "
                 "run (scripts/convert.py) and give --model."
             )
-        RunDirectory(source).read()  # Its errors name flags.
+        RunDirectory(source).read()  # `read` raises errors that name the flags.
         return load(source, plan=plan, weights=flags.weights, throughput=throughput)
     with Screen(errors=True).bar() as progress:
         return load(
