@@ -125,7 +125,9 @@ def test_a_tpu_s_ring_runs_splash_and_a_gpu_s_cudnn(monkeypatch):
     assert {*re.findall(r'kernel_name = "splash_mha_(fwd|dq|dkv)', lowered(auto, "tpu"))} == {"fwd", "dq", "dkv"}
     cuda = lowered(auto, "cuda")
     assert {*re.findall(r"mask_type.{8}(\w+)", cuda)} == {"CAUSAL", "NO_MASK"} and "fmhaSoftmaxBackward" in cuda
-    with pytest.raises(ValueError, match=r"SplashAttention\(\)\) over 4 devices of a ring.*no windows over pieces"):
+    with pytest.raises(
+        ValueError, match=r"SplashAttention\(\)\) over 4 devices of a ring.*no windows if devices split rows"
+    ):
         traced(SPLASH, nn.sliding_window(9))
     with pytest.raises(ValueError, match=r"CudnnAttention\(\)\): its kernel runs on cuda.*compiled for 'tpu'"):
         lowered(traced(CUDNN, nn.causal()), "tpu")

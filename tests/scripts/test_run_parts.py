@@ -382,7 +382,9 @@ def test_a_checkpoint_of_another_run_or_recipe_is_refused_by_name(tmp_path):
     with pytest.raises(training.CheckpointError, match=f"one/checkpoints/4: .*run {other.run}, .*run {one.run}"):
         claimed("one")
     save(other, 3, None, seed=0)  # as older versions saved it, and of another seed
-    with pytest.raises(ValueError, match="checkpoints/3: .*another recipe .*differs in\n  seed: 0 -> 1\nMove"):
+    with pytest.raises(
+        ValueError, match="checkpoints/3: .*another recipe .*the recipes differ in\n  seed: 0 -> 1\nMove"
+    ):
         claimed("other", seed=1)
     save(other, 4, None, seed=1)
     assert claimed("other", seed=1).run == other.run

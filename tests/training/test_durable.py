@@ -129,7 +129,7 @@ def test_a_step_that_is_there_though_its_name_may_not_last_is_reported_as_that(t
     monkeypatch.setattr(_checkpointer, "sync_path", failing)
     checkpointer = training.Checkpointer(tmp_path)
     with pytest.raises(
-        training.CheckpointError, match="written, but not synced, so a power cut may lose it.*See to the disk, or"
+        training.CheckpointError, match="written, but not synced, so a power cut may lose it.*Check the disk, or"
     ):
         save(checkpointer, 1)
     assert checkpointer.steps == [1]
