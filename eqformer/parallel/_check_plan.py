@@ -71,7 +71,7 @@ def check_model(plan: Placement, model: nn.LanguageModel) -> None:
     check_model_class(model)
     if plan.is_pipelined:
         _check_sequence(plan, model)
-        # Check the depth first, because this message is clearer than that of a layout about the dim `layers`.
+        # Check the depth first, because this message is clearer than the layout's message about the dim `layers`.
         check_depth(sum(stack.depth for stack in model.stacks), plan.size(PIPE), plan.timetable().chunks)
         _check_stages(plan, model)
         model = plan.shapes(model)

@@ -170,7 +170,7 @@ def all_to_all(
 
 
 class Runs(NamedTuple):
-    """Runs of consecutive rows that a device exchanges: it sends the same number of runs to each device."""
+    """Runs of consecutive rows that a device exchanges: the device sends the same number of runs to each device."""
 
     start: Int[Array, "runs"]
     """Index of the first row of each run."""

@@ -122,7 +122,7 @@ class ContextAttention(kernels.PiecewiseAttention):
         seq, head = call.query.ndim - 3, call.query.ndim - 2
 
         def swap(x: Array) -> Array:
-            # With this name, remat policies that save products of linear maps save this array, and it is sent once.
+            # Remat policies that save products of linear maps also save arrays of this name, so they are sent once.
             return checkpoint_name(send.all_to_all("tokens to heads", x, CONTEXT, head, seq), "product")
 
         query, key, value = swap(call.query), *(swap(_repeat_heads(x, copies)) for x in (call.key, call.value))
@@ -159,8 +159,8 @@ def zigzag_inverse(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
 def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
     """Return the order in which rows must be stored before `ContextAttention` cuts them into `pieces`.
 
-    The order is `zigzag` for `"ring"` and `"gather"`. It is reading order for `"heads"`, whose inner attention sees
-    unsplit rows.
+    The order is `zigzag` for `"ring"` and `"gather"`. For `"heads"`, the order is reading order, because
+    the inner attention sees unsplit rows.
     """
     if pieces == 1:
         return np.arange(seq)

@@ -1,7 +1,7 @@
 """Global values of arrays that devices compute in parts: activations of a model, and one vector per row in a loss.
 
 The name of a dim says which mesh axes may split the dim. The sizes of the dim in the whole array and in a device's part
-show which of these axes do split it.
+show which of these axes split the dim.
 """
 
 import dataclasses

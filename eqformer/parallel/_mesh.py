@@ -269,7 +269,7 @@ class Layout:
     """Map from names of dims to the mesh axes that split them: `Layout({"heads": "tensor", "layers": "pipe"})`.
 
     An axis splits at most one dim of an array. If several dims of an array map to the same axis, the last of them is
-    split; in the weight of a linear map (outputs, then inputs) the last one is a contracted dim. If an axis does not
+    split; in the weight of a linear map (outputs, then inputs) the last dim is contracted. If an axis does not
     divide its dim, there are three cases: a dim in `lenient` is not split, a dim in `moving` leaves the axis to another
     dim, and any other dim raises a `ValueError`. `fsdp_axis` needs no entry in `dims`, and splits one dim of every
     array with at least `smallest` entries: the largest dim that `fsdp_axis` divides and that no other axis splits, but
@@ -367,7 +367,7 @@ def _array_spec(
     """Return the spec of the array at `path`, with these names of dims and this shape."""
     entries: list[str | None] = [None] * len(shape)
     used_axes: set[str] = set()
-    # Axes that may split any free dim, and for each axis the least number of entries of an array that it splits.
+    # Maps each axis that may split any free dim to the least number of entries of an array that the axis splits.
     any_dim_axes = dict.fromkeys(() if layout.fsdp_axis is None else (layout.fsdp_axis,), layout.smallest)
     for dim in reversed(range(len(shape))):
         axis = layout.dims.get(names[dim])

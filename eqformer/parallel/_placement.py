@@ -139,8 +139,8 @@ class Placement(ParallelConfig):
         """Return the layout of arrays; with `splits_fsdp`, the axis `fsdp` splits each array too."""
         tensor_dims = *make_residual_stream(self.residual).split_dims, "vocab"
         dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys(tensor_dims, TENSOR)}
-        # The number of stages need not divide the layers of a model in reading order. In pipeline order it does,
-        # because of padding.
+        # The number of stages need not divide the layers of a model in reading order. In pipeline order the
+        # number divides the rows, because rows are added as padding.
         lenient, moving = frozenset({"kv_heads", "vocab"}), frozenset({"layers"})
         return Layout(dims, lenient, FSDP if splits_fsdp else None, self.smallest, moving)
 

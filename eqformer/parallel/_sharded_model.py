@@ -98,7 +98,7 @@ class ShardedModel(DistributedModel):
     model: nn.LanguageModel
     plan: Plan = eqx.field(static=True)
     kv_row_shards: int = eqx.field(static=True)
-    """Number of devices of `tensor` that share each key head and split its cache by rows; 1 if none do."""
+    """Number of devices of `tensor` that share each key head and split its cache by rows; 1 if no devices do."""
     predictor_stacks: int = eqx.field(static=True)
     """Number of stacks at the end of `model.stacks` that belong to the predictor (multi-token prediction)."""
 

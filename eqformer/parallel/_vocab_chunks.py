@@ -249,9 +249,9 @@ def _chunkable_weight(head: nn.LinearMap) -> ArrayOrShape | None:
 def round_to_tiles(rows: int, width: int) -> int:
     """Round the rows of a chunk up to whole tiles of TPUs; return fewer rows than 16 tiles unchanged.
 
-    A tile has 16 rows of 16 bits. If a tile had rows of two devices, XLA would copy it before sending rows. If `width`
-    is no multiple of 128, XLA stores the table by columns, in tiles of 128 rows. A reduce-scatter of partial tiles
-    would then send each device the full sum, of which the device keeps a slice.
+    A tile has 16 rows of 16 bits. If a tile had rows of two devices, XLA would copy the tile before sending rows. If
+    `width` is no multiple of 128, XLA stores the table by columns, in tiles of 128 rows. A reduce-scatter of partial
+    tiles would then send each device the full sum, and the device would keep a slice.
     """
     tile = 16 if width % 128 == 0 else 128
     return rows + -rows % tile if rows >= 16 * tile else rows

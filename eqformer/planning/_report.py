@@ -111,7 +111,7 @@ def _time_table(time: Roofline) -> str:
 
 
 def _verdict_line(verdict: Verdict, held: int, memory: int, accelerator: Accelerator | None) -> str:
-    """Return a verdict with the bytes that decide it."""
+    """Return a line with the verdict and the bytes that decide the verdict."""
     share = f", JAX's share of {gigabytes(accelerator.whole)}" if accelerator and accelerator.whole else ""
     limit = f"{gigabytes(memory)}{share}"
     if verdict == "does not fit":

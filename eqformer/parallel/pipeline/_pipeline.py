@@ -193,7 +193,7 @@ class _Executor:
             loss = vary_like((total, count), nn.aux_loss(aux), self.rank)
             return x, y, vary(aux, [PIPE]), loss
 
-        while True:  # Until the output of a part varies over no more axes than its input.
+        while True:  # Stop when the output of a part varies over no more axes than the input.
             x, y, aux, loss = jax.eval_shape(functools.partial(program, axes))
             new_axes = axes.union(*map(varying_axes, jax.tree.leaves((x, y))))
             if new_axes == axes:
@@ -262,8 +262,8 @@ class _Executor:
     def _forward(self, x: PyTree, action: TickActions) -> tuple[PyTree, PyTree, list[Array]]:
         """Return the part's input, output and residuals.
 
-        With `remat`, the model's last part does not run here, because it runs in its backward entry. Its input is then
-        returned in place of its output, which nothing reads.
+        With `remat`, the model's last part does not run here, because it runs in its backward entry. The
+        part's input is then returned in place of the output; no code reads the returned value.
         """
         piece, chunk = self._microbatch(action.forward), self._chunk(action.forward)
         first = lambda: vary(self.first(self.edges, piece), self.axes)
@@ -350,8 +350,8 @@ class _Executor:
     def _send(self, message: PyTree, link: Link, is_used: Bool[Array, ""]) -> PyTree:
         """Send a message over a link, and return the message that arrives.
 
-        `is_used` says whether any device sends over the link in this tick. It is the same on all devices, so all take
-        the same branch. A message from a device to itself is returned unchanged.
+        `is_used` says whether any device sends over the link in this tick. Its value is the same on all devices, so
+        all devices take the same branch. A message from a device to itself is returned unchanged.
         """
         if link.shift == 0:
             return message

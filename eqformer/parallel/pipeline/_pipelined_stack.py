@@ -218,12 +218,12 @@ class PipelinedStack(nn.Module):
     `inner` has this device's layers, which are a stage. With m microbatches and p stages, a forward pass has m + p - 1
     ticks. In tick `t`, stage `i` runs its layers on microbatch `t - i`, or is idle if there is no such microbatch.
     `order[i]` is the device of stage `i`, by default device `i`. As in GPipe, the backward pass runs the stages in
-    reverse order. It recomputes the layers from the stage's inputs, which are saved for each tick.
+    reverse order. The pass recomputes the layers from the stage's inputs, which are saved for each tick.
 
-    The batch rows of the input and of the output are replicated over the axis, or split over it if `splits_rows`. If
-    they are split, each device holds a buffer with its microbatches. In each tick every device sends a microbatch of
-    the buffer to the previous device: inputs move to the first stage, and the outputs of the last stage spread over all
-    devices, as in the pipelines of GSPMD and praxis.
+    The batch rows of the input and of the output are replicated over the axis or, with `splits_rows`, split over the
+    axis. If the rows are split, each device holds a buffer with its microbatches. In each tick every device sends a
+    microbatch of the buffer to the previous device: inputs move to the first stage, and the outputs of the last stage
+    spread over all devices, as in the pipelines of GSPMD and praxis.
 
     The rows of a microbatch are consecutive. Rows are the first dim of `x` and the second dim of a cache's arrays,
     after the dim of layers. The cache has this device's layers and all rows.
@@ -408,7 +408,7 @@ def _settle_axes(
 ) -> tuple[Array, PyTree, PyTree]:
     """Mark `x` and a cache as varying over all mesh axes that a loop over `run` needs for its carry.
 
-    `run` returns the next `x`, the next cache and an aux. It is traced until the results vary over no more axes than
+    `run` returns the next `x`, the next cache and an aux. `run` is traced until the results vary over no more axes than
     the arguments. Return the marked `x`, the marked cache, and the shapes of the aux.
     """
     while True:

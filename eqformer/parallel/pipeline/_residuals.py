@@ -38,7 +38,7 @@ from ._schedule import IDLE
 class ResidualPacker:
     """Conversion between the results of a forward pass and a list of its residuals.
 
-    `run()` returns the results of a pass and all its inputs. It is only traced, once. Results that depend on no input
+    `run()` returns the results of a pass and all its inputs. `run` is traced once. Results that depend on no input
     are computed and kept. The attribute `shapes` has the shapes of the residuals.
     """
 

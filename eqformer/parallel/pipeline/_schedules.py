@@ -73,7 +73,7 @@ def pack_schedule(
 
 
 def _as_group(entry: Work | tuple[Work, ...]) -> tuple[Work, ...]:
-    """Return the entries that share a tick as a tuple; a single entry becomes a tuple of one."""
+    """Return the entries that share a tick as a tuple; a single entry becomes a tuple of length 1."""
     return (cast(Work, entry),) if isinstance(entry[0], str) else cast(tuple[Work, ...], entry)
 
 
@@ -343,7 +343,7 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1", "zb-v
 
 
 class NamedSchedule(NamedTuple):
-    """Function that makes a named schedule, and its number of chunks per device, None if the caller chooses it."""
+    """Function that makes a named schedule, and the number of chunks per device (None: the caller chooses)."""
 
     make: Callable[..., Schedule]
     chunks: int | None = 1

@@ -34,7 +34,7 @@ class FeatureLinear(nn.LinearWrapper):
     """Wrapper of a linear map whose inputs are split: this device holds the weights of a slice of the inputs."""
 
     scatters: bool = eqx.field(static=True)
-    """Whether the result is this device's slice of the first output dim; otherwise it has all outputs."""
+    """Whether the result is this device's slice of the first output dim; otherwise the result has all outputs."""
     overlap: Overlap = eqx.field(static=True, default="none")
     split_outputs: tuple[int | None, ...] | None = eqx.field(static=True, default=None)
     """For each array of the map, the output dim along which the array is split, counted from the end, or None.
@@ -87,8 +87,8 @@ def split_features(module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyT
     """Wrap the maps and norms of a layer to run on slices of features.
 
     Every map reduces its result over devices and, if possible, scatters it; every norm averages over devices. If the
-    axis does not divide the key heads, every device computes all key heads and keeps one. `shapes`, `specs` and `names`
-    describe the arrays of the unsplit layer.
+    axis does not divide the key heads, every device computes all key heads and keeps one head. `shapes`, `specs` and
+    `names` describe the arrays of the unsplit layer.
     """
 
     def split_node(node: PyTree, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
