@@ -164,8 +164,9 @@ def _count_gathers(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedA
     """Return how often a microbatch gathers an array at stage 3 of ZeRO.
 
     An array outside of layers is gathered once for both passes. So is an array of a stack of one layer, because
-    compilers remove a loop of one iteration. In a pipeline, a stage's backward pass may recompute its forward
-    pass. Parameters are then gathered once more, unless the stage has only one layer, whose gathered parameters stay.
+    compilers remove a loop of one iteration. In a pipeline, the backward pass of a part of the layers may recompute
+    the part's forward pass. Parameters are then gathered once more, unless the part has only one layer, whose gathered
+    parameters stay.
     """
     is_in_loop = array.layers > 1 or (array.layers and plan.is_pipelined)
     if not is_in_loop:
