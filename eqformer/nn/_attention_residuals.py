@@ -6,7 +6,7 @@ channels of the last stream hold the number of sublayers that have run. This cou
 filled, so that all layers have the same program and a scan can run them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ._block import Residual
-from ._contracts import Mixer, Routed, Sublayer
 from ._dtype import at_least_float32
 from ._model_contracts import StreamExpansion, StreamMap, StreamMerge
 from ._norm import Norm
-from ._streams import sum_streams, tokens_of_streams
+from ._streams import StreamSublayer, sum_streams, tokens_of_streams
 from ._tokens import Tokens, tokens_or_default
 
 
@@ -88,7 +87,7 @@ class BlockScores(StreamMap):
         return (products * jax.lax.rsqrt(squares / (slices * x.shape[-1]) + self.eps),)
 
 
-class AttentionResidual(Sublayer):
+class AttentionResidual(StreamSublayer):
     """A sublayer that reads a weighted sum of blocks (Kimi team 2026, arXiv:2603.15031): `s <- s + f(sum_j p_j v_j)`.
 
     `f` is the branch of a `Residual`, with its norms and dropout. The vectors `v_j` are the sums of the finished blocks
@@ -97,8 +96,6 @@ class AttentionResidual(Sublayer):
     zero; the first sublayer of the new block still reads the old `s`.
     """
 
-    branch: Residual
-    """The sublayer, without a `sum_norm`; its input and output are single streams."""
     scores: StreamMap
     block: int = eqx.field(static=True)
     """Number of sublayers of a block, such as 8 for blocks of four layers with attention and a feed-forward layer."""
@@ -114,22 +111,6 @@ class AttentionResidual(Sublayer):
         """
         _check_block("AttentionResidual", block)
         self.branch, self.block, self.scores = branch, block, BlockScores(embed=embed, eps=eps)
-
-    def __check_init__(self):
-        if self.branch.sum_norm is not None:
-            raise ValueError(
-                "AttentionResidual(branch=Residual(sum_norm=...)): the sum of a block has no norm; leave the norm out."
-            )
-
-    @property
-    def layer(self) -> Mixer | Routed | Callable[..., Array]:
-        """The branch's layer."""
-        return self.branch.layer
-
-    @property
-    def norm(self) -> Norm | Callable[[Array], Array] | None:
-        """The norm of the layer's input."""
-        return self.branch.norm
 
     def __call__(
         self,
@@ -151,10 +132,6 @@ class AttentionResidual(Sublayer):
         blocks = jnp.where(begins & is_next, total, blocks)
         total = jnp.where(begins, jnp.zeros_like(total), total) + y[..., None, :, :]
         return jnp.concatenate([total, blocks, counter + jnp.ones_like(counter)], axis=-3), cache, aux
-
-    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """Return the branch's empty cache."""
-        return self.branch.init_cache(batch, capacity, dtype)
 
 
 class MergeBlocks(StreamMerge):

@@ -125,7 +125,35 @@ class Sinkhorn:
         return jax.lax.scan(iterate, matrix, None, length=self.iterations - 1)[0]
 
 
-class HyperConnection(Sublayer):
+class StreamSublayer(Sublayer):
+    """A sublayer of several residual streams around the branch of a `Residual`, whose input is a sum of streams."""
+
+    branch: Residual
+    """The sublayer, without a `sum_norm`; its input and output are single streams."""
+
+    def __check_init__(self):
+        if self.branch.sum_norm is not None:
+            raise ValueError(
+                f"{type(self).__name__}(branch=Residual(sum_norm=...)): the branch is added to several streams, and no "
+                "norm of a sum is computed; leave the norm out."
+            )
+
+    @property
+    def layer(self) -> Mixer | Routed | Callable[..., Array]:
+        """The branch's layer."""
+        return self.branch.layer
+
+    @property
+    def norm(self) -> Norm | Callable[[Array], Array] | None:
+        """The norm of the layer's input."""
+        return self.branch.norm
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """Return the branch's empty cache."""
+        return self.branch.init_cache(batch, capacity, dtype)
+
+
+class HyperConnection(StreamSublayer):
     """A sublayer of several residual streams (Zhu et al. 2024, arXiv:2409.19606): `y_k = sum_j M_jk x_j + w_k f(s)`.
 
     `f` is the branch of a `Residual`, with its norms and dropout. Its input is the sum `s = sum_j r_j x_j` of streams.
@@ -137,8 +165,6 @@ class HyperConnection(Sublayer):
     - Hy4's independent hyper-connections: `mixing=None`, streams are not mixed, and `M` is the identity.
     """
 
-    branch: Residual
-    """The sublayer, without a `sum_norm`; its input and output are single streams."""
     weights: StreamMap
     mixing: Sinkhorn | None = eqx.field(static=True)
     eps: float = eqx.field(static=True)
@@ -180,23 +206,6 @@ class HyperConnection(Sublayer):
         self.weights = StreamWeights(streams=streams, embed=embed, base=base, eps=norm_eps, key=key)
         self.eps, self.write_scale, self.write_eps = eps, write_scale, write_eps
 
-    def __check_init__(self):
-        if self.branch.sum_norm is not None:
-            raise ValueError(
-                "HyperConnection(branch=Residual(sum_norm=...)): there is no sum of the input and the branch, but a "
-                "mixture of streams; leave the norm out."
-            )
-
-    @property
-    def layer(self) -> Mixer | Routed | Callable[..., Array]:
-        """The branch's layer."""
-        return self.branch.layer
-
-    @property
-    def norm(self) -> Norm | Callable[[Array], Array] | None:
-        """The norm of the layer's input."""
-        return self.branch.norm
-
     def __call__(
         self,
         x: Float[Array, "*batch streams seq embed"],
@@ -221,10 +230,6 @@ class HyperConnection(Sublayer):
         write = self.write_scale * jax.nn.sigmoid(write_logits) + self.write_eps
         added = jnp.swapaxes(write, -1, -2)[..., None] * y.astype(wide)[..., None, :, :]
         return (mixed + added).astype(x.dtype), cache, aux
-
-    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """Return the branch's empty cache."""
-        return self.branch.init_cache(batch, capacity, dtype)
 
 
 class MergeStreams(StreamMerge):
