@@ -24,7 +24,7 @@ from ._deepseek_v3 import DSA_WEIGHTS
 from ._glm import published_indexer_types
 from ._hy4 import stream_weights
 from ._kimi_linear import IS_NET, LatentNetConfig, NET_WEIGHTS
-from ._mixtures import LayerMixtures, mixture, SHARED_ATTRIBUTES, small_expert
+from ._mixtures import LayerMixtures, SHARED_ATTRIBUTES, sigmoid_mixture_beside_shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,8 @@ def build_glm5_next(config: GLM5NextConfig, *, key: Key[Array, ""]) -> nn.Transf
         mixer_key, feed_forward, first, second = jax.random.split(key, 4)
         mixer = _attention(config, kind, mixer_key) if kind.is_attention else _net(config, mixer_key)
         if kind.is_mixture:
-            layer = _mixture(config, feed_forward)
+            limits = {"limit": config.limit, "shared_limit": config.limit}
+            layer = sigmoid_mixture_beside_shared(config, feed_forward, normalise=config.normalise, **limits)
         else:
             layer = gated_mlp(config, limit=config.limit, key=feed_forward)
         return nn.Block(
@@ -179,25 +180,6 @@ def _net(config: GLM5NextConfig, key: Key[Array, ""]) -> nn.ChannelDeltaNet:
         eps=config.eps,
         output_std=damping(config) * (config.net_heads * config.net_head_dim) ** -0.5,
         key=key,
-    )
-
-
-def _mixture(config: GLM5NextConfig, key: Key[Array, ""]) -> nn.MoE:
-    """Return DeepSeek-V3's mixture, with `limit` in every expert and in the shared expert."""
-    router, experts, shared = jax.random.split(key, 3)
-    return mixture(
-        config,
-        functools.partial(small_expert, config, limit=config.limit),
-        shared=gated_mlp(config, mlp=config.shared * config.expert_mlp, limit=config.limit, key=shared),
-        balance_per="sequence",
-        balance_normalise=True,
-        groups=nn.ExpertGroups(config.groups, config.kept_groups, "top2"),
-        score="sigmoid",
-        normalise=config.normalise,
-        scale=config.scale,
-        balanced=True,
-        router=router,
-        experts=experts,
     )
 
 

@@ -241,6 +241,7 @@ def mixture_beside_shared(
     group_score: str = "max",
     balance_normalise: bool = False,
     limit: float | None = None,
+    shared_limit: float | None = None,
 ) -> nn.MoE:
     """Return small experts in groups beside shared experts (DeepSeek-V2).
 
@@ -253,12 +254,13 @@ def mixture_beside_shared(
         group_score: The score of a group, as in `ExpertGroups`.
         balance_normalise: `normalise` of `LoadBalance`: whether each token's scores are divided by their sum.
         limit: The bound of the hidden features of experts, but not of shared experts; None: no bound.
+        shared_limit: The bound of the hidden features of shared experts; None: no bound.
     """
     router, experts, shared = jax.random.split(key, 3)
     return mixture(
         config,
         functools.partial(small_expert, config, limit=limit),
-        shared=gated_mlp(config, mlp=config.shared * config.expert_mlp, key=shared),
+        shared=gated_mlp(config, mlp=config.shared * config.expert_mlp, limit=shared_limit, key=shared),
         balance_per="sequence",
         balance_normalise=balance_normalise,
         groups=nn.ExpertGroups(config.groups, config.kept_groups, group_score),
@@ -272,12 +274,17 @@ def mixture_beside_shared(
 
 
 def sigmoid_mixture_beside_shared(
-    config: WithShared, key: Key[Array, ""], *, normalise: bool, limit: float | None = None
+    config: WithShared,
+    key: Key[Array, ""],
+    *,
+    normalise: bool,
+    limit: float | None = None,
+    shared_limit: float | None = None,
 ) -> nn.MoE:
     """Return small experts beside shared experts, chosen by sigmoids and a bias (DeepSeek-V3).
 
     The bias affects the choice of experts, not their weights; with `normalise`, a token's weights add up to 1. `limit`
-    bounds the hidden features of experts, but not of shared experts.
+    bounds the hidden features of experts, and `shared_limit` the hidden features of shared experts.
     """
     return mixture_beside_shared(
         config,
@@ -288,6 +295,7 @@ def sigmoid_mixture_beside_shared(
         group_score="top2",
         balance_normalise=True,
         limit=limit,
+        shared_limit=shared_limit,
     )
 
 
