@@ -66,6 +66,15 @@ def test_sources_are_those_of_transformers(sources, modes):
         assert theirs.kv_sharing_modes == modes
 
 
+def test_without_a_list_of_layers_the_first_layers_are_dense():
+    for attributes, expected in (({"first_k_dense_replace": 3}, 3), ({"first_k_dense_replace": 0}, 0), ({}, 1)):
+        config = recorded(**{"mlp_layer_types": None, "first_k_dense_replace": None, **attributes})
+        numbers = numbers_of(config)
+        assert (numbers.first_dense, numbers.dense_layers) == (expected, ())
+        if theirs := transformers_config(config):
+            assert theirs.mlp_layer_types == ["sparse" if mixed else "dense" for mixed in numbers.mixtures]
+
+
 @pytest.mark.parametrize(
     "changes, refusal",
     [
@@ -74,9 +83,9 @@ def test_sources_are_those_of_transformers(sources, modes):
         ({"kv_source_layers": [1, 1, 2, 3, 4, 5]}, "layer 0 cannot read the latents of layer 1, which is later"),
         ({"kv_source_layers": [0, 1, 0, 2, 4, 5]}, "layer 3 .* of layer 2, which is later or has none of its own"),
         # Transformers would read the latents of layer 2, or none at all.
-        ({"kv_source_layers": [0, 1, 2, 2, 4, 0]}, "layer 5 cannot read the latents of layer 0: a layer with or"),
-        ({"kv_source_layers": [0, 0, 2, 3, 4, 5]}, "layer 1 cannot read the latents of layer 0: a layer with or"),
-        ({"kv_source_layers": [0, 1, 2, 3, 3, 5]}, "layer 4 cannot read the latents of layer 3: a layer with or"),
+        ({"kv_source_layers": [0, 1, 2, 2, 4, 0]}, "layer 5 cannot read the latents of layer 0: a layer reads"),
+        ({"kv_source_layers": [0, 0, 2, 3, 4, 5]}, "layer 1 cannot read the latents of layer 0: a layer reads"),
+        ({"kv_source_layers": [0, 1, 2, 3, 3, 5]}, "layer 4 cannot read the latents of layer 3: a layer reads"),
         ({"kv_source_layers": ["0", 1, 2, 3, 4, 5]}, "kv_source_layers"),
         ({"indexer_types": ["shared", *["full"] * 5]}, "must have 6 items, 'full' or 'shared', and begin with 'full'"),
         ({"indexer_types": ["full"] * 5}, "must have 6 items"),
@@ -100,7 +109,7 @@ def test_a_config_of_sources_or_readers_that_do_not_fit_is_refused():
             ValueError, match=r"^MistralLarge4Config\(latent_sources=.*(layer \d cannot|give the number)"
         ):
             models.shapes(dataclasses.replace(numbers, latent_sources=sources))
-    with pytest.raises(ValueError, match=r"^MistralLarge4Config\(reading_layers=\(0,\)\): no layer before the first"):
+    with pytest.raises(ValueError, match=r"^MistralLarge4Config\(reading_layers=\(0,\)\): no layer before layer 0"):
         models.shapes(dataclasses.replace(numbers, reading_layers=(0,), latent_sources=()))
     with pytest.raises(ValueError, match=r"MistralLarge4Config\(rope_dim=5\): channels are rotated in pairs"):
         models.shapes(dataclasses.replace(numbers, rope_dim=5))

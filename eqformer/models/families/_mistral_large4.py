@@ -1,7 +1,9 @@
-"""Mistral Large 4 (2026): latent attention with selected keys, whose layers may share latents and selections.
+"""Mistral Large 4 (2026): latent attention in which an indexer selects the keys that each query sees.
 
-Every fourth layer has no rotary positions. The other layers share learned frequencies. Queries grow with their
-positions, each head by numbers of its own. Experts are chosen by softmax.
+A layer may read the latents or the selected keys of an earlier layer. Some layers, by default every fourth, have no
+rotary positions. The other layers share learned factors of their rotary frequencies. The queries of each head, and of
+each head of an indexer, are multiplied by `scale * log(1 + position) + bias` with learned numbers. Experts are chosen
+by softmax.
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ... import nn
-from .._attributes import Attribute, Count, Entry, Fields, Ignore, Unpublished
+from .._attributes import Attribute, Count, Entry, Fields, Unpublished
 from .._config_types import Attributes, Index, Length, Number, OptionalSize, Positive, PublishedConfig, Size
 from .._family import Family, MultimodalModel
 from .._layer_attributes import AllLayers, every, layers_of, NoRotaryLayers
@@ -44,15 +46,16 @@ class MistralLarge4Config(LatentConfig):
     index_heads: Size = 32
     """Heads of the indexer."""
     index_dim: Size = 128
-    """Channels of a head of the indexer, of which `rope_dim` are rotated."""
+    """Channels of a head of the indexer, of which `rope_dim` are rotated in layers with rotary positions."""
     index_top_k: Length = 2048
-    """The number of keys that a query sees."""
+    """The largest number of keys that a query sees."""
     reading_layers: tuple[Index, ...] = ()
-    """The numbers of the layers without an indexer; they see the keys that the last layer with an indexer selected."""
+    """The indices of the layers without an indexer; they see the keys that the last layer with an indexer selected."""
     no_rotary_layers: tuple[Index, ...] = ()
-    """The numbers of the layers without rotary positions, whose heads have `head_dim + rope_dim` plain channels."""
+    """The indices of the layers without rotary positions; their heads have `head_dim + rope_dim` unrotated channels."""
     latent_sources: tuple[Index, ...] = ()
-    """For each layer, the number of the layer whose latents it attends to, its own or an earlier one; (): its own."""
+    """For each layer, the index of the layer whose latents it attends to: its own index, or an earlier layer's. With
+    (), each layer attends to its own latents."""
     logit_softcap: Positive = 30.0
     """The bound of the logits."""
     scaling: nn.RotaryScaling | None = nn.YarnScaling(2048.0, 512, magnitude=1.0)
@@ -61,12 +64,12 @@ class MistralLarge4Config(LatentConfig):
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """For each layer, the number of the layer whose latents it attends to."""
+        """For each layer, the index of the layer whose latents it attends to."""
         return self.latent_sources or tuple(range(self.layers))
 
 
-class _Layer(NamedTuple):
-    """A kind of layer: the parts that it has, and what it does with the latents and selections that layers share."""
+class _MistralLarge4Layer(NamedTuple):
+    """A kind of layer: its parts, and the latents and selected keys that it reads from layers or passes to layers."""
 
     is_mixture: bool
     has_rotary: bool
@@ -76,7 +79,9 @@ class _Layer(NamedTuple):
     shares_latents: bool
     """Whether a later layer reads its latents."""
     shares: str | None = None
+    """`"keys"`: the layer passes latents and selected keys to later layers, as `Residual(shares=)`."""
     reads: str | None = None
+    """`"keys"`: the layer gets the latents and selected keys of earlier layers, as `Residual(reads=)`."""
 
 
 def build_mistral_large4(config: MistralLarge4Config, *, key: Key[Array, ""]) -> nn.Transformer:
@@ -85,7 +90,7 @@ def build_mistral_large4(config: MistralLarge4Config, *, key: Key[Array, ""]) ->
     rotary = nn.LearnedRotary(plain.dim, plain.theta, plain.interleaved, plain.scaling)
     mixture = functools.partial(mixture_beside_shared, config, group_score="top2", normalise=True)
 
-    def block(kind: _Layer, key: Key[Array, ""]) -> nn.Block:
+    def block(kind: _MistralLarge4Layer, key: Key[Array, ""]) -> nn.Block:
         mixer, feed_forward = jax.random.split(key)
         attention = _attention(config, kind, rotary if kind.has_rotary else None, mixer)
         layer = mixture(feed_forward) if kind.is_mixture else gated_mlp(config, key=feed_forward)
@@ -98,7 +103,7 @@ def build_mistral_large4(config: MistralLarge4Config, *, key: Key[Array, ""]) ->
 
 
 def _attention(
-    config: MistralLarge4Config, kind: _Layer, rotary: nn.LearnedRotary | None, key: Key[Array, ""]
+    config: MistralLarge4Config, kind: _MistralLarge4Layer, rotary: nn.LearnedRotary | None, key: Key[Array, ""]
 ) -> nn.LatentAttention:
     """Return the attention of a layer."""
     mixer, index = jax.random.split(key)
@@ -136,25 +141,25 @@ def _attention(
     return attention.sharing_latents() if kind.shares_latents else attention
 
 
-def _kinds(config: MistralLarge4Config) -> list[_Layer | Together[_Layer]]:
-    """Return the kind of each layer; a layer is joined to those that read its latents or its selected keys."""
+def _kinds(config: MistralLarge4Config) -> list[_MistralLarge4Layer | Together[_MistralLarge4Layer]]:
+    """Return the kind of each layer; a layer, its readers and all layers between them are one `Together`."""
     _check_sources(config)
     sources, indexers = config.sources, _indexers(config)
-    # What a layer reads from an earlier one: `origins[layer]` are the numbers of these earlier layers.
+    # `origins[layer]` has the indices of the earlier layers whose latents or selected keys the layer reads.
     origins = [{sources[layer], indexers[layer]} - {layer} for layer in range(config.layers)]
     origin_layers = set[int]().union(*origins)
     sharing = {source for reader, source in enumerate(sources) if reader != source}
-    kinds: list[_Layer | Together[_Layer]] = []
+    kinds: list[_MistralLarge4Layer | Together[_MistralLarge4Layer]] = []
     for first, stop in _groups(origins):
         group = [
-            _Layer(
+            _MistralLarge4Layer(
                 is_mixture=config.mixtures[layer],
                 has_rotary=layer not in config.no_rotary_layers,
                 has_indexer=indexers[layer] == layer,
                 reads_latents=sources[layer] != layer,
                 shares_latents=layer in sharing,
                 shares="keys" if layer in origin_layers else None,
-                # A layer that shares passes on what the layers before it share.
+                # A layer that shares replaces the shared value, so it reads the value before it, to pass its parts on.
                 reads="keys" if layer > first and (origins[layer] or layer in origin_layers) else None,
             )
             for layer in range(first, stop)
@@ -164,7 +169,7 @@ def _kinds(config: MistralLarge4Config) -> list[_Layer | Together[_Layer]]:
 
 
 def _groups(origins: list[set[int]]) -> Iterator[tuple[int, int]]:
-    """Yield the first layer and the end of each shortest run of layers that read nothing from outside of the run."""
+    """Divide the layers into the shortest runs that read nothing from other runs; yield each run as (start, stop)."""
     layers = len(origins)
     last_readers = [max([n, *(r for r in range(n, layers) if n in origins[r])]) for n in range(layers)]
     first = end = 0
@@ -176,12 +181,12 @@ def _groups(origins: list[set[int]]) -> Iterator[tuple[int, int]]:
 
 
 def _indexers(config: MistralLarge4Config) -> list[int]:
-    """Return, for each layer, the number of the layer whose indexer selects its keys."""
+    """Return, for each layer, the index of the layer whose indexer selects its keys."""
     indexers: list[int] = []
     for layer in range(config.layers):
         if layer in config.reading_layers and not indexers:
             raise ValueError(
-                f"MistralLarge4Config(reading_layers={config.reading_layers}): no layer before the first has an "
+                f"MistralLarge4Config(reading_layers={config.reading_layers}): no layer before layer 0 has an "
                 "indexer; leave 0 out."
             )
         indexers.append(indexers[-1] if layer in config.reading_layers else layer)
@@ -189,13 +194,17 @@ def _indexers(config: MistralLarge4Config) -> list[int]:
 
 
 def _check_sources(config: MistralLarge4Config) -> None:
-    """Raise a `ValueError` unless each source is the last layer that shares latents of the reader's kind."""
+    """Raise a `ValueError` if the sources of latents do not fit the layers."""
     if message := _wrong_source(config.sources, config.layers, config.no_rotary_layers):
         raise ValueError(f"MistralLarge4Config(latent_sources={config.latent_sources}): {message}")
 
 
 def _wrong_source(sources: tuple[int, ...], layers: int, no_rotary_layers: tuple[int, ...]) -> str:
-    """Return why these sources of latents do not fit the layers; an empty text if they do."""
+    """Return why these sources of latents do not fit the layers; an empty text if they fit.
+
+    A layer reads its own latents, or the latents of the last earlier layer that shares latents and, like the reader,
+    has or lacks rotary positions.
+    """
     if len(sources) != layers:
         return f"{len(sources)} numbers for {layers} layers; give the number of a layer for each layer."
     sharing = {source for reader, source in enumerate(sources) if reader != source}
@@ -208,26 +217,29 @@ def _wrong_source(sources: tuple[int, ...], layers: int, no_rotary_layers: tuple
         alike = [n for n in range(layer) if n in sharing and (n not in no_rotary_layers) == has_rotary]
         if not alike or alike[-1] != source:
             return (
-                f"layer {layer} cannot read the latents of layer {source}: a layer with or without rotary positions "
-                "reads those of the last layer before it, of its own kind, that shares its latents."
+                f"layer {layer} cannot read the latents of layer {source}: a layer reads the latents of the last "
+                "earlier layer that shares latents and, like the reader, has or lacks rotary positions."
             )
     return ""
 
 
 class _Positions(RotaryWithTemperature):
-    """Rotary positions with a temperature, in the newer attribute; transformers' default is a scaling."""
+    """Rotary positions with a temperature, written as `rope_parameters` with a `rope_type`.
+
+    Without `rope_parameters`, transformers takes this family's default, a scaling.
+    """
 
     def write(self, config: MistralLarge4Config) -> Attributes:
-        """Return the newer attribute."""
+        """Return `rope_parameters`."""
         older = RotaryWithTemperature.write(self, config)
         return {"rope_parameters": {"rope_type": "default"} | older["rope_scaling"] | {"rope_theta": config.theta}}
 
 
 class _LatentSources(Entry):
-    """`kv_source_layers`, the number of a layer for each layer."""
+    """The entry for `kv_source_layers`: for each layer, the index of the layer whose latents it reads."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `latent_sources`; refuse lists that transformers refuses, or reads in another way than they state."""
+        """Return `latent_sources`; refuse lists with which transformers fails or reads other layers."""
         sources, layers = published.listed("kv_source_layers", Index), layers_of(published)
         if sources is None or sources == list(range(layers)):
             return {"latent_sources": ()}
@@ -265,7 +277,8 @@ _PRESETS = {
 }
 
 _ATTENTION, _INDEXER, _MIXER = f"{LAYER}self_attn.", f"{LAYER}self_attn.indexer.", "mixer.layer."
-# By the names of transformers' modules.
+# Rules under the names of transformers' modules. Experts have other rules, in `_WEIGHTS` and `FUSED`, and a router with
+# a softmax has no bias of the selection.
 _RULES = (
     *(rule for rule in DSA_WEIGHTS if "{expert}" not in rule.name and rule != SELECTION_BIAS),
     Rule("model.rotary_emb.alpha", "frequencies.alpha"),
@@ -286,7 +299,8 @@ _RULES = (
         for name in ("scale", "bias")
     ),
 )
-# The names in folders, of text models and of whole models, instead of those of transformers' modules.
+# Parts of names of transformers' modules, with the parts that folders have in their place: all folders, and folders of
+# whole multimodal models.
 _IN_FOLDERS = (
     *((".self_attn.", ".attention."), (".q_proj.", ".wq."), (".kv_a_proj_with_mqa.", ".wkv_a_with_mqa.")),
     *((".kv_b_proj.", ".wkv_b."), (".kv_a_layernorm.", ".kv_a_norm."), (".input_layernorm.", ".attention_norm.")),
@@ -309,7 +323,7 @@ def _replace(text: str, parts: tuple[tuple[str, str], ...]) -> str:
 
 
 def _as_variants(rules: Iterable[Rule], others: Iterable[Rule]) -> list[Rule]:
-    """Return, as variants, the rules whose names the others lack."""
+    """Return the rules whose names are not among the names of `others`, as variants."""
     names = {rule.name for rule in others}
     return [dataclasses.replace(rule, variant=True) for rule in rules if rule.name not in names]
 
@@ -334,7 +348,7 @@ MISTRAL_LARGE4 = Family(
             entry
             for entry in latent_attributes(
                 _Positions(RotaryPositions(required=True)),
-                mixtures=(LayerMixtures(),),
+                mixtures=(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
                 max_seq=1_048_576,
             )
             if not (isinstance(entry, Attribute) and entry.name == "q_latent")
@@ -349,7 +363,6 @@ MISTRAL_LARGE4 = Family(
         NoRotaryLayers(),
         _LatentSources(),
         Attribute("logit_softcap", "final_logit_softcapping", 30.0),
-        Ignore("first_k_dense_replace"),  # `mlp_layer_types` states the dense layers
     ),
     _WEIGHTS,
     # The predictor of further tokens, and parts for images.
