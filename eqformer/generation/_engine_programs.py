@@ -69,7 +69,8 @@ class _Structure:
     def __init__(self, treedef: Any, static_leaves: tuple[Any, ...]):
         """Store the structure; in `static_leaves` None stands for an array."""
         self.treedef, self.static_leaves = treedef, static_leaves
-        self._hash = hash((treedef, static_leaves))
+        self._parts = (treedef, static_leaves)
+        self._hash = hash(self._parts)
 
     def __hash__(self) -> int:
         return self._hash
@@ -77,8 +78,7 @@ class _Structure:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        parts = lambda structure: (structure.treedef, structure.static_leaves)
-        return isinstance(other, _Structure) and self._hash == other._hash and parts(self) == parts(other)
+        return isinstance(other, _Structure) and self._hash == other._hash and self._parts == other._parts
 
 
 class EngineRows(eqx.Module):

@@ -130,6 +130,7 @@ from ._model_contracts import (
     PositionEmbedding as PositionEmbedding,
     RandomMask as RandomMask,
     ReadsIds as ReadsIds,
+    RotaryFactors as RotaryFactors,
     StreamExpansion as StreamExpansion,
     StreamMap as StreamMap,
     StreamMerge as StreamMerge,
@@ -198,6 +199,7 @@ from ._streams import (
     MeanStreams as MeanStreams,
     MergeStreams as MergeStreams,
     Sinkhorn as Sinkhorn,
+    StreamSublayer as StreamSublayer,
     StreamWeights as StreamWeights,
 )
 from ._tokens import (
@@ -231,6 +233,7 @@ from .attention._attention import (
 from .attention._block_indexer import BlockIndexedAttention as BlockIndexedAttention, BlockIndexer as BlockIndexer
 from .attention._blocks_of_tokens import (
     block_of as block_of,
+    only_attends as only_attends,
     with_blocks as with_blocks,
     with_causal_masks as with_causal_masks,
 )
@@ -271,9 +274,9 @@ from .attention._rotary import (
 from .attention._scores import (
     HeadLogTemperature as HeadLogTemperature,
     LogTemperature as LogTemperature,
+    QueryTemperature as QueryTemperature,
     RelativeBias as RelativeBias,
     Scores as Scores,
-    Temperature as Temperature,
 )
 from .attention._shared_keys import SharedKeys as SharedKeys, SharedLatents as SharedLatents
 from .experts import _dispatch

@@ -20,7 +20,6 @@ from ._tokens import Tokens
 if TYPE_CHECKING:
     from ._embedding import PerLayerInputs
     from ._transformer import Encoder, Predictor
-    from .attention._learned_rotary import LearnedFrequencies
 
 
 class LayerStack(Layer):
@@ -210,6 +209,23 @@ class PositionEmbedding(Module):
         """Return one vector for each position; padding is at position -1."""
 
 
+class RotaryFactors(Module):
+    """Learned factors of rotary frequencies, which all layers of a model share: the contract of `LearnedFrequencies`.
+
+    The layers' positions are a `LearnedRotary`.
+    """
+
+    if TYPE_CHECKING:
+        alpha: Float[Array, "half"]
+    else:
+        alpha: eqx.AbstractVar[Float[Array, "half"]]
+    """Logarithm of the factor of each frequency."""
+
+    def pass_to(self, tokens: Tokens) -> Tokens:
+        """Return the tokens with the factors, as layers read them."""
+        return tokens.replace(rotary_alpha=self.alpha)
+
+
 class ModelParts(NamedTuple):
     """Parts that a `LanguageModel` may have beside its embedding, stacks, norm and head; None for missing parts."""
 
@@ -221,7 +237,7 @@ class ModelParts(NamedTuple):
     """A module that predicts one token further."""
     layer_inputs: "PerLayerInputs | None" = None
     """A module that makes a vector of each token for each layer, beside the stream."""
-    frequencies: "LearnedFrequencies | None" = None
+    frequencies: RotaryFactors | None = None
     """Learned factors of rotary frequencies, which all layers with a `LearnedRotary` read."""
 
 

@@ -22,6 +22,7 @@ from ._model_contracts import (
     ModelParts,
     PositionEmbedding,
     RandomMask,
+    RotaryFactors,
     StreamExpansion,
     TokenEmbedding,
 )
@@ -30,7 +31,6 @@ from ._norm import Norm
 from ._pooling import ClassificationHead
 from ._stack import empty_caches, run_layers, share_embedding, with_ids
 from ._tokens import Source, Tokens, tokens_or_default, with_source
-from .attention._learned_rotary import LearnedFrequencies
 
 
 class Encoder(Module):
@@ -193,7 +193,7 @@ class Transformer(LanguageModel):
     """The encoder of `tokens.source` for cross-attention, with the model's embedding table (T5) or its own."""
     score_bias: ScoreBias | None = None
     """A bias of attention scores, such as a `RelativeBias`, for the layers' attentions that use one."""
-    frequencies: LearnedFrequencies | None = None
+    frequencies: RotaryFactors | None = None
     """Learned factors of rotary frequencies, for the layers whose positions are a `LearnedRotary`."""
     token_types: PositionEmbedding | None = None
     """A table of token types, a `TokenTypes`, added to the token embeddings (BERT)."""
@@ -250,7 +250,7 @@ class Transformer(LanguageModel):
         x = self.embed(ids, tokens)
         tokens = self._encode_source(tokens).replace(score_bias=self.score_bias)
         if self.frequencies is not None:
-            tokens = tokens.replace(rotary_alpha=self.frequencies.alpha)
+            tokens = self.frequencies.pass_to(tokens)
         if self.layer_inputs is not None:
             tokens = tokens.replace(inputs=self.layer_inputs(x, ids))
         tokens = share_embedding(with_ids(tokens, ids, self.stacks), x, self.stacks)

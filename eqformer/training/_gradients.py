@@ -191,12 +191,12 @@ class PipelinedExecution(ShardedExecution):
             return edges.embed(batch.ids, tokens)
 
         def run_layers(
-            stacks: PyTree, frequencies: nn.LearnedFrequencies | None, hidden: Array, microbatch: PyTree
+            stacks: PyTree, frequencies: nn.RotaryFactors | None, hidden: Array, microbatch: PyTree
         ) -> tuple[Array, PyTree]:
             stage_aux = []
             batch, tokens = microbatch
             stacks, tokens = number_rows(stacks, batch), nn.with_ids(tokens, batch.ids, stacks)
-            tokens = tokens if frequencies is None else tokens.replace(rotary_alpha=frequencies.alpha)
+            tokens = tokens if frequencies is None else frequencies.pass_to(tokens)
             for number, stack in enumerate(stacks):
                 with jax.named_scope(f"stacks[{number}]"):  # `nn.Transformer`, which sets this scope, is not called.
                     hidden, _, aux = stack(hidden, tokens.fold_in(number))

@@ -9,7 +9,7 @@ from jaxtyping import UInt8
 from .._config_types import PublishedConfig
 from ._format import check_codes, check_part, Format, number_of_groups, Parts, SCALES
 from ._packed_integers import bytes_of_words, PackedIntegers, unpack
-from ._scaled_floats import block_of, compressed_float4, mxfp8, Scaled
+from ._scaled_floats import block_shape, compressed_float4, mxfp8, Scaled
 
 
 _CODES, _SCALE, _SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
@@ -88,7 +88,7 @@ def compressed_tensors(published: PublishedConfig) -> Format:
 
 def _format_of(published: PublishedConfig, form: str, weights: PublishedConfig) -> Format:
     kind, bits, strategy = weights.text("type"), weights.take("num_bits"), weights.text("strategy")
-    size, block = weights.take("group_size", None), block_of(weights, "block_structure")
+    size, block = weights.take("group_size", None), block_shape(weights, "block_structure")
     is_symmetric, order = weights.take("symmetric", True), weights.take("actorder", None)
     weights.finish_strictly(lambda name, value: name in UNREAD_OF_WEIGHTS)
     if strategy not in ("group", "tensor_group") and size not in (None, -1):

@@ -90,7 +90,7 @@ class Scaled(_format.Grouped):
         return _format.number_of_groups(rows, height), _format.number_of_groups(columns, width)
 
 
-def block_of(published: PublishedConfig, name: str) -> tuple[int, int] | None:
+def block_shape(published: PublishedConfig, name: str) -> tuple[int, int] | None:
     """Return the rows and columns of a block; None if the attribute is missing or null."""
     if (block := published.listed(name)) is None:
         return None
@@ -108,7 +108,7 @@ def fp8(published: PublishedConfig) -> _format.Format:
     published.expect("fmt", "e4m3", "float8_e4m3fn")
     published.expect("scale_fmt", "float", "ue8m0")
     published.expect("expert_dtype", "fp8")
-    block = block_of(published, "weight_block_size") or (None, None)
+    block = block_shape(published, "weight_block_size") or (None, None)
     has_exponents = published.take("scale_fmt", "float") == "ue8m0"
     parts = Scaled(
         "FP8",

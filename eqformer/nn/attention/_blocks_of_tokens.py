@@ -5,6 +5,7 @@ from typing import TypeVar
 from jaxtyping import PyTree
 
 from ..._mask import Mask
+from .._contracts import Mixer
 from .._module import map_modules, modules
 
 
@@ -15,6 +16,14 @@ def block_of(model: PyTree) -> int | None:
     """Return the number of tokens of a block if all attention masks have blocks of one size, and None otherwise."""
     blocks = {mask.block for mask in modules(model, Mask)}
     return blocks.pop() if len(blocks) == 1 else None
+
+
+def only_attends(model: PyTree) -> bool:
+    """Return whether the model has no encoder, and each mixer attends to keys.
+
+    Block diffusion needs such a model: a recurrence would read masked tokens as part of the text.
+    """
+    return model.start is None and all(mixer.facts().attends is not None for mixer in modules(model, Mixer))
 
 
 def with_blocks(model: Model, block: int) -> Model:

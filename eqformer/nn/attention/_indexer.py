@@ -16,7 +16,7 @@ from .._module import Module
 from .._norm import LayerNorm, Norm
 from .._tokens import Tokens
 from ._rotary import Rotary
-from ._scores import multiply_temperature, Temperature
+from ._scores import multiply_temperature, QueryTemperature
 
 
 class IndexQueries(NamedTuple):
@@ -139,7 +139,7 @@ class Indexer(KeyIndexer):
     key_norm: LayerNorm
     weight: LinearMap
     rotary: Rotary | None
-    temperature: Temperature | None
+    temperature: QueryTemperature | None
     top_k: int = eqx.field(static=True)
     chunk: int = eqx.field(static=True)
     rotates_last: bool = eqx.field(static=True)
@@ -154,7 +154,7 @@ class Indexer(KeyIndexer):
         top_k: int,
         rotary: Rotary | None,
         query_norm: Norm | None = None,
-        temperature: Temperature | None = None,
+        temperature: QueryTemperature | None = None,
         chunk: int = 64,
         rotates_last: bool = False,
         norm_eps: float = 1e-6,

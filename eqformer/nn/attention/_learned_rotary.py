@@ -6,15 +6,17 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._module import float32_field, Module
+from .._model_contracts import RotaryFactors
+from .._module import float32_field
 from .._tokens import Tokens
 from ._rotary import Rotary
 
 
-class LearnedFrequencies(Module):
+class LearnedFrequencies(RotaryFactors):
     """The factors `exp(alpha)` of rotary frequencies, which all layers with a `LearnedRotary` share (Mistral Large 4).
 
-    A `Transformer` holds them in its field `frequencies`, and passes `alpha` to its layers as `Tokens.rotary_alpha`.
+    A `Transformer` holds these factors in its field `frequencies`, and passes `alpha` to its layers as
+    `Tokens.rotary_alpha`.
     """
 
     alpha: Float[Array, "half"] = float32_field()

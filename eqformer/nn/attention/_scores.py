@@ -16,7 +16,7 @@ from .._module import Module, named_by
 from .._tokens import Tokens
 
 
-class Temperature(Module):
+class QueryTemperature(Module):
     """A factor of queries by their position, and possibly by their head."""
 
     @abc.abstractmethod
@@ -24,7 +24,7 @@ class Temperature(Module):
         """Return a factor for each token's query and each head (or all heads), in `dtype` but at least float32."""
 
 
-class LogTemperature(Temperature):
+class LogTemperature(QueryTemperature):
     """A factor of queries that grows with their position, `1 + strength * log(1 + floor((position + offset) / every))`.
 
     Over longer rows, a softmax spreads its weight over more keys. Scores that grow with the logarithm of the number of
@@ -40,19 +40,13 @@ class LogTemperature(Temperature):
         if self.every < 1:
             raise ValueError(f"LogTemperature(every={self.every}): every counts tokens and must be at least 1.")
 
-    def __call__(
-        self, positions: Int[Array, "*batch seq"], dtype: jax.typing.DTypeLike = jnp.float32
-    ) -> Float[Array, "*batch seq"]:
-        """Return the factor of each token's query, in `dtype` but in float32 at least."""
-        steps = (positions + self.offset) // self.every
-        return 1 + self.strength * jnp.log1p(steps.astype(at_least_float32(jnp.dtype(dtype))))
-
     def factors(self, positions: Int[Array, "*batch seq"], dtype: jax.typing.DTypeLike) -> Float[Array, "*batch seq 1"]:
         """Return the factor of each token's query, the same for all heads."""
-        return self(positions, dtype)[..., None]
+        steps = ((positions + self.offset) // self.every)[..., None]
+        return 1 + self.strength * jnp.log1p(steps.astype(at_least_float32(jnp.dtype(dtype))))
 
 
-class HeadLogTemperature(Temperature):
+class HeadLogTemperature(QueryTemperature):
     """A learned factor of the queries of each head, `scale * log(1 + position) + bias` (Mistral Large 4).
 
     The factor is 1 at the beginning of training. `LogTemperature` has the same growth for all heads, and no parameters.
@@ -75,7 +69,7 @@ class HeadLogTemperature(Temperature):
 
 
 def multiply_temperature(
-    temperature: Temperature | None, query: Float[Array, "*batch seq heads head_dim"], tokens: Tokens
+    temperature: QueryTemperature | None, query: Float[Array, "*batch seq heads head_dim"], tokens: Tokens
 ) -> Float[Array, "*batch seq heads head_dim"]:
     """Multiply queries by the factors of their positions and heads; None changes nothing."""
     if temperature is None:
@@ -88,7 +82,7 @@ class Scores(Module):
 
     scale: float | None = eqx.field(static=True, default=None)
     """The factor of the scores; None: the number of channels of a query to the power -0.5."""
-    temperature: Temperature | None = None
+    temperature: QueryTemperature | None = None
     """A factor of each query by its position, and possibly by its head; None: 1."""
     softcap: float | None = eqx.field(static=True, default=None)
     """The bound of the scores, `softcap * tanh(scores / softcap)` (Gemma 2); None: no bound."""
