@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._annotation_checks import checked
 from .._shapes import Array as AnyArray
-from ..nn import block_of, Tokens, with_causal_masks
-from ._decode import ProgramSizes, SamplingState
+from ..nn import block_of, only_attends, Tokens, with_causal_masks
+from ._decode import draw_ids, ProgramSizes, SamplingState
 from ._generate import check_logits, copy_to_host, Generation, make_sampling_state
 from ._model import Model
 from ._prompts import explain_full_memory, pad_prompts, round_up
@@ -29,15 +29,15 @@ class DenoisingRule(eqx.Module):
     mask_id: int = eqx.field(static=True)
     """The id of a masked token, which is never sampled."""
     steps: int = eqx.field(static=True)
-    """Maximum number of passes over a block, after which no token is masked."""
+    """At most this many passes fill a block; the last of these passes fills all tokens that are still masked."""
     order: BlockOrder = eqx.field(static=True)
-    """Whether the tokens of the highest probability are filled first, or tokens in random order."""
+    """`"confidence"`: the tokens of the highest probability are filled first; `"random"`: tokens in random order."""
     threshold: Float[Array, ""]
     """The probability above which a sampled token is filled at once."""
 
 
 class BlockRows(eqx.Module):
-    """State of the loop over blocks: all ids before `starts` are final and stored in the cache."""
+    """State of the loop over blocks: all ids before `starts` are final, and their keys and values are cached."""
 
     ids: Int[Array, "batch seq"]
     starts: Int[Array, "batch"]
@@ -45,7 +45,7 @@ class BlockRows(eqx.Module):
     lengths: Int[Array, "batch"]
     """Number of ids of the prompt and of the text so far."""
     limits: Int[Array, "batch"]
-    """The length at which a row ends."""
+    """The length at which a row ends at the latest."""
     done: Bool[Array, "batch"]
     logits_are_numbers: Bool[Array, "batch"]
     has_candidates: Bool[Array, "batch"]
@@ -71,31 +71,35 @@ def generate_blocks(
 ) -> Generation:
     """Continue each prompt by up to `max_new_tokens` tokens with a model whose masks are `nn.block_causal`.
 
-    Each new block begins with all of its tokens masked; only the first block may begin with the end of the prompt. In
-    a pass, the model gives every masked token a distribution, from which an id is sampled. Some of the masked tokens
-    are then filled with their ids and change no more; the others stay masked. With `m` masked tokens and `k` passes
-    left, a pass fills `m / k` tokens (rounded up), by default the tokens of the highest probability. It also fills all
-    tokens whose sampled id has a probability above `threshold`. This is low-confidence remasking (LLaDA,
-    arXiv:2502.09992) and, with a threshold below 1, SDAR's dynamic rule (arXiv:2510.06303). Keys and values of finished
-    blocks are cached.
+    Each new block begins with all of its tokens masked. If the prompt's last block is incomplete, it is the first
+    block: the prompt's tokens stay, and the rest is masked. In a pass, the model gives every masked token a
+    distribution, from which an id is sampled. Some of the masked tokens are then filled with their ids and change no
+    more; the others stay masked. With `m` masked tokens and `k` passes left, a pass fills `m / k` tokens (rounded up),
+    by default the tokens of the highest probability. It also fills all tokens whose sampled id has a probability above
+    `threshold`. Probabilities are computed after the transforms; with a greedy transform, they are the model's own. By
+    default this is low-confidence remasking (LLaDA, arXiv:2502.09992); with a threshold below 1, it is SDAR's dynamic
+    rule (arXiv:2510.06303). One more pass over a finished block caches its keys and values. A prompt is read in one
+    piece.
 
-    A row ends with the first id of `end_of_text` in a finished block. A row's samples depend on `key`, on the row's
-    number in `examples`, on positions and on the pass, but not on other rows. Raises the errors of `generate`, and a
-    `ValueError` for a model without blocks.
+    A row ends with the first sampled id of `end_of_text` in a finished block, or after `max_new_tokens`. A row's
+    samples depend on `key`, on the row's number in `examples`, on positions and on the pass, but not on other rows. The
+    result has no log-probabilities. Raises the errors of `generate`, and a `ValueError` for a model without blocks of
+    one size, with recurrences or with an encoder, for settings that are out of range, and for a last block beyond the
+    model's learned positions.
 
     Args:
         model: A model of block diffusion, `nn.with_blocks(model, block)`; all blocks must have the same size.
         prompts: A list of lists of ids, or an integer array whose rows have `lengths` ids each.
         max_new_tokens: Maximum number of tokens to generate for a row.
         mask_id: The id of a masked token, with which the model was trained.
-        steps: Maximum number of passes over a block; None: the number of its tokens. With fewer passes, a pass fills
-            several tokens.
+        steps: Maximum number of passes that fill a block; None: the number of its tokens. With fewer passes, a pass
+            fills several tokens.
         order: `"confidence"` fills the tokens of the highest probability first, `"random"` tokens in random order.
         threshold: The probability above which a sampled token is filled at once; with 1, `steps` alone determines how
             many tokens a pass fills.
         lengths: Ids in each row of an array; None: all.
         transforms: Changes of the logits before an id is sampled; `sampling(temperature=0)` is greedy. Transforms that
-            read earlier ids read the text before the block.
+            read earlier ids read only the ids before the block.
         end_of_text: The id, or ids, that end a row; the sampled end-of-text id stays in the row.
         examples: A number for each row; `key` and this number determine the row's random samples. None: 0, 1, ...
         cache_dtype: The dtype of keys and values in the cache; None: the compute dtype.
@@ -106,6 +110,11 @@ def generate_blocks(
         raise ValueError(
             "generate_blocks(model): the masks of the model have no blocks, or blocks of several sizes; pass a model "
             "of block diffusion, or call generate."
+        )
+    if not only_attends(model):
+        raise ValueError(
+            "generate_blocks(model): only models whose mixers all attend, without an encoder, fill masked tokens; a "
+            "recurrence would keep the masked tokens of each pass in its state; pass another model."
         )
     steps = block if steps is None else steps
     if steps < 1 or not 0 <= mask_id < model.vocab or not 0 < threshold <= 1:
@@ -146,18 +155,19 @@ def _generate_rows(
 ) -> BlockRows:
     """Read the whole blocks of the prompts, then denoise blocks until each row has ended."""
     batch, prompt = ids.shape
+    # `init_cache` refuses masks of blocks. With `rollback`, the cache of a window has slots for a block that is
+    # written anew.
     cache = with_causal_masks(model).init_cache(batch, sizes.capacity, sizes.cache_dtype, rollback=block)
     starts = lengths // block * block
     indices = jnp.arange(prompt, dtype=jnp.int32)
     positions = jnp.where(indices < starts[:, None], indices, -1)
     _, cache, _ = model.encode(ids, Tokens(positions), cache)
     buffer = jnp.full((batch, sizes.width), rule.mask_id, jnp.int32)
-    columns = jnp.arange(sizes.width, dtype=jnp.int32) < lengths[:, None]
+    is_prompt = jnp.arange(sizes.width, dtype=jnp.int32) < lengths[:, None]
     copied = jax.lax.dynamic_update_slice(buffer, ids[:, : sizes.width].astype(jnp.int32), (0, 0))
     flags = jnp.ones(batch, bool)
-    rows = BlockRows(
-        jnp.where(columns, copied, rule.mask_id), starts, lengths, lengths + max_new_tokens, ~flags, flags, flags, cache
-    )
+    new_ids = jnp.where(is_prompt, copied, rule.mask_id)
+    rows = BlockRows(new_ids, starts, lengths, lengths + max_new_tokens, ~flags, flags, flags, cache)
     step = lambda rows: denoise_block(model, rows, sampling, rule, block)
     return dataclasses.replace(jax.lax.while_loop(lambda rows: ~jnp.all(rows.done), step, rows), cache=None)
 
@@ -187,7 +197,13 @@ def denoise_block(model: Model, rows: BlockRows, sampling: SamplingState, rule: 
         return ids, masked & ~is_filled, cache, number + 1, are_numbers, have_candidates
 
     first = ids, masked, rows.cache, jnp.zeros((), jnp.int32), rows.logits_are_numbers, rows.has_candidates
-    filled = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), fill, first)
+
+    def is_masked(carry: tuple) -> Bool[Array, ""]:
+        """Whether a row has masked tokens that can be filled: its logits are numbers, and some ids are possible."""
+        _, masked, _, _, are_numbers, have_candidates = carry
+        return jnp.any(masked & (are_numbers & have_candidates)[:, None])
+
+    filled = jax.lax.while_loop(is_masked, fill, first)
     new_ids, _, cache, _, are_numbers, have_candidates = filled
     _, cache, _ = model.encode(new_ids, tokens, cache)
     ends = jnp.any(new_ids[..., None] == sampling.end_of_text[:, None], axis=-1) & masked
@@ -217,21 +233,16 @@ def _sample(
     """Sample an id for each token; return the ids, their probabilities, and the priorities by which tokens are filled.
 
     The id is -1 if no id can be sampled. The probabilities are computed after the transforms; with a greedy transform,
-    they are the model's own probabilities.
+    they are the model's own probabilities, without the mask id.
     """
     logits = jnp.where(jnp.arange(logits.shape[-1]) == rule.mask_id, -jnp.inf, logits)
     transformed = jax.vmap(lambda logits: sampling.transforms(logits, history), 1, 1)(logits)
     keys = sampling.fold_in(number).token_keys(columns)
-    noisy = transformed
-    if not sampling.transforms.is_greedy:
-        draw = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[2:], logits.dtype)))
-        noisy = transformed + draw(keys)
-    best = jnp.argmax(noisy, axis=-1)[..., None]
-    is_possible = jnp.take_along_axis(noisy, best, axis=-1)[..., 0] > -jnp.inf
+    new_ids = draw_ids(transformed, None if sampling.transforms.is_greedy else keys)
     # After a greedy transform, the probability of the only id left would always be 1.
     scored = logits if sampling.transforms.is_greedy else transformed
-    probabilities = jnp.take_along_axis(jax.nn.softmax(scored, axis=-1), best, axis=-1)[..., 0]
-    new_ids = jnp.where(is_possible, best[..., 0], -1).astype(jnp.int32)
+    indices = jnp.maximum(new_ids, 0)[..., None]
+    probabilities = jnp.take_along_axis(jax.nn.softmax(scored, axis=-1), indices, axis=-1)[..., 0]
     if rule.order == "confidence":
         return new_ids, probabilities, probabilities
     draw_priority = lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (), probabilities.dtype)

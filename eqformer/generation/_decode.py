@@ -208,12 +208,19 @@ def sample_ids(
     The noise of a row depends only on the key, the row's number and the position of the new token. The id is -1 if no
     id can be sampled: all logits are minus infinity, or one is NaN.
     """
-    if not sampling.transforms.is_greedy:
-        keys = sampling.token_keys(positions[:, None])[:, 0]
-        logits = logits + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
-    best = likeliest_ids(logits)
-    highest = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
-    return jnp.where(highest > -jnp.inf, best, -1).astype(jnp.int32)
+    keys = None if sampling.transforms.is_greedy else sampling.token_keys(positions[:, None])[:, 0]
+    return draw_ids(logits, keys)
+
+
+def draw_ids(logits: Float[Array, "*batch vocab"], keys: Key[Array, "*batch"] | None) -> Int[Array, "*batch"]:
+    """Draw an id for each token from the softmax of its logits, with the token's own key; None: the likeliest id.
+
+    The id is -1 if all logits of a token are minus infinity, or one is NaN.
+    """
+    if keys is not None:
+        draw = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))
+        logits = logits + draw(keys.reshape(-1)).reshape(logits.shape)
+    return jnp.where(jnp.max(logits, axis=-1) > -jnp.inf, likeliest_ids(logits), -1)
 
 
 def draw_and_append(rows: Rows, logits: Float[Array, "batch vocab"], cache: PyTree, sampling: SamplingState) -> Rows:

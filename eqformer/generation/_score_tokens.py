@@ -13,6 +13,7 @@ from .._shapes import next_power_of_two
 from ..nn import dims, right_padded, Source, Tokens, with_source
 from ._model import depends_on_length, Model
 from ._prompts import BUCKET, check_ids, round_up
+from ._transforms import likeliest_ids
 
 
 CHUNK = 64
@@ -250,7 +251,7 @@ def _score_hidden(
         logits = model.unembed(hidden.reshape(-1, hidden.shape[-1]))
         log_probs = jax.nn.log_softmax(logits, axis=-1)
         scores = jnp.take_along_axis(log_probs, targets.reshape(-1, 1), axis=-1).reshape(targets.shape)
-        is_greedy = jnp.argmax(logits, axis=-1).reshape(targets.shape) == targets
+        is_greedy = likeliest_ids(logits).reshape(targets.shape) == targets
         likeliest, ids = jax.lax.top_k(log_probs, top)
         shape = (*targets.shape, top)
         return scores, is_greedy, ids.reshape(shape), likeliest.reshape(shape)

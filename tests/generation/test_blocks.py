@@ -152,3 +152,21 @@ def test_bad_arguments_are_refused():
             call(blocks, **options)
     with pytest.raises(ValueError, match=r"init_cache: .* tokens cannot be sampled one by one"):
         blocks.init_cache(1, 4)
+    recurrent: Any = nn.with_blocks(
+        eqx.filter_eval_shape(models.build, models.preset("qwen3-next-byte-500k"), key=KEY), BLOCK
+    )
+    with pytest.raises(ValueError, match=r"generate_blocks\(model\): only models whose mixers all attend"):
+        call(recurrent, mask_id=MASK)
+
+
+@pytest.mark.parametrize("order", ["confidence", "random"])
+def test_logits_that_are_no_numbers_and_rows_without_candidates_end_the_loop(order):
+    """Their priorities are NaN, so no token of such a row is filled in a pass."""
+    call = functools.partial(
+        generation.generate_blocks, prompts=PROMPTS, max_new_tokens=2, mask_id=MASK, order=order, key=KEY
+    )
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if eqx.is_inexact_array(x) else x, model())
+    with pytest.raises(ValueError, match="NaN"):
+        call(broken)
+    with pytest.raises(ValueError, match="left a row no token to sample"):
+        call(model(), transforms=lambda logits, history: jnp.full_like(logits, -jnp.inf))

@@ -115,7 +115,7 @@ def check_block_diffusion(model: nn.LanguageModel) -> int:
             "check_block_diffusion(model): the masks of the model have no blocks, or blocks of several sizes; give "
             "each attention the mask nn.block_causal(block), as nn.with_blocks(model, block) does."
         )
-    if model.start is not None or any(mixer.facts().attends is None for mixer in nn.modules(model, nn.Mixer)):
+    if not nn.only_attends(model):
         raise ValueError(
             "check_block_diffusion(model): only models whose mixers all attend, without an encoder, learn by block "
             "diffusion; a recurrence would read the noisy copies as part of the text."
