@@ -62,7 +62,7 @@ def model_of(kind):
             frequencies=nn.LearnedFrequencies(6),
         )
 
-    return randomised(eqx.filter_eval_shape(build), deviation=0.7)
+    return randomised(eqx.filter_eval_shape(build), deviation=0.8)
 
 
 IDS = np.random.default_rng(0).integers(0, 11, (2, 7))
