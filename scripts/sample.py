@@ -12,6 +12,7 @@ if __name__ == "__main__":
     environment.prepare(sys.argv, gradients=False)
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from eqformer.recipes import report, Screen
 
 
 PREDICTOR = Path("mtp")  # `--draft mtp` names the model's own predictor.
-MANY_TOKENS = 1024  # For a text of this many new tokens or more, a faster program is worth a longer compilation.
+MANY_STEPS = 1024  # For this many decoding steps or more, a faster program is worth a longer compilation.
 COMPILED = 16  # After this many tokens all programs are compiled: `generation.stream` yields 8 tokens at a time.
 
 
@@ -76,14 +77,17 @@ class Command(ModelFlags):
     """The largest number of tokens of a prompt of --prompts and its text together."""
 
 
-def is_long(command: Command) -> bool:
-    """Return whether so many tokens are generated that a faster program is worth a longer compilation."""
-    return command.prompts is not None or command.tokens >= MANY_TOKENS
+def count_steps(command: Command) -> int:
+    """Return about how many decoding steps the texts take; each step adds a token to each of `--slots` texts."""
+    if command.prompts is None:
+        return command.tokens
+    texts = text.count_prompts(command.prompts) * command.best_of
+    return command.tokens * math.ceil(texts / max(command.slots, 1))
 
 
 def load_model(command: Command) -> text.LLM:
     """Load the model that writes the text, and build the kernel for its quantized weights."""
-    llm = load_llm(command, predictor=command.draft == PREDICTOR, throughput=is_long(command))
+    llm = load_llm(command, predictor=command.draft == PREDICTOR, throughput=count_steps(command) >= MANY_STEPS)
     text.build_kernels(llm.model)
     return llm
 
@@ -160,7 +164,7 @@ def write_file(command: Command, prompts: Path, out: Path) -> None:
         cache_dtype=command.cache_dtype,
         draft=load_draft(command),
         draft_tokens=command.draft_tokens,
-        throughput=True,
+        throughput=count_steps(command) >= MANY_STEPS,
     )
     screen.note(f"{command.slots} texts at once, with caches of {engine.cache_bytes / 1e6:,.0f} MB; reading {prompts}")
     start = time.monotonic()

@@ -48,6 +48,8 @@ class Command(ModelFlags):
     """Maximum tokens of a text that are generated before clients see them; 1 streams evenly, more is faster."""
     cache_dtype: str | None = None
     """Dtype of cached keys and values: bfloat16, int8 or fp8; by default the compute dtype."""
+    throughput: bool = False
+    """Whether to compile longer for faster decoding: on a CPU, layers whose weights exceed its cache are unstacked."""
     batch_size: int = 32
     """Texts that a text encoder reads together."""
     max_prompt_tokens: int | None = None
@@ -66,7 +68,7 @@ class Command(ModelFlags):
 
 def make_service(command: Command) -> serving.TextService | serving.EmbeddingService:
     """Load the model, and return the service that answers its requests."""
-    model = load_model(command, text.load)
+    model = load_model(command, text.load, throughput=command.throughput)
     if isinstance(model, text.TextClassifier):
         raise ValueError(
             f"--model {command.source}: a classifier generates no text and no vectors, and cannot be served; in "
@@ -85,6 +87,7 @@ def make_service(command: Command) -> serving.TextService | serving.EmbeddingSer
         prefill_chunk=command.prefill_chunk,
         stride=command.stride,
         cache_dtype=command.cache_dtype,
+        throughput=command.throughput,
     )
 
 

@@ -99,9 +99,17 @@ def complete_file(
     return FileSummary(len(lines), len(written), errors, tokens)
 
 
-def _read_rows(job: _PromptFileJob) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of the file of prompts with their numbers, from 1 on, without empty lines."""
-    with open_regular(job.source) as file:
+def count_prompts(source: str | Path) -> int:
+    """Return the number of rows of a file of prompts; raise a `ValueError` if the file cannot be read.
+
+    The rows themselves are not checked.
+    """
+    return sum(1 for _ in _read_rows(Path(source)))
+
+
+def _read_rows(source: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file of prompts with their numbers, from 1 on, without empty lines."""
+    with open_regular(source) as file:
         for line, content in enumerate(file, 1):
             if content.strip():
                 yield line, content
@@ -124,7 +132,7 @@ def _parse_row(job: _PromptFileJob, line: int, content: bytes) -> tuple[dict[str
 def _check_rows(job: _PromptFileJob) -> dict[int, str]:
     """Return a digest of each row by the number of its line; raise a `ValueError` for a row that would be refused."""
     digests: dict[int, str] = {}
-    for line, content in _read_rows(job):
+    for line, content in _read_rows(job.source):
         row, request = _parse_row(job, line, content)
         try:
             job.engine.encode(request)
@@ -186,7 +194,7 @@ def _complete_rows(
 
     def requests() -> Iterator[TextRequest]:
         unwritten = set(remaining)
-        for line, content in _read_rows(job):
+        for line, content in _read_rows(job.source):
             if line in unwritten:
                 row, request = _parse_row(job, line, content)
                 rows.append((line, row))

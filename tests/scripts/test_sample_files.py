@@ -53,12 +53,22 @@ def test_a_killed_command_goes_on_and_makes_the_same_file(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more, is_long",
-    [({}, False), ({"tokens": 1023}, False), ({"tokens": 1024}, True), ({"prompts": Path("rows.jsonl")}, True)],
+    "more, rows, is_long",
+    [
+        ({}, None, False),
+        ({"tokens": 1023}, None, False),
+        ({"tokens": 1024}, None, True),
+        ({"tokens": 128, "slots": 4}, 28, False),  # 7 texts in each slot
+        ({"tokens": 128, "slots": 4}, 29, True),
+        ({"tokens": 128, "slots": 4, "best_of": 2}, 15, True),
+    ],
 )
-def test_layers_are_unstacked_for_many_new_tokens(more, is_long, monkeypatch):
+def test_layers_are_unstacked_for_many_decoding_steps(more, rows, is_long, tmp_path, monkeypatch):
     """A single short answer would wait longer for its compilation than for its tokens."""
     loads, builds = [], []
+    if rows is not None:
+        more = more | {"prompts": tmp_path / "rows.jsonl"}
+        more["prompts"].write_text("\n".join(['{"prompt": "a"}'] * rows) + "\n\n")
 
     def load(*arguments, **options):
         loads.append(options["throughput"])
