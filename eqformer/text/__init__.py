@@ -26,11 +26,7 @@ from ._load import (
     load_run_tokenizer as load_run_tokenizer,
     make_llm as make_llm,
 )
-from ._prompt_file import (
-    complete_file as complete_file,
-    count_prompts as count_prompts,
-    FileSummary as FileSummary,
-)
+from ._prompt_file import complete_file as complete_file, count_prompts as count_prompts, FileSummary as FileSummary
 from ._rollouts import read_prompts as read_prompts, Reward as Reward, Rollouts as Rollouts, Sample as Sample
 from ._text_classifier import (
     Classification as Classification,
