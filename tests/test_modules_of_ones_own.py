@@ -96,8 +96,8 @@ def test_what_is_added_to_a_model_is_counted():
     linears: list[Any] = list(nn.linear_maps(llama))
     weights = sum(linear.weight.size for linear in linears)
     assert count(mapped) == count(llama) - weights + outputs  # what is rounded is not trained
-    is_own = lambda node: isinstance(node, beside("rezero").ReZero)
-    bare = lambda model: jax.tree.map(lambda node: node.sublayer if is_own(node) else node, model, is_leaf=is_own)
+    is_rezero = lambda node: isinstance(node, beside("rezero").ReZero)
+    bare = lambda model: jax.tree.map(lambda node: node.sublayer if is_rezero(node) else node, model, is_leaf=is_rezero)
     assert count(twice) - count(bare(twice)) == 2 * 3
     flops = lambda model: planning.flops_per_token(model, 16)
     assert flops(twice) == flops(bare(twice))

@@ -31,12 +31,14 @@ def latent(**options):
     return random_module(nn.LatentAttention, embed=EMBED, heads=2, head_dim=4, latent=3, v_dim=5, **options, key=KEY)
 
 
-def compressed(rate, top_k=0):
-    """Blocks of `rate` tokens; with `top_k`, overlapping blocks and an indexer."""
+def compressed(block_size, top_k=0):
+    """Blocks of `block_size` tokens; with `top_k`, overlapping blocks and an indexer."""
     rotary = nn.Rotary(4, 100.0, interleaved=True)
 
     def make():
-        compressor = nn.KeyCompressor(embed=EMBED, dim=6, rate=rate, series=2 if top_k else 1, rotary=rotary, key=KEY)
+        compressor = nn.KeyCompressor(
+            embed=EMBED, dim=6, block_size=block_size, series=2 if top_k else 1, rotary=rotary, key=KEY
+        )
         sizes: Any = dict(embed=EMBED, groups=2, group_heads=2, head_dim=6, q_latent=5, group_rank=3, window=3)
         indexer = (
             nn.EntryIndexer(compressor, embed=EMBED, q_latent=5, heads=16, top_k=top_k, key=KEY) if top_k else None

@@ -19,23 +19,23 @@ KEY = jax.random.key(0)
 EMBED, DIM, INDEX_DIM, Q_LATENT, GROUPS, GROUP_HEADS, WINDOW = 6, 8, 6, 5, 2, 2, 4
 KINDS: dict[str, dict[str, Any]] = {
     "window": {},
-    "all blocks": {"rate": 3},
-    "overlapping blocks": {"rate": 3, "series": 2},
-    "selected blocks": {"rate": 2, "series": 2, "top_k": 2},
-    "selected blocks of one token": {"rate": 1, "series": 2, "top_k": 3},
+    "all blocks": {"block_size": 3},
+    "overlapping blocks": {"block_size": 3, "series": 2},
+    "selected blocks": {"block_size": 2, "series": 2, "top_k": 2},
+    "selected blocks of one token": {"block_size": 1, "series": 2, "top_k": 3},
 }
 BY_DEFAULT = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "selected blocks" else pytest.mark.grid) for kind in KINDS]
 )
 
 
-def compressed(rate: int = 0, series: int = 1, top_k: int = 0, **options: Any) -> nn.CompressedAttention:
+def compressed(block_size: int = 0, series: int = 1, top_k: int = 0, **options: Any) -> nn.CompressedAttention:
     """Return a layer with random weights and sinks, whose small heads are too many for equal scores."""
     rotary = nn.Rotary(4, 50.0, interleaved=True)
 
     def make() -> nn.CompressedAttention:
         compressor = lambda dim: nn.KeyCompressor(
-            embed=EMBED, dim=dim, rate=rate, series=series, rotary=rotary, norm_eps=1e-3, key=KEY
+            embed=EMBED, dim=dim, block_size=block_size, series=series, rotary=rotary, norm_eps=1e-3, key=KEY
         )
         indexer = None
         if top_k:
@@ -49,7 +49,7 @@ def compressed(rate: int = 0, series: int = 1, top_k: int = 0, **options: Any) -
             q_latent=Q_LATENT,
             group_rank=3,
             rotary=rotary,
-            compressor=compressor(DIM) if rate else None,
+            compressor=compressor(DIM) if block_size else None,
             norm_eps=1e-3,
             key=KEY,
             **{"head_dim": DIM, "window": WINDOW, "indexer": indexer, **options},
@@ -72,19 +72,19 @@ def turn(x: np.ndarray, position: int, rotary: nn.Rotary, sign: int = 1) -> np.n
 
 def block_keys(compressor: nn.KeyCompressor, x: np.ndarray) -> list[np.ndarray]:
     """Return the keys of the complete blocks of a document, by the equations 9 to 12 and 20 to 23 of DeepSeek-V4."""
-    (rate, series, dim), bias = compressor.bias.shape, wide(compressor.bias)
+    (block_size, series, dim), bias = compressor.bias.shape, wide(compressor.bias)
     values, gates = linear(x, compressor.value), linear(x, compressor.gate)
     keys = []
-    for block in range(len(x) // rate):
+    for block in range(len(x) // block_size):
         total, weight = np.zeros(dim), np.zeros(dim)
         for number in range(series):
-            for place in range(rate):
-                token = (block - series + 1 + number) * rate + place
+            for place in range(block_size):
+                token = (block - series + 1 + number) * block_size + place
                 if token >= 0:
                     share = np.exp(gates[token, number] + bias[place, number])
                     total, weight = total + share * values[token, number], weight + share
         key = rms((total / weight)[None], compressor.norm)[0]
-        keys.append(turn(key, block * rate, compressor.rotary))
+        keys.append(turn(key, block * block_size, compressor.rotary))
     return keys
 
 
@@ -147,7 +147,7 @@ def test_packed_documents_follow_the_equations(kind, chunk):
 
 
 def test_a_row_that_begins_within_a_block_has_all_blocks_that_it_completes():
-    compressor = compressed(rate=4, series=2).compressor
+    compressor = compressed(block_size=4, series=2).compressor
     assert compressor is not None
     x, positions = normal(3, 1, 8, EMBED), jnp.arange(3, 11, dtype=jnp.int32)[None]
     run = eqx.filter_jit(lambda x, positions: compressor(x, nn.Tokens(positions), None)[0])
@@ -170,7 +170,7 @@ def test_gradients_are_slopes(kind):
 
 def test_chunks_of_queries_make_no_matrix_of_the_row():
     x = normal(1, 1, 37, EMBED)
-    whole, chunked = (compressed(rate=5, chunk=chunk) for chunk in (64, 8))
+    whole, chunked = (compressed(block_size=5, chunk=chunk) for chunk in (64, 8))
     run = eqx.filter_jit(lambda layer: layer(x)[0])
     assert np.allclose(run(whole), run(chunked), atol=1e-5)
     programs = [str(jax.make_jaxpr(lambda x, layer=layer: layer(x)[0])(x)) for layer in (whole, chunked)]
@@ -219,7 +219,7 @@ def test_caches_of_8_bits_keep_open_blocks_exact_and_rows_end_at_the_capacity():
 
 def test_tokens_beyond_a_capacity_below_the_blocks_have_no_finite_output():
     """Without the values of tokens that are not stored, a later block would have a wrong key."""
-    layer, x = compressed(rate=4, series=2, window=3), normal(7, 1, 8, EMBED)
+    layer, x = compressed(block_size=4, series=2, window=3), normal(7, 1, 8, EMBED)
     expected = np.asarray(eqx.filter_jit(lambda x: layer(x)[0])(x))
     y, _ = decode(layer, x, range(1, 9), layer.init_cache((1,), 5))
     assert np.allclose(y[:, :5], expected[:, :5], atol=2e-5) and np.isnan(y[:, 5:]).all()
@@ -230,10 +230,13 @@ def test_tokens_beyond_a_capacity_below_the_blocks_have_no_finite_output():
     [
         (lambda: compressed(window=0), r"CompressedAttention\(window=0"),
         (lambda: compressed(chunk=0), r"CompressedAttention\(window=4, chunk=0"),
-        (lambda: compressed(rate=2, head_dim=10), r"head_dim=10, compressor=...\): the compressor's keys have 8"),
-        (lambda: compressed(rate=2, series=0), r"KeyCompressor\(rate=2, series=0"),
-        (lambda: compressed(rate=2, top_k=-1), r"EntryIndexer\(top_k=-1\)"),
-        (lambda: compressed(rate=3, indexer=compressed(**KINDS["selected blocks"]).indexer), "of the same rate"),
+        (lambda: compressed(block_size=2, head_dim=10), r"head_dim=10, compressor=...\): the compressor's keys have 8"),
+        (lambda: compressed(block_size=2, series=0), r"KeyCompressor\(block_size=2, series=0"),
+        (lambda: compressed(block_size=2, top_k=-1), r"EntryIndexer\(top_k=-1\)"),
+        (
+            lambda: compressed(block_size=3, indexer=compressed(**KINDS["selected blocks"]).indexer),
+            "with the same block_size",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):

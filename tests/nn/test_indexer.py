@@ -55,7 +55,7 @@ def test_each_query_sees_its_best_keys(top_k, last):
         queries, key_tokens = indexer.index_queries(x, latent, tokens), {"tokens": tokens, "kv_tokens": tokens}
         return indexer.select_keys(queries, indexer.index_keys(x, tokens), mask=nn.causal(), **key_tokens)
 
-    best = np.asarray(eqx.filter_jit(choose)(indexer, x).indices)
+    best = np.asarray(eqx.filter_jit(choose)(indexer, x).choices)
     selected = np.tril(np.any(best[..., None] == np.arange(SEQ), axis=-2))
     assert np.array_equal(selected, literal(indexer, wide(x), wide(latent), top_k))
     assert not np.array_equal(selected, literal(indexer, wide(x), wide(latent), top_k - 1))
@@ -102,13 +102,13 @@ def test_a_layer_reads_what_an_earlier_one_has_chosen():
     assert (
         np.array_equal(y, run(first, x)[0])
         and left.wrapped is None
-        and left.value.selection.indices.shape == (2, SEQ, 2)
+        and left.value.selection.choices.shape == (2, SEQ, 2)
     )
     found, after = run(second, x, left)
     assert np.allclose(found, run(eqx.tree_at(lambda m: m.indexer, second, first.indexer, is_leaf=_is_none), x)[0])
     assert not np.allclose(found, run(second, x)[0], atol=1e-3) and after.wrapped is None
     indices = jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ, SEQ))
-    every = nn.SharedValue(nn.SharedKeys(nn.KeySelection(indices=indices, chunk=3)))
+    every = nn.SharedValue(nn.SharedKeys(nn.KeySelection(choices=indices, chunk=3)))
     assert np.allclose(run(second, x, every)[0], run(second, x)[0], atol=1e-6)
     assert run(*(pair(SEQ)[0], x, nn.ShareRequest(None)))[1].value.selection is None  # so few keys are all seen
     with pytest.raises(ValueError, match=r"LatentAttention\(x\): it was given ArrayImpl of an earlier layer"):

@@ -38,8 +38,8 @@ def literal(net, x, documents):
             found += [np.broadcast_to(wide(conv.bias), y[:, 0].shape).copy()] if tap == 0 else []
             source = place - taps + 1 + tap
             if source >= 0:
-                is_own = documents[:, source] == documents[:, place]
-                found[place] += is_own[:, None, None] * y[:, source] * weight[..., tap]
+                is_same_document = documents[:, source] == documents[:, place]
+                found[place] += is_same_document[:, None, None] * y[:, source] * weight[..., tap]
         return silu(np.stack(found, axis=1))
 
     query, key, value = map(mixed, ("query", "key", "value"))

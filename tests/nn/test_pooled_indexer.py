@@ -26,18 +26,18 @@ from eqformer.nn._cache import quantize_caches
 KEY = jax.random.key(0)
 EMBED, Q_LATENT, LATENT, HEADS, DIM, INDEX_DIM = 6, 5, 4, 2, 3, 4
 KINDS: dict[str, dict[str, int]] = {
-    "pools of three": {"rate": 3, "top_k": 1},
-    "pools of two": {"rate": 2, "top_k": 2},
-    "single keys": {"rate": 1, "top_k": 3},
+    "pools of three": {"pool_size": 3, "top_k": 1},
+    "pools of two": {"pool_size": 2, "top_k": 2},
+    "single keys": {"pool_size": 1, "top_k": 3},
 }
 BY_DEFAULT = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "pools of three" else pytest.mark.grid) for kind in KINDS]
 )
 
 
-def make_indexer(rate: int = 3, top_k: int = 1, **options: Any) -> nn.PooledIndexer:
+def make_indexer(pool_size: int = 3, top_k: int = 1, **options: Any) -> nn.PooledIndexer:
     sizes = {"embed": EMBED, "q_latent": Q_LATENT, "heads": 3, "dim": INDEX_DIM, **options}
-    return nn.PooledIndexer(rate=rate, top_k=top_k, **sizes, key=KEY)
+    return nn.PooledIndexer(pool_size=pool_size, top_k=top_k, **sizes, key=KEY)
 
 
 def pooled(mask: Any = None, **options: Any) -> nn.LatentAttention:
@@ -51,17 +51,19 @@ def pool_keys_of(indexer: Any, x: np.ndarray, start: int) -> dict[int, tuple[lis
     small = linear(x, indexer.key)
     small = (small - small.mean(-1, keepdims=True)) / np.sqrt(small.var(-1, keepdims=True) + indexer.key_norm.eps)
     small = small * wide(indexer.key_norm.weight) + wide(indexer.key_norm.bias)
-    gates, (rate, dim) = linear(x, indexer.gate), indexer.bias.shape
+    gates, (pool_size, dim) = linear(x, indexer.gate), indexer.bias.shape
     members: dict[int, list[int]] = {}
     for token in range(len(x)):
-        members.setdefault((start + token) // rate, []).append(token)
+        members.setdefault((start + token) // pool_size, []).append(token)
     pools = {}
     for number, tokens in members.items():
-        if (start + tokens[-1] + 1) % rate:
+        if (start + tokens[-1] + 1) % pool_size:
             continue
         key = np.zeros(dim)
         for channel in range(dim):
-            logits = [gates[token, channel] + wide(indexer.bias)[(start + token) % rate, channel] for token in tokens]
+            logits = [
+                gates[token, channel] + wide(indexer.bias)[(start + token) % pool_size, channel] for token in tokens
+            ]
             shares = np.exp(logits) / np.exp(logits).sum()
             key[channel] = shares @ small[tokens, channel]
         pools[number] = (tokens, key)
@@ -73,12 +75,12 @@ def literal(layer: Any, x: np.ndarray, start: int = 0) -> np.ndarray:
     indexer, latent = layer.indexer, linear(x, layer.query_down)
     queries, latents = linear(latent, layer.query), linear(x, layer.latent_down)
     keys, values, output = linear(latents, layer.key_up), linear(latents, layer.value_up), wide(layer.output.weight)
-    pools, rate = pool_keys_of(indexer, x, start), indexer.bias.shape[0]
+    pools, pool_size = pool_keys_of(indexer, x, start), indexer.bias.shape[0]
     small_queries, weights = linear(latent, indexer.query), linear(x, indexer.weight)
     outputs = []
     for token in range(len(x)):
-        seen = [key for key in range(token + 1) if (start + key) // rate == (start + token) // rate]
-        seen = seen if (start + token + 1) % rate else []
+        seen = [key for key in range(token + 1) if (start + key) // pool_size == (start + token) // pool_size]
+        seen = seen if (start + token + 1) % pool_size else []
         complete = [number for number, (tokens, _) in pools.items() if tokens[-1] <= token]
         scores = {n: weights[token] @ np.maximum(small_queries[token] @ pools[n][1], 0) for n in complete}
         for number in sorted(complete, key=lambda n: -scores[n])[: indexer.top_k]:
@@ -164,7 +166,7 @@ def test_tokens_that_are_replaced_leave_nothing_behind():
 
 @pytest.mark.grid
 def test_caches_of_8_bits_and_rows_that_end_at_the_capacity():
-    layer, x = pooled(rate=2, top_k=2), normal(6, 1, 17, EMBED)
+    layer, x = pooled(pool_size=2, top_k=2), normal(6, 1, 17, EMBED)
     expected = np.asarray(eqx.filter_jit(lambda x: layer(x)[0])(x))
     narrow: Any = quantize_caches(layer.init_cache((1,), 18), "int8")
     y, _ = decode(layer, x, range(1, 18), narrow)
@@ -176,8 +178,8 @@ def test_caches_of_8_bits_and_rows_that_end_at_the_capacity():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: make_indexer(rate=0), r"PooledIndexer\(rate=0"),
-        (lambda: make_indexer(top_k=0), r"PooledIndexer\(rate=3, top_k=0\)"),
+        (lambda: make_indexer(pool_size=0), r"PooledIndexer\(pool_size=0"),
+        (lambda: make_indexer(top_k=0), r"PooledIndexer\(pool_size=3, top_k=0\)"),
         (lambda: pooled(nn.sliding_window(3))(normal(1, 1, 5, EMBED)), "without a window and without chunks"),
     ],
 )

@@ -310,12 +310,12 @@ def hashed(key: Any) -> nn.Block:
     return mixture(key, nn.RouterZ(0.1), router=router)
 
 
-def compressed(key: Any, rate: int = 0, top_k: int = 0) -> nn.Block:
+def compressed(key: Any, block_size: int = 0, top_k: int = 0) -> nn.Block:
     """Like DeepSeek-V4: attention to a window and to compressed keys; with `top_k` an indexer selects among them."""
     one, two, three = jax.random.split(key, 3)
-    sizes: dict[str, Any] = {"embed": EMBED, "rate": rate, "rotary": nn.Rotary(4, 1e4, interleaved=True)}
+    sizes: dict[str, Any] = {"embed": EMBED, "block_size": block_size, "rotary": nn.Rotary(4, 1e4, interleaved=True)}
     compressor, indexer = None, None
-    if rate:
+    if block_size:
         compressor = nn.KeyCompressor(dim=8, series=2 if top_k else 1, **sizes, key=three)
     if top_k:
         small = nn.KeyCompressor(dim=6, series=2, **sizes, key=two)
@@ -355,7 +355,7 @@ def pooled(key: Any) -> nn.SuperBlock:
     first_key, second_key, last_key = jax.random.split(key, 3)
     sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS, "head_dim": HEAD_DIM, "latent": 16, "q_latent": 8}
     sizes |= {"latent_norm": nn.RMSNorm("latent", latent=16), "core": CORE}
-    indexer = nn.PooledIndexer(embed=EMBED, q_latent=8, heads=3, dim=6, rate=3, top_k=2, key=last_key)
+    indexer = nn.PooledIndexer(embed=EMBED, q_latent=8, heads=3, dim=6, pool_size=3, top_k=2, key=last_key)
     first = nn.LatentAttention(**sizes, query_latent_norm=norm_of_queries(), indexer=indexer, key=first_key)
     second = nn.LatentAttention(**sizes, query_latent_norm=norm_of_queries(), key=second_key)
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=last_key)
@@ -371,8 +371,8 @@ def norm_of_queries() -> nn.RMSNorm:
 BLOCKS: dict[str, tuple[Make, ...]] = {
     "blocked": (blocked,),
     "pooled": (pooled,),
-    "compressed": (functools.partial(compressed, rate=4),),
-    "compressed and selected": (functools.partial(compressed, rate=2, top_k=3),),
+    "compressed": (functools.partial(compressed, block_size=4),),
+    "compressed and selected": (functools.partial(compressed, block_size=2, top_k=3),),
     "streams": (streams,),
     "attention residuals": (attention_residuals,),
     "attention residuals of experts": (functools.partial(attention_residuals, sublayers=mixture),),

@@ -177,7 +177,7 @@ def _attention(config: DeepSeekV4Config, blocks: str, key: Key[Array, ""]) -> nn
     compress = functools.partial(
         nn.KeyCompressor,
         embed=config.embed,
-        rate=config.sparse_rate if is_sparse else config.heavy_rate,
+        block_size=config.sparse_rate if is_sparse else config.heavy_rate,
         series=2 if is_sparse else 1,
         rotary=rotary,
         norm_eps=config.eps,
@@ -400,7 +400,7 @@ def _compressor_weights(published: str, path: str) -> tuple[Rule, ...]:
     return (
         Rule(f"{published}wkv.weight", f"{path}value.weight", by_series),
         Rule(f"{published}wgate.weight", f"{path}gate.weight", by_series),
-        Rule(f"{published}ape", f"{path}bias", "rate (series dim) -> rate series dim"),
+        Rule(f"{published}ape", f"{path}bias", "block_size (series dim) -> block_size series dim"),
         Rule(f"{published}norm.weight", f"{path}norm.weight"),
     )
 

@@ -148,7 +148,7 @@ def _attention(config: GLM5NextConfig, kind: _GLM5NextLayer, key: Key[Array, ""]
             q_latent=config.q_latent,
             heads=config.index_heads,
             dim=config.index_dim,
-            rate=config.index_pool,
+            pool_size=config.index_pool,
             top_k=config.index_top_k // config.index_pool,
             key=index,
         )

@@ -31,9 +31,9 @@ class KeySet(NamedTuple):
 
 
 class KeyCompressor(Module):
-    """One key for each block of `rate` tokens (DeepSeek-V4, DeepSeek-AI 2026, sections 2.3.1 and 2.3.2).
+    """One key for each block of `block_size` tokens (DeepSeek-V4, DeepSeek-AI 2026, sections 2.3.1 and 2.3.2).
 
-    A block holds the tokens at positions `n * rate` to `(n + 1) * rate - 1` of a document. Its key is the
+    A block holds the tokens at positions `n * block_size` to `(n + 1) * block_size - 1` of a document. Its key is the
     normalized weighted mean of its tokens' values, rotated to the block's first position. Each channel has its own
     weights: a softmax over the tokens of `gate(x) + bias`, where `bias` depends on the place in the block. With two
     `series`, blocks overlap: a mean is over the first series of values of the previous block, and over the second
@@ -45,14 +45,14 @@ class KeyCompressor(Module):
     gate: LinearMap
     norm: Norm
     rotary: Rotary
-    bias: Float[Array, "rate series entry_dim"] = float32_field()
+    bias: Float[Array, "block_size series entry_dim"] = float32_field()
 
     def __init__(
         self,
         *,
         embed: int,
         dim: int,
-        rate: int,
+        block_size: int,
         series: int = 1,
         rotary: Rotary,
         norm_eps: float = 1e-6,
@@ -63,23 +63,23 @@ class KeyCompressor(Module):
         Args:
             embed: Channels of the input.
             dim: Channels of a key, of which the last `rotary.dim` are rotated.
-            rate: Tokens of a block.
+            block_size: Tokens of a block.
             series: Blocks over which a mean is taken, each with values and gates of its own.
             rotary: Rotary positions, whose frequencies must not depend on the length.
             norm_eps: Added to the mean square in the norm.
             key: Random key for the weights.
         """
-        if rate < 1 or series < 1 or rotary.depends_on_length:
+        if block_size < 1 or series < 1 or rotary.depends_on_length:
             raise ValueError(
-                f"KeyCompressor(rate={rate}, series={series}, rotary={rotary}): a mean is over at least one token, and "
-                "keys are rotated before they are cached; give numbers of at least 1, and a rotary whose scaling does "
-                "not depend on the length."
+                f"KeyCompressor(block_size={block_size}, series={series}, rotary={rotary}): a mean is over at least "
+                "one token, and keys are rotated before they are cached; give numbers of at least 1, and a rotary "
+                "whose scaling does not depend on the length."
             )
         value, gate = jax.random.split(key)
         sizes = {"embed": embed, "series": series, "entry_dim": dim}
         self.value = Linear("embed -> series entry_dim", bias=False, key=value, **sizes)
         self.gate = Linear("embed -> series entry_dim", bias=False, key=gate, **sizes)
-        self.bias = jnp.zeros((rate, series, dim), jnp.float32)
+        self.bias = jnp.zeros((block_size, series, dim), jnp.float32)
         self.norm, self.rotary = RMSNorm("entry_dim", entry_dim=dim, eps=norm_eps), rotary
 
     def __call__(
@@ -90,21 +90,21 @@ class KeyCompressor(Module):
         Without a cache, these are the blocks in `x`, whose rows may hold several documents.
         """
         # Under a plan `x` may have only some tokens of each row, and the maps return all of them.
-        products, rate = jnp.stack([self.value(x), self.gate(x)], axis=-3), self.bias.shape[0]
+        products, block_size = jnp.stack([self.value(x), self.gate(x)], axis=-3), self.bias.shape[0]
         if cache is not None:
             products = cache.gathered.round(products)
-        ends, positions = find_ends(tokens, rate)
+        ends, positions = find_ends(tokens, block_size)
         gathered, is_known = self._gather_blocks(products, tokens, ends, positions, cache)
         vectors = self.norm(self._average(gathered, is_known).astype(x.dtype))
-        vectors = rotate_last(self.rotary, vectors[..., None, :], positions + 1 - rate)[..., 0, :]
+        vectors = rotate_last(self.rotary, vectors[..., None, :], positions + 1 - block_size)[..., 0, :]
         if cache is None:
             segments = None if tokens.segments is None else jnp.take_along_axis(tokens.segments, ends, axis=-1)
             return KeySet(vectors, Tokens(positions, segments)), None
-        numbers = Tokens(jnp.where(positions >= 0, positions // rate, -1))
+        numbers = Tokens(jnp.where(positions >= 0, positions // block_size, -1))
         flat_products = products.reshape(*products.shape[:-3], -1)
         cache = CompressorCache(cache.gathered.store(flat_products, tokens), cache.entries.store(vectors, numbers))
         vectors, stored_numbers = cache.entries.read(vectors.dtype)
-        return KeySet(vectors, Tokens(jnp.where(stored_numbers >= 0, (stored_numbers + 1) * rate - 1, -1))), cache
+        return KeySet(vectors, Tokens(jnp.where(stored_numbers >= 0, (stored_numbers + 1) * block_size - 1, -1))), cache
 
     def _gather_blocks(
         self,
@@ -114,13 +114,13 @@ class KeyCompressor(Module):
         end_positions: Int[Array, "*batch blocks"],
         cache: CompressorCache | None,
     ) -> tuple[Float[Array, "*batch blocks width 2 entry_dim"], Bool[Array, "*batch blocks width"]]:
-        """Return the values and gates of the `series * rate` tokens up to each end, and whether each token is known."""
-        rate, series, dim = self.bias.shape
-        rows, positions, in_call = find_block_tokens(tokens, ends, end_positions, series * rate)
+        """Return the values and gates of the `series * block_size` tokens up to each end, and which ones are known."""
+        block_size, series, dim = self.bias.shape
+        rows, positions, in_call = find_block_tokens(tokens, ends, end_positions, series * block_size)
 
         def take_series(memory: Array, rows: Array) -> Array:
             """Return each series' values and gates at its own rows, with tokens of all series in one dim."""
-            blocks = [rows[..., number * rate : (number + 1) * rate] for number in range(series)]
+            blocks = [rows[..., number * block_size : (number + 1) * block_size] for number in range(series)]
             taken = [take_block_rows(memory[..., number, :], block) for number, block in enumerate(blocks)]
             return jnp.concatenate(taken, axis=-3)
 
@@ -146,10 +146,10 @@ class KeyCompressor(Module):
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str) -> CompressorCache:
         """Return an empty cache for rows of up to `capacity` tokens."""
-        rate, series, dim = self.bias.shape
+        block_size, series, dim = self.bias.shape
         # Values and gates stay exact in 8-bit caches, because a rounded gate would change all channels' weights.
-        gathered = VectorCache.empty(batch, capacity, 2 * series * dim, dtype, reach=series * rate, is_exact=True)
-        return CompressorCache(gathered, VectorCache.empty(batch, capacity, dim, dtype, tokens_per_slot=rate))
+        gathered = VectorCache.empty(batch, capacity, 2 * series * dim, dtype, reach=series * block_size, is_exact=True)
+        return CompressorCache(gathered, VectorCache.empty(batch, capacity, dim, dtype, tokens_per_slot=block_size))
 
 
 def rotate_last(
@@ -290,7 +290,7 @@ class CompressedAttention(Mixer):
         if indexer is not None and (compressor is None or indexer.compressor.bias.shape[0] != compressor.bias.shape[0]):
             raise ValueError(
                 "CompressedAttention(indexer=...): an indexer selects compressed keys by small keys of the same "
-                "blocks; give a compressor of the same rate as the indexer's."
+                "blocks; give a compressor with the same block_size as the indexer's."
             )
         keys = jax.random.split(key, 5)
         heads = {"heads": groups, "group_heads": group_heads, "head_dim": head_dim}

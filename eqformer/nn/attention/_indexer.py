@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple, TYPE_CHECKING, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -32,16 +32,10 @@ class SelectedKeys(eqx.Module):
     A query sees a selected key only if the mask shows it too.
     """
 
-    if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
-        chunk: int = eqx.field(init=False)
-        """Queries whose scores are in memory at a time."""
-    else:
-        chunk: eqx.AbstractVar[int]
-
-    @property
-    @abc.abstractmethod
-    def choices(self) -> Int[Array, "*batch seq top_k"]:
-        """The numbers of the keys, or of the pools of keys, that each query selected."""
+    choices: Int[Array, "*batch seq top_k"]
+    """The numbers of the keys, or of the pools of keys, that each query selected."""
+    chunk: int = eqx.field(static=True)
+    """Queries whose scores are in memory at a time."""
 
     @abc.abstractmethod
     def keep(
@@ -254,7 +248,7 @@ class Indexer(KeyIndexer):
 
         shape = queries.weight.shape[:-1]
         indices = map_query_chunks(best_keys, tokens, shape, queries, self.chunk)
-        return KeySelection(indices=indices, chunk=self.chunk)
+        return KeySelection(choices=indices, chunk=self.chunk)
 
 
 def best_indices(
@@ -278,17 +272,7 @@ def keep_selected(
 
 
 class KeySelection(SelectedKeys):
-    """The keys that an `Indexer` selected for each query."""
-
-    indices: Int[Array, "*batch seq top_k"]
-    """The indices of the keys in their array."""
-    chunk: int = eqx.field(static=True)
-    """Queries whose scores are in memory at a time."""
-
-    @property
-    def choices(self) -> Int[Array, "*batch seq top_k"]:
-        """The indices of the keys."""
-        return self.indices
+    """The keys that an `Indexer` selected for each query; `choices` has the indices of the keys in their array."""
 
     def keep(
         self,

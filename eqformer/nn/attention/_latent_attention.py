@@ -208,8 +208,8 @@ class LatentAttention(Mixer):
         )
         selection = self._select_keys(x, source, keys, tokens, kv_tokens, shared.selection)
         # The loop over blocks and the kernels for decoding read the latents where the layer's own cache stores them.
-        is_own = self.latent_down is not None
-        decode = self.core.decode_op(has_codes=True) if is_absorbed and is_own and selection is None else None
+        has_own_latents = self.latent_down is not None
+        decode = self.core.decode_op(has_codes=True) if is_absorbed and has_own_latents and selection is None else None
         if decode is not None and cache is not None and kv_tokens is not None:
             attended = decode(self._decode_call(query, rotated, keys.latents, cache, tokens, kv_tokens, scale))
         else:

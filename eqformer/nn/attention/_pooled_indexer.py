@@ -17,9 +17,9 @@ from ._token_blocks import completes_block, find_block_tokens, find_ends, take_b
 class PooledIndexer(KeyIndexer):
     """The indexer of GLM-5.3-Flash (GLM team 2026): each query sees the tokens of its `top_k` best pools of keys.
 
-    Each document is divided into pools of `rate` tokens: pool `n` holds the tokens at positions `n * rate` to
-    `(n + 1) * rate - 1`. A query may select a pool if the query sees the pool's last token. A query that is not the
-    last token of its own pool also sees the earlier tokens of that pool.
+    Each document is divided into pools of `pool_size` tokens: pool `n` holds the tokens at positions `n * pool_size` to
+    `(n + 1) * pool_size - 1`. A query may select a pool if the query sees the pool's last token. A query that is not
+    the last token of its own pool also sees the earlier tokens of that pool.
 
     A pool's score is `sum_h w_h relu(q_h . k)`, up to a constant factor, over the heads `h`. The small queries `q` and
     the weights `w` are the query token's, as in an `Indexer`. `k` is the pool's mean key: a weighted mean of the small
@@ -35,7 +35,7 @@ class PooledIndexer(KeyIndexer):
     key_norm: LayerNorm
     gate: LinearMap
     weight: LinearMap
-    bias: Float[Array, "rate index_dim"]
+    bias: Float[Array, "pool_size index_dim"]
     top_k: int = eqx.field(static=True)
     chunk: int = eqx.field(static=True)
 
@@ -46,7 +46,7 @@ class PooledIndexer(KeyIndexer):
         q_latent: int,
         heads: int,
         dim: int,
-        rate: int,
+        pool_size: int,
         top_k: int,
         chunk: int = 64,
         norm_eps: float = 1e-6,
@@ -59,16 +59,16 @@ class PooledIndexer(KeyIndexer):
             q_latent: Channels of the queries' latent.
             heads: The number of small heads.
             dim: Channels of a small head.
-            rate: Tokens of a pool.
+            pool_size: Tokens of a pool.
             top_k: Pools that a query selects.
             chunk: Queries whose scores are in memory at a time.
             norm_eps: The number that the norm of the small keys adds to their variance.
             key: The key of the weights.
         """
-        if rate < 1 or top_k < 1:
+        if pool_size < 1 or top_k < 1:
             raise ValueError(
-                f"PooledIndexer(rate={rate}, top_k={top_k}): a pool has at least 1 token (rate), and a query selects "
-                "at least 1 pool (top_k); give numbers of at least 1."
+                f"PooledIndexer(pool_size={pool_size}, top_k={top_k}): a pool has at least 1 token (pool_size), and a "
+                "query selects at least 1 pool (top_k); give numbers of at least 1."
             )
         keys = jax.random.split(key, 4)
         self.query = Linear(
@@ -78,7 +78,7 @@ class PooledIndexer(KeyIndexer):
         self.gate = Linear("embed -> index_dim", embed=embed, index_dim=dim, key=keys[2])
         self.weight = Linear("embed -> index_heads", embed=embed, index_heads=heads, key=keys[3])
         self.key_norm = LayerNorm("index_dim", index_dim=dim, eps=norm_eps)
-        self.bias = jnp.zeros((rate, dim), jnp.float32)
+        self.bias = jnp.zeros((pool_size, dim), jnp.float32)
         self.top_k, self.chunk = top_k, chunk
 
     @property
@@ -144,7 +144,7 @@ class PooledIndexer(KeyIndexer):
 
         best = map_query_chunks(best_pools, tokens, queries.weight.shape[:-1], queries, self.chunk)
         key_pools = _number_pools(kv_tokens, pools, pool_size)
-        return PoolSelection(pools=best, key_pools=key_pools, rate=pool_size, count=count, chunk=self.chunk)
+        return PoolSelection(best, self.chunk, key_pools, pool_size, count)
 
     def _average(
         self,
@@ -182,23 +182,17 @@ def _number_pools(kv_tokens: Tokens, pools: Tokens, pool_size: int) -> Int[Array
 
 
 class PoolSelection(SelectedKeys):
-    """The pools of keys that a `PooledIndexer` selected for each query."""
+    """The pools of keys that a `PooledIndexer` selected for each query.
 
-    pools: Int[Array, "*batch seq top_k"]
-    """The numbers of the selected pools, counted in the order of the row from 0 on."""
+    `choices` has the numbers of the selected pools, counted in the order of the row from 0 on.
+    """
+
     key_pools: Int[Array, "*batch kv_seq"]
     """The number of each key's pool; `count` if the row lacks the pool's last token."""
-    rate: int = eqx.field(static=True)
+    pool_size: int = eqx.field(static=True)
     """Tokens of a pool."""
     count: int = eqx.field(static=True)
     """The largest number of pools that the row can have."""
-    chunk: int = eqx.field(static=True)
-    """Queries whose scores are in memory at a time."""
-
-    @property
-    def choices(self) -> Int[Array, "*batch seq top_k"]:
-        """The numbers of the selected pools."""
-        return self.pools
 
     def keep(
         self,
@@ -214,6 +208,6 @@ class PoolSelection(SelectedKeys):
         is_selected = keep_selected(jnp.ones((*choices.shape[:-1], self.count + 1), bool), choices)
         is_selected = jnp.take_along_axis(is_selected, self.key_pools[..., None, :], axis=-1)
         query, key = tokens.positions[..., None], kv_tokens.positions[..., None, :]
-        is_unfinished = (query + 1) % self.rate != 0
-        shares_pool = query // self.rate == key // self.rate
+        is_unfinished = (query + 1) % self.pool_size != 0
+        shares_pool = query // self.pool_size == key // self.pool_size
         return visible & (is_selected | (shares_pool & is_unfinished))

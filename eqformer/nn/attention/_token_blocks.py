@@ -6,24 +6,24 @@ from jaxtyping import Array, Bool, Int
 from .._tokens import Tokens
 
 
-def find_ends(tokens: Tokens, rate: int) -> tuple[Int[Array, "*batch blocks"], Int[Array, "*batch blocks"]]:
-    """Return the index in the row and the position of the last token of each complete block of `rate` tokens.
+def find_ends(tokens: Tokens, size: int) -> tuple[Int[Array, "*batch blocks"], Int[Array, "*batch blocks"]]:
+    """Return the index in the row and the position of the last token of each complete block of `size` tokens.
 
     The results are padded to the maximum number of blocks that a row can complete. Padding has position -1 and any
     index.
     """
     positions = tokens.positions
     # Rounded up, because a row that begins within a block may complete that block too.
-    count = -(-positions.shape[-1] // rate)
-    completes = completes_block(positions, rate)
+    count = -(-positions.shape[-1] // size)
+    completes = completes_block(positions, size)
     ends = jnp.argsort(~completes, axis=-1, stable=True)[..., :count].astype(jnp.int32)
     is_end = jnp.take_along_axis(completes, ends, axis=-1)
     return ends, jnp.where(is_end, jnp.take_along_axis(positions, ends, axis=-1), -1)
 
 
-def completes_block(positions: Int[Array, "*batch seq"], rate: int) -> Bool[Array, "*batch seq"]:
-    """Return whether each token is the last of a block of `rate` tokens."""
-    return (positions >= 0) & ((positions + 1) % rate == 0)
+def completes_block(positions: Int[Array, "*batch seq"], size: int) -> Bool[Array, "*batch seq"]:
+    """Return whether each token is the last of a block of `size` tokens."""
+    return (positions >= 0) & ((positions + 1) % size == 0)
 
 
 def find_block_tokens(
