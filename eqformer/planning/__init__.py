@@ -27,6 +27,7 @@ from ._compile import (
     lowered_step as lowered_step,
     missing_compiler as missing_compiler,
 )
+from ._counted_bytes import counted_bytes as counted_bytes
 from ._forecast import (
     decode_forecast as decode_forecast,
     DeviceMemory as DeviceMemory,
@@ -88,9 +89,4 @@ from ._search import (
     search_plans as search_plans,
     ShapeRanking as ShapeRanking,
 )
-from ._sent_bytes import (
-    counted_bytes as counted_bytes,
-    Sent as Sent,
-    sent_bytes as sent_bytes,
-    sum_by_cause as sum_by_cause,
-)
+from ._sent_bytes import Sent as Sent, sent_bytes as sent_bytes, sum_by_cause as sum_by_cause

@@ -51,14 +51,14 @@ def sharded_state_bytes(
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"sharded_state_bytes(zero={zero}): the stages are 0, 1, 2 and 3.")
-    parameter_bytes = {
+    sent_per_parameter = {
         0: 2 * gradient_bytes,
         1: gradient_bytes + weight_bytes,
         2: microbatches * gradient_bytes + weight_bytes,
         3: microbatches * (gathers * weight_bytes + gradient_bytes),
     }[zero]
     share = parameters if zero == 0 else parameters / devices
-    return gather_bytes(parameters * parameter_bytes, devices) + 2 * gather_bytes(share * gradient_bytes, replicas)
+    return gather_bytes(parameters * sent_per_parameter, devices) + 2 * gather_bytes(share * gradient_bytes, replicas)
 
 
 def tensor_bytes(
@@ -99,19 +99,21 @@ def context_bytes(
     saved: bool = False,
     activation_bytes: Number = 2,
 ) -> Number:
-    """Return the bytes per layer and microbatch of a sequence of `tokens` that is split over `devices`.
+    """Return the bytes per layer and microbatch of context parallelism, which splits the tokens over `devices`.
 
-    `"ring"` and `"gather"` send keys and values in the forward pass, and again in the backward pass with their
-    gradients: `6 (c-1)/c T h_kv a`. The factor is 4 if gathered keys and values are `saved` for the backward pass.
-    `"heads"` (Ulysses, arXiv:2309.14509): queries, keys, values and outputs are exchanged in both passes:
-    `2 (c-1)/c T/c (2 h + 2 h_kv) a`. `c` is the number of `devices`.
+    - `"ring"` and `"gather"` send keys and values in the forward pass, and again in the backward pass with their
+      gradients: `6 (c-1)/c T h_kv a`. The factor is 4 if gathered keys and values are `saved` for the backward pass.
+    - `"heads"` (Ulysses, arXiv:2309.14509) exchanges queries, keys, values and outputs in both passes:
+      `2 (c-1)/c T/c (2 h + 2 h_kv) a`.
+
+    `c` is the number of `devices`.
 
     Args:
-        tokens: Tokens of the microbatch, over all pieces.
-        kv_embed: Heads of keys times their channels.
-        devices: Number of devices that split a row.
+        tokens: Tokens of a microbatch on all `devices` together.
+        kv_embed: Number of key heads times the channels of a head.
+        devices: Number of devices that the tokens of a row are split over.
         method: `"ring"`, `"gather"` or `"heads"`.
-        embed: Heads of queries times their channels.
+        embed: Number of query heads times the channels of a head; needed for `"heads"` only.
         saved: Whether gathered keys and values are kept for the backward pass.
         activation_bytes: The bytes of an activation.
     """
@@ -136,22 +138,23 @@ def expert_bytes(
     factor: Number = 1,
     activation_bytes: Number = 2,
 ) -> Number:
-    """Return the bytes per layer and microbatch of experts that are split over `devices`, each with its own `tokens`.
+    """Return the bytes per layer and microbatch of expert parallelism over `devices`, each with its own `tokens`.
 
-    A choice is a pair of a token and one of its `k` experts.
+    - `"exchange"` sends each token to the devices of its `k` experts, and the outputs back, in both passes:
+      `4 f k (n-1)/n T h a`. The capacity factor `f` is the number of buffer slots for each pair of a token and one of
+      its experts (GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596).
+    - `"gather"` sends all tokens to all devices, and the sums of outputs back: `4 (n-1) T h a`, which is less if
+      `f k > n`.
 
-    `"exchange"`: the token of each choice is sent to the expert's device, and the output back, in both passes:
-    `4 f k (n-1)/n T h a`. The capacity factor `f` is the number of buffer slots per choice (GShard, arXiv:2006.16668;
-    DeepSpeed-MoE, arXiv:2201.05596).
-    `"gather"`: all tokens go to all devices and the sums come back: `4 (n-1) T h a`, which is less if `f k > n`.
+    `n` is the number of `devices`.
 
     Args:
         tokens: Tokens of each device.
         embed: Channels of a token.
         devices: Devices that the experts are split over.
-        top_k: Experts of a token.
+        top_k: Number of experts that a token takes, `k`.
         method: `"exchange"` or `"gather"`.
-        factor: Number of buffer slots per choice (the capacity factor).
+        factor: The capacity factor `f`.
         activation_bytes: The bytes of an activation.
     """
     if method not in ("exchange", "gather"):

@@ -35,17 +35,20 @@ from ._accelerators import Accelerator, Device, Topology
 def lowered_step(states: training.PlannedState, step: training.Step, batch: Batch) -> jax.stages.Lowered:
     """Lower a training step under a plan from the shapes of its state and batch; the state is donated."""
     shapes = states.step_shapes(batch)
-    if states.plan.optimizer_memory == "device" or _lists_memories(states.plan.mesh):
+    if states.plan.optimizer_memory == "device" or _has_memories(states.plan.mesh):
         return step.lower(*shapes)
-    lowered, arrays = step.lower(*shapes, keep_unused=True), eqx.filter(shapes[0], is_shape)
-    on_host = training.is_on_host(states.plan, states.optimizer, arrays.optimizer_state)
-    on_device = jax.tree.map(lambda _: False, arrays)
-    _keep_on_host(lowered, jax.tree.leaves(eqx.tree_at(lambda s: s.optimizer_state, on_device, on_host)))
+    # With `keep_unused`, the program has one argument for each array of the state, in the order of `is_on_host`.
+    lowered = step.lower(*shapes, keep_unused=True)
+    arrays = eqx.filter(shapes[0], is_shape)
+    optimizer_on_host = training.is_on_host(states.plan, states.optimizer, arrays.optimizer_state)
+    nothing_on_host = jax.tree.map(lambda _: False, arrays)
+    is_on_host = eqx.tree_at(lambda state: state.optimizer_state, nothing_on_host, optimizer_on_host)
+    _keep_on_host(lowered, jax.tree.leaves(is_on_host))
     return lowered
 
 
-def _lists_memories(mesh: Mesh | AbstractMesh) -> bool:
-    """Return whether the devices of a mesh list their memories; True for every abstract mesh."""
+def _has_memories(mesh: Mesh | AbstractMesh) -> bool:
+    """Return whether JAX knows the memories of a mesh's devices, such as host memory; True for an abstract mesh."""
     return not isinstance(mesh, Mesh) or bool(mesh.devices.flat[0].addressable_memories())
 
 
@@ -97,7 +100,7 @@ def lowered_decode(
         plan: The plan that serves the model.
         model: The model's shapes.
         rows: Rows that are decoded together.
-        capacity: Slots of a row's caches.
+        capacity: Tokens of each row that the caches have room for.
         cache_dtype: Dtype of cached keys and values; None: the compute dtype.
         tokens: Tokens of each row that the step reads: 1 to decode, or the number of tokens of a prompt.
     """
@@ -142,7 +145,10 @@ def missing_compiler(topology: Topology) -> str | None:
 
 
 def devices_of(topology: Topology) -> list[Device]:
-    """Return the devices of a topology to compile for, present or not; raise a `ValueError` if the compiler cannot."""
+    """Return the devices of a topology, which need not be present, to compile programs for.
+
+    Raises a `ValueError` if the compiler cannot build the topology.
+    """
     accelerator = topology.accelerator
     if accelerator.platform == "tpu":
         name, options = str(topology), {"chips_per_host_bounds": chips_per_host(topology.shape)}
@@ -159,7 +165,7 @@ def devices_of(topology: Topology) -> list[Device]:
         ) from error
     if len(devices) != topology.devices:
         raise ValueError(
-            f"devices_of(topology={topology}): the compiler makes {len(devices)} devices, but a run has "
+            f"devices_of(topology={topology}): the compiler makes {len(devices)} devices, but the topology has "
             f"{topology.devices}; take planning.forecast (plan.py --formulas), which compiles nothing."
         )
     return devices
@@ -275,7 +281,8 @@ def _target(gpu: Accelerator) -> str:
     return _GPU.format(gpu=gpu, major=major, cores=cores, cache=cache, clock=clock, name=f"NVIDIA {gpu.name.upper()}")
 
 
-# For each compute capability, as XLA describes SXM cards: cores, bytes of the L2 cache, and clock rate in GHz.
+# Compute capability of a GPU -> its cores, the bytes of its L2 cache, and its clock rate in GHz, as XLA describes SXM
+# cards.
 _CORES = {9: (132, 52_428_800, 1.98), 10: (148, 132_644_864, 1.965)}
 
 _GPU = """gpu_device_info {{

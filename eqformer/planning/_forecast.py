@@ -1,7 +1,8 @@
 """Forecasts by formulas: the bytes that a step holds and sends, and its seconds, on devices that may be absent.
 
-The bytes that compilers for TPUs add to reduce-scatters of gradients, because they pad slices to whole chunks, are
-computed here too.
+Bytes and seconds are listed by cause, such as parameters, activations, or the mesh axis over which bytes are sent.
+Compilers for TPUs pad slices to whole chunks, and so add bytes to reduce-scatters of gradients; `scatter_padding`
+computes these bytes.
 """
 
 import dataclasses
@@ -20,26 +21,29 @@ from ..parallel import FSDP, STATE
 from ..program import list_transfers, read_traced
 from ._accelerators import for_platform, Topology
 from ._compile import decode_shapes, traced_decode
+from ._counted_bytes import name_transfers
 from ._held_bytes import judge_formula, ON_HOST, placed_bytes, state_bytes, step_bytes, Verdict
 from ._roofline import flops_per_token, link_speed, parameter_count, Roofline, roofline
-from ._sent_bytes import GRADIENTS, name_transfers, place_arrays, Sent, sent_bytes, sum_by_cause
+from ._sent_bytes import GRADIENTS, place_arrays, Sent, sent_bytes, sum_by_cause
 
 
-# libtpu 0.0.42 cuts each device's slice into chunks of rows, so that one chunk per device fits into this many bytes of
-# a core's own memory. The figures were read off 170 compiled reduce-scatters; other chips were not examined.
-_CHUNKS = {"v5e": 14.4 * 2**20, "v5p": 14.4 * 2**20, "v6e": 29.4 * 2**20}
-_TILE = 8  # rows of a tile; a chunk is a whole number of tiles
+# libtpu 0.0.42 cuts each device's slice into chunks of rows, so that one chunk per device, and four more chunks, fit
+# into this many bytes of a core's own memory. These sizes and the number four were read off 170 compiled
+# reduce-scatters; other chips were not examined.
+_CHUNK_MEMORY = {"v5e": 14.4 * 2**20, "v5p": 14.4 * 2**20, "v6e": 29.4 * 2**20}
+_EXTRA_CHUNKS = 4
+_TILE = 8  # Rows of a tile; a chunk is a whole number of tiles.
 
 
 def scatter_padding(
     plan: parallel.Plan, model: nn.LanguageModel, topology: Topology, trained: training.Trained = training.trainable
 ) -> float:
-    """Return the bytes that a device sends in a step beyond its gradients, because TPUs pad reduce-scatters.
+    """Return the bytes that a device sends in a step in addition to its gradients, because TPUs pad reduce-scatters.
 
-    The compiler pads each device's slice to whole chunks of equal height. Padded slices begin later than unpadded
+    The compiler pads each device's slice to whole chunks of equally many rows. Padded slices begin later than unpadded
     slices. So after the reduce-scatter, the devices also exchange the rows that arrived on the wrong device.
     """
-    if topology.accelerator.name not in _CHUNKS or plan.size(FSDP) == 1 or plan.zero == 0:
+    if topology.accelerator.name not in _CHUNK_MEMORY or plan.size(FSDP) == 1 or plan.zero == 0:
         return 0.0
     sent = 0.0
     for shape, dim, layers in _scattered_gradients(plan, model, trained):
@@ -47,9 +51,10 @@ def scatter_padding(
         for devices in _scatter_steps(plan, topology):
             rows //= devices
             padding = _padded_rows(rows, row_bytes, devices, topology) - rows
-            # In a ring, each device sends all slices but one. The devices then also exchange the rows that the padding
-            # of earlier slices has displaced.
-            sent += layers * padding * row_bytes * (devices - 1) * (1 + (devices - 1) / devices)
+            # In the ring of a reduce-scatter, a device sends the padding of all slices but its own. The exchange of
+            # displaced rows then sends `(devices - 1) / devices` as much again.
+            ring_bytes = layers * padding * row_bytes * (devices - 1)
+            sent += ring_bytes * (1 + (devices - 1) / devices)
     return sent * (plan.microbatches if plan.zero > 1 else 1)
 
 
@@ -73,7 +78,8 @@ def _padded_rows(rows: int, row_bytes: int, devices: int, topology: Topology) ->
     sides = [side for side in topology.shape if side > 1]
     # In a torus of 2 x 2 devices, rows are sent in both directions round the ring at once.
     tile = 2 * _TILE if sides == [2, 2] and devices == 4 else _TILE
-    chunk_rows = int(_CHUNKS[topology.accelerator.name] / (devices + 4) / row_bytes) // tile * tile
+    memory = _CHUNK_MEMORY[topology.accelerator.name]
+    chunk_rows = int(memory / (devices + _EXTRA_CHUNKS) / row_bytes) // tile * tile
     if rows <= 1 or chunk_rows == 0:
         return rows
     chunks = math.ceil(rows / chunk_rows)
@@ -83,7 +89,7 @@ def _padded_rows(rows: int, row_bytes: int, devices: int, topology: Topology) ->
 def _scatter_steps(plan: parallel.Plan, topology: Topology) -> tuple[int, ...]:
     """Return the number of devices in each step of a reduce-scatter over `fsdp`.
 
-    A reduce-scatter over a whole square or box has two steps (`torus_steps`).
+    A reduce-scatter over a whole square or box of TPUs has two steps (see `Plan.torus_steps`).
     """
     sides, devices = [side for side in topology.shape if side > 1], plan.size(FSDP)
     is_square, is_box = len(sides) == 2 and sides[0] == sides[1] >= 4, len(sides) > 2
@@ -93,7 +99,7 @@ def _scatter_steps(plan: parallel.Plan, topology: Topology) -> tuple[int, ...]:
 
 
 _ENCODER = "encoder"
-# Bytes of these causes stay between steps, so formulas know them exactly.
+# The arrays of these causes are stored between steps too, so formulas compute their bytes exactly.
 _EXACT_CAUSES = ("parameters", "optimizer state", "weights", _ENCODER, "caches")
 
 
@@ -101,7 +107,7 @@ class DeviceMemory(NamedTuple):
     """Devices whose speeds are unknown; a forecast for these devices has bytes, but no times."""
 
     memory: int | None = None
-    """Bytes of a device; None if no verdict is needed."""
+    """Bytes of a device's memory; None if the forecast need not say whether the step fits."""
     platform: str = "cuda"
     """Platform of the compiler that formulas count bytes for: `cuda` or `tpu`."""
 
@@ -220,21 +226,21 @@ def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batc
         time = training_time(states, model, batch, topology, sent, kept_on_host)
     return Forecast(
         target,
-        memory_by_cause,
-        sent,
-        time,
-        parameter_count(model),
-        flops_per_token(model, seq, trained=trained) * rows * seq / plan.mesh.size,
-        plan.mesh.size,
-        optimizer_bytes_on_host(states) + kept_on_host,
-        state_bytes(states),
+        held=memory_by_cause,
+        sent=sent,
+        roofline=time,
+        parameters=parameter_count(model),
+        operations=flops_per_token(model, seq, trained=trained) * rows * seq / plan.mesh.size,
+        devices=plan.mesh.size,
+        on_host=optimizer_bytes_on_host(states) + kept_on_host,
+        state=state_bytes(states),
     )
 
 
 def add_padding(
     sent: tuple[Sent, ...], states: training.PlannedState, model: nn.LanguageModel, topology: Topology
 ) -> tuple[Sent, ...]:
-    """Return the bytes sent, including bytes that a topology's compiler adds to the reduce-scatters of gradients."""
+    """Return the bytes sent, with the bytes that a topology's compiler adds to the reduce-scatters of gradients."""
     padding = scatter_padding(states.plan, model, topology, states.optimizer.trained)
     return (*sent, Sent(STATE, f"{GRADIENTS}, padded by the compiler", padding)) if padding else sent
 
@@ -281,16 +287,16 @@ def decode_forecast(
 ) -> Forecast:
     """Forecast the bytes and the seconds of a step that decodes one token of each row, with full caches.
 
-    Each device reads its weights and its caches once. Bytes sent are counted in the traced step. No overlap of
-    communication with other work is assumed. An encoder stays in memory but is not read, because the source text is
-    encoded before decoding.
+    Each device reads its weights and its caches once. The bytes sent are counted in a trace of the step.
+    Communication is assumed not to overlap with other work. An encoder stays in memory but is not read, because the
+    source text is encoded before decoding.
 
     Args:
         plan: The plan that serves the model.
         model: The model, or its shapes, in the dtype in which it is served, or with its quantized weights.
         topology: Devices that the step runs on.
         rows: Rows that are decoded together.
-        capacity: Slots of a row's caches.
+        capacity: Tokens of each row that the caches have room for.
         cache_dtype: Dtype of cached keys and values; None: the compute dtype.
     """
     accelerator, speeds = topology.accelerator, topology.speeds(plan.mesh)
@@ -302,9 +308,15 @@ def decode_forecast(
     sent = name_transfers(transfer for program in read_traced(traced) for transfer in list_transfers(program))
     decoder = model if model.parts.encoder is None else eqx.tree_at(lambda m: m.parts.encoder, model, None)
     operations = flops_per_token(decoder, capacity, backward=False, attention="full") * rows / topology.devices
-    products = operations / accelerator.peak(str(jnp.dtype(model.compute_dtype)))
-    links = {cause: size / link_speed(cause, plan, speeds) for cause, size in sum_by_cause(sent).items()}
-    time = Roofline(products, decode_read_bytes(memory_by_cause) / accelerator.bandwidth, links, (), 0.0, products)
+    product_seconds = operations / accelerator.peak(str(jnp.dtype(model.compute_dtype)))
+    time = Roofline(
+        products=product_seconds,
+        memory=decode_read_bytes(memory_by_cause) / accelerator.bandwidth,
+        sent={cause: size / link_speed(cause, plan, speeds) for cause, size in sum_by_cause(sent).items()},
+        hidden=(),
+        bubble=0.0,
+        of_model=product_seconds,
+    )
     count = parameter_count(eqx.filter_eval_shape(nn.dequantize, model))
     return Forecast(topology, memory_by_cause, sent, time, count, operations, topology.devices)
 

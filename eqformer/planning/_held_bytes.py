@@ -1,4 +1,7 @@
-"""The bytes that each device holds under a plan: the state exactly, and a step's temporaries from its trace."""
+"""The bytes that each device holds under a plan: the state exactly, and a step's temporaries from its trace.
+
+Bytes are listed by cause, such as parameters, optimizer state, or the part of a model that an activation comes from.
+"""
 
 import dataclasses
 import math
@@ -15,7 +18,8 @@ from ..program import count_host_bytes, estimate_peak, Program, read_traced
 from ._accelerators import for_platform
 
 
-# Compared with compiled steps, estimates were from 15 % too low to 15 % too high. Other families may be further off.
+# Compared with compiled steps, estimates were from 15 % too low to 15 % too high. Estimates of untested families may be
+# further off, so an estimate is taken to be at most 25 % too high.
 MAX_UNDERESTIMATE, MAX_OVERESTIMATE = 0.15, 0.25
 ON_HOST = "optimizer state on its host"
 MARGIN = f"margin of the estimate, {MAX_UNDERESTIMATE:.0%}"
@@ -69,10 +73,11 @@ def _gradient_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def updated_bytes(states: training.PlannedState, on_host: int) -> int:
-    """Return the bytes of the copies of optimizer moments that a device needs during an update, beside the state.
+    """Return the bytes that an update needs on a device for copies of the optimizer's moments.
 
     Moments on the host (`on_host` bytes) are copied to the device. If moments are stored in 8 bits, the copies are
-    float32 values of all moments: compilers compute all values before they search for the largest one of each row.
+    float32 values of all moments, because compilers compute all new values before they search for the largest value of
+    each row.
     """
     leaves = jax.tree.leaves(states.sharded_shapes().optimizer_state)
     codes = [leaf for leaf in leaves if is_shape(leaf) and leaf.dtype == jnp.uint8]
@@ -84,9 +89,10 @@ def step_bytes(
 ) -> StepBytes:
     """Return an upper bound of the bytes that a device holds at the peak of a step, by cause.
 
-    The bytes of the state are exact. The estimate adds the larger of two numbers: `temporary_bytes`, or the gradients
-    together with `updated_bytes`. Compiled steps need up to 15 % more than this estimate, so a margin is added as a
-    separate cause.
+    The bytes of the state are exact. The estimate adds the temporaries of the loss and its gradients
+    (`temporary_bytes`) or, if these are more bytes, the gradients and the copies of moments during the update
+    (`updated_bytes`). Compiled steps need more than the estimate, by up to 15 % of what they need, so a margin is added
+    as a separate cause.
 
     Args:
         states: The state under the plan in question.
@@ -98,8 +104,10 @@ def step_bytes(
     updated = updated_bytes(states, state.pop(ON_HOST, 0))
     update = {"gradients": state.pop("gradients"), "moments in an update": updated}
     temporary = temporary_bytes(states, model, batch, platform)
-    larger_part = max(temporary.held, update if updated else {}, key=lambda sizes: sum(sizes.values()))
-    estimate = state | larger_part
+    estimate = state | temporary.held
+    # An update without copies of moments needs only the gradients, which the temporaries contain.
+    if updated and sum(update.values()) > sum(temporary.held.values()):
+        estimate = state | update
     margin = math.ceil(sum(estimate.values()) * MAX_UNDERESTIMATE / (1 - MAX_UNDERESTIMATE))
     return temporary._replace(held=estimate | {MARGIN: margin})
 
@@ -139,22 +147,23 @@ def activation_bytes(plan: parallel.Plan, model: nn.LanguageModel, *, rows: int,
     """
     if plan.reruns_stages:
         return 0
-    pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
-    tokens = (rows // pieces) * (seq // plan.size(parallel.CONTEXT))
-    split, numbers = plan.size(parallel.TENSOR), 0.0
+    microbatches_on_all_devices = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
+    tokens = (rows // microbatches_on_all_devices) * (seq // plan.size(parallel.CONTEXT))
+    tensor, values_per_token = plan.size(parallel.TENSOR), 0.0
     experts = {id(linear) for moe in nn.modules(model, nn.ExpertMixture) for linear in nn.linear_maps(moe.experts)}
     for stack in model.stacks:
         if stack.remat.endswith("_on_host"):
             continue
         is_whole = plan.stream is None or plan.stream.is_whole
-        numbers += len(stack) * model.streams * model.embedding.weight.shape[-1] / (1 if is_whole else split)
-        if stack.remat == "full" or nn.modules(stack, nn.LoRA):  # LoRA's sum may be stored instead of both outputs
+        values_per_token += len(stack) * model.streams * model.embedding.weight.shape[-1] / (1 if is_whole else tensor)
+        # With LoRA, the sum of a map and its LoRA may be stored instead of both outputs.
+        if stack.remat == "full" or nn.modules(stack, nn.LoRA):
             continue
         for linear in nn.linear_maps(stack):
             if id(linear) not in experts and linear.outputs != ("embed",):
                 copies = math.prod(linear.shape[: len(linear.shape) - len(linear.sizes)])
-                numbers += copies * math.prod(linear.output_shape) / split
-    return int(tokens * numbers / plan.size(parallel.PIPE) * jnp.dtype(model.compute_dtype).itemsize)
+                values_per_token += copies * math.prod(linear.output_shape) / tensor
+    return int(tokens * values_per_token / plan.size(parallel.PIPE) * jnp.dtype(model.compute_dtype).itemsize)
 
 
 def batch_shapes(rows: int, seq: int, *, packed: bool = False) -> Batch:
@@ -197,8 +206,10 @@ def preference_shapes(rows: int, seq: int, *, has_reference: bool, has_labels: b
 
     def make() -> PreferenceBatch:
         ids, weights, examples = _make_tokens(rows, seq)
-        nats, labels = [weights[:, 0] if condition else None for condition in (has_reference, has_labels)]
+        number_per_row = weights[:, 0]
+        labels = number_per_row if has_labels else None
         pairs = PreferenceBatch(ids, ids, weights, examples, ids, ids, group=1 if has_labels else 2, documents=1)
+        nats = number_per_row if has_reference else None
         return dataclasses.replace(pairs, reference_nats=nats, labels=labels, baseline=labels)
 
     return eqx.filter_eval_shape(make)
@@ -219,7 +230,10 @@ def _place_shapes(tree: PyTree, specs: PyTree, plan: parallel.Plan) -> PyTree:
 
 
 def placed_bytes(tree: PyTree) -> tuple[int, int]:
-    """Return the bytes of shapes with shardings, on one device and on all devices together."""
+    """Return the bytes of a tree of shapes, on one device and on all devices together.
+
+    A shape without a sharding has no bytes on a device.
+    """
     shapes = [leaf for leaf in jax.tree.leaves(tree) if is_shape(leaf)]
     shards = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in shapes if x.sharding is not None]
     return sum(shards), sum(x.size * x.dtype.itemsize for x in shapes)
@@ -230,8 +244,8 @@ def judge_formula(bound: int, certain: int, memory: int) -> Verdict:
 
     Args:
         bound: The estimate of `step_bytes` with its margin, or a decode step's weights and caches.
-        certain: The bytes that are needed whatever the compiler does. Compiled steps need more, so the step counts as
-            fitting only if `certain / (1 - MAX_UNDERESTIMATE)` fits too.
+        certain: The bytes that are needed whatever the compiler does. Compiled steps need more than these bytes, so the
+            step counts as fitting only if `certain / (1 - MAX_UNDERESTIMATE)` bytes fit too.
         memory: The bytes that programs may fill.
     """
     if max(certain, bound * (1 - MAX_UNDERESTIMATE) / (1 + MAX_OVERESTIMATE)) > memory:

@@ -1,7 +1,6 @@
 """Ways to train in less memory, for a step that is out of memory and for a plan that does not fit."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -40,7 +39,7 @@ class TrainingSetup:
     execution: nn.Execution = nn.Execution()
     """The execution settings that the model has."""
     trained: training.Trained = training.trainable
-    """Which parameters are trained, as in `training.optimizer`."""
+    """A function that picks the trained parameters of a model, as in `training.optimizer`."""
 
     def states(self) -> training.PlannedState:
         """Describe the training state under the plan; the optimizer's learning rates are placeholders."""
@@ -79,10 +78,11 @@ FormatSettings = Callable[[Mapping[str, object]], str]
 
 
 def find_smaller_setups(setup: TrainingSetup, memory: int, platform: str, *, limit: int = 3) -> list[SmallerSetup]:
-    """Return up to `limit` setups on the same mesh that fit into memory: the smallest sufficient change of each kind.
+    """Return up to `limit` setups on the same mesh that fit into memory.
 
-    The kinds of changes are: sharding all weights, recomputing activations or storing them on hosts, dividing the batch
-    into more microbatches, and storing the state in fewer bits. Only the last kind changes results.
+    Several kinds of changes are tried: sharding all weights; recomputing activations; storing activations on hosts;
+    dividing the batch into more microbatches, with or without recomputation; and storing the state in fewer bits. The
+    smallest sufficient change of each kind is returned. Only storing the state in fewer bits changes results.
 
     Args:
         setup: The setup that does not fit.
@@ -94,13 +94,15 @@ def find_smaller_setups(setup: TrainingSetup, memory: int, platform: str, *, lim
     for variants in _variants_by_kind(setup, platform):
         if len(smaller_setups) >= limit:
             break
-        fitting = (_fit(setup, settings, memory, platform) for settings in variants)
-        smaller_setups += itertools.islice(filter(None, fitting), 1)
+        for settings in variants:
+            if (smaller_setup := _fit(setup, settings, memory, platform)) is not None:
+                smaller_setups.append(smaller_setup)
+                break
     return smaller_setups
 
 
 def _variants_by_kind(setup: TrainingSetup, platform: str) -> Iterator[list[dict[str, object]]]:
-    """Yield, for each kind of change, a list of settings with which a step needs fewer and fewer bytes."""
+    """Yield a list of settings for each kind of change; with each further entry of a list, a step needs fewer bytes."""
     plan, remat = setup.plan, setup.execution.remat
     pieces = (setup.batch.ids.shape[0] // plan.microbatches).bit_length()
     doublings = [{"plan.microbatches": plan.microbatches << doubling} for doubling in range(1, pieces)]
@@ -108,26 +110,31 @@ def _variants_by_kind(setup: TrainingSetup, platform: str) -> Iterator[list[dict
     def with_more_microbatches(settings: dict[str, object]) -> list[dict[str, object]]:
         return [settings | doubling for doubling in doublings]
 
-    full: dict[str, object] = {"execution.remat": "full"}
+    recompute: dict[str, object] = {"execution.remat": "full"}
     if plan.size(FSDP) > 1 and plan.zero < 3:
         yield [{"plan.zero": 3}]
     if remat != "full":
-        yield [full]
+        yield [recompute]
     if platform != "cpu" and plan.size(PIPE) == 1 and remat != "full_on_host":
         yield [{"execution.remat": "full_on_host"}]
     if plan.size(PIPE) > 1 and not plan.stage_remat:
-        full = full | {"plan.stage_remat": True}
-        yield [full]
+        recompute = recompute | {"plan.stage_remat": True}
+        yield [recompute]
     if remat != "full":
         yield with_more_microbatches({})
-    yield with_more_microbatches(full)
-    moments = full | {"optimization.moments": "bfloat16"}
-    state = moments | {"precision.parameters": "bfloat16", "precision.compute": "bfloat16"}
-    yield [moments, *with_more_microbatches(moments), state, *with_more_microbatches(state)]
+    yield with_more_microbatches(recompute)
+    short_moments = recompute | {"optimization.moments": "bfloat16"}
+    short_state = short_moments | {"precision.parameters": "bfloat16", "precision.compute": "bfloat16"}
+    yield [
+        short_moments,
+        *with_more_microbatches(short_moments),
+        short_state,
+        *with_more_microbatches(short_state),
+    ]
 
 
 def _fit(setup: TrainingSetup, settings: dict[str, object], memory: int, platform: str) -> SmallerSetup | None:
-    """Return the setup with these settings; None if it exceeds the memory or its plan is impossible."""
+    """Return the setup with these settings; None if the plan does not suit the model, or a step exceeds the memory."""
     try:
         variant = setup.with_settings(settings)
         rows, seq = variant.batch.ids.shape
@@ -138,8 +145,10 @@ def _fit(setup: TrainingSetup, settings: dict[str, object], memory: int, platfor
     if sum(local for local, _ in state_bytes(states).values()) > memory:
         return None  # The state alone is too large, so no trace is needed.
     size = step_bytes(states, variant.model, variant.batch, platform).total
+    if size > memory:
+        return None
     changed = {path: value for path, value in settings.items() if attrgetter(path)(setup) != value}
-    return SmallerSetup(changed, variant, size) if size <= memory else None
+    return SmallerSetup(changed, variant, size)
 
 
 def _format_settings(settings: Mapping[str, object]) -> str:

@@ -68,18 +68,19 @@ def forecast_table(forecast: Forecast) -> str:
 
 
 def held_table(forecast: Forecast) -> str:
-    """Format a device's bytes by cause: the training state, with the device's share, then a step at its peak.
+    """Format the bytes that a device holds, by cause: first the training state, then a step at its peak.
 
-    The sum counts parameters, optimizer state, and everything else that is held at the peak of a step; gradients count
-    only if they exist at the peak.
+    The first rows also state the bytes on all devices together, and the device's share. The sum counts parameters,
+    optimizer state, and everything else that is held at the peak of a step; gradients count only if they exist then.
     """
     rows = [("a device holds", "", "bytes", "of", "share", "of its memory")]
     for cause, (local, size) in forecast.state.items():
         share = f"{local / max(size, 1):.1%}"
         rows.append((cause, gigabytes(local), f"{local:,}", f"{size:,}", share, _share_of(forecast.memory, local)))
-    step = {f"in a step: {cause}" if forecast.state else cause: size for cause, size in forecast.held.items()}
-    between_steps = {f"in a step: {cause}" for cause in ("parameters", "optimizer state")}
-    step = {cause: size for cause, size in step.items() if cause not in between_steps}
+    step = forecast.held
+    if forecast.state:  # The rows above list parameters and optimizer state already.
+        listed = ("parameters", "optimizer state")
+        step = {f"in a step: {cause}": size for cause, size in step.items() if cause not in listed}
     for cause, size in {**step, "sum at the peak of a step": forecast.total}.items():
         rows.append((cause, gigabytes(size), f"{size:,}", "", "", _share_of(forecast.memory, size)))
     return format_table(rows)
@@ -106,7 +107,8 @@ def _time_table(time: Roofline) -> str:
     notes = dict.fromkeys(time.hidden, "overlaps with products")
     notes |= {STATE: f"overlaps with products, except for {time.exposed_state:.4f}"} if time.exposed_state else {}
     rows += [(cause, f"{seconds:.4f}", notes.get(cause, "")) for cause, seconds in time.by_cause.items()]
-    rows += [("bubble of the pipeline", f"{time.bubble:.1%}", "")] * (time.bubble > 0)
+    if time.bubble > 0:
+        rows.append(("bubble of the pipeline", f"{time.bubble:.1%}", ""))
     return format_table([*rows, ("in all", f"{time.seconds:.4f}", f"bound by {time.bound}")])
 
 
@@ -123,7 +125,7 @@ def compilation_table(compilation: Compilation, forecast: Forecast) -> str:
     """Format the costs of a compiled step (bytes, operations, communication) beside the figures of formulas."""
     topology = topology_of(forecast.target)
     assert topology is not None
-    seconds = f"{compilation.seconds:.0f} s" + " (by an earlier run)" * compilation.from_cache
+    seconds = f"{compilation.seconds:.0f} s{' (by an earlier run)' if compilation.from_cache else ''}"
     if (program := compilation.program) is None:
         return f"compiled in {seconds}: does not fit: {compilation.failure}"
     on_host = f" ({gigabytes(program.on_host)} more on the host)" if program.on_host else ""
@@ -149,17 +151,17 @@ def _program_lines(program: CompiledCosts, forecast: Forecast, accelerator: Acce
     lines = [format_table(rows), f"{program.operations:.4g} operations of products, {waste:.2f} times the model's own"]
     if program.cycles and accelerator.clock:
         busy = program.cycles / accelerator.clock
-        share = f"an MFU of at most {forecast.time.of_model / busy:.1%} if the device never waits for links"
+        mfu = f"an MFU of at most {forecast.time.of_model / busy:.1%} if the device never waits for links"
         lines.append(
             f"{program.cycles:,} cycles by the compiler's estimate, {busy:.4f} s at {accelerator.clock / 1e9:.2f} GHz: "
-            f"{share}"
+            f"{mfu}"
         )
     needed = decode_read_bytes(forecast.held)
-    of_held = f", {program.moved / needed:.2f} times the weights and caches" if "caches" in forecast.held else ""
-    lines.append(f"reads and writes {gigabytes(program.moved)} of main memory{of_held}")
-    sent, hidden, predicted = program.sent, program.hidden, sum(size for *_, size in forecast.sent)
-    overlap = f"{gigabytes(hidden)} overlap with other work"
-    lines.append(f"sends {gigabytes(sent)} ({overlap}); by formulas {gigabytes(predicted)}")
+    ratio = f", {program.moved / needed:.2f} times the weights and caches" if "caches" in forecast.held else ""
+    lines.append(f"reads and writes {gigabytes(program.moved)} of main memory{ratio}")
+    predicted = sum(size for *_, size in forecast.sent)
+    overlap = f"{gigabytes(program.hidden)} overlap with other work"
+    lines.append(f"sends {gigabytes(program.sent)} ({overlap}); by formulas {gigabytes(predicted)}")
     return [*lines, communication_table(program.transfers, names=COLLECTIVES)] if program.transfers else lines
 
 
@@ -188,9 +190,12 @@ def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
 
 def _proposal_line(proposal: Proposal, format_plan: FormatPlan) -> str:
     costs = [gigabytes(proposal.held), f"sends {gigabytes(proposal.candidate.sent)} a step"]
-    costs += [] if proposal.time is None else [f"at least {proposal.time.seconds:.3f} s a step"]
-    # The estimate of every proposed plan fits. If it does not fit with the margin added, only the compiler can tell.
-    costs += [] if proposal.verdict in (None, "fits") else [proposal.verdict]
+    if proposal.time is not None:
+        costs.append(f"at least {proposal.time.seconds:.3f} s a step")
+    # The estimate of every proposed plan fits. If the estimate with its margin does not fit, only the compiler can
+    # tell, and the verdict says so.
+    if proposal.verdict not in (None, "fits"):
+        costs.append(proposal.verdict)
     return f"  {format_plan(proposal.candidate)}: {', '.join(costs)}"
 
 
@@ -239,7 +244,8 @@ def ranking_table(
 def communication_table(transfers: Iterable[Transfer], *, names: Container[str] = ()) -> str:
     """Format the bytes that a program sends by kind, axes and name, largest first, and the sum.
 
-    Only names in `names` are shown. `+?` marks figures that loops of unknown length increase.
+    Only names in `names` are shown. `+?` after a figure means that it is too low, because a loop of unknown length is
+    not counted.
     """
     groups: dict[tuple[str, str, str, str], list[Transfer]] = collections.defaultdict(list)
     for transfer in transfers:
@@ -256,7 +262,7 @@ def communication_table(transfers: Iterable[Transfer], *, names: Container[str] 
 
 
 def _sum_known(transfers: Iterable[Transfer]) -> tuple[int, float]:
-    """Return the total number of executions, and the bytes, of the transfers that execute a known number of times."""
+    """Return the number of executions and the bytes of all transfers that are executed a known number of times."""
     known = [transfer for transfer in transfers if transfer.times is not None]
     return sum(transfer.times or 0 for transfer in known), bytes_sent(known)
 

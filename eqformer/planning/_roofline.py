@@ -1,4 +1,7 @@
-"""Seconds of a step by a roofline: operations, memory traffic and messages of a model, at the speeds of data sheets."""
+"""Seconds of a step by a roofline: operations, memory traffic and messages of a model, at the speeds of data sheets.
+
+Seconds are listed by cause: products (of matrices), memory, and, for messages, the mesh axis or the host's link.
+"""
 
 import dataclasses
 import math
@@ -64,7 +67,11 @@ def flops_per_token(
             keys = seq if attention == "full" else visible_keys(facts.attends.mask, seq)
             channels = (*facts.attends.query, *facts.attends.output)
             mixing += copies * 2 * keys * sum(heads * width for heads, width in channels)
-    return forward + mixing + ((forward + mixing) + (weight_gradients + mixing)) * backward
+    if not backward:
+        return forward + mixing
+    # The backward pass computes the gradients of inputs, for as many operations as the forward pass, and the gradients
+    # of weights. A product in a mixer has two inputs and no weight, so it counts twice.
+    return forward + mixing + ((forward + mixing) + (weight_gradients + mixing))
 
 
 def fp8_flops_per_token(
@@ -76,26 +83,32 @@ def fp8_flops_per_token(
 ) -> float:
     """Return the part of `flops_per_token` that multiplies numbers of 8 bits, which some chips do twice as fast.
 
-    Without `experts`, the products of experts are not counted, since some of these chips compute them in 16 bits: see
+    Without `experts`, the products of experts are not counted. Some of these chips multiply experts in 16 bits: see
     `kernels.has_fp8_grouped_matmul`.
     """
-    left_out = {} if experts else idle_shares(model)
-    maps = [m for m in linear_maps(model) if m.products.operand_bits == 8 and id(m) not in left_out]
+    maps = [linear for linear in linear_maps(model) if linear.products.operand_bits == 8]
+    if not experts:
+        expert_maps = idle_shares(model)
+        maps = [linear for linear in maps if id(linear) not in expert_maps]
     forward, weight_gradients = _count_map_flops(model, maps, trained)
-    return forward + (forward + weight_gradients) * backward
+    return forward + (forward + weight_gradients) if backward else forward
 
 
 def _count_map_flops(
     model: LanguageModel, maps: Iterable[_Map], trained: Callable[[PyTree], PyTree] | None
 ) -> tuple[float, float]:
-    """Return the operations of the maps' forward pass (input gradients cost the same) and of weight gradients."""
+    """Return the operations per token of maps in the forward pass, and of the gradients of their weights.
+
+    The gradients of inputs cost as much as the forward pass.
+    """
     trained_ids = {id(x) for x in jax.tree.leaves(model if trained is None else trained(model)) if is_trainable(x)}
     idle, forward, weight_gradients = idle_shares(model), 0.0, 0.0
     for linear in maps:
         size = math.prod(linear.shape)
-        products = 2 * size * (1 - idle.get(id(linear), 0))
-        forward += products
-        weight_gradients += products * any(id(x) in trained_ids and x.size == size for x in jax.tree.leaves(linear))
+        operations = 2 * size * (1 - idle.get(id(linear), 0))
+        forward += operations
+        if any(id(x) in trained_ids and x.size == size for x in jax.tree.leaves(linear)):
+            weight_gradients += operations
     return forward, weight_gradients
 
 
@@ -151,7 +164,7 @@ class Roofline:
     """Seconds of a step by cause, computed from data sheets and not measured."""
 
     products: float
-    """Seconds of matrix products at the peak, including recomputed products."""
+    """Seconds of matrix products at the device's peak of operations, including recomputed products."""
     memory: float
     """Seconds to read and write memory: weights, activations, gradients, the optimizer's state."""
     sent: dict[str, float]
@@ -161,9 +174,9 @@ class Roofline:
     bubble: float
     """Share of the time in which a pipeline stage waits."""
     of_model: float
-    """Seconds of the model's own operations at the peak, without recomputation."""
+    """Seconds of the model's own products at the device's peak, without recomputation."""
     forward: float = 0.0
-    """Seconds of the forward pass' products, which `products` include."""
+    """Seconds of the products of the forward pass, a part of `products`."""
     offload: float = 0.0
     """Seconds to send residuals to the host during the forward pass, and again to bring them back during the backward
     pass."""
@@ -185,10 +198,12 @@ class Roofline:
 
         A pass takes at least as long as its copies to the host or from it.
         """
-        beside = sum(size for cause, size in self.sent.items() if cause in self.hidden) - self.exposed_state
-        alone = sum(size for cause, size in self.sent.items() if cause not in self.hidden) + self.exposed_state
-        waits = max(0.0, self.offload - self.forward) + max(0.0, self.offload - (self.products - self.forward))
-        return (max(self.products + waits, self.memory, beside) + alone + self.host_update) / (1 - self.bubble)
+        hidden_sent = sum(size for cause, size in self.sent.items() if cause in self.hidden) - self.exposed_state
+        exposed_sent = sum(size for cause, size in self.sent.items() if cause not in self.hidden) + self.exposed_state
+        backward = self.products - self.forward
+        waits_for_host = max(0.0, self.offload - self.forward) + max(0.0, self.offload - backward)
+        overlapping = max(self.products + waits_for_host, self.memory, hidden_sent)
+        return (overlapping + exposed_sent + self.host_update) / (1 - self.bubble)
 
     @property
     def utilization(self) -> float:
@@ -248,9 +263,9 @@ def roofline(
     forward_reruns = plan.reruns_stages + (model.stacks[0].remat in ("full", "full_on_host", "dots_no_batch"))
     bubble = parallel.simulate(plan.timetable()).lock_step.bubble if plan.is_pipelined else 0.0
     sent = list(sent)
-    links = {cause: size / link_speed(cause, plan, speeds) for cause, size in sum_by_cause(sent).items()}
+    sent_seconds = {cause: size / link_speed(cause, plan, speeds) for cause, size in sum_by_cause(sent).items()}
     gradients = sum(size for cause, label, size in sent if cause == STATE and label.startswith(GRADIENTS))
-    waits = gradients and accelerator.platform == "tpu"
+    exposed_bytes = gradients if accelerator.platform == "tpu" else 0.0
     hidden = [STATE]
     if plan.context_method == "ring":
         hidden.append(CONTEXT)
@@ -259,51 +274,52 @@ def roofline(
     # Residuals are copied to the host beside products too; `Roofline.seconds` adds the time that a pass waits for them.
     hidden.append(KEPT_ON_HOST)
     return Roofline(
-        of_model + forward_reruns * forward,
-        _memory_seconds(plan, model, tokens, accelerator),
-        links,
-        tuple(hidden),
-        bubble,
-        of_model,
-        forward,
-        kept_bytes / accelerator.host,
-        2 * moment_bytes / accelerator.host,
-        gradients / link_speed(STATE, plan, speeds) if waits else 0.0,
+        products=of_model + forward_reruns * forward,
+        memory=_memory_seconds(plan, model, tokens, accelerator),
+        sent=sent_seconds,
+        hidden=tuple(hidden),
+        bubble=bubble,
+        of_model=of_model,
+        forward=forward,
+        offload=kept_bytes / accelerator.host,
+        host_update=2 * moment_bytes / accelerator.host,
+        exposed_state=exposed_bytes / link_speed(STATE, plan, speeds) if exposed_bytes else 0.0,
     )
 
 
 def link_speed(cause: str, plan: parallel.Plan, speeds: dict[str, float]) -> float:
-    """Return the speed of the mesh axis over which the bytes of a cause are sent.
+    """Return the bytes a second at which the bytes of a cause are sent.
 
-    State goes over `fsdp` if that axis has more than one device and `replica` has one. Otherwise, state is taken to go
-    over the slowest axis among `fsdp`, the axes of the batch, `context` and `pipe` with more than one device.
+    The cause is a mesh axis, or `STATE`. State is sent over `fsdp`, unless `fsdp` has one device or `replica` has
+    several. State is then taken to be sent over the slowest axis that has several devices, `tensor` left out.
     """
     if cause != STATE:
         return speeds[cause]
-    axes = [axis for axis in (FSDP, *BATCH_AXES, CONTEXT, PIPE) if plan.size(axis) > 1]
-    return speeds[FSDP] if plan.size(FSDP) > 1 and plan.size(REPLICA) == 1 else min(speeds[axis] for axis in axes)
+    if plan.size(FSDP) > 1 and plan.size(REPLICA) == 1:
+        return speeds[FSDP]
+    return min(speeds[axis] for axis in (*BATCH_AXES, CONTEXT, PIPE) if plan.size(axis) > 1)
 
 
 def _memory_seconds(plan: parallel.Plan, model: nn.LanguageModel, tokens: float, accelerator: Accelerator) -> float:
-    """Return the seconds of a step in which memory is read and written.
+    """Return the seconds that a step needs to read and write memory.
 
-    Each map reads its input and weight and writes its output, in a forward and two backward products; the optimizer
-    passes over the state.
+    Each linear map reads its input and weight and writes its output, in a forward product and two backward products.
+    The optimizer's update reads and writes the state.
     """
-    width, idle = jnp.dtype(model.compute_dtype).itemsize, idle_shares(model)
+    itemsize, idle = jnp.dtype(model.compute_dtype).itemsize, idle_shares(model)
     weights = activations = 0.0  # counts of weights, and of inputs and outputs per token
     for linear in nn.linear_maps(model):
-        # Each microbatch reads the whole weight in each pass; only the axes that split its products divide it.
+        # Each microbatch reads the whole weight in each pass; only axes that split the map's products divide it.
         is_expert = id(linear) in idle
-        split = plan.size(TENSOR) * plan.size(PIPE) * (plan.size(EXPERT) if is_expert else 1)
-        weights += math.prod(linear.shape) / split * plan.microbatches
+        product_pieces = plan.size(TENSOR) * plan.size(PIPE) * (plan.size(EXPERT) if is_expert else 1)
+        weights += math.prod(linear.shape) / product_pieces * plan.microbatches
         # A token goes through the map of every layer or, for maps of experts, only through its chosen experts' maps.
         stacked_maps = math.prod(linear.shape[: len(linear.shape) - len(linear.sizes)])
         maps_per_token = stacked_maps * (1 - idle.get(id(linear), 0.0))
         outputs = math.prod(linear.output_shape)
         inputs = math.prod(linear.sizes.values()) / outputs
         activations += maps_per_token * (outputs + inputs)
-    split = plan.size(TENSOR) * plan.size(PIPE) * plan.size(EXPERT) * (plan.size(FSDP) if plan.zero else 1)
-    parameters = sum(x.size for x in jax.tree.leaves(model) if nn.is_trainable(x)) / split
+    state_pieces = plan.size(TENSOR) * plan.size(PIPE) * plan.size(EXPERT) * (plan.size(FSDP) if plan.zero else 1)
+    parameters = sum(x.size for x in jax.tree.leaves(model) if nn.is_trainable(x)) / state_pieces
     # The update reads and writes a weight and two moments, and reads a gradient: 7 numbers of float32.
-    return (3 * width * (weights + activations * tokens) + 7 * 4 * parameters) / accelerator.bandwidth
+    return (3 * itemsize * (weights + activations * tokens) + 7 * 4 * parameters) / accelerator.bandwidth

@@ -38,7 +38,7 @@ def _ignore(*_: object) -> None:
 
 
 class Candidate(NamedTuple):
-    """An untraced plan with its model. Judged by the shapes of the model's arrays, the plan may fit."""
+    """A plan that has not been traced. Its state fits into memory; the whole step may or may not fit."""
 
     plan: parallel.Plan
     """The plan, over a mesh without devices."""
@@ -84,7 +84,7 @@ class Proposal(NamedTuple):
 
 
 class ShapeRanking(NamedTuple):
-    """The best plans by their shapes alone, before any plan is traced."""
+    """The best plans by formulas over the shapes of arrays, before any plan is traced."""
 
     proposals: list[Proposal]
     compared: int
@@ -105,7 +105,7 @@ class PlanSearch(NamedTuple):
     meshes: int
     """Number of meshes that suit the model."""
     candidates: int
-    """Number of plans that may fit, judged by shapes; 1 if no plan may fit, since the smallest plan is then traced."""
+    """Number of plans that may fit by the shapes of arrays; 1 if none may, since the smallest plan is then traced."""
     traced: int
     """Number of plans that were traced, so that all their bytes are known."""
 
@@ -124,12 +124,12 @@ def search_plans(
     """Search all meshes with the same number of devices for plans that fit into the memory of a device.
 
     The plans differ from `states.plan` in the mesh, in the stage of ZeRO (the stage of `states.plan`, or 3) and in the
-    policy of recomputation (the model's policy, or `full`). Nothing is compiled: plans are ranked by their shapes, and
-    the best plans are traced. If the target is a topology, plans are ranked by the time of a step, computed by formulas
-    to three digits, and then by the bytes that a device holds. If the topology has several machines of GPUs, plans with
-    a copy of the state on each machine are tried too. Without a topology, plans are ranked by the bytes that a device
-    sends. The time of copies to hosts is known only after tracing, so it changes the order of the proposed plans, but
-    not the choice of the plans to trace.
+    policy of recomputation (the model's policy, or `full`). Nothing is compiled: plans are ranked by formulas over the
+    shapes of arrays, and the best plans are traced. If the target is a topology, plans are ranked by the seconds of a
+    step, rounded to three digits, and then by the bytes that a device holds. If the topology has several machines of
+    GPUs, plans with a copy of the state on each machine are tried too. Without a topology, plans are ranked by the
+    bytes that a device sends. The seconds of copies to hosts are known only after tracing, so these seconds change the
+    order of the proposed plans, but not the choice of the plans to trace.
 
     Args:
         states: The training state under a plan; the searched plans keep the other settings of this plan.
@@ -139,7 +139,7 @@ def search_plans(
         limit: Maximum number of plans to propose.
         max_traced: Maximum number of plans to trace; None: 64 until a plan fits, then 16.
         progress: Called before each mesh that is compared and each plan that is traced.
-        show_ranking: Called once, within seconds and before any plan is traced, with the best plans by shapes alone.
+        show_ranking: Called once, within seconds and before any plan is traced, with the best plans so far.
     """
     if target.memory is None:
         raise ValueError(f"search_plans(target={target}): only plans that fit are searched, so give a device's memory.")
@@ -192,23 +192,24 @@ class _PlannedStep:
         return step_bytes(states, candidate.model, self.batch, self.target.platform)
 
     def make_candidates(self, mesh: AbstractMesh, zero: int) -> tuple[int | None, list[Candidate]]:
-        """Return the bytes of the state on a mesh (None if it does not suit the model), and plans whose state fits.
+        """Return the bytes of a device's state on a mesh, and the plans on this mesh whose state fits.
 
-        The state on a mesh is computed once, for all policies of recomputation.
+        The plans are one plan for each policy of recomputation: the model's policy and `full`. The bytes are None if
+        the mesh does not suit the model.
         """
         (rows, seq), model = self.batch.ids.shape, self.model
         plan = for_platform(dataclasses.replace(self.states.plan, mesh=mesh, zero=zero), self.target.platform)
+        variants = [model]
+        if model.stacks[0].remat != "full":
+            variants.append(nn.with_execution(model, remat="full"))
         state_size, size_between_steps, candidates = None, 0, []
-        for variant in (model, *([nn.with_execution(model, remat="full")] if model.stacks[0].remat != "full" else [])):
+        for variant in variants:
             try:
                 plan.check(variant, rows=rows, seq=seq, group=self.batch.group)
             except ValueError:  # the plan does not suit the model
                 break
-            if state_size is None:
-                local = state_bytes(self.states.with_plan(plan)).items()
-                state_by_cause = {cause: size for cause, (size, _) in local if cause != ON_HOST}
-                state_size = sum(state_by_cause.values())
-                size_between_steps = state_size - state_by_cause["gradients"]
+            if state_size is None:  # Recomputation does not change the state, so it is computed once.
+                state_size, size_between_steps = self._state_sizes(plan)
             if state_size > self.memory:
                 break
             sent_by = tuple(sent_bytes(plan, variant, rows=rows, seq=seq, trained=self.states.optimizer.trained))
@@ -216,6 +217,12 @@ class _PlannedStep:
             sent = math.fsum(item.size for item in sent_by)
             candidates.append(Candidate(plan, variant, state_size, sent, sent_by, min_held))
         return state_size, candidates
+
+    def _state_sizes(self, plan: parallel.Plan) -> tuple[int, int]:
+        """Return the bytes of a device's state with its gradients, and without them, as between two steps."""
+        sizes = {cause: local for cause, (local, _) in state_bytes(self.states.with_plan(plan)).items()}
+        total = sum(size for cause, size in sizes.items() if cause != ON_HOST)
+        return total, total - sizes["gradients"]
 
 
 def _rank_by_shapes(
@@ -227,8 +234,8 @@ def _rank_by_shapes(
     """
     ranked: list[Proposal] = []
     state_sizes: list[int] = []
-    pairs = _meshes_over(step.target, step.states.plan, step.model)
-    meshes = sorted(pairs, key=lambda pair: _mesh_complexity(pair[0]))
+    meshes = _meshes_over(step.target, step.states.plan, step.model)
+    meshes = sorted(meshes, key=lambda mesh_and_zero: _mesh_complexity(mesh_and_zero[0]))
     is_shown, start = False, time.monotonic()
 
     def show(compared: int) -> None:
@@ -241,7 +248,8 @@ def _rank_by_shapes(
             is_shown = True
             show(number)
         state_size, candidates = step.make_candidates(mesh, zero)
-        state_sizes += [] if state_size is None else [state_size]
+        if state_size is not None:
+            state_sizes.append(state_size)
         ranked += [Proposal(candidate, candidate.min_held, step.step_time(candidate)) for candidate in candidates]
     if not is_shown:
         show(len(meshes))
@@ -251,7 +259,7 @@ def _rank_by_shapes(
 def _meshes_over(
     target: _forecast.Target, plan: parallel.Plan, model: nn.LanguageModel
 ) -> Iterator[tuple[AbstractMesh, int]]:
-    """Return the meshes to compare, each with a stage of zero."""
+    """Return the meshes to compare, each with a stage of ZeRO."""
     if (topology := _forecast.topology_of(target)) is None:
         return enumerate_meshes(plan.mesh.size, plan, model)
     switched = topology.accelerator.switched
@@ -263,7 +271,7 @@ def _meshes_over(
 
 
 def _mesh_complexity(mesh: AbstractMesh) -> tuple[int, int]:
-    """Return the number of axes that split anything, and the product of the sizes of all axes but `fsdp`."""
+    """Return the number of axes with several devices, and the product of the sizes of all axes but `fsdp`."""
     sizes = parallel.axis_sizes(mesh)
     return sum(size > 1 for size in sizes.values()), mesh.size // sizes.get(FSDP, 1)
 
@@ -286,14 +294,15 @@ def enumerate_meshes(
     context: int = MAX_CONTEXT,
     replicas: Iterable[int] = (1,),
 ) -> Iterator[tuple[AbstractMesh, int]]:
-    """Yield the meshes of `devices` devices, each with a ZeRO stage: the plan's and, if `fsdp` has several devices, 3.
+    """Yield pairs of a mesh of `devices` devices and a stage of ZeRO.
 
-    `pipe` has at most as many stages as there are microbatches and layers, `expert` as many devices as there are
-    experts; `fsdp` has the remaining devices.
+    Each mesh is yielded with the plan's stage and, if `fsdp` has several devices, with stage 3. The size of `pipe` is
+    at most the number of microbatches and at most the number of layers. The size of `expert` is at most the number of
+    experts. `fsdp` has the devices that the other axes leave.
 
     Args:
-        devices: Devices of each mesh.
-        plan: Plan with the number of microbatches and the stage of zero.
+        devices: Number of devices of each mesh.
+        plan: Plan with the number of microbatches and the stage of ZeRO.
         model: The model, or its shapes.
         tensor: Maximum number of devices of the axis `tensor`.
         context: Maximum number of devices of the axis `context`.
@@ -307,7 +316,8 @@ def enumerate_meshes(
         if fsdp and not remainder:
             sizes = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, PIPE: pipe}
             sizes |= {CONTEXT: context_size, TENSOR: tensor_size}
-            yield from ((abstract_mesh(sizes), zero) for zero in sorted({plan.zero, 3} if fsdp > 1 else {plan.zero}))
+            for zero in sorted({plan.zero, 3} if fsdp > 1 else {plan.zero}):
+                yield abstract_mesh(sizes), zero
 
 
 def _divisors(number: int, largest: int) -> list[int]:
@@ -332,10 +342,10 @@ def _trace_until_fits(
     limit: int,
     progress: Progress,
 ) -> tuple[list[tuple[Candidate, StepBytes]], list[tuple[Candidate, StepBytes]]]:
-    """Trace candidates in order up to a limit; return the candidates that may fit, and all traced candidates.
+    """Trace candidates in order until `limit` of them may fit, and return these candidates and all traced candidates.
 
-    Each candidate is returned with its bytes. The estimate without its margin decides, so plans that only the compiler
-    can judge count as fitting.
+    Each candidate is returned with the bytes of its step. A candidate may fit if its estimate without the margin is at
+    most `memory`; only the compiler can tell whether such a candidate fits.
     """
     fitting: list[tuple[Candidate, StepBytes]] = []
     traced: list[tuple[Candidate, StepBytes]] = []
@@ -373,36 +383,40 @@ def search_decode_plans(
     limit: int = 3,
     progress: Progress = _ignore,
 ) -> list[DecodePlan]:
-    """Search for plans for decoding that fit into a topology's memory by formulas, fewest changes first.
+    """Search for plans for decoding that fit into a topology's memory by formulas.
 
-    Each plan keeps the settings of `plan`, on another mesh over `tensor`, `expert` and `fsdp`. Plans are ranked by
-    their time. After all meshes, the search tries all meshes with int8 caches and, if no mesh holds all rows, with half
-    of the rows, a quarter, and so on. Meshes that do not suit the model are left out.
+    Each plan keeps the settings of `plan`, on another mesh over `tensor`, `expert` and `fsdp`. First, all meshes are
+    tried with all rows and `cache_dtype`. If fewer than `limit` plans fit and `cache_dtype` is None, all meshes are
+    tried again with int8 caches. If no plan fits with all rows, half of the rows are tried, then a quarter, and so on.
+    The plans are returned in the order of these attempts, and within one attempt by rising time. Meshes that do not
+    suit the model are left out.
 
     Args:
         plan: The plan that does not fit.
         model: The model, or its shapes, in the dtype in which it is served.
         topology: Devices to plan for.
         rows: Rows that are decoded together.
-        capacity: Slots of a row's caches.
+        capacity: Tokens of each row that the caches have room for.
         cache_dtype: Dtype of cached keys and values; None: the compute dtype.
         limit: Maximum number of plans to return.
         progress: Called with the number of plans that were tried, and the largest possible number.
     """
-    without_stages = dataclasses.replace(plan, microbatches=1)
-    meshes = enumerate_meshes(topology.devices, without_stages, model, tensor=topology.devices, context=1)
+    unpipelined = dataclasses.replace(plan, microbatches=1)  # With one microbatch, `pipe` has one stage.
+    meshes = enumerate_meshes(topology.devices, unpipelined, model, tensor=topology.devices, context=1)
     plans = [dataclasses.replace(plan, mesh=mesh) for mesh, zero in meshes if zero == plan.zero]
     small_dtype = "int8" if cache_dtype is None else cache_dtype
-    variants = dict.fromkeys(
-        [(rows, cache_dtype), *((rows >> halvings, small_dtype) for halvings in range(rows.bit_length()))]
-    )
+    variants = [(rows, cache_dtype)]
+    for halvings in range(rows.bit_length()):
+        if (variant := (rows >> halvings, small_dtype)) not in variants:
+            variants.append(variant)
     results: list[DecodePlan] = []
-    for variant, (row_count, dtype) in enumerate(variants):
+    for variant_index, (row_count, dtype) in enumerate(variants):
         if len(results) >= limit or (results and row_count < rows):
             break
         fitting = []
         for number, mesh_plan in enumerate(plans):
-            progress("ways to decode tried, at most", variant * len(plans) + number, len(variants) * len(plans))
+            done = variant_index * len(plans) + number
+            progress("ways to decode tried, at most", done, len(variants) * len(plans))
             try:
                 sizes = _forecast.decode_held(*decode_shapes(mesh_plan, model, row_count, capacity, dtype))
                 if sum(sizes.values()) > topology.accelerator.memory:

@@ -1,4 +1,8 @@
-"""Bytes that a device sends in a step under a plan, by cause: from formulas, and counted in compiled programs."""
+"""Bytes that a device sends in a training step under a plan, by cause, from formulas.
+
+In this file, a *stream* is the residual stream of a model whose layers are split over the axis `tensor`. It is whole on
+each device, or split by tokens or by features.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,8 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .. import nn, parallel, training
-from ..parallel import COLLECTIVES, CONTEXT, EXPERT, FSDP, PIPE, STATE, TENSOR
-from ..program import Transfer
+from ..parallel import CONTEXT, EXPERT, FSDP, PIPE, STATE, TENSOR
 from ._bounds import context_bytes, gather_bytes, pipeline_bytes, sharded_state_bytes
 
 
@@ -35,15 +38,12 @@ def sum_by_cause(sent: Iterable[Sent]) -> dict[str, float]:
     return sizes
 
 
-def _merge(sent: Iterable[Sent]) -> list[Sent]:
+def merge_sent(sent: Iterable[Sent]) -> list[Sent]:
     """Add up the bytes of one cause and one `what`, and leave out sums of 0."""
     sizes: dict[tuple[str, str], float] = {}
     for cause, what, size in sent:
         sizes[cause, what] = sizes.get((cause, what), 0.0) + size
     return [Sent(cause, what, size) for (cause, what), size in sizes.items() if size]
-
-
-# Formulas.
 
 
 def sent_bytes(
@@ -58,7 +58,7 @@ def sent_bytes(
 
     A search ranks plans by these formulas, which take a hundredth of the time of a trace. The model's `remat` and the
     plan's `stage_remat` decide which collectives the backward pass repeats. The sums of norms, and positions that are
-    sent with keys, are small and left out. Tokens reach experts by the method that the plan's platform uses.
+    sent with keys, are small and left out.
 
     Args:
         plan: How the model is laid out.
@@ -68,8 +68,8 @@ def sent_bytes(
         trained: Picks the parameters that are trained, like the optimizer's `trained`. Frozen parameters have no
             gradients, and are sent only if they are split over devices.
     """
-    pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
-    tokens = float(rows // pieces * seq // plan.size(CONTEXT))
+    microbatches_on_all_devices = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
+    tokens = float(rows // microbatches_on_all_devices * seq // plan.size(CONTEXT))  # of a device's microbatch
     model = plan.shapes(model)
     trained_model = trained(model)
     sent = list(_state(plan, model, trained_model))
@@ -89,11 +89,11 @@ def sent_bytes(
         sent.append(Sent(PIPE, "activations and their gradients", _pipeline(plan, model, tokens)))
         edges = _edge_gradients(plan, model, trained_model)
         sent.append(Sent(STATE, "gradients of embedding and head, over stages", edges))
-    return _merge(sent)
+    return merge_sent(sent)
 
 
 class _PlacedArray(NamedTuple):
-    """An array of a model, as a plan lays it out over devices."""
+    """An array of a model, and its layout over the devices of a plan."""
 
     whole: jax.ShapeDtypeStruct
     """Shape of the array on all devices together."""
@@ -128,18 +128,27 @@ class _PlacedArray(NamedTuple):
 def place_arrays(
     plan: parallel.Plan, model: nn.LanguageModel, trained_model: nn.LanguageModel
 ) -> Iterator[_PlacedArray]:
-    """Yield the floating-point arrays of a model, given as shapes."""
+    """Yield the floating-point arrays of a model, whose leaves are shapes, with their layouts.
+
+    In `trained_model`, None takes the place of frozen arrays.
+    """
     leaves = plan.leaves(model)
     specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
-    pairs = zip(model.stacks, leaves.stacks, strict=True)
-    layers = {id(leaf): len(stack) for stack, stack_leaves in pairs for leaf in jax.tree.leaves(stack_leaves)}
+    layers_by_leaf: dict[int, int] = {}
+    for stack, stack_leaves in zip(model.stacks, leaves.stacks, strict=True):
+        layers_by_leaf |= dict.fromkeys(map(id, jax.tree.leaves(stack_leaves)), len(stack))
     structure = jax.tree.structure(model)
     trees = map(structure.flatten_up_to, (model, leaves, specs, trained_model))
     for x, leaf, spec, trained in zip(*trees, strict=True):
         if spec is not None and jnp.issubdtype(x.dtype, jnp.floating):
-            shard, is_trained = jax.sharding.NamedSharding(plan.mesh, spec).shard_shape(x.shape), trained is not None
             yield _PlacedArray(
-                x, shard, leaf.fsdp_dim, leaf.gather_dtype, leaf.reduced, layers.get(id(leaf), 0), is_trained
+                whole=x,
+                shard=jax.sharding.NamedSharding(plan.mesh, spec).shard_shape(x.shape),
+                fsdp_dim=leaf.fsdp_dim,
+                gathered_dtype=leaf.gather_dtype,
+                summed_axes=leaf.reduced,
+                layers=layers_by_leaf.get(id(leaf), 0),
+                is_trained=trained is not None,
             )
 
 
@@ -149,13 +158,15 @@ def _state(plan: parallel.Plan, model: nn.LanguageModel, trained_model: nn.Langu
     if plan.splits_tables and parallel.chunked_tables(model).logits:
         logits_table = model.embedding.weight if model.head is None else model.head.weight  # type: ignore[attr-defined]
     for array in place_arrays(plan, model, trained_model):
-        makes_logits = array.whole is logits_table
-        is_tied = makes_logits and model.head is None
-        if array.is_trained or plan.zero == 3:  # a frozen, replicated array is never sent
-            # A head whose logits are computed in chunks is gathered in each pass.
-            yield from _sharded_state(plan, array, _count_gathers(plan, model, array) + (makes_logits and not is_tied))
-            if is_tied:
+        if array.is_trained or plan.zero == 3:  # A frozen, replicated array is never sent.
+            gathers = _count_gathers(plan, model, array)
+            if array.whole is not logits_table:
+                yield from _sharded_state(plan, array, gathers)
+            elif model.head is None:  # The logits are computed from the embedding's table, which is gathered for both.
+                yield from _sharded_state(plan, array, gathers)
                 yield from _tied_logits(plan, model, array)
+            else:  # A head whose logits are computed in chunks is gathered in each of the two passes.
+                yield from _sharded_state(plan, array, gathers + 1)
         if array.is_trained:
             yield _summed_gradient(plan, array)
 
@@ -164,20 +175,22 @@ def _count_gathers(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedA
     """Return how often a microbatch gathers an array at stage 3 of ZeRO.
 
     An array outside of layers is gathered once for both passes. So is an array of a stack of one layer, because
-    compilers remove a loop of one iteration. In a pipeline, the backward pass of a part of the layers may recompute
-    the part's forward pass. Parameters are then gathered once more, unless the part has only one layer, whose gathered
-    parameters stay.
+    compilers remove a loop of one iteration. Any other array of a layer is gathered in each of the two passes. In a
+    pipeline whose stages recompute their forward pass, the recomputation gathers the array once more, unless the
+    schedule computes one layer at a time: the layer's gathered parameters then stay for its backward pass.
     """
-    is_in_loop = array.layers > 1 or (array.layers and plan.is_pipelined)
-    if not is_in_loop:
+    if array.layers == 0 or (array.layers == 1 and not plan.is_pipelined):
         return 1
-    is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
-    return 2 + (plan.reruns_stages and is_deep)
+    if not plan.reruns_stages:
+        return 2
+    runs_several_layers = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
+    return 3 if runs_several_layers else 2
 
 
 def _sharded_state(plan: parallel.Plan, array: _PlacedArray, gathers: int) -> Iterator[Sent]:
     """Yield the bytes of an array and of its gradient over `fsdp`."""
-    once = plan.is_pipelined and not (plan.zero == 3 and array.layers)
+    # A pipeline sends the arrays once a step, except for layers at stage 3 of ZeRO, which each microbatch sends.
+    is_sent_once = plan.is_pipelined and not (plan.zero == 3 and array.layers)
     gathered = jnp.dtype(array.gathered_dtype) if plan.zero == 3 else array.whole.dtype
     kinds = ((_PARAMETERS, gathered.itemsize, 0), (GRADIENTS, 0, array.gradient_itemsize))
     for name, weight_bytes, gradient_bytes in kinds:
@@ -185,7 +198,7 @@ def _sharded_state(plan: parallel.Plan, array: _PlacedArray, gathers: int) -> It
             array.size,
             array.fsdp_pieces(plan),
             zero=plan.zero,
-            microbatches=1 if once else plan.microbatches,
+            microbatches=1 if is_sent_once else plan.microbatches,
             gathers=gathers,
             weight_bytes=weight_bytes,
             gradient_bytes=gradient_bytes,
@@ -194,7 +207,7 @@ def _sharded_state(plan: parallel.Plan, array: _PlacedArray, gathers: int) -> It
 
 
 def _tied_logits(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedArray) -> Iterator[Sent]:
-    """Yield the bytes that logits from a tied table add to the lookup: two gathers and a second gradient."""
+    """Yield the bytes that logits from a tied table add to the bytes of the lookup: two gathers and a gradient."""
     for name, itemsize in ((_PARAMETERS, 2 * _activation_bytes(model)), (GRADIENTS, array.gradient_itemsize)):
         size = plan.microbatches * gather_bytes(array.size * itemsize, array.fsdp_pieces(plan))
         yield Sent(STATE, f"{name}, zero {plan.zero}", size)
@@ -221,7 +234,8 @@ def _edge_gradients(plan: parallel.Plan, model: nn.LanguageModel, trained_model:
     arrays = place_arrays(plan, model, trained_model)
     size = sum(array.size * array.gradient_itemsize for array in arrays if not array.layers)
     splits_features = plan.stream is not None and plan.stream.splits_features
-    if splits_features and trained_model.embedding.weight is not None:  # the table is also split by ids
+    if splits_features and trained_model.embedding.weight is not None:
+        # The loss reads a copy of the table that is split by ids, and the copy's gradient is summed over stages, too.
         table = model.embedding.weight
         size += table.size / plan.size(TENSOR) * max(table.dtype.itemsize, 4)
     return 2 * gather_bytes(size, plan.size(PIPE))
@@ -231,38 +245,67 @@ def _tensor_layers(
     plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float
 ) -> float:
     """Return the bytes of activations that a stack's sublayers gather or scatter; an all-reduce counts as both."""
-    embed = model.embedding.weight.shape[-1]
-    replicated, slices = [layer for _, layer in parallel.replicated_layers(stack)], _slice_bytes(plan, stack)
+    replicated = [layer for _, layer in parallel.replicated_layers(stack)]
+    slices = _slice_bytes(plan, stack)
     gathered = [layer for layer in replicated if _is_gathered(layer, stream, slices)]
-    layers = nn.modules(stack, (nn.Mixer, nn.FeedForward, nn.Experts))
-    sublayers = [layer for layer in layers if not any(layer is whole_layer for whole_layer in replicated)]
+    sublayers = nn.modules(stack, (nn.Mixer, nn.FeedForward, nn.Experts))
+    split = [layer for layer in sublayers if not any(layer is whole_layer for whole_layer in replicated)]
+    values = _count_layer_values(plan, stream, model.embedding.weight.shape[-1], stack, gathered, split)
+    slice_sends = 3 if stack.remat != "none" or plan.reruns_stages else 2
+    slices_sent = sum(slices.values()) / len(stack) * slice_sends
+    size = tokens * values * _activation_bytes(model) + slices_sent
+    return _evaluations(plan, stack) * gather_bytes(size, plan.size(TENSOR))
+
+
+def _count_layer_values(
+    plan: parallel.Plan,
+    stream: parallel.ResidualStream,
+    embed: int,
+    stack: nn.LayerStack,
+    gathered: list[PyTree],
+    split: list[PyTree],
+) -> int:
+    """Return how many values per token a layer of a stack gathers or scatters in both passes of a microbatch.
+
+    Args:
+        plan: How the model is laid out.
+        stream: The residual stream.
+        embed: Channels of the stream.
+        stack: The layers.
+        gathered: Sublayers that every device computes, after gathering their inputs.
+        split: Sublayers that are split over devices.
+    """
+    # `forward` counts the values of a forward pass, and `rerun` the values of a forward pass that is recomputed.
     if stream.splits_features:
-        maps = len(gathered) * embed - sum(_scattered_outputs(plan, linear) for linear in nn.linear_maps(gathered))
-        rerun = forward = maps + sum(_scattered_outputs(plan, linear) for linear in nn.linear_maps(stack))
+        outputs = sum(_scattered_outputs(plan, linear) for linear in nn.linear_maps(stack))
+        outputs -= sum(_scattered_outputs(plan, linear) for linear in nn.linear_maps(gathered))
+        rerun = forward = len(gathered) * embed + outputs
     else:
-        outputs = sum(map(_count_outputs, sublayers))
-        outputs += len(gathered) * stream.is_whole  # the first device sends its result of a replicated layer to all
-        # A sublayer gathers the stream once.
-        forward = (len(sublayers) + len(gathered) + outputs) * embed
+        outputs = sum(map(_count_outputs, split))
+        if stream.is_whole:  # The first device sends its result of a replicated layer to all devices.
+            outputs += len(gathered)
+        # Each sublayer gathers the stream once.
+        forward = (len(split) + len(gathered) + outputs) * embed
         rerun = 2 * outputs * embed if stream.is_whole else forward
-    again = plan.reruns_stages * rerun
+    values = 2 * forward
+    if plan.reruns_stages:
+        values += rerun
     keeps_scattered = stream.splits_tokens and stack.remat.startswith("full")
     if _sends_again(stack) and not keeps_scattered:
         # The last output is kept as the next layer's input.
-        again += rerun - embed * (2 if stream.is_whole else 1)
+        values += rerun - embed * (2 if stream.is_whole else 1)
     elif not stream.is_whole and (stack.remat != "none" or stream.overlap != "none"):
         # Gathered inputs are not kept.
-        again += (len(gathered) + len(sublayers) * stream.splits_tokens) * embed
-    slices_sent = sum(slices.values()) / len(stack) * (2 + (stack.remat != "none" or plan.reruns_stages))
-    size = tokens * (2 * forward + again) * _activation_bytes(model) + slices_sent
-    return _evaluations(plan, stack) * gather_bytes(size, plan.size(TENSOR))
+        values += (len(gathered) + (len(split) if stream.splits_tokens else 0)) * embed
+    return values
 
 
 def _is_gathered(layer: PyTree, stream: parallel.ResidualStream, slices: Mapping[int, int]) -> bool:
     """Return whether a replicated layer gathers its input.
 
-    A mixer gathers all tokens. Any other layer gathers all features if its arrays or the features of the stream are
-    split. `slices` has, by module id, the bytes of the arrays that are split.
+    A mixer gathers all tokens. Any other layer gathers all features if the features of the stream are split, or if the
+    stream is whole and some of the layer's arrays are split. `slices` maps the id of each replicated module to the
+    bytes of its split arrays.
     """
     if isinstance(layer, nn.Mixer) or stream.splits_features:
         return True
@@ -280,8 +323,8 @@ def _layer_inputs(
     """Return the bytes to gather the stream for `PerLayerInputs`, once for all layers, and to scatter its gradient."""
     embed = model.embedding.weight.shape[-1]
     maps = nn.linear_maps(model.parts.layer_inputs)
-    numbers = sum(_scattered_outputs(plan, linear) if stream.splits_features else embed for linear in maps)
-    return plan.microbatches * gather_bytes(2 * tokens * numbers * _activation_bytes(model), plan.size(TENSOR))
+    values = sum(_scattered_outputs(plan, linear) if stream.splits_features else embed for linear in maps)
+    return plan.microbatches * gather_bytes(2 * tokens * values * _activation_bytes(model), plan.size(TENSOR))
 
 
 def _slice_bytes(plan: parallel.Plan, stack: nn.LayerStack) -> dict[int, int]:
@@ -310,20 +353,22 @@ def _vocabulary(
     trained_model: nn.LanguageModel,
     tokens: float,
 ) -> float:
-    """Return the bytes that lookup and loss send: vectors of tokens in both passes, and three numbers per token."""
+    """Return the bytes that lookup and loss send: vectors of tokens in both passes, and sums of the loss per token."""
     table = model.embedding.weight
-    embed, weight = table.shape[-1], table.dtype.itemsize
+    embed, itemsize = table.shape[-1], table.dtype.itemsize
     passes = 1 if trained_model.embedding.weight is None else 2
     if stream.is_whole:  # vectors are summed by an all-reduce
         lookups = 2
     else:
         lookups = passes if stream.splits_tokens else 0
-    rounds = plan.microbatches / (plan.size(PIPE) if plan.spreads_edges else 1)
-    size = rounds * tokens * (lookups * embed * weight + 2 * embed * _activation_bytes(model) + 2 * 3 * 4)
+    # With spread edges, each stage looks up, and computes the loss of, its share of the microbatches.
+    microbatches = plan.microbatches / (plan.size(PIPE) if plan.spreads_edges else 1)
+    loss_sums = 2 * 3 * 4  # Bytes of three all-reduced float32 numbers per token; an all-reduce counts twice.
+    size = microbatches * tokens * (lookups * embed * itemsize + 2 * embed * _activation_bytes(model) + loss_sums)
     if stream.splits_features:
         # The table is resharded from slices of features to slices of ids, and its gradient is resharded back.
-        swaps = 1 if plan.is_pipelined else plan.microbatches
-        size += passes * swaps * table.size / plan.size(TENSOR) * weight
+        reshards = 1 if plan.is_pipelined else plan.microbatches
+        size += passes * reshards * table.size / plan.size(TENSOR) * itemsize
     return gather_bytes(size, plan.size(TENSOR))
 
 
@@ -348,52 +393,60 @@ def _context(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
 def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float) -> Iterator[Sent]:
     """Yield the bytes that expert parallelism sends.
 
-    Forward: tokens, their choices and their weights to the experts, and results back. Backward: gradients of all these
-    except the choices. An exchange is counted as one round of all-to-alls.
+    A choice is a pair of a token and one of its experts. The forward pass sends tokens, choices and the choices'
+    weights to the experts, and the experts' results back. The backward pass sends the gradients of all of these except
+    the choices. An exchange is counted as one round of all-to-alls.
     """
     devices = plan.size(EXPERT)
     for moe in nn.modules(stack, (nn.ExpertMixture,)):
         facts = moe.router.facts()
-        vector = moe.expert_width(model.embedding.weight.shape[-1]) * _activation_bytes(model)  # bytes
+        vector_bytes = moe.expert_width(model.embedding.weight.shape[-1]) * _activation_bytes(model)
         top_k = 0 if facts.expert_choice else int(facts.choices)  # If experts choose tokens, no choices are sent.
         method = plan.expert_method_of(model, moe, int(tokens))
         if method == "exchange":
             sent = plan.exchange.count_sent(int(tokens) * top_k, devices)
-            # A ragged exchange sends the number of choices of each expert; a padded exchange sends each choice's
-            # expert.
+            # A ragged exchange sends one count of choices per expert; a padded exchange sends each choice's expert.
             numbers = devices * facts.experts if plan.exchange.is_ragged else sent
-            vectors, choices, weights = sent * vector, numbers * 4, 0.0
+            # The device that holds the token applies the weights, so the weights are not sent.
+            vectors, choices, weights = sent * vector_bytes, numbers * 4, 0.0
         else:
-            vectors, choices = devices * tokens * vector, devices * tokens * top_k * 4
+            vectors, choices = devices * tokens * vector_bytes, devices * tokens * top_k * 4
             weights = choices
+        size = 4 * vectors + choices + 2 * weights
         # No rematerialisation policy keeps the inputs of experts, and only `products` keeps their results. The stages
         # of a pipeline may also recompute their forward pass.
-        again = (stack.remat != "none") * (vectors + choices + weights)
-        again += (_sends_again(stack) and not weights) * vectors
-        again += plan.reruns_stages * (2 * vectors + choices + weights)
-        total = gather_bytes(4 * vectors + choices + 2 * weights + again, devices)
-        yield Sent(EXPERT, f"experts by {method}", _evaluations(plan, stack) * total)
+        if stack.remat != "none":
+            size += vectors + choices + weights
+        if _sends_again(stack) and not weights:
+            size += vectors
+        if plan.reruns_stages:
+            size += 2 * vectors + choices + weights
+        yield Sent(EXPERT, f"experts by {method}", _evaluations(plan, stack) * gather_bytes(size, devices))
 
 
 def _pipeline(plan: parallel.Plan, model: nn.LanguageModel, tokens: float) -> float:
-    """Return the bytes of a stage's outputs; all devices send in each tick in which any device has a message."""
-    # With spread edges, every tick also sends an input microbatch towards the first stage (`PipelinedStack`).
-    all_ticks = 2 * count_ticks(plan)
-    rounds = all_ticks if plan.spreads_edges else sum(parallel.count_link_ticks(plan.timetable()).values()) / 2
+    """Return the bytes that a stage sends; all devices send in each tick in which any device has a message."""
+    if plan.spreads_edges:  # Every tick also sends an input microbatch towards the first stage (`PipelinedStack`).
+        rounds = 2 * count_ticks(plan)
+    else:
+        rounds = sum(parallel.count_link_ticks(plan.timetable()).values()) / 2
     slices = 1 if plan.stream is None or plan.stream.is_whole else plan.size(TENSOR)
     embed = model.embedding.weight.shape[-1] * model.streams
     return pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_activation_bytes(model))
 
 
 def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float, float]:
-    """Return the channels per token of a device's queries, keys, values and outputs: at least one head of each."""
-    least = plan.size(CONTEXT) if plan.context_method == "heads" else 1
+    """Return the channels per token of a device's queries, keys, values and outputs: at least one head of each.
+
+    With the method `"heads"`, a device needs at least one head for each device of the axis `context`.
+    """
+    min_heads = plan.size(CONTEXT) if plan.context_method == "heads" else 1
     attends = mixer.facts().attends
     if attends is None:
         raise ValueError(f"{type(mixer).__name__} declares no attention core, so axis context cannot split its rows.")
 
     def count(channels: Iterable[tuple[int, ...]]) -> float:
-        return float(sum(max(heads / plan.size(TENSOR), least) * width for heads, width in channels))
+        return float(sum(max(heads / plan.size(TENSOR), min_heads) * width for heads, width in channels))
 
     return count(attends.query), count(attends.key), count(attends.value), count(attends.output)
 
@@ -401,7 +454,7 @@ def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float
 def _scattered_outputs(plan: parallel.Plan, linear: nn.LinearMap) -> int:
     """Return how many values per token a map scatters in a feature stream; values that it all-reduces count twice."""
     dims = plan.layout(splits_fsdp=False).dims
-    if not set(linear.inputs) & set(dims):  # No sum over devices: each device holds all inputs.
+    if not set(linear.inputs) & set(dims):  # Each device holds all inputs, so no partial sums are added up.
         return 0
     is_split = linear.outputs[0] in dims and linear.output_shape[0] % plan.size(TENSOR) == 0
     return math.prod(linear.output_shape) * (1 if is_split else 2)
@@ -424,51 +477,3 @@ def _activation_bytes(model: nn.LanguageModel) -> int:
 def count_ticks(plan: parallel.Plan) -> int:
     """Return how many iterations the pipeline's loop has."""
     return plan.microbatches + plan.size(PIPE) - 1 if plan.spreads_edges else plan.timetable().ticks
-
-
-# Programs.
-
-
-def counted_bytes(plan: parallel.Plan, transfers: Iterable[Transfer]) -> dict[str, float]:
-    """Return the bytes that a compiled program's collectives send, by the causes of `sent_bytes`.
-
-    The name of a collective gives its cause. Collectives without a name count as state: collectives of the partitioner,
-    gathers of parameters after the optimizer's step, and a few sums that JAX adds to a backward pass. All bytes over
-    the axis `tensor` alone count for `tensor`, because XLA merges gradients and sums of the loss into one all-reduce,
-    which keeps only one of their names. In a pipeline a collective counts only in the ticks that run it: entries are
-    branches of a conditional, and an idle entry sends nothing.
-    """
-
-    def to_sent(transfer: Transfer) -> Sent:
-        name, times = transfer.named(COLLECTIVES), transfer.times or 0
-        cause = TENSOR if transfer.axes == (TENSOR,) else _cause_of(name)
-        is_in_ticks = plan.is_pipelined and times and times % count_ticks(plan) == 0
-        share = _share_of_ticks(plan, cause) if is_in_ticks else 1.0
-        return Sent(cause, name or transfer.kind, share * times * transfer.sent)
-
-    return sum_by_cause(map(to_sent, transfers))
-
-
-def name_transfers(transfers: Iterable[Transfer]) -> tuple[Sent, ...]:
-    """Return the bytes that a device sends by the names of collectives; loops of unknown length count once."""
-
-    def to_sent(transfer: Transfer) -> Sent:
-        name = transfer.named(COLLECTIVES)
-        return Sent(_cause_of(name), name or transfer.kind, transfer.min_total)
-
-    return tuple(_merge(map(to_sent, transfers)))
-
-
-def _cause_of(name: str | None) -> str:
-    """Return the cause of a collective by its name."""
-    return STATE if name is None else COLLECTIVES[name]
-
-
-def _share_of_ticks(plan: parallel.Plan, cause: str) -> float:
-    """Return the share of a pipeline's ticks in which a device sends something for a cause."""
-    if cause != PIPE:
-        return plan.microbatches * plan.timetable().chunks / count_ticks(plan)
-    if plan.spreads_edges:
-        return 1.0
-    link_ticks = parallel.count_link_ticks(plan.timetable())
-    return sum(link_ticks.values()) / (len(link_ticks) * count_ticks(plan))
