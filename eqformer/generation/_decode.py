@@ -27,7 +27,7 @@ class SamplingState(eqx.Module):
     """Whether log-probabilities of sampled ids are computed after the transforms, rather than before."""
 
     def fold_in(self, stream: int | Int[Array, ""]) -> "SamplingState":
-        """Return a state whose random samples are independent of this state's samples."""
+        """Return a state with other random samples; samples of different `stream` numbers are independent."""
         return dataclasses.replace(self, keys=jax.vmap(lambda key: jax.random.fold_in(key, stream))(self.keys))
 
     def token_keys(self, positions: Int[Array, "batch seq"]) -> Key[Array, "batch seq"]:
@@ -45,7 +45,7 @@ class ProgramSizes(NamedTuple):
     width: int
     """Tokens of the longest row."""
     capacity: int
-    """Slots of the cache."""
+    """Number of tokens of a row for which the cache has room."""
     chunk: int | None
     """Tokens of a prefill chunk; None: the whole prompt."""
     cache_dtype: str | None = None
@@ -76,15 +76,15 @@ class Alternatives(eqx.Module):
         """
         count = self.ids.shape[2]
         shape = (*logits.shape[:2], count)
-        # Log-probabilities of all ids are computed inside the branch: an operand of `cond` is written to memory also in
-        # steps that skip the branch.
+        # `find` computes the log-probabilities of all ids itself, because an argument of `cond` would be written to
+        # memory even in steps that run `skip`.
         find = lambda: tuple(jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), count))
         skip = lambda: (jnp.zeros(shape, logits.dtype), jnp.zeros(shape, jnp.int32))
-        likeliest, ids = jax.lax.cond(jnp.any(self.wanted & ~done), find, skip)
+        log_probabilities, ids = jax.lax.cond(jnp.any(self.wanted & ~done), find, skip)
         return Alternatives(
             self.wanted,
             self.ids.at[index].set(ids, mode="drop"),
-            self.log_probabilities.at[index].set(likeliest, mode="drop"),
+            self.log_probabilities.at[index].set(log_probabilities, mode="drop"),
         )
 
 
@@ -184,11 +184,11 @@ def decode_until(
     With `done_limit`, the loop also ends when more than `done_limit` rows are done.
     """
 
-    def unfinished(rows: Rows) -> Array:
-        goes_on = jnp.any(~rows.done & (rows.lengths < length))
-        return goes_on if done_limit is None else goes_on & (jnp.sum(rows.done) <= done_limit)
+    def goes_on(rows: Rows) -> Array:
+        is_unfinished = jnp.any(~rows.done & (rows.lengths < length))
+        return is_unfinished if done_limit is None else is_unfinished & (jnp.sum(rows.done) <= done_limit)
 
-    return jax.lax.while_loop(unfinished, step, rows)
+    return jax.lax.while_loop(goes_on, step, rows)
 
 
 def decode_step(model: Model, rows: Rows, sampling: SamplingState) -> Rows:
@@ -206,16 +206,17 @@ def sample_ids(
     """Sample one id for each row by the Gumbel-max trick, `argmax(logits + noise)`; ties go to the lowest id.
 
     The noise of a row depends only on the key, the row's number and the position of the new token. The id is -1 if no
-    id can be sampled: all logits are minus infinity, or one is NaN.
+    id can be sampled, because all logits are minus infinity or a logit is NaN.
     """
     keys = None if sampling.transforms.is_greedy else sampling.token_keys(positions[:, None])[:, 0]
     return draw_ids(logits, keys)
 
 
 def draw_ids(logits: Float[Array, "*batch vocab"], keys: Key[Array, "*batch"] | None) -> Int[Array, "*batch"]:
-    """Draw an id for each token from the softmax of its logits, with the token's own key; None: the likeliest id.
+    """Draw an id for each token from the softmax of the token's logits, with the token's own key.
 
-    The id is -1 if all logits of a token are minus infinity, or one is NaN.
+    If `keys` is None, the id is the likeliest one. The id is -1 if all logits of a token are minus infinity, or if a
+    logit is NaN.
     """
     if keys is not None:
         draw = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))

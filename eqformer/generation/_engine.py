@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class _Row:
-    """A request that has a slot: its prompt is being read, or its text is being generated."""
+    """A request that has a row of the batch: its prompt is being read, or its text is being generated."""
 
     request: Request
     result: Result
@@ -55,9 +55,10 @@ class _Row:
 class Engine:
     """Engine that continues requests as they arrive; each gets the ids that `generate` would sample for it alone.
 
-    One compiled decoding step continues a fixed number of slots. A request waits until a slot is free, and its prompt
-    is read in chunks between decoding steps. A request's ids do not depend on other requests, on the slot or on the
-    time of arrival. A prefix that a prompt shares with earlier prompts is not read again.
+    One compiled decoding step continues all rows of a batch, whose number is fixed. The place of a row in the batch is
+    called a *slot*. A request waits until a slot is free, and its prompt is read in chunks between decoding steps. A
+    request's ids do not depend on other requests, on the slot or on the time of arrival. A prefix that a prompt shares
+    with earlier prompts is not read again.
 
     `submit` and `cancel` may be called from any thread. Only one thread at a time may call `step` or `run`.
     """
@@ -81,11 +82,12 @@ class Engine:
 
         Args:
             model: The model, which must have a cache.
-            slots: Number of requests that are continued at once.
+            slots: Number of slots, and so of requests that are continued at once.
             capacity: Maximum number of ids of a row, prompt included. It is rounded up to a multiple of 64, and lowered
                 if the model has fewer learned positions.
             prefill_chunk: Number of prompt ids that are read at once, rounded up to a multiple of 64. Between two
-                decoding steps, one such chunk is read for each free slot.
+                decoding steps, one such chunk is read for each free slot, but at most four chunks that do not complete
+                a prompt.
             stride: Maximum number of tokens of each row that are generated before the host reads them. A small stride
                 streams more evenly; a large stride is faster. While a request waits for a slot, a step ends as soon as
                 a row ends.
@@ -99,9 +101,9 @@ class Engine:
             least = 0 if name == "prefixes" else 1
             if value < least:
                 raise ValueError(f"Engine({name}={value}): {name} must be at least {least}.")
-        self._slots_per_row = self.capacity = round_up(capacity, BUCKET)
+        self._cache_capacity = self.capacity = round_up(capacity, BUCKET)
         if model.max_seq is not None:
-            self._slots_per_row = min(self.capacity, model.max_seq)
+            self._cache_capacity = min(self.capacity, model.max_seq)
             # A decoder never reads the last token that is sampled, so that token needs no position. An encoder reads
             # the whole prompt.
             self.capacity = min(self.capacity, model.max_seq + (model.start is None))
@@ -110,33 +112,41 @@ class Engine:
         self._has_draft = draft is not None
         self.model = add_draft(model, draft, draft_tokens, self.capacity)
         self._flat_model = FlatTree(self.model)
-        self._max_new = stride * (1 if draft is None else draft_tokens + 1) + 1
+        # A call of the decoding program runs at most `stride` steps, each of which appends at most `step_tokens` ids to
+        # a row. A row's first id, which is sampled when the row starts, reaches the host with the first call, too.
+        step_tokens = 1 if draft is None else draft_tokens + 1
+        self._max_new = stride * step_tokens + 1
         self._cache_dtype = cache_dtype
         # Rows cannot share the cache of a prefix if rotary frequencies depend on the length of the whole row.
-        shares = model.start is None and not depends_on_length(model, self.capacity)
-        self._prefixes = PrefixCaches(prefixes if shares else 0, self.prefill_chunk)
+        can_share = model.start is None and not depends_on_length(model, self.capacity)
+        self._prefixes = PrefixCaches(prefixes if can_share else 0, self.prefill_chunk)
         self._numbers = itertools.count()
         self._waiting: collections.deque[tuple[Request, Result]] = collections.deque()
         self._cancelled: collections.deque[int] = collections.deque()
         self._reading: _Row | None = None
         self._rows: dict[int, _Row] = {}
         self._biases = np.zeros((slots, model.vocab), np.float32)  # Added to the logits of each slot's next token.
-        self._state: FlatTree = free_rows(self._flat_model, slots, self.capacity, self._slots_per_row, cache_dtype)
+        self._state: FlatTree = free_rows(self._flat_model, slots, self.capacity, self._cache_capacity, cache_dtype)
         self._stream_queues: dict[int, asyncio.Queue[Result | Exception]] = {}
         self._stream_task: asyncio.Task[None] | None = None
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of all caches: of the slots, of the prompt that is being read, and of the stored prefixes."""
-        row = count_cache_bytes(self.model, 1, self._slots_per_row, self._cache_dtype)
-        slots = count_cache_bytes(self.model, self.slots, self._slots_per_row, self._cache_dtype)
-        return slots + row * (1 + self._prefixes.max_caches)
+        count_bytes = lambda rows: count_cache_bytes(self.model, rows, self._cache_capacity, self._cache_dtype)
+        return count_bytes(self.slots) + count_bytes(1) * (1 + self._prefixes.max_caches)
 
     @functools.cached_property
     def chunk_widths(self) -> tuple[int, ...]:
-        """Numbers of ids to which a chunk of a prompt is padded; each has a compiled program."""
-        doubled = (_SMALLEST_CHUNK << number for number in itertools.count())
-        return (*itertools.takewhile(lambda width: width < self.prefill_chunk, doubled), self.prefill_chunk)
+        """Widths to which a chunk of a prompt is padded: 32, 64, 128, ... up to `prefill_chunk`.
+
+        Each width has a compiled program.
+        """
+        widths, width = [], _SMALLEST_CHUNK
+        while width < self.prefill_chunk:
+            widths.append(width)
+            width *= 2
+        return (*widths, self.prefill_chunk)
 
     @property
     def is_idle(self) -> bool:
@@ -273,9 +283,9 @@ class Engine:
                 return
             for result in results:
                 if result.number in self._stream_queues:
+                    # Later steps extend the lists of the result, so the stream gets copies.
                     lists = {name: list(getattr(result, name)) for name in _GROWING}
-                    copied = dataclasses.replace(result, **lists)
-                    self._stream_queues[result.number].put_nowait(copied)
+                    self._stream_queues[result.number].put_nowait(dataclasses.replace(result, **lists))
 
     def _end_cancelled(self) -> list[Result]:
         """Mark cancelled requests as ended; return the results of requests that have not begun to generate.
@@ -305,34 +315,35 @@ class Engine:
         """
         unfinished_chunks = 0
         for _ in range(self.slots - len(self._rows)):
-            while self._reading is None:
-                if not self._waiting or len(self._rows) == self.slots:
-                    return
-                request, result = self._waiting.popleft()
-                self._reading = None if result.finish else self._begin_row(request, result)
-            row = self._reading
+            row = self._row_to_read()
+            if row is None:
+                return
             if self.model.start is None:
-                hidden = self._read_chunk(row)
-                if row.read < row.result.prompt_length:
-                    unfinished_chunks += 1
-                    if self._rows and unfinished_chunks == _MAX_CHUNKS:
-                        return
-                    continue
-                initial = row.prompt
+                hidden, initial = self._read_chunk(row), row.prompt
             else:
-                source, length = self._pad(row.prompt, self._slots_per_row)
-                chunk = Chunk(self._flat_model, *jax.device_put((source, np.zeros_like(length), length, length)))
-                hidden, row.cache = read_encoder_prompt(chunk, row.cache)
-                initial = np.asarray([self.model.start], np.int32)
-            self._start_row(row, initial, hidden)
-            self._rows[row.slot], self._reading = row, None
+                hidden, initial = self._read_encoder_prompt(row), np.asarray([self.model.start], np.int32)
+            if row.read == row.result.prompt_length:
+                self._start_row(row, initial, hidden)
+                self._rows[row.slot], self._reading = row, None
+                continue
+            unfinished_chunks += 1
+            if self._rows and unfinished_chunks == _MAX_CHUNKS:
+                return
+
+    def _row_to_read(self) -> _Row | None:
+        """Return the row whose prompt is being read, or else a row for the next waiting request; None without one."""
+        while self._reading is None and self._waiting:
+            request, result = self._waiting.popleft()
+            if not result.finish:
+                self._reading = self._begin_row(request, result)
+        return self._reading
 
     def _begin_row(self, request: Request, result: Result) -> _Row:
         """Give a request a slot and the cache of the longest stored prefix of its prompt, or an empty cache."""
         slot = min(set(range(self.slots)) - set(self._rows))
         cache, result.shared_length, keep_at = self._prefixes.find(tuple(request.prompt))
         if cache is None:
-            cache = init_cache(self._flat_model, 1, self._slots_per_row, self._cache_dtype)
+            cache = init_cache(self._flat_model, 1, self._cache_capacity, self._cache_dtype)
         prompt = np.asarray(request.prompt, np.int32)
         return _Row(request, result, prompt, slot, cache, result.shared_length, keep_at)
 
@@ -347,6 +358,14 @@ class Engine:
         row.read += len(part)
         if row.read == row.keep_at:
             self._prefixes.keep(tuple(row.request.prompt[: row.read]), row.cache)
+        return hidden
+
+    def _read_encoder_prompt(self, row: _Row) -> Float[jax.Array, "batch embed"]:
+        """Read a whole prompt with the model's encoder; return the hidden vector of the start id."""
+        source, length = self._pad(row.prompt, self._cache_capacity)
+        chunk = Chunk(self._flat_model, *jax.device_put((source, np.zeros_like(length), length, length)))
+        hidden, row.cache = read_encoder_prompt(chunk, row.cache)
+        row.read = len(row.prompt)
         return hidden
 
     def _start_row(
@@ -383,8 +402,9 @@ class Engine:
             # The mask of a row's second token depends on its first token, which the host does not have right after the
             # row starts. The first step of such a row therefore samples no token. It passes biases, although they are
             # unused, so that it runs the same program as later steps.
-            has_ids = all(row.result.ids for row in masked)
-            count, bias = int(has_ids), self._mask_next_tokens(masked if has_ids else ())
+            have_ids = all(row.result.ids for row in masked)
+            count = 1 if have_ids else 0
+            bias = self._mask_next_tokens(masked if have_ids else ())
         ended = np.ones(self.slots, bool)
         known = np.zeros(self.slots, np.int32)
         for slot, row in self._rows.items():
@@ -410,13 +430,13 @@ class Engine:
             return result
         can_go_on = bool(progress.logits_are_numbers[slot] and progress.has_candidates[slot])
         # If a row cannot go on, its last id is a placeholder, which was not sampled.
-        new = int(progress.lengths[slot]) - self._known_length(row) - (not can_go_on)
-        count = row.request.alternatives
+        new = int(progress.lengths[slot]) - self._known_length(row) - (0 if can_go_on else 1)
+        likely = row.request.alternatives
         tables = (
             progress.ids[slot, :new],
             progress.log_probabilities[slot, :new],
-            progress.alternative_ids[slot, :new, :count],
-            progress.alternative_log_probabilities[slot, :new, :count],
+            progress.alternative_ids[slot, :new, :likely],
+            progress.alternative_log_probabilities[slot, :new, :likely],
         )
         for token, log_probability, likely_ids, likely_values in zip(*(table.tolist() for table in tables)):
             result.ids.append(token)

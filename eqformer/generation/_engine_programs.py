@@ -82,17 +82,20 @@ class _Structure:
 
 
 class EngineRows(eqx.Module):
-    """Rows of an engine and the sampling state of each row; the row of a free slot is done."""
+    """The rows of an engine's batch, and the sampling state of each row.
+
+    A slot is the place of a row in the batch. The row of a free slot is done.
+    """
 
     rows: Rows
     sampling: SamplingState
 
 
 class NewTokens(NamedTuple):
-    """Arrays that the host reads after a decoding step: for each row its new ids and its state."""
+    """Arrays that the host reads after a decoding step: the new ids and the state of each row."""
 
     ids: Int[Array, "batch new"]
-    """Ids, from the first that the host does not have; entries after the row's length are unused."""
+    """Ids that the host does not have yet; entries after the row's length are unused."""
     log_probabilities: Float[Array, "batch new"]
     alternative_ids: Int[Array, "batch new top"]
     alternative_log_probabilities: Float[Array, "batch new top"]
@@ -110,7 +113,7 @@ def init_cache(model: FlatTree, batch: int, capacity: int, dtype: str | None) ->
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def free_rows(flat_model: FlatTree, batch: int, width: int, capacity: int, dtype: str | None) -> FlatTree:
-    """Return `EngineRows` of free slots for rows of up to `width` ids, with caches of `capacity` slots each."""
+    """Return `EngineRows` whose slots are all free, for rows of up to `width` ids and caches of `capacity` tokens."""
     model: Model = flat_model.tree
     lengths, cache = jnp.ones(batch, jnp.int32), model.init_cache(batch, capacity, dtype)
     alternatives = _no_alternatives(jnp.zeros(batch, bool), width, model.vocab)
@@ -240,8 +243,8 @@ def decode_slots(
 ) -> tuple[FlatTree, NewTokens]:
     """Sample tokens for all rows that have not ended. `flat_slots` holds the `EngineRows`, which are donated.
 
-    `max_new` is the width of the returned arrays: at most so many ids of a row are new to the host after a step. With
-    `is_greedy`, all rows take the likeliest tokens of the model's own logits.
+    `max_new` is the width of the returned arrays: after a step, at most `max_new` ids of a row are new to the host.
+    With `is_greedy`, all rows take the likeliest tokens of the model's own logits.
     """
     slots: EngineRows = flat_slots.tree
     sampling = slots.sampling
@@ -250,20 +253,21 @@ def decode_slots(
     elif inputs.bias is not None:
         sampling = eqx.tree_at(lambda state: state.transforms.transforms[0].bias, sampling, inputs.bias)
     rows = dataclasses.replace(slots.rows, done=slots.rows.done | inputs.ended)
+    # While a request waits, the loop ends as soon as a further row is done; otherwise there is no such limit.
     done_limit = jnp.where(inputs.has_waiting, jnp.sum(rows.done), len(rows.done))
     rows = decode_until(make_decode_step(inputs.model.tree, sampling), rows, rows.lengths + inputs.count, done_limit)
     columns = inputs.known[:, None] + jnp.arange(max_new, dtype=jnp.int32)
     columns = jnp.minimum(columns, rows.ids.shape[1] - 1)
-    assert rows.log_probabilities is not None and rows.alternatives is not None
-    take = lambda x: jnp.take_along_axis(x, columns.reshape(columns.shape + (1,) * (x.ndim - 2)), axis=1)
+    alternatives = rows.alternatives
+    assert rows.log_probabilities is not None and alternatives is not None
     progress = NewTokens(
-        take(rows.ids),
-        take(rows.log_probabilities),
-        take(rows.alternatives.ids),
-        take(rows.alternatives.log_probabilities),
-        rows.lengths,
-        rows.done,
-        rows.logits_are_numbers,
-        rows.has_candidates,
+        ids=jnp.take_along_axis(rows.ids, columns, axis=1),
+        log_probabilities=jnp.take_along_axis(rows.log_probabilities, columns, axis=1),
+        alternative_ids=jnp.take_along_axis(alternatives.ids, columns[..., None], axis=1),
+        alternative_log_probabilities=jnp.take_along_axis(alternatives.log_probabilities, columns[..., None], axis=1),
+        lengths=rows.lengths,
+        done=rows.done,
+        logits_are_numbers=rows.logits_are_numbers,
+        has_candidates=rows.has_candidates,
     )
     return FlatTree(EngineRows(rows, slots.sampling)), progress

@@ -130,7 +130,7 @@ def generate(
             rows, counts = start(padded.sizes, None)
         else:
             rows, _ = start(padded.sizes, ROUND)
-            rows, counts = _decode_until(ends_row, rows, padded.initial_lengths, model, sampling)
+            rows, counts = _decode_rounds(ends_row, rows, padded.initial_lengths, model, sampling)
         rows, counts = copy_to_host((dataclasses.replace(rows, cache=None), counts))
     check_logits(rows.logits_are_numbers, rows.has_candidates)
     longest = int(np.max(rows.lengths))
@@ -178,7 +178,7 @@ def _start_rows(
     return decode_until(step, rows, rows.limits - max_new_tokens + new_tokens), None
 
 
-def _decode_until(
+def _decode_rounds(
     ends_row: Callable[[int, list[int]], bool],
     rows: Rows,
     initial_lengths: Int[jax.Array, "batch"],

@@ -14,25 +14,42 @@ class Model(Protocol):
     """Interface of a model that generates: an `nn.LanguageModel`, or any class with these methods."""
 
     @property
-    def vocab(self) -> int: ...
+    def vocab(self) -> int:
+        """Number of ids that the model knows, from 0 on."""
+        ...
 
     @property
-    def max_seq(self) -> int | None: ...
+    def max_seq(self) -> int | None:
+        """Number of positions that the model knows; None for any number."""
+        ...
 
     @property
-    def start(self) -> int | None: ...
+    def start(self) -> int | None:
+        """The id with which the decoder begins each text, if an encoder reads the prompt; None without an encoder."""
+        ...
 
     def encode(
         self, ids: Int[Array, "batch seq"], tokens: Tokens, cache: PyTree
-    ) -> tuple[Float[Array, "batch seq embed"], PyTree, PyTree]: ...
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree, PyTree]:
+        """Return the hidden vectors of the ids, the new cache, and outputs of routed layers that nothing here reads."""
+        ...
 
-    def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]: ...
+    def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
+        """Return the logits of the tokens after the hidden vectors."""
+        ...
 
     def decode(
         self, ids: Int[Array, "batch seq"], tokens: Tokens, cache: PyTree
-    ) -> tuple[Float[Array, "batch vocab"], PyTree]: ...
+    ) -> tuple[Float[Array, "batch vocab"], PyTree]:
+        """Return the logits of the token after the last id of each row, and the new cache."""
+        ...
 
-    def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree: ...
+    def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
+        """Return an empty cache for `batch` rows of up to `capacity` tokens.
+
+        The last `rollback` tokens of a row may be replaced by other tokens later.
+        """
+        ...
 
 
 @runtime_checkable
@@ -40,15 +57,22 @@ class PredictingModel(Model, Protocol):
     """Interface of a model that may have a multi-token predictor, with methods such as `Transformer.predict`."""
 
     @property
-    def predictor(self) -> Predictor | None: ...
+    def predictor(self) -> Predictor | None:
+        """The multi-token predictor, if the model has one."""
+        ...
 
     def predict(
         self, ids: Int[Array, "batch seq"], hidden: Float[Array, "batch seq embed"], tokens: Tokens, cache: PyTree
-    ) -> tuple[Float[Array, "batch seq embed"], PyTree]: ...
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
+        """Return the predictor's hidden vectors of the ids, and its new cache.
 
-    def init_predictor_cache(
-        self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0
-    ) -> PyTree: ...
+        `hidden` holds the model's hidden vector of the token before each id.
+        """
+        ...
+
+    def init_predictor_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
+        """Return an empty cache of the predictor; the arguments are those of `init_cache`."""
+        ...
 
 
 def depends_on_length(model: Model, longest: int) -> bool:
@@ -94,7 +118,7 @@ def unstack_for_platform(
     capacity: int = 0,
     cache_dtype: str | None = None,
 ) -> LanguageModel:
-    """Unstack the layers of a model if decoding on a platform is then known to be faster.
+    """Unstack the layers of a model if decoding on a platform is known to be faster with unstacked layers.
 
     - On GPUs and on TPU7x, layers are unstacked.
     - On other TPUs, a scan reads slices of stacked arrays in place, so layers stay stacked, unless the projections to
@@ -125,10 +149,11 @@ def unstack_for_platform(
 
 
 def _copied_bytes(stack: Any, processor_cache: int) -> int:
-    """Return the bytes of a stack whose copies may go through main memory.
+    """Return the bytes of a stack's weights that a scan may copy through main memory.
 
-    Codes of a small layer are copied into the cache, where the product reads them next: a step of SmolLM2 with kept
-    codes (2.4 MB a layer) took as long stacked. With 26 MB of codes a layer, a step took 1.6 times as long stacked.
+    The quantized weights of a small layer do not count. They are copied into the processor's cache, from which the
+    product then reads them: with 2.4 MB a layer (SmolLM2), a decode step took equally long with stacked and with
+    unstacked layers. With 26 MB a layer, a step took 1.6 times as long with stacked layers.
     """
     num_bytes = count_bytes(stack.blocks)
     if num_bytes > len(stack) * processor_cache // 8:
@@ -144,7 +169,8 @@ _VECTOR_MEMORY = 2**26
 
 def _largest_head_projection(model: LanguageModel) -> int:
     """Return the bytes of a layer's largest projection to or from heads."""
-    arrays = [
-        x for stack in model.stacks for x in jax.tree.leaves(eqx.filter(stack.blocks, eqx.is_array)) if x.ndim > 3
-    ]
-    return max((x.size // len(x) * x.dtype.itemsize for x in arrays), default=0)
+    arrays = jax.tree.leaves(eqx.filter([stack.blocks for stack in model.stacks], eqx.is_array))
+    # Of the weights of dense layers, only these projections have more than three dims, such as `layers heads head_dim
+    # embed`.
+    projections = [x for x in arrays if x.ndim > 3]
+    return max((x.size // len(x) * x.dtype.itemsize for x in projections), default=0)

@@ -186,9 +186,10 @@ class RowSampling(eqx.Module):
         """
         positions = len(logits) // len(self.temperature)
         if positions > 1:
-            self = jax.tree.map(lambda setting: jnp.repeat(setting, positions, axis=0), self)
+            repeated = jax.tree.map(lambda setting: jnp.repeat(setting, positions, axis=0), self)
+            return repeated(logits, history)
         logits = logits.astype(at_least_float32(logits.dtype)) + self.bias
-        # A penalty scatters ids, and a truncation sorts the vocabulary, so each runs only if a row asks for it.
+        # A penalty scatters ids, and a truncation sorts the vocabulary. Each of them runs only if a row asks for it.
         penalties, unchanged = self.repetition_penalty, lambda logits: logits
         rows = (history.ids, history.lengths, self.start, self.new_id_penalties)
         penalize_new = lambda logits: jax.vmap(_penalize_new)(logits, *rows)

@@ -1,5 +1,6 @@
 """`score_tokens`: the probabilities that a model gives to known continuations."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -74,14 +75,14 @@ def score_tokens(
     groups = _group_by_prompt(model, prompts, continuations)
     score_batch = _score_rows if len(groups) == len(prompts) else _score_groups
     scores: dict[int, TokenScores] = {}
-    longest_first = sorted(groups, key=lambda rows: -_row_length(rows, prompts, continuations))
+    longest_first = sorted(groups, key=lambda group: -_row_length(group, prompts, continuations))
     batches = _split_batches(longest_first, batch_size or len(prompts))
     full_size = batch_size if len(batches) > 1 else None
-    for batch in batches:
-        prompt_ids = [prompts[rows[0]] for rows in batch]
-        new_ids = [[continuations[row] for row in rows] for rows in batch]
+    for batch in batches:  # A batch is a list of groups, and a group is a list of row numbers.
+        prompt_ids = [prompts[group[0]] for group in batch]
+        new_ids = [[continuations[row] for row in group] for group in batch]
         scored = score_batch(model, prompt_ids, new_ids, full_size, alternatives)
-        scores |= dict(zip((row for rows in batch for row in rows), scored, strict=True))
+        scores |= dict(zip(itertools.chain(*batch), scored, strict=True))
         progress(len(scores), len(prompts))
     return [scores[number] for number in range(len(prompts))]
 
@@ -100,14 +101,15 @@ def _group_by_prompt(model: Model, prompts: Sequence[Ids], continuations: Sequen
     total, shared_total = sum(map(len, prompts)) + new_tokens, sum(map(len, groups)) + new_tokens
     if model.start is not None or total < MIN_SHARING_GAIN * shared_total:
         return apart
-    longest = max((_row_length(rows, prompts, continuations) for rows in groups.values()), default=0)
+    longest = max((_row_length(group, prompts, continuations) for group in groups.values()), default=0)
     if depends_on_length(model, longest):
         return apart
     return list(groups.values())
 
 
-def _row_length(rows: Sequence[int], prompts: Sequence[Ids], continuations: Sequence[Ids]) -> int:
-    return len(prompts[rows[0]]) + max(len(continuations[row]) for row in rows)
+def _row_length(group: Sequence[int], prompts: Sequence[Ids], continuations: Sequence[Ids]) -> int:
+    """Return the length of the longest row of a group, whose rows have the same prompt."""
+    return len(prompts[group[0]]) + max(len(continuations[row]) for row in group)
 
 
 def _split_batches(groups: Sequence[Sequence[int]], batch_size: int) -> list[list[Sequence[int]]]:
@@ -128,10 +130,10 @@ def _split_batches(groups: Sequence[Sequence[int]], batch_size: int) -> list[lis
 def _score_rows(
     model: Model, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], full_size: int | None, top: int
 ) -> list[TokenScores]:
-    """Score one continuation of each prompt in one pass over both; the batch is padded to `full_size` rows."""
+    """Score the only continuation of each prompt in one pass over both; the batch is padded to `full_size` rows."""
     count = len(prompts)
     prompts = _repeat_last(prompts, full_size)
-    new = _repeat_last([rows[0] for rows in continuations], full_size)
+    new = _repeat_last([continuation for (continuation,) in continuations], full_size)
     starts: Sequence[Ids] = prompts if model.start is None else [[model.start]] * len(prompts)
     # The model does not read the last id, since nothing is predicted after it.
     ids, lengths = _pad([[*start, *row[:-1]] for start, row in zip(starts, new)], model.max_seq)

@@ -45,7 +45,7 @@ class Draft(eqx.Module):
 
     @abc.abstractmethod
     def init_cache(self, batch: int, capacity: int, dtype: str | None) -> PyTree:
-        """Return an empty cache that can roll back `tokens` tokens."""
+        """Return an empty cache, in which the last `tokens` tokens of a row may be replaced by other tokens later."""
 
 
 class DraftModel(Draft):
@@ -176,8 +176,8 @@ class SpeculativeCache(eqx.Module):
 
     Before each `speculative_step`, for every row of `length` tokens that is not done:
 
-    - The model has read all tokens but the last: positions 0 to `length - 2`. Slots of later positions may hold
-      rejected proposals. The step overwrites all of these slots before a query reads any of them.
+    - The model has read all tokens but the last: positions 0 to `length - 2`. At later positions, its cache may hold
+      rejected proposals. The step overwrites all of these entries before a query reads any of them.
     - The draft has read the first `draft_length` tokens and no proposal; `length - draft_length` is between 1 and
       `draft.tokens + 1`.
     - `hidden[i]` is the model's hidden vector of position `draft_length - 1 + i`, for `i < length - draft_length`.
@@ -214,7 +214,7 @@ class SpeculativeModel(eqx.Module):
         return self.model.start
 
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> SpeculativeCache:
-        """Return empty caches that can roll back proposals."""
+        """Return empty caches of the model and the draft, in which rejected proposals can be replaced."""
         model_cache = self.model.init_cache(batch, capacity, dtype, rollback=self.draft.tokens)
         zeros = jnp.zeros(batch, jnp.int32)
         one_token = zeros[:, None]
@@ -228,12 +228,14 @@ class SpeculativeModel(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], SpeculativeCache, None]:
         """Read a part of the prompts with the model and the draft; return the model's hidden vectors."""
         hidden, model_cache, _ = self.model.encode(ids, tokens, cache.model)
-        previous = cache.hidden[:, :1]
-        shifted = jnp.concatenate([previous, hidden[:, :-1]], axis=1)
+        # The draft reads, with each id, the model's hidden vector of the token before the id.
+        before_part = cache.hidden[:, :1]
+        shifted = jnp.concatenate([before_part, hidden[:, :-1]], axis=1)
         _, draft_cache = self.draft.read(ids, shifted, tokens, cache.draft)
+        # Keep the hidden vector of each row's last token, which is in this part unless the part holds only padding.
         count = jnp.sum(tokens.positions >= 0, axis=1, dtype=jnp.int32)
-        newest = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-        last = jnp.where(count[:, None, None] > 0, newest, previous)
+        last_of_part = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+        last = jnp.where(count[:, None, None] > 0, last_of_part, before_part)
         kept_hidden = cache.hidden.at[:, :1].set(last)
         draft_length = cache.draft_length + count
         return hidden, SpeculativeCache(model_cache, draft_cache, draft_length, kept_hidden, cache.counts), None
@@ -255,8 +257,9 @@ class SpeculativeModel(eqx.Module):
         """Return the caches of `rows` rows with row `number` replaced by the only row of the caches `single`."""
         model_cache = put_cache_row(self.model, cache.model, rows, number, single.model)
         draft_cache = put_cache_row(self.draft.model, cache.draft, rows, number, single.draft)
-        shallow, single = (dataclasses.replace(part, model=None, draft=None) for part in (cache, single))
-        return dataclasses.replace(put_row(shallow, number, single), model=model_cache, draft=draft_cache)
+        # The other fields are arrays with a dim `batch`.
+        other_fields, single_fields = (dataclasses.replace(x, model=None, draft=None) for x in (cache, single))
+        return dataclasses.replace(put_row(other_fields, number, single_fields), model=model_cache, draft=draft_cache)
 
 
 def add_draft(model: Model, draft: Model | str | None, draft_tokens: int, total: int) -> Model:
@@ -337,10 +340,10 @@ def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState
         _, model_cache, _ = pair.model.encode(checked_ids, accepted_tokens, restored)
     counts = rows.cache.counts
     counts = DraftCounts(
-        counts.steps + active.astype(jnp.int32),
-        counts.proposed + jnp.where(active, jnp.minimum(count, rows.limits - rows.lengths), 0),
-        counts.accepted + jnp.where(active, jnp.minimum(accepted, added), 0),
-        counts.added + added,
+        steps=counts.steps + active.astype(jnp.int32),
+        proposed=counts.proposed + jnp.where(active, jnp.minimum(count, rows.limits - rows.lengths), 0),
+        accepted=counts.accepted + jnp.where(active, jnp.minimum(accepted, added), 0),
+        added=counts.added + added,
     )
     # The draft has read all tokens of the rows before this step, and `hidden` begins at the last of these tokens.
     cache = SpeculativeCache(model_cache, draft_cache, rows.lengths, hidden, counts)

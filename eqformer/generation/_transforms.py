@@ -1,8 +1,8 @@
 """Transforms of the logits before a token is sampled: temperature, truncations and a penalty.
 
-Each transform is a module, and `chain` joins them in any order. All compute and return float32 at least. Extreme
-settings behave like their limit: where float32 would overflow, only the likeliest token stays. No setting turns finite
-logits into NaN.
+Each transform is a module, and `chain` joins several transforms in any order. All transforms compute and return float32
+at least. With an extreme setting that would overflow float32, only the likeliest token stays, as in the limit. No
+setting turns finite logits into NaN.
 """
 
 from collections.abc import Callable
@@ -144,8 +144,8 @@ class RepetitionPenalty(eqx.Module):
         def penalize(logits: Array) -> Array:
             return jnp.where(occurs, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
-        # The penalty is homogeneous: logits scaled down have scaled-down results. So where a row overflows, the scaled
-        # logits still show which token is the likeliest.
+        # If logits are divided by a number, their penalized logits are divided by it, too. So in a row that overflows,
+        # the penalized logits of the divided row still show which token is the likeliest.
         largest = jnp.max(jnp.where(jnp.isfinite(logits), jnp.abs(logits), 0), axis=-1, keepdims=True)
         return _limit_overflow(penalize(logits), penalize(logits / jnp.clip(largest, 1, 2.0**126)))
 
@@ -177,9 +177,11 @@ class Chain(eqx.Module):
 
 
 def chain(*transforms: Transform) -> Chain:
-    """Join transforms to one that applies them in order."""
-    flat = (part.transforms if isinstance(part, Chain) else (part,) for part in transforms)
-    return Chain(tuple(part for parts in flat for part in parts))
+    """Join transforms into one transform that applies them in order."""
+    flat: list[Transform] = []
+    for transform in transforms:
+        flat += transform.transforms if isinstance(transform, Chain) else [transform]
+    return Chain(tuple(flat))
 
 
 def sampling(
@@ -286,8 +288,8 @@ def _limit_overflow(
 ) -> Float[Array, "batch vocab"]:
     """Return the logits; in rows whose maximum overflowed, keep only the tokens with the highest `fallback`.
 
-    This is the limit of the distribution: logits of this size are equal, or so far apart that the smaller logit's
-    probability is 0 in floating point.
+    The distribution over these tokens is the limit of the row's distribution: two logits that overflow are equal, or so
+    far apart that the probability of the smaller logit's token is 0 in floating point.
     """
     highest, best = (jnp.max(x, axis=-1, keepdims=True) for x in (logits, fallback))
     limit = jnp.where(fallback == best, jnp.zeros_like(fallback), -jnp.inf)
