@@ -198,7 +198,7 @@ def read_pooling(folder: str | Path) -> str:
 def encoder_files(
     pooling: str, *, channels: int, max_length: int, similarity: str, published: EncoderFiles | None = None
 ) -> dict[str, str]:
-    """Return the files of a text encoder for sentence-transformers, by name, without the files of its model.
+    """Return the settings files of a text encoder for sentence-transformers, by name; its model's files are left out.
 
     Args:
         pooling: How the vector of a text is made from the vectors of its tokens: a name in `nn.POOLINGS`.
@@ -215,14 +215,16 @@ def encoder_files(
         for number, (path, kind) in enumerate(kinds.items())
     ]
     flags = {flag: mode == pooling for flag, mode in _OLDER_MODES.items()}
-    prompts, includes = {}, {}
+    pooling_settings: JsonObject = {"word_embedding_dimension": channels, **flags}
+    settings: JsonObject = {}
     if published is not None:
-        prompts = {"prompts": dict(published.prompts), "default_prompt_name": published.default_prompt}
-        includes = {"include_prompt": published.includes_prompt}
+        pooling_settings["include_prompt"] = published.includes_prompt
+        settings = {"prompts": dict(published.prompts), "default_prompt_name": published.default_prompt}
+    settings["similarity_fn_name"] = similarity
     return {
         MODULES: json.dumps(modules, indent=2),
-        "1_Pooling/config.json": json.dumps({"word_embedding_dimension": channels, **flags, **includes}, indent=2),
-        _SETTINGS: json.dumps({**prompts, "similarity_fn_name": similarity}, indent=2),
+        "1_Pooling/config.json": json.dumps(pooling_settings, indent=2),
+        _SETTINGS: json.dumps(settings, indent=2),
         _LENGTH: json.dumps({"max_seq_length": max_length, "do_lower_case": False}, indent=2),
     }
 

@@ -14,7 +14,8 @@ from .._failures import foreign_call, load_extra
 
 
 _NO_FORCING = '%llguidance {"no_forcing": true}'
-_IN_PATTERN = re.compile(r"\\.|/|\n", re.DOTALL)
+_ESCAPE_OR_SPECIAL = re.compile(r"\\.|/|\n", re.DOTALL)
+"""A backslash with the character after it, or a character that ends a pattern of Lark: a slash or a line break."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +84,9 @@ def _write_unforced(kind: str, source: str) -> str:
     if kind == "lark":
         return f"{_NO_FORCING}\n{source}"
     if kind == "regex":
+        # Lark writes a pattern between two slashes in one line, so slashes and line breaks are escaped.
         escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-        pattern = _IN_PATTERN.sub(lambda match: escapes.get(match[0]) or match[0], source)
+        pattern = _ESCAPE_OR_SPECIAL.sub(lambda match: escapes.get(match[0], match[0]), source)
         return f"{_NO_FORCING}\nstart: /{pattern}/"
     return f"{_NO_FORCING}\nstart: %json {source}"
 

@@ -55,24 +55,25 @@ def load(
         throughput: Whether to accept longer compilation of an `LLM`'s programs for faster decoding.
         progress: A function that is called with the number of bytes read so far, and of all bytes.
     """
-    path = _find_source(f"load({str(source)!r})", source)
-    is_published = not is_run(path)
-    is_classifier = is_published and models.is_classifier(path)
-    is_encoder = is_published and (models.is_encoder(path) or (models.companion_folder(path) / MODULES).exists())
     call = f"load({str(source)!r})"
-    run = read_run_recipe(path) if path.is_dir() and is_run(path) else None
-    if run is not None and (run.trains_encoder or run.classifier is not None):
+    path = _find_source(call, source)
+    if is_run(path):
+        recipe = read_run_recipe(path)
+        if not recipe.trains_encoder and recipe.classifier is None:
+            return _load_llm(call, path, plan, dtype, weights, predictor, throughput, progress)
         if dtype is not None or weights != "decoded" or predictor or throughput:
             raise ValueError(
                 f"{call}: a run's text encoder or classifier takes no dtype, weights, predictor or throughput."
             )
-        return load_run_encoder(path, plan) if run.trains_encoder else load_run_classifier(path, plan)
+        return load_run_encoder(path, plan) if recipe.trains_encoder else load_run_classifier(path, plan)
+    is_classifier = models.is_classifier(path)
+    is_encoder = models.is_encoder(path) or (models.companion_folder(path) / MODULES).exists()
     if not is_classifier and not is_encoder:
         return _load_llm(call, path, plan, dtype, weights, predictor, throughput, progress)
     if predictor or throughput:
         raise ValueError(
-            f"load({str(source)!r}): the folder holds a text encoder or a classifier, which writes no text; leave out "
-            "predictor and throughput."
+            f"{call}: the folder holds a text encoder or a classifier, which writes no text; leave out predictor and "
+            "throughput."
         )
     load_texts = load_classifier if is_classifier else load_encoder
     return load_texts(source, plan=plan, dtype=dtype, weights=weights, progress=progress)
@@ -188,8 +189,8 @@ def make_llm(
 ) -> LLM:
     """Join a model and its tokenizer with the chat template and the special ids of a published folder.
 
-    If the folder does not exist, the `LLM` has no chat template and no special ids but the tokenizer's. The first end
-    id is the tokenizer's end of text, which is by default the first end id that the model's configs name.
+    If the folder does not exist, the `LLM` has no chat template and no special ids but the tokenizer's. The first of
+    the `LLM`'s end ids is the tokenizer's end of text. The other end ids are named in the folder's configs.
     """
     ends = dict.fromkeys([tokenizer.end_of_text, *models.read_eos_token_ids(folder)])
     begin_id = read_begin_id(folder, tokenizer)
@@ -345,29 +346,34 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
         raise ValueError(f"export_run({str(path)!r}, adapter=True): an adapter has no classifier; export the model.")
     model = restore_run_model(path, recipe)
     if adapter:
-        base = None if recipe.published is None else str(recipe.published)
-        models.save_adapter(model, target, config=recipe.model, base=base)
+        published_name = None if recipe.published is None else str(recipe.published)
+        models.save_adapter(model, target, config=recipe.model, base=published_name)
         return
-    options: dict[str, Any] = {"config": recipe.model}
+    # `base` is what `models.save` makes config.json from; `attributes` are added to config.json, and `files` beside it.
+    base: dict[str, Any] = {"config": recipe.model}
+    attributes: dict[str, Any] = {}
+    files: dict[str, str] = {}
     open_tokenizer = functools.cache(lambda: open_run_tokenizer(path, recipe))
     if (published / "config.json").exists():
-        options = {"like": published}
+        base = {"like": published}
     elif published.exists():  # The run began from a GGUF file, so the copied files include no config.json.
-        options["attributes"] = {"eos_token_id": models.read_eos_token_ids(published) or None}
-        options["files"] = {file.name: read_utf8(file) for file in published.iterdir()}
+        attributes = {"eos_token_id": models.read_eos_token_ids(published) or None}
+        files = {file.name: read_utf8(file) for file in published.iterdir()}
     else:
         tokenizer = open_tokenizer()
-        ids = {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None}
-        options |= {"attributes": ids, "files": data.tokenizer_files(tokenizer, max_length=recipe.seq)}
+        attributes = {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None}
+        files = data.tokenizer_files(tokenizer, max_length=recipe.seq)
     if recipe.classifier is not None:
-        labels = _label_attributes(recipe, published, open_tokenizer())
-        options["attributes"] = {**options.get("attributes", {}), **labels}
+        attributes |= _label_attributes(recipe, published, open_tokenizer())
     if recipe.trains_encoder:
-        embed, similarity = recipe.model.embed, recipe.similarity
-        statements = {"similarity": similarity, "published": _published_encoder(path, recipe)}
-        files = encoder_files(recipe.pooling, channels=embed, max_length=recipe.seq, **statements)
-        options["files"] = {**options.get("files", {}), **files}
-    models.save(decode_run_weights(model, recipe), target, **options)
+        files |= encoder_files(
+            recipe.pooling,
+            channels=recipe.model.embed,
+            max_length=recipe.seq,
+            similarity=recipe.similarity,
+            published=_published_encoder(path, recipe),
+        )
+    models.save(decode_run_weights(model, recipe), target, **base, attributes=attributes, files=files)
 
 
 def _label_attributes(

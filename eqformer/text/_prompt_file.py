@@ -83,20 +83,22 @@ def complete_file(
     values = [getattr(request, field.name) for field in dataclasses.fields(request) if field.name != "prompt"]
     settings = _digest(f"{values} {best_of} {log_probs} {fingerprint}")
     job = _PromptFileJob(engine, source, target, request, ask, best_of, log_probs, settings)
-    lines = _check_rows(job)
-    written = _read_written(job, lines)
+    digests = _check_rows(job)
+    written = _read_written(job, digests)
     errors = tokens = 0
     # UTF-8 cannot encode a lone surrogate of a row; `backslashreplace` writes the JSON escape of the surrogate.
     with target.open("a", encoding="utf-8", errors="backslashreplace") as file:
-        remaining = [line for line in lines if line not in written]
+        remaining = [line for line in digests if line not in written]
         progress(0, len(remaining))
-        for done, (record, count) in enumerate(_complete_rows(job, remaining, lines), 1):
+        for done, (record, count) in enumerate(_complete_rows(job, remaining, list(digests)), 1):
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
             file.flush()
-            errors, tokens = errors + ("error" in record), tokens + count
+            tokens += count
+            if "error" in record:
+                errors += 1
             progress(done, len(remaining))
     _sort(target)
-    return FileSummary(len(lines), len(written), errors, tokens)
+    return FileSummary(len(digests), len(written), errors, tokens)
 
 
 def count_prompts(source: str | Path) -> int:
@@ -142,10 +144,10 @@ def _check_rows(job: _PromptFileJob) -> dict[int, str]:
     return digests
 
 
-def _read_written(job: _PromptFileJob, lines: dict[int, str]) -> set[int]:
+def _read_written(job: _PromptFileJob, digests: dict[int, str]) -> set[int]:
     """Return the line numbers of rows whose texts the target has; cut off an incomplete last line of the target.
 
-    Raises a `ValueError` for a target with other rows or settings, or with lines that this function does not write.
+    Raises a `ValueError` for a target with other rows or settings, or with lines that `complete_file` does not write.
     """
     written: set[int] = set()
     if not job.target.exists():
@@ -155,14 +157,14 @@ def _read_written(job: _PromptFileJob, lines: dict[int, str]) -> set[int]:
         for number, content in enumerate(file, 1):
             if not content.endswith(b"\n"):
                 break
-            written.add(_check_record(job, number, content, lines))
+            written.add(_check_record(job, number, content, digests))
             length += len(content)
     os.truncate(job.target, length)
     return written
 
 
-def _check_record(job: _PromptFileJob, number: int, content: bytes, lines: dict[int, str]) -> int:
-    """Return the line number of the row whose text a line of the target holds."""
+def _check_record(job: _PromptFileJob, number: int, content: bytes, digests: dict[int, str]) -> int:
+    """Return the line number of the row whose text is in line `number` of the target."""
     call = f"{job.target}, line {number}"
     try:
         record = parse_json(content)
@@ -171,7 +173,7 @@ def _check_record(job: _PromptFileJob, number: int, content: bytes, lines: dict[
         raise ValueError(
             f"{call}: complete_file has not written this line; write to another file, or delete this file."
         ) from None
-    if lines.get(line) != _digest_row(row):
+    if digests.get(line) != _digest_row(row):
         raise ValueError(
             f"{call}: it has a text for line {line} of {job.source}, which has changed since; write to another file, "
             "or delete this one."
@@ -185,31 +187,35 @@ def _check_record(job: _PromptFileJob, number: int, content: bytes, lines: dict[
 
 
 def _complete_rows(
-    job: _PromptFileJob, remaining: Sequence[int], lines: dict[int, str]
+    job: _PromptFileJob, remaining: Sequence[int], lines: Sequence[int]
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield a record for each remaining row when its texts have ended, and the number of tokens that were generated."""
-    positions = {line: position for position, line in enumerate(lines)}
-    rows: list[tuple[int, dict[str, Any]]] = []
-    samples: dict[int, list[TextResult]] = {}
+    """Yield a record for each remaining row when its texts have ended, and the number of tokens that were generated.
 
-    def requests() -> Iterator[TextRequest]:
+    `lines` has the line numbers of all rows, and `remaining` the line numbers of the rows without a written text.
+    """
+    positions = {line: position for position, line in enumerate(lines)}
+    started: dict[int, tuple[int, dict[str, Any]]] = {}  # Index among the remaining rows -> line number and row.
+    unfinished: dict[int, list[TextResult]] = {}  # Index among the remaining rows -> texts of the row so far.
+
+    def make_requests() -> Iterator[TextRequest]:
         unwritten = set(remaining)
+        index = 0
         for line, content in _read_rows(job.source):
             if line in unwritten:
                 row, request = _parse_row(job, line, content)
-                rows.append((line, row))
-                first = job.best_of * (positions[line] if request.example is None else request.example)
+                started[index] = line, row
+                index += 1
+                example = positions[line] if request.example is None else request.example
                 for sample in range(job.best_of):
-                    yield dataclasses.replace(request, example=first + sample)
+                    yield dataclasses.replace(request, example=job.best_of * example + sample)
 
-    for result in job.engine.run(requests()):
-        index = result.number // job.best_of
-        results = samples.setdefault(index, [])
+    for result in job.engine.run(make_requests()):
+        index = result.number // job.best_of  # Each row has `best_of` requests, one after another.
+        results = unfinished.setdefault(index, [])
         results.append(result)
         if len(results) == job.best_of:
-            line, row = rows[index]
-            rows[index] = line, {}
-            record = {"line": line, "row": row, "settings": job.settings, **_describe(job, samples.pop(index))}
+            line, row = started.pop(index)
+            record = {"line": line, "row": row, "settings": job.settings, **_describe(job, unfinished.pop(index))}
             yield record, sum(len(result.ids) for result in results)
 
 

@@ -49,7 +49,10 @@ class Sample(NamedTuple):
 
 
 class _Samples(NamedTuple):
-    """Completions of one call of the sampler, `group` rows for each prompt in turn."""
+    """The completions of one call of the sampler: first all completions of the first prompt, then of the second, ...
+
+    The completions of one prompt are a *group*.
+    """
 
     samples: list[Sample]
     prompts: list[list[int]]
@@ -62,19 +65,24 @@ class _Samples(NamedTuple):
         return self.advantages.stds[::group] > 0
 
     def replace_groups(self, other: "_Samples", pairs: Sequence[tuple[int, int]], group: int) -> "_Samples":
-        """Return these samples with group `i` replaced by group `j` of the other samples, for each pair `(i, j)`."""
+        """Return these samples with group `i` replaced by group `j` of the other samples, for each pair `(i, j)`.
+
+        A group has `group` rows.
+        """
+        # The rows of the result, as indices of this object's rows followed by the rows of `other`.
         rows = np.arange(len(self.samples))
         for target, source in pairs:
-            rows[target * group : (target + 1) * group] = len(rows) + np.arange(source * group, (source + 1) * group)
-        samples, prompts = self.samples + other.samples, self.prompts + other.prompts
+            source_rows = len(rows) + np.arange(source * group, (source + 1) * group)
+            rows[target * group : (target + 1) * group] = source_rows
+        all_samples, all_prompts = self.samples + other.samples, self.prompts + other.prompts
         width = max(self.log_probs.shape[1], other.log_probs.shape[1])
         tables = [np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in (self.log_probs, other.log_probs)]
-        columns = (np.concatenate(pair)[rows] for pair in zip(self.advantages, other.advantages))
+        advantages = (np.concatenate(pair)[rows] for pair in zip(self.advantages, other.advantages))
         return _Samples(
-            [samples[row] for row in rows],
-            [prompts[row] for row in rows],
-            np.concatenate(tables)[rows],
-            training.GroupAdvantages(*columns),
+            samples=[all_samples[row] for row in rows],
+            prompts=[all_prompts[row] for row in rows],
+            log_probs=np.concatenate(tables)[rows],
+            advantages=training.GroupAdvantages(*advantages),
         )
 
 
@@ -150,9 +158,14 @@ class Rollouts:
             plan: The plan of the training step, under which the sharded model also samples; None: one device.
             key: The key of the prompts' order and of all samples.
         """
-        limits = {"prompts": prompts, "group": group, "max_new_tokens": max_new_tokens, "updates": updates}
-        for name, value in (limits | {"resample": resample}).items():
-            if value < (minimum := {"group": 2, "resample": 0}.get(name, 1)):
+        for name, value, minimum in (
+            ("prompts", prompts, 1),
+            ("group", group, 2),
+            ("max_new_tokens", max_new_tokens, 1),
+            ("updates", updates, 1),
+            ("resample", resample, 0),
+        ):
+            if value < minimum:
                 reason = ", since rewards are compared within a group" if name == "group" else ""
                 raise ValueError(f"Rollouts({name}={value}): it must be at least {minimum}{reason}.")
         if not 0 < temperature < float("inf"):
@@ -284,18 +297,20 @@ class Rollouts:
         return result, [complete(ids, (), self._assembler(number)) for number, ids in pairs]
 
     def _decoding_model(self, model: PyTree) -> generation.Model:
-        """Return the trained model in the form that decodes; under a plan its weights stay on their devices.
+        """Return the trained model in the form that decodes.
 
-        Layers move between stages only if the pipeline's schedule stores the layers in another order than the model's.
+        Under a plan, the weights stay on their devices. Only if a pipeline's schedule stores layers in another order
+        than the order in which the model runs them, some layers are sent to other stages.
         """
         return prepare_to_decode(model if self.plan is None else self.plan.unshard(model), self.plan)
 
     def _choose_rows(self, key: Key[Array, ""], step: int) -> list[int]:
         """Return the numbers of a step's rows; each pass over the rows has another order."""
         size, numbers = len(self._rows), list[int]()
-        for index in range(step // self._updates * self._prompts, (step // self._updates + 1) * self._prompts):
+        first = step // self._updates * self._prompts  # The number of prompts of all earlier batches.
+        for index in range(first, first + self._prompts):
             epoch, order_index = divmod(index, size)
-            if not numbers or order_index == 0:
+            if index == first or order_index == 0:  # A new epoch has a new order.
                 order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), size))
             numbers.append(int(order[order_index]))
         return numbers
@@ -311,11 +326,11 @@ class Rollouts:
         In a run of several processes, the first process calls the function, and the other processes receive its
         rewards.
         """
-        call = lambda: self._call_reward(occasion, numbers, completions)
-        return parallel.numbers_from_first_process(call, len(numbers))
+        call_reward = lambda: self._call_reward(occasion, numbers, completions)
+        return parallel.numbers_from_first_process(call_reward, len(numbers))
 
     def _call_reward(self, occasion: str, numbers: Sequence[int], completions: Sequence[Completion]) -> list[float]:
-        """Call the function of rewards and check what it returns."""
+        """Call the reward function and check its result."""
         name = getattr(self.reward, "__name__", type(self.reward).__name__)
         call = f"Rollouts(reward={name}): {occasion}, of prompts {sorted(set(numbers))}"
         texts = [completion.text for completion in completions]

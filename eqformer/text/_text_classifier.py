@@ -224,12 +224,12 @@ def load_classifier(
         model,
         load_text_tokenizer(call, path),
         _label_names(attributes, count),
-        limit_length(model, max_length, path),
-        attributes.get("problem_type") == "multi_label_classification",
-        _read_activation(path, attributes, count),
-        reads_token_types(path),
-        _read_pad_id(model, attributes),
-        plan,
+        max_length=limit_length(model, max_length, path),
+        is_multi_label=attributes.get("problem_type") == "multi_label_classification",
+        activation=_read_activation(path, attributes, count),
+        reads_types=reads_token_types(path),
+        pad_id=_read_pad_id(model, attributes),
+        plan=plan,
     )
 
 
@@ -282,11 +282,12 @@ def _label_names(attributes: JsonObject, count: int) -> tuple[str, ...]:
 def _read_activation(path: Path, attributes: JsonObject, labels: int) -> str:
     """Return the `activation` in sentence-transformers' settings; by default, a sigmoid for a model with one label."""
     file = path / "config_sentence_transformers.json"
-    holders = [read_json(file) if file.exists() else {}, attributes.get("sentence_transformers")]
-    stated = [holder.get("activation_fn") for holder in holders if isinstance(holder, dict)]
+    settings = [read_json(file) if file.exists() else {}, attributes.get("sentence_transformers")]
+    stated = [part.get("activation_fn") for part in settings if isinstance(part, dict)]
     for name in (*stated, attributes.get("sbert_ce_default_activation_function")):
-        if isinstance(name, str) and name.rpartition(".")[2] in ("Sigmoid", "Identity"):
-            return name.rpartition(".")[2].lower()
+        class_name = name.rpartition(".")[2] if isinstance(name, str) else ""
+        if class_name in ("Sigmoid", "Identity"):
+            return class_name.lower()
     return "sigmoid" if labels == 1 else "identity"
 
 
@@ -296,11 +297,12 @@ def _read_pad_id(model: nn.Transformer, attributes: JsonObject) -> int | None:
     The pooling skips this id, as in transformers, even at the end of a text: in many reward models, padding and the end
     of text have the same id.
     """
+    head = model.classifier
+    if head is None or head.pooling is None or head.pooling.modes != ("lasttoken",):
+        return None
     text_attributes = attributes.get("text_config")
-    holder = text_attributes if isinstance(text_attributes, dict) else attributes
-    pad_id, head = holder.get("pad_token_id"), model.classifier
-    pools_last = head is not None and head.pooling is not None and head.pooling.modes == ("lasttoken",)
-    return pad_id if pools_last and isinstance(pad_id, int) else None
+    pad_id = (text_attributes if isinstance(text_attributes, dict) else attributes).get("pad_token_id")
+    return pad_id if isinstance(pad_id, int) else None
 
 
 def reads_token_types(folder: str | Path) -> bool:

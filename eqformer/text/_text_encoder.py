@@ -251,8 +251,9 @@ def map_batches(
 
 def padded_width(length: int) -> int:
     """Return the width of rows for texts of up to `length` tokens: a power of two, or three quarters of one."""
-    width = next_power_of_two(length, least=_MIN_WIDTH)
-    return width * 3 // 4 if length <= width * 3 // 4 and width > _MIN_WIDTH else width
+    power = next_power_of_two(length, least=_MIN_WIDTH)
+    three_quarters = power * 3 // 4
+    return three_quarters if length <= three_quarters and power > _MIN_WIDTH else power
 
 
 def _pad_batch(rows: Sequence[EncodedText], batch_size: int, devices: int) -> tuple[Int[Array, "batch seq"], nn.Tokens]:
@@ -288,7 +289,7 @@ def hidden_vectors(
 ) -> Float[Array, "batch seq embed"]:
     """Return the hidden vectors of a model on one device, or under its plan.
 
-    Token types are left out if the model has no vectors for them, such as RoBERTa.
+    Token types are left out for a model without vectors of token types, such as RoBERTa.
     """
     tokens = tokens if model.reads_types else tokens.replace(types=None)
     return model.encode(ids, tokens)[0] if plan is None else plan.encode(model, ids, tokens)
@@ -347,13 +348,13 @@ def load_encoder(
         model,
         files.head,
         tokenizer,
-        files.prompts,
-        files.default_prompt,
-        files.includes_prompt,
-        limit_length(model, files.max_length, files.folder),
-        files.similarity,
-        files.lower_case,
-        plan,
+        prompts=files.prompts,
+        default_prompt=files.default_prompt,
+        includes_prompt=files.includes_prompt,
+        max_length=limit_length(model, files.max_length, files.folder),
+        similarity_name=files.similarity,
+        lower_case=files.lower_case,
+        plan=plan,
     )
 
 
@@ -366,7 +367,8 @@ def limit_length(model: nn.Transformer, max_length: int | None, folder: Path) ->
 def load_text_tokenizer(call: str, folder: Path) -> data.FileTokenizer:
     """Load the tokenizer of a text encoder.
 
-    If the folder names no end of text, the separator takes its place, or else the padding token, or else id 0.
+    If the folder names no end of text, the separator is taken as the end of text, or else the padding token, or else id
+    0.
     """
     file = folder / "tokenizer.json"
     if not file.exists():

@@ -76,8 +76,10 @@ class TextRequest:
             if kinds is None:
                 raise ValueError(f"TextRequest: there is no field {name!r}; the fields are {', '.join(_KINDS)}.")
             if not any(fits(value, kind) for kind in kinds):
-                names = " or ".join(_KIND_NAMES[kind] for kind in kinds if kind is not int or float not in kinds)
-                raise ValueError(f"TextRequest: {name} must be {names}, but it is {value!r:.60}; correct it.")
+                if float in kinds:  # "a number" includes integers.
+                    kinds = tuple(kind for kind in kinds if kind is not int)
+                expected = " or ".join(_KIND_NAMES[kind] for kind in kinds)
+                raise ValueError(f"TextRequest: {name} must be {expected}, but it is {value!r:.60}; correct it.")
             if name in ("json_schema", "regex", "lark"):
                 changes["allowed"] = Grammar(name, value)
             elif name == "logit_bias":
@@ -313,9 +315,10 @@ class TextEngine:
     ) -> "_TextRow":
         """Check and encode a request; return it with the assembler of its text."""
         encoded = self.encode(request, position, prompt_ids)
-        is_text = isinstance(request.prompt, str) or not isinstance(request.prompt[0], Mapping)
+        has_messages = not isinstance(request.prompt, str) and isinstance(request.prompt[0], Mapping)
         # Answers to messages, and the texts of a model with an encoder, do not continue the text of the prompt.
-        is_continued = (is_text or request.continue_final_message) and self.llm.model.start is None
+        is_answer = has_messages and not request.continue_final_message
+        is_continued = not is_answer and self.llm.model.start is None
         continued = encoded.prompt if is_continued else ()
         stream = data.TextStream(decoder or self.llm.tokenizer, continued)
         return _TextRow(encoded, TextAssembler(stream, self.llm.end_ids, StopStrings(request.stop)))
