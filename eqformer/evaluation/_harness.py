@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, in windows of the model's length that overlap by one token."""
-        owners, windows = [], []
+        owners, windows = [], []  # `owners` has the number of the request that each window belongs to.
         for number, request in enumerate(requests):
             (text,) = request.args
             for window in get_rolling_token_windows(
@@ -182,12 +182,14 @@ class HarnessModel(TemplateLM):
         named_text = tokenizer.decode_prompt(ids) if named_stops else ""
         starts = [named_text.index(stop) for stop in named_stops if stop in named_text]
         if starts:
-            ends = range(1, len(ids) + 1)
-            count = bisect_right(ends, min(starts), key=lambda end: len(tokenizer.decode_prompt(ids[:end])))
-            # A token may contain both the end of the text and the beginning of the stop string.
-            length = min(starts) - len(tokenizer.decode_prompt(ids[:count]))
-            before = tokenizer.decode(ids[:count])
-            text = before + tokenizer.decode(ids[: count + 1])[len(before) :][:length]
+            # Count the ids that lie wholly before the first of these stop strings. The text with names of special
+            # tokens grows with each id, so a binary search finds the number.
+            start, counts = min(starts), range(1, len(ids) + 1)
+            count_before = bisect_right(counts, start, key=lambda count: len(tokenizer.decode_prompt(ids[:count])))
+            text = tokenizer.decode(ids[:count_before])
+            # The next id may contain the end of the text and the beginning of the stop string.
+            next_text = tokenizer.decode(ids[: count_before + 1])[len(text) :]
+            text += next_text[: start - len(tokenizer.decode_prompt(ids[:count_before]))]
         return postprocess_generated_text(text, [*stops], None), bool(starts) or any(stop in text for stop in stops)
 
     def _names_special_token(self, text: str) -> bool:

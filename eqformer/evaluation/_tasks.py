@@ -270,9 +270,9 @@ class Evaluator:
     def __call__(self, llm: LLM) -> dict[str, float]:
         """Return the scores of a model by names such as `evaluation/book/bits_per_byte`.
 
-        Each text has `bits_per_byte`, `perplexity` and `accuracy`, and each task has its metrics. Where several tasks
-        have an accuracy, `evaluation/average/accuracy` and `evaluation/average/centered_accuracy` are the means of
-        `TaskResults.average`.
+        Each list of texts has `bits_per_byte`, `perplexity` and `accuracy`, and each task has its metrics. If several
+        tasks have an accuracy, `evaluation/average/accuracy` and `evaluation/average/centered_accuracy` are the means
+        of `TaskResults.average`.
         """
         row: dict[str, float] = {}
         for name, texts in self.texts.items():

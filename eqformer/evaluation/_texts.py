@@ -123,7 +123,7 @@ def _first_token_bytes(llm: LLM, ids: list[int]) -> int:
     complete = first.rstrip("\ufffd")
     if complete == first:
         return len(first.encode())
-    for count in range(2, 5):
+    for count in range(2, 5):  # A character of UTF-8 has at most four bytes, and so at most four tokens.
         character = llm.tokenizer.decode(ids[:count])[len(complete) :][:1]
         if character != "\ufffd":
             return len(complete.encode()) + len(character.encode()) // count

@@ -259,9 +259,9 @@ class TextRoutes(ServerRoutes[TextService]):
         echo.tokens.append(Token(ids[0], pieces[0], None))
         if len(ids) > 1:
             scores = await self._service.score(ids, options.alternatives)
-            tables = scores.alternative_ids.tolist(), scores.alternative_log_probabilities.tolist()
-            likely = [tuple(zip(*row)) for row in zip(*tables)]
-            echo.tokens += map(Token, ids[1:], pieces[1:], scores.log_probabilities.tolist(), likely)
+            likely_ids, likely_log_probs = scores.alternative_ids, scores.alternative_log_probabilities
+            alternatives = [tuple(zip(*row)) for row in zip(likely_ids.tolist(), likely_log_probs.tolist())]
+            echo.tokens += map(Token, ids[1:], pieces[1:], scores.log_probabilities.tolist(), alternatives)
         return echo
 
     async def _chat(self, request: Request) -> Response:
@@ -315,11 +315,14 @@ class TextRoutes(ServerRoutes[TextService]):
             service.check_experts()
         texts = [ResponseText() for _ in range(len(prompts) * options.count)]
         deadline = time.monotonic() + service.limits.seconds
+        # The texts stay admitted until the response has ended, which closes `admitted`.
         admitted = contextlib.ExitStack()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(service.admit(len(texts)))
+        admitted.enter_context(service.admit(len(texts)))
+        try:
             streams = await self._start(prompts, options, len(texts))
-            admitted = stack.pop_all()
+        except BaseException:
+            admitted.close()
+            raise
 
         async def write() -> AsyncGenerator[bytes, None]:
             try:

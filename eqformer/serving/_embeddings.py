@@ -19,8 +19,8 @@ from ._service import Limits, Service
 
 EMBEDDING_LIMITS = Limits(texts=2048, waiting=4096)
 """The default limits of an `EmbeddingService`."""
-_BATCHES = 4  # batches of one step; the encoder sorts the texts of a step by length and divides them into batches
-_MAX_COMPILED = 512  # tokens of the longest texts whose programs are compiled before the first request
+_BATCHES = 4  # Batches of one step. The encoder sorts the texts of a step by length, and divides them into batches.
+_MAX_COMPILED = 512  # Programs for longer texts than this number of tokens are not compiled before the first request.
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,6 +91,7 @@ class EmbeddingService(Service):
         start = time.monotonic()
         longest = min(self.encoder.max_length or _MAX_COMPILED, _MAX_COMPILED)
         (shortest,) = (len(row.ids) for row in self.encoder.tokenize(["a"]))
+        # The encoder pads texts to powers of two from 16 tokens on, and to the numbers half-way between these powers.
         width = 16
         while width <= longest:
             for tokens in (width, width * 3 // 2):
@@ -165,14 +166,14 @@ class EmbeddingService(Service):
 
     def _embed(self, batch: Sequence[tuple[_EmbeddingJob, int]]) -> list[Float[np.ndarray, "features"]]:
         """Return the vectors of texts; texts with the same prompt and number of channels are embedded together."""
+        tokens = [job.rows[number] for job, number in batch]
         groups = collections.defaultdict[tuple[str | None, int | None], list[int]](list)
         for row, (job, _) in enumerate(batch):
             groups[job.request.prompt_name, job.request.dimensions].append(row)
         vectors: dict[int, Float[np.ndarray, "features"]] = {}
         for (prompt_name, dimensions), rows in groups.items():
-            tokens = [batch[row][0].rows[batch[row][1]] for row in rows]
             results = self.encoder.embed_tokens(
-                tokens,
+                [tokens[row] for row in rows],
                 prompt_name=prompt_name,
                 truncate_dim=dimensions,
                 normalize=dimensions is not None,
@@ -183,9 +184,8 @@ class EmbeddingService(Service):
 
     def _check_length(self, number: int, length: int) -> None:
         """Raise a `RequestError` for a text without tokens, or with too many tokens."""
-        max_tokens = min(
-            (limit for limit in (self.limits.prompt_tokens, self.capacity) if limit is not None), default=None
-        )
+        limits = [limit for limit in (self.limits.prompt_tokens, self.capacity) if limit is not None]
+        max_tokens = min(limits, default=None)
         if not length:
             message = f"input[{number}] has no token, and the tokenizer adds none; give at least a character."
             raise RequestError(400, message, parameter="input")

@@ -48,7 +48,7 @@ class TextOptions:
     """Number of likely tokens to report beside each token; None: no log-probabilities are reported."""
     stream: bool
     include_usage: bool
-    """Whether a stream ends with the numbers of tokens."""
+    """Whether a stream ends with the counts of prompt tokens and new tokens."""
     experts: bool
     """Whether a stream ends with the experts that read each new token."""
 
@@ -201,8 +201,7 @@ def parse_completion(fields: Fields, *, max_texts: int) -> CompletionRequest:
     echo = fields.flag("echo")
     best_of = fields.integer("best_of", 1, max_texts)
     alternatives = fields.integer("logprobs", 0, MAX_ALTERNATIVES)
-    min_tokens = 0 if echo else 1
-    max_new_tokens = fields.integer("max_tokens", min_tokens, 2**31 - 1)
+    max_new_tokens = fields.integer("max_tokens", 0 if echo else 1, 2**31 - 1)
     options = _options(fields, 16 if max_new_tokens is None else max_new_tokens, alternatives, max_texts)
     fields.finish()
     best_of = options.count if best_of is None else best_of
@@ -242,8 +241,9 @@ def parse_chat(fields: Fields, *, max_texts: int) -> ChatRequest:
     alternatives = fields.integer("top_logprobs", 0, MAX_ALTERNATIVES)
     if alternatives and not has_log_probs:
         raise RequestError(400, "top_logprobs needs logprobs: true.", parameter="top_logprobs")
-    limits = [fields.integer(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
-    max_new_tokens = limits[1] if limits[0] is None else limits[0]
+    max_new_tokens = fields.integer("max_completion_tokens", 1, 2**31 - 1)
+    older_max_tokens = fields.integer("max_tokens", 1, 2**31 - 1)
+    max_new_tokens = older_max_tokens if max_new_tokens is None else max_new_tokens
     options = _options(fields, max_new_tokens, (alternatives or 0) if has_log_probs else None, max_texts)
     fields.ignore("parallel_tool_calls", "reasoning_effort", "verbosity")
     fields.refuse("modalities", (["text"],), "the models write text")
@@ -315,19 +315,20 @@ def _model(fields: Fields) -> str:
 def _prompts(fields: Fields, name: str = "prompt") -> list[str] | list[list[int]]:
     """Return the prompts of a field: texts, or lists of ids."""
     value = fields.require(name)
-    prompts: Any = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-    if prompts and all(_is_id(item) for item in prompts):
-        return [prompts]
-    if prompts and fits(prompts, list[str]) and all(map(_is_unicode, prompts)):
-        return prompts
-    if prompts and all(isinstance(item, list) and item and all(map(_is_id, item)) for item in prompts):
-        return prompts
+    prompts: Any = [value] if isinstance(value, str) else value
+    if isinstance(prompts, list) and prompts:
+        if all(_is_id(item) for item in prompts):
+            return [prompts]
+        if fits(prompts, list[str]) and all(map(_is_unicode, prompts)):
+            return prompts
+        if all(isinstance(item, list) and item and all(map(_is_id, item)) for item in prompts):
+            return prompts
     raise fields.error(name, "a text, a list of texts, a list of token ids, or a list of such lists", value)
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:
-    value = fields.take("stop")
-    stops = [] if value is None else [value] if isinstance(value, str) else value
+    value = fields.take("stop", [])
+    stops = [value] if isinstance(value, str) else value
     is_list = fits(stops, list[str]) and len(stops) <= MAX_STOPS
     if not is_list or not all(stop and _is_unicode(stop) for stop in stops):
         raise fields.error("stop", f"a text, or a list of at most {MAX_STOPS} texts, none of them empty", value)

@@ -188,7 +188,7 @@ class CompletionEvents:
         return [self._writer.response([value], None)]
 
     def end(self, counts: JsonObject | None = None) -> JsonObject:
-        """Return an event after all texts, with the numbers of tokens if they are given."""
+        """Return an event after all texts, with the counts of tokens if they are given."""
         return self._writer.response([], counts)
 
 
@@ -213,7 +213,7 @@ class ChatEvents:
         return [self._event([self._writer.chat_choice(number, message, finish_reason, tokens, delta=True)])]
 
     def end(self, counts: JsonObject | None = None) -> JsonObject:
-        """Return an event after all texts, with the numbers of tokens if they are given."""
+        """Return an event after all texts, with the counts of tokens if they are given."""
         return self._event([], counts)
 
     def _event(self, choices: list[JsonObject], counts: JsonObject | None = None) -> JsonObject:
@@ -239,7 +239,7 @@ def _call_object(call: ToolCall, number: int, delta: bool) -> JsonObject:
 
 
 def usage(prompt_tokens: int, results: Iterable[TextResult | None]) -> JsonObject:
-    """Return the numbers of tokens of a response."""
+    """Return the token counts of a response: its prompts' tokens, and the tokens of its texts."""
     known = [result for result in results if result is not None]
     generated = sum(len(result.ids) for result in known)
     return {

@@ -133,7 +133,9 @@ def _connection_class(limits: Limits) -> Any:
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol  # pyright: ignore[reportMissingImports]
 
-    max_connections, idle = _max_connections(limits.connections), dict[Any, asyncio.TimerHandle]()
+    max_connections = _max_connections(limits.connections)
+    # The timer of each idle connection. A connection is added when it becomes idle, so the first has been idle longest.
+    idle_timers = dict[Any, asyncio.TimerHandle]()
 
     class LimitedConnection(H11Protocol):
         """Connection that is closed when it is idle for too long."""
@@ -141,9 +143,9 @@ def _connection_class(limits: Limits) -> Any:
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
             super().connection_made(transport)
             if len(self.connections) > max_connections:
-                longest = next(iter(idle), self)
-                longest.stop_waiting()
-                longest.transport.abort()
+                longest_idle = next(iter(idle_timers), self)
+                longest_idle.stop_waiting()
+                longest_idle.transport.abort()
             if not transport.is_closing():
                 self.wait_for_request()
 
@@ -164,11 +166,11 @@ def _connection_class(limits: Limits) -> Any:
         def wait_for_request(self) -> None:
             """Close the connection unless the head of a request comes in time."""
             self.stop_waiting()
-            idle[self] = self.loop.call_later(limits.idle_seconds, self.transport.abort)
+            idle_timers[self] = self.loop.call_later(limits.idle_seconds, self.transport.abort)
 
         def stop_waiting(self) -> None:
             """Leave the connection open while it has a request."""
-            if (timer := idle.pop(self, None)) is not None:
+            if (timer := idle_timers.pop(self, None)) is not None:
                 timer.cancel()
 
     return LimitedConnection

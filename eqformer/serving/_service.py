@@ -237,18 +237,18 @@ class TextService(Service):
         decoder = _SpecialTokenDecoder(self.llm.tokenizer) if prompt.keeps_special_tokens else None
         # With an encoder, the prompt takes no room in the decoder's row, which begins with one start id.
         used = prompt.length if self.llm.model.start is None else 1
-        max_new_tokens = min(self.limits.new_tokens, engine.engine.capacity - used)
+        max_new_tokens = options.settings.max_new_tokens
+        if max_new_tokens is None:
+            max_new_tokens = min(self.limits.new_tokens, engine.engine.capacity - used)
+        request = dataclasses.replace(
+            options.settings,
+            prompt=prompt.ids if prompt.messages is None else prompt.messages,
+            max_new_tokens=max_new_tokens,
+            example=example,
+            allowed=prompt.grammar,
+        )
 
         def make_stream() -> AsyncGenerator[TextPiece, None]:
-            request = dataclasses.replace(
-                options.settings,
-                prompt=prompt.ids if prompt.messages is None else prompt.messages,
-                max_new_tokens=max_new_tokens
-                if options.settings.max_new_tokens is None
-                else options.settings.max_new_tokens,
-                example=example,
-                allowed=prompt.grammar,
-            )
             return engine.stream(request, prompt_ids=prompt.ids, decoder=decoder)
 
         with _as_bad_request(prompt.grammar_field or "the body"):
@@ -290,7 +290,8 @@ class TextService(Service):
         start = time.monotonic()
         build_kernels(self.llm.model, warn=progress)
         engine = self.engine.engine
-        # A prompt of one token more than a width is padded to the next width.
+        # There is a program for each width to which prompts are padded. A prompt of one token is padded to the first
+        # width, and a prompt of one token more than a width to the next width.
         lengths = [1, *(width + 1 for width in engine.chunk_widths[:-1] if width < engine.capacity - 2)]
         # The ids differ, because a prefix that is shared with an earlier prompt would not be read again.
         requests = [generation.Request([number] * length, 2) for number, length in enumerate(lengths)]
@@ -402,11 +403,11 @@ class TextService(Service):
         if prompt.length > longest:
             message = f"the prompt has {prompt.length:,} tokens, but at most {longest:,} are read; shorten it."
             raise RequestError(400, message, parameter=prompt.field, code="context_length_exceeded")
-        new, most = options.settings.max_new_tokens or 0, limits.new_tokens
+        new, max_new = options.settings.max_new_tokens or 0, limits.new_tokens
         if self.llm.model.start is not None:  # The start id takes one place of the decoder's row.
-            most = min(most, capacity - 1)
-        if new > most:
-            message = f"max_tokens is {new:,}, but at most {most:,} are generated; ask for fewer."
+            max_new = min(max_new, capacity - 1)
+        if new > max_new:
+            message = f"max_tokens is {new:,}, but at most {max_new:,} are generated; ask for fewer."
             raise RequestError(400, message, parameter="max_tokens")
         if self.llm.model.start is None and prompt.length + new > capacity:
             message = (
@@ -461,7 +462,10 @@ def _as_bad_request(field: str) -> Iterator[None]:
 
 
 def _without_call(message: str) -> str:
-    """Return a message of the library without its beginning, a Python call that the server's client has not made."""
+    """Return a message of the library without its beginning, a Python call that the server's client has not made.
+
+    Messages begin with `call(arguments): `, `call(arguments) needs` or `call: `.
+    """
     return re.sub(r"^[\w.]+(\(.*?\)(: | (?=needs))|: )", "", message, count=1, flags=re.DOTALL)
 
 

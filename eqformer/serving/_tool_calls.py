@@ -62,8 +62,10 @@ class ToolCallParser:
         if not self._names:
             return piece
         self._pending += piece
-        # Smaller models write the JSON object of a call without a marker. Strings in this object may contain a marker.
-        if self._is_call or (not self._has_text and self._pending.lstrip()[:1] in ("{", "")):
+        # Smaller models write the JSON object of a call without a marker, so an answer that begins with { may be a
+        # call. Such an answer is held back whole, since strings in the object may contain a marker.
+        may_begin_object = not self._has_text and self._pending.lstrip()[:1] in ("{", "")
+        if self._is_call or may_begin_object:
             return ""
         starts = [start for marker in _MARKERS if (start := self._pending.find(marker)) >= 0]
         if starts:
@@ -74,7 +76,8 @@ class ToolCallParser:
     def finish(self) -> tuple[str, list[ToolCall]]:
         """Return the text that was held back and belongs to no call, and the calls."""
         known = [(start, call) for start, call in _parse_calls(self._pending) if call.name in self._names]
-        return self._release(known[0][0] if known else len(self._pending)), [call for _, call in known]
+        first_start = min((start for start, _ in known), default=len(self._pending))
+        return self._release(first_start), [call for _, call in known]
 
     def _release(self, length: int) -> str:
         text, self._pending = self._pending[:length], self._pending[length:]
@@ -193,19 +196,25 @@ def find_call_format(
         return None
     if (spans := replies[-1]) is None:
         return None
-    answer = text[slice(*spans[1])]
+    start, stop = spans[1]
+    answer = text[start:stop]
     for end in filter(None, ends):
         answer = answer.partition(end)[0]
     answer = answer.rstrip()
-    arguments, name = _PROBE_ARGUMENTS.search(answer), answer.find(_PROBE.name)
-    if arguments is None or not 0 <= name < arguments.start():
+    arguments, name_start = _PROBE_ARGUMENTS.search(answer), answer.find(_PROBE.name)
+    if arguments is None or not 0 <= name_start < arguments.start():
         return None
-    starts = [start for marker in (*_MARKERS, "{") if 0 <= (start := answer.find(marker)) < name]
-    start = min(starts, default=name)
-    if _parse_calls(answer[start:]) != [(0, _PROBE)]:
+    # The call begins at the first marker, or else at the name.
+    markers = [position for marker in (*_MARKERS, "{") if 0 <= (position := answer.find(marker)) < name_start]
+    call_start = min(markers, default=name_start)
+    if _parse_calls(answer[call_start:]) != [(0, _PROBE)]:
         return None
-    before_arguments = answer[name + len(_PROBE.name) : arguments.start()]
-    return ToolCallFormat(answer[:start], answer[start:name], before_arguments, answer[arguments.end() :])
+    return ToolCallFormat(
+        lead=answer[:call_start],
+        before_name=answer[call_start:name_start],
+        before_arguments=answer[name_start + len(_PROBE.name) : arguments.start()],
+        after_arguments=answer[arguments.end() :],
+    )
 
 
 def find_marker_ids(tokenizer: data.PromptTokenizer) -> dict[str, int]:
