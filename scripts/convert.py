@@ -49,17 +49,18 @@ def convert(command: Command) -> None:
         raise ValueError(f"TARGET {command.target}: this path exists already; give a new folder.")
     if source.recipe.exists():
         _write_published(source, command, screen)
-    elif ((path := models.local_path(command.source)) / "config.json").exists() or path.is_file():
-        if command.adapter:
-            raise ValueError("--adapter: only a run has low-rank changes to write; leave --adapter out.")
-        if command.push is not None:
-            raise ValueError(f"--push {command.push}: only the model of a run is uploaded; leave --push out.")
-        _write_run(command.source.absolute().name, published_recipe(path), RunDirectory(command.target), screen)
-    else:
+        return
+    path = models.local_path(command.source)
+    if not path.is_file() and not (path / "config.json").exists():
         raise ValueError(
             f"SOURCE {command.source}: this is neither a run (recipe.json) nor a published model (config.json, or a "
             "GGUF file); give a run or a published model."
         )
+    if command.adapter:
+        raise ValueError("--adapter: only a run has low-rank changes to write; leave --adapter out.")
+    if command.push is not None:
+        raise ValueError(f"--push {command.push}: only the model of a run is uploaded; leave --push out.")
+    _write_run(command.source.absolute().name, published_recipe(path), RunDirectory(command.target), screen)
 
 
 def _write_published(source: RunDirectory, command: Command, screen: Screen) -> None:

@@ -61,9 +61,7 @@ def evaluate(command: Command) -> None:
     source = data.files(list(command.text), field=command.field, piece=sys.maxsize) if command.text else None
     tasks = load_tasks(command)
     # Tasks that generate text run for so long that speed matters more than compilation time.
-    single_tasks = [single for task in tasks for single in getattr(task, "get_all_tasks", lambda task=task: [task])()]
-    writes = any(getattr(task, "OUTPUT_TYPE", None) == "generate_until" for task in single_tasks)
-    llm = load_llm(command, throughput=writes)
+    llm = load_llm(command, throughput=any(map(generates_text, tasks)))
     figures: dict[str, dict[str, float]] = {}
     if source is not None:
         figures["text"] = score_texts(command, llm, source)
@@ -101,6 +99,12 @@ def load_tasks(command: Command) -> list[Any]:
         return evaluation.load_tasks(command.tasks, include_path=command.include_path)
     except ValueError as error:
         raise ValueError(f"--tasks {' '.join(command.tasks)}: {error}") from error
+
+
+def generates_text(task: Any) -> bool:
+    """Return whether a loaded task, or a task of a loaded group, generates text."""
+    single_tasks = task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]
+    return any(getattr(single, "OUTPUT_TYPE", None) == "generate_until" for single in single_tasks)
 
 
 def score_tasks(command: Command, llm: LLM, tasks: list[Any]) -> dict[str, dict[str, float]]:

@@ -14,9 +14,9 @@ def prepare(arguments: Sequence[str]) -> None:
     `--compile` and `--picture` without a topology are exceptions: they need as many simulated devices as the mesh has.
     """
     flags = parse_words(arguments)
-    words = [words[0] for flag, words in flags.items() if flag.startswith("--mesh.") and words]
+    sizes = [words[0] for flag, words in flags.items() if flag.startswith("--mesh.") and words]
     needs_mesh = flags.keys() & {"--compile", "--picture"} and "--topology" not in flags
-    devices = math.prod(int(word) for word in words if word.isdecimal()) if needs_mesh else 1
+    devices = math.prod(int(size) for size in sizes if size.isdecimal()) if needs_mesh else 1
     simulate = [] if environment.simulated_devices(flags) else ["--simulate", str(max(1, devices))]
     environment.prepare([*arguments, *simulate], compilers=True, gradients="--decode" not in flags)
 
@@ -129,7 +129,11 @@ def print_report(command: Command) -> None:
     else:
         _print_compiled(target, step.forecast, compilation, program)
         memory = step.forecast.memory
-        if step.forecast.missing if compilation is None or memory is None else not compilation.fits(memory):
+        if compilation is None or memory is None:
+            fits = step.forecast.missing == 0
+        else:
+            fits = compilation.fits(memory)
+        if not fits:
             with show_search() as progress:
                 alternatives = step.find_alternatives(progress)
             print(alternatives)

@@ -71,10 +71,7 @@ def reinforce(command: Command) -> None:
 
 
 # Flags that the short help of this command leaves out, because `train_on_rewards` or a published model refuses them.
-HIDDEN = (
-    *("--model.embed", "--model.layers", "--model.heads", "--loss-on", "--text.mix"),
-    *("--evaluate-every", "--prompt"),
-)
+HIDDEN = "--model.embed --model.layers --model.heads --loss-on --text.mix --evaluate-every --prompt".split()
 main = entry(Command, reinforce, hidden=HIDDEN)
 
 if __name__ == "__main__":

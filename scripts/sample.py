@@ -205,9 +205,8 @@ def write(command: Command) -> None:
     if report.has_kernels(report.local_platform()):
         screen.note(report.DECODING)
     pieces = start_text(command, llm, prompt)
-    if (
-        not is_chat(command, llm) and llm.model.start is None
-    ):  # The text of a model with an encoder does not continue the prompt.
+    # An answer, and the text of a model with an encoder, do not continue the prompt.
+    if not is_chat(command, llm) and llm.model.start is None:
         sys.stdout.write(prompt)
     start, times = time.monotonic(), list[float]()
     for piece in pieces:

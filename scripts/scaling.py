@@ -74,12 +74,12 @@ def check_command(command: Command) -> dict[tuple[int, float], Recipe]:
             f"--tokens {command.tokens:g}: for a budget, the number of tokens must grow with the parameters; leave out "
             "--tokens, or --budget and --hours."
         )
-    numbers = {"--tokens-per-parameter": command.tokens_per_parameter, "--epochs": command.epochs}
-    numbers |= {"--budget": command.budget, "--hours": command.hours, "--tokens": command.tokens}
-    numbers |= {f"--rates {rate}": rate for rate in command.rates}
-    for flag, value in numbers.items():
+    values = [("--tokens-per-parameter", command.tokens_per_parameter), ("--epochs", command.epochs)]
+    values += [("--budget", command.budget), ("--hours", command.hours), ("--tokens", command.tokens)]
+    values += [("--rates", rate) for rate in command.rates]
+    for flag, value in values:
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{flag if ' ' in flag else f'{flag} {value}'}: the value must be a positive number.")
+            raise ValueError(f"{flag} {value}: the value must be a positive number.")
     horizon = {"tokens_per_parameter": command.tokens_per_parameter, "tokens": command.tokens}
     recipes = scaling_recipes(command.depths, command.rates, **horizon, data=command.data, seed=command.seed)
     largest = recipes[max(recipes)]

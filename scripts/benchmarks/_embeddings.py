@@ -23,7 +23,7 @@ TEXTS = 96
 
 
 def embeddings(rounds: int) -> Iterator[Row]:
-    """Texts a second by all-MiniLM-L6-v2, or by random weights of its shape if it is missing; all texts, or one."""
+    """Texts a second by all-MiniLM-L6-v2, or by random weights of its shape: for all texts at once, and for one."""
     texts = read_paragraphs()
     with tempfile.TemporaryDirectory() as parent:
         folder, name = find_minilm(), "all-MiniLM-L6-v2"

@@ -93,7 +93,7 @@ def rate_rows(group: str, unit: str, amount: float, times: dict[str, list[float]
     first = next(iter(times.values()))
     rows = []
     for name, seconds in times.items():
-        ratio = statistics.median(theirs / ours for ours, theirs in zip(first, seconds, strict=True))
+        ratio = statistics.median(this / first_seconds for first_seconds, this in zip(first, seconds, strict=True))
         spread = f"{amount / max(seconds):,.0f} to {amount / min(seconds):,.0f}"
         value = amount / statistics.median(seconds)
         rows.append(Row(group, name, value, unit, None if seconds is first else ratio, spread))

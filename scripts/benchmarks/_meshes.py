@@ -72,7 +72,7 @@ def layouts(rounds: int) -> Iterator[Row]:
     for name, (mesh, _) in LAYOUTS.items():
         run = _run(_plan(name))
         times = seconds_in_turn({"one": single, name: run}, max(2, rounds // 3))
-        ratio = statistics.median(theirs / ours for ours, theirs in zip(times["one"], times[name], strict=True))
+        ratio = statistics.median(step / base for base, step in zip(times["one"], times[name], strict=True))
         note = f"compiled in {run.seconds_to_compile:.1f} s; {' x '.join(f'{a} {n}' for a, n in mesh.items())}"
         yield Row("layouts", name, 1000 * statistics.median(times[name]), "ms", ratio, note)
 
@@ -126,7 +126,7 @@ def jaxformer(
             processor_times[name].append(time.process_time() - processor_start)
 
     def ratio_to_one_device(seconds: dict[str, list[float]], name: str) -> float:
-        return statistics.median(ours / theirs for ours, theirs in zip(seconds[name], seconds["one device"]))
+        return statistics.median(step / base for step, base in zip(seconds[name], seconds["one device"]))
 
     for name, run in runs.items():
         note = f"{statistics.median(processor_times[name]):.2f} processor seconds a step "

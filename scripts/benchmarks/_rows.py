@@ -118,6 +118,7 @@ def _llama(name: str) -> models.LlamaConfig:
     return config
 
 
+# These benchmarks need eight devices.
 OF_MESHES: dict[str, Callable[[int], Iterator[Row]]] = {
     "layouts": _meshes.layouts,
     "jaxformer": _meshes.jaxformer,
@@ -144,6 +145,7 @@ BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "embeddings": _embeddings.embeddings,
     **OF_MESHES,
 }
+# These benchmarks run only if `--only` or `--profile` asks for them.
 ASKED_FOR: dict[str, Callable[[int], Iterator[Row]]] = {
     "profile": _profile.profile,
     "checks": _checks.checks,

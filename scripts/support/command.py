@@ -108,6 +108,7 @@ def _parser_rules(arguments: Sequence[str], default: Any) -> tyro.constructors.C
     Making all flags of a recipe takes 35 ms, so this is done only for help and for a message about an unknown flag.
     """
     words, values = parse_words(arguments), flags_of(default)
+    # A flag `--group.no-name` is the negative form of the flag `--group.name`.
     positive = {flag: re.sub(r"no-(?=[^.]*$)", "", flag) for flag in words}
     is_known = all(flag in values or isinstance(values.get(positive[flag]), bool) for flag in words)
     rules = tyro.constructors.ConstructorRegistry()
@@ -124,12 +125,17 @@ def _find_help(kind: type, name: str) -> str | None:
 def entry(
     kind: type[Command], run: Callable[[Command], None], hidden: Sequence[str] = ()
 ) -> Callable[[Sequence[str]], None]:
-    """Return a script's `main`, which parses flags and runs the command; bad input ends it with one message, code 2."""
+    """Return a script's `main`, which parses flags and runs the command.
+
+    Bad input ends the script with one message and exit code 2.
+    """
 
     def main(arguments: Sequence[str]) -> None:
         with one_message():
             if "--trust-recipe" in parse_words(arguments):
-                for word in (*arguments, *(argument.partition("=")[2] for argument in arguments), "runs/default"):
+                # Every word, and every value after "=", may be the folder of a run.
+                values = (argument.partition("=")[2] for argument in arguments)
+                for word in (*arguments, *values, "runs/default"):
                     trust_recipe(RunDirectory(Path(word)).recipe, Screen(errors=True).note)
             has_recipe = "recipe" in typing.get_type_hints(kind)
             command = parse(kind, arguments, hidden) if has_recipe else read(kind, arguments)

@@ -71,5 +71,6 @@ def _closed_streams() -> list[TextIO]:
         with suppress(OSError):  # a stream without a file descriptor
             poll = select.poll()
             poll.register(stream.fileno(), 0)
-            streams += [stream] if poll.poll(0) else []
+            if poll.poll(0):
+                streams.append(stream)
     return streams

@@ -13,7 +13,8 @@ def parse_words(arguments: Sequence[str]) -> dict[str, list[str]]:
     words: list[str] = []
     for name, value in map(_split_equals, arguments):
         if name:
-            words = words_by_flag[name.replace("_", "-")] = [value[1:]] if value else []
+            words = [value[1:]] if value else []  # Further words of the flag are appended to this list.
+            words_by_flag[name.replace("_", "-")] = words
         else:
             words.append(value)
     return words_by_flag
@@ -42,10 +43,11 @@ def _find_flag(name: str, flags: Mapping[str, Any]) -> str | None:
         return f"{group}{dot}no-{last}" if dot else None
     last = name.rpartition(".")[2]
     for candidate in (name, last):
-        usual = [flag for flag, names in USUAL_NAMES.items() if candidate in names.split() and flag in flags]
-        ending = [flag for flag in flags if flag[2:].rpartition(".")[2] == candidate]
-        if len(usual or ending) == 1:
-            return (usual or ending)[0]
+        matches = [flag for flag, names in USUAL_NAMES.items() if candidate in names.split() and flag in flags]
+        if not matches:
+            matches = [flag for flag in flags if flag[2:].rpartition(".")[2] == candidate]
+        if len(matches) == 1:
+            return matches[0]
     return None
 
 
