@@ -119,6 +119,7 @@ from .families._llama4 import Llama4Config as Llama4Config
 from .families._mamba2 import BambaConfig as BambaConfig, Mamba2Config as Mamba2Config
 from .families._mellum import MellumConfig as MellumConfig
 from .families._mimo_v2 import MiMoV2FlashConfig as MiMoV2FlashConfig
+from .families._minicpm3 import MiniCPM3Config as MiniCPM3Config, YoutuConfig as YoutuConfig
 from .families._minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
 from .families._minimax_m3 import MiniMaxM3Config as MiniMaxM3Config
 from .families._mistral import (
@@ -154,6 +155,7 @@ from .families._qwen3_next import (
     Qwen35Config as Qwen35Config,
     Qwen35MoEConfig as Qwen35MoEConfig,
 )
+from .families._sarvam import SarvamMLAConfig as SarvamMLAConfig, SarvamMoEConfig as SarvamMoEConfig
 from .families._sdar import SDARConfig as SDARConfig
 from .families._stablelm import StableLMConfig as StableLMConfig
 from .families._step3p5 import Step3p5Config as Step3p5Config

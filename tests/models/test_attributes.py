@@ -71,6 +71,7 @@ UNUSED = {
     "kimi_linear": {"head_dim", "qk_head_dim"},
     "llama4_text": {"interleave_moe_layer_step"},  # said again by moe_layers
     "mellum": {"mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers"},
+    "minicpm3": {"head_dim", "qk_head_dim"},
     "minimax_m2": {"rotary_dim"},  # said again by partial_rotary_factor
     "minimax_m3_vl_text": {"rotary_dim", "router_jitter_noise"},  # without effect in transformers
     "mamba2": {"chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank"}
@@ -86,12 +87,15 @@ UNUSED = {
     | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},
     "olmo_hybrid": {f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")},
     "phimoe": {"input_jitter_noise"},
+    "sarvam_mla": {"head_dim", "num_nextn_predict_layers", "qk_head_dim"},
+    "sarvam_moe": {"num_nextn_predict_layers"},
     "sdar": {"layer_types", "sliding_window"},  # of windows, which are refused
     "seed_oss": {"residual_dropout"},
     "step3p5": {"mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers"},
     "starcoder2": {"embedding_dropout", "residual_dropout"},
     "t5": {"classifier_dropout", "dropout_rate", "initializer_factor"},
     "t5gemma": {"classifier_dropout_rate", "dropout_rate", "vocab_size"},
+    "youtu": {"embedding_initializer_range", "head_dim", "qk_head_dim"},
     "t5gemma2": {"classifier_dropout_rate", "dropout_rate", "eoi_token_index", "image_token_index"},
 }
 

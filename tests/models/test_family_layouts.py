@@ -57,6 +57,8 @@ DEEPER = {  # of families whose cases hold one period each
     "t5gemma2 even window": (("layers", 4), ("window_layers", (0, 2))),
     "t5gemma2 odd window": (("layers", 4), ("window_layers", (0, 2))),
     "qwen3_next plain": (("layers", 4), ("attention_layers", (1, 3))),
+    "sarvam_mla yarn": (("layers", 2),),
+    "sarvam_moe biased": (("layers", 2),),
 }
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 MIXTURES = [name for name, one in RECORDED.items() if any(one["config"].get(count) for count in COUNTS)]

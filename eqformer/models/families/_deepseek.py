@@ -33,8 +33,8 @@ LATENT_BYTE: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentConfig(ModelConfig):
-    """Base class of the configs of DeepSeek-V2, DeepSeek-V3 and their successors."""
+class LatentAttentionConfig(ModelConfig):
+    """Base class of the configs of decoders with latent attention, with or without experts."""
 
     layers: config_types.LayerCount
     """The number of layers."""
@@ -42,8 +42,6 @@ class LatentConfig(ModelConfig):
     """The number of heads."""
     mlp: config_types.Size
     """Hidden features of a dense layer."""
-    expert_mlp: config_types.Size
-    """Hidden features of an expert."""
     q_latent: config_types.Size | None
     """Channels of the queries' latent; None: queries have no latent."""
     latent: config_types.Size = 512
@@ -54,6 +52,31 @@ class LatentConfig(ModelConfig):
     """Channels of the rotated key."""
     v_dim: config_types.Size = 128
     """Channels of a head's value."""
+    theta: config_types.Positive = 10_000.0
+    """The base of rotary positions."""
+    scaling: nn.RotaryScaling | None = None
+    """The scaling of rotary positions; None: no scaling."""
+    temperature: config_types.Number = 0.0
+    """The `mscale_all_dim` of a scaling (usually YaRN), which makes attention scores grow with the scaling's factor; 0:
+    scores do not grow."""
+    activation: str = "silu"
+    """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
+    bias: bool = False
+    """Whether the maps to latents, and the attention's output, have biases."""
+    eps: config_types.NotNegative = 1e-6
+    """The number that norms add to the mean square before the root."""
+    tied: bool = False
+    """Whether the embedding's table is the head too."""
+    max_seq: config_types.Length = 163_840
+    """The length of the longest rows that the model was trained on, in tokens; it does not change the model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig(LatentAttentionConfig):
+    """Base class of the configs of DeepSeek-V2, DeepSeek-V3 and their successors."""
+
+    expert_mlp: config_types.Size
+    """Hidden features of an expert."""
     experts: config_types.Size
     """The number of experts of a layer."""
     top_k: config_types.Size
@@ -72,23 +95,6 @@ class LatentConfig(ModelConfig):
     """A factor of the experts' weights."""
     balance: config_types.NotNegative
     """The weight of the loss `LoadBalance`, which is computed for each row."""
-    theta: config_types.Positive = 10_000.0
-    """The base of rotary positions."""
-    scaling: nn.RotaryScaling | None = None
-    """The scaling of rotary positions; None: no scaling."""
-    temperature: config_types.Number = 0.0
-    """The `mscale_all_dim` of a scaling (usually YaRN), which makes attention scores grow with the scaling's factor; 0:
-    scores do not grow."""
-    activation: str = "silu"
-    """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
-    bias: bool = False
-    """Whether the maps to latents, and the attention's output, have biases."""
-    eps: config_types.NotNegative = 1e-6
-    """The number that norms add to the mean square before the root."""
-    tied: bool = False
-    """Whether the embedding's table is the head too."""
-    max_seq: config_types.Length = 163_840
-    """The length of the longest rows that the model was trained on, in tokens; it does not change the model."""
 
     @property
     def mixtures(self) -> tuple[bool, ...]:
@@ -165,7 +171,7 @@ def build_latent(
 
 
 def latent_attention(
-    config: LatentConfig,
+    config: LatentAttentionConfig,
     *,
     interleaved: bool = False,
     temperature: nn.LogTemperature | None = None,
@@ -208,7 +214,7 @@ def latent_attention(
     )
 
 
-def score_scale(config: LatentConfig) -> float:
+def score_scale(config: LatentAttentionConfig) -> float:
     """Return the factor of attention scores, which `config.temperature` makes grow with the scaling's factor."""
     scaling, growth = config.scaling, 1.0
     if config.temperature and isinstance(scaling, _WITH_FACTOR):
@@ -236,20 +242,43 @@ def latent_attributes(
         max_seq: Transformers' default for the length of the longest rows.
     """
     return (
-        *(*SIZES, WIDTH, EqualKeyHeads(), positions, *SHARED_ATTRIBUTES, *mixtures),
+        *latent_attention_attributes(positions, activation, max_seq=max_seq),
+        *(*SHARED_ATTRIBUTES, *mixtures),
+        Expect("moe_layer_freq", 1),
+        Ignore("aux_loss_alpha", "seq_aux", "ep_size"),  # settings of training
+    )
+
+
+def latent_attention_attributes(
+    positions: Entry = RotaryWithTemperature(),
+    activation: tuple[Entry, ...] = (Activation(),),
+    *,
+    value_size: Entry = Count("v_dim", "v_head_dim"),
+    tied: bool = False,
+    max_seq: int,
+) -> tuple[Entry, ...]:
+    """Return the entries of a `LatentAttentionConfig`.
+
+    Args:
+        positions: The entry of rotary positions.
+        activation: The entries of the activation.
+        value_size: The entry of the channels of a head's value.
+        tied: Transformers' default for whether the head is tied to the table.
+        max_seq: Transformers' default for the length of the longest rows.
+    """
+    return (
+        *(*SIZES, WIDTH, EqualKeyHeads(), positions),
         Count("latent", "kv_lora_rank"),
         Attribute("q_latent", "q_lora_rank"),
         Count("head_dim", "qk_nope_head_dim"),
         Count("rope_dim", "qk_rope_head_dim"),
-        Count("v_dim", "v_head_dim"),
+        value_size,
         Attribute("eps", "rms_norm_eps"),
-        Attribute("tied", "tie_word_embeddings", False),
+        Attribute("tied", "tie_word_embeddings", tied),
         Attribute("max_seq", "max_position_embeddings", max_seq),
         *activation,
         Attribute("bias", "attention_bias", False),
-        Expect("moe_layer_freq", 1),
         Ignore("head_dim", "qk_head_dim"),  # sums of other sizes
-        Ignore("aux_loss_alpha", "seq_aux", "ep_size"),  # settings of training
     )
 
 
@@ -265,15 +294,15 @@ class EqualKeyHeads(Entry):
             )
         return {}
 
-    def write(self, config: LatentConfig) -> config_types.Attributes:
+    def write(self, config: LatentAttentionConfig) -> config_types.Attributes:
         """Return the attribute."""
         return {"num_key_value_heads": config.heads}
 
 
 _ATTENTION, _INTO = f"{LAYER}self_attn.", "(heads width) inputs -> heads width inputs"
 _QUERIES = ("mixer.layer.query.weight", "mixer.layer.query_rope.weight")
-LATENT_WEIGHTS = (
-    *(*EDGES, *PRE_NORMS, *GATED, *MIXTURE, *SHARED),
+DENSE_LATENT_WEIGHTS = (
+    *(*EDGES, *PRE_NORMS, *GATED),
     Rule(f"{_ATTENTION}kv_a_proj_with_mqa.weight", ("mixer.layer.latent_down.weight", "mixer.layer.key_rope.weight")),
     Rule(f"{_ATTENTION}kv_a_proj_with_mqa.bias", ("mixer.layer.latent_down.bias", "mixer.layer.key_rope.bias")),
     Rule(f"{_ATTENTION}kv_a_layernorm.weight", "mixer.layer.latent_norm.weight"),
@@ -299,6 +328,7 @@ LATENT_WEIGHTS = (
     Rule(f"{_ATTENTION}q_a_layernorm.weight", "mixer.layer.query_latent_norm.weight"),
     Rule(f"{_ATTENTION}q_b_proj.weight", _QUERIES, _INTO, groups="heads", needs="mixer.layer.query_down"),
 )
+LATENT_WEIGHTS = (*DENSE_LATENT_WEIGHTS, *MIXTURE, *SHARED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
