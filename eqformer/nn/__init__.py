@@ -80,6 +80,7 @@ from ._embedding import (
     unembed as unembed,
 )
 from ._execution import Execution as Execution, with_execution as with_execution
+from ._gated_streams import GatedConnection as GatedConnection, GatedMerge as GatedMerge, StreamGates as StreamGates
 from ._linear import (
     dense as dense,
     is_map as is_map,
@@ -155,6 +156,13 @@ from ._module import (
     named_modules as named_modules,
     observe_calls as observe_calls,
     path_name as path_name,
+)
+from ._ngram_memory import (
+    NGramCache as NGramCache,
+    NGramHash as NGramHash,
+    NGramMemory as NGramMemory,
+    NGramTable as NGramTable,
+    splitmix_hash as splitmix_hash,
 )
 from ._norm import (
     ClippedNorm as ClippedNorm,
@@ -248,6 +256,7 @@ from .attention._cross_attention import (
     CrossLayerAttention as CrossLayerAttention,
     MergedAttention as MergedAttention,
 )
+from .attention._indexed_attention import IndexedAttention as IndexedAttention, IndexedCache as IndexedCache
 from .attention._indexer import (
     Indexer as Indexer,
     KeyIndexer as KeyIndexer,
@@ -256,7 +265,11 @@ from .attention._indexer import (
 )
 from .attention._latent_attention import LatentAttention as LatentAttention
 from .attention._learned_rotary import LearnedFrequencies as LearnedFrequencies, LearnedRotary as LearnedRotary
-from .attention._pooled_indexer import PooledIndexer as PooledIndexer, PoolSelection as PoolSelection
+from .attention._pooled_indexer import (
+    MeanPoolIndexer as MeanPoolIndexer,
+    PooledIndexer as PooledIndexer,
+    PoolSelection as PoolSelection,
+)
 from .attention._rotary import (
     DynamicScaling as DynamicScaling,
     LinearScaling as LinearScaling,

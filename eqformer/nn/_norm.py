@@ -56,9 +56,13 @@ class RMSNorm(Norm):
     `RMSNorm("embed", embed=512)` normalizes a residual stream, `RMSNorm("head_dim", head_dim=64)` each head by itself,
     `RMSNorm("heads head_dim", heads=8, head_dim=64)` all heads together. With `offset=1`, weight decay pulls the factor
     `offset + weight` towards 1 instead of 0 (Gemma). `scale=False` leaves the weight out.
+
+    With `over`, the mean is taken over some of the trailing dims only: `RMSNorm("streams embed", over="embed", ...)`
+    normalizes each residual stream by itself and scales it by its own weights (Qwen4-Exp).
     """
 
     dims: tuple[str, ...] = eqx.field(static=True)
+    over: int = eqx.field(static=True)
     eps: float = eqx.field(static=True)
     offset: float = eqx.field(static=True)
     weight: Float[Array, "..."] | None = named_by("dims")
@@ -72,6 +76,7 @@ class RMSNorm(Norm):
         offset: float = 0.0,
         scale: bool = True,
         shift: bool = False,
+        over: str | None = None,
         **sizes: int,
     ):
         """Initialize the weights so that they leave the normalized input as it is.
@@ -82,17 +87,19 @@ class RMSNorm(Norm):
             offset: Added to the weights.
             scale: Whether there are weights.
             shift: Whether there is a shift.
+            over: The names of the trailing dims over which the mean is taken; None: all dims.
             **sizes: The size of each dim by its name.
         """
         self.dims, shape = _named_shape("RMSNorm", dims, sizes)
+        self.over = _count_reduced("RMSNorm", self.dims, over)
         self.eps, self.offset = eps, offset
         self.weight = jnp.full(shape, 1.0 - offset, jnp.float32) if scale else None
         self.shift = jnp.zeros(shape, jnp.float32) if shift else None
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """Return all dims of the norm."""
-        return self.dims
+        """Return the dims of `over`, or all dims."""
+        return self.dims[-self.over :]
 
     def normalize(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
         """Divide by the root of the mean of squares."""
@@ -140,10 +147,7 @@ class LayerNorm(Norm):
             **sizes: The size of each dim by its name.
         """
         self.dims, shape = _named_shape("LayerNorm", dims, sizes)
-        reduced = self.dims if over is None else tuple(over.split())
-        if not reduced or self.dims[-len(reduced) :] != reduced:
-            raise ValueError(f"LayerNorm({dims!r}, over={over!r}): over must name the last of the dims.")
-        self.over = len(reduced)
+        self.over = _count_reduced("LayerNorm", self.dims, over)
         self.eps = eps
         self.weight = jnp.ones(shape, jnp.float32) if scale else None
         self.bias = jnp.zeros(shape, jnp.float32) if bias else None
@@ -207,6 +211,14 @@ def _named_shape(call: str, dims: str, sizes: dict[str, int]) -> tuple[tuple[str
     if not names or set(names) != set(sizes):
         raise ValueError(f"{call}({dims!r}): the sizes given are {sorted(sizes)}; the dims named are {sorted(names)}.")
     return names, [sizes[name] for name in names]
+
+
+def _count_reduced(call: str, dims: tuple[str, ...], over: str | None) -> int:
+    """Return the number of trailing dims that `over` names, or of all dims if it is None."""
+    reduced = dims if over is None else tuple(over.split())
+    if not reduced or dims[-len(reduced) :] != reduced:
+        raise ValueError(f"{call}({' '.join(dims)!r}, over={over!r}): over must name the last of the dims.")
+    return len(reduced)
 
 
 def _check_sizes(call: str, dims: tuple[str, ...], weight: Array | None, x: Array) -> None:

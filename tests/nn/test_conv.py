@@ -67,7 +67,7 @@ def test_what_it_remembers_goes_on_where_it_ended():
 def test_its_dims_are_named_and_must_fit():
     names = nn.dims(random_module(nn.CausalConv, "heads", taps=2, heads=2, bias=True, key=jax.random.key(0)))
     assert nn.dims(CONV).weight == "heads head_dim taps" and (names.weight, names.bias) == ("heads taps", "heads")
-    with pytest.raises(ValueError, match=r"CausalConv\('heads', taps=0\)"):
+    with pytest.raises(ValueError, match=r"CausalConv\('heads', taps=0, dilation=1\)"):
         nn.CausalConv("heads", taps=0, heads=2, key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"sizes were given for \['embed'\]"):
         nn.CausalConv("heads", taps=2, embed=2, key=jax.random.key(0))

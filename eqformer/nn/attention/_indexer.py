@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from ...kernels import AttentionCall, ChosenKeys, join_blocks, Mask, ReferenceAttention, split_blocks, TokenPositions
+from ...kernels import (
+    AttentionCall,
+    ChosenKeys,
+    join_blocks,
+    Mask,
+    Operation,
+    ReferenceAttention,
+    split_blocks,
+    TokenPositions,
+)
 from .._dtype import at_least_float32
 from .._linear import Linear, LinearMap
 from .._module import Module
@@ -26,7 +35,7 @@ class IndexQueries(NamedTuple):
     weight: Float[Array, "*batch seq index_heads"]
 
 
-class SelectedKeys(eqx.Module):
+class SelectedKeys(Operation[AttentionCall, Array]):
     """The keys that an indexer selected for each query, to be used by its layer and by later layers.
 
     A query sees a selected key only if the mask shows it too.
@@ -47,8 +56,16 @@ class SelectedKeys(eqx.Module):
     ) -> Bool[Array, "*batch chunk kv_seq"]:
         """Return which keys are visible and selected, for some of the queries and their choices."""
 
+    def supports(self, call: AttentionCall) -> str | None:
+        """Return the reason why the call cannot be computed, or None if it can."""
+        if call.softcap is not None or call.bias is not None:
+            return "attention to selected keys has no softcap and no bias"
+        return None
+
     def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         """Attend to the selected keys, for `chunk` queries at a time, in memory linear in the row."""
+        if (reason := self.supports(call)) is not None:
+            raise ValueError(f"{type(self).__name__}(call): {reason}; leave them out of the scores.")
 
         def attend_chunk(tokens: Tokens, chunk: tuple[Array, Array]) -> Float[Array, "*batch chunk heads v_dim"]:
             query, choices = chunk
@@ -72,7 +89,9 @@ class SelectedKeys(eqx.Module):
 
 
 class KeyIndexer(Module):
-    """A part of `LatentAttention` that selects the keys of each query: the contract of `Indexer` and `PooledIndexer`.
+    """A part of an attention that selects the keys of each query: the contract of `Indexer` and `PooledIndexer`.
+
+    The attention is a `LatentAttention` or an `IndexedAttention`.
 
     No gradient passes through an indexer.
     """

@@ -1,5 +1,7 @@
 """Sparse attention over pools: each query sees the tokens of its best pools, and of its own unfinished pool."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,9 +10,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from ...kernels import Mask, TokenPositions
 from .._dtype import at_least_float32
 from .._linear import Linear, LinearMap
-from .._norm import LayerNorm
+from .._norm import LayerNorm, Norm
 from .._tokens import Tokens
 from ._indexer import best_indices, IndexQueries, keep_selected, KeyIndexer, map_query_chunks, SelectedKeys
+from ._rotary import Rotary
 from ._token_blocks import completes_block, find_block_tokens, find_ends, take_block_rows
 
 
@@ -120,31 +123,8 @@ class PooledIndexer(KeyIndexer):
             tokens: The tokens of the queries.
             kv_tokens: The tokens of the keys. The tokens of each document must be in the order of their positions.
         """
-        longest = jnp.iinfo(jnp.int32).max
-        if mask.reach(longest) < longest:
-            raise ValueError(
-                f"PooledIndexer.select_keys(mask={mask}): the mask must show all earlier tokens of the document; give "
-                "a mask without a window and without chunks."
-            )
-        shape, pool_size = keys.shape[:-1], self.bias.shape[0]
-        positions, segments = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, shape), (kv_tokens.positions, kv_tokens.segments)
-        )
-        kv_tokens = Tokens(positions, segments)
-        ends, end_positions = find_ends(kv_tokens, pool_size)
-        count = ends.shape[-1]
-        if count <= self.top_k:
-            return None
-        end_segments = None if segments is None else jnp.take_along_axis(segments, ends, axis=-1)
-        pools = Tokens(end_positions, end_segments)
-        pool_keys = self._average(jax.lax.stop_gradient(keys).astype(queries.query.dtype), kv_tokens, ends, pools)
-
-        def best_pools(tokens: Tokens, queries: IndexQueries) -> Int[Array, "*batch chunk top_k"]:
-            return best_indices(queries, pool_keys, mask(tokens, pools), self.top_k)
-
-        best = map_query_chunks(best_pools, tokens, queries.weight.shape[:-1], queries, self.chunk)
-        key_pools = _number_pools(kv_tokens, pools, pool_size)
-        return PoolSelection(best, self.chunk, key_pools, pool_size, count)
+        sizes = {"pool_size": self.bias.shape[0], "top_k": self.top_k, "chunk": self.chunk}
+        return _select_pools(queries, keys, self._average, mask=mask, tokens=tokens, kv_tokens=kv_tokens, **sizes)
 
     def _average(
         self,
@@ -162,6 +142,181 @@ class PooledIndexer(KeyIndexer):
         is_known, bias = is_known[..., None], jax.lax.stop_gradient(self.bias).astype(keys.dtype)
         weights = jax.nn.softmax(jnp.where(is_known, gates + bias, jnp.finfo(keys.dtype).min), axis=-2)
         return jnp.sum(jnp.where(is_known, weights * small_keys, 0), axis=-2)
+
+
+class MeanPoolIndexer(KeyIndexer):
+    """The indexer of Qwen4-Exp (Qwen team 2026): each query sees the tokens of its `top_k` best pools of keys.
+
+    Pools, and the pools that a query may select, are as in a `PooledIndexer`. A pool's score is `sum_h relu(q_h . k)`,
+    up to a constant factor, over the heads `h`. The small queries `q` are the query token's. `k` is the norm of the
+    mean of the small keys of the pool's tokens, rotated by the position of the pool's first token. If a row begins
+    within a pool, the mean is over the tokens in the row. If pools have equal scores, the first of them is selected.
+
+    No gradient passes through the indexer, so training it needs a loss of its own.
+    """
+
+    query: LinearMap
+    query_norm: Norm
+    key: LinearMap
+    key_norm: Norm
+    rotary: Rotary
+    pool_size: int = eqx.field(static=True)
+    top_k: int = eqx.field(static=True)
+    chunk: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        heads: int,
+        dim: int,
+        pool_size: int,
+        top_k: int,
+        query_norm: Norm,
+        key_norm: Norm,
+        rotary: Rotary,
+        chunk: int = 64,
+        key: Key[Array, ""],
+    ):
+        """Initialize the maps; parts that are modules are passed built.
+
+        Args:
+            embed: Channels of the input.
+            heads: The number of small heads.
+            dim: Channels of a small query or key, of which the first `rotary.dim` are rotated.
+            pool_size: Tokens of a pool.
+            top_k: Pools that a query selects.
+            query_norm: The norm of the small queries, over a dim `index_dim` of size `dim`.
+            key_norm: The norm of the mean keys, over the same dim.
+            rotary: Rotary positions, whose frequencies must not depend on the length.
+            chunk: Queries whose scores are in memory at a time.
+            key: Random key for the weights.
+        """
+        if pool_size < 1 or top_k < 1:
+            raise ValueError(
+                f"MeanPoolIndexer(pool_size={pool_size}, top_k={top_k}): a pool has at least 1 token (pool_size), and "
+                "a query selects at least 1 pool (top_k); give numbers of at least 1."
+            )
+        if rotary.depends_on_length or rotary.dim > dim:
+            raise ValueError(
+                f"MeanPoolIndexer(dim={dim}, rotary={rotary}): the first channels of small queries and mean keys are "
+                "rotated; give a rotary of at most dim channels, whose scaling does not depend on the length."
+            )
+        query, small_key = jax.random.split(key)
+        self.query = Linear("embed -> index_heads index_dim", embed=embed, index_heads=heads, index_dim=dim, key=query)
+        self.key = Linear("embed -> index_dim", embed=embed, index_dim=dim, key=small_key)
+        self.query_norm, self.key_norm, self.rotary = query_norm, key_norm, rotary
+        self.pool_size, self.top_k, self.chunk = pool_size, top_k, chunk
+
+    @property
+    def reads_latent(self) -> bool:
+        """False: small queries come from the input."""
+        return False
+
+    @property
+    def key_channels(self) -> int:
+        """The channels of a small key."""
+        return self.key.output_shape[0]
+
+    def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq index_dim"]:
+        """Return the small keys of the tokens of `x`, without norm and rotation; the layer caches these keys."""
+        return self.key(x)
+
+    def index_queries(
+        self, x: Float[Array, "*batch _ embed"], latent: Float[Array, "*batch seq q_latent"], tokens: Tokens
+    ) -> IndexQueries:
+        """Return the small queries of the tokens of `x`, with weights of 1; `latent` is not used."""
+        query = self.rotary(self.query_norm(self.query(x)), tokens.positions)
+        query = jax.lax.stop_gradient(query).astype(at_least_float32(x.dtype))
+        return IndexQueries(query, jnp.ones_like(query, shape=query.shape[:-1]))
+
+    def select_keys(
+        self,
+        queries: IndexQueries,
+        keys: Float[Array, "*batch kv_seq index_dim"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens,
+    ) -> "PoolSelection | None":
+        """Return the `top_k` best pools of each query, as `PooledIndexer.select_keys` does.
+
+        Args:
+            queries: The small queries.
+            keys: The small keys.
+            mask: The keys that a query may see.
+            tokens: The tokens of the queries.
+            kv_tokens: The tokens of the keys. The tokens of each document must be in the order of their positions.
+        """
+        sizes = {"pool_size": self.pool_size, "top_k": self.top_k, "chunk": self.chunk}
+        return _select_pools(queries, keys, self._average, mask=mask, tokens=tokens, kv_tokens=kv_tokens, **sizes)
+
+    def _average(
+        self,
+        keys: Float[Array, "*batch kv_seq index_dim"],
+        kv_tokens: Tokens,
+        ends: Int[Array, "*batch pools"],
+        pools: Tokens,
+    ) -> Float[Array, "*batch pools index_dim"]:
+        """Return each pool's rotated mean key; `ends` and `pools` are as in `PooledIndexer`."""
+        rows, _, is_known = find_block_tokens(kv_tokens, ends, pools.positions, self.pool_size)
+        is_known = is_known[..., None]
+        total = jnp.sum(jnp.where(is_known, take_block_rows(keys, rows), 0), axis=-2)
+        mean = total / jnp.maximum(jnp.sum(is_known, axis=-2), 1).astype(keys.dtype)
+        starts = jnp.maximum(pools.positions - (self.pool_size - 1), 0)
+        rotated = self.rotary(self.key_norm(mean)[..., None, :], starts)[..., 0, :]
+        return jax.lax.stop_gradient(rotated)
+
+
+def _select_pools(
+    queries: IndexQueries,
+    keys: Float[Array, "*batch kv_seq _"],
+    average: Callable[[Array, Tokens, Array, Tokens], Array],
+    *,
+    pool_size: int,
+    top_k: int,
+    chunk: int,
+    mask: Mask,
+    tokens: Tokens,
+    kv_tokens: Tokens,
+) -> "PoolSelection | None":
+    """Return the `top_k` best pools of each query; None if the row can have no more than `top_k` pools.
+
+    Args:
+        queries: The small queries.
+        keys: The cached channels of each token.
+        average: Returns the key of each pool from the cached channels, the tokens of the keys, the index in the row of
+            each pool's last token, and this token's position and document.
+        pool_size: Tokens of a pool.
+        top_k: Pools that a query selects.
+        chunk: Queries whose scores are in memory at a time.
+        mask: The keys that a query may see.
+        tokens: The tokens of the queries.
+        kv_tokens: The tokens of the keys.
+    """
+    longest = jnp.iinfo(jnp.int32).max
+    if mask.reach(longest) < longest:
+        raise ValueError(
+            f"PooledIndexer.select_keys(mask={mask}): the mask must show all earlier tokens of the document; give "
+            "a mask without a window and without chunks."
+        )
+    shape = keys.shape[:-1]
+    positions, segments = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), (kv_tokens.positions, kv_tokens.segments))
+    kv_tokens = Tokens(positions, segments)
+    ends, end_positions = find_ends(kv_tokens, pool_size)
+    count = ends.shape[-1]
+    if count <= top_k:
+        return None
+    end_segments = None if segments is None else jnp.take_along_axis(segments, ends, axis=-1)
+    pools = Tokens(end_positions, end_segments)
+    pool_keys = average(jax.lax.stop_gradient(keys).astype(queries.query.dtype), kv_tokens, ends, pools)
+
+    def best_pools(tokens: Tokens, queries: IndexQueries) -> Int[Array, "*batch chunk top_k"]:
+        return best_indices(queries, pool_keys, mask(tokens, pools), top_k)
+
+    best = map_query_chunks(best_pools, tokens, queries.weight.shape[:-1], queries, chunk)
+    key_pools = _number_pools(kv_tokens, pools, pool_size)
+    return PoolSelection(best, chunk, key_pools, pool_size, count)
 
 
 def _number_pools(kv_tokens: Tokens, pools: Tokens, pool_size: int) -> Int[Array, "*batch kv_seq"]:
@@ -182,7 +337,7 @@ def _number_pools(kv_tokens: Tokens, pools: Tokens, pool_size: int) -> Int[Array
 
 
 class PoolSelection(SelectedKeys):
-    """The pools of keys that a `PooledIndexer` selected for each query.
+    """The pools of keys that a `PooledIndexer` or a `MeanPoolIndexer` selected for each query.
 
     `choices` has the numbers of the selected pools, counted in the order of the row from 0 on.
     """

@@ -21,35 +21,46 @@ from ._recurrence import mask_in_layer, States
 
 
 class CausalConv(Module):
-    """Depthwise causal convolution `y_t = sum_i w_i x_(t - taps + 1 + i) + b` within each document.
+    """Depthwise causal convolution `y_t = sum_i w_i x_(t - dilation * (taps - 1 - i)) + b` within each document.
 
     `CausalConv("heads head_dim", taps=4, heads=8, head_dim=64, key=key)` reads each token and the three before it; the
-    last weight belongs to the token itself. Tokens must be in reading order. Sums are float32 at least.
+    last weight belongs to the token itself. With a `dilation`, the tokens that a convolution reads are so many tokens
+    apart. Tokens must be in reading order. Sums are float32 at least.
     """
 
     dims: tuple[str, ...] = eqx.field(static=True)
+    dilation: int = eqx.field(static=True)
     weight: Float[Array, "..."] = named_by("weight_dims")
     bias: Float[Array, "..."] | None = named_by("dims")
 
-    def __init__(self, dims: str, *, taps: int, bias: bool = False, key: Key[Array, ""], **sizes: int):
+    def __init__(
+        self, dims: str, *, taps: int, bias: bool = False, dilation: int = 1, key: Key[Array, ""], **sizes: int
+    ):
         """Initialize the weights; a `bias` starts at zero.
 
         Args:
             dims: Names of the channel dims, separated by spaces.
             taps: Tokens that an output depends on, at least 1.
             bias: Whether to add a bias.
+            dilation: The distance in tokens between two tokens that an output depends on.
             key: Random key for the weights.
             sizes: The size of each dim. A missing or an extra size raises a `ValueError`.
         """
         self.dims = tuple(dims.split())
-        if set(self.dims) != set(sizes) or taps < 1:
+        if set(self.dims) != set(sizes) or taps < 1 or dilation < 1:
             raise ValueError(
-                f"CausalConv({dims!r}, taps={taps}): sizes were given for {sorted(sizes)}; give one for each dim, "
-                "and taps of at least 1."
+                f"CausalConv({dims!r}, taps={taps}, dilation={dilation}): sizes were given for {sorted(sizes)}; give "
+                "one for each dim, and taps and a dilation of at least 1."
             )
         shape = [sizes[dim] for dim in self.dims]
         self.weight = taps**-0.5 * jax.random.normal(key, [*shape, taps], jnp.float32)
         self.bias = jnp.zeros(shape, jnp.float32) if bias else None
+        self.dilation = dilation
+
+    @property
+    def reach(self) -> int:
+        """The number of tokens before a token on which its output may depend."""
+        return self.dilation * (self.weight.shape[-1] - 1)
 
     @property
     def weight_dims(self) -> tuple[str, ...]:
@@ -64,17 +75,18 @@ class CausalConv(Module):
     ) -> Float[Array, "..."]:
         """Convolve `x`, of shape `*batch seq` and the named dims.
 
-        `previous` holds the `taps - 1` tokens before `x`, which belong to document 0 (see `documents_of`); None means
+        `previous` holds the `reach` tokens before `x`, which belong to document 0 (see `documents_of`); None means
         zeros.
         """
-        seq_dim, seq, taps = documents.ndim - 1, documents.shape[-1], self.weight.shape[-1]
+        seq_dim, seq = documents.ndim - 1, documents.shape[-1]
         sum_dtype = at_least_float32(x.dtype)
         x = self._prepend(x, seq_dim, previous).astype(sum_dtype)
-        owners = jnp.pad(documents, [(0, 0)] * seq_dim + [(taps - 1, 0)])
+        owners = jnp.pad(documents, [(0, 0)] * seq_dim + [(self.reach, 0)])
         total = jnp.zeros_like(x, shape=())
-        for tap in range(taps):
-            same_document = jax.lax.slice_in_dim(owners, tap, tap + seq, axis=seq_dim) == documents
-            shifted = jax.lax.slice_in_dim(x, tap, tap + seq, axis=seq_dim)
+        for tap in range(self.weight.shape[-1]):
+            start = tap * self.dilation
+            same_document = jax.lax.slice_in_dim(owners, start, start + seq, axis=seq_dim) == documents
+            shifted = jax.lax.slice_in_dim(x, start, start + seq, axis=seq_dim)
             same_document = jax.lax.expand_dims(same_document, range(same_document.ndim, shifted.ndim))
             visible = mask_in_layer(same_document, shifted, self.weight)
             total = total + visible * self.weight[..., tap].astype(sum_dtype)
@@ -88,7 +100,7 @@ class CausalConv(Module):
         count: Int[Array, "*batch"],
     ) -> Float[Array, "..."]:
         """Return the argument `previous` of the next call; `count` is the number of tokens before a row's padding."""
-        seq_dim, size = documents.ndim - 1, self.weight.shape[-1] - 1
+        seq_dim, size = documents.ndim - 1, self.reach
         indices = count[..., None] + jnp.arange(size, dtype=jnp.int32)
         owners = jnp.take_along_axis(jnp.pad(documents, [(0, 0)] * seq_dim + [(size, 0)]), indices, axis=seq_dim)
 
@@ -102,7 +114,7 @@ class CausalConv(Module):
         self, x: Float[Array, "..."], seq_dim: int, previous: Float[Array, "..."] | None
     ) -> Float[Array, "..."]:
         if previous is None:
-            size = self.weight.shape[-1] - 1
+            size = self.reach
             previous = jnp.zeros_like(x, shape=(*x.shape[:seq_dim], size, *x.shape[seq_dim + 1 :]))
         return jnp.concatenate([previous.astype(x.dtype), x], axis=seq_dim)
 
@@ -171,8 +183,8 @@ class GatedShortConv(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> ConvCache:
         """Return an empty cache; its size does not depend on `capacity`."""
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
-        channels, taps = self.conv.weight.shape
-        return ConvCache(jnp.zeros((*batch, taps - 1, channels), dtype), jnp.zeros(tuple(batch), jnp.int32))
+        channels, _ = self.conv.weight.shape
+        return ConvCache(jnp.zeros((*batch, self.conv.reach, channels), dtype), jnp.zeros(tuple(batch), jnp.int32))
 
     def facts(self) -> MixerFacts:
         """Declare that a device can run a slice of the channels; each channel costs its taps and two gates."""
@@ -297,7 +309,7 @@ def init_recurrent_cache(
     """
     dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
     (kv_heads, head_dim), (heads, v_dim) = key.output_shape, value.output_shape
-    last = (*batch, conv.weight.shape[-1] - 1)
+    last = (*batch, conv.reach)
     key_inputs, value_inputs = jnp.zeros((*last, kv_heads, head_dim), dtype), jnp.zeros((*last, heads, v_dim), dtype)
     state = jnp.zeros((*batch, heads, head_dim, v_dim), at_least_float32(jnp.dtype(dtype)))
     lengths = jnp.zeros(tuple(batch), jnp.int32)

@@ -26,10 +26,10 @@ class GatedDeltaNet(Mixer):
     Queries, keys and values pass through short convolutions and silu (or another `activation`); queries and keys are
     normalized to length 1. Each of `heads` has a matrix state that follows the `delta_rule`: the state decays by
     `exp(-exp(log_rate) softplus(decay(x) + decay_bias))` and is corrected at the rate `sigmoid(rate(x))`, times
-    `largest_rate`. The output is normalized within each head and multiplied by `silu(gate(x))`. There are `kv_heads`
-    heads of queries and as many heads of keys; each serves `heads / kv_heads` heads of values. There are no positions:
-    tokens must be in reading order, with padding at the end of a row, and a document starts at position 0 or at a new
-    segment. Head counts are read off the weights.
+    `largest_rate`. The output is normalized within each head and multiplied by `silu(gate(x))`, or by another
+    `gate_activation`. There are `kv_heads` heads of queries and as many heads of keys; each serves `heads / kv_heads`
+    heads of values. There are no positions: tokens must be in reading order, with padding at the end of a row, and a
+    document starts at position 0 or at a new segment. Head counts are read off the weights.
     """
 
     query: LinearMap
@@ -48,6 +48,7 @@ class GatedDeltaNet(Mixer):
     chunk: int = eqx.field(static=True)
     activation: Callable[[Array], Array] = eqx.field(static=True)
     largest_rate: float = eqx.field(static=True)
+    gate_activation: Callable[[Array], Array] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class GatedDeltaNet(Mixer):
         output_std: float | None = None,
         activation: Callable[[Array], Array] = silu,
         largest_rate: float = 1.0,
+        gate_activation: Callable[[Array], Array] = silu,
         key: Key[Array, ""],
     ):
         """Initialize the weights; for a zero input the decay is `exp(-a softplus(1))` with `a` from U(0.01, 16).
@@ -80,6 +82,7 @@ class GatedDeltaNet(Mixer):
             activation: Applied after the convolutions.
             largest_rate: A factor of the rates; with 2, a correction may change the sign of the state (Grazzi et al.
                 2024, arXiv:2411.12537).
+            gate_activation: Applied to the gates of the output.
             key: Random key for the weights.
         """
         check_sizes("GatedDeltaNet", heads=heads, kv_heads=kv_heads, chunk=chunk)
@@ -102,6 +105,7 @@ class GatedDeltaNet(Mixer):
         merge_heads = functools.partial(Linear, "heads v_dim -> embed", heads=heads, v_dim=v_dim, embed=embed)
         self.output = merge_heads(std=output_std, key=keys[10])
         self.chunk, self.activation, self.largest_rate = chunk, activation, largest_rate
+        self.gate_activation = gate_activation
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: RecurrentCache | None = None
@@ -123,7 +127,7 @@ class GatedDeltaNet(Mixer):
             query, key, value, rate, log_decay, recurrent.documents, states, chunk=self.chunk
         )
         mixed = self.norm(mixed.astype(x.dtype))
-        gated = mixed.astype(state_dtype) * jax.nn.silu(self.gate(x).astype(state_dtype))
+        gated = mixed.astype(state_dtype) * self.gate_activation(self.gate(x).astype(state_dtype))
         return self.output(gated.astype(x.dtype)), recurrent.update_cache(new_states)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
