@@ -107,8 +107,8 @@ def _check_sequence(plan: Placement, model: nn.LanguageModel) -> None:
 
 def _check_stages(plan: Placement, model: nn.LanguageModel) -> None:
     """Raise a `ValueError` for residuals on the host, and for layers that read more than the residual stream."""
-    reading_stacks = [number for number, stack in enumerate(model.stacks) if nn.shared_names_read(stack)]
-    host_stacks = [number for number, stack in enumerate(model.stacks) if stack.remat.endswith("_on_host")]
+    reading_stacks = [index for index, stack in enumerate(model.stacks) if nn.shared_names_read(stack)]
+    host_stacks = [index for index, stack in enumerate(model.stacks) if stack.remat.endswith("_on_host")]
     if host_stacks and not plan.reruns_stages:
         remat = model.stacks[host_stacks[0]].remat
         raise ValueError(
@@ -116,7 +116,7 @@ def _check_stages(plan: Placement, model: nn.LanguageModel) -> None:
             f"residuals of their backward pass on the devices; take remat {remat.removesuffix('_on_host')!r}, or "
             "Plan(stage_remat=True), which keeps only a stage's input."
         )
-    needs = [f"stacks[{number}] reads {_describe_shared(model.stacks[number])}" for number in reading_stacks]
+    needs = [f"stacks[{index}] reads {_describe_shared(model.stacks[index])}" for index in reading_stacks]
     needs += [] if model.parts.layer_inputs is None else ["each layer is given a vector of each token (layer_inputs)"]
     if needs:
         raise ValueError(

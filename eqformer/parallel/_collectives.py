@@ -20,9 +20,10 @@ from ._shard_map import vary, vary_like
 
 
 STATE = "state"
-"""Group of the collectives of parameters, gradients and losses, which may be over several axes."""
+"""Group of all collectives that no single axis needs, such as gathers of parameters and sums of gradients."""
 
-# Group of each collective, by the collective's name: the mesh axis that needs the collective, or `STATE`.
+# Maps the name of each collective to its group: the mesh axis for whose split the model needs the collective, or
+# `STATE`. The collective may run over another axis: "keys and values over fsdp" runs over `fsdp`.
 COLLECTIVES: dict[str, str] = {
     "loss and token count": STATE,
     "row sums": CONTEXT,
@@ -131,7 +132,8 @@ def all_gather(
 ) -> Array:
     """Concatenate the arrays of all devices along `dim`, or stack them along a new dim if `stacks`.
 
-    With `steps`, the gather has several steps, run from the last to the first, as the inverse of `psum_scatter`.
+    With `steps`, the group sizes of `psum_scatter`, the gather runs these steps from the last to the first. So a gather
+    of scattered slices returns each slice to its place.
     """
     assert not (stacks and steps)
     for options in reversed(_step_options(steps)):
@@ -221,6 +223,7 @@ def _call(kind: str, name: str, x: PyTree, axes: str | tuple[str, ...], **option
 
 
 def _ragged(x: Array, axis: str | tuple[str, ...], *, received: int, runs: Runs, back: Runs) -> Array:
+    """Exchange runs of rows by the implementation that is faster on the platform."""
     shape = (received, *x.shape[1:])
     on_tpus = functools.partial(_ragged_into_empty, axis, shape)
     elsewhere = functools.partial(_ragged_into_zeros, axis, shape)

@@ -122,7 +122,8 @@ class ContextAttention(kernels.PiecewiseAttention):
         seq, head = call.query.ndim - 3, call.query.ndim - 2
 
         def swap(x: Array) -> Array:
-            # Remat policies that save products of linear maps also save arrays of this name, so they are sent once.
+            # Remat policies that save products of linear maps also save arrays of this name, so recomputation does not
+            # send the arrays again.
             return checkpoint_name(send.all_to_all("tokens to heads", x, CONTEXT, head, seq), "product")
 
         query, key, value = swap(call.query), *(swap(_repeat_heads(x, copies)) for x in (call.key, call.value))

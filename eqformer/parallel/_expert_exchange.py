@@ -1,7 +1,8 @@
 """Dispatch of tokens to experts on other devices: the choice between a gather and an exchange, and the exchange.
 
 A choice is a pair of a token and one of its `top_k` experts. An exchange sends the token of each choice to the expert's
-device and the expert's output back, in rounds, until every choice has had a slot.
+device and the expert's output back. The buffers of an exchange have a fixed number of rows, which are called slots. So
+the exchange runs in rounds, until every choice has been sent in some slot.
 
 A round is padded or ragged. A padded round is an all-to-all with the same number of slots for each pair of devices, for
 platforms without ragged all-to-alls, such as CPUs. A ragged round sends only the rows that exist. For a ragged round
@@ -91,37 +92,38 @@ def choose_expert_method(
 
 
 def count_pieces(tokens: int, gathered_bytes: int) -> int:
-    """Return the smallest number of equal pieces of the tokens with which a gather takes `MAX_GATHERED_BYTES` or less.
+    """Return the smallest number of equal pieces of the tokens with `MAX_GATHERED_BYTES` or less to gather per piece.
 
-    There is at most one piece per token. `gathered_bytes` are the bytes of a gather of all tokens at once.
+    If a single token takes more, return one piece per token. `gathered_bytes` are the bytes of a gather of all tokens
+    at once.
     """
-    return next(
-        pieces
-        for pieces in range(1, tokens + 1)
-        if not tokens % pieces and gathered_bytes <= MAX_GATHERED_BYTES * pieces or pieces == tokens
-    )
+    for pieces in range(1, tokens):
+        if tokens % pieces == 0 and gathered_bytes <= MAX_GATHERED_BYTES * pieces:
+            return pieces
+    return tokens
 
 
 # The exchange.
 
 
 class PaddedQueues(NamedTuple):
-    """One queue for each device of the axis, with this device's choices for that device's experts.
+    """This device's choices, in a queue for each device that holds chosen experts.
 
-    A round takes the next choices of each queue.
+    A round takes the next choices of each queue. The fields `round_of_choice` and `slot_of_choice` say when a choice is
+    taken.
     """
 
     choices: Int[Array, "tokens top_k"]
     round_of_choice: Int[Array, "tokens top_k"]
     """Round of each choice."""
     slot_of_choice: Int[Array, "tokens top_k"]
-    """Slot of each choice in its round, among the slots for the device of its expert."""
+    """Slot of each choice in its round, among the slots for the device that holds the choice's expert."""
     rounds: Int[Array, ""]
     """Number of rounds until all queues of all devices of the axis are empty."""
 
 
 class RaggedQueues(NamedTuple):
-    """One queue for each device, with the choices of all devices for that device's experts.
+    """The choices of all devices, in a queue for each device that holds chosen experts.
 
     A queue is sorted by expert and then by sender. A round takes as many of the next choices as it has slots.
     """
@@ -178,9 +180,9 @@ def exchange_choices(
     trainable, x, frozen, weights = vary_like((trainable, x, frozen, weights), trainable, x, frozen, choices, weights)
 
     def run_experts(
-        frozen: PyTree, queues: Queues, number: int | Array, trainable: PyTree, *inputs: Array | None
+        frozen: PyTree, queues: Queues, round_index: int | Array, trainable: PyTree, *inputs: Array | None
     ) -> Float[Array, "tokens top_k embed"]:
-        return run_round(eqx.combine(trainable, frozen, static), slots, queues, number, *inputs)
+        return run_round(eqx.combine(trainable, frozen, static), slots, queues, round_index, *inputs)
 
     outputs = _repeat_rounds(run_experts)(frozen, queues, trainable, x, weights if weighs_inputs else None)
     return nn.dispatch.combine_choices(outputs, jnp.ones_like(weights) if weighs_inputs else weights)
@@ -204,8 +206,8 @@ def _repeat_rounds(run_round: Round) -> Callable[..., Float[Array, "tokens top_k
             return jax.lax.while_loop(continues, step, (jnp.ones((), jnp.int32), first))[1]
 
     def run_further_rounds(first: Array, frozen: PyTree, queues: Queues, *inputs: PyTree) -> Array:
-        def add_round(number: Array, total: Array) -> Array:
-            outputs = run_round(frozen, queues, number, *inputs)
+        def add_round(round_index: Array, total: Array) -> Array:
+            outputs = run_round(frozen, queues, round_index, *inputs)
             # A choice has an output in one round, and zeros in all others. So select the output instead of adding.
             return jnp.where(outputs == 0, total, outputs)
 
@@ -225,8 +227,8 @@ def _repeat_rounds(run_round: Round) -> Callable[..., Float[Array, "tokens top_k
         def widen(x: Array) -> Array:
             return x.astype(nn.at_least_float32(x.dtype))
 
-        def add_round(number: Array, total: PyTree) -> PyTree:
-            grads = jax.vjp(functools.partial(run_round, frozen, queues, number), *inputs)[1](gradient)
+        def add_round(round_index: Array, total: PyTree) -> PyTree:
+            grads = jax.vjp(functools.partial(run_round, frozen, queues, round_index), *inputs)[1](gradient)
             return jax.tree.map(operator.add, total, jax.tree.map(widen, grads))
 
         total = loop_over_further_rounds(jax.tree.map(widen, pull_back(gradient)), queues, add_round)
@@ -249,7 +251,7 @@ def run_padded_round(
     experts: nn.Experts,
     slots: int,
     queues: PaddedQueues,
-    number: int | Array,
+    round_index: int | Array,
     x: Float[Array, "tokens embed"],
     weights: Float[Array, "tokens top_k"] | None,
 ) -> Float[Array, "tokens top_k embed"]:
@@ -258,7 +260,7 @@ def run_padded_round(
     If there are weights, they multiply the tokens.
     """
     choices = queues.choices
-    is_in_round = (choices >= 0) & (queues.round_of_choice == number)
+    is_in_round = (choices >= 0) & (queues.round_of_choice == round_index)
     slot = jnp.where(is_in_round, choices // len(experts) * slots + queues.slot_of_choice, -1)
     choice = nn.dispatch.choice_of_slot(slot, jax.lax.axis_size(EXPERT) * slots)
     rows = nn.dispatch.take_rows_or_zeros(x, choice // choices.shape[-1], slot)
@@ -274,6 +276,7 @@ def run_padded_round(
     even_load = min(choices.size, len(choice))
     y = experts.sorted_rows(received, sizes, even_rows=even_load // len(experts))
     returned = nn.dispatch.take_rows(y, rank, order[:, None])
+    # Remat policies that save products of linear maps also save arrays of this name, so recomputation sends no outputs.
     returned = checkpoint_name(send.all_to_all("expert combine", returned, EXPERT, 0, 0), "product")
     outputs = nn.dispatch.take_rows_or_zeros(returned, slot.reshape(-1), choice[:, None])
     return outputs.reshape(*choices.shape, x.shape[-1])
@@ -294,7 +297,7 @@ def run_ragged_round(
     experts: nn.Experts,
     slots: int,
     queues: RaggedQueues,
-    number: int | Array,
+    round_index: int | Array,
     x: Float[Array, "tokens embed"],
     weights: Float[Array, "tokens top_k"] | None,
 ) -> Float[Array, "tokens top_k embed"]:
@@ -303,7 +306,7 @@ def run_ragged_round(
     If there are weights, they multiply the tokens.
     """
     order, rank = queues.order, queues.rank
-    to_experts, from_experts, sizes = ragged_runs(queues.counts, jax.lax.axis_index(EXPERT), number * slots, slots)
+    to_experts, from_experts, sizes = ragged_runs(queues.counts, jax.lax.axis_index(EXPERT), round_index * slots, slots)
     rows = nn.dispatch.take_rows(x, order // rank.shape[-1], rank)
     if weights is not None:
         rows = nn.dispatch.scale_rows(rows, weights.reshape(-1)[order])
@@ -322,8 +325,9 @@ def ragged_runs(
     The round takes `slots` choices of each device's queue, from index `first_slot` on.
     """
     by_device = counts.reshape(len(counts), -1)
+    # Index of each run's first choice among the sender's sorted choices.
     sender_starts = (jnp.cumsum(by_device, axis=1) - by_device).reshape(counts.shape)
-    # Dims of `queue`: the device of the experts, the expert, the sender.
+    # Index of each run's first choice in its queue. Dims of `queue`: the device of the experts, the expert, the sender.
     queue = jnp.moveaxis(counts, 0, 2)
     flat_queue = queue.reshape(len(queue), -1)
     queue_starts = jnp.moveaxis((jnp.cumsum(flat_queue, axis=1) - flat_queue).reshape(queue.shape), 2, 0)

@@ -158,7 +158,7 @@ class SplitMixture(nn.Routed):
     def _run_choices(
         self, x: Float[Array, "*batch seq embed"], routing: nn.Routing, tokens: nn.Tokens
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
-        """Return for each token the sum of its chosen experts, and the number of dropped choices."""
+        """Return for each token the sum of its chosen experts' outputs, and the number of dropped choices."""
         dispatch = self.inner.dispatch_for(tokens, routing)
         if self.stream is None and jax.lax.axis_size(EXPERT) == 1:
             return dispatch(self.inner.experts, x, routing, weighs_inputs=self.inner.weighs_inputs)
@@ -174,7 +174,7 @@ class SplitMixture(nn.Routed):
         return self._sum_slices(y.reshape(x.shape)), dropped
 
     def _run_over_devices(self, x: Array, choices: Array, weights: Array) -> Float[Array, "tokens embed"]:
-        """Return the sum of the chosen experts for this device's tokens, by gather or exchange."""
+        """Return the sum of the chosen experts' outputs for this device's tokens, by gather or exchange."""
         tokens, top_k = choices.shape
         if self._method(tokens, top_k, x.shape[-1] * x.dtype.itemsize) == "gather":
             return self._run_gathered(x, choices, weights)
@@ -183,7 +183,8 @@ class SplitMixture(nn.Routed):
         return exchange_choices(experts, x, choices, weights, self.exchange, weighs_inputs=weighs_inputs)
 
     def _run_gathered(self, x: Array, choices: Array, weights: Array) -> Float[Array, "tokens embed"]:
-        """Return the sum of the chosen experts for this device's tokens, gathered at once or piece by piece."""
+        """Return the sum of the chosen experts' outputs for this device's tokens, which are gathered at once or piece
+        by piece."""
         experts = self._device_experts()
         rows = jax.lax.axis_size(EXPERT) * choices.size  # The choices of all devices may be for this device's experts.
         pieces = count_pieces(len(x), rows * x.shape[-1] * x.dtype.itemsize)
@@ -197,7 +198,7 @@ class SplitMixture(nn.Routed):
         return jax.lax.map(run_piece, arrays).reshape(x.shape)
 
     def _run_piece(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Float[Array, "tokens embed"]:
-        """Return the sum of the chosen experts for this device's tokens, by one gather and one reduce-scatter."""
+        """Return the sum of the chosen experts' outputs for this device's tokens, by a gather and a reduce-scatter."""
         x, choices, weights = map(_gather_for_experts, (x, choices, weights))
         device_choices = choices - jax.lax.axis_index(EXPERT) * len(experts)
         is_here = (device_choices >= 0) & (device_choices < len(experts)) & (choices >= 0)
@@ -206,14 +207,17 @@ class SplitMixture(nn.Routed):
         return send.psum_scatter("summed expert output", y, EXPERT)
 
     def _sum_experts(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
-        """Return the sum of this device's experts for all given tokens; `choices` are indices into `experts`, or -1."""
+        """Return for each token the sum of its chosen experts' outputs; `choices` are indices into `experts`, or -1."""
         options = {"weighs_inputs": self.inner.weighs_inputs, "devices": jax.lax.axis_size(EXPERT)}
         return nn.dispatch.sum_experts(experts, x, choices, weights, **options)
 
     def _run_slots(
         self, x: Float[Array, "*batch seq embed"], slots: nn.Slots, tokens: nn.Tokens
     ) -> tuple[Float[Array, "*batch seq embed"], nn.Aux]:
-        """Return, for each token, the sum of the experts that chose it, and the aux; experts choose from whole rows."""
+        """Return, for each token, the sum of the outputs of the experts that chose the token, and the aux.
+
+        Experts choose tokens from whole rows.
+        """
         x, experts = self._gather_rows(x), self._device_experts()
         aux = nn.aux_of_slots(slots, tokens, x)
         if self.stream is not None:  # All devices of `tensor` have computed the same values.
@@ -257,7 +261,7 @@ def _widen_trainable(x: PyTree) -> PyTree:
 
 
 def _sum_over(x: Array, axes: tuple[str, ...]) -> Array:
-    """Sum a few numbers over devices, and name the sum for remat policies to save.
+    """Sum a small array over devices, and name the sum so that remat policies save it.
 
     If the backward pass recomputed the sum, all devices would wait for each other once more.
     """

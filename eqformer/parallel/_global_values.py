@@ -164,6 +164,7 @@ def join_parts(
     used = [axis for axes in split.axes for axis in axes]
     copied = [AXES.index(axis) for axis in split.copied]
     equal = [index for index, axis in enumerate(AXES) if axis not in used and index not in copied]
+    # Move the device dims of the axes that split a dim in front of this dim, and all other device dims to the front.
     order = [*equal, *copied]
     for dim, axes in enumerate(split.axes):
         order += [*map(AXES.index, axes), len(AXES) + dim]
@@ -195,14 +196,14 @@ def sum_row_vectors(x: Float[Array, "batch seq embed"]) -> tuple[Float[Array, "b
     """
     sums, devices = jnp.sum(x, axis=1), 1
     if CONTEXT in varying_axes(x):
-        # The sum is typed as varying, so that its gradient is added up over the devices that share the row.
+        # Mark the sum as varying, so that its gradient is added up over the devices that share the row.
         sums = vary(send.psum("row vectors", sums, CONTEXT), (CONTEXT,))
         devices = jax.lax.axis_size(CONTEXT)
     return replicate_rows(sums), devices
 
 
 def replicate_rows(x: Float[Array, "batch *features"]) -> Float[Array, "batch *features"]:
-    """Return row values that all `tensor` devices computed identically, typed as replicated over `tensor`.
+    """Return row values that all `tensor` devices computed identically, marked as replicated over `tensor`.
 
     The result is the `pmean` of `x` over `tensor`, so each of the n devices gets `1/n` of the gradient.
     """

@@ -59,7 +59,7 @@ def make_mesh(
     """Make a mesh with all six axes, most of size 1.
 
     Raises a `ValueError` if the sizes do not multiply to the number of devices; the message says how many are missing
-    or left over. All sizes with the right product work on every network. Neighbors along `tensor` are closest in the
+    or left over. Any sizes with the right product work on every network. Neighbors along `tensor` are closest in the
     hardware, then neighbors along `context`, and so on in reverse order of the arguments. The axis `replica` crosses
     the slow network between slices of TPUs or hosts of GPUs. If `replica` is smaller than the number of slices or
     hosts, `pipe` crosses the network too, then `fsdp`.
@@ -146,10 +146,12 @@ def torus_steps(devices: np.ndarray, axis: str) -> TorusSteps:
         return TorusSteps()
     coords = np.array([_torus_coords(device) for device in axis_devices])
     long_sides = [side for side in (len(set(column)) for column in coords.T.tolist()) if side > 1]
+    # Cut the axis into lines of consecutive devices. A line lies along one side if only one coordinate changes in it.
     lines = coords.reshape(-1, long_sides[-1] if long_sides else 1, coords.shape[1])
     lie_along_one_side = (lines != lines[:, :1]).any(axis=(0, 1)).sum() == 1
     steps = lines.shape[:2] if lie_along_one_side else ()
-    is_square, is_box = len(long_sides) == 2 and long_sides[0] == long_sides[1] >= 4, len(long_sides) > 2
+    is_square = len(long_sides) == 2 and long_sides[0] == long_sides[1] >= 4
+    is_box = len(long_sides) > 2
     scatters_in_steps = (is_square or is_box) and not first.device_kind.startswith("TPU7")
     return TorusSteps(steps if scatters_in_steps else (), steps if is_box else ())
 
@@ -174,7 +176,7 @@ def _network(device: Device) -> tuple[int, ...]:
 
 
 def _split_over_networks(networks: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of pieces of each axis that lie in different fast networks; they multiply to `networks`."""
+    """Return the number of fast networks that each axis spans; the product of these numbers is `networks`."""
     pieces = [1] * len(sizes)
     for axis in LEAST_TRAFFIC_FIRST:
         index = AXES.index(axis)
@@ -268,13 +270,13 @@ def _neighbor_path(sides: Sequence[int]) -> list[int]:
 class Layout:
     """Map from names of dims to the mesh axes that split them: `Layout({"heads": "tensor", "layers": "pipe"})`.
 
-    An axis splits at most one dim of an array. If several dims of an array map to the same axis, the last of them is
-    split; in the weight of a linear map (outputs, then inputs) the last dim is contracted. If an axis does not
-    divide its dim, there are three cases: a dim in `lenient` is not split, a dim in `moving` leaves the axis to another
-    dim, and any other dim raises a `ValueError`. `fsdp_axis` needs no entry in `dims`, and splits one dim of every
-    array with at least `smallest` entries: the largest dim that `fsdp_axis` divides and that no other axis splits, but
-    never `layers` or `experts`. If there is no such dim, the array is not split. An axis that a dim in `moving` has
-    left chooses its dim by the same rule.
+    An axis splits at most one dim of an array. If several dims of an array map to the same axis, only the last of these
+    dims is split. In the weight of a linear map, whose dims are outputs and then inputs, this is a dim of inputs. If
+    the size of an axis does not divide the size of its dim, there are three cases. A dim in `lenient` is not split. If
+    the dim is in `moving`, the axis splits another dim of the array. Any other dim raises a `ValueError`. `fsdp_axis`
+    needs no entry in `dims`, and splits one dim of every array with at least `smallest` entries: the largest dim that
+    `fsdp_axis` divides and that no other axis splits, but never `layers` or `experts`. If there is no such dim, the
+    array is not split. The other dim for a dim in `moving` is chosen by the same rule, in arrays of any size.
     """
 
     dims: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -367,7 +369,7 @@ def _array_spec(
     """Return the spec of the array at `path`, with these names of dims and this shape."""
     entries: list[str | None] = [None] * len(shape)
     used_axes: set[str] = set()
-    # Maps each axis that may split any free dim to the least number of entries of an array that the axis splits.
+    # The axes that may split any free dim, each with the number of entries that an array must have to be split.
     any_dim_axes = dict.fromkeys(() if layout.fsdp_axis is None else (layout.fsdp_axis,), layout.smallest)
     for dim in reversed(range(len(shape))):
         axis = layout.dims.get(names[dim])

@@ -67,10 +67,11 @@ class OnDevice:
     def wrap(self, parameters: PyTree, model: nn.LanguageModel) -> nn.LanguageModel:
         """Wrap the model for this device, to compute with the values of `model` and send gradients to `parameters`."""
         plan, leaves, shards, in_blocks = self.plan, self.leaves, model, self._combines_in_blocks(model)
-        outside = [_set_stacks(tree, [(), ()]) for tree in (leaves, shards, parameters)]
-        combine = self._block_parameter if in_blocks else self._combine
-        stacks = [jax.tree.map(combine, *trees) for trees in zip(*map(_stacks, (leaves, shards, parameters)))]
-        model = _set_stacks(jax.tree.map(self._combine, *outside), stacks)
+        trees = leaves, shards, parameters
+        combine_in_stack = self._block_parameter if in_blocks else self._combine
+        stacks = [jax.tree.map(combine_in_stack, *stack_trees) for stack_trees in zip(*map(_stacks, trees))]
+        trees_without_stacks = [_set_stacks(tree, [(), ()]) for tree in trees]
+        model = _set_stacks(jax.tree.map(self._combine, *trees_without_stacks), stacks)
         if plan.splits_tables:
             inputs = model, shards, parameters, leaves, self.shapes, plan.torus_steps
             model = with_chunked_tables(*inputs, has_tiles=plan.platform == "tpu")
@@ -88,7 +89,7 @@ class OnDevice:
             depths = list(map(len, self.shapes.stacks))
             stacks = skip_padding(model.stacks, depths, plan.timetable().part_of)
             model = eqx.tree_at(lambda m: m.stacks, model, stacks)
-        if plan.spreads_edges:
+        if plan.spreads_edges:  # Every stage computes embedding and loss for its own rows.
             stacks = tuple(PipelinedStack(stack, plan.microbatches, splits_rows=True) for stack in model.stacks)
             model = eqx.tree_at(lambda m: m.stacks, model, stacks)
         return model
@@ -233,11 +234,12 @@ class Plan(Placement):
     ) -> tuple[PyTree, ShardedCache | None]:
         """Run a function on all devices; return its results as global arrays, and the new cache.
 
-        Each device calls `call(device_model, ids, tokens, cache, inputs, parts)` with its rows of `ids` and with
-        `DeviceParts`. Without a cache, the model is wrapped for training, and a device has its tokens of each row. With
-        a cache, the model is wrapped for generation, and a device has all tokens of its rows and its part of the cache.
-        Raises a `ValueError` for a model, rows or tokens that do not fit the mesh, and for a result that is not a part
-        of a global array.
+        Each device calls `call(device_model, ids, tokens, cache, inputs, parts)` with its rows of `ids`. `parts` is a
+        `DeviceParts`, which converts between global arrays and the device's parts of them. Without a cache, the model
+        is wrapped for training, and a device has its tokens of each row. With a cache, the model is wrapped for
+        generation, and a device has all tokens of its rows and its part of the cache.
+        Raises a `ValueError` for a model, rows or tokens that do not fit the mesh, and for a result whose shape is no
+        part of its shape in `shapes`.
 
         Args:
             call: Function that returns a tree of arrays, such as values inside the model, and the new cache.
@@ -314,7 +316,7 @@ class Plan(Placement):
     def encode(
         self, model: nn.LanguageModel, ids: Int[Array, "batch seq"], tokens: nn.Tokens
     ) -> Float[Array, "batch seq embed"]:
-        """Return the hidden vectors of `model.encode` for a sharded model, as a global array in the order of the text.
+        """Return the hidden vectors of `model.encode` for a sharded model, as a global array in reading order.
 
         Raises a `ValueError` for a model, rows or tokens that do not fit the mesh.
         """
@@ -335,7 +337,7 @@ class Plan(Placement):
         """Return a plan without pipeline stages and microbatches, and the model with its layers in reading order.
 
         The devices of the axis `pipe` are added to the axis `fsdp` or, in a plan that splits experts, to `expert`. They
-        then split rows, and each has all layers. The order of the devices in the mesh does not change.
+        then split rows, and each device has all layers. The order of the devices in the mesh does not change.
         """
         if not self.is_pipelined:
             return dataclasses.replace(self, microbatches=1), model

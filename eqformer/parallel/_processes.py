@@ -41,10 +41,10 @@ def connect(coordinator: str | None = None, processes: int | None = None, proces
         raise ValueError(f"the processes of this run could not connect to each other: {error}") from error
     if jax.default_backend() == "cpu":  # Cached programs for several CPU devices may deadlock.
         jax.config.update("jax_enable_compilation_cache", False)
-    numbers = Counter(device.process_index for device in jax.devices())
-    if len(set(numbers.values())) > 1:
+    counts = Counter(device.process_index for device in jax.devices())
+    if len(set(counts.values())) > 1:
         raise ValueError(
-            f"processes {', '.join(map(str, numbers))} have {', '.join(map(str, numbers.values()))} devices; give each "
+            f"processes {', '.join(map(str, counts))} have {', '.join(map(str, counts.values()))} devices; give each "
             "process of a run the same number (--simulate or prepare(devices=) on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
         )
 

@@ -25,7 +25,7 @@ def filter_shard_map(
     arrays are passed to `fn` unchanged, and their specs are ignored. Every mesh axis is manual, and JAX checks over
     which axes values vary: if a spec says that a result is replicated over an axis, JAX must be able to prove that all
     devices on the axis hold the same values. The function can be called eagerly, jitted and differentiated. Raises a
-    `ValueError` with the path of the array if a spec does not fit it.
+    `ValueError` with the path of the array if a spec does not fit the array.
     """
     if not isinstance(in_specs, tuple | list):
         raise ValueError(
@@ -74,8 +74,8 @@ def varying_axes(x: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> frozenset[st
 def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
     """Mark arrays as varying over `axes` too (`jax.lax.pcast`); values do not change.
 
-    The transpose sums gradients over the added axes. So if a loss is differentiated with respect to a parameter that
-    was marked before, each device gets a partial sum of the gradient, and the caller reduces the partial sums once.
+    The transpose sums gradients over the added axes. So if a parameter is marked outside of the differentiated
+    function, each device gets a partial sum of the gradient, and the caller reduces the partial sums once.
     """
     new_axes = tuple(axes)
     return jax.tree.map(lambda x: _vary_array(x, new_axes) if eqx.is_array(x) else x, tree)

@@ -108,34 +108,34 @@ class CacheLayout:
 
         return jax.tree.map(spec_of, nn.dims(cache), cache)
 
-    def put_row(self, cache: PyTree, rows: int, number: Int[Array, ""], single: PyTree) -> PyTree:
-        """Return a cache of `rows` rows with row `number` replaced by the row of `single`, a cache of one row.
+    def put_row(self, cache: PyTree, rows: int, row: Int[Array, ""], single: PyTree) -> PyTree:
+        """Return a cache of `rows` rows in which the row of `single`, a cache of one row, replaces the row `row`.
 
         The devices that hold the row receive it from the devices that hold the row of `single`.
         """
         rows_per_device = self.padded_rows(rows) // self.row_groups
         specs = self.specs(cache)
 
-        def put_on_device(cache: PyTree, number: Array, single: PyTree) -> PyTree:
+        def put_on_device(cache: PyTree, row: Array, single: PyTree) -> PyTree:
             return jax.tree.map(
-                lambda names, x, new: self._put_row(names, x, new, number, rows_per_device), names, cache, single
+                lambda names, x, new: self._put_row(names, x, new, row, rows_per_device), names, cache, single
             )
 
         names = nn.dims(cache)
         run = filter_shard_map(put_on_device, self.plan.mesh, (specs, None, self.specs(single)), specs)
-        return run(cache, number, single)
+        return run(cache, row, single)
 
-    def _put_row(self, names: str, x: Array, new: Array, number: Int[Array, ""], rows_per_device: int) -> Array:
-        """Write the row of `new` into row `number` of an array, if this device's part of the array has that row.
+    def _put_row(self, names: str, x: Array, new: Array, row: Int[Array, ""], rows_per_device: int) -> Array:
+        """Write the row of `new` over the row of index `row` of an array, if this device's part has that row.
 
         In `new`, the row is the first row of the first device along the batch axes.
         """
         axis = _cache_dims(names).index("batch")
         first = jax.lax.slice_in_dim(new, 0, 1, axis=axis)
-        index, rows = number, x.shape[axis]
+        index, rows = row, x.shape[axis]
         if split_axes := tuple(mesh_axis for mesh_axis in BATCH_AXES if self.plan.size(mesh_axis) > 1):
             first = send.all_gather("cached rows", first, split_axes, stacks=True)[0]
-            index = number - jax.lax.axis_index(split_axes) * rows_per_device
+            index = row - jax.lax.axis_index(split_axes) * rows_per_device
         if rows < rows_per_device:  # The devices that share a key head split the rows.
             row_shard = jax.lax.axis_index(TENSOR) % self.kv_row_shards
             gathered = send.all_gather("cached rows of shared key heads", first, TENSOR, stacks=True)

@@ -90,9 +90,10 @@ class ShardedModel(DistributedModel):
 
     Inputs and outputs are global arrays. Rows are split over the axes of the batch (with padding), layers and their
     caches over `pipe`, heads and their caches over `tensor`, the vocabulary over `tensor`, experts over `expert`, and
-    the slots of every cache over `context`. Each device attends to its own slots, and the results are combined by their
-    logsumexps. With `zero=3`, the weights of a layer are gathered before it runs. The residual stream is replicated,
-    because the single token of a decode step cannot be split. Raises a `ValueError` if the model does not fit the mesh.
+    the slots of every KV cache (one for each cached token) over `context`. Each device attends to its own slots, and
+    the results are combined by their logsumexps. With `zero=3`, the weights of a layer are gathered before the layer
+    runs. The residual stream is replicated, because the single token of a decode step cannot be split. Raises a
+    `ValueError` if the model does not fit the mesh.
     """
 
     model: nn.LanguageModel
@@ -189,9 +190,9 @@ class ShardedModel(DistributedModel):
         rows = self._layout.padded_rows(batch)
         return eqx.filter_eval_shape(lambda: self.model.init_cache(rows, capacity, dtype, rollback=rollback))
 
-    def put_cache_row(self, cache: PyTree, rows: int, number: Int[Array, ""], single: PyTree) -> PyTree:
-        """Return a cache of `rows` rows with row `number` replaced by the row of `single`, a cache of one row."""
-        return self._layout.put_row(cache, rows, number, single)
+    def put_cache_row(self, cache: PyTree, rows: int, index: Int[Array, ""], single: PyTree) -> PyTree:
+        """Return a cache of `rows` rows with the row at `index` replaced by the row of `single`, a cache of one row."""
+        return self._layout.put_row(cache, rows, index, single)
 
     def cache_shapes(self, batch: int, capacity: int, dtype: str | None = None) -> PyTree:
         """Return the shapes and shardings of the cache that `init_cache` returns."""
@@ -242,7 +243,7 @@ class ShardedModel(DistributedModel):
         """Return `call` for use inside `filter_shard_map`, with the model wrapped for the device."""
         rows_per_device = rows // self._layout.row_groups
         stages = self.plan.size(PIPE)
-        microbatches = max(number for number in range(1, stages + 1) if rows_per_device % number == 0)
+        microbatches = max(count for count in range(1, stages + 1) if rows_per_device % count == 0)
         plan = dataclasses.replace(self.plan, microbatches=microbatches)
         device = plan.on_device(self.model, "serve", self.kv_row_shards)
         return lambda model, *inputs: call(device.wrap_forward(model), *inputs)

@@ -23,9 +23,9 @@ def summary(plan: Placement, model: nn.LanguageModel, *, rows: int, seq: int) ->
 
     `rows` and `seq` are the numbers of rows and tokens of a batch of the model.
     """
-    number, sizes = plan.mesh.size, axis_sizes(plan.mesh)
+    devices, sizes = plan.mesh.size, axis_sizes(plan.mesh)
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "no axis is split"
-    parts = [f"{number} device{'s' * (number > 1)}: {axes}"]
+    parts = [f"{devices} device{'s' * (devices > 1)}: {axes}"]
     if sizes["fsdp"] > 1:
         parts.append(f"zero {plan.zero}")
     if sizes["tensor"] > 1:
@@ -109,7 +109,7 @@ def devices_by_piece(
     for device, index in NamedSharding(mesh, spec).devices_indices_map(shape).items():
         piece = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         devices.setdefault(piece, []).append(device.id)
-    return {piece: sorted(numbers) for piece, numbers in sorted(devices.items())}
+    return {piece: sorted(ids) for piece, ids in sorted(devices.items())}
 
 
 def layout_table(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> str:
@@ -139,9 +139,9 @@ def mesh_name(mesh: Mesh | AbstractMesh) -> str:
 def draw_array(array: Array | np.ndarray | jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> str:
     """Draw the sharding of an array, or of a shape, as text: a box for each piece, with the ids of its devices.
 
-    Only split dims are drawn: the last split dim to the right, and the split dim before it downwards. If more dims are
-    split, there is a drawing for each combination of pieces along the other split dims. Raises a `ValueError` if the
-    spec does not fit the shape.
+    Only split dims are drawn: the last split dim from left to right, and the split dim before it from top to bottom. If
+    more dims are split, there is a drawing for each combination of pieces along the other split dims. Raises a
+    `ValueError` if the spec does not fit the shape.
     """
     shape = array.shape
     axes = _check_axes(shape, spec, mesh)
@@ -155,18 +155,23 @@ def draw_array(array: Array | np.ndarray | jax.ShapeDtypeStruct, spec: Partition
     for outer_ranges in itertools.product(*(ranges[dim] for dim in outer)):
         fixed = dict(zip(outer, outer_ranges, strict=True))
         lines += [", ".join(f"dim {dim} {_format_range(part)}" for dim, part in fixed.items())] if outer else []
-        rows = [
-            [
-                format_devices(devices)
-                for piece, devices in pieces.items()
-                if all(piece[dim] == part for dim, part in {**fixed, **row}.items())
-            ]
-            for row in ([{down: part} for part in ranges[down]] if down is not None else [{}])
-        ]
+        down_ranges = [{}] if down is None else [{down: part} for part in ranges[down]]
+        rows = [_format_boxes(pieces, {**fixed, **down_range}) for down_range in down_ranges]
         heads = [_format_range(part) for part in ranges[right]] if right is not None else []
         sides = [f"dim {down} {_format_range(part)} " for part in ranges[down]] if down is not None else [""]
         lines += _draw_boxes(rows, heads, sides, "" if right is None else f"dim {right} ")
     return "\n".join(lines)
+
+
+def _format_boxes(
+    pieces: dict[tuple[tuple[int, int], ...], list[int]], ranges: dict[int, tuple[int, int]]
+) -> list[str]:
+    """Return the text of the devices of each piece that has the given range in each dim of `ranges`."""
+    return [
+        format_devices(devices)
+        for piece, devices in pieces.items()
+        if all(piece[dim] == part for dim, part in ranges.items())
+    ]
 
 
 def _check_axes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
@@ -340,16 +345,16 @@ def _draw_pieces(axes: Axes, array: ShardedArray, mesh: Mesh, x: float, y: float
     for piece, devices in pieces.items():
         box_x, box_y, box_width, box_height = x, y, BOXES_WIDTH, height
         for dim in split_dims:
-            number, index = len(ranges[dim]), ranges[dim].index(piece[dim])
+            count, index = len(ranges[dim]), ranges[dim].index(piece[dim])
             color = AXIS_COLORS.get(array.axes[dim][0], INK)
-            gap = min(0.05, 0.2 * (box_height if dim == down else box_width) / number)
-            drawn_gap = gap * (index < number - 1)
+            gap = min(0.05, 0.2 * (box_height if dim == down else box_width) / count)
+            drawn_gap = gap * (index < count - 1)
             if dim == down:
-                step = (box_height + gap) / number
+                step = (box_height + gap) / count
                 _draw_box(axes, box_x, box_y + index * step + step - gap, box_width, drawn_gap, color)
                 box_y, box_height = box_y + index * step, step - gap
             else:
-                step = (box_width + gap) / number
+                step = (box_width + gap) / count
                 _draw_box(axes, box_x + index * step + step - gap, box_y, drawn_gap, box_height, color)
                 box_x, box_width = box_x + index * step, step - gap
         is_first, text = first in devices, format_devices(devices)

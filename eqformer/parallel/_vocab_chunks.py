@@ -65,15 +65,15 @@ class ShardedTable(nn.Module):
         return chunks, (jnp.arange(len(chunks)), values)
 
     def gather_chunk(
-        self, chunk: Array, number_and_value: tuple[Array, Array | None]
+        self, chunk: Array, chunk_index_and_value: tuple[Array, Array | None]
     ) -> tuple[Array, Int[Array, "part"]]:
         """Return the rows of a chunk, in float32 at least, and the id of each row, -1 for padding of the last chunk."""
-        number, value = number_and_value
+        chunk_index, value = chunk_index_and_value
         wide = str(nn.at_least_float32(chunk.dtype))
         rows = gather(chunk, self.dim, self.gather_dtype, value, self.steps, wide)
         index = jnp.arange(len(rows))
         slice_rows, device = len(self.slice), index // self.rows
-        row_of_slice = number * self.rows + index % self.rows
+        row_of_slice = chunk_index * self.rows + index % self.rows
         return rows, jnp.where(row_of_slice < slice_rows, device * slice_rows + row_of_slice, -1)
 
 
@@ -154,10 +154,10 @@ def _look_up_forward(settings: LookupSettings, value: Array | None, table: Array
     chunk_of_id, row_of_id = _locate_ids(values, dim, rows, ids)
     width = values.shape[1] * (jax.lax.axis_size(FSDP) if dim == 1 else 1)
 
-    def look_up_in_chunk(x: Array, numbered_chunk: tuple[Array, Array]) -> tuple[Array, None]:
-        number, chunk = numbered_chunk
+    def look_up_in_chunk(x: Array, chunk_index_and_rows: tuple[Array, Array]) -> tuple[Array, None]:
+        chunk_index, chunk = chunk_index_and_rows
         gathered = send.all_gather("weights over fsdp", chunk.astype(gather_dtype), FSDP, dim, steps=steps.gather)
-        is_in_chunk = chunk_of_id == number
+        is_in_chunk = chunk_of_id == chunk_index
         vectors = gathered[jnp.where(is_in_chunk, row_of_id, 0)].astype(x.dtype)
         return jnp.where(is_in_chunk[..., None], vectors, x), None
 
@@ -181,9 +181,9 @@ def _look_up_backward(
     count = rows * (jax.lax.axis_size(FSDP) if dim == 0 else 1)
     wide = gradient.astype(nn.at_least_float32(gradient.dtype))
 
-    def scatter_chunk(number: Array) -> Array:
+    def scatter_chunk(chunk_index: Array) -> Array:
         # For ids of other chunks, the row `count` is out of bounds, so that their gradients are dropped.
-        row = jnp.where(chunk_of_id == number, row_of_id, count)
+        row = jnp.where(chunk_of_id == chunk_index, row_of_id, count)
         zeros = vary_like(jnp.zeros((count, wide.shape[-1]), wide.dtype), wide, ids)
         partial_sum = zeros.at[row].add(wide, mode="drop")
         return send.psum_scatter("gradients over fsdp", partial_sum, FSDP, dim, steps=steps.scatter)

@@ -58,20 +58,23 @@ def split_over_tensor(
         return _replicate_layer(module, spec, stream)
 
     def wrap_mixture(mixture: nn.ExpertMixture, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
-        # Experts stay split. The arrays of the router, and of linear maps outside of layers, are gathered when called.
+        # Experts stay split. The router, and linear maps outside of layers, gather their arrays when they are called.
         gathered = (nn.Router, nn.LinearMap)
 
-        def is_part(node: object) -> bool:
+        def is_submodule(node: object) -> bool:
             return node is mixture.experts or (node is not mixture and isinstance(node, (*gathered, *kinds)))
 
-        def wrap_part(part: PyTree, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
-            if part is mixture.experts or not is_part(part):
-                return part
-            return gather_when_called(part, spec) if isinstance(part, gathered) else wrap(part, shape, spec, name)
+        def wrap_submodule(node: PyTree, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
+            if node is mixture.experts:
+                return node
+            if isinstance(node, gathered):
+                return gather_when_called(node, spec)
+            return wrap(node, shape, spec, name) if isinstance(node, kinds) else node
 
-        return jax.tree.map(wrap_part, mixture, shape, spec, name, is_leaf=is_part)
+        return jax.tree.map(wrap_submodule, mixture, shape, spec, name, is_leaf=is_submodule)
 
     plain_model = model
+    # First wrap layers that belong to none of the classes in `kinds`, because `wrap` could not recognize them.
     for kind, field in tensor.LAYER_FIELDS:
         replicate = functools.partial(_replicate_plain_layer, field=field, stream=stream)
         model = nn.map_modules(replicate, model, kind, specs)
@@ -153,7 +156,7 @@ def gather_when_called(module: PyTree, specs: PyTree) -> tensor.Sliced:
 def _split_encoder(
     encoder: PyTree, plain: nn.Encoder, shapes: PyTree, specs: PyTree, names: PyTree, stream: ResidualStream
 ) -> nn.Encoder:
-    """Split an encoder's embedding, and gather its output once for all cross-attentions.
+    """Split an encoder's embedding, and gather the encoder's output once for all cross-attentions.
 
     The layers of `encoder` are already wrapped; `plain` is the encoder before wrapping.
     """

@@ -209,7 +209,7 @@ class _Executor:
         inputs, cotangents = (
             zeros(self.x, max(slots, 1)) for slots in (self.routes.input_slots, self.routes.cotangent_slots)
         )
-        operands = {number: shapes.zeros(self.routes.operand_slots) for number, shapes in self.deferrable.items()}
+        operands = {index: shapes.zeros(self.routes.operand_slots) for index, shapes in self.deferrable.items()}
         aux = jax.tree.map(self._zeros_of_all_chunks, self.aux)
         edge_grads, block_grads = jax.tree.map(grad_proxy, _residuals.select_differentiable((self.edges, self.blocks)))
         sums = _Sums(zeros(self.loss), aux, edge_grads, block_grads, operands)
@@ -404,7 +404,7 @@ def _check_data(schedule: Schedule, blocks: PyTree, data: PyTree) -> None:
                 "rows, ...)."
             )
     layers = {leaf.shape[0] for leaf in jax.tree.leaves(eqx.filter(blocks, eqx.is_array))}
-    if any(number % schedule.chunks for number in layers):
+    if any(count % schedule.chunks for count in layers):
         raise ValueError(
             f"{call}: the leading dim of the arrays of blocks must be a multiple of chunks={schedule.chunks}, but the "
             f"arrays have {sorted(layers)} layers; see layer_order."

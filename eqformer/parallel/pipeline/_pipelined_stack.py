@@ -399,8 +399,8 @@ def _receive(x: Array, step: int, order: Sequence[int]) -> Array:
 def _gather(x: Array) -> Array:
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return send.all_gather("tokens for all stages", x, PIPE)
-    numbers = send.all_gather("tokens for all stages", jax.random.key_data(x), PIPE)
-    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+    key_data = send.all_gather("tokens for all stages", jax.random.key_data(x), PIPE)
+    return jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(x))
 
 
 def _settle_axes(

@@ -3,8 +3,8 @@
 A backward entry is several ticks after its forward entry, and does not run the forward pass again. In the forward
 entry, `jax.vjp` returns outputs and a vjp function, which is a tree of arrays. Some of these arrays are arguments of
 the stage, which the backward entry has too. Others depend on no argument, so they are the same in every tick. All other
-arrays are the residuals, which are stored. (Whether an array depends on arguments cannot be told from the mesh axes of
-its type: indices of a mixture's tokens are not typed as varying over `pipe`, although they vary.)
+arrays are the residuals, which are stored. (The mesh axes of an array's type do not tell whether the array depends on
+an argument: the type of a mixture's token indices does not vary over `pipe`, although their values do.)
 
 The backward pass through `y = W x` needs only `W` to compute `dx`. The weight gradient, the product `dy x^T`, can be
 computed in a later entry if `x` and `dy` are stored. For this, each `nn.DenseMap` of the blocks is replaced by a map
@@ -59,7 +59,7 @@ class ResidualPacker:
         self.shapes = [shape for shape, constant in zip(shapes, constant_programs, strict=True) if constant is None]
 
     def pack(self, results: PyTree, inputs: PyTree) -> list[AnyArray]:
-        """Return the residuals of a pass; random keys are converted to numbers."""
+        """Return the residuals of a pass; random keys are converted to arrays of integers."""
         computed = _as_slot_arrays(_separate_inputs(results, inputs)[1])
         return [x for x, constant in zip(computed, self.constants, strict=True) if constant is None]
 
@@ -115,12 +115,12 @@ def _is_key(x: AnyArray) -> bool:
 
 
 def _as_slot_arrays(arrays: Sequence[AnyArray]) -> list[AnyArray]:
-    """Convert random keys to numbers, and mark all arrays as varying over stages, like arrays in slots."""
+    """Convert random keys to arrays of integers, and mark all arrays as varying over stages, like arrays in slots."""
     return [vary(jax.random.key_data(x) if _is_key(x) else jnp.asarray(x), [PIPE]) for x in arrays]
 
 
-def _wrap_key(numbers: AnyArray, impl: Hashable) -> AnyArray:
-    return jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl)
+def _wrap_key(key_data: AnyArray, impl: Hashable) -> AnyArray:
+    return jax.random.wrap_key_data(jnp.asarray(key_data), impl=impl)
 
 
 # Slots: trees of arrays with a leading dim of slots, in the carry of the scan over ticks.
@@ -264,9 +264,9 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 def record_calls(blocks: PyTree) -> tuple[PyTree, dict[int, CallRecord]]:
     """Wrap every map in a `RecordingMap`; return the wrapped blocks, and the record of each map by its index."""
-    maps = _number_maps(blocks)
-    records = {number: CallRecord() for number in maps}
-    recording = {number: RecordingMap(linear, records[number]) for number, linear in maps.items()}
+    maps = _maps_by_index(blocks)
+    records = {index: CallRecord() for index in maps}
+    recording = {index: RecordingMap(linear, records[index]) for index, linear in maps.items()}
     return _replace_maps(blocks, recording), records
 
 
@@ -278,21 +278,21 @@ def find_deferrable(blocks: PyTree, records: dict[int, CallRecord], tokens: int)
     weight: a weight under `vmap`, or one that is gathered over `tensor`, has another shape.
     """
     deferrable = {}
-    for number, (linear, dim, _) in enumerate(_map_sites(blocks)):
-        calls = records[number].calls
+    for index, (linear, dim, _) in enumerate(_map_sites(blocks)):
+        calls = records[index].calls
         if len(calls) != 1:
             continue
         call = calls[0]
         has_layer_weight = call.weight == _gathered_shape(linear, dim)[1:]
         if has_layer_weight and math.prod(call.inputs.shape[: -len(linear.inputs)]) >= tokens:
-            deferrable[number] = ProbeShapes(linear.weight.shape[0], call.inputs, call.outputs)
+            deferrable[index] = ProbeShapes(linear.weight.shape[0], call.inputs, call.outputs)
     return deferrable
 
 
 def defer_maps(blocks: PyTree, deferrable: dict[int, ProbeShapes]) -> PyTree:
     """Replace the maps of `deferrable` by `DeferredMap`s with probes of zeros."""
-    maps = _number_maps(blocks)
-    deferred = {number: DeferredMap(maps[number], *shapes.zeros()) for number, shapes in deferrable.items()}
+    maps = _maps_by_index(blocks)
+    deferred = {index: DeferredMap(maps[index], *shapes.zeros()) for index, shapes in deferrable.items()}
     return _update_gathered(_without_gathered_probes, _replace_maps(blocks, deferred), blocks)
 
 
@@ -325,9 +325,9 @@ def split_gradients(gradients: PyTree, blocks: PyTree) -> tuple[PyTree, dict[int
     The gradients of deferred weights are None. The operands are, by map index, pairs of a map's input and the
     cotangent of its output.
     """
-    deferred = {number: node for number, node in _number_maps(gradients).items() if isinstance(node, DeferredMap)}
-    operands = {number: (node.input_probe, node.output_probe) for number, node in deferred.items()}
-    plain = {number: node.inner for number, node in deferred.items()}
+    deferred = {index: node for index, node in _maps_by_index(gradients).items() if isinstance(node, DeferredMap)}
+    operands = {index: (node.input_probe, node.output_probe) for index, node in deferred.items()}
+    plain = {index: node.inner for index, node in deferred.items()}
 
     def restore(new: Gathered, old: Gathered) -> Gathered:
         return dataclasses.replace(old, inner=new.inner, values=_replace_leaves(old.values, None))
@@ -357,7 +357,7 @@ def weight_gradients(blocks: PyTree, operands: dict[int, tuple[Array, Array]]) -
         product = product if dim is None else scatter(product, dim + 1, steps)
         return eqx.tree_at(lambda m: m.weight, _replace_leaves(linear, None), product, is_leaf=_is_none)
 
-    products = {number: multiply(*sites[number], *pair) for number, pair in operands.items()}
+    products = {index: multiply(*sites[index], *pair) for index, pair in operands.items()}
     return _replace_maps(_replace_leaves(blocks, None), products)
 
 
@@ -393,15 +393,17 @@ def _map_sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None, TorusSteps
     return sites
 
 
-def _number_maps(blocks: PyTree) -> dict[int, nn.DenseMap]:
+def _maps_by_index(blocks: PyTree) -> dict[int, nn.DenseMap]:
+    """Return all maps by their index in the order of the tree."""
     return dict(enumerate(filter(_is_map, jax.tree.leaves(blocks, is_leaf=_is_node))))
 
 
 def _replace_maps(blocks: PyTree, replacements: Mapping[int, PyTree]) -> PyTree:
+    """Replace the maps at the indices that `replacements` has, in the order of `_maps_by_index`."""
     nodes, structure = jax.tree.flatten(blocks, is_leaf=_is_node)
     indices = [index for index, node in enumerate(nodes) if _is_map(node)]
-    for number, node in replacements.items():
-        nodes[indices[number]] = node
+    for index, node in replacements.items():
+        nodes[indices[index]] = node
     return structure.unflatten(nodes)
 
 

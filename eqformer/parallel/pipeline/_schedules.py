@@ -194,9 +194,9 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
 
 def _chunk_order(microbatches: int, chunks: int, group_size: int, *, backward: bool) -> list[tuple[int, int]]:
     """Return a device's pairs of microbatch and chunk in order; a group runs all chunks before the next group."""
-    chunk_numbers = range(chunks)[::-1] if backward else range(chunks)
+    chunk_indices = range(chunks)[::-1] if backward else range(chunks)
     starts = range(0, microbatches, group_size)
-    return [(start + k, chunk) for start in starts for chunk in chunk_numbers for k in range(group_size)]
+    return [(start + k, chunk) for start in starts for chunk in chunk_indices for k in range(group_size)]
 
 
 def _wave_schedule(name: str, stages: int, microbatches: int, *, chunks: int, group_size: int, phases: int) -> Schedule:
@@ -328,10 +328,10 @@ class _DeviceOrder:
         """
         for group in groups * times:
             entries = cast(tuple[ChunkWork, ...], group if isinstance(group[0], tuple) else (group,))
-            numbered = [(kind, self.counts[kind, chunk], chunk) for kind, chunk in entries]
+            works = [(kind, self.counts[kind, chunk], chunk) for kind, chunk in entries]
             for entry in entries:
                 self.counts[entry] += 1
-            if existing := tuple(work for work in numbered if work[1] < self.microbatches):
+            if existing := tuple(work for work in works if work[1] < self.microbatches):
                 self.order.append(existing)
 
 

@@ -21,6 +21,7 @@ FORWARD, BACKWARD, WEIGHT = range(3)
 class Entries:
     """All entries of a schedule's tables, as one array for each property.
 
+    An entry is the forward pass, the backward pass or the weight gradient of one chunk of a device for one microbatch.
     Entries are sorted by tick; within a tick, forward entries come first, then backward entries, then weight entries.
     `kind` is `FORWARD`, `BACKWARD` or `WEIGHT`.
     """
@@ -76,6 +77,8 @@ class Simulation:
     def messages(self) -> Int[np.ndarray, "stages"]:
         """Number of activations and gradients that each device sends: up to 2mv for m microbatches and v chunks."""
         schedule, entries = self.schedule, self.entries
+        # A part is a chunk of any device, numbered in the order of the model. The first part sends no gradients down,
+        # and the last part sends no activations up. Parts on the same device send each other nothing.
         part, changes_device = schedule.part_of[entries.stage, entries.chunk], schedule.shifts != 0
         sends_up, sends_down = np.append(changes_device, False)[part], np.append(False, changes_device)[part]
         sends = ((entries.kind == FORWARD) & sends_up) | ((entries.kind == BACKWARD) & sends_down)
@@ -162,13 +165,14 @@ def _start_in_lock_step(
     schedule: Schedule, entries: Entries, durations: Float[np.ndarray, "entries"]
 ) -> Float[np.ndarray, "entries"]:
     """Return the start times if all devices begin each tick together, and run its entries one after the other."""
-    spent = np.zeros((schedule.ticks, schedule.stages))
-    within = np.empty_like(durations)
+    busy_times = np.zeros((schedule.ticks, schedule.stages))
+    starts_in_tick = np.empty_like(durations)
     for n, (tick, stage) in enumerate(zip(entries.tick, entries.stage)):
-        within[n] = spent[tick, stage]
-        spent[tick, stage] += durations[n]
-    lengths = spent.max(axis=1)
-    return (np.cumsum(lengths) - lengths)[entries.tick] + within
+        starts_in_tick[n] = busy_times[tick, stage]
+        busy_times[tick, stage] += durations[n]
+    tick_lengths = busy_times.max(axis=1)
+    tick_starts = np.cumsum(tick_lengths) - tick_lengths
+    return tick_starts[entries.tick] + starts_in_tick
 
 
 def _count_stored(
@@ -283,7 +287,7 @@ def _title(simulation: Simulation, timing: Timing) -> str:
 
 
 def _plot_schedule(axes: Axes, simulation: Simulation, timing: Timing, longest: float, inch: float) -> None:
-    """Plot the boxes and numbers of one schedule; `inch` is the number of inches per unit of time."""
+    """Plot the boxes of one schedule, with their microbatches; `inch` is the number of inches per unit of time."""
     schedule, entries = simulation.schedule, simulation.entries
     durations = timing.ends - timing.starts
     shade = entries.chunk / max(schedule.chunks - 1, 1)

@@ -65,7 +65,7 @@ class ResidualStream(abc.ABC):
         return x if self.dim is None else take_local_slice(x, TENSOR, self.dim)
 
     def split_norm(self, norm: nn.Norm) -> PyTree:
-        """Return the norm, or a `SplitNorm` if a dim that it averages over is split."""
+        """Return the norm, or a `SplitNorm` if a dim over which the norm averages is split."""
         # Decide by the names of the dims, because a norm need not have an array with a spec. The mean of the devices'
         # means is also right if devices share key heads, because every key head is on the same number of devices.
         return SplitNorm(norm, TENSOR) if set(norm.reduced) & set(self.split_dims) else norm
@@ -77,7 +77,7 @@ class ResidualStream(abc.ABC):
     @property
     @abc.abstractmethod
     def routed(self) -> "ResidualStream":
-        """Stream with all features of a token, which routers and experts read: this stream, or a `SequenceStream`."""
+        """Stream that routers and experts read, with all features of a token: this stream, or a `SequenceStream`."""
 
     @abc.abstractmethod
     def to_routed(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:

@@ -31,11 +31,12 @@ HEAD_DIMS = ("heads", "kv_heads", "mlp")
 class TensorParallelLayer(nn.Module):
     """Wrapper of a layer that runs on this device's slice of its heads or hidden features.
 
-    All maps that read the layer's input share one gather, and are computed before the layer runs (`PrecomputedMap`). A
-    map that the layer calls on another array is computed when it is called. The bias of an output map is added once,
-    after the reduction. If there are fewer key heads than devices (`shares_kv_heads`), the key heads are replicated,
-    and each device uses the key head of its query heads. In serving, `kv_row_shards` devices may share each key head.
-    Each of these devices then attends for some of the batch rows, with all query heads of the key head.
+    All maps that read the layer's input share one gather, and their products are computed before the layer runs
+    (`PrecomputedMap`). The product of a map with another array is computed when the layer calls the map. The bias of an
+    output map is added once, after the reduction. If there are fewer key heads than devices (`shares_kv_heads`), the
+    key heads are replicated, and each device uses the key head of its query heads. In serving, `kv_row_shards` devices
+    may share each key head. Each of these devices then attends for some of the batch rows, with all query heads of the
+    key head.
     """
 
     inner: PyTree
@@ -113,8 +114,9 @@ class LayerContext:
     def select_rows(self, linear: nn.LinearMap, y: Array) -> Array:
         """Return the rows of a map's product for which this device attends.
 
-        Devices that share a key head all have the keys and values of this head for all rows. Each device has some of
-        the head's query heads for all rows, and exchanges them for all of the head's query heads for some rows.
+        Devices that share a key head all have the keys and values of this head for all rows. Before the call, each
+        device has some of the head's query heads for all rows. The result has all of the head's query heads for some
+        rows.
         """
         if self.kv_row_shards == 1:
             return y
@@ -221,7 +223,7 @@ def take_kv_head(module: PyTree) -> PyTree:
 def is_split(module: object) -> bool:
     """Return whether a module is a layer that can run on a slice of its heads or hidden features.
 
-    A layer cannot if an array outside of its linear maps has both the dim `embed` and a split dim.
+    A layer cannot run on a slice if an array outside of its linear maps has both the dim `embed` and a split dim.
     """
     if isinstance(module, nn.FeedForward):
         output_maps = _unwrapped_maps(module, "outputs")
@@ -342,7 +344,7 @@ def count_once(stream: ResidualStream, y: Float[Array, "..."]) -> Float[Array, "
     """Return this device's part of an output that all devices have computed identically.
 
     Gradients of the output must not be summed over devices. So for a replicated stream, the first device sends its
-    output to all devices, and only this device gets a gradient.
+    output to all devices, and only the first device gets a gradient.
     """
     if not stream.is_whole:
         return stream.take_local(y)

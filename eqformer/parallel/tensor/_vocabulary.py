@@ -122,7 +122,7 @@ def _pad_to_devices(table: Array, dim: int) -> Array:
 class SplitVocabulary(eqx.Module):
     """Functions of logits for losses, such as the cross-entropy, if each device has the logits of a slice of the ids.
 
-    The vocabulary has `total` ids. Behind them, the last logits may be padding. A result with a value per token is
+    The vocabulary has `total` ids. The logits after the last id are padding. A result with a value per token is
     replicated. A result with a value per token and id is split like the logits.
     """
 
