@@ -19,8 +19,7 @@ from ..kernels import at_least_float32, cpu_or
 
 
 def in_float32(tree: PyTree) -> PyTree:
-    """Return the tree with its floating-point arrays, of JAX or NumPy, in float32 at least, the dtype of sums and
-    moments."""
+    """Return the tree with its floating-point arrays, of JAX or NumPy, cast to float32 at least."""
     return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)) if _is_float(x) else x, tree)
 
 
@@ -70,7 +69,7 @@ def float_dtype(dtype: object, call: str) -> str:
 
 def _name(dtype: Any) -> str:
     try:
-        return "None" if dtype is None else jnp.dtype(dtype).name  # to NumPy None is float64
+        return "None" if dtype is None else jnp.dtype(dtype).name  # NumPy would take None for float64.
     except TypeError:
         return str(dtype)
 
@@ -105,7 +104,7 @@ def broadcast_float32(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[A
 
 # On CPUs, the second factor of a product is first reordered in memory, and with few vectors this costs more than the
 # product itself. With up to `_FEW_VECTORS` vectors, the matrix is therefore the first factor. The gain is worth a
-# separate case for CPUs in the program only if the matrix has at least `_LARGE_MATRIX` numbers.
+# separate case for CPUs in the program only if the matrix has at least `_LARGE_MATRIX` entries.
 _FEW_VECTORS = 64
 _LARGE_MATRIX = 2**16
 
@@ -131,9 +130,9 @@ def multiply_vectors(
 def matmul_float32(
     x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"]
 ) -> Float[Array, "*batch outputs"]:
-    """Return `x W^T`: products in the dtype of `x`; sums and result float32 at least, in the gradients too.
+    """Return `x W^T`, multiplied in the dtype of `x`, and summed and returned in float32 at least.
 
-    JAX's own gradients would multiply in float32, with the weight cast up, and would round sums over tokens to the
+    The gradients are computed in the same way. JAX's own gradients would multiply in float32, with the weight cast up, and would round sums over tokens to the
     dtype of `x`. For 16-bit `x` only reverse mode is defined (no `jax.jvp`).
     """
     is_float32 = at_least_float32(x.dtype) == x.dtype
@@ -205,9 +204,9 @@ def parse_cache_dtype(dtype: object, call: str) -> tuple[str, bool]:
 def quantize_rows(x: Float[Array, "*dims row"], dtype: str) -> tuple[Num[Array, "*dims row"], Float[Array, "*dims"]]:
     """Divide each row by its scale and round it to an 8-bit dtype; return the rounded rows and the scales.
 
-    A scale maps the row's largest magnitude to the largest number of the dtype. The error is at most `scale / 2` in
-    int8, and a sixteenth of each number in float8_e4m3fn (less than the smallest step for tiny numbers). A row with a
-    number that is not finite dequantizes to NaN.
+    A scale maps the row's largest magnitude to the largest number of the dtype. The error of a number is at most half
+    of the scale in int8. In float8_e4m3fn, it is at most a sixteenth of the number or, for tiny numbers, less than the
+    smallest step of the dtype. A row with a number that is not finite dequantizes to NaN.
     """
     largest, exact = _LARGEST[dtype], at_least_float32(x.dtype)
     if x.shape[-1] == 0:  # Rotary keys of latent attention without rotary positions have no channels.

@@ -194,7 +194,7 @@ def choose_maps(model: PyTree, where: Where, call: str) -> dict[str, LinearMap]:
     chosen = {name: linear for name, linear in maps if is_chosen(name, linear)}
     if not chosen:
         known = ", ".join(name for name, _ in maps) or "none"
-        raise ValueError(f"{call}: no linear map is chosen; the model's are {known}.")
+        raise ValueError(f"{call}: no linear map is chosen; the model's linear maps are {known}.")
     return chosen
 
 
@@ -209,6 +209,7 @@ def replace_maps(model: PyTree, names: Container[str], change: Callable[[str, Li
 
 
 def _choice_function(model: PyTree, where: Where, call: str) -> Callable[[str, LinearMap], bool]:
+    """Return the function of a path and a map that says whether `where` chooses the map."""
     if isinstance(where, str | type):
         raise ValueError(f"{call}: names and types come in a list, such as [{where!r}].")
     if not isinstance(where, Iterable):
@@ -216,10 +217,10 @@ def _choice_function(model: PyTree, where: Where, call: str) -> Callable[[str, L
     entries = tuple(where)
     names = tuple(f".{entry}" for entry in entries if isinstance(entry, str))
     types = tuple(entry for entry in entries if isinstance(entry, type))
-    owners = [name for name, _ in named_modules(model, types)]
+    owners = [name for name, _ in named_modules(model, types)]  # The path of the model itself is empty.
 
     def is_chosen(name: str, _: LinearMap) -> bool:
-        is_inside = any(name == owner or not owner or name.startswith(f"{owner}.") for owner in owners)
-        return f".{name}".endswith(names) or is_inside
+        is_inside_owner = any(owner in ("", name) or name.startswith(f"{owner}.") for owner in owners)
+        return is_inside_owner or f".{name}".endswith(names)
 
     return is_chosen

@@ -122,14 +122,15 @@ def _with_checked_key(class_name: str, construct: Callable[..., None]) -> Callab
 
 
 def running_call() -> str:
-    """Return the class of the module whose call runs, for messages; `update` outside of calls."""
+    """Return the name for error messages of the call that runs: the module's class, or `update` outside of calls."""
     return "update" if (module := _RUNNING.get()) is None else type(module).__name__
 
 
 def _input_sizes(module: eqx.Module, rules: dict[str, ArgumentRule]) -> Sizes:
     """Return the sizes of the last dims of a module's arguments and of all dims of its cache.
 
-    Only dims on which all linear maps inside agree have a size.
+    Sizes are read from the module's linear maps. A dim has no entry if no map has the dim, or if maps disagree about
+    its size.
     """
     last_dims = {array.dims[-1] for rule in rules.values() for array in rule.arrays if len(array.dims) > 1}
     dims = last_dims | (rules["cache"].field_dims if "cache" in rules else set[str]())
@@ -159,9 +160,9 @@ def _name_in(caller: eqx.Module, module: eqx.Module) -> str:
             if value is module:
                 return _visible_name(name)
             if isinstance(value, tuple | list):
-                for number, element in enumerate(value):
+                for index, element in enumerate(value):
                     if element is module:
-                        return f"{name}[{number}]"
+                        return f"{name}[{index}]"
             if type(value) is type(module):
                 fields_of_class.append(name)
             elif type(_innermost(value)) is type(module):

@@ -45,8 +45,9 @@ class QuantizedLinear(LinearMap):
 
     The weight is decoded in the forward pass and again in the backward pass, so only one layer's decoded weight is in
     memory at a time. Codes are bytes: no optimizer trains them and no cast changes them. Scales, and zero points that
-    are floats, are ordinary float parameters. Each output has one scale, or one scale for each group of inputs; groups
-    divide the last input dim, and each index of the other input dims has its own groups. `nn.quantize` builds the map.
+    are floats, are ordinary float parameters. Each output has one scale, or one scale for each group of inputs. A group
+    consists of consecutive indices of the last input dim, at one index of each other input dim. `nn.quantize` builds
+    the map.
     """
 
     inputs: tuple[str, ...] = eqx.field(static=True)
@@ -82,8 +83,9 @@ class QuantizedLinear(LinearMap):
             bias: Added to the product, with the output dims.
         """
         self.inputs, self.outputs, self.form = inputs, outputs, form
-        ends = scales.shape[scales.ndim - len(inputs) :]
-        self.scale_dims = (*outputs, *(name if size > 1 else "_" for name, size in zip(inputs, ends, strict=True)))
+        input_sizes = scales.shape[scales.ndim - len(inputs) :]
+        input_names = (name if size > 1 else "_" for name, size in zip(inputs, input_sizes, strict=True))
+        self.scale_dims = (*outputs, *input_names)
         self.codes, self.scales, self.zeros, self.bias = codes, scales, zeros, bias
 
     @property
@@ -111,32 +113,32 @@ def _product(
 ) -> Float[Array, "..."]:
     if not _is_for_few_rows(linear, x, dtype):
         return apply_weight(linear, linear.matrix(x.dtype), x, dtype)
-    lead = x.shape[: x.ndim - len(linear.inputs)]
+    batch = x.shape[: x.ndim - len(linear.inputs)]
     as_matrix = lambda array: array.reshape(math.prod(linear.output_shape), -1)
     codes, scales, zeros = jax.tree.map(as_matrix, (linear.codes, linear.scales, linear.zeros))
-    call = kernels.QuantizedMatmulCall(x.reshape(*lead, -1), codes, scales, zeros, linear.form)
-    return kernels.QUANTIZED_MATMUL(call).reshape(*lead, *linear.output_shape)
+    call = kernels.QuantizedMatmulCall(x.reshape(*batch, -1), codes, scales, zeros, linear.form)
+    return kernels.QUANTIZED_MATMUL(call).reshape(*batch, *linear.output_shape)
 
 
 _FEW_ROWS = 128
 
 
 def _is_for_few_rows(linear: QuantizedLinear, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None) -> bool:
-    """Return whether the product is of the kind for which platforms have kernels: few rows, as in decoding.
+    """Return whether `kernels.QUANTIZED_MATMUL` can compute the product: it takes few rows, as in decoding.
 
-    The scales must be scales of groups of equal size in each row of the matrix, the result must have the dtype of `x`,
-    and the map must have no ensemble dims in front.
+    The groups of all scales must have the same size, the result must have the dtype of `x`, and the map must have no
+    ensemble dims in front.
     """
     input_shape = tuple(linear.sizes[name] for name in linear.inputs)
-    lead = x.shape[: x.ndim - len(input_shape)]
-    ends = linear.scales.shape[linear.scales.ndim - len(input_shape) :]
+    batch = x.shape[: x.ndim - len(input_shape)]
+    scales_of_output = linear.scales.shape[linear.scales.ndim - len(input_shape) :]
     return (
-        math.prod(lead) <= _FEW_ROWS
+        math.prod(batch) <= _FEW_ROWS
         and isinstance(linear.products, ComputeDtypeMatmul)
         and (dtype is None or jnp.dtype(dtype) == x.dtype)
-        and x.shape[len(lead) :] == input_shape
+        and x.shape[len(batch) :] == input_shape
         and linear.codes.ndim == len(linear.weight_dims)
-        and (ends[:-1] == input_shape[:-1] or math.prod(ends) == 1)
+        and (scales_of_output[:-1] == input_shape[:-1] or math.prod(scales_of_output) == 1)
     )
 
 

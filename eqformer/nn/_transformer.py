@@ -123,7 +123,7 @@ class Predictor(Module):
     hidden_norm: Norm | Callable[[Array], Array]
     """Norm of the model's hidden vector."""
     merge: LinearMap
-    """A map `sides embed -> merged`."""
+    """A map `sides embed -> merged`. The two sides are the next token's embedding and the hidden vector."""
     stacks: tuple[LayerStack, ...]
     """The layers, one in published models."""
     norm: Norm | Callable[[Array], Array]
@@ -186,7 +186,7 @@ class Transformer(LanguageModel):
     logit_softcap: float | None = eqx.field(static=True, default=None)
     """A bound of the scaled logits, `softcap * tanh(logits / softcap)` (Gemma 2)."""
     layer_inputs: PerLayerInputs | None = None
-    """Makes a vector of each token for each layer, beside the stream (Gemma 4 E2B)."""
+    """A module that gives each layer a further vector of each token, beside the residual stream (Gemma 4 E2B)."""
     predictor: Predictor | None = None
     """A module that predicts one token further, for speculative decoding; a call of the model does not use it."""
     encoder: Encoder | None = None
@@ -200,8 +200,8 @@ class Transformer(LanguageModel):
     classifier: ClassificationHead | None = None
     """A head that classifies texts or tokens, in the place of logits of the vocabulary; `classify` applies it."""
     expand: StreamExpansion | None = None
-    """Makes several residual streams of the embeddings, for layers of `HyperConnection`s; `norm` must then be a
-    `StreamMerge`, such as `MergeStreams`, which makes one vector of the streams."""
+    """A module that turns the embeddings into several residual streams, for layers of `HyperConnection`s. `norm` must
+    then be a `StreamMerge`, such as `MergeStreams`, which turns the streams into one vector."""
 
     def __check_init__(self):
         if self.expand is None:
@@ -262,7 +262,7 @@ class Transformer(LanguageModel):
         source = tokens.source
         if self.encoder is None or source is None or not source.is_of_ids:
             return tokens
-        # No layer of the target folds in this number, so source and target sample different dropout masks.
+        # Encoder and decoder sample different dropout masks, because no layer of the decoder folds in `_SOURCE`.
         source_tokens = source.tokens.fold_in(_SOURCE)
         table = self.encoder.embedding
         if table is None:

@@ -58,8 +58,8 @@ def test_products_and_gradients_are_those_of_a_loop(name):
 @pytest.mark.by_default("1100-sizes0-550", "7-sizes2-0")
 @pytest.mark.parametrize("rows,sizes,slots", [(1100, [257, 800], 550), (1101, [3, 1090], 550), (7, [3, 2], 0)])
 def test_slots_large_blocks_and_small_ones(rows, sizes, slots):
-    assert _grouped_blocks.GroupSlots(jnp.array(sizes), rows).number == slots
-    assert _grouped_blocks.GroupSlots(jnp.array(sizes), rows, even_rows=137).number == 137  # of rows for four devices
+    assert _grouped_blocks.GroupSlots(jnp.array(sizes), rows).slots == slots
+    assert _grouped_blocks.GroupSlots(jnp.array(sizes), rows, even_rows=137).slots == 137  # of rows for four devices
     arrays = given(rows, 2)
     expected = wanted(arrays, sizes)
     for one, other in zip(run(*arrays, np.array(sizes)), expected, strict=True):

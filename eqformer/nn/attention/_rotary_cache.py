@@ -52,8 +52,9 @@ class Rotation(eqx.Module):
 def start_rotation(
     encoding: PositionEncoding | None, tokens: Tokens, cache: KVCache | None
 ) -> tuple[Rotation, KVCache | None]:
-    """Return the rotation of a call, and the cache with its keys rotated by the frequencies that rows have after the
-    call.
+    """Return the rotation of a call, and the cache with its keys rotated by the frequencies of the call.
+
+    A row's frequencies may depend on its length after the call.
 
     - If frequencies do not depend on the length, or are the same for all lengths that fit in the cache, keys are
       rotated once, before they are cached.
@@ -90,9 +91,9 @@ _BLOCK = 1024  # Maximum number of slots that are rotated again at once.
 def rerotate_cache(rotary: Rotary, cache: KVCache, tokens: Tokens) -> tuple[KVCache, Int[Array, "*batch 1"]]:
     """Rotate the cached keys of each row whose set of frequencies changes with the new tokens.
 
-    Return the new cache and the rows' lengths. Each length stands for its set of frequencies
-    (`RotaryScaling.representative_length`). Rows of padding alone do not change. Few calls rotate keys, in place; all
-    other calls only read them.
+    Return the new cache and, for each row, the length that stands for the row's set of frequencies
+    (`RotaryScaling.representative_length`). A row without new tokens keeps its length. Most calls change no row's
+    frequencies, and write no keys.
     """
     assert cache.rotary_lengths is not None and rotary.scaling is not None
     layer, old_lengths = cache.layer, index_layer(cache.rotary_lengths, cache.layer)
@@ -119,11 +120,12 @@ def _rerotate_by_blocks(
     flat = jax.tree.map(lambda x: x.reshape(layers, -1, heads, kv_seq, *x.shape[cached.keys.ndim - 1 :]), cached)
     flat_positions = positions.reshape(-1, kv_seq)
     old_lengths, new_lengths = lengths[0].reshape(-1), lengths[1].reshape(-1)
-    size = next(size for size in range(min(kv_seq, _BLOCK), 0, -1) if kv_seq % size == 0)
+    size = max(size for size in range(1, min(kv_seq, _BLOCK) + 1) if kv_seq % size == 0)
+    # The order puts the rows to rotate first.
     blocks, row_order = kv_seq // size, jnp.argsort(old_lengths == new_lengths, stable=True).astype(jnp.int32)
 
-    def rerotate_block(number: Int[Array, ""], flat: CachedKeys) -> CachedKeys:
-        row, start, zero = row_order[number // blocks], number % blocks * size, jnp.zeros((), jnp.int32)
+    def rerotate_block(index: Int[Array, ""], flat: CachedKeys) -> CachedKeys:
+        row, start, zero = row_order[index // blocks], index % blocks * size, jnp.zeros((), jnp.int32)
 
         def index_of(x: Array) -> tuple[Array | int, ...]:
             return (zero if layer is None else layer, row, zero, start, *[zero] * (x.ndim - 4))
@@ -156,9 +158,9 @@ def _rerotate_jvp(rotary: Rotary, primals: tuple, tangents: tuple) -> tuple[Cach
         keys_of_layer = jax.tree.map(lambda x: index_layer(x, layer), cached)
         rerotated = _rerotate(rotary, keys_of_layer, positions, (old_lengths, new_lengths))
 
-        def replace_changed(old: Array, new: Array, memory: Array) -> Array:
+        def replace_changed(old: Array, new: Array, all_layers: Array) -> Array:
             is_unchanged = jax.lax.expand_dims(lengths[0] == lengths[1], range(old_lengths.ndim - 1, old.ndim))
-            return update_layer(memory, jnp.where(is_unchanged, old, new), layer)
+            return update_layer(all_layers, jnp.where(is_unchanged, old, new), layer)
 
         return jax.tree.map(replace_changed, keys_of_layer, rerotated, cached)
 

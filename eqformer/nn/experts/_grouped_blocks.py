@@ -1,8 +1,9 @@
-"""Ensembles on rows sorted by group, without kernels: the first rows of all groups in slots, the other rows in blocks.
+"""Modules with a weight for each group (such as experts), called without kernels on rows that are sorted by group.
 
-Each group has as many slots as it would have rows with an even load, and the slots of all groups are one batched
-product. The rows beyond the slots are computed block by block, each block with the weights of its group. The backward
-pass keeps the outputs of linear maps and recomputes everything between them.
+Each group has as many slots as it would have rows with an even load. The first rows of each group are in the group's
+slots, and one batched product computes the slots of all groups. The rows beyond the slots are computed block by block,
+each block with the weights of its group. The backward pass keeps the outputs of linear maps and recomputes everything
+between them.
 """
 
 import functools
@@ -104,8 +105,8 @@ def run_in_blocks(
     these slots.
     """
     even_rows = resolve_even_rows(sizes, len(x), even_rows)
-    number = even_rows * 5 // 4 if even_rows >= FEWEST_SLOTS else 0
-    return compute_in_slots(static, arrays, x, sizes, GroupSlots(sizes, len(x), number, even_rows, max_group_rows))[0]
+    slots = even_rows * 5 // 4 if even_rows >= FEWEST_SLOTS else 0
+    return compute_in_slots(static, arrays, x, sizes, GroupSlots(sizes, len(x), slots, even_rows, max_group_rows))[0]
 
 
 def blocks_forward(
@@ -148,15 +149,15 @@ def compute_in_slots(
 
     y, outputs = slots.run_if_used(run_slots, zeros)
 
-    def run_group(number: Array, y: Array) -> Array:
-        module = eqx.combine(_select_group(arrays, number), static)
+    def run_group(group: Array, y: Array) -> Array:
+        module = eqx.combine(_select_group(arrays, group), static)
         if len(x) > _FEW_ROWS:  # Quantized maps are decoded once for all blocks of a group.
             module = map_linears(dense, module)
 
         def run_block(start: Array, size: int, is_owned: Array | None, y: Array) -> Array:
             return _write_block(y, module(jax.lax.dynamic_slice_in_dim(x, start, size)), start, is_owned)
 
-        return _loop_over_blocks(run_block, y, *slots.remaining_rows(number), len(x), slots.even_rows)
+        return _loop_over_blocks(run_block, y, *slots.remaining_rows(group), len(x), slots.even_rows)
 
     return slots.loop_over_groups(run_group, y), outputs
 
@@ -190,17 +191,17 @@ def blocks_backward(
         array_grads, x_grad = jax.vmap(differentiate_group)(wide, slots.fill(x), in_slots, slots.fill(gradient))
         return array_grads, slots.to_rows(x_grad)
 
-    def run_group(number: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
-        group_arrays, module = _select_group(wide, number), lambda arrays, x: eqx.combine(arrays, static)(x)
+    def run_group(group: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+        group_arrays, module = _select_group(wide, group), lambda arrays, x: eqx.combine(arrays, static)(x)
 
         def run_block(start: Array, size: int, is_owned: Array | None, carry: tuple) -> tuple:
             totals, x_grad = carry
             pull_back = jax.vjp(module, group_arrays, _read_block(x, start, size, is_owned))[1]
             array_grads, block_grad = pull_back(_read_block(gradient, start, size, is_owned))
-            totals = jax.tree.map(lambda total, grad: _add_to_group(total, grad, number), totals, array_grads)
+            totals = jax.tree.map(lambda total, grad: _add_to_group(total, grad, group), totals, array_grads)
             return totals, _write_block(x_grad, block_grad, start, is_owned)
 
-        return _loop_over_blocks(run_block, carry, *slots.remaining_rows(number), len(x), slots.even_rows)
+        return _loop_over_blocks(run_block, carry, *slots.remaining_rows(group), len(x), slots.even_rows)
 
     grads = slots.run_if_used(run_slots, zeros)
     array_grads, x_grad = slots.loop_over_groups(run_group, grads) if len(x) else grads
@@ -208,7 +209,7 @@ def blocks_backward(
 
 
 def resolve_even_rows(sizes: Int[Array, "groups"], rows: int, even_rows: int | None) -> int:
-    """Return the rows of a group with an even load: `even_rows`, or an equal share of all rows if it is None."""
+    """Return the number of rows of a group with an even load: `even_rows` or, if None, an equal share of all rows."""
     return rows // len(sizes) if even_rows is None else even_rows
 
 
@@ -221,69 +222,75 @@ class GroupSlots:
     bound on the rows of a group, each group has this many slots, and there are no other rows.
     """
 
-    number: int
-    """Slots of a group."""
+    slots: int
+    """Number of slots of a group."""
     even_rows: int
-    """Rows of a group with an even load."""
+    """Number of rows of a group with an even load."""
     are_used: Bool[Array, ""]
+    """Whether the slots are used."""
+    holds_all: bool
+    """Whether every row has a slot."""
 
     def __init__(
         self,
         sizes: Int[Array, "groups"],
         rows: int,
-        number: int | None = None,
+        slots: int | None = None,
         even_rows: int | None = None,
         max_group_rows: int | None = None,
     ):
         self.even_rows = even_rows = resolve_even_rows(sizes, rows, even_rows)
-        self.number, self.groups, self.count = (even_rows if even_rows >= FEWEST_SLOTS else 0), len(sizes), rows
-        self.number = self.number if number is None else number
-        self.hold_all = max_group_rows is not None and rows > 0
-        self.number = min(max_group_rows, rows) if max_group_rows is not None else self.number
+        self.groups, self.rows = len(sizes), rows
+        self.holds_all = max_group_rows is not None and rows > 0
+        if max_group_rows is not None:
+            self.slots = min(max_group_rows, rows)
+        elif slots is not None:
+            self.slots = slots
+        else:
+            self.slots = even_rows if even_rows >= FEWEST_SLOTS else 0
         self.ends = jnp.cumsum(sizes)
         self.starts = self.ends - sizes
-        slot = jnp.arange(self.number, dtype=jnp.int32)
+        slot = jnp.arange(self.slots, dtype=jnp.int32)
         self._row, self._is_full = self.starts[:, None] + slot, slot < sizes[:, None]
         rows_in_slots = jnp.sum(self._is_full, dtype=jnp.int32)
         self.are_used = rows_in_slots >= -(-3 * self.groups * even_rows // 4)
-        self._first_remaining = jnp.where(self.are_used, self.starts + self.number, self.starts)
+        self._first_remaining = jnp.where(self.are_used, self.starts + self.slots, self.starts)
 
     def fill(self, rows: Array) -> Array:
         """Return the rows in slots, by group, with zeros in empty slots."""
-        return jnp.where(self._is_full[..., None], rows[jnp.minimum(self._row, self.count - 1)], 0)
+        return jnp.where(self._is_full[..., None], rows[jnp.minimum(self._row, self.rows - 1)], 0)
 
     def to_rows(self, slots: Array) -> Array:
         """Return the rows that `fill` put into slots, with zeros for rows without a slot."""
-        row = jnp.arange(self.count, dtype=jnp.int32)
+        row = jnp.arange(self.rows, dtype=jnp.int32)
         group = jnp.sum(row[:, None] >= self.ends, axis=1, dtype=jnp.int32)
         in_range = jnp.minimum(group, self.groups - 1)
         slot = row - self.starts[in_range]
-        has_slot = (group < self.groups) & (slot < self.number)
-        flat = slots.reshape(self.groups * self.number, -1)
-        return jnp.where(has_slot[:, None], flat[jnp.where(has_slot, in_range * self.number + slot, 0)], 0)
+        has_slot = (group < self.groups) & (slot < self.slots)
+        flat = slots.reshape(self.groups * self.slots, -1)
+        return jnp.where(has_slot[:, None], flat[jnp.where(has_slot, in_range * self.slots + slot, 0)], 0)
 
     def flatten(self, slots: Array) -> Array:
-        """Return the slots of all groups one after another, padded with zeros or cut to `count` rows.
+        """Return an array with an entry for each row: the rows in their order if every row has a slot.
 
-        With `max_group_rows`, there may be more slots than rows, and every row has a slot; then return the rows in
-        their order.
+        Otherwise return the slots of all groups one after another, padded with zeros or cut to the number of rows.
         """
-        if self.hold_all:
+        if self.holds_all:
             return self.to_rows(slots)
-        flat = slots.reshape(self.groups * self.number, -1)[: self.count]
-        return jnp.pad(flat, [(0, self.count - len(flat)), (0, 0)])
+        flat = slots.reshape(self.groups * self.slots, -1)[: self.rows]
+        return jnp.pad(flat, [(0, self.rows - len(flat)), (0, 0)])
 
     def unflatten(self, flat: Array) -> Array:
         """Return the slots by group, from the result of `flatten`."""
-        if self.hold_all:
+        if self.holds_all:
             return self.fill(flat)
-        return flat[: self.groups * self.number].reshape(self.groups, self.number, -1)
+        return flat[: self.groups * self.slots].reshape(self.groups, self.slots, -1)
 
     def run_if_used(self, run_slots: Callable[[], Carry], unused: Carry) -> Carry:
         """Return `run_slots()` if slots are used, `unused` otherwise."""
-        if self.hold_all:
+        if self.holds_all:
             return run_slots()
-        return jax.lax.cond(self.are_used, run_slots, lambda: unused) if self.number else unused
+        return jax.lax.cond(self.are_used, run_slots, lambda: unused) if self.slots else unused
 
     def remaining_rows(self, group: Array) -> tuple[Array, Array]:
         """Return the first row of a group that has no slot, and the row after the group's last row."""
@@ -291,7 +298,7 @@ class GroupSlots:
 
     def loop_over_groups(self, step: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
         """Apply `step(group, carry)` for each group with rows that have no slot; decode steps have few such groups."""
-        if self.hold_all:
+        if self.holds_all:
             return carry
 
         def step_if_any(group: Array, carry: Carry) -> Carry:
@@ -329,11 +336,13 @@ def _loop_over_blocks(
     Blocks have 16 to 256 rows: the larger an even load, the larger the blocks.
     """
     even_rows = 2 ** max(0, even_rows.bit_length() - 1)
-    sizes = (max(64, min(256, even_rows)), 64 if even_rows >= 256 else 32) if even_rows >= FEWEST_SLOTS else (32, 16)
-    large, small = (min(rows, size) for size in sizes)
-    number = (end - start) // large
-    carry = jax.lax.fori_loop(0, number, lambda n, carry: step(start + n * large, large, None, carry), carry)
-    small_start = start + number * large
+    large, small = 32, 16
+    if even_rows >= FEWEST_SLOTS:
+        large, small = max(64, min(256, even_rows)), 64 if even_rows >= 256 else 32
+    large, small = min(rows, large), min(rows, small)
+    large_blocks = (end - start) // large
+    carry = jax.lax.fori_loop(0, large_blocks, lambda n, carry: step(start + n * large, large, None, carry), carry)
+    small_start = start + large_blocks * large
 
     def step_small(n: Array, carry: Carry) -> Carry:
         first = small_start + n * small
@@ -349,13 +358,13 @@ _FEW_ROWS = 32
 map first."""
 
 
-def _select_group(arrays: PyTree, number: Array) -> PyTree:
-    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, keepdims=False), arrays)
+def _select_group(arrays: PyTree, group: Array) -> PyTree:
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, group, keepdims=False), arrays)
 
 
-def _add_to_group(total: Array, addend: Array, number: Array) -> Array:
-    group_total = jax.lax.dynamic_index_in_dim(total, number, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(total, group_total + addend, number, 0)
+def _add_to_group(total: Array, addend: Array, group: Array) -> Array:
+    group_total = jax.lax.dynamic_index_in_dim(total, group, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(total, group_total + addend, group, 0)
 
 
 def _read_block(rows: Array, start: Array, size: int, is_owned: Array | None) -> Array:
@@ -388,8 +397,8 @@ def run_in_blocks_without_residuals(
     # which are always computed in blocks, would give other results.
     is_wide = jnp.finfo(x.dtype).bits >= 32
     use_slots = is_wide and even_rows >= 2 and _are_slots_cheaper(static, arrays, even_rows)
-    number = max(FEWEST_SLOTS, even_rows * 5 // 4) if use_slots else 0
-    slots = GroupSlots(sizes, len(x), min(number, len(x)), even_rows)
+    slots_per_group = max(FEWEST_SLOTS, even_rows * 5 // 4) if use_slots else 0
+    slots = GroupSlots(sizes, len(x), min(slots_per_group, len(x)), even_rows)
     return compute_in_slots(static, arrays, x, sizes, slots, _WEIGHT_LEFT_PASSES)[0]
 
 

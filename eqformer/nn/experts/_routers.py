@@ -32,7 +32,7 @@ class ExpertGroups:
     top_k: int = 1
     """The number of groups that a token chooses."""
     score: str = "max"
-    """The score of a group: its best expert's score (`"max"`), or the sum of its two best experts' (`"top2"`)."""
+    """The score of a group: the score of its best expert (`"max"`), or the sum of its two best scores (`"top2"`)."""
 
     def check(self, experts: int, top_k: int) -> None:
         """Raise a `ValueError` unless tokens can choose `top_k` of `experts` experts from these groups."""
@@ -62,7 +62,7 @@ class ExpertGroups:
 
 
 class TopKRouter(routing.Router):
-    """A router that chooses for each token the `top_k` experts with the highest scores; ties go to the lowest number.
+    """A router that chooses for each token the `top_k` experts with the highest scores; ties go to the lowest index.
 
     Scores are `s = score(W x + b)` with softmax, sigmoid or sqrt_softplus. The weights are the scores of the chosen
     experts times `scale`. With `normalise` they are first divided by their sum (for a softmax: the softmax of the
@@ -215,9 +215,10 @@ def _check_score(router: str, score: str) -> None:
 class NoisyTopKRouter(routing.Router):
     """Softmax over the `top_k` highest of `H(x) = W x + N(0, 1) softplus(W_noise x)` (Shazeer et al. 2017, eq. 3-5).
 
-    Its routing has the `load` that `NoisyLoad` balances: the probability that an expert is chosen if its noise alone
-    is sampled again, `P(x, i) = Phi((W x - kth_excluding(H(x), k, i)) / softplus(W_noise x))` (eq. 8-9), 1 where every
-    expert is chosen. The scores are the softmax of `H` over all experts. Without keys `H` is `W x`.
+    The loss `NoisyLoad` balances the routing's `load`: the probability that an expert is chosen if the expert's noise
+    is sampled again and the noise of all other experts stays. This is
+    `P(x, i) = Phi((W x - kth_excluding(H(x), k, i)) / softplus(W_noise x))` (eq. 8-9), or 1 if `top_k` is the number of
+    experts. The scores are the softmax of `H` over all experts. Without keys `H` is `W x`.
     """
 
     linear: LinearMap
@@ -258,8 +259,8 @@ class NoisyTopKRouter(routing.Router):
     ) -> Float[Array, "*batch seq experts"]:
         if self.top_k == noisy.shape[-1]:
             return jnp.ones_like(noisy)
-        # An expert must beat the `top_k`-th highest of the other experts. For an expert that is among the `top_k`
-        # itself, this is rank `top_k + 1` of all experts, for any other expert rank `top_k`.
+        # An expert must beat the expert of rank `top_k` among the other experts. If the expert is among the `top_k`
+        # best itself, this other expert has rank `top_k + 1` among all experts. Otherwise it has rank `top_k`.
         best = jax.lax.top_k(noisy, self.top_k + 1)[0]
         last, following = best[..., self.top_k - 1 : self.top_k], best[..., self.top_k :]
         return jax.scipy.special.ndtr((logits - jnp.where(noisy >= last, following, last)) / deviation)
@@ -317,7 +318,7 @@ class SparseMixerRouter(routing.Router):
         Args:
             embed: Channels of a token.
             experts: The number of experts to choose from.
-            tolerance: Half the relative distance from the best logit within which experts share the softmax.
+            tolerance: Half of the largest relative distance between the best logit and a logit that joins its softmax.
             std: Standard deviation of the map's weights; None: the default of `Linear`.
             key: Random key for the weights.
         """
@@ -472,8 +473,8 @@ class ExpertChoiceRouter(routing.Router):
         capacity = routing.even_share(self.factor, real.shape[-1], experts)
         token = routing.top_indices(jnp.where(real, by_expert, -jnp.inf), capacity)
         weight = jnp.take_along_axis(by_expert, token, axis=-1)
-        number = jnp.sum(real, axis=-1, keepdims=True, dtype=jnp.int32)
-        is_filled = jnp.arange(capacity, dtype=jnp.int32) < routing.even_share(self.factor, number, experts)
+        real_tokens = jnp.sum(real, axis=-1, keepdims=True, dtype=jnp.int32)
+        is_filled = jnp.arange(capacity, dtype=jnp.int32) < routing.even_share(self.factor, real_tokens, experts)
         return routing.Slots(jnp.where(is_filled, token, -1), jnp.where(is_filled, weight, 0))
 
     def facts(self) -> routing.RouterFacts:

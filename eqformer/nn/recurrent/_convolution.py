@@ -40,7 +40,7 @@ class CausalConv(Module):
 
         Args:
             dims: Names of the channel dims, separated by spaces.
-            taps: Tokens that an output depends on, at least 1.
+            taps: Number of tokens that an output depends on, at least 1.
             bias: Whether to add a bias.
             dilation: The distance in tokens between two tokens that an output depends on.
             key: Random key for the weights.
@@ -81,11 +81,11 @@ class CausalConv(Module):
         seq_dim, seq = documents.ndim - 1, documents.shape[-1]
         sum_dtype = at_least_float32(x.dtype)
         x = self._prepend(x, seq_dim, previous).astype(sum_dtype)
-        owners = jnp.pad(documents, [(0, 0)] * seq_dim + [(self.reach, 0)])
+        padded_documents = jnp.pad(documents, [(0, 0)] * seq_dim + [(self.reach, 0)])
         total = jnp.zeros_like(x, shape=())
         for tap in range(self.weight.shape[-1]):
             start = tap * self.dilation
-            same_document = jax.lax.slice_in_dim(owners, start, start + seq, axis=seq_dim) == documents
+            same_document = jax.lax.slice_in_dim(padded_documents, start, start + seq, axis=seq_dim) == documents
             shifted = jax.lax.slice_in_dim(x, start, start + seq, axis=seq_dim)
             same_document = jax.lax.expand_dims(same_document, range(same_document.ndim, shifted.ndim))
             visible = mask_in_layer(same_document, shifted, self.weight)
@@ -102,13 +102,14 @@ class CausalConv(Module):
         """Return the argument `previous` of the next call; `count` is the number of tokens before a row's padding."""
         seq_dim, size = documents.ndim - 1, self.reach
         indices = count[..., None] + jnp.arange(size, dtype=jnp.int32)
-        owners = jnp.take_along_axis(jnp.pad(documents, [(0, 0)] * seq_dim + [(size, 0)]), indices, axis=seq_dim)
+        padded_documents = jnp.pad(documents, [(0, 0)] * seq_dim + [(size, 0)])
+        last_documents = jnp.take_along_axis(padded_documents, indices, axis=seq_dim)
 
         def expand(per_token: Array) -> Array:
             return jax.lax.expand_dims(per_token, range(per_token.ndim, x.ndim))
 
         last = jnp.take_along_axis(self._prepend(x, seq_dim, previous), expand(indices), axis=seq_dim)
-        return jnp.where(expand(owners == documents[..., -1:]), last, 0).astype(previous.dtype)
+        return jnp.where(expand(last_documents == documents[..., -1:]), last, 0).astype(previous.dtype)
 
     def _prepend(
         self, x: Float[Array, "..."], seq_dim: int, previous: Float[Array, "..."] | None
@@ -148,7 +149,7 @@ class GatedShortConv(Mixer):
         Args:
             embed: Channels of the input and the output.
             mlp: Channels that are convolved; None: `embed`.
-            taps: Tokens that the convolution reads.
+            taps: Number of tokens that the convolution reads.
             bias: Whether the projections and the convolution have biases.
             output_std: Standard deviation of the output projection's weights; None: as for the other projections.
             key: Random key for the weights.
@@ -187,7 +188,10 @@ class GatedShortConv(Mixer):
         return ConvCache(jnp.zeros((*batch, self.conv.reach, channels), dtype), jnp.zeros(tuple(batch), jnp.int32))
 
     def facts(self) -> MixerFacts:
-        """Declare that a device can run a slice of the channels; each channel costs its taps and two gates."""
+        """Declare that a device can run a slice of the channels, and the operations of a token.
+
+        A channel of a token takes two operations per tap, and one for each of the two gates.
+        """
         channels, taps = self.conv.weight.shape[-2:]
         return MixerFacts(True, operations=(2 * taps + 2) * channels)
 
@@ -282,7 +286,7 @@ def check_sizes(call: str, *, heads: int, kv_heads: int, chunk: int) -> None:
     """Raise a `ValueError` that begins with `call` unless `kv_heads` divides `heads` and `chunk` is at least 1."""
     if heads % kv_heads:
         raise ValueError(
-            f"{call}(heads={heads}, kv_heads={kv_heads}): each key head serves equally many values, so "
+            f"{call}(heads={heads}, kv_heads={kv_heads}): each key head serves equally many value heads, so "
             f"kv_heads must divide heads; take one of {[n for n in range(1, heads + 1) if heads % n == 0]}."
         )
     if chunk < 1:
