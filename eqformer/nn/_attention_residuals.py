@@ -127,6 +127,7 @@ class AttentionResidual(StreamSublayer):
             _mix_blocks(self.scores, x, _is_filled(count, self.block, slots)), tokens, cache, index=index
         )
         total, blocks, counter = jnp.split(x, [1, 1 + slots], axis=-3)
+        # The first sublayer of a block moves the previous block's sum into a slot, and begins a new sum.
         begins = (count % self.block == 0)[..., None, :, None]
         is_next = (jnp.arange(slots, dtype=jnp.int32)[:, None] == (count // self.block)[..., None, :])[..., None]
         blocks = jnp.where(begins & is_next, total, blocks)
@@ -135,7 +136,7 @@ class AttentionResidual(StreamSublayer):
 
 
 class MergeBlocks(StreamMerge):
-    """The final norm of a model with attention residuals, which reads a weighted sum of blocks.
+    """The final norm of a model with attention residuals, the norm of a weighted sum of blocks.
 
     It takes the place of the model's `norm`.
     """

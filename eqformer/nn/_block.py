@@ -68,7 +68,7 @@ class Residual(Sublayer):
     """Norm of the layer's input. This norm alone is pre-norm (GPT-2, Llama); with `output_norm` it is Gemma 2's
     sandwich."""
     output_norm: Norm | Callable[[Array], Array] | None = None
-    """Norm of the layer's output, which OLMo 2 has alone."""
+    """Norm of the layer's output. OLMo 2 has this norm alone."""
     sum_norm: Norm | Callable[[Array], Array] | None = None
     """Norm of the sum of input and branch. This norm alone is post-norm (Vaswani 2017)."""
     dropout: RandomMask | None = None
@@ -200,10 +200,10 @@ class ParallelResidual(Sublayer):
     """Norm of the sum of the input and the branches."""
 
     def __check_init__(self):
-        for number, branch in enumerate(self.branches):
+        for index, branch in enumerate(self.branches):
             if branch.sum_norm is not None:
                 raise ValueError(
-                    f"ParallelResidual(branches[{number}]=Residual(sum_norm=...)): there is one sum, of the input and "
+                    f"ParallelResidual(branches[{index}]=Residual(sum_norm=...)): there is one sum, of the input and "
                     "all branches; pass the norm as ParallelResidual(sum_norm=...)."
                 )
 
@@ -227,7 +227,7 @@ class ParallelResidual(Sublayer):
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """Add the branches to `x`.
 
-        In a block, `index` is folded into the tokens' random keys; each branch also folds its own number into the keys
+        In a block, `index` is folded into the tokens' random keys; each branch also folds its own index into the keys
         of its dropout.
         """
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
@@ -236,8 +236,8 @@ class ParallelResidual(Sublayer):
         per_branch = zip(
             self.branches, split_layer_inputs(self.branches, tokens), split_cache(self.branches, cache), strict=True
         )
-        for number, (branch, branch_tokens, branch_cache) in enumerate(per_branch):
-            y, new_cache, aux = branch.run_branch(normed, branch_tokens, branch_cache, index=number)
+        for branch_index, (branch, branch_tokens, branch_cache) in enumerate(per_branch):
+            y, new_cache, aux = branch.run_branch(normed, branch_tokens, branch_cache, index=branch_index)
             outputs.append(y)
             new_caches.append(new_cache)
             auxes.append(aux)
@@ -416,13 +416,13 @@ def split_cache(sublayers: Sequence[Sublayer], cache: PyTree) -> list[PyTree]:
     return [next(caches) if flag else None for flag in flags]
 
 
-def check_caches(caches: PyTree, number: int, readers: str) -> None:
-    """Raise a `ValueError` unless `caches` is a tuple of `number` caches; the error calls the modules `readers`."""
+def check_caches(caches: PyTree, count: int, readers: str) -> None:
+    """Raise a `ValueError` unless `caches` is a tuple of `count` caches; the error calls the modules `readers`."""
     is_sequence = isinstance(caches, tuple | list)
-    if not is_sequence or len(caches) != number:
+    if not is_sequence or len(caches) != count:
         passed = f"a tuple of {len(caches)}" if is_sequence else f"a {type(caches).__name__}"
         raise ValueError(
-            f"a call of {number} {readers} takes a tuple of {number} caches, but cache is {passed}; make the cache by "
+            f"a call of {count} {readers} takes a tuple of {count} caches, but cache is {passed}; make the cache by "
             "init_cache of the same module."
         )
 

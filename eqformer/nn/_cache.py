@@ -53,8 +53,8 @@ class SlotCache(LayerCache):
     capacity, and `mask_overflow` makes the output of attention NaN for them. A shard of a cache holds some of the
     `capacity` slots of the whole cache, from slot `first` on.
 
-    An 8-bit cache (`with_scales`) has a scale for each token and head. Numbers are rounded when they are stored, and
-    attention reads the rounded numbers, for the new tokens, too.
+    An 8-bit cache (`with_scales`) has a scale for each token and head. Keys and values are rounded when they are
+    stored, and attention reads the rounded keys and values, even of the new tokens.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
@@ -198,9 +198,11 @@ def store_tokens(
 ) -> tuple[tuple, tuple]:
     """Store new tokens in the cache; return the arrays to store, and the arrays that queries of these tokens read.
 
-    The arrays to store are `memories` with the new tokens, their `scales` if they have any, and the positions. The
-    arrays to read are both memories, dequantized, and the positions, for all tokens that the new tokens may see. All
-    arrays except the positions have `heads` dims of heads between the dims of rows and of slots.
+    `memories` are two arrays of the cache, such as its keys and values, and `new` are the same two arrays for the new
+    tokens. `scales` are the scales of the memories in an 8-bit cache, and None in other caches. The arrays to store are
+    the updated memories, then the updated scales if there are any, then the updated positions. The arrays to read are
+    the two memories, dequantized, and the positions, for all tokens that the new tokens may see. All arrays except the
+    positions have `heads` dims of heads between the dims of rows and of slots.
     """
     if scales[0] is None:
         return store_slots(memories, cache, new, tokens, heads)

@@ -130,9 +130,9 @@ Channels = tuple[tuple[int, ...], ...]  # Pairs (heads, channels of a head) of o
 class MatmulPrecision(abc.ABC):
     """The three products of a map `y = W x`: the output, and the gradients of the input and of the weight.
 
-    Each product gets whole vectors and a matrix of outputs by inputs; on a mesh, these may be slices of one device. A
-    product may round its operands in any way, sums in float32 at least, and returns an array of `dtype`. A call
-    computes `forward`; the other two products are its gradients in reverse mode.
+    Each product gets whole vectors and a matrix of outputs by inputs; on a mesh, these may be the slices that a device
+    holds. A product may round its operands in any way, sums in float32 at least, and returns an array of `dtype`. A
+    call computes `forward`; the other two products are its gradients in reverse mode.
     """
 
     operand_bits: ClassVar[int | None]
@@ -141,8 +141,11 @@ class MatmulPrecision(abc.ABC):
     def __call__(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
-        """Return `W x`. Under `shard_map`, gradients are summed over mesh axes over which only the other factor
-        varies."""
+        """Return `W x`.
+
+        Under `shard_map`, the gradient of a factor is summed over the mesh axes over which only the other factor
+        varies.
+        """
         x_zero, weight_zero = (jnp.zeros_like(array, shape=()) for array in (x, weight))
         # With the zeros both factors vary over the same axes, and the transposes of these additions sum the gradients.
         factors = x + weight_zero.astype(x.dtype), weight + x_zero.astype(weight.dtype)
@@ -234,8 +237,7 @@ class Attends(NamedTuple):
     output: Channels
     """Heads and channels of the output."""
     needs: tuple[str, ...] = ()
-    """What the core must compute: options among `softcap`, `sinks` and `bias`, and `source` for keys of another
-    sequence."""
+    """Options that the core must support: `softcap`, `sinks`, `bias`, and `source` for keys of another sequence."""
 
 
 @dataclasses.dataclass(frozen=True)

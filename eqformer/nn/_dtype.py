@@ -132,8 +132,8 @@ def matmul_float32(
 ) -> Float[Array, "*batch outputs"]:
     """Return `x W^T`, multiplied in the dtype of `x`, and summed and returned in float32 at least.
 
-    The gradients are computed in the same way. JAX's own gradients would multiply in float32, with the weight cast up, and would round sums over tokens to the
-    dtype of `x`. For 16-bit `x` only reverse mode is defined (no `jax.jvp`).
+    The gradients are computed in the same way. JAX's own gradients would multiply in float32, with the weight cast up,
+    and would round sums over tokens to the dtype of `x`. For 16-bit `x` only reverse mode is defined (no `jax.jvp`).
     """
     is_float32 = at_least_float32(x.dtype) == x.dtype
     return multiply_vectors(x, weight.astype(x.dtype), x.dtype) if is_float32 else _matmul_16_bits(x, weight)

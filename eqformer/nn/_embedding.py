@@ -101,7 +101,10 @@ class TokenTypes(PositionEmbedding):
 
 @checked
 def unembed(x: Float[Array, "*batch embed"], weight: Float[Array, "vocab embed"]) -> Float[Array, "*batch vocab"]:
-    """Return `x W^T`: products in the dtype of `x`, sums and logits in float32 at least, also for gradients."""
+    """Return `x W^T`, multiplied in the dtype of `x`, and summed and returned in float32 at least.
+
+    The gradients are computed in the same way.
+    """
     return matmul_float32(x, weight)
 
 
@@ -238,11 +241,11 @@ class PerLayerGate(FeedForward):
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """The numbers of dims of a weight matrix: `ensemble` dims in front, then `outputs`, then `inputs`.
+    """How many dims of a weight matrix are `ensemble` dims (in front), `outputs` (next) and `inputs` (last).
 
     A weight `layers heads head_dim embed` has one ensemble dim, two output dims and one input dim. `table` marks
-    embeddings, tables of positions and heads: one of their sides is the vocabulary or the positions. Optimizers treat
-    them differently from hidden matrices. `head` marks heads, whose outputs are the vocabulary.
+    embeddings, tables of positions, and heads, whose rows belong to token ids or positions. Optimizers treat tables
+    differently from hidden matrices. `head` marks heads, whose outputs are the vocabulary.
     """
 
     ensemble: int

@@ -92,8 +92,8 @@ class Linear(DenseMap):
     """`y = W x + b` over named dims: `Linear("embed -> heads head_dim", embed=512, heads=8, head_dim=64, key=key)`.
 
     The weight's dims are the outputs, then the inputs (`heads head_dim embed`), as in published checkpoints. The same
-    names define the product: `... embed, heads head_dim embed -> ... heads head_dim`. Sizes are read off the weight, so
-    the map runs on any slice of itself. The weight is cast to the input's dtype where it is used.
+    names define the product: `... embed, heads head_dim embed -> ... heads head_dim`. Sizes are read from the weight,
+    so the map also runs with a slice of the weight. The weight is cast to the input's dtype where it is used.
     """
 
     outputs: tuple[str, ...] = eqx.field(static=True)
@@ -138,24 +138,24 @@ def apply_weight(
         raise ValueError(
             f"{type(linear).__name__}({spec!r})(x): the last dims of x must be {sizes}; x has shape {x.shape}."
         )
-    lead = x.shape[: x.ndim - len(input_shape)]
+    batch = x.shape[: x.ndim - len(input_shape)]
     is_plain = isinstance(linear.products, ComputeDtypeMatmul)
     is_widening = is_plain and dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype
-    if is_plain and not is_widening and math.prod(lead) > _FEW:
-        # Dims are numbered for `einsum`: the inputs first, then the outputs.
-        into = list(range(len(input_shape)))
-        out = list(range(len(input_shape), len(input_shape) + len(linear.outputs)))
+    if is_plain and not is_widening and math.prod(batch) > _FEW:
+        # Labels of dims for `einsum`: the inputs first, then the outputs.
+        inputs = list(range(len(input_shape)))
+        outputs = list(range(len(input_shape), len(input_shape) + len(linear.outputs)))
         cast = weight.astype(x.dtype)
-        return jnp.einsum(x, [..., *into], cast, [*out, *into], [..., *out], preferred_element_type=dtype)
+        return jnp.einsum(x, [..., *inputs], cast, [*outputs, *inputs], [..., *outputs], preferred_element_type=dtype)
     rows, matrix = (
-        x.reshape(*lead, math.prod(input_shape)),
+        x.reshape(*batch, math.prod(input_shape)),
         weight.reshape(math.prod(linear.output_shape), math.prod(input_shape)),
     )
     if is_widening:
         y = matmul_float32(rows, matrix)
     else:
         y = linear.products(rows, matrix.astype(x.dtype), x.dtype if dtype is None else dtype)
-    return y.reshape(*lead, *linear.output_shape)
+    return y.reshape(*batch, *linear.output_shape)
 
 
 def dense(linear: LinearMap) -> DenseMap:

@@ -177,30 +177,30 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class XIELU(eqx.Module):
-    """An activation with two learned numbers, quadratic above 0 and an ELU with a slope below (Huang and Schlag 2024).
+    """An activation with two learned scalars, quadratic above 0 and an ELU with a slope below (Huang and Schlag 2024).
 
     It is `a x^2 + beta x` for positive `x`, and `b (expm1(min(x, eps)) - x) + beta x` for others, where
     `a = softplus(alpha_p)` and `b = beta + softplus(alpha_n)` (arXiv:2411.13010; the activation of Apertus). It is
-    computed in float32, so that the gradients of the numbers are summed over tokens in float32.
+    computed in float32, so that the gradients of the two scalars are summed over tokens in float32.
     """
 
     alpha_p: Float[Array, ""]
     alpha_n: Float[Array, ""]
     beta: Float[Array, ""]
-    """The slope at 0; published beside the learned numbers, but not learned."""
+    """The slope at 0; published beside the learned scalars, but not learned."""
     eps: Float[Array, ""]
     """The largest argument of `expm1`, a negative number; not learned."""
 
     def __init__(self):
         """Begin with `a = b = 0.8`, as in the paper."""
-        self.alpha_p, self.alpha_n = (jnp.log(jnp.expm1(jnp.float32(number))) for number in (0.8, 0.8 - 0.5))
+        self.alpha_p, self.alpha_n = (jnp.log(jnp.expm1(jnp.float32(value))) for value in (0.8, 0.8 - 0.5))
         self.beta, self.eps = jnp.float32(0.5), jnp.float32(-1e-6)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return the activation of each number, in the dtype of `x`."""
+        """Return the activation of each entry of `x`, in the dtype of `x`."""
         dtype = at_least_float32(x.dtype)
-        wide, alpha_p, alpha_n = (number.astype(dtype) for number in (x, self.alpha_p, self.alpha_n))
-        beta, eps = (jax.lax.stop_gradient(number).astype(dtype) for number in (self.beta, self.eps))
+        wide, alpha_p, alpha_n = (array.astype(dtype) for array in (x, self.alpha_p, self.alpha_n))
+        beta, eps = (jax.lax.stop_gradient(array).astype(dtype) for array in (self.beta, self.eps))
         positive = jax.nn.softplus(alpha_p) * jnp.square(wide)
         negative = (beta + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.minimum(wide, eps)) - wide)
         return (jnp.where(wide > 0, positive, negative) + beta * wide).astype(x.dtype)

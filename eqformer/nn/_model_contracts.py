@@ -26,13 +26,13 @@ class LayerStack(Layer):
     """Layers of one kind that run one after another; each of their arrays has a `layers` dim in front.
 
     In a pipeline, a device holds some of the layers, and a call runs the layers that the device holds. Results must not
-    depend on how many layers a device holds, nor on a layer's index on the device. `numbers` has each layer's number in
+    depend on how many layers a device holds, nor on a layer's index on the device. `numbers` has each layer's index in
     the whole stack.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
         numbers: Array = eqx.field(init=False)
-        """Each layer's number in the whole stack, which is folded into random keys."""
+        """Each layer's index in the whole stack, which is folded into random keys."""
         depth: int = eqx.field(init=False)
         """The number of layers of the whole stack."""
         remat: str = eqx.field(init=False)
@@ -84,9 +84,10 @@ class StreamExpansion(Module):
 
 
 class StreamMap(Module):
-    """A map of all streams of a token to a few numbers, by sums over channels: the contract of `StreamWeights`.
+    """A map of all streams of a token to a few logits, by sums over channels: the contract of `StreamWeights`.
 
-    Devices may hold slices of the channels of all streams.
+    The map returns an array of logits for each use, such as the weights for reading streams and the weights for writing
+    them. Devices may hold slices of the channels of all streams.
     """
 
     @abc.abstractmethod
@@ -96,13 +97,13 @@ class StreamMap(Module):
         add: Callable[[Float[Array, "*batch seq sums"]], Float[Array, "*batch seq sums"]],
         slices: int = 1,
     ) -> tuple[Float[Array, "*batch seq _"], ...]:
-        """Return an array of numbers for each use; `x` may be one of `slices` slices of the channels.
+        """Return an array of logits for each use; `x` may be one of `slices` slices of the channels.
 
-        `add(sums)` returns the sums over all slices. The numbers may depend on the channels only by such sums.
+        `add(sums)` returns the sums over all slices. The logits may depend on the channels only by such sums.
         """
 
     def __call__(self, x: Float[Array, "*batch streams seq embed"]) -> tuple[Float[Array, "*batch seq _"], ...]:
-        """Return an array of numbers for each use."""
+        """Return an array of logits for each use."""
         return self.project(x, lambda sums: sums)
 
 
@@ -127,11 +128,11 @@ class RandomMask(Module):
     @property
     @abc.abstractmethod
     def is_active(self) -> bool:
-        """Whether the mask changes any number."""
+        """Whether the mask changes any channel."""
 
     @abc.abstractmethod
     def draw_mask(self, keys: Key[Array, "*batch seq"], channels: int) -> Shaped[Array, "*batch seq embed"]:
-        """Sample a number for each of the channels of each token."""
+        """Sample the mask's entry for each channel of each token."""
 
     @abc.abstractmethod
     def apply_mask(
@@ -176,7 +177,7 @@ class EmbeddingTable(ReadsIds):
         return True
 
     def transform(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Transform looked-up vectors, each number by itself, because a device may hold only some of the features."""
+        """Transform looked-up vectors, each feature by itself, because a device may hold only some of the features."""
         return x
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "..."]:

@@ -71,10 +71,11 @@ class Fp8Matmul(MatmulPrecision):
     two. The scale brings the largest magnitude to at least 128 and below 256 (E4M3), or to at least 2^14 and below 2^15
     (E5M2). It is computed where it is used, so nothing is remembered from step to step.
 
-    Powers of two change no digit, so the rounding of a number does not depend on other numbers. The only exception are
-    numbers below 2^-13 (E4M3) or 2^-28 (E5M2) of the largest, which are rounded differently by up to 2^-17 (2^-31) of
-    the largest. Slices of rows, tokens and features, on different devices or in different microbatches, therefore give
-    the results of whole arrays, and devices need not exchange their maxima.
+    A power of two changes no digit of a number, so the rounding of a number does not depend on other numbers. The only
+    exceptions are numbers below 2^-13 (E4M3) or 2^-28 (E5M2) times the largest number of their vector or matrix. Their
+    rounding may differ by up to 2^-17 (E4M3) or 2^-31 (E5M2) times the largest number. Slices of rows, tokens and
+    features, on different devices or in different microbatches, therefore give the results of whole arrays, and devices
+    need not exchange their maxima.
     """
 
     operand_bits: ClassVar[int | None] = 8

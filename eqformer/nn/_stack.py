@@ -53,7 +53,7 @@ class Stack(LayerStack):
         if layers < 1:
             raise ValueError(f"Stack(layers={layers}): a stack holds at least one block.")
         self.blocks = eqx.filter_vmap(make)(jax.random.split(key, layers))
-        # Each layer keeps its own number in every slice, because the number is folded into random keys.
+        # A slice of the stack keeps the layers' indices in the whole stack, because they are folded into random keys.
         self.numbers = jnp.arange(layers, dtype=jnp.int32)
         self.remat, self.unroll, self.depth = "none", 1, layers
 
@@ -202,10 +202,10 @@ def run_layers(
     check_caches(caches, len(layers), "layers or stacks")
     new_caches, auxes = [], []
     per_layer = zip(layers, split_layer_inputs(layers, tokens), caches, strict=True)
-    for number, (layer, layer_tokens, layer_cache) in enumerate(per_layer):
-        names_read = tokens.names_read.union(*read_by_layer[number + 1 :])
+    for index, (layer, layer_tokens, layer_cache) in enumerate(per_layer):
+        names_read = tokens.names_read.union(*read_by_layer[index + 1 :])
         shared = (*tokens.shared, *collect_shared(auxes))
-        layer_tokens = layer_tokens.replace(shared=shared, names_read=names_read).fold_in(number)
+        layer_tokens = layer_tokens.replace(shared=shared, names_read=names_read).fold_in(index)
         x, new_cache, aux = layer(x, layer_tokens, layer_cache)
         new_caches.append(new_cache)
         auxes.append(aux)

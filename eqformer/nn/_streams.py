@@ -39,7 +39,7 @@ class StreamWeights(StreamMap):
     """Logits of the weights of a token's streams, computed from all its streams: `scale * (W x) / rms(x) + base`.
 
     `x` is the vector of all channels of all streams, and `rms(x)` the root of `mean(x^2) + eps`. There is a group of
-    logits for each use, such as reading and writing, and `scale` has one number for each group. Everything is computed
+    logits for each use, such as reading and writing, and `scale` has one factor for each group. Everything is computed
     in float32 at least.
     """
 
@@ -64,7 +64,7 @@ class StreamWeights(StreamMap):
         Args:
             streams: Streams of a token.
             embed: Channels of a stream.
-            base: The initial `base`: an array for each use, with one number for each logit of the use.
+            base: The initial `base`: an array for each use, with an entry for each logit of the use.
             eps: Added to the mean of squares.
             key: Random key for the weights.
         """
@@ -89,11 +89,11 @@ class StreamWeights(StreamMap):
         sums = add(jnp.concatenate([products, jnp.sum(wide * wide, (-3, -1))[..., None]], -1))
         channels = slices * x.shape[-3] * x.shape[-1]
         normed = sums[..., :-1] * jax.lax.rsqrt(sums[..., -1:] / channels + self.eps)
-        starts = [sum(self.sizes[:number]) for number in range(1, len(self.sizes))]
-        parts = zip(jnp.split(normed, starts, -1), jnp.split(self.base, starts), strict=True)
+        starts = [sum(self.sizes[:use]) for use in range(1, len(self.sizes))]
+        by_use = zip(jnp.split(normed, starts, -1), jnp.split(self.base, starts), strict=True)
         return tuple(
-            part * self.scale[number].astype(wide.dtype) + base.astype(wide.dtype)
-            for number, (part, base) in enumerate(parts)
+            logits * self.scale[use].astype(wide.dtype) + base.astype(wide.dtype)
+            for use, (logits, base) in enumerate(by_use)
         )
 
 

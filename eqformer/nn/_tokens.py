@@ -56,9 +56,9 @@ class Tokens(eqx.Module):
     positions: Int[Array, "*batch seq"]
     """Positions count from 0 in each document; -1 marks padding, which is never attended to."""
     segments: Int[Array, "*batch seq"] | None = None
-    """Numbers of the documents of a packed row; None: each row is one document."""
+    """A number for each token, which tells the documents of a packed row apart; None: each row is one document."""
     keys: Key[Array, "*batch seq"] | None = None
-    """One PRNG key for each token, into which layers fold their number. Tokens with keys are trained on. None means
+    """One PRNG key for each token, into which layers fold their indices. Tokens with keys are trained on. None means
     inference: there is no randomness, and no choice of experts is dropped."""
     lengths: Int[Array, "*batch seq"] | None = None
     """The length of each token's document, on which rotary frequencies may depend; needed if the tokens are only a part
@@ -113,7 +113,7 @@ class Tokens(eqx.Module):
         return with_row_layout_of(dataclasses.replace(self, **fields), self)
 
     def fold_in(self, number: int | Int[Array, ""]) -> "Tokens":
-        """Return these tokens with `number` folded into every key; each layer and sublayer folds in its number."""
+        """Return these tokens with `number` folded into every key; each layer and sublayer folds in its index."""
         if self.keys is None:
             return self
         return self.replace(keys=fold_in_each(self.keys, jnp.uint32(number)))
@@ -146,13 +146,14 @@ def with_source(tokens: Tokens, source: Source | None) -> Tokens:
     return tokens.replace(source=source)
 
 
-def mark_whole_rows(tokens: Tokens, number: int | None, documents: int | None = None) -> Tokens:
-    """Mark the tokens as rows of `number` tokens, each one document from position 0 on; None marks nothing.
+def mark_whole_rows(tokens: Tokens, length: int | None, documents: int | None = None) -> Tokens:
+    """Mark the tokens as rows of `length` tokens, each one document from position 0 on; None marks nothing.
 
-    With `documents`, each row is up to that number of whole documents, one after another and numbered by `segments`.
+    With `documents`, each row consists of up to `documents` whole documents, one after another, which `segments` tells
+    apart.
     """
     marked = copy.copy(tokens)  # `dataclasses.replace` drops `whole_rows` on purpose.
-    object.__setattr__(marked, "whole_rows", number)
+    object.__setattr__(marked, "whole_rows", length)
     object.__setattr__(marked, "documents", documents)
     return marked
 
@@ -213,8 +214,8 @@ def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree
 def document_lengths(tokens: Tokens, kv_tokens: Tokens | None = None) -> Int[Array, "*batch #seq"]:
     """Return the length of each token's document: `tokens.lengths`, or one more than the document's last position.
 
-    Segments tell documents apart, wherever their tokens stand in the row. Without segments, or with a cache (its tokens
-    are `kv_tokens`), each row is one document and has one number.
+    Segments tell documents apart, wherever their tokens stand in the row. Without segments, or with a cache (whose
+    tokens are `kv_tokens`), each row is one document, and the result has one length for each row.
     """
     if kv_tokens is not None:
         if tokens.lengths is not None:
@@ -226,9 +227,9 @@ def document_lengths(tokens: Tokens, kv_tokens: Tokens | None = None) -> Int[Arr
         return jnp.max(tokens.positions, axis=-1, keepdims=True) + 1
 
     def lengths_in_row(positions: Int[Array, "seq"], segments: Int[Array, "seq"]) -> Int[Array, "seq"]:
-        # All tokens of a document get the same number.
-        number = jnp.searchsorted(jnp.sort(segments), segments)
-        return jnp.full_like(positions, -1).at[number].max(positions)[number] + 1
+        # An index that is the same for all tokens of a document.
+        document = jnp.searchsorted(jnp.sort(segments), segments)
+        return jnp.full_like(positions, -1).at[document].max(positions)[document] + 1
 
     positions, segments = jnp.broadcast_arrays(tokens.positions, tokens.segments)
     flat = (x.reshape(-1, x.shape[-1]) for x in (positions, segments))
@@ -245,9 +246,9 @@ def fold_in_each(keys: Key[Array, "*shape"], number: UInt[Array, ""]) -> Key[Arr
 def token_keys(
     key: Key[Array, ""], examples: Int[Array, "batch"], positions: Int[Array, "batch seq"]
 ) -> Key[Array, "batch seq"]:
-    """Return a key for each token, which depends on the example's number and the token's position, but on no device.
+    """Return a key for each token, which depends on the example's index and the token's position, but on no device.
 
-    `examples` numbers the rows over the whole run; `positions` are any numbers that are distinct within a row.
+    `examples` has the index of each row in the whole run. `positions` are integers that are distinct within a row.
     """
     rows = jax.vmap(lambda example: jax.random.fold_in(key, example))(examples)
     over_seq = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
@@ -255,7 +256,7 @@ def token_keys(
 
 
 def documents_of(tokens: Tokens, shape: tuple[int, ...]) -> Int[Array, "*batch seq"]:
-    """Return the number of each token's document, in the row's order; document 0 continues the document in the cache.
+    """Return the index of each token's document, from 1 on in the row's order; 0 continues the cache's document.
 
     A document begins at position 0, and where the segment differs from the previous token's. Padding belongs to the
     document before it.

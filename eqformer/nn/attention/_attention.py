@@ -96,12 +96,12 @@ class Attention(Mixer):
         core: Operation | None = None,
         key: Key[Array, ""],
     ):
-        """Initialize the projections; parts that are modules (norms, rotary, scores, mask, core) are passed built.
+        """Initialize the projections; norms, rotary positions, scores, mask and core are passed as instances.
 
         Args:
             embed: Channels of the input and the output.
             heads: Heads of queries.
-            head_dim: Channels of a head. A pair of numbers: channels of its queries and keys, and of its values
+            head_dim: Channels of a head. A pair: the channels of its queries and keys, and the channels of its values
                 (MiMo-V2-Flash).
             kv_heads: Heads of keys and values, a divisor of `heads`; None: as many as `heads`.
             bias: Whether queries, keys, values and gates have biases.
@@ -124,7 +124,7 @@ class Attention(Mixer):
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % kv_heads:
             raise ValueError(
-                f"Attention(heads={heads}, kv_heads={kv_heads}): each key head serves equally many queries, so "
+                f"Attention(heads={heads}, kv_heads={kv_heads}): each key head serves equally many query heads, so "
                 f"kv_heads must divide heads; take one of {[n for n in range(1, heads + 1) if heads % n == 0]}."
             )
         keys = jax.random.split(key, 5)

@@ -30,9 +30,9 @@ class BlockIndexer(Module):
     A block holds the tokens at positions `n * block` to `(n + 1) * block - 1` of a document. There is a small query `q`
     for each key head, and all heads share the small keys `k`. A block's score for the query at `t` and key head `h` is
     the largest `q_th . k_s` over the keys of the block that the query may see. The `local` last blocks, including the
-    query's own block, are always among the `top_k`. If scores are equal, the block of the lowest number is taken;
-    blocks are numbered modulo the number of blocks that a row may reach into. No gradient passes through the indexer,
-    so training the indexer needs a loss of its own.
+    query's own block, are always among the `top_k`. If scores are equal, the block of the lowest index is taken. The
+    index of block `n` is `n` modulo the number of blocks into which a row may reach. No gradient passes through the
+    indexer, so training the indexer needs a loss of its own.
     """
 
     query: LinearMap
@@ -60,7 +60,7 @@ class BlockIndexer(Module):
         chunk: int = 64,
         key: Key[Array, ""],
     ):
-        """Initialize the maps; parts that are modules are passed built.
+        """Initialize the maps; norms and rotary positions are passed as instances.
 
         Args:
             embed: Channels of the input.
@@ -105,7 +105,7 @@ class BlockIndexer(Module):
         tokens: Tokens,
         kv_tokens: Tokens,
     ) -> "BlockSelection | None":
-        """Return the `top_k` best blocks of each query and key head; None if the keys are in no more than `top_k`.
+        """Return the `top_k` best blocks of each query and key head; None if all keys lie in `top_k` blocks or fewer.
 
         The scores of `chunk` queries are in memory at a time.
 
@@ -117,7 +117,7 @@ class BlockIndexer(Module):
             kv_tokens: The tokens of the keys.
         """
         # A row may begin at any position of its document, and so within a block: its keys reach into up to one block
-        # more than they fill. Blocks are numbered modulo this count, so no two blocks of a document share a number.
+        # more than they fill. The index of a block is taken modulo this count, so a document's blocks share no index.
         count = -(-keys.shape[-2] // self.block) + 1
         if count <= self.top_k:
             return None
@@ -160,11 +160,11 @@ class BlockSelection(Operation[AttentionCall, Array]):
     """
 
     blocks: Int[Array, "*batch seq kv_heads top_k"]
-    """The numbers of the selected blocks."""
+    """The indices of the selected blocks."""
     key_blocks: Int[Array, "*batch kv_seq"]
-    """The number of each key's block."""
+    """The index of each key's block."""
     count: int = eqx.field(static=True)
-    """The number of different block numbers."""
+    """The number of different block indices."""
     chunk: int = eqx.field(static=True)
     """Queries whose scores are in memory at a time."""
 

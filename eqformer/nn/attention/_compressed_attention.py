@@ -400,8 +400,8 @@ class CompressedAttention(Mixer):
                 if index is not None and index_queries is not None:
                     visible = keep_selected(visible, best_indices(index_queries, index.keys, visible, index.top_k))
                 key_sets.append((entries.vectors, visible))
-            keys, visible = (jnp.concatenate(parts, dim) for parts, dim in zip(zip(*key_sets), (-2, -1)))
-            keys = keys[..., None, :]
+            vectors, masks = zip(*key_sets)
+            keys, visible = jnp.concatenate(vectors, -2)[..., None, :], jnp.concatenate(masks, -1)
             return ReferenceAttention()(
                 AttentionCall(
                     query,

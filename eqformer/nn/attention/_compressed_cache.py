@@ -15,15 +15,15 @@ from .._tokens import Tokens
 
 @checked_fields
 class VectorCache(SlotCache):
-    """Cache of `CompressedAttention` with one vector per slot, for a token or for a block of `tokens_per_slot` tokens.
+    """Cache with one vector per slot, for a token or for a block of `tokens_per_slot` tokens.
 
-    The slot of a block is the block's number, and `positions` then holds numbers of blocks.
+    The slot of a block is the block's index in its document, and `positions` then holds indices of blocks.
     """
 
     vectors: Num[Array, "*batch kv_seq latent"]
     """The vectors."""
     positions: Int[Array, "*batch kv_seq"]
-    """The position of the token in each slot; -1 for an empty slot."""
+    """The position of the token, or the index of the block, in each slot; -1 for an empty slot."""
     rolling: bool = eqx.field(static=True, default=False)
     """Whether new tokens take the slots of the oldest tokens."""
     first: Int[Array, "*batch"] | None = None

@@ -143,7 +143,7 @@ class MergedAttention(Mixer):
         }
         if attention.value is None or any(unsupported.values()):
             names = " and ".join(name for name, is_set in unsupported.items() if is_set)
-            raise ValueError(f"MergedAttention(Attention): {names} cannot be merged; build the Attention without.")
+            raise ValueError(f"MergedAttention(Attention): {names} cannot be merged; build the Attention without them.")
         self.query, self.key, self.value = attention.query, attention.key, attention.value
         self.output = attention.output
         self.query_norm, self.key_norm = attention.query_norm, attention.key_norm
@@ -311,7 +311,7 @@ class CrossLayerAttention(Mixer):
         core: Operation | None = None,
         key: Key[Array, ""],
     ):
-        """Initialize the projections; parts that are modules are passed built.
+        """Initialize the projections; norms, rotary positions, scores, mask and core are passed as instances.
 
         Args:
             embed: Channels of the input and the output.
@@ -329,8 +329,8 @@ class CrossLayerAttention(Mixer):
         """
         if heads % kv_heads:
             raise ValueError(
-                f"CrossLayerAttention(heads={heads}, kv_heads={kv_heads}): each key head serves equally many queries, "
-                "so kv_heads must divide heads."
+                f"CrossLayerAttention(heads={heads}, kv_heads={kv_heads}): each key head serves equally many query "
+                "heads, so kv_heads must divide heads."
             )
         query_key, output_key = jax.random.split(key)
         sizes = {"embed": embed, "heads": heads, "head_dim": head_dim}

@@ -97,7 +97,7 @@ class LatentAttention(Mixer):
         core: kernels.Operation | None = None,
         key: Key[Array, ""],
     ):
-        """Initialize the projections; parts that are modules are passed built.
+        """Initialize the projections; norms, rotary positions, indexer, scores, mask and core are passed as instances.
 
         Args:
             embed: Channels of the input and the output.
@@ -352,7 +352,7 @@ class LatentAttention(Mixer):
     def _update_shared(
         self, shared: SharedKeys, selection: SelectedKeys | None, keys: LatentKeys, kv_tokens: Tokens | None
     ) -> SharedKeys:
-        """Return the values that earlier layers share, with this layer's selection and, if it shares them, latents."""
+        """Return `shared` with this layer's selection and, if the layer shares its latents, with its latents."""
         shared = dataclasses.replace(shared, selection=selection)
         if not self.shares_latents:
             return shared
@@ -391,6 +391,7 @@ class LatentAttention(Mixer):
         """
         key, key_scales = latents[..., None, :], None
         is_stored = rotated is not None and not self._rotates_on_read
+        # An indexer's keys are in the same array of the cache, which then does not consist of rotary keys alone.
         is_whole = rotated is not None and rotated.key.shape[-1] == cache.rotary_keys.shape[-1]
         stored = kernels.StoredArrays(
             cache.layer, cache.latents, rotated=cache.rotary_keys if is_stored and is_whole else None

@@ -37,7 +37,7 @@ class PositionEncoding(Module):
         return self.depends_on_length
 
     def can_rerotate(self, longest: int) -> bool:
-        """Return whether cached keys of rows of up to `longest` tokens can be rotated again, as only by a `Rotary`."""
+        """Return whether cached keys of rows of up to `longest` tokens can be rotated again; by default False."""
         return False
 
     def for_tokens(self, tokens: Tokens) -> "PositionEncoding":
@@ -271,7 +271,7 @@ class ProportionalScaling(RotaryScaling):
     """Rotation of the first `part` of all pairs; the other pairs pass unchanged (Gemma 4).
 
     Rotated pairs have the same frequencies as if all pairs were rotated. A `Rotary` with a smaller `dim` differs: it
-    spreads the whole range of frequencies over its fewer pairs, and pairs other channels.
+    spreads the whole range of frequencies over fewer pairs, and each pair consists of other channels.
     """
 
     depends_on_length: ClassVar[bool] = False

@@ -57,7 +57,7 @@ class HeadLogTemperature(QueryTemperature):
     bias: Float[Array, "..."] = named_by("dims")
 
     def __init__(self, heads: int, dim: str = "heads"):
-        """Initialize the numbers of each head; `dim` is the name of the dim of heads, `"index_heads"` in an indexer."""
+        """Initialize scale 0 and bias 1 for each head; `dim` names the dim of heads, `"index_heads"` in an indexer."""
         self.dims = (dim,)
         self.scale, self.bias = jnp.zeros(heads, jnp.float32), jnp.ones(heads, jnp.float32)
 

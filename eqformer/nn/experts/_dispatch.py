@@ -59,8 +59,8 @@ class Dropless(Dispatch):
         weighs_inputs: bool = False,
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
         """Return the weighted sum over each token's experts, and 0, the number of dropped choices."""
-        number = math.prod(x.shape[:-1])
-        flat = (array.reshape(number, array.shape[-1]) for array in (x, routing.experts, routing.weights))
+        count = math.prod(x.shape[:-1])
+        flat = (array.reshape(count, array.shape[-1]) for array in (x, routing.experts, routing.weights))
         y = sum_experts(experts, *flat, weighs_inputs=weighs_inputs)
         return y.reshape(x.shape), jnp.zeros((), jnp.int32)
 
@@ -126,17 +126,17 @@ class Capacity(Dispatch):
             y = sum_experts(experts, *flat, weighs_inputs=weighs_inputs, max_group_rows=groups * capacity)
             return y.reshape(x.shape), dropped
         rows = x.reshape(*chosen.shape[:2], x.shape[-1])
-        token = jax.vmap(functools.partial(token_of_slot, number=len(experts) * capacity))(slot)
+        token = jax.vmap(functools.partial(token_of_slot, count=len(experts) * capacity))(slot)
         inputs = jax.vmap(lookup_rows)(rows, jnp.maximum(token, 0))
         inputs = jnp.where((token >= 0)[..., None], inputs, 0)
         weights = jnp.where(has_slot, routing.weights.reshape(chosen.shape), 0)
         if weighs_inputs:
-            slot_weights = jax.vmap(functools.partial(weight_of_slot, number=len(experts) * capacity))
+            slot_weights = jax.vmap(functools.partial(weight_of_slot, count=len(experts) * capacity))
             inputs, weights = scale_rows(inputs, slot_weights(slot, weights)), has_slot.astype(weights.dtype)
-        number, embed = len(experts), x.shape[-1]
-        inputs = jnp.swapaxes(inputs.reshape(groups, number, capacity, embed), 0, 1)
-        y = experts.slots(inputs.reshape(number, groups * capacity, embed)).reshape(number, groups, capacity, embed)
-        y = jnp.swapaxes(y, 0, 1).reshape(groups, number * capacity, embed)
+        count, embed = len(experts), x.shape[-1]
+        inputs = jnp.swapaxes(inputs.reshape(groups, count, capacity, embed), 0, 1)
+        y = experts.slots(inputs.reshape(count, groups * capacity, embed)).reshape(count, groups, capacity, embed)
+        y = jnp.swapaxes(y, 0, 1).reshape(groups, count * capacity, embed)
         outputs = jax.vmap(lookup_rows)(y, jnp.maximum(slot, 0))
         return combine_choices(outputs, weights).reshape(x.shape), dropped
 
@@ -153,8 +153,8 @@ class Capacity(Dispatch):
 
         `experts` may be the experts of one device only; `routing` is over the experts of all devices.
         """
-        number, top_k = routing.scores.shape[-1], routing.experts.shape[-1]
-        return Dropless() if experts.only_call_maps() else Capacity(number / top_k, self.per)
+        count, top_k = routing.scores.shape[-1], routing.experts.shape[-1]
+        return Dropless() if experts.only_call_maps() else Capacity(count / top_k, self.per)
 
     def among(self, facts: RouterFacts) -> str:
         """Return `per`; "token" if each expert has a slot for every token, since a token takes an expert once only."""
@@ -203,13 +203,13 @@ def sum_experts(
 
 
 def run_slots(experts: Experts, x: Float[Array, "*batch seq embed"], slots: Slots) -> Float[Array, "*batch seq embed"]:
-    """Return each token's weighted sum over the experts that chose it, in the order of the experts."""
-    groups, number, capacity = slots.token.shape
+    """Return each token's weighted sum over the experts that chose the token, in the order of the experts."""
+    groups, count, capacity = slots.token.shape
     rows = x.reshape(groups, -1, x.shape[-1])
     token = slots.token.reshape(groups, -1)
-    inputs = jax.vmap(lookup_rows)(rows, jnp.maximum(token, 0)).reshape(groups, number, capacity, -1)
-    y = experts.slots(jnp.swapaxes(inputs, 0, 1).reshape(number, groups * capacity, -1))
-    y = jnp.swapaxes(y.reshape(number, groups, capacity, -1), 0, 1).reshape(groups, number * capacity, -1)
+    inputs = jax.vmap(lookup_rows)(rows, jnp.maximum(token, 0)).reshape(groups, count, capacity, -1)
+    y = experts.slots(jnp.swapaxes(inputs, 0, 1).reshape(count, groups * capacity, -1))
+    y = jnp.swapaxes(y.reshape(count, groups, capacity, -1), 0, 1).reshape(groups, count * capacity, -1)
     wide = at_least_float32(x.dtype)
     weighted = y.astype(wide) * slots.weight.reshape(groups, -1, 1).astype(wide)
 
@@ -314,22 +314,25 @@ def rank_of_choice(chosen: Int[Array, "tokens top_k"], experts: int) -> Int[Arra
     return (position.reshape(by_choice.shape) - starts[jnp.maximum(by_choice, 0)]).T
 
 
-def token_of_slot(slot: Int[Array, "tokens top_k"], number: int) -> Int[Array, "slots"]:
-    """Return the token in each of `number` slots, -1 for an empty slot."""
-    return choice_of_slot(slot, number) // max(slot.shape[-1], 1)
+def token_of_slot(slot: Int[Array, "tokens top_k"], count: int) -> Int[Array, "slots"]:
+    """Return the index of the token in each of `count` slots, -1 for an empty slot."""
+    return choice_of_slot(slot, count) // max(slot.shape[-1], 1)
 
 
-def choice_of_slot(slot: Int[Array, "tokens top_k"], number: int) -> Int[Array, "slots"]:
-    """Return the choice in each of `number` slots, counted token by token, -1 for an empty slot."""
+def choice_of_slot(slot: Int[Array, "tokens top_k"], count: int) -> Int[Array, "slots"]:
+    """Return the index of the choice in each of `count` slots, -1 for an empty slot.
+
+    `slot` has the slot of each choice, or -1. Choices are counted token by token.
+    """
     choice = jnp.arange(slot.size, dtype=jnp.int32).reshape(slot.shape)
-    return jnp.full(number + 1, -1, jnp.int32).at[jnp.where(slot < 0, number, slot)].set(choice)[:number]
+    return jnp.full(count + 1, -1, jnp.int32).at[jnp.where(slot < 0, count, slot)].set(choice)[:count]
 
 
 def weight_of_slot(
-    slot: Int[Array, "tokens top_k"], weights: Float[Array, "tokens top_k"], number: int
+    slot: Int[Array, "tokens top_k"], weights: Float[Array, "tokens top_k"], count: int
 ) -> Float[Array, "slots"]:
-    """Return the weight of the choice in each of `number` slots, 0 for an empty slot."""
-    return jnp.zeros(number + 1, weights.dtype).at[jnp.where(slot < 0, number, slot)].set(weights)[:number]
+    """Return the weight of the choice in each of `count` slots, 0 for an empty slot."""
+    return jnp.zeros(count + 1, weights.dtype).at[jnp.where(slot < 0, count, slot)].set(weights)[:count]
 
 
 def scale_rows(x: Float[Array, "*rows embed"], weights: Float[Array, "*rows"]) -> Float[Array, "*rows embed"]:

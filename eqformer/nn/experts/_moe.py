@@ -249,7 +249,7 @@ def chooses_experts(model: Transformer) -> bool:
 def first_experts(
     model: Transformer, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None
 ) -> Int[Array, "mixtures *batch seq"]:
-    """Return the number of each token's best expert, -1 for padding, in a row for each mixture in the layers' order.
+    """Return the index of each token's best expert, -1 for padding, in a row for each mixture in the layers' order.
 
     Raises a `ValueError` for a model without mixtures, or whose experts choose their tokens.
     """
@@ -271,5 +271,7 @@ class _FirstExpert(Routed):
         tokens = tokens_or_default(tokens, x.shape[:-1], None)
         routing = self.inner.router(x, tokens.fold_in(ROUTER))
         if isinstance(routing, Slots):
-            raise ValueError("first_experts(model): its experts choose their tokens, so no token has a first expert.")
+            raise ValueError(
+                "first_experts(model): the model's experts choose their tokens, so no token has a first expert."
+            )
         return self.inner(x, tokens)[0], routing.experts[..., 0]

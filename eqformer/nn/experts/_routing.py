@@ -20,7 +20,7 @@ from .._tokens import Tokens
 class Routing(eqx.Module):
     """The experts of each token, best first, and their weights, in float32 at least.
 
-    The experts of a token are distinct. The number -1 means no expert (for padding, or a second choice that was not
+    The experts of a token are distinct. The index -1 means no expert (for padding, or a second choice that was not
     sampled), with weight 0. `scores` are the probabilities or affinities of all experts, which balance losses read;
     `logits` are the router's logits before noise. `load` is the smooth probability that a token chooses an expert, from
     routers whose choice is noisy (`NoisyTopKRouter`). Scores and logits of padding are finite and meaningless.
@@ -142,8 +142,8 @@ def router_logits(
 
 def sample_per_token(sample: Callable[[Key[Array, ""]], Array], keys: Key[Array, "*batch seq"]) -> Array:
     """Return `sample(key)` for the key of each token, which is the same in any batch and on any mesh."""
-    numbers = jax.vmap(sample)(keys.reshape(-1))
-    return numbers.reshape(*keys.shape, *numbers.shape[1:])
+    samples = jax.vmap(sample)(keys.reshape(-1))
+    return samples.reshape(*keys.shape, *samples.shape[1:])
 
 
 def top_indices(scores: Float[Array, "*lead options"], count: int) -> Int[Array, "*lead count"]:

@@ -81,8 +81,8 @@ def _single_token(
     copies = value.shape[-2] // key.shape[-2]
     if copies > 1:
         # A gather: compiling `jnp.repeat` of heads took half a minute a layer on some platforms.
-        owner = jnp.arange(value.shape[-2]) // copies
-        query, key = query[..., owner, :], key[..., owner, :]
+        key_head = jnp.arange(value.shape[-2]) // copies
+        query, key = query[..., key_head, :], key[..., key_head, :]
     return states.step_token(_step, query, key, value, rate[..., None], log_decay)
 
 

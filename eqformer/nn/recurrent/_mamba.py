@@ -98,7 +98,7 @@ class Mamba2Mixer(Mixer):
             key: Random key for the weights.
             taps: Tokens that the short convolutions read.
             chunk: Tokens that are computed together; None: the smallest power of two, at least 64, for which a chunk's
-                scores (`chunk * chunk`) are no fewer than the numbers of a state (`head_dim * v_dim`).
+                scores (`chunk * chunk`) are no fewer than the entries of a state (`head_dim * v_dim`).
             bias: Whether the projections have biases.
             output_bias: Whether the output projection has a bias; None: as `bias`.
             multipliers: Factors for the results of the projections: gate, value, key, query and step (Falcon-H1).
