@@ -5,7 +5,7 @@ memories whose number of channels is not a multiple of 128. XLA then copied the 
 layout, and back, in each layer. Two implementations avoid these copies. `TileWrite`, a Pallas kernel, writes up to 8
 tokens of each row: it fetches the tiles with their slots from main memory (HBM), all at once, and sends them back.
 `LayerFill` writes more tokens, by one pass over the memory of a layer in which each slot takes its new token or keeps
-its numbers.
+its old one.
 """
 
 import functools
@@ -57,7 +57,7 @@ class ScatterWrite(Implementation[CacheWriteCall, Array]):
         slot_of_head = jnp.broadcast_to(jax.lax.expand_dims(slots, range(slots.ndim - 1, dim)), shape)
         # Index all dims up to the dim of slots, so that XLA scatters in place on every platform. A scatter with fewer
         # indices into a reshaped memory made XLA copy memories with one head.
-        indices = [jax.lax.broadcasted_iota(jnp.int32, shape, number) for number in range(dim)]
+        indices = [jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(dim)]
         layers = () if call.layer is None else (jnp.broadcast_to(call.layer, shape),)
         return call.memory.at[(*layers, *indices, slot_of_head)].set(call.new, mode="drop")
 
@@ -207,7 +207,7 @@ def _call_kernel(stack: Array, new: Array, slots: Array, layer: Array, channels_
             num_scalar_prefetch=2,
             grid=(rows // chunk,),
             in_specs=[
-                pl.BlockSpec((chunk, seq, heads, width), lambda number, *_: (number, 0, 0, 0)),
+                pl.BlockSpec((chunk, seq, heads, width), lambda chunk_index, *_: (chunk_index, 0, 0, 0)),
                 pl.BlockSpec(memory_space=tpu.HBM),
             ],
             out_specs=pl.BlockSpec(memory_space=tpu.HBM),
@@ -256,10 +256,10 @@ def _kernel(
 
         def write_token(row: Array, _: None) -> None:
             tpu.make_async_copy(select_tile(row), tiles.at[row], arrived.at[row]).wait()
-            old, token_numbers = tiles[row], new[row, token]
-            token_numbers = token_numbers[:, :, None] if channels_first else token_numbers[:, None, :]
+            old, vectors = tiles[row], new[row, token]
+            vectors = vectors[:, :, None] if channels_first else vectors[:, None, :]
             slot_index = start(row) + jax.lax.broadcasted_iota(jnp.int32, old.shape, 2 if channels_first else 1)
-            updated = jnp.where(slot_index == slot(row), token_numbers, old.astype(token_numbers.dtype))
+            updated = jnp.where(slot_index == slot(row), vectors, old.astype(vectors.dtype))
             tiles[row] = updated.astype(old.dtype)
             tpu.make_async_copy(tiles.at[row], select_tile(row), arrived.at[row]).start()
 

@@ -35,8 +35,8 @@ from .attention._call import apply_softcap, DecodeCall, if_given, lowest, ScoreS
 
 
 _PROGRAMS = 264  # Number of programs that fill a GPU: two for each of the 132 multiprocessors of an H100.
-_BLOCK_NUMBERS = 8192  # Entries of keys in a block. Keys and values of a block have 32 KB; two blocks are in flight.
-_QUERY_NUMBERS = 16384  # Largest number of entries of a program's queries, which stay in registers with the softmax.
+_BLOCK_ENTRIES = 8192  # Entries of keys in a block. Keys and values of a block have 32 KB; two blocks are in flight.
+_QUERY_ENTRIES = 16384  # Largest number of entries of a program's queries, which stay in registers with the softmax.
 
 
 class FlashDecodingGpu(Implementation[DecodeCall, Array]):
@@ -63,8 +63,8 @@ class FlashDecodingGpu(Implementation[DecodeCall, Array]):
             return f"it takes keys and values in {query.dtype}, int8 or fp8, not {[str(x.dtype) for x in keys]}"
         if any(x.dtype == E4M3 for x in keys) and gpu_capability() < FP8_CAPABILITY:
             return f"Triton reads fp8 on GPUs of compute capability {FP8_CAPABILITY} and above"
-        if SMALLEST_DIM * next_power_of_two(max(x.shape[-1] for x in keys)) > _QUERY_NUMBERS:
-            widest, limit = max(x.shape[-1] for x in keys), _QUERY_NUMBERS // SMALLEST_DIM
+        if SMALLEST_DIM * next_power_of_two(max(x.shape[-1] for x in keys)) > _QUERY_ENTRIES:
+            widest, limit = max(x.shape[-1] for x in keys), _QUERY_ENTRIES // SMALLEST_DIM
             return f"it takes heads of up to {limit} channels, not {widest}"
         if importlib.util.find_spec(TRITON) is None:
             return f"this JAX has no {TRITON}"
@@ -179,16 +179,16 @@ def _attend_to_chunks(
 
     rows, kv_heads, kv_seq, v_dim = (parts[0].key if value is None else value).shape
     group, widest = parts[0].query.shape[2], next_power_of_two(max(v_dim, *(part.key.shape[-1] for part in parts)))
-    program_heads = min(padded_dim(group), _QUERY_NUMBERS // widest)
+    program_heads = min(padded_dim(group), _QUERY_ENTRIES // widest)
     shares = -(-group // program_heads)
-    block = max(SMALLEST_DIM, min(_BLOCK_NUMBERS // widest, next_power_of_two(kv_seq)))
+    block = max(SMALLEST_DIM, min(_BLOCK_ENTRIES // widest, next_power_of_two(kv_seq)))
     blocks = -(-kv_seq // block)
     chunk_blocks = -(-blocks // min(blocks, -(-_PROGRAMS // (rows * kv_heads * shares))))
     chunks = -(-blocks // chunk_blocks)
     sizes = _GridSizes(group, program_heads, block, chunk_blocks, [part.key.shape[-1] for part in parts], v_dim)
     arrays = _ProgramArrays(visible, _visible_blocks(visible, block), parts, value, value_scales)
     varying = varying_of(arrays)
-    num_warps = 4 if program_heads * widest < _QUERY_NUMBERS else 8
+    num_warps = 4 if program_heads * widest < _QUERY_ENTRIES else 8
 
     # Programs that read the same slots run at about the same time, because the first dim of the grid counts fastest.
     def chunk_spec(*channels: int) -> object:
@@ -254,9 +254,9 @@ def _kernel(settings: ScoreSettings, sizes: _GridSizes, arrays: _ProgramArrays, 
     spans, columns = [full_span(size) for size in sizes.key_channels], full_span(sizes.v_dim)
     queries = [load_part(part.query, heads, span) for part, span in zip(arrays.parts, spans)]
 
-    def add_block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add_block(block_index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         output, peak, total = carry
-        slots = PaddedSpan(number * sizes.block, sizes.block, kv_seq)
+        slots = PaddedSpan(block_index * sizes.block, sizes.block, kv_seq)
         keys = [load_part(part.key, slots, span).astype(queries[0].dtype) for part, span in zip(arrays.parts, spans)]
         dots = [triton.dot(query, key.T) for query, key in zip(queries, keys)]
         load_scales = lambda ref: None if ref is None else load_part(ref, slots)[None]

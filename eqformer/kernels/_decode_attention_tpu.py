@@ -24,7 +24,7 @@ from ._platform import Ref, varying_of
 from .attention._call import apply_softcap, DecodeCall, if_given, lowest, ScoreSettings, StoredArrays
 
 
-_BLOCK_NUMBERS = 2**20  # Largest number of entries of keys in a block: 2 MB in bfloat16; the next block needs as much.
+_BLOCK_ENTRIES = 2**20  # Largest number of entries of keys in a block: 2 MB in bfloat16; the next block needs as much.
 _SCORES = 2**19  # Largest number of scores of a block: 2 MB; their exponentials need as much.
 _SUBLANES = 8  # Number of rows of a vector register of float32 numbers.
 _LEAST_BYTES = 2**18  # Least number of bytes of a head's slots in a row; for fewer, starting a program costs more.
@@ -176,7 +176,7 @@ def _choose_block(call: DecodeCall, kv_seq: int) -> int:
     """Return the number of slots of a block."""
     widest = max(x.shape[-1] for x in (call.query, call.value, call.rotated and call.rotated.key) if x is not None)
     group = call.query.shape[-2] // call.key.shape[-2]
-    slots = min(_BLOCK_NUMBERS // max(LANES, widest), _SCORES // group)
+    slots = min(_BLOCK_ENTRIES // max(LANES, widest), _SCORES // group)
     return min(max(slots // LANES * LANES, LANES), kv_seq)
 
 
@@ -230,10 +230,10 @@ def to_stored_order(x: Num[Array, "layers rows kv_seq width"]) -> Num[Array, "la
     return x.swapaxes(-2, -1) if stores_channels_first(*x.shape[-2:]) else x
 
 
-def _nearest_visible_block(kv_heads: int, row: int | Array, number: int | Array, scalars: PrefetchedScalars) -> Array:
-    """Return the index of the visible block that is nearest to block `number`: `number` if that block is visible."""
+def _nearest_visible_block(kv_heads: int, row: int | Array, block: int | Array, scalars: PrefetchedScalars) -> Array:
+    """Return the index of the visible block that is nearest to the block of index `block`, which may be visible."""
     row = jax.lax.div(row, kv_heads)
-    return jnp.minimum(jnp.maximum(number, scalars.first[row]), scalars.last[row])
+    return jnp.minimum(jnp.maximum(block, scalars.first[row]), scalars.last[row])
 
 
 def _layer_of(x: Array, scalars: PrefetchedScalars) -> Array:
@@ -251,23 +251,23 @@ def block_specs(sizes: BlockSizes, arrays: KernelArrays) -> KernelArrays:
     nearest_visible = functools.partial(_nearest_visible_block, sizes.kv_heads)
 
     def spec(shape: tuple, index: Callable[[Array, Array, PrefetchedScalars], tuple]) -> pl.BlockSpec:
-        return pl.BlockSpec(shape, lambda row, number, *scalars: index(row, number, PrefetchedScalars(*scalars)))
+        return pl.BlockSpec(shape, lambda row, block, *scalars: index(row, block, PrefetchedScalars(*scalars)))
 
     def memory_spec(x: Array, width: int) -> pl.BlockSpec:
         if stores_channels_first(sizes.kv_seq, width):
             return spec(
                 (None, None, width, sizes.block),
-                lambda row, number, scalars: (_layer_of(x, scalars), row, 0, nearest_visible(row, number, scalars)),
+                lambda row, block, scalars: (_layer_of(x, scalars), row, 0, nearest_visible(row, block, scalars)),
             )
         return spec(
             (None, None, sizes.block, width),
-            lambda row, number, scalars: (_layer_of(x, scalars), row, nearest_visible(row, number, scalars), 0),
+            lambda row, block, scalars: (_layer_of(x, scalars), row, nearest_visible(row, block, scalars), 0),
         )
 
     def slots_spec(heads: int) -> pl.BlockSpec:
         return spec(
             (None, 1, sizes.block),
-            lambda row, number, scalars: (jax.lax.div(row, heads), 0, nearest_visible(row, number, scalars)),
+            lambda row, block, scalars: (jax.lax.div(row, heads), 0, nearest_visible(row, block, scalars)),
         )
 
     row_spec = lambda x: spec((None, *x.shape[1:]), lambda row, *_: (row, 0, 0))
@@ -277,7 +277,7 @@ def block_specs(sizes: BlockSizes, arrays: KernelArrays) -> KernelArrays:
             return None
         if x.ndim == 3:
             return slots_spec(1)
-        index = lambda row, number, scalars: (_layer_of(x, scalars), jax.lax.div(row, sizes.kv_heads), 0, 0)
+        index = lambda row, block, scalars: (_layer_of(x, scalars), jax.lax.div(row, sizes.kv_heads), 0, 0)
         return spec((None, None, *x.shape[2:]), index)
 
     def part_specs(part: Part) -> Part:
@@ -325,10 +325,10 @@ def _kernel(
     """Add a block of a row's slots to the row's running softmax. The last program of the row writes the result."""
     from jax.experimental import pallas as pl
 
-    softmax, number = _RunningSoftmax(*scratch), pl.program_id(1)
+    softmax, block = _RunningSoftmax(*scratch), pl.program_id(1)
     row, head = (divide(pl.program_id(0), sizes.kv_heads) for divide in (jax.lax.div, jax.lax.rem))
 
-    @pl.when(number == 0)
+    @pl.when(block == 0)
     def begin() -> None:
         sinks, peaks = arrays.sinks, softmax.peaks
         softmax.values[...] = jnp.zeros_like(softmax.values)
@@ -336,11 +336,11 @@ def _kernel(
         softmax.peaks[...] = jnp.full_like(peaks, no_score) if sinks is None else sinks[...]
         softmax.totals[...] = jnp.full_like(softmax.totals, 0 if sinks is None else 1)
 
-    @pl.when((number >= first[row]) & (number <= last[row]))
+    @pl.when((block >= first[row]) & (block <= last[row]))
     def add_block() -> None:
-        _add_block(settings, sizes, arrays, softmax, number, head)
+        _add_block(settings, sizes, arrays, softmax, block, head)
 
-    @pl.when(number == pl.num_programs(1) - 1)
+    @pl.when(block == pl.num_programs(1) - 1)
     def end() -> None:
         totals = softmax.totals[...]
         result[...] = (softmax.values[...] / jnp.where(totals > 0, totals, 1)).astype(result.dtype)
@@ -351,13 +351,13 @@ def _add_block(
     sizes: BlockSizes,
     arrays: KernelArrays,
     softmax: _RunningSoftmax,
-    number: Array,
+    block: Array,
     head: Array,
 ) -> None:
     parts, dtype = arrays.parts, arrays.parts[0].query.dtype
 
     def slot_index(shape: tuple[int, ...], dim: int) -> Array:
-        return number * sizes.block + jax.lax.broadcasted_iota(jnp.int32, shape, dim)
+        return block * sizes.block + jax.lax.broadcasted_iota(jnp.int32, shape, dim)
 
     def scale(x: Array, scales: Array | Ref | None) -> Array:
         return x if scales is None else x * _select_head(scales, head)

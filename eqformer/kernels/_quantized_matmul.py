@@ -53,9 +53,9 @@ def decode_numbers(
 ) -> Float32[Array, "*dims columns"]:
     """Decode codes, one in each byte, to unscaled numbers, elementwise, so that kernels can decode in registers.
 
-    Codes of `int8` and `int4` are unsigned integers, from which a zero point is subtracted: `zeros`, which broadcast
-    against the codes, or half of the range if `zeros` is None. `fp8` is E4M3 without infinities; `fp4` is E2M1 (0, 0.5,
-    1, 1.5, 2, 3, 4, 6 and their negatives).
+    Codes of `int8` and `int4` are unsigned integers. A zero point is subtracted from each code: an entry of `zeros`,
+    which broadcasts against the codes, or half of the range if `zeros` is None. `fp8` is E4M3 without infinities; `fp4`
+    is E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives).
     """
     if form == "fp8":
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
@@ -69,7 +69,7 @@ def decode_numbers(
 def repeat_zeros(
     zeros: UInt8[Array, "*dims groups"] | Float[Array, "*dims groups"] | None, shape: tuple[int, ...]
 ) -> Float32[Array, "*dims columns"] | None:
-    """Return the zero point of each code, as a number, or None if there are none."""
+    """Return the zero point of each code in float32, or None if there are no zero points."""
     return None if zeros is None else repeat_groups(zeros.astype(jnp.float32), shape)
 
 
@@ -99,7 +99,7 @@ def scale_factors(
 
 
 def repeat_groups(groups: Float32[Array, "*groups"], shape: tuple[int, ...]) -> Float32[Array, "*dims"]:
-    """Repeat each group's number for every member of the group; groups divide the last dim of `shape` evenly."""
+    """Repeat each group's value for every member of the group; groups divide the last dim of `shape` evenly."""
     times = shape[-1] // groups.shape[-1]
     return jnp.broadcast_to(jnp.repeat(groups, times, axis=-1) if times > 1 else groups, shape)
 
@@ -302,9 +302,9 @@ def _kernel(sizes: _BlockSizes, arrays: _ProgramArrays, sums: Ref) -> None:
     rows, chunk = full_span(padded_rows), pl.program_id(1)
     blocks = code_bytes // sizes.block
 
-    def add_block(number: Array, total: Array) -> Array:
-        columns = PaddedSpan(number * sizes.block, sizes.block, code_bytes)
-        group = PaddedSpan(number * sizes.block // (code_bytes // groups), 1, groups)
+    def add_block(block: Array, total: Array) -> Array:
+        columns = PaddedSpan(block * sizes.block, sizes.block, code_bytes)
+        group = PaddedSpan(block * sizes.block // (code_bytes // groups), 1, groups)
         codes = load_part(arrays.codes, outputs, columns)
         factors = scale_factors(load_part(arrays.scales, outputs, group))
         zeros = None if arrays.zeros is None else load_part(arrays.zeros, outputs, group).astype(jnp.float32)

@@ -197,11 +197,10 @@ def _choose_block(groups: int, heads: int, size: int) -> tuple[int, int]:
     """
     max_heads = _STATE_BYTES // size
     if heads <= max_heads:
-        return next(
-            number for number in range(groups, 0, -1) if groups % number == 0 and number * heads <= max_heads
-        ), heads
-    multiples_of_8 = [number for number in range(8, heads, 8) if heads % number == 0]
-    return 1, max((number for number in multiples_of_8 if number <= max_heads), default=min([*multiples_of_8, heads]))
+        divisors = [count for count in range(1, groups + 1) if groups % count == 0]
+        return max(count for count in divisors if count * heads <= max_heads), heads
+    multiples_of_8 = [count for count in range(8, heads, 8) if heads % count == 0]
+    return 1, max((count for count in multiples_of_8 if count <= max_heads), default=min([*multiples_of_8, heads]))
 
 
 RECURRENT_STEP = Op(ReferenceStep(), (("tpu", StepTpu()),))

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from . import _hlo_text as hlo_text
 
 
-Value = PyTree  # The number of a buffer, or a list of values for a tuple.
+Value = PyTree  # The index of a buffer, or a list of values for a tuple.
 
 
 class Buffer(NamedTuple):
@@ -25,7 +25,7 @@ class Buffer(NamedTuple):
 
 
 class _Peak(NamedTuple):
-    """Bytes of a computation's buffers at its peak, and the numbers of the buffers that exist then."""
+    """Bytes of a computation's buffers at its peak, and the indices of the buffers that exist then."""
 
     size: int
     buffers: list[int]
@@ -42,14 +42,14 @@ def largest_buffers(text: str) -> tuple[int, list[Buffer]]:
     """
     computations, entry = hlo_text.parse_hlo(text)
     first, (result, _) = _walk(computations, entry, set())
-    # Both walks give a buffer the same number. The second does not count the program's result, which is written over a
-    # donated argument, nor the buffers that share the memory of the result.
+    # Both walks give a buffer the same index. The second walk does not count the program's result, which is written
+    # over a donated argument, nor the buffers that share the memory of the result.
     uncounted, size = set(jax.tree.leaves(result)), 0
     while len(uncounted) > size:
         size = len(uncounted)
         uncounted |= {buffer for group in first.shared if not uncounted.isdisjoint(group) for buffer in group}
     walk, (_, peak) = _walk(computations, entry, uncounted)
-    return peak.size, sorted((walk.buffers[number] for number in peak.buffers), key=lambda buffer: -buffer.size)
+    return peak.size, sorted((walk.buffers[index] for index in peak.buffers), key=lambda buffer: -buffer.size)
 
 
 def _walk(computations: hlo_text.Computations, entry: str, uncounted: set[int]) -> tuple["_Walk", tuple[Value, _Peak]]:
@@ -60,13 +60,13 @@ def _walk(computations: hlo_text.Computations, entry: str, uncounted: set[int]) 
 
 
 class _Walk:
-    """A walk through a program in the order of execution, which numbers the buffers and finds the peak.
+    """A walk through a program in the order of execution, which gives each buffer an index and finds the peak.
 
     A buffer lives from the instruction that makes it to the last instruction that reads it.
     """
 
     def __init__(self, computations: hlo_text.Computations, uncounted: set[int]):
-        """`uncounted` are the numbers of buffers that do not count because they are written over other buffers."""
+        """`uncounted` are the indices of buffers that do not count because they are written over other buffers."""
         self.computations, self.uncounted = computations, uncounted
         self.buffers: list[Buffer] = []
         # Groups of buffers that share memory: the results of a conditional's branches; a copy and its source, if the
@@ -188,12 +188,12 @@ class _Walk:
         if opcode == "tuple":
             return operands
         if opcode == "get-tuple-element":
-            number = re.search(r"index=(\d+)", line.attributes)
-            assert number is not None
-            parts = operands[0]
-            return (
-                parts[int(number.group(1))] if isinstance(parts, list) and parts else self.new_value(line.result, line)
-            )
+            match = re.search(r"index=(\d+)", line.attributes)
+            assert match is not None
+            elements = operands[0]
+            if isinstance(elements, list) and elements:
+                return elements[int(match.group(1))]
+            return self.new_value(line.result, line)
         if opcode in ("bitcast", "optimization-barrier", "after-all", "add-dependency"):
             return operands[0] if operands else []
         if opcode == "constant":
@@ -224,11 +224,11 @@ class _Walk:
         new = self.new_value(line.result, line)
         # `output_to_operand_aliasing={{1}: (0, {})}` writes output 1 over operand 0; `{{}: (0, {})}` is for a single
         # output.
-        for index, number in re.findall(r"\{(\d*)\}: \((\d+), \{\}", line.attributes):
-            if index and line.has_tuple_result:
-                new[int(index)] = operands[int(number)]
-            elif not index:
-                new = operands[int(number)]
+        for output, operand in re.findall(r"\{(\d*)\}: \((\d+), \{\}", line.attributes):
+            if output and line.has_tuple_result:
+                new[int(output)] = operands[int(operand)]
+            elif not output:
+                new = operands[int(operand)]
         if line.opcode == "dynamic-update-slice":
             return operands[0]
         if line.opcode == "ragged-all-to-all":

@@ -272,12 +272,12 @@ def time_account(text: str, spans: Iterable[Span]) -> tuple[Work, ...]:
     work_of = _classify_operations(text)
     spans = [span for span in spans if span.name in work_of and span.end > span.start]
     # At the same time, ends come before starts, and the longer of two spans that start together is the outer one.
-    points = [(span.start, 1, -span.end, number) for number, span in enumerate(spans)]
-    points = sorted(points + [(span.end, 0, 0.0, number) for number, span in enumerate(spans)])
+    points = [(span.start, 1, -span.end, index) for index, span in enumerate(spans)]
+    points = sorted(points + [(span.end, 0, 0.0, index) for index, span in enumerate(spans)])
     open_spans: dict[str, list[int]] = defaultdict(list)  # of each thread, the innermost last
     seconds: dict[tuple[str, str, bool], float] = defaultdict(float)
     previous = points[0][0] if points else 0.0
-    for now, is_start, _, number in points:
+    for now, is_start, _, index in points:
         if now > previous:
             innermost = [work_of[spans[stack[-1]].name] for stack in open_spans.values() if stack]
             working = [work for work in innermost if work[0] not in ("messages", "loops")]
@@ -285,8 +285,8 @@ def time_account(text: str, spans: Iterable[Span]) -> tuple[Work, ...]:
             working = working or innermost or [("nothing", "", False)]
             for work in working:
                 seconds[work] += (now - previous) / len(working)
-        previous, stack = now, open_spans[spans[number].thread]
-        stack.append(number) if is_start else stack.remove(number)
+        previous, stack = now, open_spans[spans[index].thread]
+        stack.append(index) if is_start else stack.remove(index)
     return tuple(Work(*work, duration) for work, duration in sorted(seconds.items(), key=lambda item: -item[1]))
 
 

@@ -86,13 +86,13 @@ class _Interpreter:
         def read(atom: core.Var | core.Literal) -> _Value:
             return _Value(atom.val) if isinstance(atom, core.Literal) else known[atom]
 
-        last_use = {variable: n for n, eqn in enumerate(program.eqns) for variable in _variables(eqn.invars)}
+        last_use = {variable: index for index, eqn in enumerate(program.eqns) for variable in _variables(eqn.invars)}
         outputs = _variables(program.outvars)
-        for number, eqn in enumerate(program.eqns):
+        for index, eqn in enumerate(program.eqns):
             results = self._run_equation(eqn, [read(atom) for atom in eqn.invars], scopes)
             known |= dict(zip(eqn.outvars, results, strict=True))
             for variable in _variables(eqn.invars) - outputs:
-                if last_use[variable] == number:  # frees the memory of values that no later equation reads
+                if last_use[variable] == index:  # Free the memory of values that no later equation reads.
                     known.pop(variable, None)
         return [read(atom) for atom in program.outvars]
 

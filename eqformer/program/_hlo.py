@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -60,15 +59,15 @@ class _HloReader:
         """Read the computation with this name; its values are the results of its instructions, in order."""
         lines = self._computations.get(name, [])
         neighbors = {line.name: line for line in lines}
-        numbers = {line.name: number for number, line in enumerate(lines)}
+        indices = {line.name: index for index, line in enumerate(lines)}
         hidden = hlo_text.find_hidden_starts(lines, self._computations)
         operations = [
-            self._operation(line, tuple(numbers.get(name) for name in line.operands), number, neighbors, hidden)
-            for number, line in enumerate(lines)
+            self._operation(line, tuple(indices.get(name) for name in line.operands), index, neighbors, hidden)
+            for index, line in enumerate(lines)
         ]
         sizes = tuple(hlo_text.main_memory_size(line.result) for line in lines)
-        inputs = [numbers[line.name] for line in lines if line.opcode == "parameter"]
-        roots = [numbers[line.name] for line in lines if line.is_root]
+        inputs = [indices[line.name] for line in lines if line.opcode == "parameter"]
+        roots = [indices[line.name] for line in lines if line.is_root]
         return Program(tuple(operations), sizes, (0,) * len(lines), tuple(inputs), tuple(roots))
 
     def _operation(
@@ -223,13 +222,12 @@ def _count_convolution_flops(line: hlo_text.Instruction, inputs: list[int], kern
     input_labels, kernel_labels, result_labels = labels.groups()
     result, window = _dims_of(line.result), _window_of(line.attributes)
     flops = 2.0 * result[result_labels.index("b")] * result[result_labels.index("f")] * kernel[kernel_labels.index("i")]
-    for number in itertools.takewhile(lambda n: str(n) in result_labels, itertools.count()):
-        label = str(number)
+    for dim, label in enumerate(sorted(label for label in result_labels if label.isdigit())):  # The spatial dims.
         length, taps = inputs[input_labels.index(label)], kernel[kernel_labels.index(label)]
         outputs = result[result_labels.index(label)]
-        padding = int(window.get("pad", [])[number].partition("_")[0]) if "pad" in window else 0
+        padding = int(window["pad"][dim].partition("_")[0]) if "pad" in window else 0
         stride, input_dilation, kernel_dilation = (
-            int(window[key][number]) if key in window else 1 for key in ("stride", "lhs_dilate", "rhs_dilate")
+            int(window[key][dim]) if key in window else 1 for key in ("stride", "lhs_dilate", "rhs_dilate")
         )
         position = np.arange(outputs)[:, None] * stride - padding + np.arange(taps) * kernel_dilation
         is_inside = (position >= 0) & (position <= (length - 1) * input_dilation) & (position % input_dilation == 0)
@@ -300,10 +298,10 @@ class _Traffic:
         body = hlo_text.fusion_body(line, self._computations)
         parameters = _parameters(body)
         bytes_read = 0.0
-        for number, name in enumerate(line.operands):
+        for index, name in enumerate(line.operands):
             size = hlo_text.main_memory_size(neighbors[name].result) if name in neighbors else 0
-            if size and number in parameters:
-                bytes_read += min(size, sum(self._reads(parameters[number], body)))
+            if size and index in parameters:
+                bytes_read += min(size, sum(self._reads(parameters[index], body)))
             else:
                 bytes_read += size
         return bytes_read + _count_written(line, body)
@@ -358,7 +356,7 @@ class _Traffic:
 
 
 def _parameters(body: Neighbors) -> dict[int, str]:
-    """Return the name of each parameter of a computation by the parameter's number."""
+    """Return the name of each parameter of a computation by the parameter's index."""
     return {int(line.literal): line.name for line in body.values() if line.opcode == "parameter"}
 
 

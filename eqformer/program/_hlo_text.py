@@ -24,7 +24,7 @@ class Instruction(NamedTuple):
     attributes: str
     """The text after the closing bracket of the operands."""
     literal: str = ""
-    """The text in the brackets: the value of a constant, the number of a parameter."""
+    """The text in the brackets: the value of a constant, the index of a parameter."""
     is_root: bool = False
     """Whether the instruction's result is the computation's result."""
 
@@ -177,12 +177,7 @@ def find_hidden_starts(lines: Sequence[Instruction], computations: Computations)
     Elementwise work does not count, since it takes too little time to hide a collective. For example, often only casts
     of parameters run during the first gather of a layer.
     """
-    roles = {
-        line.name: next(
-            (role for name in called_computations(line) if (role := async_role(name, computations.get(name, [])))), None
-        )
-        for line in lines
-    }
+    roles = {line.name: _called_role(line, computations) for line in lines}
     hidden = set()
     for index, start in enumerate(lines):
         if roles[start.name] is not AsyncRole.STARTS and not start.opcode.endswith("-start"):
@@ -198,6 +193,12 @@ def find_hidden_starts(lines: Sequence[Instruction], computations: Computations)
             is_end = roles[line.name] in (AsyncRole.STARTS, AsyncRole.ENDS)
             has_work = has_work or (not is_end and _multiplies(line, computations))
     return hidden
+
+
+def _called_role(line: Instruction, computations: Computations) -> AsyncRole | None:
+    """Return the role of the first computation with a role that an instruction runs; None if no computation has one."""
+    roles = (async_role(name, computations.get(name, [])) for name in called_computations(line))
+    return next((role for role in roles if role is not None), None)
 
 
 def _multiplies(line: Instruction, computations: Computations) -> bool:
@@ -266,19 +267,19 @@ def groups_of(attributes: str, devices: int) -> Int[np.ndarray, "groups devices"
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
         shape, dims, order = ([int(i) for i in part.split(",")] if part else None for part in iota.groups())
         assert shape and dims
-        numbers = np.arange(math.prod(dims)).reshape(dims)
-        return (numbers.transpose(order) if order else numbers).reshape(shape)
+        devices_by_dim = np.arange(math.prod(dims)).reshape(dims)
+        return (devices_by_dim.transpose(order) if order else devices_by_dim).reshape(shape)
     device_ids = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
     if named := re.search(rf"replica_groups=mesh\[([^\]]*)\]{device_ids} \{{([^}}]*)\}}", attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
         axes = re.findall(r"'(\w+)'", named.group(4))
-        numbers = np.arange(math.prod(sizes.values()))
+        mesh_devices = np.arange(math.prod(sizes.values()))
         if named.group(2):
             shape, dims = ([int(i) for i in part.split(",")] if part else None for part in named.groups()[1:3])
-            numbers = numbers.reshape(shape).transpose(dims).reshape(-1)
+            mesh_devices = mesh_devices.reshape(shape).transpose(dims).reshape(-1)
         names = list(sizes)
         axes_last = [names.index(name) for name in names if name not in axes] + [names.index(name) for name in axes]
-        grid = numbers.reshape(list(sizes.values())).transpose(axes_last)
+        grid = mesh_devices.reshape(list(sizes.values())).transpose(axes_last)
         return grid.reshape(-1, math.prod(sizes[name] for name in axes))
     if re.search(r"replica_groups=\{\}", attributes) or "replica_groups" not in attributes:
         return np.arange(devices)[None]

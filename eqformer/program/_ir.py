@@ -131,7 +131,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Operations in the order in which they run, over numbered values."""
+    """Operations in the order in which they run. A value that they read or write is an index into `sizes`."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]

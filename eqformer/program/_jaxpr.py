@@ -55,7 +55,7 @@ class _JaxprReader:
         return ir.Program(tuple(self._operations), on_device, on_host, tuple(inputs), tuple(results))
 
     def _new_values(self, variables: Sequence[Var]) -> list[int]:
-        """Return numbers of new values, one for each variable."""
+        """Return the indices of new values, one for each variable."""
         start = len(self._avals)
         self._avals += [variable.aval for variable in variables]
         return list(range(start, len(self._avals)))
@@ -63,14 +63,14 @@ class _JaxprReader:
     def _inline(
         self, jaxpr: Jaxpr, consts: Sequence[int | None], inputs: Sequence[int | None], scopes: str
     ) -> list[int | None]:
-        """Append a jaxpr's operations, with calls inlined, and return the numbers of the jaxpr's results."""
+        """Append a jaxpr's operations, with calls inlined, and return the indices of the jaxpr's results."""
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
 
-        def number_of(atom: Var | Literal) -> int | None:
+        def index_of(atom: Var | Literal) -> int | None:
             return None if isinstance(atom, Literal) else values[atom]
 
         for eqn in jaxpr.eqns:
-            reads, inner_scopes = tuple(map(number_of, eqn.invars)), f"{scopes}/{eqn.source_info.name_stack}"
+            reads, inner_scopes = tuple(map(index_of, eqn.invars)), f"{scopes}/{eqn.source_info.name_stack}"
             name = eqn.primitive.name
             callee = callee_of(eqn) if name in _CALLS else None
             if callee is not None:
@@ -86,7 +86,7 @@ class _JaxprReader:
                     if reads[0] is not None and _is_exact_cast(self._avals[reads[0]], _aval_of(eqn.outvars[0])):
                         self._narrower[results[0]] = reads[0]
             values.update(zip(eqn.outvars, results, strict=True))
-        return [number_of(atom) for atom in jaxpr.outvars]
+        return [index_of(atom) for atom in jaxpr.outvars]
 
     def _known_cast(self, eqn: JaxprEqn, value: int | None) -> int | None:
         """Return an earlier value that equals the result of this cast; None if there is none.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ._ir import Operation, Program
 
 
-# Purposes of a value.
+# Causes: the purposes for which values are in memory.
 GATHERED, GRADIENTS, KEPT, WORK = "gathered parameters", "gradients", "kept for the backward pass", "worked on"
 IN_FLIGHT = "sent beside a layer's work"
 
@@ -22,7 +22,7 @@ class PeakMemory(NamedTuple):
     size: int
     """Total bytes."""
     by_cause: dict[str, int]
-    """The same bytes by purpose."""
+    """The same bytes by cause, such as `gradients`."""
 
 
 def estimate_peak(program: Program) -> PeakMemory:
@@ -53,11 +53,11 @@ def count_host_bytes(program: Program) -> int:
     return stored + max(map(count_host_bytes, bodies), default=0)
 
 
-Parts = list[tuple[str, int]]  # bytes by purpose
+Parts = list[tuple[str, int]]  # Causes, and the bytes of a part of the memory.
 
 
 def _walk(program: Program, loop: Operation | None = None, placed: Collection[int] = ()) -> tuple[int, Parts]:
-    """Return the bytes that a program allocates at its peak, and their purposes.
+    """Return the bytes that a program allocates at its peak, and the causes of these bytes.
 
     If the program is the body of a loop, `loop` is this loop. `placed` are the indices of a branch's results that are
     allocated before the branch runs.
@@ -72,10 +72,10 @@ def _walk(program: Program, loop: Operation | None = None, placed: Collection[in
         # Operands that no later operation reads, so that a result may be written over them.
         free = {operand for operand in operands if operand in alive and lifetimes.last_use(operand) == index}
         new, made_in_branch = [], []
-        for number, value in enumerate(operation.writes):
+        for result, value in enumerate(operation.writes):
             if value in unwritten:
                 continue
-            if (operand := _find_overwritten(lifetimes, operation, number, free)) is not None:
+            if (operand := _find_overwritten(lifetimes, operation, result, free)) is not None:
                 free.discard(operand)
                 del alive[operand]
             elif operation.kind == "cond":  # The branch allocates this result itself, perhaps after its own peak.
@@ -95,7 +95,7 @@ def _walk(program: Program, loop: Operation | None = None, placed: Collection[in
 
 
 def _walk_bodies(operation: Operation, placed: Collection[int]) -> tuple[int, Parts]:
-    """Return the bytes that the bodies of an operation allocate at their peak, and the purposes of these bytes."""
+    """Return the bytes that the bodies of an operation allocate at their peak, and the causes of these bytes."""
     if operation.kind == "scan":
         size, parts = _walk(operation.bodies[0], operation)
         in_flight = _count_in_flight(operation)
@@ -229,13 +229,13 @@ class _Lifetimes:
         return last
 
 
-def _find_overwritten(lifetimes: _Lifetimes, operation: Operation, number: int, free: Collection[int]) -> int | None:
-    """Return the operand that an operation's result `number` is written over; None if there is none.
+def _find_overwritten(lifetimes: _Lifetimes, operation: Operation, result: int, free: Collection[int]) -> int | None:
+    """Return the operand over which an operation writes its result of index `result`; None if there is no such operand.
 
     `free` are the operands that no later operation reads; only these may be written over.
     """
     if operation.kind == "scan":
-        operand = lifetimes.root(operation.reads[operation.consts + number]) if number < operation.carry else -1
+        operand = lifetimes.root(operation.reads[operation.consts + result]) if result < operation.carry else -1
         return operand if operand in free else None
     if operation.kind == "ragged_all_to_all":  # The second operand is the array to write to.
         operand = lifetimes.root(operation.reads[1])
@@ -243,7 +243,7 @@ def _find_overwritten(lifetimes: _Lifetimes, operation: Operation, number: int, 
     if operation.kind in UNFUSED - IN_PLACE:
         return None
     sizes = lifetimes.program.sizes
-    return next((value for value in free if sizes[value] == sizes[operation.writes[number]]), None)
+    return next((value for value in free if sizes[value] == sizes[operation.writes[result]]), None)
 
 
 def _results_in_place(lifetimes: _Lifetimes, placed: Collection[int]) -> set[int]:
@@ -296,7 +296,7 @@ def _added_in_place(lifetimes: _Lifetimes) -> set[int]:
 
 
 def _cause_of(lifetimes: _Lifetimes, value: int) -> str:
-    """Guess the purpose of a value from the operation that makes it.
+    """Guess the cause of a value's memory from the operation that makes the value.
 
     A loop's carry of more than 1 MiB is taken for summed gradients, and so is a `broadcast_in_dim`, which makes the
     zeros that gradients are added to.

@@ -41,9 +41,9 @@ def weight_stationary_bytes(
         feature_devices: Y, devices that split features.
         activation_bytes: Bytes of one activation.
     """
-    stream_numbers = 2 * gather_bytes(tokens * embed / embed_devices, feature_devices)
-    feature_numbers = gather_bytes(tokens * (widened + narrowed) / feature_devices, embed_devices)
-    return (stream_numbers + feature_numbers) * activation_bytes
+    stream_entries = 2 * gather_bytes(tokens * embed / embed_devices, feature_devices)
+    feature_entries = gather_bytes(tokens * (widened + narrowed) / feature_devices, embed_devices)
+    return (stream_entries + feature_entries) * activation_bytes
 
 
 def attention_exchange_bytes(
@@ -133,8 +133,8 @@ def best_gathered(
 ) -> float:
     """Return the best number of devices to gather weights over: `sqrt(2 T E n a / (P b))`.
 
-    With `P = 2 E F` and `a = b` it is `sqrt(T n/F)`. If the result is below 1, the weights should stay; if it is above
-    `devices`, gather over all devices.
+    With `P = 2 E F` and `a = b`, the number is `sqrt(T n/F)`. If the number is below 1, do not gather weights. If the
+    number is above `devices`, gather weights over all devices.
 
     Args:
         parameters: Parameters of a layer.

@@ -95,7 +95,8 @@ class TwoDimBlock(nn.Layer):
             outputs.append(attention.output)
         if mlp is not None:
             placeholders = *map(_Constant, wide), _Flatten()
-            activated = eqx.tree_at(lambda m: [*(getattr(m, name) for name in ups), m.down], mlp, placeholders)(wide[0])
+            between_maps = eqx.tree_at(lambda m: [*(getattr(m, name) for name in ups), m.down], mlp, placeholders)
+            activated = between_maps(wide[0])  # The placeholders ignore this input.
             pairs.append((activated, mlp.down.flat_matrix(x.dtype)))
             outputs.append(mlp.down)
         y = reduce_scatter_sum(pairs, self.overlap)
@@ -195,7 +196,7 @@ Norm = nn.Norm | Callable[[Array], Array]
 
 
 class BlockParts(NamedTuple):
-    """The sublayers of a block. Only a parallel block has norms around all sublayers together, else they are None."""
+    """The sublayers of a block, and the norms around all sublayers together, which only a parallel block has."""
 
     is_parallel: bool
     sublayers: tuple[PyTree, ...]

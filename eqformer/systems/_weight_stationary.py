@@ -28,7 +28,7 @@ LAYOUT = Layout({"heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR, "embed": FSDP}
 
 
 class WeightStationary(DistributedModel):
-    """Inference with stationary weights: a model with both dims of every weight sharded, called like any model.
+    """Inference with weights that never move: a model with both dims of every weight sharded.
 
     `embed` is sharded over `fsdp`, heads, hidden features and vocabulary over `tensor` (X and YZ in the paper; `fsdp=1`
     is the 1-D layout), and the residual stream over both. Inputs and outputs are global arrays. `attention="rows"`
@@ -193,9 +193,8 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
             "GatedMLP; use ShardedModel."
         )
     _check_attention(call, attention)
-    if len(_stream_norms(block)) != (2 if parts.norm is None else 1) or not all(
-        isinstance(norm, nn.Norm) for norm in _stream_norms(block)
-    ):
+    norms, expected_count = _stream_norms(block), 2 if parts.norm is None else 1
+    if len(norms) != expected_count or not all(isinstance(norm, nn.Norm) for norm in norms):
         raise ValueError(f"{call}: each layer of a block must read its input through a norm of eqformer.nn.")
     _check_outputs(call, parts)
     return attention, mlp

@@ -161,8 +161,8 @@ def wanted(given: dict[str, Any]) -> np.ndarray:
 @pytest.mark.parametrize("name", [*CASES][:3] + [pytest.param(n, marks=pytest.mark.grid) for n in [*CASES][3:]])
 def test_the_kernel_is_the_reference_in_chunks(name, monkeypatch):
     monkeypatch.setattr(gpu, "_PROGRAMS", 4 * len(LENGTHS) * CASES[name].kv_heads)
-    monkeypatch.setattr(gpu, "_BLOCK_NUMBERS", 512)
-    monkeypatch.setattr(gpu, "_QUERY_NUMBERS", 512)  # 16 heads of 32 channels a program
+    monkeypatch.setattr(gpu, "_BLOCK_ENTRIES", 512)
+    monkeypatch.setattr(gpu, "_QUERY_ENTRIES", 512)  # 16 heads of 32 channels a program
     given = given_of(CASES[name])
     found, right = compiled(by_kernel, given), wanted(given)
     assert np.abs(found - right).max() < 0.01 * np.abs(right).max()
@@ -192,7 +192,7 @@ LAID = [(10, 512), (128, 512), (128, 2**20)]
 def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, tile, monkeypatch):
     monkeypatch.setattr(tpu, "LANES", lanes)
     monkeypatch.setattr(_cache_write, "LANES", lanes)
-    monkeypatch.setattr(tpu, "_BLOCK_NUMBERS", tile)
+    monkeypatch.setattr(tpu, "_BLOCK_ENTRIES", tile)
     monkeypatch.setattr(tpu, "_SUBLANES", 2)  # heads' scales are read where they lie, if a block has all slots
     given = given_of(CASES[name])
     found, right = compiled(by_kernel, given | {"held": held_by(given)}), wanted(given)
@@ -204,7 +204,7 @@ def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, tile, monkey
 @pytest.mark.by_default("everything-512", "everything-1048576")
 @pytest.mark.parametrize("name, tile", [("everything", 512), ("latents", 512), ("everything", 2**20)])
 def test_tpus_fetch_what_is_counted_and_no_more_than_is_seen(name, tile, monkeypatch):
-    monkeypatch.setattr(tpu, "_BLOCK_NUMBERS", tile)
+    monkeypatch.setattr(tpu, "_BLOCK_ENTRIES", tile)
     monkeypatch.setattr(tpu, "_SUBLANES", 2)
     monkeypatch.setattr(tpu, "LANES", 10)
     monkeypatch.setattr(_cache_write, "LANES", 10)
@@ -281,7 +281,7 @@ def test_gpus_run_it_over_devices_with_types_checked_and_gradients_are_the_refer
     assert np.array_equal(slope(arrays), plain_slope)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
     assert "triton" not in text("cuda", wide)  # exact sums in float32
-    for name, its in {"_QUERY_NUMBERS": 16 * 32 - 1, "TRITON": "jax.experimental.absent"}.items():
+    for name, its in {"_QUERY_ENTRIES": 16 * 32 - 1, "TRITON": "jax.experimental.absent"}.items():
         with monkeypatch.context() as patched:
             patched.setattr(gpu, name, its)
             run.clear_cache()

@@ -35,7 +35,7 @@ run_alone, run_slotted = jax.jit(grouped_product), jax.jit(slotted_product)
 def test_products_and_gradients_are_those_of_a_loop(name):
     arrays, sizes = given(), SIZES[name]
     slots = _grouped_blocks.GroupSlots(jnp.array(sizes), ROWS)
-    assert slots.number == 40 and bool(slots.are_used) == (name in FILL_SLOTS)
+    assert slots.slots == 40 and bool(slots.are_used) == (name in FILL_SLOTS)
     found, expected = jax.tree.map(np.asarray, run(*arrays, np.array(sizes))), wanted(arrays, sizes)
     for one, other in zip(found, expected, strict=True):
         assert close(one, other, 1e-6)

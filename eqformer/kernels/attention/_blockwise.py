@@ -211,9 +211,9 @@ def _forward_in_blocks(
     def attend_query_block(_, xs):
         query_block, query_tokens, first, stop = xs
 
-        def add_key_block(number: Array, carry: tuple[Array, Array, Array]):
+        def add_key_block(index: Array, carry: tuple[Array, Array, Array]):
             output, peak, total = carry
-            (key_block, value_block), key_tokens = select_block((keys, kv_token_blocks), number)
+            (key_block, value_block), key_tokens = select_block((keys, kv_token_blocks), index)
             visible = settings.mask(query_tokens, key_tokens)[:, None, None]
             scores = jnp.where(visible, _scores(settings, query_block, key_block), lowest(zero.dtype))
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
@@ -295,13 +295,13 @@ def _backward_in_blocks(
         # bfloat16.
         columns = key_block, jax.lax.optimization_barrier(key_block.swapaxes(-1, -2)), value_block
 
-        def add_query_block(number: Array, carry: tuple[Array, Array, Array]):
+        def add_query_block(index: Array, carry: tuple[Array, Array, Array]):
             query_grad, key_grad, value_grad = carry
-            rows, query_tokens = select_block((queries, token_blocks), number)
+            rows, query_tokens = select_block((queries, token_blocks), index)
             visible = settings.mask(query_tokens, key_tokens).swapaxes(-1, -2)[:, None, :, None]
             parts = _block_gradients(settings, rows, columns, visible)
-            updated = jax.lax.dynamic_index_in_dim(query_grad, number, keepdims=False) + parts[0]
-            query_grad = jax.lax.dynamic_update_index_in_dim(query_grad, updated, number, 0)
+            updated = jax.lax.dynamic_index_in_dim(query_grad, index, keepdims=False) + parts[0]
+            query_grad = jax.lax.dynamic_update_index_in_dim(query_grad, updated, index, 0)
             return query_grad, key_grad + parts[1], value_grad + parts[2]
 
         empty = query_grad, jnp.full(key_block.shape, zero), jnp.full(value_block.shape, zero)
@@ -435,6 +435,6 @@ def join_blocks(array: Array, dim: int, length: int) -> Array:
     return jax.lax.slice_in_dim(array, 0, length, axis=dim)
 
 
-def select_block(tree: PyTree, number: Int[Array, ""]) -> PyTree:
+def select_block(tree: PyTree, index: Int[Array, ""]) -> PyTree:
     """Return one block of each array."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), tree)
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)

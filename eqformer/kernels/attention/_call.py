@@ -87,7 +87,7 @@ class AttentionCall(Call):
     sinks: Float[Array, "heads"] | None = eqx.field(kw_only=True, default=None)
     """A further score per head, which is in the softmax but has no value (gpt-oss); None for no sinks."""
     bias: Float[Array, "*#batch heads seq kv_seq"] | None = eqx.field(kw_only=True, default=None)
-    """Numbers to add to the scores, before the mask; None to add nothing."""
+    """Terms to add to the scores, before the mask; None to add nothing."""
     piece: Literal["own", "past"] | None = eqx.field(kw_only=True, static=True, default=None)
     """The keys' piece of the rows, if devices split rows: `own` if it is also the queries' piece, `past` if all its
     keys are before all queries. None if rows are not split."""
@@ -217,18 +217,19 @@ def _ends(tokens: TokenPositions, is_packed: bool) -> tuple[tuple[Array, Array],
 
 
 def _not_after(left: tuple[Array, Array], right: tuple[Array, Array]) -> Bool[Array, "_ _ _"]:
-    """Return whether the left (segment, position) is not after the right one."""
+    """Return whether the left (segment, position) is not after the right (segment, position)."""
     return (left[0] < right[0]) | ((left[0] == right[0]) & (left[1] <= right[1]))
 
 
-def _range(numbers: Int[Array, "_ batch _"], positions: Int[Array, "_ batch _"]) -> tuple[Array, Array]:
-    """Return the smallest and the largest number of each block in each row; padding does not count."""
-    real, largest = positions >= 0, jnp.iinfo(numbers.dtype).max // 2
-    return jnp.min(jnp.where(real, numbers, largest), axis=-1), jnp.max(jnp.where(real, numbers, -largest), axis=-1)
+def _range(values: Int[Array, "_ batch _"], positions: Int[Array, "_ batch _"]) -> tuple[Array, Array]:
+    """Return the smallest and the largest value of each block in each row; padding (position -1) does not count."""
+    real, largest = positions >= 0, jnp.iinfo(values.dtype).max // 2
+    return jnp.min(jnp.where(real, values, largest), axis=-1), jnp.max(jnp.where(real, values, -largest), axis=-1)
 
 
 def spans(possible: Bool[Array, "_ _"]) -> tuple[Int[Array, "_"], Int[Array, "_"]]:
-    """Return each row's first possible column, and the column after its last possible one; equal if there is none."""
+    """Return each row's first possible column and the column after the last possible column; both are equal if a row
+    has no possible column."""
     first = jnp.argmax(possible, axis=1)
     stop = possible.shape[1] - jnp.argmax(possible[:, ::-1], axis=1)
     return first, jnp.where(jnp.any(possible, axis=1), stop, first)
@@ -279,7 +280,7 @@ class DecodeCall(Call):
     sinks: Float[Array, "heads"] | None = eqx.field(kw_only=True, default=None)
     """A further score per head in the softmax; None for no sinks."""
     bias: Float[Array, "*#batch heads seq kv_seq"] | None = eqx.field(kw_only=True, default=None)
-    """Numbers to add to the scores; None to add nothing."""
+    """Terms to add to the scores; None to add nothing."""
     key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = eqx.field(kw_only=True, default=None)
     """Factors of the keys; None for 1."""
     value_scales: Float[Array, "*batch kv_seq kv_heads"] | None = eqx.field(kw_only=True, default=None)

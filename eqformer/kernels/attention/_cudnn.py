@@ -136,8 +136,8 @@ def _pack_documents(documents: int, tokens: TokenPositions) -> _PackedDocuments:
     ends = jnp.concatenate([starts[1:], jnp.full_like(starts[:1], rows * seq)])
     sizes = real_before[ends] - real_before[starts]
     filled = jnp.concatenate([starts, jnp.full_like(starts, rows * seq, shape=(rows,))])
-    number = jnp.maximum(jnp.cumsum(is_first, dtype=jnp.int32) - 1, 0)
-    return _PackedDocuments(*(x.reshape(rows, -1) for x in (is_real, number, sizes, filled)))
+    document = jnp.maximum(jnp.cumsum(is_first, dtype=jnp.int32) - 1, 0)
+    return _PackedDocuments(*(x.reshape(rows, -1) for x in (is_real, document, sizes, filled)))
 
 
 def _lengths(call: AttentionCall) -> tuple[Array, ...]:

@@ -23,8 +23,8 @@ def attend_by_definition(
 
     Args:
         call: The call.
-        key_scales: Factors of the keys. The scores are multiplied by them, instead of the keys.
-        value_scales: Factors of the values. The probabilities are multiplied by them, instead of the values.
+        key_scales: Factors of the keys. They multiply the scores, instead of the keys.
+        value_scales: Factors of the values. They multiply the probabilities, instead of the values.
         rotated: Further channels of queries and keys, whose products are added to the scores.
     """
     probabilities = _probabilities(call, key_scales, rotated)

@@ -21,7 +21,7 @@ from ._flash import FlashAttention, Gradients, LogSum, Output
 
 
 LANES = 128
-"""Numbers along the last dim of a TPU's vector; the number of tokens of a row must be a multiple of 128."""
+"""Entries along the last dim of a TPU's vector register; the tokens of a row must be a multiple of 128."""
 
 
 class SplashAttention(FlashAttention):

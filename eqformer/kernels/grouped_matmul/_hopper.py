@@ -138,7 +138,7 @@ class RowTiles(NamedTuple):
     """The first row of the tile that belongs to its group; earlier rows belong to the previous group."""
     size: Int[Array, "tiles"]
     """The number of rows of the tile, from `start` on, that belong to its group."""
-    number: Int[Array, "1"]
+    used: Int[Array, "1"]
     """The number of tiles that are used; the arrays are long enough for any sizes of groups."""
 
 
@@ -149,10 +149,10 @@ def make_row_tiles(sizes: Int[Array, "groups"], rows: int, tile: int) -> RowTile
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     first_rows = starts // ALIGNMENT * ALIGNMENT
     end_tile = jnp.cumsum(jnp.where(ends > starts, -(-(ends - first_rows) // tile), 0), dtype=jnp.int32)
-    number = jnp.arange(limit, dtype=jnp.int32)
-    group = jnp.minimum(jnp.sum(number[:, None] >= end_tile, axis=1, dtype=jnp.int32), len(sizes))
+    tile_index = jnp.arange(limit, dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum(tile_index[:, None] >= end_tile, axis=1, dtype=jnp.int32), len(sizes))
     first_tile = jnp.concatenate([jnp.zeros(1, jnp.int32), end_tile[:-1]])
-    begin = first_rows[group] + (number - first_tile[group]) * tile
+    begin = first_rows[group] + (tile_index - first_tile[group]) * tile
     start = jnp.maximum(begin, starts[group])
     size = jnp.minimum(ends[group], begin + tile) - start
     return RowTiles(group, jnp.clip(begin, 0, rows - tile), start, size, end_tile[-1:])
@@ -186,9 +186,9 @@ def make_kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpr
     return call
 
 
-def pad_rows_to(rows: Array, number: int) -> Array:
-    """Return the rows with zeros after the last row, `number` rows in all."""
-    return rows if len(rows) == number else jnp.pad(rows, [(0, number - len(rows)), (0, 0)])
+def pad_rows_to(rows: Array, count: int) -> Array:
+    """Return the rows with zeros after the last row, `count` rows in all."""
+    return rows if len(rows) == count else jnp.pad(rows, [(0, count - len(rows)), (0, 0)])
 
 
 def mosaic_gpu() -> tuple[ModuleType, ModuleType]:
@@ -217,7 +217,7 @@ def multiply_tiles(
     begins: Ref,
     starts: Ref,
     counts: Ref,
-    number: Ref,
+    used: Ref,
     x: Ref,
     weight: Ref,
     y: Ref,
@@ -229,9 +229,9 @@ def multiply_tiles(
     pl, plgpu = mosaic_gpu()
     columns, inputs = y.shape[1] // tile.columns, x.shape[1]
 
-    @plgpu.nd_loop((number[0] * columns,), collective_axes="program")
+    @plgpu.nd_loop((used[0] * columns,), collective_axes="program")
     def _(info: LoopStep) -> None:
-        row_tile, column = order_in_panels(info.index[0], number[0], columns)
+        row_tile, column = order_in_panels(info.index[0], used[0], columns)
         group, begin, size = group_of[row_tile], pl.multiple_of(begins[row_tile], ALIGNMENT), counts[row_tile]
         weight_spec = (tile.columns, BLOCK), lambda step: (column, step)
         weight_spec = weight_spec if transpose else (weight_spec[0][::-1], lambda step: (step, column))
@@ -260,7 +260,7 @@ def multiply_tiles(
 
 def sum_tiles(
     tile: Tile,
-    number: tuple[int, int, int],
+    counts: tuple[int, int, int],
     starts: Ref,
     ends: Ref,
     first_rows: Ref,
@@ -271,10 +271,11 @@ def sum_tiles(
 ) -> None:
     """Compute the tiles of each group's matrix as sums over the group's rows.
 
-    The rows of a group are in `blocks` blocks; the first block begins at `first_rows`.
+    `counts` are the number of groups, and the rows and columns of tiles of a matrix. The rows of a group are in
+    `blocks` blocks; the first block begins at `first_rows`.
     """
     pl, plgpu = mosaic_gpu()
-    swizzle, (groups, *tiles) = swizzled_layout(output_grad.dtype), number
+    swizzle, (groups, *tiles) = swizzled_layout(output_grad.dtype), counts
 
     @plgpu.nd_loop((groups, tiles[0] * tiles[1]), collective_axes="program")
     def _(info: LoopStep) -> None:
@@ -348,8 +349,8 @@ def store_tile(tile: Array, y: Ref, group: Array, row: Array, column: Array) -> 
 def _copy_rows(tile: Ref, y: Ref, first: Array, begin: Array, size: Array, column: Array) -> None:
     """Copy `size` rows of a tile from shared memory to the result.
 
-    The number of rows of one copy is fixed when the kernel is compiled, so the kernel has a copy for each power of two,
-    and runs those whose sum is `size`.
+    The number of rows of one copy is fixed when the kernel is compiled. So the kernel has copies of 1, 2, 4, ... rows,
+    and runs the copies whose rows add up to `size`.
     """
     pl, plgpu = mosaic_gpu()
     rows, columns = tile.shape
@@ -364,7 +365,7 @@ def _copy_rows(tile: Ref, y: Ref, first: Array, begin: Array, size: Array, colum
 
 
 def order_in_panels(index: Array, rows: Array, columns: int) -> tuple[Array, Array]:
-    """Return the row and the column of tile number `index`, if tiles are numbered in panels of up to 16 columns.
+    """Return the row and the column of the tile `index`, if tiles are counted in panels of up to 16 columns.
 
     In this order, programs that run at the same time read the same blocks.
     """

@@ -80,8 +80,8 @@ class HopperFp8GroupedMatmul(GroupedMatmul):
         first_columns = (jnp.cumsum(blocks, dtype=jnp.int32) - blocks) * DEPTH
         grad_columns, columns = (_transpose_groups(rows, sizes, first_columns) for rows in (grad_codes, codes))
         tile = hopper.Tile(128 if outputs % 128 == 0 else 64, 64)
-        number = groups, outputs // tile.rows, inputs // tile.columns
-        body = functools.partial(outer_product_fp8_kernel, tile, number)
+        counts = groups, outputs // tile.rows, inputs // tile.columns
+        body = functools.partial(outer_product_fp8_kernel, tile, counts)
         y = hopper.make_kernel(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), self.interpret)
         return varying_as(y(first_columns, blocks, grad_columns, columns, group_scale), codes)
 
@@ -124,8 +124,8 @@ def _pad_depth(x: Array) -> Array:
 
 def _transpose_groups(x: Array, sizes: Array, first_columns: Array) -> Array:
     """Transpose rows to columns, so that each group's columns begin at `first_columns`, with zeros between groups."""
-    number = (-(-len(x) // DEPTH) + len(sizes)) * DEPTH
-    column = jnp.arange(number, dtype=jnp.int32)
+    columns = (-(-len(x) // DEPTH) + len(sizes)) * DEPTH
+    column = jnp.arange(columns, dtype=jnp.int32)
     group = jnp.sum(column[:, None] >= first_columns, axis=1, dtype=jnp.int32) - 1
     index_in_group = column - first_columns[group]
     row = jnp.cumsum(sizes, dtype=jnp.int32)[group] - sizes[group] + index_in_group
@@ -143,7 +143,7 @@ def multiply_fp8_kernel(
     begins: Ref,
     starts: Ref,
     counts: Ref,
-    number: Ref,
+    used: Ref,
     codes: Ref,
     matrices: Ref,
     row_scale: Ref,
@@ -157,9 +157,9 @@ def multiply_fp8_kernel(
     pl, plgpu = hopper.mosaic_gpu()
     columns, groups = y.shape[1] // tile.columns, matrices.shape[0]
 
-    @plgpu.nd_loop((number[0] * columns,), collective_axes="program")
+    @plgpu.nd_loop((used[0] * columns,), collective_axes="program")
     def _(info: hopper.LoopStep) -> None:
-        row_tile, column = hopper.order_in_panels(info.index[0], number[0], columns)
+        row_tile, column = hopper.order_in_panels(info.index[0], used[0], columns)
         group, begin, size = group_of[row_tile], pl.multiple_of(begins[row_tile], hopper.ALIGNMENT), counts[row_tile]
         matrix = jnp.minimum(group, groups - 1)
         specs = [((tile.rows, DEPTH), lambda step: (0, step)), ((tile.columns, DEPTH), lambda step: (column, step))]
@@ -174,7 +174,7 @@ def multiply_fp8_kernel(
 
 def outer_product_fp8_kernel(
     tile: hopper.Tile,
-    number: tuple[int, int, int],
+    counts: tuple[int, int, int],
     first_columns: Ref,
     blocks: Ref,
     grad_columns: Ref,
@@ -184,10 +184,11 @@ def outer_product_fp8_kernel(
 ) -> None:
     """Compute the tiles of each group's matrix as sums over the group's columns.
 
-    The columns of a group are in `blocks` blocks of `DEPTH`; the first block begins at `first_columns`.
+    `counts` are the number of groups, and the rows and columns of tiles of a matrix. The columns of a group are in
+    `blocks` blocks of `DEPTH`; the first block begins at `first_columns`.
     """
     pl, plgpu = hopper.mosaic_gpu()
-    groups, *tiles = number
+    groups, *tiles = counts
 
     @plgpu.nd_loop((groups, tiles[0] * tiles[1]), collective_axes="program")
     def _(info: hopper.LoopStep) -> None:

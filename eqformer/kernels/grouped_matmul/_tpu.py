@@ -29,7 +29,7 @@ from ._call import GroupedMatmul, GroupedMatmulCall
 ALIGNMENT = 16
 """Rows of a vector register of bfloat16; pieces begin at multiples of this number."""
 HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Numbers of rows that a piece may have, if it is not a whole tile."""
+"""Heights in rows that a piece may have, if the piece is not a whole tile."""
 _COLUMNS = 256  # Columns of one product of a piece: few, for a short program; the widest matrix units have 256.
 
 
@@ -65,7 +65,7 @@ class TpuGroupedMatmul(GroupedMatmul):
         block_inputs = _block_channels(inputs, 4096 // rows.dtype.itemsize)
         block_columns = _block_channels(columns, 768 if rows.dtype.itemsize == 2 else 512)
         steps = -(-inputs // block_inputs)
-        visits, number = visit_tiles(sizes, padded_count, tile)
+        visits, visit_count = visit_tiles(sizes, padded_count, tile)
         rows_index = lambda column, visit, step, *visits: (Visits._make(visits).tile[visit], step)
         result_index = lambda column, visit, step, *visits: (Visits._make(visits).tile[visit], column)
 
@@ -74,7 +74,7 @@ class TpuGroupedMatmul(GroupedMatmul):
 
         weight_block = (block_columns, block_inputs) if transpose else (block_inputs, block_columns)
         grid = _Grid(
-            sizes=(-(-columns // block_columns), number, steps),
+            sizes=(-(-columns // block_columns), visit_count, steps),
             in_specs=[
                 pl.BlockSpec((tile, block_inputs), rows_index),
                 pl.BlockSpec((None, *weight_block), weight_index),
@@ -102,14 +102,14 @@ class TpuGroupedMatmul(GroupedMatmul):
         (rows, outputs), inputs, groups = output_grad.shape, x.shape[1], len(sizes)
         pl, plt = mosaic_tpu()
         block = _block_channels(outputs, 512), _block_channels(inputs, 512)
-        visits, number = visit_tiles(sizes, rows, tile, visit_empty=True)
+        visits, visit_count = visit_tiles(sizes, rows, tile, visit_empty=True)
 
         def rows_index(side: int) -> Callable[..., tuple[Array, Array]]:
             return lambda row, column, visit, *visits: (Visits._make(visits).tile[visit], (row, column)[side])
 
         result_index = lambda row, column, visit, *visits: (Visits._make(visits).group[visit], row, column)
         grid = _Grid(
-            sizes=(-(-outputs // block[0]), -(-inputs // block[1]), number),
+            sizes=(-(-outputs // block[0]), -(-inputs // block[1]), visit_count),
             in_specs=[pl.BlockSpec((tile, width), rows_index(side)) for side, width in enumerate(block)],
             out_specs=pl.BlockSpec((None, *block), result_index),
             scratch_shapes=[plt.VMEM(block, jnp.float32)],
@@ -150,9 +150,9 @@ def visit_tiles(
     first_tile = jnp.minimum(starts // tile, tiles - 1)
     count = jnp.where(sizes > 0, (ends - 1) // tile - first_tile + 1, int(visit_empty))
     end_visit = jnp.cumsum(count, dtype=jnp.int32)
-    number = jnp.arange(tiles + groups, dtype=jnp.int32)
-    group = jnp.minimum(jnp.sum(number[:, None] >= end_visit, axis=1, dtype=jnp.int32), groups - 1)
-    visit_of_group = number - (end_visit - count)[group]
+    visit = jnp.arange(tiles + groups, dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum(visit[:, None] >= end_visit, axis=1, dtype=jnp.int32), groups - 1)
+    visit_of_group = visit - (end_visit - count)[group]
     visited_tile = jnp.minimum(first_tile[group] + visit_of_group, tiles - 1)
     low, high = (jnp.clip(border[group] - visited_tile * tile, 0, tile) for border in (starts, ends))
     edges = visit_of_group == 0, visit_of_group == count[group] - 1
@@ -225,9 +225,9 @@ def _block_channels(size: int, limit: int) -> int:
     fewest = -(-size // limit)
     if fewest == 1:
         return size
-    widths = {number: -(-size // (128 * number)) * 128 for number in range(fewest, 2 * fewest + 1)}
-    _, number = min((number * width, number) for number, width in widths.items())
-    return widths[number]
+    widths = {blocks: -(-size // (128 * blocks)) * 128 for blocks in range(fewest, 2 * fewest + 1)}
+    _, best_blocks = min((blocks * width, blocks) for blocks, width in widths.items())
+    return widths[best_blocks]
 
 
 # The kernels.
@@ -277,8 +277,8 @@ def multiply_kernel(transpose: bool, inputs: int, *refs: Ref) -> None:
         if width == columns:
             return multiply_columns(rows, width, 0, low, high)
 
-        def multiply_part(number: Array, _: None) -> None:
-            multiply_columns(rows, width, pl.multiple_of(number * width, width), low, high)
+        def multiply_part(index: Array, _: None) -> None:
+            multiply_columns(rows, width, pl.multiple_of(index * width, width), low, high)
 
         jax.lax.fori_loop(0, columns // width, multiply_part, None)
 
@@ -326,8 +326,8 @@ def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[RowSl
     def _() -> None:
         piece(pl.ds(0, tile), low, high)
 
-    def compute_piece(number: Array, _: None) -> None:
-        begin = first + number * heights[-1]
+    def compute_piece(index: Array, _: None) -> None:
+        begin = first + index * heights[-1]
         end = jnp.minimum(high, begin + heights[-1])
         for lower_height, height in zip((0, *heights), heights):
 
@@ -336,8 +336,8 @@ def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[RowSl
                 start = pl.multiple_of(jnp.minimum(begin, tile - height), ALIGNMENT)
                 piece(pl.ds(start, height), jnp.maximum(low, begin), end)
 
-    number = jax.lax.div(high - first + heights[-1] - 1, jnp.int32(heights[-1]))
-    jax.lax.fori_loop(0, jnp.where(is_whole | (high <= low), 0, number), compute_piece, None)
+    pieces = jax.lax.div(high - first + heights[-1] - 1, jnp.int32(heights[-1]))
+    jax.lax.fori_loop(0, jnp.where(is_whole | (high <= low), 0, pieces), compute_piece, None)
 
 
 def _rows_between(rows: RowSlice, shape: tuple[int, ...], low: Array, high: Array) -> Bool[Array, "..."]:
