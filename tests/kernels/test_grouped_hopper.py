@@ -75,7 +75,7 @@ def test_tiles_have_each_row_once_and_few_beside(name):
     height = choose_tile(rows, len(sizes), 1024).rows
     make = jax.jit(lambda sizes: make_row_tiles(sizes, max(rows, height), height))
     tiles = jax.device_get(make(put(sizes, np.int32)))
-    used = int(tiles.number[0])
+    used = int(tiles.used[0])
     ends, owner = np.cumsum(sizes), np.full(max(rows, height), -1)
     for group, begin, start, size in zip(*(column[:used] for column in tiles[:4])):
         own = slice(start, start + size)
