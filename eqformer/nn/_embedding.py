@@ -241,7 +241,7 @@ class PerLayerGate(FeedForward):
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """How many dims of a weight matrix are `ensemble` dims (in front), `outputs` (next) and `inputs` (last).
+    """The dims of a weight matrix: the counts of `ensemble` dims in front, then of `outputs`, then of `inputs`.
 
     A weight `layers heads head_dim embed` has one ensemble dim, two output dims and one input dim. `table` marks
     embeddings, tables of positions, and heads, whose rows belong to token ids or positions. Optimizers treat tables
