@@ -132,7 +132,7 @@ class Op(Operation[CallT, ResultT]):
 
         Args:
             reference: The definition in plain JAX, which supports every call.
-            implementations: Platforms and the implementations for them, the preferred ones first.
+            implementations: Pairs of a platform and an implementation, the preferred pairs first.
             run_choice: A function that runs a `Choice` and defines the derivative; None: the derivative of the
                 fallback, whichever implementation runs.
         """

@@ -300,8 +300,8 @@ class FeedForward(Module):
     """A layer that maps each token by itself and also runs on a slice of its `mlp` hidden features.
 
     Its projections from `embed` to `mlp` return such a slice on each device, and the results of its projections from
-    `mlp` to `embed` are summed over the slices. Any other projection of the input, such as a gate of one number a
-    token, returns the whole result on every device. Besides projections and norms, the layer may apply only elementwise
+    `mlp` to `embed` are summed over the slices. Any other projection of the input, such as a gate with one channel,
+    returns the whole result on every device. Besides projections and norms, the layer may apply only elementwise
     functions to its input. Arrays that belong to no map name their dims: arrays with `embed` act on the stream, arrays
     with `mlp` act on slices, and an array with both makes every device run the whole layer. A layer that does not
     follow these rules must be a plain function instead, which every device runs whole.

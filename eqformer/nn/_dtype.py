@@ -74,7 +74,7 @@ def _name(dtype: Any) -> str:
         return str(dtype)
 
 
-# The full name of each dtype, and its other names, of which messages show the first.
+# The full name of each dtype, and its other names. Messages show the first of the other names.
 _FLOATS = {
     "float32": ("fp32", "f32", "float", "single"),
     "bfloat16": ("bf16",),

@@ -140,6 +140,7 @@ def apply_weight(
         )
     batch = x.shape[: x.ndim - len(input_shape)]
     is_plain = isinstance(linear.products, ComputeDtypeMatmul)
+    # A product of 16-bit vectors with a result in float32, such as logits.
     is_widening = is_plain and dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype
     if is_plain and not is_widening and math.prod(batch) > _FEW:
         # Labels of dims for `einsum`: the inputs first, then the outputs.

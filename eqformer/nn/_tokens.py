@@ -256,7 +256,10 @@ def token_keys(
 
 
 def documents_of(tokens: Tokens, shape: tuple[int, ...]) -> Int[Array, "*batch seq"]:
-    """Return the index of each token's document, from 1 on in the row's order; 0 continues the cache's document.
+    """Return the index of each token's document. Documents that begin in the row are counted from 1.
+
+    Index 0 is the document of tokens before the first document that begins: the document in the cache.
+
 
     A document begins at position 0, and where the segment differs from the previous token's. Padding belongs to the
     document before it.

@@ -22,8 +22,8 @@ from ._shard_map import vary, vary_like
 STATE = "state"
 """Group of all collectives that no single axis needs, such as gathers of parameters and sums of gradients."""
 
-# Maps the name of each collective to its group: the mesh axis for whose split the model needs the collective, or
-# `STATE`. The collective may run over another axis: "keys and values over fsdp" runs over `fsdp`.
+# Maps the name of each collective to its group: the mesh axis that makes the collective necessary, or `STATE`. The
+# collective may run over another axis: "keys and values over fsdp" runs over `fsdp`.
 COLLECTIVES: dict[str, str] = {
     "loss and token count": STATE,
     "row sums": CONTEXT,

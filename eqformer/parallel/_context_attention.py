@@ -295,7 +295,8 @@ class SplitCacheAttention(kernels.PiecewiseAttention):
     """Wrapper of an attention core for KV caches whose slots are split over the axis `context`.
 
     Queries are replicated. Each device attends to the keys that it holds, and the results of the devices are combined
-    by their logsumexps, as in flash decoding with split keys. `2 + v_dim` numbers are reduced for each query and head.
+    by their logsumexps, as in flash decoding with split keys. For each query and head, the collectives reduce a
+    logsumexp, a sum of exponentials and an output of `v_dim` channels.
     """
 
     inner: kernels.Operation

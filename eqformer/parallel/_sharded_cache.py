@@ -197,9 +197,9 @@ def pad_tokens(tokens: nn.Tokens, rows: int) -> nn.Tokens:
     return nn.Tokens(pad_batch(tokens.positions, rows, -1), lengths=lengths, source=source)
 
 
-def round_to_multiple(number: int, divisor: int) -> int:
-    """Round a number up to a multiple of `divisor`."""
-    return -(-number // divisor) * divisor
+def round_to_multiple(size: int, divisor: int) -> int:
+    """Round a size up to a multiple of `divisor`."""
+    return -(-size // divisor) * divisor
 
 
 def _as_piece(cache: nn.SlotCache, pieces: int) -> nn.SlotCache:

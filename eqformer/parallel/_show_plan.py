@@ -148,6 +148,7 @@ def draw_array(array: Array | np.ndarray | jax.ShapeDtypeStruct, spec: Partition
     pieces = devices_by_piece(shape, spec, mesh)
     split_dims = [dim for dim, dim_axes in enumerate(axes) if dim_axes]
     ranges = {dim: sorted({piece[dim] for piece in pieces}) for dim in split_dims}
+    # The last two split dims are drawn, `down` and `right`; None stands for a missing split dim.
     *outer, down, right = [None, None, *split_dims][-max(2, len(split_dims)) :]
     shard_shape = NamedSharding(mesh, spec).shard_shape(shape)
     splits = ", ".join(f"dim {dim} over {' and '.join(axes[dim])}" for dim in split_dims)

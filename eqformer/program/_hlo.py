@@ -48,7 +48,7 @@ def text_of(compiled: jax.stages.Compiled) -> str:
 
 
 class _HloReader:
-    """Reader of the computations of a program, each of which is read once."""
+    """Reader of the computations of a program. Each computation is read once."""
 
     def __init__(self, computations: hlo_text.Computations, devices: int, mesh: AnyMesh | None):
         self._computations, self._devices, self._mesh = computations, devices, mesh

@@ -143,7 +143,7 @@ class RowTiles(NamedTuple):
 
 
 def make_row_tiles(sizes: Int[Array, "groups"], rows: int, tile: int) -> RowTiles:
-    """Return tiles of height `tile` that cover `rows` rows, sorted by group, of which `sizes[i]` are of group `i`."""
+    """Return tiles of height `tile` that cover `rows` rows, sorted by group; group `i` has `sizes[i]` of the rows."""
     limit = (rows + min(len(sizes) + 1, rows) * (tile + ALIGNMENT - 2)) // tile
     ends = jnp.concatenate([jnp.cumsum(sizes, dtype=jnp.int32), jnp.full(1, rows, jnp.int32)])
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])

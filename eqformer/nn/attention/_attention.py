@@ -285,7 +285,7 @@ class ValueEmbedding(EmbeddingTable):
 
 
 class ValueEmbeddedAttention(Attention):
-    """Attention with the values `W_v x + 2 sigmoid(W_g x) * table[id]`, where the gate is one number for each key head.
+    """Attention with the values `W_v x + 2 sigmoid(W_g x) * table[id]`, with one gate for each key head.
 
     The gate is 1 at the beginning. Tables of values come from the speedruns of modded-nanogpt (2024-12). The gate comes
     from nanochat (2026-01), where it reads only a few channels of `x`; here it reads all. The layer needs the ids of

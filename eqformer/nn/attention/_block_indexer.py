@@ -116,8 +116,8 @@ class BlockIndexer(Module):
             tokens: The tokens of the queries.
             kv_tokens: The tokens of the keys.
         """
-        # A row may begin at any position of its document, and so within a block: its keys reach into up to one block
-        # more than they fill. The index of a block is taken modulo this count, so a document's blocks share no index.
+        # A row may begin in the middle of a block. Its keys may therefore lie in one block more than they would fill.
+        # The index of a block is taken modulo this count, so a document's blocks share no index.
         count = -(-keys.shape[-2] // self.block) + 1
         if count <= self.top_k:
             return None

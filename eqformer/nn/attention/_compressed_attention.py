@@ -100,9 +100,9 @@ class KeyCompressor(Module):
         if cache is None:
             segments = None if tokens.segments is None else jnp.take_along_axis(tokens.segments, ends, axis=-1)
             return KeySet(vectors, Tokens(positions, segments)), None
-        numbers = Tokens(jnp.where(positions >= 0, positions // block_size, -1))
+        blocks = Tokens(jnp.where(positions >= 0, positions // block_size, -1))
         flat_products = products.reshape(*products.shape[:-3], -1)
-        cache = CompressorCache(cache.gathered.store(flat_products, tokens), cache.entries.store(vectors, numbers))
+        cache = CompressorCache(cache.gathered.store(flat_products, tokens), cache.entries.store(vectors, blocks))
         vectors, stored_numbers = cache.entries.read(vectors.dtype)
         return KeySet(vectors, Tokens(jnp.where(stored_numbers >= 0, (stored_numbers + 1) * block_size - 1, -1))), cache
 
@@ -120,8 +120,8 @@ class KeyCompressor(Module):
 
         def take_series(memory: Array, rows: Array) -> Array:
             """Return each series' values and gates at its own rows, with tokens of all series in one dim."""
-            blocks = [rows[..., number * block_size : (number + 1) * block_size] for number in range(series)]
-            taken = [take_block_rows(memory[..., number, :], block) for number, block in enumerate(blocks)]
+            rows_by_series = [rows[..., index * block_size : (index + 1) * block_size] for index in range(series)]
+            taken = [take_block_rows(memory[..., index, :], rows) for index, rows in enumerate(rows_by_series)]
             return jnp.concatenate(taken, axis=-3)
 
         gathered = take_series(products, rows)

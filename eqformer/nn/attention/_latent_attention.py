@@ -223,7 +223,7 @@ class LatentAttention(Mixer):
 
     def _absorb_key_up(self, query: Float[Array, "*batch _ heads head_dim"]) -> Float[Array, "*batch _ heads latent"]:
         """Return absorbed queries: their products with latents equal the products of `query` with `key_up(latents)`."""
-        # The bias of key_up is left out: it adds one number to all scores of a query, which does not change the
+        # The bias of key_up is left out: it adds the same constant to all scores of a query, which does not change the
         # softmax.
         return einops.einsum(query, self.key_up.matrix(query.dtype), "... h d, h d latent -> ... h latent")
 

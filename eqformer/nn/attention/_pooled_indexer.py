@@ -326,14 +326,14 @@ def _number_pools(kv_tokens: Tokens, pools: Tokens, pool_size: int) -> Int[Array
     """
     positions, count = kv_tokens.positions, pools.positions.shape[-1]
     completes = completes_block(positions, pool_size).astype(jnp.int32)
-    # If `number` pools end before a token, `number` is the index of the first pool that ends at the token or later.
+    # The number of pools that end before a token is the index of the first pool that ends at the token or later.
     # That pool holds the token if both are in the same document and in the same range of `pool_size` positions.
-    number = jnp.minimum(jnp.cumsum(completes, axis=-1) - completes, count - 1)
-    ends = jnp.take_along_axis(pools.positions, number, axis=-1)
+    pool = jnp.minimum(jnp.cumsum(completes, axis=-1) - completes, count - 1)
+    ends = jnp.take_along_axis(pools.positions, pool, axis=-1)
     holds_token = (positions >= 0) & (ends >= 0) & (ends // pool_size == positions // pool_size)
     if kv_tokens.segments is not None and pools.segments is not None:
-        holds_token &= jnp.take_along_axis(pools.segments, number, axis=-1) == kv_tokens.segments
-    return jnp.where(holds_token, number, count)
+        holds_token &= jnp.take_along_axis(pools.segments, pool, axis=-1) == kv_tokens.segments
+    return jnp.where(holds_token, pool, count)
 
 
 class PoolSelection(SelectedKeys):

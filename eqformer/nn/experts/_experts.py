@@ -213,7 +213,7 @@ def _kernel_platforms(
     """Return the accelerators of this installation whose kernels support all maps of an ensemble."""
     if not compilers():
         return ()
-    choices: list[Choice] = []
+    count, choices = len(x), list[Choice]()
 
     def note_choice(linear: LinearMap, x: Array) -> Array:
         weight = dense(linear).weight
@@ -225,7 +225,7 @@ def _kernel_platforms(
         choices.append(GROUPED_MATMUL.choose(call))
         return linear(x)
 
-    count, passes = len(x), grouped_blocks.PLAIN_PASSES._replace(forward=note_choice)
+    passes = grouped_blocks.PLAIN_PASSES._replace(forward=note_choice)
     run = lambda arrays, x: grouped_blocks.record_linears(eqx.combine(arrays, static), x, passes)
     jax.eval_shape(run, jax.tree.map(lambda a: a[0], arrays), x[:1])
     supported = [{name for name, _ in choice.by_platform} for choice in choices]

@@ -118,8 +118,9 @@ def blocks_forward(
     even_rows: int | None = None,
     max_group_rows: int | None = None,
 ) -> tuple[Array, list[Array]]:
-    """Return the rows' outputs, and the linear maps' outputs for the rows in slots, in the form of
-    `GroupSlots.flatten`.
+    """Return the rows' outputs and, for the rows in slots, the outputs of the linear maps.
+
+    The outputs of the linear maps have the form that `GroupSlots.flatten` returns.
     """
     return compute_in_slots(
         static, arrays, x, sizes, GroupSlots(sizes, len(x), even_rows=even_rows, max_group_rows=max_group_rows)

@@ -57,7 +57,7 @@ class States(eqx.Module):
 
 
 def split_chunks(x: Array, size: int, mode: str = "constant") -> Array:
-    """Split dim 1 (`seq`) into chunks of `size` tokens and put the chunk number first; pad the last chunk by `mode`."""
+    """Split dim 1 (`seq`) into chunks of `size` tokens, with a first dim of chunks; pad the last chunk by `mode`."""
     padded = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2), mode=mode)
     return jnp.moveaxis(padded.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
 

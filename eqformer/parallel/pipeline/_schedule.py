@@ -82,7 +82,7 @@ class Schedule:
     def shifts(self) -> Int[np.ndarray, "_"]:
         """For each part but the last, the number of devices up the ring from its device to the next part's device.
 
-        The number is 0 if one device holds both parts. Gradients move down the ring by the same number.
+        The number is 0 if one device holds both parts. Gradients move down the ring by the same number of devices.
         """
         return np.diff(self.stage_of) % self.stages
 
@@ -326,7 +326,7 @@ def _assign_slots(
     """Return the largest number of slots that a device uses, and the slot of each part and microbatch.
 
     A slot is used from `start` to `end`, and reused as soon as it is free. The number of slots of a device is therefore
-    the largest number in use at one time.
+    the largest number of slots that are in use at one time.
     """
     slots, largest_count = np.full_like(start, IDLE), 0
     for stage in range(schedule.stages):

@@ -119,7 +119,8 @@ def _scatters(linear: nn.LinearMap) -> bool:
 def _split_outputs(linear: nn.LinearMap, specs: PyTree, names: PyTree) -> tuple[int | None, ...] | None:
     """Return the `split_outputs` of a map's `FeatureLinear`, or None if no array but the bias is split along outputs.
 
-    A pipeline may later replace the map by a wrapper with more arrays. A tuple would no longer fit, but None does.
+    A pipeline may later replace the map by a wrapper with more arrays. A tuple has an entry for each array and would
+    then not fit; None fits any number of arrays.
     """
 
     def split_output_dim(x: Array, spec: jax.sharding.PartitionSpec, names: str) -> int | None:

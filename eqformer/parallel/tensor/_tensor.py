@@ -174,6 +174,7 @@ class RowParallelMap(nn.LinearWrapper):
                 name="row-parallel output",
             )
         y = checkpoint_name(y, "product")  # If a remat policy saves `y`, recomputation needs no second reduction.
+        # The remat policy `full` saves arrays named "own tokens", which would otherwise be sent again.
         return checkpoint_name(y, "own tokens") if self.stream.splits_tokens else y
 
 
