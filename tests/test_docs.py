@@ -51,6 +51,18 @@ def test_links_inside_the_project_lead_somewhere(page):
     assert missing == []
 
 
+def long_lines(text: str) -> list[str]:
+    """Return lines of prose above 120 characters. Code, tables, headings and pictures may have longer lines."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return [line for line in prose.splitlines() if len(line) > 120 and not re.match(r"\s*(\||#|!\[| {4})", line)]
+
+
+@pytest.mark.quick
+def test_lines_of_prose_have_at_most_120_characters():
+    assert [(page.name, line) for page in PAGES for line in long_lines(page.read_text())] == []
+    assert long_lines("word " * 25) and not long_lines("| " + "word " * 25)  # the controls
+
+
 def lines_of_tasks(page: str) -> dict[str, list[int]]:
     """Return the lines of each task's program and, if the page has it, of the program by hand, as the table counts."""
     programs = [(match.start(), match.group(1)) for match in BLOCK.finditer(page) if not FILE.match(match.group(1))]
