@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from contract_cases import afresh, named, of_plan
+from contract_cases import afresh, bytes_of_gradients, named, of_plan
+from plan_models import model_of
 from plan_parity import Case, differences, of_one_device
 
 from eqformer.parallel.pipeline import _pipeline
@@ -35,3 +36,12 @@ def test_a_part_of_the_sum_over_stages_that_is_left_out_is_seen(monkeypatch):
 
     monkeypatch.setattr(_pipeline, "_sum_over_stages", sum_without_half)
     assert len(differences(afresh(case), wanted, 1e-2)) == 1
+
+
+@pytest.mark.grid
+def test_planning_counts_the_sum_of_the_learned_numbers_over_stages():
+    """A program sends the loss and the count, of 4 bytes each, beside the gradients that planning counts."""
+    counted, told = bytes_of_gradients(Case(MODEL, {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2}))
+    assert counted["state"] == told["state"] + 2 * 4
+    learned: Any = model_of(MODEL).parts.frequencies
+    assert told["state"] - learned.alpha.nbytes < counted["state"] - 2 * 4  # the control
