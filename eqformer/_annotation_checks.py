@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import numbers
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -233,7 +234,7 @@ def _check_argument(call: str, name: str, value: object, rule: ArgumentRule, siz
     elif rule.plain:
         if not isinstance(value, tuple(_PLAIN_TYPES[kind][0] for kind in rule.plain)):
             kinds = " or ".join(_PLAIN_TYPES[kind][1] for kind in rule.plain)
-            raise ValueError(f"{call}({name}={value!r:.40}): it is a {type(value).__name__}; give a {kinds}.")
+            raise ValueError(f"{call}({name}={value!r:.40}): it is {name_class(value)}; give a {kinds}.")
     elif not rule.arrays:
         names, cls = " or ".join(cls.__name__ for cls in rule.classes), rule.classes[0]
         fields = [field for field, field_rule in getattr(cls, _RULES).items() if not field_rule.is_optional]
@@ -307,6 +308,18 @@ def _describe_kinds(rule: ArrayRule) -> str:
 
 def _format_dims(rule: ArrayRule) -> str:
     return f"({', '.join(rule.dims)})"
+
+
+def add_article(name: str) -> str:
+    """Return a name with its indefinite article: `an int`, `a Linear`, `an LFM2Config`, `a UnionType`."""
+    is_acronym = re.match(r"[AEFHILMNORSX][A-Z0-9]", name) is not None
+    starts_with_vowel = re.match(r"[aeioAEIO]|[uU](?!ni|se|[A-Z])", name) is not None
+    return f"an {name}" if is_acronym or starts_with_vowel else f"a {name}"
+
+
+def name_class(value: object) -> str:
+    """Return the name of a value's class with its article, for errors: `an int`."""
+    return add_article(type(value).__name__)
 
 
 def _describe_value(value: object) -> str:

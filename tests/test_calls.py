@@ -19,7 +19,7 @@ from jaxtyping import Int
 
 import eqformer
 from eqformer import generation, kernels, nn, training
-from eqformer._annotation_checks import ArrayRule, checked, rules_of
+from eqformer._annotation_checks import add_article, ArrayRule, checked, rules_of
 from eqformer.training.optimizer import _optimizer
 
 
@@ -202,6 +202,16 @@ def test_a_call_without_the_check_is_found(monkeypatch):
     assert {each.partition(")")[0] for each in complaints()[0]} == {"plain(x"}
     monkeypatch.setattr(generation, "plain", checked(plain))
     assert complaints()[0] == []
+
+
+@pytest.mark.quick
+def test_names_of_classes_have_the_right_article():
+    with_an = ("int", "AttentionMixer", "MLP", "RMSNorm", "LFM2Config", "ExpertChoiceRouter", "UnknownNorm")
+    with_a = ("list", "Linear", "NoneType", "GPT2Config", "UnionType", "UMT5Config", "UserNorm", "SpeedrunConfig")
+    assert [add_article(name) for name in (*with_an, *with_a)] == [
+        *(f"an {name}" for name in with_an),
+        *(f"a {name}" for name in with_a),
+    ]
 
 
 def test_a_plain_field_of_a_wrong_type_is_told_as_shortly():

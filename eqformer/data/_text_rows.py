@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from .._annotation_checks import fits
+from .._annotation_checks import add_article, fits
 from .._files import parse_json
 from .._shapes import Batch, LabelBatch
 from ._conversations import describe_fields, EncodedExample, RowEncoder
@@ -199,7 +199,7 @@ def _check_lengths(call: str, store: TokenStore, seq: int, encoder: type[RowEnco
     """Raise a `ValueError` if a text of a store of whole texts has more than `seq` tokens."""
     if (longest := int(np.diff(store.offsets).max())) > seq:
         raise ValueError(
-            f"{call}: a text has {longest} tokens; make the store by a {encoder.__name__} with the same seq."
+            f"{call}: a text has {longest} tokens; make the store by {add_article(encoder.__name__)} with the same seq."
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
+from .._annotation_checks import name_class
 from ..nn import can_roll_back, dims, restore_states, Tokens
 from ._decode import append_tokens, decode_step, Rows, sample_ids, SamplingState
 from ._model import Model, PredictingModel
@@ -126,7 +127,7 @@ def make_draft(model: Model, draft: Model | str, tokens: int, total: int) -> Dra
     if draft != "mtp" or not isinstance(model, PredictingModel) or model.predictor is None:
         raise ValueError(
             f'generate(draft={draft!r}): a draft is a smaller model, or "mtp" for the predictor of a model that was '
-            f"loaded or built with predictor=True; the model is a {type(model).__name__} without a predictor."
+            f"loaded or built with predictor=True; the model is {name_class(model)} without a predictor."
         )
     return PredictorDraft(model=model, tokens=tokens)
 

@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
+from .._annotation_checks import name_class
 from ._observer import (
     DeviceValues,
     insert_wrappers,
@@ -254,7 +255,7 @@ class Capture(eqx.Module):
         """
         if not isinstance(self.model, nn.LanguageModel):
             raise ValueError(
-                f"capture(model, paths).init_cache: the model is a {type(self.model).__name__}, and only a language "
+                f"capture(model, paths).init_cache: the model is {name_class(self.model)}, and only a language "
                 "model makes the caches of all layers; make the module's own cache."
             )
         if self.plan is None:

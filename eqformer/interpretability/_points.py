@@ -9,6 +9,7 @@ from typing import Any
 import equinox as eqx
 
 from .. import nn
+from .._annotation_checks import name_class
 from ..kernels import Operation
 
 
@@ -162,7 +163,7 @@ def _explain_unknown(key: str, nodes: dict[str, Node]) -> str:
     if eqx.is_array(value):
         return f"is a parameter, and not a value that a call computes; name its module, {parent!r}"
     if value is not None:
-        return f"is a {type(value).__name__}, whose calls are not observed; only calls of an nn.Module are observed"
+        return f"is {name_class(value)}, whose calls are not observed; only calls of an nn.Module are observed"
     return "is no module of the model"
 
 

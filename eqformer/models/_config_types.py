@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn, TypeAlias
 
-from .._annotation_checks import fits
+from .._annotation_checks import fits, name_class
 
 
 Attributes: TypeAlias = dict[str, Any]
@@ -131,7 +131,7 @@ def format_value(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print whole numbers of thousands of digits.
-        return f"a {type(value).__name__} too long to print"
+        return f"{name_class(value)} too long to print"
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 

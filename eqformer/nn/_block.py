@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
+from .._annotation_checks import name_class
 from ._contracts import Layer, Mixer, Routed, Sublayer
 from ._dtype import multiply_float32
 from ._model_contracts import LayerStack, RandomMask
@@ -420,7 +421,7 @@ def check_caches(caches: PyTree, count: int, readers: str) -> None:
     """Raise a `ValueError` unless `caches` is a tuple of `count` caches; the error calls the modules `readers`."""
     is_sequence = isinstance(caches, tuple | list)
     if not is_sequence or len(caches) != count:
-        passed = f"a tuple of {len(caches)}" if is_sequence else f"a {type(caches).__name__}"
+        passed = f"a tuple of {len(caches)}" if is_sequence else name_class(caches)
         raise ValueError(
             f"a call of {count} {readers} takes a tuple of {count} caches, but cache is {passed}; make the cache by "
             "init_cache of the same module."

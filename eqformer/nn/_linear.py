@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
+from .._annotation_checks import name_class
 from ._contracts import ComposedMap, ComputeDtypeMatmul, DenseMap, LinearMap, MatmulPrecision
 from ._dtype import at_least_float32, matmul_float32
 from ._module import named_by
@@ -52,7 +53,7 @@ class LinearWrapper(LinearMap):
     def weight(self) -> Array:
         """Raise an `AttributeError`: a wrapper has no weight."""
         raise AttributeError(
-            f"LinearMap.weight: a {type(self).__name__} takes the place of the map '{' '.join(self.inputs)} -> "
+            f"LinearMap.weight: {name_class(self)} takes the place of the map '{' '.join(self.inputs)} -> "
             f"{' '.join(self.outputs)}' here, and a device may hold only a slice of the weight; call the map instead "
             "of reading its weight."
         )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PyTree, UInt8
 
 from .. import kernels
+from .._annotation_checks import name_class
 from ..kernels import BITS, codes_in_a_byte, decode_matrix, repeat_groups
 from ._contracts import ComputeDtypeMatmul
 from ._dtype import float_dtype
@@ -237,7 +238,7 @@ def _quantize_map(linear: LinearMap, form: str, group: int | None, call: str) ->
         raise ValueError(f"{call} is quantized already; dequantize the model first, or choose other maps by where=.")
     if not isinstance(linear, DenseMap):
         raise ValueError(
-            f"{call} is a {type(linear).__name__}, which holds no weight to round; quantize before with_lora, or "
+            f"{call} is {name_class(linear)}, which holds no weight to round; quantize before with_lora, or "
             "choose other maps by where=."
         )
     weight, inputs = linear.weight, linear.inputs

@@ -9,6 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from .. import nn
+from .._annotation_checks import name_class
 from ._context_attention import check_context, refuse_pieces
 from ._mesh import AXES, axes_of, AXIS_TYPES, BATCH_AXES, CONTEXT, Device, EXPERT, is_spec, PIPE, TENSOR
 from ._placement import check_values, Placement
@@ -90,7 +91,7 @@ def check_model_class(model: object) -> None:
     if not isinstance(model, nn.LanguageModel):
         raise ValueError(
             f"Plan.check(model): a plan runs an nn.LanguageModel, such as an nn.Transformer of any layers, but the "
-            f"model is a {type(model).__name__}; put it into an nn.Transformer, or shard it by partition_specs and run "
+            f"model is {name_class(model)}; put it into an nn.Transformer, or shard it by partition_specs and run "
             "it by filter_shard_map."
         )
 
@@ -265,7 +266,7 @@ def _check_feature_layers(plan: Placement, model: nn.LanguageModel, known: tuple
     for path, module in modules:
         if not isinstance(module, (*known, nn.RandomMask, NoneType)):
             raise ValueError(
-                f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} is a {type(module).__name__}, "
+                f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} is {name_class(module)}, "
                 "which would get a slice of each token's features and compute as if it had all features; take "
                 "residual='replicated' or 'sequence', or an nn.Mixer, nn.FeedForward, nn.ExpertMixture or nn.Norm."
             )
@@ -339,16 +340,16 @@ def _check_mixture(plan: Placement, path: str, moe: nn.ExpertMixture) -> None:
 
 def _check_choice_scope(plan: Placement, path: str, module: nn.Router | nn.Dispatch, among: str) -> None:
     """Raise a `ValueError` if a router's or dispatch's choices depend on more tokens (`among`) than a device has."""
-    context, rows, name = plan.size(CONTEXT), math.prod(map(plan.size, BATCH_AXES)), type(module).__name__
+    context, rows, name = plan.size(CONTEXT), math.prod(map(plan.size, BATCH_AXES)), name_class(module)
     if among != "token" and context > 1:
         raise ValueError(
-            f"Plan over context={context}: {path} has a {name}, whose choices depend on whole rows, but a device has "
+            f"Plan over context={context}: {path} has {name}, whose choices depend on whole rows, but a device has "
             "pieces of rows; take another axis, or a router with which each token chooses its experts, with Dropless "
             "or a factor of experts / top_k, which drop no choices."
         )
     if among not in ("token", "sequence") and rows > 1:
         raise ValueError(
-            f"Plan over {rows} pieces of the batch: {path} has a {name}, whose choices depend on the whole batch, but "
+            f"Plan over {rows} pieces of the batch: {path} has {name}, whose choices depend on the whole batch, but "
             "a device has some of its rows; take per='sequence'."
         )
 

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from .. import kernels
+from .._annotation_checks import name_class
 from ..nn import broadcast_float32, Mixer
 from . import _collectives as send
 from ._mesh import CONTEXT
@@ -203,7 +204,7 @@ def check_context(
 def refuse_pieces(size: int, path: str, mixer: Mixer) -> NoReturn:
     """Raise a `ValueError` for a mixer that cannot run on pieces of rows, such as a recurrence."""
     raise ValueError(
-        f"Plan over context={size}: {path} has a {type(mixer).__name__}, which needs whole rows, because it reads "
+        f"Plan over context={size}: {path} has {name_class(mixer)}, which needs whole rows, because it reads "
         "tokens one after another or chooses among all tokens, but a device has pieces of rows; give the devices to "
         "another axis, such as tensor, which splits heads."
     )

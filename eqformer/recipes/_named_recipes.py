@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from .._annotation_checks import name_class
 from .._files import dataclass_from_json, dataclass_to_json, read_json, read_utf8, UnknownKindError
 from ..models import FAMILIES, preset, presets, SpeedrunConfig
 from ..nn import Execution, Precision, RotaryScaling
@@ -297,7 +298,7 @@ def load_user_recipe(name: str) -> Recipe:
     recipe = function()
     if not isinstance(recipe, Recipe):
         call = f"{getattr(function, '__name__', name)}()"
-        raise ValueError(f"--recipe {name}: {call} returned a {type(recipe).__name__}; return a recipes.Recipe.")
+        raise ValueError(f"--recipe {name}: {call} returned {name_class(recipe)}; return a recipes.Recipe.")
     return recipe
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import kernels, nn, training
+from .._annotation_checks import name_class
 from ..parallel import is_first_process, Plan, replicated_layers, TENSOR
 from ._recipe import Recipe
 from ._run_directory import RunDirectory
@@ -213,9 +214,7 @@ def opening_line(
         begin += f" from {recipe.from_run}" + (f" at step {recipe.from_step}," if recipe.from_step else "")
     trained, total = parameters
     share = "all trained" if trained == total else f"{trained:,} of them trained ({trained / total:.2%})"
-    return (
-        f"{name}: a {type(recipe.model).__name__} of {total:,} parameters, {share}, {begin} in {directory.path}; {data}"
-    )
+    return f"{name}: {name_class(recipe.model)} of {total:,} parameters, {share}, {begin} in {directory.path}; {data}"
 
 
 def metrics_line(last: Mapping[str, Any]) -> str:

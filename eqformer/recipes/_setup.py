@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh as DeviceMesh
 from jaxtyping import Array, Key
 
 from .. import data, models, nn, parallel, planning, training
+from .._annotation_checks import name_class
 from ..text import load_tokenizer
 from ._recipe import Distillation, fields_of, flags_of, format_flag, Mesh, name_flags_in_errors, Recipe
 from ._report import Screen
@@ -300,9 +301,9 @@ def check_run(recipe: Recipe, directory: RunDirectory) -> nn.Transformer:
 
 def _check_encoder(recipe: Recipe, shapes: nn.Transformer) -> None:
     """Raise a `ValueError` if the recipe's model, with these `shapes`, cannot learn by its loss of text encoders."""
-    name = type(recipe.model).__name__
+    name = name_class(recipe.model)
     if shapes.start is not None:
-        raise ValueError(f"--loss {recipe.loss}: a {name} has an encoder and a decoder; take a model with one stack.")
+        raise ValueError(f"--loss {recipe.loss}: {name} has an encoder and a decoder; take a model with one stack.")
     if (longest := shapes.max_seq) is not None and recipe.seq > longest:
         raise ValueError(
             f"--seq {recipe.seq}: the model has {longest} learned positions; give --seq {longest} or less."
@@ -310,7 +311,7 @@ def _check_encoder(recipe: Recipe, shapes: nn.Transformer) -> None:
     families = [family for family in models.FAMILIES.values() if family.config is type(recipe.model)]
     if recipe.loss == "mlm" and not any(family.is_encoder for family in families):
         raise ValueError(
-            f"--loss mlm: in a {name} no token sees later tokens; take a family of encoders, such as ModernBERT, or "
+            f"--loss mlm: in {name} no token sees later tokens; take a family of encoders, such as ModernBERT, or "
             "another --loss."
         )
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from .. import data
+from .._annotation_checks import name_class
 from .._failures import foreign_call, load_extra
 
 
@@ -49,7 +50,7 @@ class GrammarCompiler:
             )
         if not isinstance(tokenizer, data.ByteTokenizer | data.FileTokenizer):
             raise ValueError(
-                f"{call}: llguidance reads the vocabulary of a tokenizer.json, which a {type(tokenizer).__name__} does "
+                f"{call}: llguidance reads the vocabulary of a tokenizer.json, which {name_class(tokenizer)} does "
                 "not have; pass a function of your own as `allowed`."
             )
         with foreign_call(lambda reason: f"{call}: llguidance cannot read the model's tokenizer ({reason})."):

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .. import data, models, nn, parallel
+from .._annotation_checks import name_class
 from .._shapes import next_power_of_two
 from ..data import EncodedText
 from ._companions import check_truncation_side, EmbeddingHead, MODULES, read_encoder_files, stated_max_length
@@ -211,10 +212,10 @@ def check_texts(call: str, texts: object) -> list[str]:
     """Return a text, or several texts, as a list; raise a `ValueError` that begins with `call` for anything else."""
     rows = [texts] if isinstance(texts, str) else texts
     if not isinstance(rows, list | tuple) or not rows:
-        description = "an empty list" if rows == [] or rows == () else f"a {type(rows).__name__}"
+        description = "an empty list" if rows == [] or rows == () else name_class(rows)
         raise ValueError(f"{call}: texts are a text or a list of at least one text, but it is {description}.")
     if wrong := [index for index, row in enumerate(rows) if not isinstance(row, str)]:
-        raise ValueError(f"{call}: text {wrong[0]} is a {type(rows[wrong[0]]).__name__}; give texts.")
+        raise ValueError(f"{call}: text {wrong[0]} is {name_class(rows[wrong[0]])}; give texts.")
     return list(rows)
 
 

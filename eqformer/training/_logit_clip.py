@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import kernels, nn, parallel
+from .._annotation_checks import name_class
 from .._shapes import Batch
 from .losses._loss_aux import LossFn
 from .optimizer._optimizer import is_none, Optimizer, Trained
@@ -216,7 +217,7 @@ def _map_attentions(change: Callable[[Any], Any], tree: PyTree) -> PyTree:
 def _refusal(mixer: Any, parameters: Any) -> str | None:
     """Return the reason why the logits of an attention cannot be clipped, or None."""
     if not hasattr(mixer, "key") and not hasattr(mixer, "key_up"):
-        return f"a {type(mixer).__name__} uses the keys of another layer, for which MuonClip has no rule"
+        return f"{name_class(mixer)} uses the keys of another layer, for which MuonClip has no rule"
     if any(getattr(mixer, name, None) is not None for name in ("query_norm", "key_norm")):
         return "norms of queries and keys already bound its logits, and cancel any factor of the weights"
     if mixer.scores.softcap is not None:
@@ -273,7 +274,7 @@ def _with_row_numbers(batch: PyTree) -> PyTree:
     """Return the batch with the number of each row; raise a `ValueError` for anything but a `Batch`."""
     if not isinstance(batch, Batch):
         raise ValueError(
-            f"make_step(clip_logits=...): the batch must store the numbers of its rows, and a {type(batch).__name__} "
+            f"make_step(clip_logits=...): the batch must store the numbers of its rows, and {name_class(batch)} "
             "has no field for them; give an eqformer.Batch."
         )
     return dataclasses.replace(batch, row_numbers=jnp.arange(batch.ids.shape[0], dtype=jnp.int32))

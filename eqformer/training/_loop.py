@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Key, PyTree
 
+from .._annotation_checks import name_class
 from .._files import JsonObject
 from ..parallel import Votes
 from ._planned_state import PlannedState
@@ -123,7 +124,7 @@ def train(
     for index, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
             raise ValueError(
-                f"train(callbacks=...): callbacks[{index}] is a {type(callback).__name__}; pass a Callback, or wrap "
+                f"train(callbacks=...): callbacks[{index}] is {name_class(callback)}; pass a Callback, or wrap "
                 "a function in Every(1, function), which calls it with the run's Progress."
             )
     run = Progress(state, start, steps, {})

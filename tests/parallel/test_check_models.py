@@ -139,13 +139,13 @@ MODELS = {
         mixed(router=choosing("sequence")),
         {"context": 2},
         {},
-        r"has a ExpertChoiceRouter, .* whole rows",
+        r"has an ExpertChoiceRouter, .* whole rows",
     ),
     "experts that choose in a part of the batch": (
         mixed(router=choosing("batch")),
         {"expert": 2},
         {},
-        r"has a ExpertChoiceRouter, .* whole batch",
+        r"has an ExpertChoiceRouter, .* whole batch",
     ),
     "a recurrence over pieces of rows": (
         recurrent,

@@ -48,6 +48,6 @@ def test_a_cache_goes_on_where_it_was(both):
 
 
 def test_what_is_no_transformer_is_named(both):
-    with pytest.raises(ValueError, match=r"Plan.check\(model\): a plan runs an nn.LanguageModel.* is a MLP; put"):
+    with pytest.raises(ValueError, match=r"Plan.check\(model\): a plan runs an nn.LanguageModel.* is an MLP; put"):
         check_model_class(nn.MLP(embed=4, mlp=4, key=jax.random.key(0)))
     check_model_class(both[0])

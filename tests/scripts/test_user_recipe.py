@@ -88,7 +88,7 @@ def test_it_goes_on_over_another_mesh_and_from_its_copy(file, tmp_path):
             "has no function 'large' that returns the recipe; the file defines WindowedConfig, build_",
         ),
         ("{file}", "has no function 'recipe'"),
-        ("{file}:number", "number() returned a int; return a recipes.Recipe"),
+        ("{file}:number", "number() returned an int; return a recipes.Recipe"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused(name, message, file, tmp_path):

@@ -18,6 +18,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from ... import nn
+from ..._annotation_checks import name_class
 from ._learning_rates import Rates
 from ._moments import compress_moments, decompress_moments, map_moments, MOMENTS
 
@@ -47,10 +48,10 @@ def trained_parameters(model: PyTree, trained: Trained) -> PyTree:
     try:
         jax.tree.map(lambda parameter, x: None, parameters, model, is_leaf=is_none)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"Optimizer(trained=...): for a {type(model).__name__} {rule}; return such a tree.") from error
+        raise ValueError(f"Optimizer(trained=...): for {name_class(model)} {rule}; return such a tree.") from error
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
         if not nn.is_trainable(leaf):
-            kind = f"{leaf.dtype} of shape {leaf.shape}" if nn.has_shape(leaf) else f"a {type(leaf).__name__}"
+            kind = f"{leaf.dtype} of shape {leaf.shape}" if nn.has_shape(leaf) else name_class(leaf)
             raise ValueError(
                 f"Optimizer(trained=...): it picks {nn.path_name(path)}, {kind}, which has no gradient; pick "
                 "only floating-point arrays, as training.trainable does."
@@ -241,7 +242,7 @@ def check_optimizer(optimizer: object, call: str) -> None:
     """Raise a `ValueError` for anything but an `Optimizer`, such as a plain optax transformation."""
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
-            f"{call}: the optimizer must be a training.Optimizer, not a {type(optimizer).__name__}; build an optax "
+            f"{call}: the optimizer must be a training.Optimizer, not {name_class(optimizer)}; build an optax "
             "transformation for a learning rate of 1 and pass it with the rate, as "
             "training.Optimizer(optax.adam(1.0), training.constant(1e-3))."
         )
