@@ -140,6 +140,20 @@ def meaning(numbers: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "max_seq"}
 
 
+@pytest.mark.quick
+def test_recorded_defaults_lack_what_any_configuration_has():
+    generic = {"_name_or_path", "chunk_size_feed_forward", "id2label", "return_dict", "transformers_version"}
+    assert [name for name, config in DEFAULTS.items() if generic & config.keys()] == []
+    assert all({"model_type", "vocab_size"} & config.keys() for config in DEFAULTS.values())  # the control
+
+
+@pytest.mark.quick
+def test_recorded_releases_are_of_fixtures():
+    versions = json.loads((FIXTURES / "versions.json").read_text())
+    assert [name for name in versions if not (FIXTURES / name).exists()] == []
+    assert versions["published_configs.json"].keys() == {"torch", "transformers"}
+
+
 # What publishers' folders have besides, and transformers leaves unread.
 LEFT_OVER: dict[str, dict[str, Any]] = {
     "command-r": {"model_max_length": 131_072},
