@@ -74,12 +74,14 @@ def attempt(name: str, path: tuple[str, ...], label: str, *value: Any) -> str:
     family = name.split()[0]
     ignored = HARMLESS | SUPERSEDED | SWITCHED_OFF | UNUSED.get(family, set())
     ignored |= OF_IMAGES if family == "t5gemma2" and len(path) > 1 else set()
-    is_flag = label == "true" and isinstance(of(RECORDED[name]["config"], path), bool | None)
+    is_flag = label == "true" and (isinstance(of(RECORDED[name]["config"], path), bool | None) or path in ALSO_FLAGS)
     if label in MORE_WRONG and ignored.isdisjoint(path) and not is_flag and PASSED_OVER.isdisjoint(path):
         return f"{case}taken"
     return case + ", ".join(faults) if (faults := faults_of(config)) else ""
 
 
+# Attributes that are a text in the recorded configurations and may also be true, as in Laguna's released folders.
+ALSO_FLAGS = {("gating",)}
 # Of images, of which the family reads nothing, and what the encoder's whole says in the place of its text.
 OF_IMAGES = {"boi_token_index", "mm_tokens_per_image", "vision_config", "attn_logit_softcapping", "tie_word_embeddings"}
 # Bookkeeping that transformers writes into every configuration, also into the halves of one.

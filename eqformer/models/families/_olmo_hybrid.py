@@ -63,8 +63,14 @@ class _RotaryOrNone(Entry):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary`, `theta` and `scaling`."""
-        theta = published.nullable("rope_theta", 10_000.0)
-        if either_rotary_parameters(published).get("rope_theta", theta) is None:
+        theta, parameters = published.nullable("rope_theta", 10_000.0), either_rotary_parameters(published)
+        if parameters.get("rope_theta", theta) is None:
+            rope_type = parameters.get("rope_type", parameters.get("type"))
+            if rope_type not in (None, "default"):
+                published.refuse(
+                    f"rope_type={rope_type!r}: a rope_theta of null means no rotary positions, which cannot be scaled; "
+                    "give a rope_theta, or rope_type='default'."
+                )
             return {"rotary": False, "theta": 500_000.0, "scaling": None}
         return self._positions.read(published) | {"rotary": True}
 
