@@ -288,7 +288,14 @@ def _find_family(published: PublishedConfig) -> tuple[Family, MultimodalModel | 
             f"model_type={model_type!r} is not known; the families are {', '.join(sorted(known))}, and the multimodal "
             f"models whose text model can be read are {', '.join(names)}."
         )
-    text_type = published.nested(TEXT).get("model_type") or (next(iter(candidates)) if len(candidates) == 1 else None)
+    text_config = published.nested(TEXT)
+    if not text_config and not any(multimodal.defaults for _, multimodal in candidates.values()):
+        alone = " or ".join(repr(text_type) for text_type in sorted(candidates) if text_type in known)
+        published.refuse(
+            f"model_type={model_type!r}: a model of text and images or sound has the attributes of its text model in "
+            f"{TEXT}, but there is no {TEXT}; move the attributes there, or take the text model's model_type, {alone}."
+        )
+    text_type = text_config.get("model_type") or (next(iter(candidates)) if len(candidates) == 1 else None)
     if not isinstance(text_type, str) or text_type not in candidates:
         published.refuse(
             f"{TEXT}: model_type={text_type!r} is not known; the text models of {model_type!r} are "

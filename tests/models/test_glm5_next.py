@@ -51,9 +51,20 @@ def test_the_older_object_of_nets_is_checked(attributes):
         numbers_of(recorded("plain") | {"linear_attn_config": NET_SIZES | attributes})
 
 
-@pytest.mark.parametrize("attributes", [{"linear_lower_bound": 0.5}, {"linear_attn_config": {"gate_lower_bound": 0.0}}])
-def test_a_bound_of_decays_that_is_not_negative_is_refused(attributes):
-    with pytest.raises(ValueError, match=r"^config.json: linear_lower_bound=0..: it must be negative"):
+@pytest.mark.parametrize(
+    "attributes, refusal",
+    [
+        ({"linear_lower_bound": 0.5}, "config.json: linear_lower_bound=0.5"),
+        ({"linear_attn_config": {"gate_lower_bound": 0.0}}, "config.json, linear_attn_config: gate_lower_bound=0.0"),
+        (
+            {"linear_attn_config": {"gate_lower_bound": "low"}},
+            "config.json, linear_attn_config: gate_lower_bound='low'",
+        ),
+        ({"linear_attn_config": NET_SIZES, "linear_lower_bound": 2.0}, "config.json: linear_lower_bound=2.0"),
+    ],
+)
+def test_a_bound_of_decays_that_is_not_negative_is_refused_by_its_own_name(attributes, refusal):
+    with pytest.raises(ValueError, match=rf"^{refusal}: it must be"):
         numbers_of(recorded("plain") | attributes)
 
 

@@ -300,7 +300,14 @@ WRONG = {
         r"config.json: attributes that .* not know: window_of_doom",
     ),
     "one of the text": ({"text_config": TEXT | {"doom": 3}}, r"config.json: text_config: attributes .*: doom=3"),
-    "no text": ({"text_config": None}, r"text_config: model_type=None is not known; the text models of 'mistral3' are"),
+    "no text": (
+        {"text_config": None},
+        r"model_type='mistral3': .* there is no text_config; .*, 'ministral3' or 'mistral' or",
+    ),
+    "a text whose attributes are beside the image part's": (
+        {"text_config": None} | TEXT | {"model_type": "mistral3"},
+        r"config.json: model_type='mistral3': .* there is no text_config; move the attributes there",
+    ),
     "a text that is a list": ({"text_config": [1]}, r"text_config=\[1\]: it must be an object"),
     "another text": ({"text_config": TEXT | {"model_type": "gpt2"}}, r"text_config: model_type='gpt2' .* mistral"),
     "a text that is named by a list": ({"text_config": TEXT | {"model_type": [1]}}, r"model_type=\[1\] is not known"),

@@ -235,15 +235,19 @@ class _Nets(Entry):
         }
         stated = published.nullable("linear_lower_bound", -5.0)
         bound = nested.nullable("gate_lower_bound", stated)
+        # The configuration and the attribute that state the bound, for errors.
+        source, name = (
+            (nested, "gate_lower_bound") if "gate_lower_bound" in older else (published, "linear_lower_bound")
+        )
         if older and nested.flag("safe_gate", True) and bound is None:
             bound = -5.0
-        for name in ("full_attn_layers", "kda_layers"):  # ignored: `layer_types` states the kinds of layers
-            nested.listed(name, Index)
+        for lists in ("full_attn_layers", "kda_layers"):  # ignored: `layer_types` states the kinds of layers
+            nested.listed(lists, Index)
         nested.finish()
-        if bound is not None and not published.checked("linear_lower_bound", bound, Number) < 0:
-            published.refuse(
-                f"linear_lower_bound={bound}: it must be negative, because it bounds the logarithms of decays, and the "
-                "state would grow with a decay above 1."
+        if bound is not None and not source.checked(name, bound, Number) < 0:
+            source.refuse(
+                f"{name}={bound}: it must be negative, because it bounds the logarithms of decays, and the state would "
+                "grow with a decay above 1."
             )
         return fields | {"lowest_log_decay": bound}
 
