@@ -21,8 +21,9 @@ def counted_bytes(plan: parallel.Plan, transfers: Iterable[Transfer]) -> dict[st
     def to_sent(transfer: Transfer) -> Sent:
         name, times = transfer.named(COLLECTIVES), transfer.times or 0
         cause = TENSOR if transfer.axes == (TENSOR,) else _cause_of(name)
-        is_in_ticks = plan.is_pipelined and times and times % count_ticks(plan) == 0
-        share = _share_of_ticks(plan, cause) if is_in_ticks else 1.0
+        # A collective in the pipeline's loop is counted in every tick, so its `times` is a multiple of the ticks.
+        is_in_loop = plan.is_pipelined and times and times % count_ticks(plan) == 0
+        share = _share_of_ticks(plan, cause) if is_in_loop else 1.0
         return Sent(cause, name or transfer.kind, share * times * transfer.sent)
 
     return sum_by_cause(map(to_sent, transfers))

@@ -91,8 +91,8 @@ def step_bytes(
 
     The bytes of the state are exact. The estimate adds the temporaries of the loss and its gradients
     (`temporary_bytes`) or, if these are more bytes, the gradients and the copies of moments during the update
-    (`updated_bytes`). Compiled steps need more than the estimate, by up to 15 % of what they need, so a margin is added
-    as a separate cause.
+    (`updated_bytes`). The estimate may be 15 % lower than the bytes of the compiled step, so a margin is added as a
+    separate cause.
 
     Args:
         states: The state under the plan in question.

@@ -103,7 +103,7 @@ class PlanSearch(NamedTuple):
     smallest_state: int
     """The fewest bytes of a plan's state."""
     meshes: int
-    """Number of meshes that suit the model."""
+    """Number of pairs of a mesh and a stage of ZeRO that suit the model."""
     candidates: int
     """Number of plans that may fit by the shapes of arrays; 1 if none may, since the smallest plan is then traced."""
     traced: int
@@ -152,19 +152,19 @@ def search_plans(
     proposals = [
         Proposal(
             candidate,
-            traced_bytes.total,
-            step.step_time(candidate, traced_bytes.on_host),
-            judge_formula(traced_bytes.total, _forecast.exact_bytes(traced_bytes.held), step.memory),
+            held=traced_bytes.total,
+            time=step.step_time(candidate, traced_bytes.on_host),
+            verdict=judge_formula(traced_bytes.total, _forecast.exact_bytes(traced_bytes.held), step.memory),
         )
         for candidate, traced_bytes in fitting
     ]
     return PlanSearch(
-        sorted(proposals, key=attrgetter("rank")),
-        min(traced, key=lambda pair: pair[1].total, default=None),
-        min(state_sizes, default=step.memory + 1),
-        len(state_sizes),
-        len(possible),
-        len(traced),
+        proposals=sorted(proposals, key=attrgetter("rank")),
+        smallest=min(traced, key=lambda pair: pair[1].total, default=None),
+        smallest_state=min(state_sizes, default=step.memory + 1),
+        meshes=len(state_sizes),
+        candidates=len(possible),
+        traced=len(traced),
     )
 
 
@@ -345,7 +345,7 @@ def _trace_until_fits(
     """Trace candidates in order until `limit` of them may fit, and return these candidates and all traced candidates.
 
     Each candidate is returned with the bytes of its step. A candidate may fit if its estimate without the margin is at
-    most `memory`; only the compiler can tell whether such a candidate fits.
+    most `memory`. If the estimate with the margin exceeds `memory`, only the compiler can tell.
     """
     fitting: list[tuple[Candidate, StepBytes]] = []
     traced: list[tuple[Candidate, StepBytes]] = []

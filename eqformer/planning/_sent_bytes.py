@@ -69,7 +69,7 @@ def sent_bytes(
             gradients, and are sent only if they are split over devices.
     """
     microbatches_on_all_devices = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
-    tokens = float(rows // microbatches_on_all_devices * seq // plan.size(CONTEXT))  # of a device's microbatch
+    tokens = float(rows // microbatches_on_all_devices * seq // plan.size(CONTEXT))  # Tokens in a device's microbatch.
     model = plan.shapes(model)
     trained_model = trained(model)
     sent = list(_state(plan, model, trained_model))
@@ -385,8 +385,10 @@ def _context(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
             embed=(query + output) / 2,
             activation_bytes=_activation_bytes(model),
         )
+        # Both passes of "heads" send the same bytes. The other methods send twice as many bytes in the backward pass.
         forward = size / (2 if method == "heads" else 3)
-        total += size + forward * (plan.reruns_stages + _sends_again(stack))
+        repeats = int(plan.reruns_stages) + int(_sends_again(stack))
+        total += size + forward * repeats
     return _evaluations(plan, stack) * total
 
 

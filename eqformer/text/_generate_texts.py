@@ -35,7 +35,8 @@ class GenerateOptions(TypedDict, total=False):
     seed: int
     """Seed of the sampling, 0 by default: the same seed gives the same text."""
     batch_size: int | None
-    """Number of texts of a list that are generated together; None, the default: all. Texts do not depend on it."""
+    """Number of texts of a list that are generated together; None, the default: all. The texts are the same for every
+    number."""
     cache_dtype: str | None
     """Dtype of keys and values in the cache: None, the default, is the dtype in which they are computed; `"int8"` and
     `"fp8"` take less memory."""
@@ -154,10 +155,10 @@ class StopStrings:
 
     def _find(self, text: str) -> int | None:
         """Return where the first stop string begins in the text; None without one."""
-        # A match is the pair (end, -length), whose sum is the start. The smallest pair ends first and, of several pairs
-        # with the same end, is the longest match.
-        matches = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
-        return sum(min(matches)) if matches else None
+        # The smallest pair (end, start) ends first and, of several pairs with the same end, is the longest match.
+        starts = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        matches = [(start + len(stop), start) for start, stop in starts]
+        return min(matches)[1] if matches else None
 
     def _pending_length(self, text: str) -> int:
         """Return the length of the text's longest suffix that is a prefix of a stop string."""
@@ -263,8 +264,8 @@ def generate_texts(
     if stream and (log_probs or len(prompts.rows) != 1):
         fault = "log_probs=True" if log_probs else f"{len(prompts.rows)} prompts"
         raise ValueError(
-            f"{call}(stream=True): a stream is one text without log_probs, but the call has {fault}; "
-            "leave out one of the two."
+            f"{call}(stream=True): a stream is one text without log_probs, but the call has {fault}; leave out "
+            "stream=True, or give a single prompt without log_probs."
         )
     if not prompts.rows:
         return []

@@ -191,7 +191,7 @@ class LLM:
             slots: Number of texts that are generated at once.
             capacity: Maximum number of tokens of a text, prompt included.
             prefill_chunk: Number of prompt tokens that are read at once; between two decoding steps, one such chunk is
-                read for each free slot.
+                read for each free slot, but at most four chunks that do not complete a prompt.
             stride: Maximum number of tokens of each text that the device generates before the host reads them. With a
                 small stride, texts stream more evenly; with a large stride, all texts are faster.
             prefixes: Number of prompt prefixes whose caches are stored for later prompts with the same beginning.
@@ -231,9 +231,9 @@ class LLM:
         """Return the log-probability of a continuation after a context in nats; for lists, one number for each pair.
 
         A single context may have a list of continuations. Context and continuation are encoded as one text; a token
-        with characters of both belongs to the continuation. A model with an encoder reads them as two texts. The model
-        reads `batch_size` pairs of a list at a time, by default all. Raises a `ValueError` if a context or a
-        continuation has no token.
+        with characters of both belongs to the continuation. A model with an encoder reads context and continuation as
+        two texts. The model reads `batch_size` pairs of a list at a time, by default all pairs. Raises a `ValueError`
+        if a context or a continuation has no token.
         """
         continuations = as_tuple(continuation)
         contexts = [context] * len(continuations) if isinstance(context, str) else list(context)

@@ -204,10 +204,10 @@ class Rollouts:
         decoding_model, size, rewards = self._decoding_model(model), self._prompts * self._group, list[float]()
         for start in range(0, len(self._rows), size):
             # The first rows fill up the last batch, so that all batches have one shape.
-            numbers = [number % len(self._rows) for number in range(start, start + size)]
-            _, completions = self._complete(decoding_model, numbers, 0.0, self.key)
+            indices = [index % len(self._rows) for index in range(start, start + size)]
+            _, completions = self._complete(decoding_model, indices, 0.0, self.key)
             count = min(size, len(self._rows) - start)
-            rewards += self._score("for greedy completions", numbers[:count], completions[:count])
+            rewards += self._score("for greedy completions", indices[:count], completions[:count])
         return float(np.mean(rewards))
 
     def _make_batch(self, model: PyTree, step: int) -> PolicyBatch:
@@ -266,35 +266,35 @@ class Rollouts:
     def _sample(self, model: generation.Model, step: int, attempt: int) -> _Samples:
         """Sample a group of completions for each prompt of a step with a model that decodes, and score them."""
         order_key, draw_key = jax.random.split(jax.random.fold_in(self.key, attempt))
-        numbers = np.repeat(self._choose_rows(order_key, step), self._group).tolist()
+        indices = np.repeat(self._choose_rows(order_key, step), self._group).tolist()
         result, completions = self._complete(
-            model, numbers, self._temperature, jax.random.fold_in(draw_key, step), log_probabilities="transformed"
+            model, indices, self._temperature, jax.random.fold_in(draw_key, step), log_probabilities="transformed"
         )
-        rewards = self._score(f"for step {step + 1}", numbers, completions)
-        originals = [self._rows[number]["prompt"] for number in numbers]
+        rewards = self._score(f"for step {step + 1}", indices, completions)
+        originals = [self._rows[index]["prompt"] for index in indices]
         assert result.log_probabilities is not None
         return _Samples(
             list(map(Sample, originals, completions, rewards)),
-            [self._ids[number] for number in numbers],
+            [self._ids[index] for index in indices],
             result.log_probabilities,
             training.group_advantages(rewards, self._group, scale=self._scale),
         )
 
     def _complete(
-        self, model: generation.Model, numbers: Sequence[int], temperature: float, key: Key[Array, ""], **options: Any
+        self, model: generation.Model, indices: Sequence[int], temperature: float, key: Key[Array, ""], **options: Any
     ) -> tuple[generation.Generation, list[Completion]]:
-        """Generate completions for the rows with these numbers; `options` are passed to `generation.generate`."""
+        """Generate completions for the rows with these indices; `options` are passed to `generation.generate`."""
         result = generation.generate(
             model,
-            [self._ids[number] for number in numbers],
+            [self._ids[index] for index in indices],
             max_new_tokens=self._max_new_tokens,
             transforms=generation.sampling(temperature=temperature),
             end_of_text=list(self.llm.end_ids) or None,
             key=key,
             **options,
         )
-        pairs = zip(numbers, result.new_ids(), strict=True)
-        return result, [complete(ids, (), self._assembler(number)) for number, ids in pairs]
+        pairs = zip(indices, result.new_ids(), strict=True)
+        return result, [complete(ids, (), self._assembler(index)) for index, ids in pairs]
 
     def _decoding_model(self, model: PyTree) -> generation.Model:
         """Return the trained model in the form that decodes.
@@ -305,36 +305,36 @@ class Rollouts:
         return prepare_to_decode(model if self.plan is None else self.plan.unshard(model), self.plan)
 
     def _choose_rows(self, key: Key[Array, ""], step: int) -> list[int]:
-        """Return the numbers of a step's rows; each pass over the rows has another order."""
-        size, numbers = len(self._rows), list[int]()
+        """Return the indices of a step's rows; each pass over the rows has another order."""
+        size, indices = len(self._rows), list[int]()
         first = step // self._updates * self._prompts  # The number of prompts of all earlier batches.
-        for index in range(first, first + self._prompts):
-            epoch, order_index = divmod(index, size)
-            if index == first or order_index == 0:  # A new epoch has a new order.
+        for position in range(first, first + self._prompts):
+            epoch, order_index = divmod(position, size)
+            if position == first or order_index == 0:  # A new epoch has a new order.
                 order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), size))
-            numbers.append(int(order[order_index]))
-        return numbers
+            indices.append(int(order[order_index]))
+        return indices
 
-    def _assembler(self, number: int) -> TextAssembler:
+    def _assembler(self, index: int) -> TextAssembler:
         """Return the assembler of a completion's text; an answer to messages does not continue the prompt's text."""
-        continued = self._ids[number] if isinstance(self._rows[number]["prompt"], str) else ()
+        continued = self._ids[index] if isinstance(self._rows[index]["prompt"], str) else ()
         return TextAssembler(data.TextStream(self.llm.tokenizer, continued), self.llm.end_ids, StopStrings(()))
 
-    def _score(self, occasion: str, numbers: Sequence[int], completions: Sequence[Completion]) -> list[float]:
+    def _score(self, occasion: str, indices: Sequence[int], completions: Sequence[Completion]) -> list[float]:
         """Return the rewards of completions; raise a `ValueError` for a reward that fails.
 
         In a run of several processes, the first process calls the function, and the other processes receive its
         rewards.
         """
-        call_reward = lambda: self._call_reward(occasion, numbers, completions)
-        return parallel.numbers_from_first_process(call_reward, len(numbers))
+        call_reward = lambda: self._call_reward(occasion, indices, completions)
+        return parallel.numbers_from_first_process(call_reward, len(indices))
 
-    def _call_reward(self, occasion: str, numbers: Sequence[int], completions: Sequence[Completion]) -> list[float]:
+    def _call_reward(self, occasion: str, indices: Sequence[int], completions: Sequence[Completion]) -> list[float]:
         """Call the reward function and check its result."""
         name = getattr(self.reward, "__name__", type(self.reward).__name__)
-        call = f"Rollouts(reward={name}): {occasion}, of prompts {sorted(set(numbers))}"
+        call = f"Rollouts(reward={name}): {occasion}, of prompts {sorted(set(indices))}"
         texts = [completion.text for completion in completions]
-        rows = [self._rows[number] for number in numbers]
+        rows = [self._rows[index] for index in indices]
         columns = {field: [row[field] for row in rows] for field in self._columns}
         try:
             rewards = self.reward([row["prompt"] for row in rows], texts, **columns)
@@ -416,7 +416,7 @@ def _fit_rows(model: generation.Model, prompts: Sequence[Sequence[int]], max_new
 
 
 def _row_metrics(samples: _Samples) -> dict[str, np.ndarray]:
-    """Return the numbers of each row whose means are metrics of the step."""
+    """Return the values of each row whose means over rows are metrics of the step."""
     completions = [sample.completion for sample in samples.samples]
     columns = {
         "reward": [sample.reward for sample in samples.samples],

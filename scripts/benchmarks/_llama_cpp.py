@@ -23,42 +23,42 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(package) for package in ("llama_cpp", "gguf"))
 
 
-def write_model(path: Path, numbers: LlamaConfig, max_length: int) -> None:
-    """Write a GGUF file of a model with the config `numbers`, random weights in float32 and no tokenizer."""
+def write_model(path: Path, config: LlamaConfig, max_length: int) -> None:
+    """Write a GGUF file of a model of a config, with random weights in float32 and no tokenizer."""
     gguf = import_module("gguf")
     writer = gguf.GGUFWriter(str(path), "llama")
-    head_dim = numbers.head_size
+    head_dim = config.head_size
     writer.add_context_length(max_length)
-    writer.add_embedding_length(numbers.embed)
-    writer.add_block_count(numbers.layers)
-    writer.add_feed_forward_length(numbers.mlp)
-    writer.add_head_count(numbers.heads)
-    writer.add_head_count_kv(numbers.kv_heads)
+    writer.add_embedding_length(config.embed)
+    writer.add_block_count(config.layers)
+    writer.add_feed_forward_length(config.mlp)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(numbers.theta)
-    writer.add_layer_norm_rms_eps(numbers.eps)
-    writer.add_vocab_size(numbers.vocab)
+    writer.add_rope_freq_base(config.theta)
+    writer.add_layer_norm_rms_eps(config.eps)
+    writer.add_vocab_size(config.vocab)
     writer.add_tokenizer_model("no_vocab")
     rng = np.random.default_rng(0)
-    queries, keys = numbers.heads * head_dim, numbers.kv_heads * head_dim
+    queries, keys = config.heads * head_dim, config.kv_heads * head_dim
     layer_shapes = {
-        "attn_q": (queries, numbers.embed),
-        "attn_k": (keys, numbers.embed),
-        "attn_v": (keys, numbers.embed),
-        "attn_output": (numbers.embed, queries),
-        "ffn_gate": (numbers.mlp, numbers.embed),
-        "ffn_up": (numbers.mlp, numbers.embed),
-        "ffn_down": (numbers.embed, numbers.mlp),
+        "attn_q": (queries, config.embed),
+        "attn_k": (keys, config.embed),
+        "attn_v": (keys, config.embed),
+        "attn_output": (config.embed, queries),
+        "ffn_gate": (config.mlp, config.embed),
+        "ffn_up": (config.mlp, config.embed),
+        "ffn_down": (config.embed, config.mlp),
     }
-    shapes = {f"blk.{layer}.{name}": shape for layer in range(numbers.layers) for name, shape in layer_shapes.items()}
-    shapes["token_embd"] = (numbers.vocab, numbers.embed)
-    if not numbers.tied:
-        shapes["output"] = (numbers.vocab, numbers.embed)
+    shapes = {f"blk.{layer}.{name}": shape for layer in range(config.layers) for name, shape in layer_shapes.items()}
+    shapes["token_embd"] = (config.vocab, config.embed)
+    if not config.tied:
+        shapes["output"] = (config.vocab, config.embed)
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", (rng.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32))
-    norms = [f"blk.{layer}.{name}" for layer in range(numbers.layers) for name in ("attn_norm", "ffn_norm")]
+    norms = [f"blk.{layer}.{name}" for layer in range(config.layers) for name in ("attn_norm", "ffn_norm")]
     for name in (*norms, "output_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(numbers.embed, np.float32))
+        writer.add_tensor(f"{name}.weight", np.ones(config.embed, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

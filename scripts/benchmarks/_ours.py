@@ -28,27 +28,27 @@ def random_batch(vocab: int, rows: int, seq: int) -> Batch:
 
 
 def model_and_optimizer(
-    numbers: Any,
+    config: Any,
     *,
     execution: nn.Execution = nn.Execution(),
     precision: nn.Precision = nn.Precision(),
     moments: Any = "float32",
 ) -> tuple[Callable[[], nn.Transformer], training.Optimizer]:
     """Return a function that builds a model with the defaults of recipes, and AdamW for this model."""
-    make = lambda: precision.apply(execution.apply(models.build(numbers, key=jax.random.key(0))))
+    make = lambda: precision.apply(execution.apply(models.build(config, key=jax.random.key(0))))
     return make, training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3, moments=moments)
 
 
-def step_and_state(numbers: Any, **how: Any) -> tuple[training.Step, training.TrainState]:
-    """Return a training step of AdamW with clipping, and the first state, for a model with the config `numbers`."""
-    make, optimizer = model_and_optimizer(numbers, **how)
+def step_and_state(config: Any, **how: Any) -> tuple[training.Step, training.TrainState]:
+    """Return a training step of AdamW with clipping, and the first state, for a model of a config."""
+    make, optimizer = model_and_optimizer(config, **how)
     state = eqx.filter_jit(lambda: training.init_state(make(), optimizer))()
     return training.make_step(training.next_token_loss, optimizer), state
 
 
-def train_step(numbers: Any, batch: Batch, **how: Any) -> Callable[[], float]:
+def train_step(config: Any, batch: Batch, **how: Any) -> Callable[[], float]:
     """Return a function that runs a step of forward, backward, clipping and AdamW, and returns the loss."""
-    step, state = step_and_state(numbers, **how)
+    step, state = step_and_state(config, **how)
     holder = [state]
 
     def run() -> float:
@@ -61,11 +61,11 @@ def train_step(numbers: Any, batch: Batch, **how: Any) -> Callable[[], float]:
 class OverMesh:
     """Compiled training step over a mesh, with its state and a batch; with a key, experts may drop tokens."""
 
-    def __init__(self, numbers: Any, plan: Plan, rows: int, seq: int, key: Key[Array, ""] | None = None, **how: Any):
-        make, optimizer = model_and_optimizer(numbers, **how)
+    def __init__(self, config: Any, plan: Plan, rows: int, seq: int, key: Key[Array, ""] | None = None, **how: Any):
+        make, optimizer = model_and_optimizer(config, **how)
         states = training.PlannedState(make, optimizer, plan)
         self.state, self.key = states.init(), None if key is None else states.replicate(key)
-        batch = random_batch(numbers.vocab, rows, seq)
+        batch = random_batch(config.vocab, rows, seq)
         self.batch = jax.device_put(batch, shardings(plan.batch_specs(batch), plan.mesh))
         step = training.make_step(training.next_token_loss, optimizer, plan, balance_rate=0.001)
         start = time.perf_counter()
@@ -80,7 +80,7 @@ class OverMesh:
 
 
 def decode(
-    numbers: Any,
+    config: Any,
     ids: np.ndarray,
     new: int,
     *,
@@ -92,7 +92,7 @@ def decode(
 
     `unstacked` stores the layers separately instead of in stacked arrays.
     """
-    model = eqx.filter_jit(lambda key: change(precision.apply(models.build(numbers, key=key))))(jax.random.key(0))
+    model = eqx.filter_jit(lambda key: change(precision.apply(models.build(config, key=key))))(jax.random.key(0))
     return greedy(generation.unstack_layers(model) if unstacked else model, ids, new)
 
 

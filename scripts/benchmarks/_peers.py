@@ -34,33 +34,33 @@ def product_rate(size: int = 2048, times: int = 20) -> float:
     return best
 
 
-def build_model(numbers: LlamaConfig | Qwen3Config, max_length: int) -> Any:
-    """Build transformers' model with the config `numbers` and random weights in float32, on PyTorch's device."""
+def build_model(config: LlamaConfig | Qwen3Config, max_length: int) -> Any:
+    """Build transformers' model of a config, with random weights in float32, on PyTorch's device."""
     torch, transformers = import_module("torch"), import_module("transformers")
     _set_up()
     transformers.logging.set_verbosity_error()
-    kind = KINDS[type(numbers)]
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=numbers.vocab,
-        hidden_size=numbers.embed,
-        intermediate_size=numbers.mlp,
-        num_hidden_layers=numbers.layers,
-        num_attention_heads=numbers.heads,
-        num_key_value_heads=numbers.kv_heads,
-        head_dim=numbers.head_dim,
+    kind = KINDS[type(config)]
+    hf_config = getattr(transformers, f"{kind}Config")(
+        vocab_size=config.vocab,
+        hidden_size=config.embed,
+        intermediate_size=config.mlp,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
         max_position_embeddings=max_length,
-        tie_word_embeddings=numbers.tied,
+        tie_word_embeddings=config.tied,
         attn_implementation="sdpa",
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
     )
     with torch.device(_device()):  # On the host, drawing billions of random weights would take minutes.
-        return getattr(transformers, f"{kind}ForCausalLM")(config)
+        return getattr(transformers, f"{kind}ForCausalLM")(hf_config)
 
 
 def train_step(
-    numbers: LlamaConfig | Qwen3Config,
+    config: LlamaConfig | Qwen3Config,
     ids: np.ndarray,
     targets: np.ndarray,
     *,
@@ -73,7 +73,7 @@ def train_step(
     On a GPU products are in bfloat16.
 
     Args:
-        numbers: The model's configuration.
+        config: The model's configuration.
         ids: The tokens of the rows.
         targets: The tokens to be predicted.
         compiled: What `torch.compile` compiles. "no": nothing. "whole": the whole model, which takes minutes. "layers":
@@ -83,7 +83,7 @@ def train_step(
     """
     torch = import_module("torch")
     device = _device()
-    model = build_model(numbers, ids.shape[1]).train()
+    model = build_model(config, ids.shape[1]).train()
     model = model.to(torch.bfloat16) if narrow else model
     if remat:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -92,7 +92,7 @@ def train_step(
 
     encode = lambda: model.model(inputs, use_cache=False).last_hidden_state
     loss_of = lambda hidden: torch.nn.functional.cross_entropy(
-        model.lm_head(hidden).view(-1, numbers.vocab), labels.view(-1)
+        model.lm_head(hidden).view(-1, config.vocab), labels.view(-1)
     )
     run = lambda: loss_of(encode())
     if compiled == "whole":
@@ -184,10 +184,10 @@ def channel_delta_net(x: np.ndarray, *, heads: int, head_dim: int) -> Callable[[
     return _gradients(kimi.KimiLinearDeltaAttention(config, layer_idx=0), x)
 
 
-def decode(numbers: LlamaConfig | Qwen3Config, ids: np.ndarray, new: int) -> Callable[[], Any]:
+def decode(config: LlamaConfig | Qwen3Config, ids: np.ndarray, new: int) -> Callable[[], Any]:
     """Return a function that runs greedy `generate` with the static cache, by a new model."""
     torch = import_module("torch")
-    model = build_model(numbers, ids.shape[1] + new).eval()
+    model = build_model(config, ids.shape[1] + new).eval()
     return greedy(model.to(torch.bfloat16 if _device() == "cuda" else torch.float32), ids, new)
 
 
