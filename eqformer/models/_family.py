@@ -98,7 +98,7 @@ class ClassifierTable:
         )
 
     def write(self, call: str, architecture: str, model: Transformer) -> Attributes:
-        """Return the attributes to publish for a model with a classifier, given its family's architecture.
+        """Return the attributes to publish for a model with a classifier; `architecture` is the family's architecture.
 
         Raises a `ValueError` that begins with `call` for a pooling that no attribute can state.
         """
@@ -152,7 +152,7 @@ def linear_rules(published: str, path: str) -> tuple[Rule, ...]:
 
 
 def _only(rules: tuple[Rule, ...], *, classifies_tokens: bool) -> tuple[Rule, ...]:
-    """Return the rules, changed to apply only to classifiers of tokens, or only to classifiers of texts."""
+    """Return the rules, limited to classifiers of tokens if `classifies_tokens`, else to classifiers of texts."""
     path = "classifier.pooling"
     return tuple(dataclasses.replace(rule, **{"lacks" if classifies_tokens else "needs": path}) for rule in rules)
 
@@ -205,7 +205,7 @@ class DecoderConfig(ModelConfig):
     activation: str = "silu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     eps: config_types.NotNegative = 1e-6
-    """The number that norms add to the mean square before the root."""
+    """The epsilon of norms, which is added to the mean square before the root."""
     tied: bool = False
     """Whether the embedding's table is the head too."""
     max_seq: config_types.Length = 32_768
@@ -310,15 +310,15 @@ class Family:
     name: str
     """The family's name in eqformer."""
     config: type[ModelConfig]
-    """The class of its configs."""
+    """The class of the family's configs."""
     build: Callable[..., Transformer]
     """The function that builds a model from a config and a `key`."""
     presets: Mapping[str, ModelConfig]
     """Configs by name."""
     architecture: str = ""
-    """The name of the class of its models in transformers."""
+    """The name of the class in transformers for models of the family."""
     model_type: str | None = None
-    """The `model_type` in `config.json`; None: its models have no common published format."""
+    """The `model_type` in `config.json`; None: the family has no published format."""
     attributes: tuple[Entry, ...] = ()
     """The table between a `config.json` and a config, read in both directions."""
     weights: tuple[Rule, ...] = ()
@@ -332,14 +332,14 @@ class Family:
     is_bare: bool = False
     """Whether published folders commonly lack the base model's prefix, in which case loading gives no warning."""
     aliases: tuple[str, ...] = ()
-    """Further `model_type`s of its models."""
+    """Further `model_type`s of models of the family."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Arrays that transformers ties to other arrays, although some folders also hold these arrays. Maps each array's
-    published name to the path of the leaf that the array equals. The weight of a tied head need not be listed."""
+    """Arrays that transformers ties to other arrays, but that some folders hold a second time: each array's published
+    name, and the path of the leaf that the array equals. The weight of a tied head need not be listed."""
     classifier: ClassifierTable | None = DECODER_CLASSIFIER
-    """How its classifiers of texts and of tokens are published; None: there are none."""
+    """How classifiers of texts and of tokens are published; None: the family has no classifiers."""
     predictor: PredictorTable | None = None
-    """How its models publish a predictor, the module for multi-token prediction; None: models are read without it."""
+    """How a predictor, the module for multi-token prediction, is published; None: models are read without it."""
     multimodal: tuple[MultimodalModel, ...] = ()
     """Published multimodal models whose text model is of this family."""
     as_stored: Callable[[ModelConfig, Collection[str]], ModelConfig] | None = None

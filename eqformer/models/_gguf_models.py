@@ -31,12 +31,16 @@ def table_names_of(file: GGUF) -> dict[str, str | None]:
         if layer is not None and architecture.has_predictors and int(layer) >= layers:
             return None
         names, prefix = (edges, "") if layer is None else (table, f"{architecture.prefix}{layer}.")
-        if (known := names.get(kind if part is None else f"{kind}.{part}")) is not None and expert is None:
-            return f"{prefix}{known}"
-        known = names.get(kind)
-        if known is None or part is None or ("{}" in known) != (expert is not None):
+        whole_name = names.get(kind if part is None else f"{kind}.{part}")
+        if whole_name is not None and expert is None:
+            return f"{prefix}{whole_name}"
+        module_name = names.get(kind)
+        if module_name is None or part is None:
             return name
-        return f"{prefix}{known.format(expert)}.{part}"
+        is_per_expert = "{}" in module_name
+        if is_per_expert != (expert is not None):
+            return name
+        return f"{prefix}{module_name.format(expert)}.{part}"
 
     return {name: published_name(name) for name in file.names}
 
@@ -168,15 +172,15 @@ class _SizeReader:
         return value
 
 
-# Keys that are not read here: who made the file, how it was rounded, its tokenizer and pooling (see
-# `gguf_companion_files`), the order of the parts of a file that was split, whether a scaling was trained, and old
-# converters' order of arrays.
+# Keys that are not read here. They state who made the file, how its arrays were rounded, its tokenizer and pooling
+# (which `gguf_companion_files` reads), the order of the parts of a split file, whether a rotary scaling was trained,
+# and the order of arrays in files of old converters.
 _UNREAD = re.compile(
     r"(general|tokenizer|quantize|imatrix)\..+|split\.(no|tensors\.count)|rope\.scaling\.finetuned|tensor_data_layout"
     r"|(classifier\.)?pooling_type"
 )
-# Keys that llama.cpp reads for other architectures. For the architectures that are read here, only these values are
-# supported, which have no effect.
+# Keys that llama.cpp reads for other architectures, and the values of each key that have no effect. Other values of
+# these keys are refused.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "expert_gating_func": (0, 1),  # 1 is the softmax

@@ -60,14 +60,15 @@ def every(period: int, layers: int) -> tuple[int, ...]:
 
 def all_but_every(period: int, layers: int) -> tuple[int, ...]:
     """Return the indices of all layers but every `period`-th."""
-    return tuple(number for number in range(layers) if (number + 1) % period)
+    return tuple(layer for layer in range(layers) if (layer + 1) % period)
 
 
 @dataclasses.dataclass(frozen=True)
 class Period:
-    """A choice of every `period`-th layer, or of all other layers (`but`), for configurations that list no layers.
+    """A `LayerChoice` of every `period`-th layer or, with `but`, of all other layers.
 
-    `published` names attributes that may state another period; if the configuration has several, the last one applies.
+    `published` names attributes that may state another period; if a configuration has several of them, the last one in
+    `published` applies.
     """
 
     period: int
@@ -92,19 +93,19 @@ def check_layer_types(published: PublishedConfig, name: str, types: Sequence[str
 def flagged_layers(published: PublishedConfig, name: str) -> tuple[int, ...] | None:
     """Return the indices of the layers with a 1 in the attribute `name`, a flag for each layer; None without it."""
     flags = published.listed(name, _ZeroOrOne)
-    return None if flags is None else numbers_of_flags(published, name, flags)
+    return None if flags is None else indices_of_flags(published, name, flags)
 
 
-def numbers_of_flags(published: PublishedConfig, name: str, flags: Sequence[int]) -> tuple[int, ...]:
+def indices_of_flags(published: PublishedConfig, name: str, flags: Sequence[int]) -> tuple[int, ...]:
     """Return the indices of layers whose flag is not 0; refuse the attribute `name` unless every layer has a flag."""
     if len(flags) != (layers := layers_of(published)):
         published.refuse(f"{name}={flags} must have a flag for each of the model's {layers} layers.")
-    return tuple(number for number, flag in enumerate(flags) if flag)
+    return tuple(layer for layer, flag in enumerate(flags) if flag)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes(Entry):
-    """`layer_types`: the layers of the first type are in the config's field `name`, the others are of the second type.
+    """`layer_types`, a list of two types: the config's field `name` has the indices of the layers of the first type.
 
     `default` chooses the layers of the first type if the list is missing or, with `empty`, if the list is empty.
     `published` has the two types' names in the family's published files if they differ from `types`. Both kinds of
@@ -122,17 +123,17 @@ class LayerTypes(Entry):
         layers, types = layers_of(published), published.listed("layer_types", str, empty=self.empty)
         default = {*self.default(published, layers)}
         if types is None:
-            types = [self.types[number not in default] for number in range(layers)]
+            types = [self.types[0] if layer in default else self.types[1] for layer in range(layers)]
         elif self.published is not None:
             type_of = dict(zip(self.published, self.types))
             types = [type_of.get(name, name) for name in types]
         check_layer_types(published, "layer_types", types, self.types)
-        return {self.name: tuple(number for number, name in enumerate(types) if name == self.types[0])}
+        return {self.name: tuple(layer for layer, name in enumerate(types) if name == self.types[0])}
 
     def write(self, config: WithLayers) -> Attributes:
         """Return a type for each layer."""
-        numbers, types = getattr(config, self.name), self.published or self.types
-        return {"layer_types": [types[number not in numbers] for number in range(config.layers)]}
+        chosen, (first_type, second_type) = getattr(config, self.name), self.published or self.types
+        return {"layer_types": [first_type if layer in chosen else second_type for layer in range(config.layers)]}
 
 
 _WINDOW = "sliding_window"
@@ -155,13 +156,12 @@ def _read_switched_window(published: PublishedConfig, missing: int | None) -> in
 
 @dataclasses.dataclass(frozen=True)
 class Windows(Entry):
-    """The fields `window` and `window_layers`, the layers with a window.
-
-    `window` and `default` apply if the attributes are missing.
-    """
+    """The entry for `window` and `window_layers`, the layers with a window."""
 
     window: int | None
+    """The window if `sliding_window` is missing."""
     default: LayerChoice
+    """The layers with a window if `layer_types` is missing."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return both fields; refuse layers with a window if there is no window."""
@@ -210,7 +210,7 @@ class SwitchedWindows(Windows):
 
 @dataclasses.dataclass(frozen=True)
 class LaterLayers:
-    """A choice of all layers but the first `max_window_layers`; `count` is the default of the attribute."""
+    """A `LayerChoice` of all layers but the first `max_window_layers`; `count` is the default of this attribute."""
 
     count: int
 

@@ -3,8 +3,7 @@
 import functools
 import itertools
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -23,11 +22,11 @@ _ALIGNMENT, _THREADS = 64, 4
 
 
 class LeafGroup(NamedTuple):
-    """The leaves that one rule fills: the leaves that it names, or the codes and scales of quantized maps."""
+    """The leaves that one rule fills: plain weights, or the codes and scales of quantized maps in their place."""
 
     rule: ResolvedRule
     leaves: dict[str, jax.ShapeDtypeStruct]
-    """By path, the shape of each leaf and the dtype in which it is read."""
+    """By path, the shape of each leaf, and the dtype to which the leaf is converted when it is read."""
     maps: tuple[nn.QuantizedLinear, ...]
     """The shapes of the maps that hold codes; none for plain leaves."""
 
@@ -50,14 +49,14 @@ class LeafGroup(NamedTuple):
         map_function: MapFunction,
         buffer: Shaped[np.ndarray, "numbers"],
     ) -> list[Shaped[np.ndarray, "..."]]:
-        """Return the part of each leaf that a published array, or one index of it, holds.
+        """Return the values of each leaf in one published array, or in one index of the array's first dim.
 
         Args:
             arrays: The published arrays.
             name: The array's name in the family's table.
             index: The index of the array's first dim; None: all of it.
             rule: The rule for the array or for this index.
-            map_function: A function like `map`, which runs the decoder on parts of the array.
+            map_function: `map`, or a `map` with several threads; decodes the parts of an array.
             buffer: Memory for a decoded array.
         """
         if self.maps:
@@ -70,7 +69,10 @@ class LeafGroup(NamedTuple):
 
 
 def group_leaves(rule: ResolvedRule, dtype: str, quantized: Mapping[str, nn.QuantizedLinear]) -> LeafGroup:
-    """Return the leaves that a rule fills, in this dtype; `quantized` are the maps that hold codes, by weight path."""
+    """Return the leaves that a rule fills, in this dtype.
+
+    `quantized` has the maps that hold codes, by the path of the weight that the codes replace.
+    """
     if not all(path in quantized for path in rule.paths):
         leaves = zip(rule.paths, rule.shapes, strict=True)
         return LeafGroup(rule, {path: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for path, shape in leaves}, ())
@@ -84,17 +86,19 @@ def group_leaves(rule: ResolvedRule, dtype: str, quantized: Mapping[str, nn.Quan
 
 
 class _Shard(NamedTuple):
-    """The part of a leaf that a device holds: where each dim starts and stops, and the values."""
+    """The part of a leaf that a device holds."""
 
     bounds: tuple[tuple[int, int], ...]
+    """Where the part starts and stops, in each dim of the leaf."""
     values: Shaped[np.ndarray, "..."]
 
     def holds(self, index: tuple[int, ...]) -> bool:
-        return all(start <= number < stop for number, (start, stop) in zip(index, self.bounds))
+        """Return whether the shard holds values at this index of the leaf's outer dims."""
+        return all(start <= position < stop for position, (start, stop) in zip(index, self.bounds))
 
     def fill(self, index: tuple[int, ...], array: Shaped[np.ndarray, "..."], map_function: MapFunction) -> None:
         """Copy the shard's part of `array`, the values of the whole leaf at this index of the outer dims."""
-        local = tuple(number - start for number, (start, _) in zip(index, self.bounds))
+        local = tuple(position - start for position, (start, _) in zip(index, self.bounds))
         target = np.atleast_1d(self.values[(*local, ...)])
         source = np.atleast_1d(array[tuple(slice(*bound) for bound in self.bounds[len(index) :])])
         step = max(1, -(-len(target) // _THREADS))
@@ -118,16 +122,15 @@ def read_leaves(
         path: _empty_shards(leaf, shardings[path].addressable_devices_indices_map(leaf.shape))
         for path, leaf in group.leaves.items()
     }
-    distinct = [list({shard.bounds: shard for shard in by_device.values()}.values()) for by_device in shards.values()]
+    distinct = [_distinct_shards(by_device.values()) for by_device in shards.values()]
     tasks = list(group.rule.arrays())
-    are_decoded = [arrays.is_coded(name) and not group.maps for _, name in tasks]
-    decoded = list(itertools.compress(tasks, are_decoded))
-    mapped = itertools.compress(tasks, map(operator.not_, are_decoded))
+    decoded = [] if group.maps else [task for task in tasks if arrays.is_coded(task[1])]
+    copied = tasks if not decoded else [task for task in tasks if not arrays.is_coded(task[1])]
     longest = max((math.prod(arrays.shape(name)[-2:]) for _, name in decoded), default=0)
     buffer = np.empty(longest, group.dtype)
     with ThreadPoolExecutor(_THREADS) as threads:
         copy = functools.partial(_copy_array, arrays, group, distinct, buffer)
-        list(threads.map(functools.partial(copy, map), mapped))
+        list(threads.map(functools.partial(copy, map), copied))
         for task in decoded:
             copy(threads.map, task)
     leaves: dict[str, Array] = {}
@@ -152,8 +155,8 @@ def _copy_array(
         group: The leaves that the array fills.
         shards: The distinct shards of each leaf.
         buffer: Memory for a decoded array, which the next array uses again.
-        map_function: A function like `map`, which runs copies and the decoder on parts of the array.
-        task: The index of the leaves' outer dims that the array stands for, and the array's name.
+        map_function: `map`, or a `map` with several threads; decodes and copies the parts of an array.
+        task: The index of the leaves' outer dims that the array fills, and the array's name.
     """
     (outer_index, name), rule = task, group.rule
     try:
@@ -162,17 +165,22 @@ def _copy_array(
         slice_rule = rule.slice_rule() if slices else None
         reads = [(None, outer_index, rule)]
         if slice_rule is not None:
-            reads = [(number, (*outer_index, number), slice_rule) for number in slices]
-        for number, index, read_rule in reads:
-            if not any(shard.holds(index) for of_leaf in shards for shard in of_leaf):
+            reads = [(position, (*outer_index, position), slice_rule) for position in slices]
+        for position, index, read_rule in reads:
+            if not any(shard.holds(index) for shard in itertools.chain(*shards)):
                 continue
-            parts = group.read(arrays, name, number, read_rule, map_function, buffer)
-            for part, of_leaf in zip(parts, shards, strict=True):
-                for shard in of_leaf:
+            parts = group.read(arrays, name, position, read_rule, map_function, buffer)
+            for part, shards_of_leaf in zip(parts, shards, strict=True):
+                for shard in shards_of_leaf:
                     if shard.holds(index):
                         shard.fill(index, part, map_function)
     except ValueError as error:
         raise ValueError(f"{arrays.call}: {arrays.stored_name(name)}: {error}.") from None
+
+
+def _distinct_shards(shards: Iterable[_Shard]) -> list[_Shard]:
+    """Return one of the shards for each part of a leaf; devices that hold equal parts have the same shard."""
+    return list({shard.bounds: shard for shard in shards}.values())
 
 
 def _empty_shards(

@@ -53,14 +53,15 @@ def load(
     """Load the model published in a folder, or in one file of GGUF, to the first device, or sharded by a plan.
 
     Each array of the folder is memory-mapped, read once, and copied into the shards that this process's devices hold.
-    Only the shards of one leaf (one array of all layers, or arrays that are published as one) are in host memory at a
-    time. The model computes in the dtype of its embedding table; `nn.with_execution` sets how it runs. If the folder
-    holds a multimodal model, only its text model is read. A warning lists the arrays that are left unread on purpose:
-    arrays of other parts, and arrays of a predictor unless `predictor` is True.
+    Host memory holds the shards of only one leaf at a time, or of a few leaves that are published as one array; a leaf
+    has the weights of all layers. The model computes in the dtype of its embedding table; `nn.with_execution` sets how
+    the model runs. If the folder holds a multimodal model, only its text model is read. A warning lists the arrays that
+    are left unread on purpose: arrays of other parts, and arrays of a predictor unless `predictor` is True.
 
     Args:
         path: The folder, the file, or the name of a model of the hub (see `local_path`).
-        mesh: A mesh, which without a plan stands for `Plan(mesh, zero=3)`: every array that can be sharded is sharded.
+        mesh: The mesh, if no `plan` is passed. The plan is then `Plan(mesh, zero=3)`, which shards every array that
+            can be sharded.
         plan: The plan that places the arrays.
         dtype: The dtype of all leaves, also a short name such as `bf16`; None: each leaf has its published dtype, or
             one that is wide enough for all layers. Fields marked `nn.float32_field` have at least float32.
@@ -168,13 +169,15 @@ def _open_model(
         raise ValueError(f"{arrays.call}: weights={weights!r}: weights must be 'decoded' or 'quantized'.")
     quantized = find_quantized_maps(arrays, rules, shapes) if weights == "quantized" else {}
     groups = [group_leaves(rule, rule_dtype, quantized) for rule, rule_dtype in zip(rules, dtypes, strict=True)]
-    absent_leaves, left_out_leaves = ([leaf for rule in part for leaf in rule.paths] for part in (absent, left_out))
+    absent_leaves = [path for rule in absent for path in rule.paths]
+    left_out_leaves = [path for rule in left_out for path in rule.paths]
     shapes = with_quantized_maps(shapes, quantized)
-    return _ModelSource(arrays, shapes, groups, absent_leaves, left_out_leaves, published, dtypes[0])
+    compute_dtype = dtypes[0]  # The first rule is for the embedding table.
+    return _ModelSource(arrays, shapes, groups, absent_leaves, left_out_leaves, published, compute_dtype)
 
 
 def _is_absent_head(arrays: PublishedArrays, published: PublishedModel, rule: ResolvedRule) -> bool:
-    """Return whether a rule is for the head or a layer before it, and the folder has no array of the rule."""
+    """Return whether a rule is for the head, or for a layer between base model and head, that the folder lacks."""
     return published.family.is_of_head(rule) and arrays.names.isdisjoint(rule.published_names())
 
 
@@ -230,9 +233,9 @@ def _check_sizes(arrays: PublishedArrays, config: ModelConfig) -> None:
             _check_sizes(arrays, value)
         if not isinstance(value, int):
             continue
-        for counts in {bounds.counts for bounds in ranges_in(field_type)} & limits.keys():
-            limit, why = limits[counts]
-            if value > max(limit, _ALWAYS_TRACED[counts]):
+        for counted in {bounds.counts for bounds in ranges_in(field_type)} & limits.keys():
+            limit, why = limits[counted]
+            if value > max(limit, _ALWAYS_TRACED[counted]):
                 raise ValueError(
                     f"{arrays.call}: the configuration has {_attribute_of(config, name)}={value}, but the folder does "
                     f"not hold such a model: {why}; take the config.json that was published with the arrays."
@@ -281,7 +284,7 @@ def _check_names(
         arrays: The folder's arrays.
         published: The published model.
         rules: The rules that read arrays of the folder.
-        absent: The rules for a head that the folder lacks, or that is not to be read.
+        absent: The rules for the head, if the folder lacks a head or the head is not to be read.
         shapes: The model's shapes.
     """
     filled = {path for rule in (*rules, *absent) for path in rule.paths}

@@ -25,8 +25,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(_REGISTERED)
 def register(family: Family) -> None:
     """Make a family known to `build`, `load`, `save` and `presets` in this process.
 
-    Raises a `ValueError` if a registered family already has this family's name, `model_type`, text model of a
-    multimodal model, architecture or class of configs, or the name of one of its presets.
+    Raises a `ValueError` if a registered family already has the same name, `model_type`, architecture or class of
+    configs, the same pair of a multimodal model and its text model, or a preset of the same name.
     """
     identity = _identity(family)
     for registered in FAMILIES.values():
@@ -34,7 +34,7 @@ def register(family: Family) -> None:
             if taken := identity[key] & names:
                 raise ValueError(
                     f"register({family.name!r}): the family {registered.name!r} has the same {key}, "
-                    f"{', '.join(sorted(map(str, taken)))}; give this one another."
+                    f"{', '.join(sorted(map(str, taken)))}; give the new family another {key}."
                 )
     _REGISTERED[family.name] = family
 

@@ -59,9 +59,9 @@ def save(
         shard_bytes: The size above which weights are written as several files.
 
     Raises:
-        ValueError: Before anything is written: if `path` exists, if the model has `LoRA`s or is not of this config, if
-            the format cannot express a field of its config or its classifier's pooling, if with `whole` the folder
-            lacks arrays of the model, and if the model holds codes that the folder does not have.
+        ValueError: Before anything is written. `path` exists; the model has `LoRA`s; the model is not of this config;
+            the published format cannot express a field of the config, or the pooling of the classifier; with `whole`,
+            the folder lacks arrays of the model; or the model holds codes that the folder does not have.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():
@@ -125,7 +125,7 @@ def _classifier_attributes(call: str, family: Family, model: Transformer) -> Jso
 
 
 def _base_architecture(architecture: str) -> str:
-    """Return the name of transformers' class of base models, given the name of its class of a family's models."""
+    """Return the name of a family's class of base models in transformers, given its class of models with a head."""
     return f"{re.sub('For[A-Z].*|LMHeadModel', '', architecture)}Model"
 
 

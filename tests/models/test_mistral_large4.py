@@ -81,7 +81,7 @@ def test_without_a_list_of_layers_the_first_layers_are_dense():
         ({"kv_source_layers": [0, 1, 0]}, "3 numbers for 6 layers"),
         ({"kv_source_layers": [0, 1, 0, 0, 1, 6]}, "layer 5 cannot read the latents of layer 6, which is later"),
         ({"kv_source_layers": [1, 1, 2, 3, 4, 5]}, "layer 0 cannot read the latents of layer 1, which is later"),
-        ({"kv_source_layers": [0, 1, 0, 2, 4, 5]}, "layer 3 .* of layer 2, which is later or has none of its own"),
+        ({"kv_source_layers": [0, 1, 0, 2, 4, 5]}, "layer 3 .* of layer 2: layer 2 is a later layer, or itself reads"),
         # Transformers would read the latents of layer 2, or none at all.
         ({"kv_source_layers": [0, 1, 2, 2, 4, 0]}, "layer 5 cannot read the latents of layer 0: a layer reads"),
         ({"kv_source_layers": [0, 0, 2, 3, 4, 5]}, "layer 1 cannot read the latents of layer 0: a layer reads"),

@@ -157,7 +157,7 @@ def test_logits_are_those_of_the_decoded_model(name, dtype, tmp_path):
 def test_folders_that_cannot_stay_quantized_are_refused_by_name(tmp_path):
     stored, _ = write(tmp_path / "order", "gptq in another order")
     fix = r"load with weights='decoded'"
-    with pytest.raises(ValueError, match=rf"proj.qweight: its groups are not of neighboring .*g_idx .*; {fix}"):
+    with pytest.raises(ValueError, match=rf"proj.qweight: the inputs of a group are not neighbors .*g_idx .*; {fix}"):
         models.load(tmp_path / "order", weights="quantized")
     stored, decoded = write(tmp_path / "some", "fp8 blocks")
     stored = {key: array for key, array in stored.items() if key != f"{GATE}.weight_scale_inv"}

@@ -141,7 +141,7 @@ def test_what_another_family_has_is_refused(page, what):
         "config": type("C", (models.ModelConfig,), {}),
         "presets": {},
     }
-    with pytest.raises(ValueError, match=rf"the family 'llama' has the same {what}, .*; give this one another"):
+    with pytest.raises(ValueError, match=rf"the family 'llama' has the same {what}, .*; give the new family another"):
         models.register(dataclasses.replace(page.PERSIMMON, **own | CHANGES[what]))
     assert "other" not in models.FAMILIES
     models.register(dataclasses.replace(page.PERSIMMON, **own))

@@ -40,16 +40,16 @@ def build_afmoe(config: AFMoEConfig, *, key: Key[Array, ""]) -> Transformer:
 
     def block(kind: tuple[int | None, bool], key: Key[Array, ""]) -> Block:
         window, is_mixture = kind
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(
             config,
             window=window,
             rotary=None if window is None else rotary,
             gate=True,
             **head_norms(config),
-            key=mixer,
+            key=mixer_key,
         )
-        return four_norm_block(config, attended, config.feed_forward(is_mixture, feed_forward))
+        return four_norm_block(config, mixer, config.feed_forward(is_mixture, feed_forward_key))
 
     kinds = [(window, layer >= config.first_dense) for layer, window in enumerate(layer_windows(config))]
     scale = config.embed**0.5 if config.embedding_scaled else None
@@ -105,7 +105,7 @@ AFMOE = Family(
         Unpublished("normalise", True, "the weights of a token's experts always add up to the scale"),
         Activation(),
         Expect("attention_bias", False, written=False),  # The attention's gates have no biases in any case.
-        # Attributes of the publisher's own program that state what all models of this family have.
+        # The publisher's own program reads these attributes. All models of this family have these values.
         *(Expect(name, 1, written=False) for name in ("n_group", "topk_group")),
         *(Expect(f"num_{name}_groups", 1, written=False) for name in ("expert", "limited")),
         Expect("score_func", "sigmoid", written=False),

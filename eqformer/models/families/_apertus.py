@@ -34,15 +34,15 @@ def build_apertus(config: ApertusConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return an Apertus with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         mlp = MLP(
             embed=config.embed,
             mlp=config.mlp,
             activation=XIELU(),
             output_std=damping(config) * config.mlp**-0.5,
-            key=feed_forward,
+            key=feed_forward_key,
         )
-        return pre_norm_block(config, attention(config, bias=config.bias, **head_norms(config), key=mixer), mlp)
+        return pre_norm_block(config, attention(config, bias=config.bias, **head_norms(config), key=mixer_key), mlp)
 
     return decoder(config, block, key=key)
 
@@ -67,7 +67,7 @@ APERTUS = Family(
         Attribute("bias", "attention_bias", False),
         Expect("hidden_act", "xielu"),
         Unpublished("activation", "xielu", "all layers use xielu, whose parameters are published"),
-        # Attributes of the publisher's own program that state what all models of this family have.
+        # The publisher's own program reads these attributes. All models of this family have these values.
         *(Expect(name, False, written=False) for name in ("mlp_bias", "post_norm")),
         Expect("qk_norm", True, written=False),
     ),

@@ -151,7 +151,7 @@ BAILING_HYBRID = Family(
     "BailingHybridForCausalLM",
     "bailing_hybrid",
     (
-        # Before `RotaryPositions`, which reads the longest rows.
+        # `_MaxSeq` is before `RotaryPositions`, because `RotaryPositions` reads the attribute that `_MaxSeq` adds.
         _MaxSeq("max_seq", ("model_max_length", "max_position_embeddings"), 262_144),
         *(
             *SIZES,

@@ -46,7 +46,7 @@ class BERTConfig(DistilBERTConfig):
     types: Size = 2
     """The number of token types, such as the two texts of a pair."""
     eps: NotNegative = 1e-12
-    """The number that norms add to the variance before the root."""
+    """The epsilon of norms, which is added to the variance before the root."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class MPNetConfig(DistilBERTConfig):
 
     _: dataclasses.KW_ONLY
     eps: NotNegative = 1e-12
-    """The number that norms add to the variance before the root."""
+    """The epsilon of norms, which is added to the variance before the root."""
 
 
 _MPNET_OFFSET = 2  # Rows of MPNet's table of positions that no token reads, whatever the id of padding is.
@@ -114,7 +114,7 @@ _SHARED: tuple[Entry, ...] = (
     Expect("position_embedding_type", "absolute", written=False),
     *_NO_DECODER,
     Ignore("attention_probs_dropout_prob", "classifier_dropout", "directionality"),
-    Ignore("language", "name"),  # A question-answering program describes its models with these.
+    Ignore("language", "name"),  # A question-answering program describes its models with these attributes.
     Ignore(
         *(f"pooler_{name}" for name in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type"))
     ),
@@ -141,7 +141,7 @@ DISTILBERT_ATTRIBUTES: tuple[Entry, ...] = (
     Activation("gelu", "activation"),
     Expect("tie_word_embeddings", True),
     *_NO_DECODER,
-    Ignore("sinusoidal_pos_embds"),  # It states how the table of positions was initialized.
+    Ignore("sinusoidal_pos_embds"),  # This attribute states how the table of positions was initialized.
     Ignore("attention_dropout", "qa_dropout", "seq_classif_dropout", "tie_weights_"),
 )
 
@@ -242,7 +242,7 @@ def _build(
     Args:
         config: The sizes.
         types: The number of token types; 0 for a model without a table of types.
-        eps: The number that norms add to the variance.
+        eps: The epsilon of norms, which is added to the variance.
         offset: Rows of the table of positions that no token reads.
         head_activation: The activation of the prediction head.
         has_distance_bias: Whether scores have a bias by distance.
@@ -351,7 +351,7 @@ _MPNET_PRESETS = {
 
 
 def _conditional_rules(rules: tuple[Rule, ...], *, has_dense: bool) -> tuple[Rule, ...]:
-    """Return the rules, changed to apply only to classifiers with a dense layer, or only to others."""
+    """Return the rules, limited to classifiers with a dense layer or, unless `has_dense`, to classifiers without it."""
     condition = {"needs" if has_dense else "lacks": "classifier.dense.linear.weight"}
     return tuple(dataclasses.replace(rule, **condition) for rule in rules)
 

@@ -39,16 +39,16 @@ def build_cohere(config: CohereConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Command R with random weights."""
 
     def block(key: Key[Array, ""]) -> ParallelResidual:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(
             config,
             bias=config.bias,
             query_norm=head_layer_norm(config, "heads") if config.qk_norm else None,
             key_norm=head_layer_norm(config, "kv_heads") if config.qk_norm else None,
             rotary=rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling),
-            key=mixer,
+            key=mixer_key,
         )
-        return _parallel(config, attended, gated_mlp(config, key=feed_forward))
+        return _parallel(config, mixer, gated_mlp(config, key=feed_forward_key))
 
     return decoder(config, block, final_norm=_norm(config), logit_scale=config.logit_scale, key=key)
 
@@ -57,9 +57,9 @@ def _norm(config: DecoderConfig) -> LayerNorm:
     return LayerNorm("embed", embed=config.embed, bias=False, eps=config.eps)
 
 
-def _parallel(config: DecoderConfig, attended: Attention, gated: GatedMLP) -> ParallelResidual:
+def _parallel(config: DecoderConfig, mixer: Attention, gated: GatedMLP) -> ParallelResidual:
     """Return a layer whose attention and feed-forward layer both read the output of one norm."""
-    return ParallelResidual((Residual(attended), Residual(gated)), _norm(config))
+    return ParallelResidual((Residual(mixer), Residual(gated)), _norm(config))
 
 
 _PRESETS = {
@@ -112,10 +112,10 @@ def build_cohere2(config: Cohere2Config, *, key: Key[Array, ""]) -> Transformer:
     rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
 
     def block(window: int | None, key: Key[Array, ""]) -> ParallelResidual:
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         is_rotated = window is not None
-        attended = attention(config, window=window, bias=config.bias, rotary=rotary if is_rotated else None, key=mixer)
-        return _parallel(config, attended, gated_mlp(config, key=feed_forward))
+        mixer = attention(config, window=window, bias=config.bias, rotary=rotary if is_rotated else None, key=mixer_key)
+        return _parallel(config, mixer, gated_mlp(config, key=feed_forward_key))
 
     ends = {"final_norm": _norm(config), "logit_scale": config.logit_scale}
     return decoder(config, block, layer_windows(config), **ends, key=key)
@@ -142,7 +142,7 @@ COHERE2 = Family(
         Attribute("bias", "attention_bias", False),
         Attribute("logit_scale", "logit_scale", 0.0625),
         Activation(),
-        # Attributes of Cohere's own program that state what all models of this family have.
+        # Cohere's own program reads these attributes. All models of this family have these values.
         Expect("order_of_interleaved_layers", "local_attn_first", written=False),
         Expect("position_embedding_type", "rope_gptj", written=False),
         Expect("rotary_pct", 1.0, written=False),

@@ -139,7 +139,7 @@ class Together(Generic[LayerKind]):
 
 @dataclasses.dataclass(frozen=True)
 class Run(Generic[LayerKind]):
-    """A run of layers from number `first` on: a pattern of kinds, repeated `periods` times."""
+    """A run of layers that begins at layer `first`: a pattern of kinds, repeated `periods` times."""
 
     kinds: tuple[LayerKind, ...]
     periods: int
@@ -147,21 +147,21 @@ class Run(Generic[LayerKind]):
 
 
 def runs(kinds: tuple[LayerKind, ...]) -> tuple[Run[LayerKind], ...]:
-    """Divide the layers into runs so that the fewest blocks are traced; of equally good divisions, return the one with
-    the fewest runs.
+    """Divide the layers into runs so that the fewest blocks are traced and, second, so that there are the fewest runs.
 
     For example, 26 layers in which every sixth layer differs have two runs: four periods of six layers, then two
     periods of one layer.
     """
-    # Kinds are replaced by numbers before the cached call, because a cache treats the kinds True and 1 as equal.
-    numbers: dict[Hashable, int] = {}
-    divisions = _divide(tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds))
+    # `_divide` is cached, and a cache treats the kinds True and 1 as equal, so kinds are passed as numbers.
+    number_of: dict[Hashable, int] = {}
+    divisions = _divide(tuple(number_of.setdefault(kind, len(number_of)) for kind in kinds))
     return tuple(Run(kinds[first : first + size], periods, first) for first, size, periods in divisions)
 
 
 @functools.cache
 def _divide(kind_numbers: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-    """Return the first layer, the layers of a period and the periods of each run."""
+    """Return each run as its first layer, the number of layers of a period, and the number of periods."""
+    # `best[first]` is the best division of the layers from `first` on: traced blocks, number of runs, and the runs.
     best: dict[int, tuple[int, int, tuple[tuple[int, int, int], ...]]] = {len(kind_numbers): (0, 0, ())}
     for first in reversed(range(len(kind_numbers))):
         divisions = []
@@ -170,8 +170,8 @@ def _divide(kind_numbers: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
             period, end, periods = kind_numbers[first : first + size], first, 0
             while kind_numbers[end : end + size] == period:
                 end, periods = end + size, periods + 1
-                traced, number, later = best[end]
-                divisions.append((traced + size, number + 1, ((first, size, periods), *later)))
+                traced, run_count, later_runs = best[end]
+                divisions.append((traced + size, run_count + 1, ((first, size, periods), *later_runs)))
         best[first] = min(divisions, key=lambda division: division[:2])
     return best[0][2]
 
@@ -298,13 +298,13 @@ def rotary_of(
     scaling: nn.RotaryScaling | None = None,
     reverse: bool = False,
 ) -> nn.Rotary:
-    """Return rotary positions; raises a `ValueError` that names the config's field for an odd number of channels.
+    """Return rotary positions; raises a `ValueError` for an odd number of channels.
 
     Args:
-        config: The config, whose base is used.
+        config: The config.
         channels: The number of channels that are rotated.
-        name: The config's field with this number, for the error.
-        theta: Another base; None: the config's.
+        name: The config's field that has this number; the error names this field.
+        theta: The base; None: `config.theta`.
         interleaved: Whether neighboring channels are rotated together.
         scaling: The scaling of the frequencies; None: no scaling.
         reverse: Whether the angles are negated.

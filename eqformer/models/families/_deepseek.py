@@ -84,9 +84,9 @@ class LatentConfig(LatentAttentionConfig):
     shared: config_types.OptionalSize
     """The number of shared experts."""
     first_dense: config_types.Index
-    """The number of layers at the beginning without experts."""
+    """The number of layers before the first layer with experts."""
     dense_layers: tuple[config_types.Index, ...] = ()
-    """The numbers of later layers without experts."""
+    """The indices of later layers without experts."""
     groups: config_types.Size
     """The number of groups of experts."""
     kept_groups: config_types.Size
@@ -153,15 +153,15 @@ def build_latent(
     """
 
     def block(kind: LatentKind, key: Key[Array, ""]) -> nn.Block:
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         attention = latent_attention(
             config,
             interleaved=interleaved,
             temperature=temperature,
-            indexer=None if indexer is None or kind.reads else indexer(jax.random.fold_in(mixer, 0)),
-            key=mixer,
+            indexer=None if indexer is None or kind.reads else indexer(jax.random.fold_in(mixer_key, 0)),
+            key=mixer_key,
         )
-        layer = mixture(feed_forward) if kind.is_mixture else gated_mlp(config, key=feed_forward)
+        layer = mixture(feed_forward_key) if kind.is_mixture else gated_mlp(config, key=feed_forward_key)
         return nn.Block(
             nn.Residual(attention, norm(config), shares=kind.shares, reads=kind.reads),
             nn.Residual(layer, norm(config)),
@@ -355,7 +355,7 @@ class _Method(Entry):
     """The attribute `topk_method`: a token chooses among all experts (greedy), or only in its best groups."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return one group if the method is greedy, whatever `n_group` and `topk_group` say; else no field."""
+        """Return one group if the method is greedy, even if `n_group` and `topk_group` state groups; else no field."""
         published.expect("topk_method", "greedy", "group_limited_greedy")
         is_greedy = published.text("topk_method", "greedy") == "greedy"
         return {"groups": 1, "kept_groups": 1} if is_greedy else {}

@@ -80,7 +80,9 @@ DEEPSEEK_V3 = Family(
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Expect("scoring_func", "sigmoid"),
         Expect("topk_method", "noaux_tc"),
-        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # predictors, which transformers skips too
+        Ignore(
+            "num_mtp_layers", num_nextn_predict_layers=0
+        ),  # layers for multi-token prediction, which transformers skips too
     ),
     (*LATENT_WEIGHTS, SELECTION_BIAS),
     predictor=NUMBERED_PREDICTOR,
@@ -151,7 +153,9 @@ DSA_ATTRIBUTES: tuple[Entry, ...] = (
     Expect("topk_method", "noaux_tc"),
     Expect("rope_interleave", True, written=False),
     Expect("mlp_bias", False, written=False),
-    Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # predictors, which transformers skips too
+    Ignore(
+        "num_mtp_layers", num_nextn_predict_layers=0
+    ),  # layers for multi-token prediction, which transformers skips too
 )
 _EACH_CHOOSES = (
     AllLayers("indexer_types", "full"),

@@ -53,13 +53,13 @@ class DeepSeekV4Config(ModelConfig):
     head_dim: Size = 512
     """Channels of a head."""
     rope_dim: Size = 64
-    """The last channels of a head, and of an indexer's head, which are rotated."""
+    """The number of rotated channels of a head, or of an indexer's head; these are the last channels of the head."""
     q_latent: Size = 1024
     """Channels of the queries' latent."""
     groups: Size = 8
-    """The number of groups of heads; each group has a map of its output."""
+    """The number of groups of heads; each group has its own first output map."""
     group_rank: Size = 1024
-    """Channels of a group between the two maps of the output."""
+    """Channels of a group between the first output map and the second."""
     window: Length = 128
     """The number of recent tokens that a query sees."""
     heavy_layers: tuple[Index, ...] = ()
@@ -103,7 +103,7 @@ class DeepSeekV4Config(ModelConfig):
     scaling: nn.RotaryScaling | None = None
     """The scaling of rotary positions in layers with compressed keys; None: no scaling."""
     eps: NotNegative = 1e-6
-    """The number that norms add to the mean square before the root."""
+    """The epsilon of norms, which is added to the mean square before the root."""
     tied: bool = False
     """Whether the embedding's table is the head too."""
     max_seq: Length = 1_048_576
@@ -140,21 +140,22 @@ def build_deepseek_v4(config: DeepSeekV4Config, *, key: Key[Array, ""]) -> nn.Tr
     mixing = nn.Sinkhorn(config.mixing_iterations, config.stream_eps)
 
     def block(kind: _LayerKind, key: Key[Array, ""]) -> nn.Block:
-        mixer, feed_forward, first, second = jax.random.split(key, 4)
-        attention, experts = _attention(config, kind.blocks, mixer), _mixture(config, kind.is_hashed, feed_forward)
+        mixer_key, feed_forward_key, first_key, second_key = jax.random.split(key, 4)
+        attention = _attention(config, kind.blocks, mixer_key)
+        experts = _mixture(config, kind.is_hashed, feed_forward_key)
         return nn.Block(
-            nn.HyperConnection(nn.Residual(attention, norm(config)), mixing=mixing, **sizes, key=first),
-            nn.HyperConnection(nn.Residual(experts, norm(config)), mixing=mixing, **sizes, key=second),
+            nn.HyperConnection(nn.Residual(attention, norm(config)), mixing=mixing, **sizes, key=first_key),
+            nn.HyperConnection(nn.Residual(experts, norm(config)), mixing=mixing, **sizes, key=second_key),
         )
 
-    layers, merge = jax.random.split(key)
+    layers_key, merge_key = jax.random.split(key)
     return decoder(
         config,
         block,
         [_LayerKind(_blocks_of(config, layer), layer in config.hash_layers) for layer in range(config.layers)],
         expand=nn.ExpandStreams(config.streams),
-        final_norm=nn.MergeStreams(norm(config), **sizes, key=merge),
-        key=layers,
+        final_norm=nn.MergeStreams(norm(config), **sizes, key=merge_key),
+        key=layers_key,
     )
 
 
@@ -164,7 +165,7 @@ def _blocks_of(config: DeepSeekV4Config, layer: int) -> str:
 
 def _attention(config: DeepSeekV4Config, blocks: str, key: Key[Array, ""]) -> nn.CompressedAttention:
     """Return the attention of a layer with these blocks (`_LayerKind.blocks`)."""
-    mixer, compressor, index, small = jax.random.split(key, 4)
+    mixer_key, compressor_key, index_key, index_compressor_key = jax.random.split(key, 4)
     rotary = rotary_of(
         config,
         config.rope_dim,
@@ -186,7 +187,7 @@ def _attention(config: DeepSeekV4Config, blocks: str, key: Key[Array, ""]) -> nn
     if is_sparse:
         sizes = {"embed": config.embed, "q_latent": config.q_latent, "heads": config.index_heads}
         indexer = nn.EntryIndexer(
-            compress(dim=config.index_dim, key=small), top_k=config.index_top_k, key=index, **sizes
+            compress(dim=config.index_dim, key=index_compressor_key), top_k=config.index_top_k, key=index_key, **sizes
         )
     return nn.CompressedAttention(
         embed=config.embed,
@@ -197,17 +198,17 @@ def _attention(config: DeepSeekV4Config, blocks: str, key: Key[Array, ""]) -> nn
         group_rank=config.group_rank,
         window=config.window,
         rotary=rotary,
-        compressor=compress(dim=config.head_dim, key=compressor) if blocks else None,
+        compressor=compress(dim=config.head_dim, key=compressor_key) if blocks else None,
         indexer=indexer,
         norm_eps=config.eps,
         output_std=damping(config) * (config.groups * config.group_rank) ** -0.5,
-        key=mixer,
+        key=mixer_key,
     )
 
 
 def _mixture(config: DeepSeekV4Config, is_hashed: bool, key: Key[Array, ""]) -> nn.MoE:
     """Return experts beside a shared expert; a token's experts are listed by its id, or chosen by scores and a bias."""
-    router, experts, shared_key = jax.random.split(key, 3)
+    router_key, experts_key, shared_key = jax.random.split(key, 3)
     expert = functools.partial(small_expert, config, limit=config.limit)
     shared = gated_mlp(config, limit=config.limit, key=shared_key)
     if not is_hashed:
@@ -221,10 +222,10 @@ def _mixture(config: DeepSeekV4Config, is_hashed: bool, key: Key[Array, ""]) -> 
             normalise=True,
             scale=config.scale,
             balanced=True,
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
-    listed = nn.HashRouter(
+    router = nn.HashRouter(
         embed=config.embed,
         experts=config.experts,
         top_k=config.top_k,
@@ -232,9 +233,9 @@ def _mixture(config: DeepSeekV4Config, is_hashed: bool, key: Key[Array, ""]) -> 
         score="sqrt_softplus",
         normalise=True,
         scale=config.scale,
-        key=router,
+        key=router_key,
     )
-    return nn.MoE(listed, nn.Experts(expert, config.experts, key=experts), shared=shared)
+    return nn.MoE(router, nn.Experts(expert, config.experts, key=experts_key), shared=shared)
 
 
 _TYPES = {"": "sliding_attention", "sparse": "compressed_sparse_attention", "heavy": "heavily_compressed_attention"}
@@ -243,10 +244,7 @@ _HASHED, _ROUTED = "hash_moe", "moe"
 
 
 class _AttentionTypes(Entry):
-    """`layer_types`, or the older `compress_ratios`.
-
-    Without both, the first two layers are heavy, and then heavy and sparse layers alternate.
-    """
+    """`layer_types`, or the older `compress_ratios`; by default two heavy, then heavy and sparse in turn."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `heavy_layers` and `sparse_layers`."""
@@ -254,7 +252,7 @@ class _AttentionTypes(Entry):
         if types is None and ratios is not None:
             if unknown := {*ratios} - {*_RATIOS}:
                 published.refuse(f"compress_ratios={ratios}: {sorted(unknown)} is none of {[*_RATIOS]}.")
-            types = [_RATIOS[ratio] for ratio in ratios][: layers_of(published)]  # Later ratios are predictors'.
+            types = [_RATIOS[ratio] for ratio in ratios[: layers_of(published)]]  # Later ratios are for predictors.
         if types is None:
             later = [_TYPES["sparse" if layer % 2 else "heavy"] for layer in range(layers_of(published))]
             types = ([_TYPES["heavy"]] * 2 + later)[: len(later)]
@@ -293,9 +291,9 @@ class _Rates(Entry):
         if unknown := {*stated} - {*_TYPES.values()}:
             published.refuse(f"compress_rates={stated}: {sorted(unknown)} are not types of layer.")
         for blocks, older, default in (("heavy", "compress_rate_hca", 128), ("sparse", "compress_rate_csa", 4)):
-            if stated and _TYPES[blocks] not in stated:
-                published.refuse(f"compress_rates={stated} have no {_TYPES[blocks]!r}; give the rates of both types.")
             kind = _TYPES[blocks]
+            if stated and kind not in stated:
+                published.refuse(f"compress_rates={stated} have no {kind!r}; give the rates of both types.")
             rate = published.checked(f"compress_rates.{kind}", stated.get(kind, default), Size)
             rates[f"{blocks}_rate"] = published.count(older, rate)
         return rates
@@ -490,7 +488,9 @@ DEEPSEEK_V4 = Family(
         Expect("hidden_act", "silu"),
         Expect("attention_bias", False, written=False),
         Expect("mlp_bias", False, written=False),
-        Ignore("router_jitter_noise", num_nextn_predict_layers=0),  # predictors, which transformers skips too
+        Ignore(
+            "router_jitter_noise", num_nextn_predict_layers=0
+        ),  # layers for multi-token prediction, which transformers skips too
     ),
     _WEIGHTS,
     ignored_prefixes=("mtp.", "model.mtp."),

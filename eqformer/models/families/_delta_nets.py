@@ -44,7 +44,7 @@ class NetConfig(NetSizesConfig):
     net_v_dim: Size = 128
     head_dim: Size = 256
     rotary_fraction: Fraction = 0.25
-    """The part of a head's channels that has rotary positions."""
+    """The fraction of a head's channels that is rotated."""
     bias: bool = False
     """Whether the attention's maps have biases."""
     theta: Positive = 10_000_000.0

@@ -35,9 +35,9 @@ def build_ernie45(config: Ernie45Config, *, key: Key[Array, ""]) -> Transformer:
     rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, rotary=rotary, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, bias=config.bias, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, bias=config.bias, rotary=rotary, key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, bias=config.bias, key=feed_forward_key))
 
     return decoder(config, block, key=key)
 
@@ -148,24 +148,24 @@ def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Trans
     rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
 
     def mixed(key: Key[Array, ""]) -> MoE:
-        router, experts, shared = jax.random.split(key, 3)
+        router_key, experts_key, shared_key = jax.random.split(key, 3)
         width = config.shared * config.expert_mlp
         return mixture(
             config,
             functools.partial(small_expert, config),
-            shared=gated_mlp(config, mlp=width, bias=config.bias, key=shared) if width else None,
+            shared=gated_mlp(config, mlp=width, bias=config.bias, key=shared_key) if width else None,
             normalise=True,
             balanced=True,
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, rotary=rotary, key=mixer)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, bias=config.bias, rotary=rotary, key=mixer_key)
         if is_mixture:
-            return pre_norm_block(config, attended, mixed(feed_forward))
-        return pre_norm_block(config, attended, gated_mlp(config, bias=config.bias, key=feed_forward))
+            return pre_norm_block(config, mixer, mixed(feed_forward_key))
+        return pre_norm_block(config, mixer, gated_mlp(config, bias=config.bias, key=feed_forward_key))
 
     return decoder(config, block, config.kinds, logit_bias=config.bias, key=key)
 

@@ -46,9 +46,9 @@ def build_exaone4(config: Exaone4Config, *, key: Key[Array, ""]) -> Transformer:
     """Return an EXAONE 4 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = _attention(config, window, output_std=None, key=mixer)
-        return post_norm_block(config, attended, gated_mlp(config, output_std=None, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = _attention(config, window, output_std=None, key=mixer_key)
+        return post_norm_block(config, mixer, gated_mlp(config, output_std=None, key=feed_forward_key))
 
     return decoder(config, block, layer_windows(config), key=key)
 
@@ -69,12 +69,14 @@ def _local(published: PublishedConfig, layers: int) -> tuple[int, ...]:
     """
     name = "sliding_window_pattern"
     pattern = published.checked(name, published.nullable(name, 4), str | Index | None)
-    if not pattern:  # It may be 0, which transformers writes if there is no window.
+    if not pattern:  # Transformers writes a pattern of 0 if there is no window.
         return ()
     if not isinstance(pattern, str):
         return Period(4, (name,), but=True)(published, layers)
     if {*pattern} - {*"LG"}:
-        published.refuse(f"{name}={pattern!r}: a layer is local, L, or global, G.")
+        published.refuse(
+            f"{name}={pattern!r}: each letter must be L, for a layer with a window, or G, for a layer without a window."
+        )
     return tuple(number for number in range(layers) if pattern[number % len(pattern)] == "L")
 
 
@@ -125,10 +127,10 @@ def build_exaone_moe(config: ExaoneMoEConfig, *, key: Key[Array, ""]) -> Transfo
 
     def block(kind: tuple[int | None, bool], key: Key[Array, ""]) -> Block:
         window, is_mixture = kind
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         output_std = damping(config) * (config.heads * config.head_size) ** -0.5
-        attended = _attention(config, window, output_std=output_std, key=mixer)
-        return pre_norm_block(config, attended, config.feed_forward(is_mixture, feed_forward))
+        mixer = _attention(config, window, output_std=output_std, key=mixer_key)
+        return pre_norm_block(config, mixer, config.feed_forward(is_mixture, feed_forward_key))
 
     return decoder(config, block, list(zip(layer_windows(config), config.mixtures, strict=True)), key=key)
 
@@ -174,7 +176,7 @@ EXAONE_MOE = Family(
         Count("kept_groups", "topk_group", 1),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Activation(),
-        # Attributes of the publisher's own program that state what all models of this family have.
+        # The publisher's own program reads these attributes. All models of this family have these values.
         Expect("scoring_func", "sigmoid", written=False),
         Expect("topk_method", "noaux_tc", written=False),
         Expect("first_last_k_dense_replace", 1, written=False),

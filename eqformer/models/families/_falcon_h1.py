@@ -118,7 +118,7 @@ def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transform
 
     def block(key: Key[Array, ""]) -> Block:
         attention_key, net_key, mlp_key = jax.random.split(key, 3)
-        attended = attention(config, scores=Scores(score_scale), bias=config.bias, key=attention_key)
+        mixer = attention(config, scores=Scores(score_scale), bias=config.bias, key=attention_key)
         net = mamba2(
             config,
             activation=activation_of(config),
@@ -131,7 +131,7 @@ def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transform
         activation = ScaledActivation(activation_of(config), gate_scale)
         gated = gated_mlp(config, activation=activation, bias=config.mlp_bias, key=mlp_key)
         mixers = (
-            Residual(attended, scale=config.attention_scale, input_scale=config.attention_input_scale),
+            Residual(mixer, scale=config.attention_scale, input_scale=config.attention_input_scale),
             Residual(net, scale=config.net_scale, input_scale=config.net_input_scale),
         )
         return Block(ParallelResidual(mixers, norm(config)), Residual(gated, norm(config), scale=mlp_scale))

@@ -47,21 +47,21 @@ def build_gemma(config: GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Gemma with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        gated = gated_mlp(config, key=feed_forward)
-        return pre_norm_block(config, attention(config, bias=config.bias, key=mixer), gated, offset=1.0)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        gated = gated_mlp(config, key=feed_forward_key)
+        return pre_norm_block(config, attention(config, bias=config.bias, key=mixer_key), gated, offset=1.0)
 
     return decoder(config, block, final_norm=norm(config, offset=1.0), embedding_scale=config.embed**0.5, key=key)
 
 
 class EitherActivation(Activation):
-    """An activation that two attributes state: older readers use only `hidden_activation`, newer readers ignore it."""
+    """The activation. Older readers use only the attribute `hidden_activation`, newer readers only `hidden_act`."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the name in `nn.ACTIVATIONS`; refuse two attributes that differ."""
         activation = super().read(published)[self.name]
         if published.text(self.published, self.default) == "gelu":
-            activation = "gelu_tanh"  # Early checkpoints state gelu, but mean its approximation.
+            activation = "gelu_tanh"  # Early checkpoints state gelu, but were trained with its tanh approximation.
         published.expect("hidden_activation", *published_activations(activation))
         return {self.name: activation}
 
@@ -149,13 +149,13 @@ def gemma2_block(config: Gemma2Config, mask: Mask, key: Key[Array, ""]) -> Block
 
 
 def _sublayers(config: Gemma2Config, mask: Mask, key: Key[Array, ""]) -> tuple[Attention, GatedMLP]:
-    mixer, feed_forward = jax.random.split(key)
-    attended = attention(config, mask=mask, bias=config.bias, output_std=None, scores=scores_of(config), key=mixer)
-    return attended, gated_mlp(config, output_std=None, key=feed_forward)
+    mixer_key, feed_forward_key = jax.random.split(key)
+    mixer = attention(config, mask=mask, bias=config.bias, output_std=None, scores=scores_of(config), key=mixer_key)
+    return mixer, gated_mlp(config, output_std=None, key=feed_forward_key)
 
 
 def scores_of(config: Gemma2Config) -> Scores:
-    """Return the scale and the bound of an attention's scores."""
+    """Return the scale and the softcap of an attention's scores."""
     return Scores(config.query_scalar**-0.5, softcap=config.score_softcap)
 
 
@@ -296,12 +296,12 @@ def gemma3_block(
 
     `as_mixer` turns the layer's attention into another mixer. `reads` names one more input (`Residual.reads`).
     """
-    mixer_key, feed_forward = jax.random.split(key)
+    mixer_key, feed_forward_key = jax.random.split(key)
     if window is None:
         rotary = decoders.rotary_of(config, config.head_size, scaling=config.scaling)
     else:
         rotary = decoders.rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
-    attended = decoders.attention(
+    attention = decoders.attention(
         config,
         mask=mask,
         rotary=rotary,
@@ -311,8 +311,8 @@ def gemma3_block(
         output_std=None,
         key=mixer_key,
     )
-    mixer = attended if as_mixer is None else as_mixer(attended)
-    gated = decoders.gated_mlp(config, output_std=None, key=feed_forward)
+    mixer = attention if as_mixer is None else as_mixer(attention)
+    gated = decoders.gated_mlp(config, output_std=None, key=feed_forward_key)
     return decoders.four_norm_block(config, mixer, gated, reads=reads, offset=1.0)
 
 

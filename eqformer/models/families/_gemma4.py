@@ -330,7 +330,7 @@ def _attention(config: Gemma4Config, kind: Kind, key: Key[Array, ""]) -> nn.Atte
             mask=causal_mask(kind.window),
             key=key,
         )
-    attended = attention(
+    mixer = attention(
         config,
         window=kind.window,
         head_dim=size,
@@ -345,19 +345,19 @@ def _attention(config: Gemma4Config, kind: Kind, key: Key[Array, ""]) -> nn.Atte
         key=key,
     )
     if config.keys_as_values and kind.window is None:
-        return eqx.tree_at(lambda attention: attention.value, attended, None)
-    return attended
+        return eqx.tree_at(lambda attention: attention.value, mixer, None)
+    return mixer
 
 
 def _feed_forward(config: Gemma4Config, kind: Kind, key: Key[Array, ""]) -> nn.Sublayer:
     """Return a gated layer with norms or, in a config with experts, the gated layer beside a mixture."""
-    router, experts, dense = jax.random.split(key, 3)
+    router_key, experts_key, dense_key = jax.random.split(key, 3)
     width = config.mlp * (2 if config.widens_reading and kind.reads else 1)
-    layer = gated_mlp(config, mlp=width, output_std=None, key=dense)
+    layer = gated_mlp(config, mlp=width, output_std=None, key=dense_key)
     gated = nn.Residual(layer, norm(config), output_norm=norm(config))
     if not config.experts:
         return gated
-    mixed = mixture(
+    feed_forward = mixture(
         config,
         lambda key: gated_mlp(config, mlp=config.expert_mlp, output_std=None, key=key),
         expert_norm=norm(config),
@@ -365,10 +365,10 @@ def _feed_forward(config: Gemma4Config, kind: Kind, key: Key[Array, ""]) -> nn.S
         normalise=True,
         logit_scale=config.embed**-0.5,
         scales_experts=True,
-        router=router,
-        experts=experts,
+        router=router_key,
+        experts=experts_key,
     )
-    routed = nn.Residual(mixed, output_norm=norm(config))
+    routed = nn.Residual(feed_forward, output_norm=norm(config))
     return nn.ParallelResidual((gated, routed), output_norm=norm(config))
 
 
@@ -392,14 +392,14 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> nn.Transformer
             sublayers.append(nn.Residual(gate, output_norm=norm(config), reads="layer_input"))
         return nn.Block(*sublayers, nn.StreamScale(jnp.ones((), jnp.float32)))
 
-    layers, inputs = jax.random.split(key)
+    layers_key, inputs_key = jax.random.split(key)
     model = decoder(
         config,
         block,
         kinds_of(config),
         embedding_scale=config.embed**0.5,
         logit_softcap=config.logit_softcap,
-        key=layers,
+        key=layers_key,
     )
     if not config.input_mlp:
         return model
@@ -409,7 +409,7 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> nn.Transformer
         depth=config.layers,
         mlp=config.input_mlp,
         eps=config.eps,
-        key=inputs,
+        key=inputs_key,
     )
     return dataclasses.replace(model, layer_inputs=layer_inputs)
 

@@ -51,7 +51,7 @@ class GLM4Config(DecoderConfig):
     """The config of a GLM-4."""
 
     rotary_fraction: Fraction = 0.5
-    """The part of a head's channels that has rotary positions."""
+    """The fraction of a head's channels that is rotated."""
     eps: NotNegative = 1e-5
     bias: bool = False
     """Whether queries, keys and values have biases."""
@@ -67,9 +67,9 @@ def _build(config: GLM4Config, add_norms: Callable[..., Block], *, key: Key[Arra
     rotary = part_rotary(config, interleaved=True)
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, output_bias=False, rotary=rotary, key=mixer)
-        return add_norms(config, attended, gated_mlp(config, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, bias=config.bias, output_bias=False, rotary=rotary, key=mixer_key)
+        return add_norms(config, mixer, gated_mlp(config, key=feed_forward_key))
 
     return decoder(config, block, key=key)
 
@@ -139,7 +139,7 @@ class GLM4MoEConfig(SigmoidMoEConfig):
     """The config of a GLM-4.5; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     rotary_fraction: Fraction = 0.5
-    """The part of a head's channels that has rotary positions."""
+    """The fraction of a head's channels that is rotated."""
     theta: Positive = 1_000_000.0
     eps: NotNegative = 1e-5
     qk_norm: bool = False
@@ -154,17 +154,17 @@ def build_glm4_moe(config: GLM4MoEConfig, *, key: Key[Array, ""]) -> Transformer
     rotary = part_rotary(config)
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(
             config,
             bias=config.bias,
             output_bias=False,
             query_norm=norm(config, "head_dim") if config.qk_norm else None,
             key_norm=norm(config, "head_dim") if config.qk_norm else None,
             rotary=rotary,
-            key=mixer,
+            key=mixer_key,
         )
-        return pre_norm_block(config, attended, config.feed_forward(is_mixture, feed_forward))
+        return pre_norm_block(config, mixer, config.feed_forward(is_mixture, feed_forward_key))
 
     return decoder(config, block, [layer >= config.first_dense for layer in range(config.layers)], key=key)
 
@@ -290,10 +290,10 @@ def build_solar_open(config: SolarOpenConfig, *, key: Key[Array, ""]) -> Transfo
     """Return a Solar Open with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, output_bias=False, key=mixer)
-        mixture = sigmoid_mixture_beside_shared(config, feed_forward, normalise=config.normalise)
-        return pre_norm_block(config, attended, mixture)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, bias=config.bias, output_bias=False, key=mixer_key)
+        mixture = sigmoid_mixture_beside_shared(config, feed_forward_key, normalise=config.normalise)
+        return pre_norm_block(config, mixer, mixture)
 
     return decoder(config, block, key=key)
 

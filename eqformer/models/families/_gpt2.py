@@ -30,13 +30,15 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("tied", "tie_word_embeddings", True),
     Attribute("layer_scales", "scale_attn_by_inverse_layer_idx", False),
     Expect("add_cross_attention", False, written=False),
-    Ignore("reorder_and_upcast_attn"),  # It changes only rounding, and scores have at least float32 here.
+    Ignore(
+        "reorder_and_upcast_attn"
+    ),  # This attribute changes only rounding, and here scores are computed in float32 at least.
     Ignore("n_ctx", "predict_special_tokens", *_SUMMARY, attn_pdrop=0.0),
 )
 
 _LAYER, _TURNED = "transformer.h.{layer}.", "inputs outputs -> outputs inputs"
 _QKV = ("query", "key", "value")
-# Maps are stored with inputs first, and queries, keys and values side by side.
+# Weights of maps are published with inputs before outputs; queries, keys and values are one array, side by side.
 WEIGHTS = (
     Rule("transformer.wte.weight", "embedding.weight"),
     Rule("lm_head.weight", "head.weight"),
@@ -75,7 +77,7 @@ class GPT2Config(ModelConfig):
     activation: str = "gelu_tanh"
     """The activation of a feed-forward layer's features: a name of `nn.ACTIVATIONS`."""
     eps: NotNegative = 1e-5
-    """The number that norms add to the mean square before the root."""
+    """The epsilon of norms, which is added to the mean square before the root."""
     score_scale: bool = True
     """Whether scores are divided by the root of a head's channels."""
     layer_scales: bool = False
@@ -121,15 +123,15 @@ def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> nn.Transformer:
             nn.Residual(attention, norm(), dropout=dropout), nn.Residual(feed_forward, norm(), dropout=dropout)
         )
 
-    embedding, positions, stack = jax.random.split(key, 3)
+    embedding_key, positions_key, stack_key = jax.random.split(key, 3)
     if config.layer_scales:
-        stacks = stacks_of(block, range(1, config.layers + 1), key=stack)
+        stacks = stacks_of(block, range(1, config.layers + 1), key=stack_key)
     else:
-        stacks = (nn.Stack(functools.partial(block, 1), config.layers, key=stack),)
+        stacks = (nn.Stack(functools.partial(block, 1), config.layers, key=stack_key),)
     head = nn.Linear("embed -> vocab", embed=embed, vocab=config.vocab, key=jax.random.fold_in(key, 3))
     return nn.Transformer(
-        embedding=nn.Embedding(vocab=config.vocab, embed=embed, key=embedding),
-        positions=nn.LearnedPositions(max_seq=config.max_seq, embed=embed, key=positions),
+        embedding=nn.Embedding(vocab=config.vocab, embed=embed, key=embedding_key),
+        positions=nn.LearnedPositions(max_seq=config.max_seq, embed=embed, key=positions_key),
         stacks=stacks,
         norm=norm(),
         head=None if config.tied else head,

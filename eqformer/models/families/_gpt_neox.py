@@ -24,7 +24,7 @@ class GPTNeoXConfig(DecoderConfig):
     """The config of a GPT-NeoX."""
 
     rotary_fraction: Fraction = 0.25
-    """The part of a head's channels that has rotary positions."""
+    """The fraction of a head's channels that is rotated."""
     parallel: bool = True
     """Whether attention and feed-forward layer read the same input."""
     bias: bool = True
@@ -136,7 +136,9 @@ GPT_NEOX = Family(
     "gpt_neox",
     (
         *(*SIZES, WIDTH, _UnstatedKeyHeads()),
-        _RepeatedRotary(),  # It is before `RotaryPositions`, which adds names in `rope_parameters` to the attributes.
+        # `_RepeatedRotary` is before `RotaryPositions`, because `RotaryPositions` adds the contents of
+        # `rope_parameters` to the attributes.
+        _RepeatedRotary(),
         RotaryPositions(older="rotary_emb_base"),
         RotaryFraction(0.25, published="rotary_pct"),
         Attribute("parallel", "use_parallel_residual", True),
@@ -194,9 +196,9 @@ def build_starcoder2(config: StarCoder2Config, *, key: Key[Array, ""]) -> Transf
 
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
-        attended = attention(config, window=config.window, bias=config.bias, key=mixer_key)
+        mixer = attention(config, window=config.window, bias=config.bias, key=mixer_key)
         feed_forward = _mlp(config, bias=config.bias, key=feed_forward_key)
-        return Block(Residual(attended, _norm(config)), Residual(feed_forward, _norm(config)))
+        return Block(Residual(mixer, _norm(config)), Residual(feed_forward, _norm(config)))
 
     return decoder(config, block, final_norm=_norm(config), key=key)
 
@@ -221,11 +223,11 @@ STARCODER2 = Family(
         Attribute("window", "sliding_window", None),
         Attribute("bias", "use_bias", True),
         Activation("gelu_pytorch_tanh"),
-        # Attributes of the publisher's own program that state what all models of this family have.
+        # The publisher's own program reads these attributes. All models of this family have these values.
         Expect("norm_type", "layer_norm", written=False),
         Expect("mlp_type", "default", written=False),
         Ignore("residual_dropout", "embedding_dropout"),
-        Ignore("activation_function", "layer_norm_epsilon"),  # `hidden_act` and `norm_epsilon` are read in their place.
+        Ignore("activation_function", "layer_norm_epsilon"),  # `hidden_act` and `norm_epsilon` are read instead.
         Ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
     ),
     (
@@ -253,9 +255,9 @@ def build_jais2(config: Jais2Config, *, key: Key[Array, ""]) -> Transformer:
 
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
-        attended = attention(config, bias=config.bias, key=mixer_key)
+        mixer = attention(config, bias=config.bias, key=mixer_key)
         feed_forward = _mlp(config, bias=config.mlp_bias, key=feed_forward_key)
-        return Block(Residual(attended, _norm(config)), Residual(feed_forward, _norm(config)))
+        return Block(Residual(mixer, _norm(config)), Residual(feed_forward, _norm(config)))
 
     return decoder(config, block, final_norm=_norm(config), key=key)
 

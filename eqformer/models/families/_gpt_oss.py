@@ -51,12 +51,12 @@ def build_gpt_oss(config: GPTOSSConfig, *, key: Key[Array, ""]) -> Transformer:
         return gated_mlp(config, bias=True, limit=config.limit, offset=1.0, key=key)
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        router, experts = jax.random.split(feed_forward)
-        mixed = mixture(config, expert, normalise=True, bias=True, router=router, experts=experts)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        router_key, experts_key = jax.random.split(feed_forward_key)
+        feed_forward = mixture(config, expert, normalise=True, bias=True, router=router_key, experts=experts_key)
         sinks = jnp.zeros(config.heads, jnp.float32)
-        attended = attention(config, window=window, bias=config.bias, scores=Scores(sinks=sinks), key=mixer)
-        return pre_norm_block(config, attended, mixed)
+        mixer = attention(config, window=window, bias=config.bias, scores=Scores(sinks=sinks), key=mixer_key)
+        return pre_norm_block(config, mixer, feed_forward)
 
     return decoder(config, block, layer_windows(config), key=key)
 

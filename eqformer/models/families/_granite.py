@@ -59,9 +59,9 @@ def build_granite(config: GraniteConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Granite with random weights."""
 
     def layers(key: Key[Array, ""]) -> tuple[Attention, GatedMLP]:
-        mixer, feed_forward = jax.random.split(key)
-        gated = gated_mlp(config, bias=config.mlp_bias, output_std=None, key=feed_forward)
-        return granite_attention(config, key=mixer), gated
+        mixer_key, feed_forward_key = jax.random.split(key)
+        gated = gated_mlp(config, bias=config.mlp_bias, output_std=None, key=feed_forward_key)
+        return granite_attention(config, key=mixer_key), gated
 
     return granite_decoder(config, layers, key=key)
 
@@ -318,8 +318,8 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
     rotary = rotary_of(config, config.head_size, scaling=config.scaling) if config.rotary else None
 
     def dense_or_mixture(key: Key[Array, ""]) -> MoE | GatedMLP:
-        shared, router, experts = jax.random.split(key, 3)
-        dense = gated_mlp(config, mlp=config.shared_mlp, output_std=None, key=shared)
+        shared_key, router_key, experts_key = jax.random.split(key, 3)
+        dense = gated_mlp(config, mlp=config.shared_mlp, output_std=None, key=shared_key)
         if not config.experts:
             return dense
         return mixture(
@@ -327,8 +327,8 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
             lambda key: gated_mlp(config, output_std=None, key=key),
             shared=dense,
             normalise=True,
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
 
     def mixer(is_attention: bool, key: Key[Array, ""]) -> Attention | Mamba2Mixer:
@@ -338,8 +338,8 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
         return mamba2(config, activation=activation_of(config), gate_norm=gate_norm, output_std=None, key=key)
 
     def layers(is_attention: bool, key: Key[Array, ""]) -> tuple[Attention | Mamba2Mixer, MoE | GatedMLP]:
-        mixer_key, feed_forward = jax.random.split(key)
-        return mixer(is_attention, mixer_key), dense_or_mixture(feed_forward)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        return mixer(is_attention, mixer_key), dense_or_mixture(feed_forward_key)
 
     kinds = [layer in config.attention_layers for layer in range(config.layers)]
     return granite_decoder(config, layers, kinds, key=key)

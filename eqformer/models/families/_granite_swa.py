@@ -85,11 +85,12 @@ def _build_swa(
     config: _WindowsAndBases, feed_forward: Callable[[Key[Array, ""]], GatedMLP | MoE], key: Key[Array, ""]
 ) -> Transformer:
     def layers(kind: tuple[int | None, float], key: Key[Array, ""]) -> tuple[Attention, GatedMLP | MoE]:
-        (window, theta), (mixer_key, feed_forward_key) = kind, jax.random.split(key)
+        window, theta = kind
+        mixer_key, feed_forward_key = jax.random.split(key)
         rotary = rotary_of(config, config.head_size, theta=theta, scaling=config.scaling) if theta else None
         sinks = jnp.zeros(config.heads, jnp.float32)
-        attended = granite_attention(config, sinks=sinks, window=window, rotary=rotary, key=mixer_key)
-        return attended, feed_forward(feed_forward_key)
+        mixer = granite_attention(config, sinks=sinks, window=window, rotary=rotary, key=mixer_key)
+        return mixer, feed_forward(feed_forward_key)
 
     return granite_decoder(config, layers, list(zip(layer_windows(config), config.thetas, strict=True)), key=key)
 

@@ -44,9 +44,9 @@ def build_hunyuan(config: HunyuanConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a dense Hunyuan with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, rotary=_rotary_then_norm(config), key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, bias=config.bias, rotary=_rotary_then_norm(config), key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key))
 
     return decoder(config, block, key=key)
 
@@ -82,7 +82,10 @@ class AlphaRotaryPositions(RotaryPositions):
 _READ_HERE = ("rope_type", "type", "rope_theta")
 
 _ATTRIBUTES = (
-    *(*decoder_attributes(AlphaRotaryPositions()), StatedHeadSize()),  # Transformers computes no head size.
+    *(
+        *decoder_attributes(AlphaRotaryPositions()),
+        StatedHeadSize(),
+    ),  # Transformers does not compute `head_dim` from other sizes.
     Attribute("bias", "attention_bias", False),
     Activation(),
     Expect("mlp_bias", False, written=False),
@@ -148,19 +151,19 @@ def build_hunyuan_moe(config: HunyuanMoEConfig, *, key: Key[Array, ""]) -> Trans
     """Return a Hunyuan with experts and random weights."""
 
     def block(top_k: int, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        router, experts, shared = jax.random.split(feed_forward, 3)
-        attended = attention(config, bias=config.bias, rotary=_rotary_then_norm(config), key=mixer)
-        mixed = mixture(
+        mixer_key, feed_forward_key = jax.random.split(key)
+        router_key, experts_key, shared_key = jax.random.split(feed_forward_key, 3)
+        mixer = attention(config, bias=config.bias, rotary=_rotary_then_norm(config), key=mixer_key)
+        feed_forward = mixture(
             config,
             lambda key: gated_mlp(config, key=key),
-            shared=gated_mlp(config, key=shared),
+            shared=gated_mlp(config, key=shared_key),
             top_k=top_k,
             normalise=True,
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
-        return pre_norm_block(config, attended, mixed)
+        return pre_norm_block(config, mixer, feed_forward)
 
     return decoder(config, block, config.top_ks, key=key)
 
@@ -235,9 +238,9 @@ def build_hy3(config: Hy3Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Hy3 with random weights."""
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, **head_norms(config), key=mixer)
-        return pre_norm_block(config, attended, config.feed_forward(is_mixture, feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, bias=config.bias, **head_norms(config), key=mixer_key)
+        return pre_norm_block(config, mixer, config.feed_forward(is_mixture, feed_forward_key))
 
     return decoder(config, block, config.mixtures, key=key)
 

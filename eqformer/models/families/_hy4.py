@@ -54,26 +54,28 @@ def build_hy4(config: Hy4Config, *, key: Key[Array, ""]) -> Transformer:
     indexer = functools.partial(indexer_of, config, rotary, rotates_last=True, norm_eps=config.eps)
 
     def block(kind: LatentKind, key: Key[Array, ""]) -> Block:
-        mixer, gate, feed_forward, first, second, index = jax.random.split(key, 6)
-        chooses = None if kind.reads else indexer(index)
-        attended = latent_attention(config, indexer=chooses, sinks=True, key=mixer).with_gate(key=gate)
+        mixer_key, gate_key, feed_forward_key, first_key, second_key, index_key = jax.random.split(key, 6)
+        chooses = None if kind.reads else indexer(index_key)
+        mixer = latent_attention(config, indexer=chooses, sinks=True, key=mixer_key).with_gate(key=gate_key)
         if kind.is_mixture:
-            layer = sigmoid_mixture_beside_shared(config, feed_forward, normalise=config.normalise, limit=config.limit)
+            layer = sigmoid_mixture_beside_shared(
+                config, feed_forward_key, normalise=config.normalise, limit=config.limit
+            )
         else:
-            layer = gated_mlp(config, key=feed_forward)
+            layer = gated_mlp(config, key=feed_forward_key)
         return Block(
-            connect(Residual(attended, norm(config), shares=kind.shares, reads=kind.reads), key=first),
-            connect(Residual(layer, norm(config)), key=second),
+            connect(Residual(mixer, norm(config), shares=kind.shares, reads=kind.reads), key=first_key),
+            connect(Residual(layer, norm(config)), key=second_key),
         )
 
-    layers, merge = jax.random.split(key)
+    layers_key, merge_key = jax.random.split(key)
     return decoder(
         config,
         block,
         reading_kinds(config),
         expand=ExpandStreams(config.streams),
-        final_norm=MergeStreams(norm(config), **sizes, key=merge),
-        key=layers,
+        final_norm=MergeStreams(norm(config), **sizes, key=merge_key),
+        key=layers_key,
     )
 
 

@@ -36,7 +36,7 @@ class JAXformerConfig(ModelConfig):
     theta: Positive = 10_000.0
     """The base of rotary positions."""
     eps: NotNegative = 1e-6
-    """The number that norms add to the mean square before the root."""
+    """The epsilon of norms, which is added to the mean square before the root."""
     dropout: Rate = 0.0
     """The rate of dropout."""
     experts: Size | None = None
@@ -46,7 +46,7 @@ class JAXformerConfig(ModelConfig):
     shared: OptionalSize = 2
     """The number of shared experts, which together are one dense layer that is `shared` times as wide as an expert."""
     capacity: Positive = 1.5
-    """The experts' slots, as a multiple of the slots that they need if loads are even."""
+    """The capacity factor of experts (`nn.Capacity`)."""
     balance: NotNegative = 0.01
     """The weight of the balance loss."""
 
@@ -69,7 +69,7 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> nn.Trans
         )
 
     def mixed(count: int, key: Key[Array, ""]) -> nn.MoE:
-        router, experts, shared = jax.random.split(key, 3)
+        router_key, experts_key, shared_key = jax.random.split(key, 3)
         return nn.MoE(
             nn.TopKRouter(
                 embed=embed,
@@ -78,16 +78,16 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> nn.Trans
                 score="sigmoid",
                 normalise=True,
                 bias=True,
-                key=router,
+                key=router_key,
             ),
-            nn.Experts(dense, count, key=experts),
+            nn.Experts(dense, count, key=experts_key),
             dispatch=nn.Capacity(config.capacity),
-            shared=dense(shared, config.shared) if config.shared else None,
+            shared=dense(shared_key, config.shared) if config.shared else None,
             losses=(nn.LoadBalance(config.balance, normalise=True),) if config.balance else (),
         )
 
     def layer(rotary: nn.Rotary | None, key: Key[Array, ""]) -> nn.Block:
-        attention, feed_forward = jax.random.split(key)
+        attention_key, feed_forward_key = jax.random.split(key)
         mixer = nn.LatentAttention(
             embed=embed,
             heads=config.heads,
@@ -97,12 +97,12 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> nn.Trans
             rotary=rotary,
             bias=True,
             output_std=damping * embed**-0.5,
-            key=attention,
+            key=attention_key,
         )
         if rotary is None and config.experts is not None:
-            layer_mlp = mixed(config.experts, feed_forward)
+            layer_mlp = mixed(config.experts, feed_forward_key)
         else:
-            layer_mlp = dense(feed_forward)
+            layer_mlp = dense(feed_forward_key)
         return nn.Block(nn.Residual(mixer, norm(), dropout=dropout), nn.Residual(layer_mlp, norm(), dropout=dropout))
 
     def block(key: Key[Array, ""]) -> nn.SuperBlock:

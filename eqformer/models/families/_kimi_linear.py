@@ -39,7 +39,10 @@ class _Net(Entry):
     def read(self, published: PublishedConfig) -> Fields:
         """Return the three fields."""
         nested = _of_nets(published)
-        for name in ("full_attn_layers", "kda_layers"):  # Read here only so that `finish` does not refuse them.
+        for name in (
+            "full_attn_layers",
+            "kda_layers",
+        ):  # The lists are read only because `finish` refuses unread attributes.
             nested.listed(name, Size)
         fields = {
             field: nested.count(inner, published.count(name, default)) for field, name, inner, default in self.names
@@ -133,7 +136,7 @@ class LatentNetConfig(SigmoidLatentConfig):
     """The config of a model whose layers have latent attention or a `ChannelDeltaNet`, and mixtures or dense MLPs."""
 
     attention_layers: tuple[Index, ...]
-    """The numbers of the layers with latent attention; all other layers have delta nets."""
+    """The indices of the layers with latent attention; all other layers have delta nets."""
     net_heads: Size = 32
     """The number of heads of a delta net."""
     net_head_dim: Size = 128
@@ -179,11 +182,11 @@ def build_latent_nets(
 
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
         is_attention, is_mixture = kind
-        mixer_key, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         if is_mixture:
-            layer = sigmoid_mixture_beside_shared(config, feed_forward, normalise=config.normalise)
+            layer = sigmoid_mixture_beside_shared(config, feed_forward_key, normalise=config.normalise)
         else:
-            layer = gated_mlp(config, key=feed_forward)
+            layer = gated_mlp(config, key=feed_forward_key)
         return pre_norm_block(config, mixer(is_attention, mixer_key), layer)
 
     kinds = [(layer in config.attention_layers, is_mixture) for layer, is_mixture in enumerate(config.mixtures)]
@@ -206,9 +209,10 @@ class KimiLinearConfig(LatentNetConfig):
 
 
 def unrotated(config: Config) -> Config:
-    """Return the config with a scaling that rotates no channel.
+    """Return the config with a scaling that sets all rotary frequencies to 0, so that no channel is rotated.
 
-    DeepSeek-V3's latent attention rotates the channels of keys that all heads share.
+    DeepSeek-V3's latent attention rotates some channels of keys; Kimi's layers have these channels, but do not rotate
+    them.
     """
     return dataclasses.replace(config, scaling=ProportionalScaling(0.0))
 

@@ -35,7 +35,7 @@ class LagunaConfig(DenseLayersConfig):
     layer_heads: tuple[Size, ...] = ()
     """The query heads of each layer; empty: all layers have `heads`."""
     by_heads: bool = True
-    """Whether all channels of a head have the same gate; otherwise each channel has its own."""
+    """Whether each head has one gate for all its channels; otherwise each channel has a gate."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     window_layers: tuple[Index, ...] = ()
@@ -44,10 +44,10 @@ class LagunaConfig(DenseLayersConfig):
     """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 128
     rotary_fraction: Fraction = 0.5
-    """The part of a head's channels that has rotary positions."""
+    """The fraction of a head's channels that is rotated."""
     theta: Positive = 500_000.0
     local_rotary_fraction: Fraction = 1.0
-    """The part of a head's channels that has rotary positions, in layers with a window."""
+    """The fraction of a head's channels that is rotated, in layers with a window."""
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
@@ -74,8 +74,8 @@ def build_laguna(config: LagunaConfig, *, key: Key[Array, ""]) -> Transformer:
 
     def block(kind: tuple[int | None, bool, int], key: Key[Array, ""]) -> Block:
         window, is_mixture, heads = kind
-        mixer, gate, router, experts, shared = jax.random.split(key, 5)
-        attended = attention(
+        mixer_key, gate_key, router_key, experts_key, shared_key = jax.random.split(key, 5)
+        mixer = attention(
             config,
             window=window,
             heads=heads,
@@ -83,23 +83,23 @@ def build_laguna(config: LagunaConfig, *, key: Key[Array, ""]) -> Transformer:
             output_std=damping(config) * (heads * config.head_dim) ** -0.5,
             rotary=rotary if window is None else local_rotary,
             **head_norms(config),
-            key=mixer,
-        ).with_gate(by_heads=config.by_heads, activation="softplus", key=gate)
+            key=mixer_key,
+        ).with_gate(by_heads=config.by_heads, activation="softplus", key=gate_key)
         if not is_mixture:
-            return pre_norm_block(config, attended, gated_mlp(config, key=experts))
-        mixed = mixture(
+            return pre_norm_block(config, mixer, gated_mlp(config, key=experts_key))
+        feed_forward = mixture(
             config,
             functools.partial(small_expert, config),
-            shared=gated_mlp(config, mlp=config.shared_mlp, key=shared),
+            shared=gated_mlp(config, mlp=config.shared_mlp, key=shared_key),
             balance_normalise=True,
             score="sigmoid",
             normalise=True,
             scale=config.scale,
             balanced=True,
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
-        return pre_norm_block(config, attended, mixed)
+        return pre_norm_block(config, mixer, feed_forward)
 
     kinds = zip(layer_windows(config), config.mixtures, _heads_of(config), strict=True)
     return decoder(config, block, list(kinds), key=key)

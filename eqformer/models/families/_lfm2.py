@@ -108,9 +108,9 @@ def build_lfm2(config: LFM2Config, *, key: Key[Array, ""]) -> Transformer:
     """Return an LFM2 with random weights."""
 
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        mixed = _mixer(config, is_attention, mixer)
-        return pre_norm_block(config, mixed, gated_mlp(config, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = _mixer(config, is_attention, mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key))
 
     return decoder(config, block, [layer in config.attention_layers for layer in range(config.layers)], key=key)
 
@@ -118,7 +118,8 @@ def build_lfm2(config: LFM2Config, *, key: Key[Array, ""]) -> Transformer:
 class _Width(Entry):
     """The number of hidden features.
 
-    Configurations may state the number of a layer without gates; a gated layer then has about two thirds as many.
+    Configurations may state the width of a layer without gates. A gated layer with as many parameters then has about
+    two thirds of this width.
     """
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -169,7 +170,7 @@ class LFM2MoEConfig(ConvConfig):
     top_k: Size = 4
     """The number of experts that each token chooses."""
     first_dense: Index = 2
-    """The number of layers at the beginning without experts."""
+    """The number of layers before the first layer with experts."""
     normalise: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     scale: Number = 1.0
@@ -184,7 +185,7 @@ def build_lfm2_moe(config: LFM2MoEConfig, *, key: Key[Array, ""]) -> Transformer
     """Return an LFM2 with experts, with random weights."""
 
     def routed(key: Key[Array, ""]) -> MoE:
-        router, experts = jax.random.split(key)
+        router_key, experts_key = jax.random.split(key)
         return mixture(
             config,
             functools.partial(small_expert, config),
@@ -193,14 +194,14 @@ def build_lfm2_moe(config: LFM2MoEConfig, *, key: Key[Array, ""]) -> Transformer
             normalise_eps=1e-6,
             scale=config.scale,
             balanced=config.biased,
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
 
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
         is_attention, is_mixture = kind
-        mixer_key, feed_forward = jax.random.split(key)
-        layer = routed(feed_forward) if is_mixture else gated_mlp(config, key=feed_forward)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        layer = routed(feed_forward_key) if is_mixture else gated_mlp(config, key=feed_forward_key)
         return pre_norm_block(config, _mixer(config, is_attention, mixer_key), layer)
 
     kinds = [(layer in config.attention_layers, layer >= config.first_dense) for layer in range(config.layers)]
@@ -255,7 +256,7 @@ class LFM3Config(ConvConfig):
     """The config of an LFM3."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of further layers with attention, which see a `window`."""
+    """The indices of further layers with attention, which see a `window`."""
     window: Length = 256
     """The number of tokens that the layers of `window_layers` see."""
     gated: bool = True
@@ -292,9 +293,9 @@ def build_lfm3(config: LFM3Config, *, key: Key[Array, ""]) -> Transformer:
         )
 
     def block(layer_type: str, key: Key[Array, ""]) -> Block:
-        mixer_key, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         make = four_norm_block if config.sandwich else pre_norm_block
-        return make(config, mixer(layer_type, mixer_key), gated_mlp(config, key=feed_forward))
+        return make(config, mixer(layer_type, mixer_key), gated_mlp(config, key=feed_forward_key))
 
     return decoder(config, block, _types_of(config), key=key)
 

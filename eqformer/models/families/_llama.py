@@ -38,9 +38,9 @@ def build_llama(config: LlamaConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Llama with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, bias=config.bias, key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, bias=config.mlp_bias, key=feed_forward_key))
 
     return decoder(config, block, key=key)
 
@@ -114,16 +114,16 @@ def build_arcee(config: ArceeConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return an AFM with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         mlp = MLP(
             embed=config.embed,
             mlp=config.mlp,
             activation=activation_of(config),
             bias=config.mlp_bias,
             output_std=damping(config) * config.mlp**-0.5,
-            key=feed_forward,
+            key=feed_forward_key,
         )
-        return pre_norm_block(config, attention(config, bias=config.bias, key=mixer), mlp)
+        return pre_norm_block(config, attention(config, bias=config.bias, key=mixer_key), mlp)
 
     return decoder(config, block, key=key)
 
@@ -161,9 +161,9 @@ def build_helium(config: HeliumConfig, *, key: Key[Array, ""]) -> Transformer:
     rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, output_bias=False, rotary=rotary, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, bias=config.bias, output_bias=False, rotary=rotary, key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, bias=config.mlp_bias, key=feed_forward_key))
 
     return decoder(config, block, key=key)
 
@@ -208,9 +208,9 @@ def build_cwm(config: CWMConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Code World Model with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        gated = gated_mlp(config, bias=config.mlp_bias, key=feed_forward)
-        return pre_norm_block(config, attention(config, window=window, key=mixer), gated)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        gated = gated_mlp(config, bias=config.mlp_bias, key=feed_forward_key)
+        return pre_norm_block(config, attention(config, window=window, key=mixer_key), gated)
 
     return decoder(config, block, layer_windows(config), key=key)
 
@@ -272,10 +272,10 @@ def build_smollm3(config: SmolLM3Config, *, key: Key[Array, ""]) -> Transformer:
 
     def block(kind: tuple[bool, int | None], key: Key[Array, ""]) -> Block:
         is_rotated, window = kind
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         rotary = rotary_of(config, config.head_size, scaling=config.scaling) if is_rotated else None
-        attended = attention(config, window=window, bias=config.bias, rotary=rotary, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
+        mixer = attention(config, window=window, bias=config.bias, rotary=rotary, key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, bias=config.mlp_bias, key=feed_forward_key))
 
     kinds = [(layer not in config.no_rotary_layers, window) for layer, window in enumerate(layer_windows(config))]
     return decoder(config, block, kinds, key=key)
@@ -327,9 +327,9 @@ def build_seed_oss(config: SeedOSSConfig, *, key: Key[Array, ""]) -> Transformer
     """Return a Seed-OSS with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, output_bias=config.output_bias, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, bias=config.bias, output_bias=config.output_bias, key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, bias=config.mlp_bias, key=feed_forward_key))
 
     return decoder(config, block, key=key)
 
@@ -375,9 +375,9 @@ def build_internlm3(config: InternLM3Config, *, key: Key[Array, ""]) -> Transfor
     """Return an InternLM3 with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, bias=config.bias, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, bias=config.bias, key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, bias=config.bias, key=feed_forward_key))
 
     return decoder(config, block, key=key)
 

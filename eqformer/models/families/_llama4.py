@@ -99,23 +99,23 @@ def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> nn.Transformer
     temperature = nn.LogTemperature(config.temperature_every, config.temperature) if config.temperature else None
 
     def experts(key: Key[Array, ""]) -> nn.MoE:
-        router, experts, shared = jax.random.split(key, 3)
+        router_key, experts_key, shared_key = jax.random.split(key, 3)
         return mixture(
             config,
             lambda key: gated_mlp(config, key=key),
-            shared=gated_mlp(config, key=shared),
+            shared=gated_mlp(config, key=shared_key),
             balance_normalise=True,
             weighs_inputs=True,
             score="sigmoid",
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
 
     def block(kind: tuple[bool, bool, bool], key: Key[Array, ""]) -> nn.Block:
         is_rotated, sees_all, is_mixture = kind
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         has_norms = is_rotated and config.qk_norm
-        attended = attention(
+        mixer = attention(
             config,
             bias=config.bias,
             mask=nn.Mask(chunk=None if sees_all else config.chunk),
@@ -125,11 +125,11 @@ def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> nn.Transformer
             # length.
             query_norm=norm(config, "head_dim", scale=False) if has_norms else None,
             key_norm=norm(config, "head_dim", scale=False) if has_norms else None,
-            key=mixer,
+            key=mixer_key,
         )
         if is_mixture:
-            return pre_norm_block(config, attended, experts(feed_forward))
-        return pre_norm_block(config, attended, gated_mlp(config, mlp=config.dense_mlp, key=feed_forward))
+            return pre_norm_block(config, mixer, experts(feed_forward_key))
+        return pre_norm_block(config, mixer, gated_mlp(config, mlp=config.dense_mlp, key=feed_forward_key))
 
     return decoder(config, block, config.kinds, key=key)
 

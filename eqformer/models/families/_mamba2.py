@@ -119,7 +119,7 @@ _INFINITE = {"__float__": "Infinity"}
 
 @dataclasses.dataclass(frozen=True)
 class ValueChannels(Entry):
-    """Channels of a value head, which configurations state twice: for one head, and for all heads together.
+    """Channels of a value head. Configurations state them twice: for one head, and for all heads together.
 
     The attribute `channels` has the channels of one head. The attribute `expand` has the channels of all heads, as a
     multiple of the model's width. Some families have the channels of all heads as an attribute `inner`; `expand` is
@@ -215,7 +215,7 @@ class Mamba2Config(NetSizes):
     """The number of layers."""
     _: dataclasses.KW_ONLY
     eps: NotNegative = 1e-5
-    """The number that norms add to the mean square before the root."""
+    """The epsilon of norms, which is added to the mean square before the root."""
     tied: bool = False
     """Whether the embedding's table is the head too."""
     activation: str = "silu"
@@ -300,7 +300,7 @@ class BambaConfig(NetSizes, DecoderConfig):
     attention_layers: tuple[Index, ...]
     """The indices of the layers with attention."""
     rotary_fraction: Fraction = 0.5
-    """The part of a head's channels that has rotary positions."""
+    """The fraction of a head's channels that is rotated."""
     bias: bool = False
     """Whether the attention's maps have biases."""
     mlp_bias: bool = False
@@ -325,8 +325,8 @@ def build_bamba(config: BambaConfig, *, key: Key[Array, ""]) -> nn.Transformer:
         )
 
     def block(is_attention: bool, key: Key[Array, ""]) -> nn.Block:
-        mixer_key, feed_forward = jax.random.split(key)
-        gated = gated_mlp(config, bias=config.mlp_bias, key=feed_forward)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        gated = gated_mlp(config, bias=config.mlp_bias, key=feed_forward_key)
         return pre_norm_block(config, mixer(is_attention, mixer_key), gated)
 
     return decoder(config, block, [layer in config.attention_layers for layer in range(config.layers)], key=key)

@@ -14,7 +14,7 @@ from .._layer_attributes import all_but_every, Windows
 from .._rotary_attributes import RotaryByType
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, layer_windows, pre_norm_block, rotary_of
-from ._mixtures import choice_attributes, DenseLayersConfig, LayerMixtures, MIXTURE, mixture, small_expert
+from ._mixtures import DenseLayersConfig, LayerMixtures, MIXTURE, mixture, router_attributes, small_expert
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,20 +52,20 @@ def build_mellum(config: MellumConfig, *, key: Key[Array, ""]) -> Transformer:
 
     def block(kind: tuple[int | None, bool], key: Key[Array, ""]) -> Block:
         window, is_mixture = kind
-        mixer, router, experts = jax.random.split(key, 3)
-        attended = attention(
+        mixer_key, router_key, experts_key = jax.random.split(key, 3)
+        mixer = attention(
             config,
             window=window,
             bias=config.bias,
             rotary=rotary if window is None else local_rotary,
             **head_norms(config),
-            key=mixer,
+            key=mixer_key,
         )
         if not is_mixture:
-            return pre_norm_block(config, attended, gated_mlp(config, key=experts))
+            return pre_norm_block(config, mixer, gated_mlp(config, key=experts_key))
         expert = functools.partial(small_expert, config)
-        mixed = mixture(config, expert, normalise=config.normalise, router=router, experts=experts)
-        return pre_norm_block(config, attended, mixed)
+        feed_forward = mixture(config, expert, normalise=config.normalise, router=router_key, experts=experts_key)
+        return pre_norm_block(config, mixer, feed_forward)
 
     return decoder(config, block, list(zip(layer_windows(config), config.mixtures)), key=key)
 
@@ -97,7 +97,7 @@ MELLUM = Family(
     (
         *decoder_attributes(RotaryByType(500_000.0, 10_000.0, scaled=False), head_dim=128, kv_heads=4, max_seq=131_072),
         Windows(1024, lambda published, layers: ()),
-        *choice_attributes(64, 8, normalise=True),
+        *router_attributes(64, 8, normalise=True),
         Count("expert_mlp", "moe_intermediate_size", 896),
         LayerMixtures(),
         Attribute("bias", "attention_bias", False),

@@ -59,10 +59,10 @@ class MiMoV2FlashConfig(SigmoidMoEConfig, DenseLayersConfig):
     bias: bool = False
     """Whether queries, keys and values have biases."""
     rotary_fraction: Fraction = 0.334
-    """The part of a head's channels that has rotary positions."""
+    """The fraction of a head's channels that is rotated."""
     theta: Positive = 5_000_000.0
     local_rotary_fraction: Fraction = 0.334
-    """The part of a head's channels that has rotary positions, in layers with a window."""
+    """The fraction of a head's channels that is rotated, in layers with a window."""
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
@@ -77,7 +77,7 @@ def build_mimo_v2_flash(config: MiMoV2FlashConfig, *, key: Key[Array, ""]) -> Tr
     """Return a MiMo-V2-Flash with random weights."""
     rotary, local_rotary = part_rotary(config), local_part_rotary(config)
 
-    def attended(window: int | None, key: Key[Array, ""]) -> Attention:
+    def build_attention(window: int | None, key: Key[Array, ""]) -> Attention:
         is_local = window is not None
         return attention(
             config,
@@ -93,11 +93,12 @@ def build_mimo_v2_flash(config: MiMoV2FlashConfig, *, key: Key[Array, ""]) -> Tr
         )
 
     def block(kind: tuple[int | None, bool], key: Key[Array, ""]) -> Block:
-        (window, is_mixture), (mixer, feed_forward) = kind, jax.random.split(key)
+        window, is_mixture = kind
+        mixer_key, feed_forward_key = jax.random.split(key)
         # Attention is linear in its values, and its output map has no bias: the output is scaled instead of the values.
         return Block(
-            Residual(attended(window, mixer), norm(config), scale=config.value_scale),
-            Residual(_feed_forward(config, is_mixture, feed_forward), norm(config)),
+            Residual(build_attention(window, mixer_key), norm(config), scale=config.value_scale),
+            Residual(_feed_forward(config, is_mixture, feed_forward_key), norm(config)),
         )
 
     return decoder(config, block, list(zip(layer_windows(config), config.mixtures, strict=True)), key=key)
@@ -107,7 +108,7 @@ def _feed_forward(config: MiMoV2FlashConfig, is_mixture: bool, key: Key[Array, "
     """Return a mixture without shared experts, or a dense layer."""
     if not is_mixture:
         return gated_mlp(config, key=key)
-    router, experts = jax.random.split(key)
+    router_key, experts_key = jax.random.split(key)
     return mixture(
         config,
         functools.partial(small_expert, config),
@@ -118,8 +119,8 @@ def _feed_forward(config: MiMoV2FlashConfig, is_mixture: bool, key: Key[Array, "
         normalise=config.normalise,
         scale=config.scale,
         balanced=True,
-        router=router,
-        experts=experts,
+        router=router_key,
+        experts=experts_key,
     )
 
 
@@ -213,7 +214,7 @@ MIMO_V2_FLASH = Family(
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Unpublished("shared", 0, "there are no shared experts"),
         Activation(),
-        # Attributes of the publisher's own program that state what all models of this family have.
+        # The publisher's own program reads these attributes. All models of this family have these values.
         _RepeatedSizes(),
         Expect("partial_rotary_factor", 0.334, written=False),
         Expect("add_swa_attention_sink_bias", True, written=False),

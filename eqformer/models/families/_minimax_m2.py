@@ -29,7 +29,7 @@ class MiniMaxM2Config(DecoderConfig):
     """The number of experts that each token chooses."""
     head_dim: Size = 128
     rotary_fraction: Fraction = 0.5
-    """The part of a head's channels that has rotary positions."""
+    """The fraction of a head's channels that is rotated."""
     theta: Positive = 5_000_000.0
     jitter: NotNegative = 0.0
     """The largest relative change of the router's input while training."""
@@ -43,10 +43,10 @@ def build_minimax_m2(config: MiniMaxM2Config, *, key: Key[Array, ""]) -> Transfo
     rotary = part_rotary(config)
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        router, experts = jax.random.split(feed_forward)
-        attended = attention(config, rotary=rotary, **head_norms(config, all_heads=True), key=mixer)
-        mixed = mixture(
+        mixer_key, feed_forward_key = jax.random.split(key)
+        router_key, experts_key = jax.random.split(feed_forward_key)
+        mixer = attention(config, rotary=rotary, **head_norms(config, all_heads=True), key=mixer_key)
+        feed_forward = mixture(
             config,
             lambda key: gated_mlp(config, key=key),
             balance_normalise=True,
@@ -54,16 +54,16 @@ def build_minimax_m2(config: MiniMaxM2Config, *, key: Key[Array, ""]) -> Transfo
             normalise=True,
             balanced=True,
             jitter=config.jitter,
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
-        return pre_norm_block(config, attended, mixed)
+        return pre_norm_block(config, mixer, feed_forward)
 
     return decoder(config, block, key=key)
 
 
 class _Rotated(RotaryFraction):
-    """The part of a head that is rotated, which published configurations state as a number of channels."""
+    """The rotated fraction of a head; published configurations state the number of rotated channels instead."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary_fraction`; an attribute that states the fraction takes precedence."""

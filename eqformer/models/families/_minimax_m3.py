@@ -1,7 +1,7 @@
 """MiniMax-M3 (MiniMax 2026): attention to blocks of keys that an indexer selects, and experts beside a shared expert.
 
 The first layers attend to whole rows, and have no experts. The text model is published in folders of the multimodal
-model `minimax_m3_vl`. Their arrays have other names than in folders that transformers writes for the text model alone.
+model `minimax_m3_vl`. Arrays have other names there than in folders that transformers writes for the text model alone.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from .._config_types import (
     Size,
 )
 from .._family import Family, MultimodalModel
-from .._layer_attributes import check_layer_types, layers_of, numbers_of_flags
+from .._layer_attributes import check_layer_types, indices_of_flags, layers_of
 from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weight_rules import Rule
 from ._common import (
@@ -72,7 +72,7 @@ class MiniMaxM3Config(DenseLayersConfig):
     """The number of most recent blocks, the query's own block included, that are always among the `top_blocks`."""
     head_dim: Size = 128
     rotary_fraction: Fraction = 0.5
-    """The part of a head's channels that has rotary positions."""
+    """The fraction of a head's channels that is rotated."""
     theta: Positive = 5_000_000.0
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
@@ -93,24 +93,24 @@ def build_minimax_m3(config: MiniMaxM3Config, *, key: Key[Array, ""]) -> nn.Tran
     gated = functools.partial(gated_mlp, config, limit=config.limit, offset=1.0)
 
     def block(kind: _M3Layer, key: Key[Array, ""]) -> nn.Block:
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         if not kind.is_mixture:
-            layer = gated(mlp=config.dense_mlp, key=feed_forward)
+            layer = gated(mlp=config.dense_mlp, key=feed_forward_key)
         else:
-            router, experts, shared = jax.random.split(feed_forward, 3)
+            router_key, experts_key, shared_key = jax.random.split(feed_forward_key, 3)
             layer = mixture(
                 config,
                 lambda key: gated(key=key),
-                shared=gated(mlp=config.shared_mlp, key=shared),
+                shared=gated(mlp=config.shared_mlp, key=shared_key),
                 balance_normalise=True,
                 score="sigmoid",
                 normalise=True,
                 scale=config.scale,
                 balanced=True,
-                router=router,
-                experts=experts,
+                router=router_key,
+                experts=experts_key,
             )
-        return pre_norm_block(config, _attention(config, kind.is_sparse, mixer), layer, offset=1.0)
+        return pre_norm_block(config, _attention(config, kind.is_sparse, mixer_key), layer, offset=1.0)
 
     kinds = [_M3Layer(layer in config.sparse_layers, is_mixture) for layer, is_mixture in enumerate(config.mixtures)]
     return decoder(config, block, kinds, final_norm=norm(config, offset=1.0), key=key)
@@ -118,10 +118,11 @@ def build_minimax_m3(config: MiniMaxM3Config, *, key: Key[Array, ""]) -> nn.Tran
 
 def _attention(config: MiniMaxM3Config, is_sparse: bool, key: Key[Array, ""]) -> nn.Attention:
     """Return the attention of a layer, with or without an indexer."""
-    rotary, (mixer, index) = part_rotary(config), jax.random.split(key)
+    rotary = part_rotary(config)
+    mixer_key, indexer_key = jax.random.split(key)
     norms = head_norms(config, offset=1.0)
     if not is_sparse:
-        return attention(config, rotary=rotary, **norms, key=mixer)
+        return attention(config, rotary=rotary, **norms, key=mixer_key)
     indexer = nn.BlockIndexer(
         embed=config.embed,
         kv_heads=config.kv_heads,
@@ -132,7 +133,7 @@ def _attention(config: MiniMaxM3Config, is_sparse: bool, key: Key[Array, ""]) ->
         query_norm=norm(config, "index_dim", offset=1.0),
         key_norm=norm(config, "index_dim", offset=1.0),
         rotary=rotary,
-        key=index,
+        key=indexer_key,
     )
     return nn.BlockIndexedAttention(
         indexer,
@@ -143,12 +144,13 @@ def _attention(config: MiniMaxM3Config, is_sparse: bool, key: Key[Array, ""]) ->
         output_std=damping(config) * (config.heads * config.head_size) ** -0.5,
         rotary=rotary,
         **norms,
-        key=mixer,
+        key=mixer_key,
     )
 
 
-_FULL, _SPARSE, _OF_INDEXER = "full_attention", "minimax_m3_sparse", "sparse_attention_config"
-# The attributes of the indexer, and the publishers' names of them within `sparse_attention_config`.
+_FULL, _SPARSE, _NESTED = "full_attention", "minimax_m3_sparse", "sparse_attention_config"
+# For each size of the indexer: transformers' attribute, the publishers' name within `sparse_attention_config`, and the
+# default.
 _INDEXER = {
     "index_dim": ("index_head_dim", "sparse_index_dim", 128),
     "block": ("index_block_size", "sparse_block_size", 128),
@@ -166,15 +168,17 @@ class _IndexerSizes(Entry):
 
         The object's sizes take precedence over attributes. `layer_types` takes precedence over the object's list.
         """
-        nested, layers = published.nested(_OF_INDEXER), layers_of(published)
+        nested, layers = published.nested(_NESTED), layers_of(published)
         flags = nested.pop("sparse_attention_freq", None)
 
         def read_size(name: str, older: str, default: int, minimum: int = 1) -> int:
             size = published.count(name, default, minimum)
             kind = OptionalSize if minimum == 0 else Size
-            return published.checked(f"{_OF_INDEXER}.{older}", nested.pop(older, size), kind)
+            return published.checked(f"{_NESTED}.{older}", nested.pop(older, size), kind)
 
-        sizes = {field: read_size(*names, field != "local_blocks") for field, names in _INDEXER.items()}
+        sizes = {
+            field: read_size(*names, minimum=0 if field == "local_blocks" else 1) for field, names in _INDEXER.items()
+        }
         index_heads, kv_heads = read_size(*_INDEX_HEADS), published.count("num_key_value_heads", 4)
         types = published.listed("layer_types", str)
         if types is None and flags is not None:
@@ -189,15 +193,15 @@ class _IndexerSizes(Entry):
                 f"{kv_heads} key heads."
             )
         disabled = nested.pop("sparse_disable_index_value", None)
-        if disabled is not None and not {*sparse_layers} <= {
-            *_flagged(published, "sparse_disable_index_value", disabled)
-        }:
-            published.refuse(f"sparse_disable_index_value={disabled}: an indexer has no values in this family.")
+        if disabled is not None:
+            layers_without_values = _flagged(published, "sparse_disable_index_value", disabled)
+            if any(layer not in layers_without_values for layer in sparse_layers):
+                published.refuse(f"sparse_disable_index_value={disabled}: an indexer has no values in this family.")
         for name, value in (("use_sparse_attention", True), ("sparse_score_type", "max"), ("sparse_init_block", 0)):
             if (stated := nested.pop(name, value)) != value:
-                published.refuse(f"{_OF_INDEXER}: {name}={stated!r} is not supported; it must be {value!r}.")
+                published.refuse(f"{_NESTED}: {name}={stated!r} is not supported; it must be {value!r}.")
         if nested:
-            published.refuse(f"{_OF_INDEXER} has attributes that are not known: {sorted(nested)}.")
+            published.refuse(f"{_NESTED} has attributes that are not known: {sorted(nested)}.")
         return {"sparse_layers": sparse_layers} | sizes
 
     def write(self, config: MiniMaxM3Config) -> Attributes:
@@ -209,7 +213,7 @@ class _IndexerSizes(Entry):
 
 def _flagged(published: PublishedConfig, name: str, flags: object) -> tuple[int, ...]:
     """Return the indices of the layers with a flag in a list of `sparse_attention_config`."""
-    return numbers_of_flags(published, name, published.checked(name, flags, list[Index]))
+    return indices_of_flags(published, name, published.checked(name, flags, list[Index]))
 
 
 class _FractionAndChannels(RotaryFraction):
@@ -287,7 +291,9 @@ MINIMAX_M3 = Family(
         Expect("attention_output_gate", False, written=False),
         Expect("n_shared_experts", 1, written=False),
         Ignore("router_jitter_noise"),  # has no effect in transformers
-        Ignore("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),  # attributes of predictors, which are not read
+        Ignore(
+            "num_mtp_modules", "mtp_transformer_layers", "use_mtp"
+        ),  # attributes of layers for multi-token prediction, which are not read
     ),
     (
         *(*EDGES, *ATTENTION, *head_norm_weights(), *PRE_NORMS, *JOINED_GATED, SELECTION_BIAS),

@@ -48,9 +48,9 @@ def build_mistral(config: MistralConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Mistral with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, window=config.window, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, window=config.window, key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key))
 
     return decoder(config, block, key=key)
 
@@ -106,9 +106,9 @@ def build_ministral3(config: Ministral3Config, *, key: Key[Array, ""]) -> Transf
     """Return a Ministral 3 with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, window=config.window, scores=Scores(temperature=growth_of(config)), key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, window=config.window, scores=Scores(temperature=growth_of(config)), key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key))
 
     return decoder(config, block, key=key)
 
@@ -155,7 +155,7 @@ class MixtralConfig(DecoderConfig):
     balance: NotNegative = 0.02
     """The weight of `LoadBalance`, over the batch."""
     capacity: Positive | None = None
-    """The experts' slots, as a multiple of the slots that even loads need; None: no token is dropped."""
+    """The capacity factor of experts (`nn.Capacity`); None: no token is dropped."""
     jitter: NotNegative = 0.0
     """The largest relative change of the router's input while training."""
 
@@ -165,18 +165,18 @@ def build_mixtral(config: MixtralConfig, *, key: Key[Array, ""]) -> Transformer:
     dispatch = Dropless() if config.capacity is None else Capacity(config.capacity)
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        router, experts = jax.random.split(feed_forward)
-        mixed = mixture(
+        mixer_key, feed_forward_key = jax.random.split(key)
+        router_key, experts_key = jax.random.split(feed_forward_key)
+        feed_forward = mixture(
             config,
             lambda key: gated_mlp(config, key=key),
             dispatch=dispatch,
             normalise=True,
             jitter=config.jitter,
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
-        return pre_norm_block(config, attention(config, window=config.window, key=mixer), mixed)
+        return pre_norm_block(config, attention(config, window=config.window, key=mixer_key), feed_forward)
 
     return decoder(config, block, key=key)
 

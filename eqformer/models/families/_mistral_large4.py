@@ -2,8 +2,8 @@
 
 A layer may read the latents or the selected keys of an earlier layer. Some layers, by default every fourth, have no
 rotary positions. The other layers share learned factors of their rotary frequencies. The queries of each head, and of
-each head of an indexer, are multiplied by `scale * log(1 + position) + bias` with learned numbers. Experts are chosen
-by softmax.
+each head of an indexer, are multiplied by `scale * log(1 + position) + bias`, where `scale` and `bias` are learned.
+Experts are chosen by softmax.
 """
 
 import dataclasses
@@ -69,19 +69,19 @@ class MistralLarge4Config(LatentConfig):
 
 
 class _MistralLarge4Layer(NamedTuple):
-    """A kind of layer: its parts, and the latents and selected keys that it reads from layers or passes to layers."""
+    """A kind of layer: its parts, and whether it shares latents and selected keys with other layers."""
 
     is_mixture: bool
     has_rotary: bool
     has_indexer: bool
     reads_latents: bool
-    """Whether it reads the latents of an earlier layer."""
+    """Whether the layer attends to the latents of an earlier layer."""
     shares_latents: bool
-    """Whether a later layer reads its latents."""
+    """Whether a later layer attends to this layer's latents."""
     shares: str | None = None
-    """`"keys"`: the layer passes latents and selected keys to later layers, as `Residual(shares=)`."""
+    """`"keys"` if later layers read latents or selected keys from this layer (`Residual.shares`); else None."""
     reads: str | None = None
-    """`"keys"`: the layer gets the latents and selected keys of earlier layers, as `Residual(reads=)`."""
+    """`"keys"` if the layer gets latents and selected keys from earlier layers (`Residual.reads`); else None."""
 
 
 def build_mistral_large4(config: MistralLarge4Config, *, key: Key[Array, ""]) -> nn.Transformer:
@@ -91,9 +91,9 @@ def build_mistral_large4(config: MistralLarge4Config, *, key: Key[Array, ""]) ->
     mixture = functools.partial(mixture_beside_shared, config, group_score="top2", normalise=True)
 
     def block(kind: _MistralLarge4Layer, key: Key[Array, ""]) -> nn.Block:
-        mixer, feed_forward = jax.random.split(key)
-        attention = _attention(config, kind, rotary if kind.has_rotary else None, mixer)
-        layer = mixture(feed_forward) if kind.is_mixture else gated_mlp(config, key=feed_forward)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        attention = _attention(config, kind, rotary if kind.has_rotary else None, mixer_key)
+        layer = mixture(feed_forward_key) if kind.is_mixture else gated_mlp(config, key=feed_forward_key)
         built = pre_norm_block(config, attention, layer)
         sharing = dataclasses.replace(built.sublayers[0], shares=kind.shares, reads=kind.reads)
         return nn.Block(sharing, *built.sublayers[1:])
@@ -106,7 +106,7 @@ def _attention(
     config: MistralLarge4Config, kind: _MistralLarge4Layer, rotary: nn.LearnedRotary | None, key: Key[Array, ""]
 ) -> nn.LatentAttention:
     """Return the attention of a layer."""
-    mixer, index = jax.random.split(key)
+    mixer_key, index_key = jax.random.split(key)
     indexer = None
     if kind.has_indexer:
         indexer = nn.Indexer(
@@ -118,7 +118,7 @@ def _attention(
             rotary=rotary,
             query_norm=nn.LayerNorm("embed", embed=config.embed, eps=1e-6),
             temperature=nn.HeadLogTemperature(config.index_heads, "index_heads"),
-            key=index,
+            key=index_key,
         )
     attention = nn.LatentAttention(
         embed=config.embed,
@@ -134,7 +134,7 @@ def _attention(
         bias="latents" if config.bias else False,
         output_std=damping(config) * (config.heads * config.v_dim) ** -0.5,
         scores=nn.Scores(score_scale(config), nn.HeadLogTemperature(config.heads)),
-        key=mixer,
+        key=mixer_key,
     )
     if kind.reads_latents:
         return attention.reading_latents()
@@ -142,7 +142,10 @@ def _attention(
 
 
 def _kinds(config: MistralLarge4Config) -> list[_MistralLarge4Layer | Together[_MistralLarge4Layer]]:
-    """Return the kind of each layer; a layer, its readers and all layers between them are one `Together`."""
+    """Return the kind of each layer.
+
+    A layer whose latents or keys are read is joined to its readers, and to all layers between them, in one `Together`.
+    """
     _check_sources(config)
     sources, indexers = config.sources, _indexers(config)
     # `origins[layer]` has the indices of the earlier layers whose latents or selected keys the layer reads.
@@ -151,30 +154,36 @@ def _kinds(config: MistralLarge4Config) -> list[_MistralLarge4Layer | Together[_
     sharing = {source for reader, source in enumerate(sources) if reader != source}
     kinds: list[_MistralLarge4Layer | Together[_MistralLarge4Layer]] = []
     for first, stop in _groups(origins):
-        group = [
-            _MistralLarge4Layer(
-                is_mixture=config.mixtures[layer],
-                has_rotary=layer not in config.no_rotary_layers,
-                has_indexer=indexers[layer] == layer,
-                reads_latents=sources[layer] != layer,
-                shares_latents=layer in sharing,
-                shares="keys" if layer in origin_layers else None,
-                # A layer that shares replaces the shared value, so it reads the value before it, to pass its parts on.
-                reads="keys" if layer > first and (origins[layer] or layer in origin_layers) else None,
+        group: list[_MistralLarge4Layer] = []
+        for layer in range(first, stop):
+            is_origin, is_reader = layer in origin_layers, bool(origins[layer])
+            # Latents and selected keys are one shared value. A layer that shares one of them replaces this value, so it
+            # must read the value first, to copy the other part.
+            needs_value = layer > first and (is_origin or is_reader)
+            group.append(
+                _MistralLarge4Layer(
+                    is_mixture=config.mixtures[layer],
+                    has_rotary=layer not in config.no_rotary_layers,
+                    has_indexer=indexers[layer] == layer,
+                    reads_latents=sources[layer] != layer,
+                    shares_latents=layer in sharing,
+                    shares="keys" if is_origin else None,
+                    reads="keys" if needs_value else None,
+                )
             )
-            for layer in range(first, stop)
-        ]
         kinds.append(Together(tuple(group)) if len(group) > 1 else group[0])
     return kinds
 
 
 def _groups(origins: list[set[int]]) -> Iterator[tuple[int, int]]:
     """Divide the layers into the shortest runs that read nothing from other runs; yield each run as (start, stop)."""
-    layers = len(origins)
-    last_readers = [max([n, *(r for r in range(n, layers) if n in origins[r])]) for n in range(layers)]
+    last_readers = list(range(len(origins)))  # for each layer, the last layer that reads from it; else its own index
+    for reader, origins_of_reader in enumerate(origins):
+        for origin in origins_of_reader:
+            last_readers[origin] = reader
     first = end = 0
-    for layer in range(layers):
-        end = max(end, last_readers[layer])
+    for layer, last_reader in enumerate(last_readers):
+        end = max(end, last_reader)
         if layer == end:
             yield first, layer + 1
             first = end = layer + 1
@@ -206,11 +215,14 @@ def _wrong_source(sources: tuple[int, ...], layers: int, no_rotary_layers: tuple
     has or lacks rotary positions.
     """
     if len(sources) != layers:
-        return f"{len(sources)} numbers for {layers} layers; give the number of a layer for each layer."
+        return f"{len(sources)} items for {layers} layers; give the index of a layer for each layer."
     sharing = {source for reader, source in enumerate(sources) if reader != source}
     for layer, source in enumerate(sources):
         if source > layer or sources[source] != source:
-            return f"layer {layer} cannot read the latents of layer {source}, which is later or has none of its own."
+            return (
+                f"layer {layer} cannot read the latents of layer {source}: layer {source} is a later layer, or itself "
+                "reads the latents of another layer."
+            )
         if source == layer:
             continue
         has_rotary = layer not in no_rotary_layers
@@ -226,7 +238,7 @@ def _wrong_source(sources: tuple[int, ...], layers: int, no_rotary_layers: tuple
 class _Positions(RotaryWithTemperature):
     """Rotary positions with a temperature, written as `rope_parameters` with a `rope_type`.
 
-    Without `rope_parameters`, transformers takes this family's default, a scaling.
+    The `rope_type` is always written, because without it transformers would apply this family's default scaling.
     """
 
     def write(self, config: MistralLarge4Config) -> Attributes:
@@ -277,8 +289,8 @@ _PRESETS = {
 }
 
 _ATTENTION, _INDEXER, _MIXER = f"{LAYER}self_attn.", f"{LAYER}self_attn.indexer.", "mixer.layer."
-# Rules under the names of transformers' modules. Experts have other rules, in `_WEIGHTS` and `FUSED`, and a router with
-# a softmax has no bias of the selection.
+# Rules with transformers' names of arrays. DeepSeek-V3.2's rules apply, except for experts, whose rules are in
+# `_WEIGHTS` and `FUSED`, and for the selection bias, which a softmax router does not have.
 _RULES = (
     *(rule for rule in DSA_WEIGHTS if "{expert}" not in rule.name and rule != SELECTION_BIAS),
     Rule("model.rotary_emb.alpha", "frequencies.alpha"),
@@ -299,8 +311,8 @@ _RULES = (
         for name in ("scale", "bias")
     ),
 )
-# Parts of names of transformers' modules, with the parts that folders have in their place: all folders, and folders of
-# whole multimodal models.
+# Parts of transformers' names of arrays, and the texts that replace these parts in published folders: `_IN_FOLDERS` in
+# all folders, `_IN_WHOLE` also in folders of whole multimodal models.
 _IN_FOLDERS = (
     *((".self_attn.", ".attention."), (".q_proj.", ".wq."), (".kv_a_proj_with_mqa.", ".wkv_a_with_mqa.")),
     *((".kv_b_proj.", ".wkv_b."), (".kv_a_layernorm.", ".kv_a_norm."), (".input_layernorm.", ".attention_norm.")),
@@ -312,7 +324,7 @@ _IN_WHOLE = ((".o_proj.", ".wo."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."
 
 
 def _renamed(rules: Iterable[Rule], names: tuple[tuple[str, str], ...]) -> list[Rule]:
-    """Return the rules with these parts of their names replaced; the first replacements come first."""
+    """Return the rules with these parts of their names replaced, one part after another."""
     return [dataclasses.replace(rule, name=_replace(rule.name, names)) for rule in rules]
 
 
@@ -323,7 +335,7 @@ def _replace(text: str, parts: tuple[tuple[str, str], ...]) -> str:
 
 
 def _as_variants(rules: Iterable[Rule], others: Iterable[Rule]) -> list[Rule]:
-    """Return the rules whose names are not among the names of `others`, as variants."""
+    """Return the rules whose names are not among the names of `others`, as variants (`Rule.variant`)."""
     names = {rule.name for rule in others}
     return [dataclasses.replace(rule, variant=True) for rule in rules if rule.name not in names]
 

@@ -68,7 +68,7 @@ class SigmoidMoEConfig(SigmoidMixtureConfig):
     expert_mlp: Size
     """Hidden features of an expert."""
     first_dense: Index = 1
-    """The number of layers at the beginning without experts."""
+    """The number of layers before the first layer with experts."""
 
     def feed_forward(self, is_mixture: bool, key: Key[Array, ""]) -> nn.MoE | nn.GatedMLP:
         """Return a mixture, or a dense layer."""
@@ -82,7 +82,7 @@ class DenseLayersConfig(DecoderConfig):
     """Base class of configs of decoders in which some layers have no experts."""
 
     first_dense: Index = 0
-    """The number of layers at the beginning without experts."""
+    """The number of layers before the first layer with experts."""
     dense_layers: tuple[Index, ...] = ()
     """The indices of later layers without experts."""
 
@@ -108,7 +108,7 @@ class WithMixture(Protocol):
 
 @runtime_checkable
 class WithSmallExperts(WithMLP, WithMixture, Protocol):
-    """Fields of a config with experts that have a width of their own."""
+    """Fields of a config whose experts have another width than its dense layers."""
 
     @property
     def expert_mlp(self) -> int: ...
@@ -214,20 +214,22 @@ def mixture(
 
 
 def small_expert(config: WithSmallExperts, key: Key[Array, ""], *, limit: float | None = None) -> nn.GatedMLP:
-    """Return an expert: a gated layer of the experts' own width; `limit` bounds its hidden features."""
+    """Return an expert: a gated layer of width `config.expert_mlp`; `limit` bounds its hidden features."""
     return gated_mlp(config, mlp=config.expert_mlp, limit=limit, key=key)
 
 
 def mixture_beside_gated_shared(config: WithGatedShared, key: Key[Array, ""]) -> nn.MoE:
     """Return small experts beside a shared expert with a gate for each token (Qwen2-MoE)."""
-    router, experts, shared, gate = jax.random.split(key, 4)
+    router_key, experts_key, shared_key, gate_key = jax.random.split(key, 4)
     return mixture(
         config,
         functools.partial(small_expert, config),
-        shared=nn.GatedShared(gated_mlp(config, mlp=config.shared_mlp, key=shared), embed=config.embed, key=gate),
+        shared=nn.GatedShared(
+            gated_mlp(config, mlp=config.shared_mlp, key=shared_key), embed=config.embed, key=gate_key
+        ),
         normalise=config.normalise,
-        router=router,
-        experts=experts,
+        router=router_key,
+        experts=experts_key,
     )
 
 
@@ -256,11 +258,11 @@ def mixture_beside_shared(
         limit: The bound of the hidden features of experts, but not of shared experts; None: no bound.
         shared_limit: The bound of the hidden features of shared experts; None: no bound.
     """
-    router, experts, shared = jax.random.split(key, 3)
+    router_key, experts_key, shared_key = jax.random.split(key, 3)
     return mixture(
         config,
         functools.partial(small_expert, config, limit=limit),
-        shared=gated_mlp(config, mlp=config.shared * config.expert_mlp, limit=shared_limit, key=shared),
+        shared=gated_mlp(config, mlp=config.shared * config.expert_mlp, limit=shared_limit, key=shared_key),
         balance_per="sequence",
         balance_normalise=balance_normalise,
         groups=nn.ExpertGroups(config.groups, config.kept_groups, group_score),
@@ -268,8 +270,8 @@ def mixture_beside_shared(
         normalise=normalise,
         scale=config.scale,
         balanced=balanced,
-        router=router,
-        experts=experts,
+        router=router_key,
+        experts=experts_key,
     )
 
 
@@ -361,10 +363,10 @@ class ExpertGroupCount(Count):
         return {self.name: 1 if published.take(name, self.default) is None else published.count(name, self.default)}
 
 
-def choice_attributes(
+def router_attributes(
     experts: int, top_k: int, *, normalise: bool = False, balance: float = 0.001
 ) -> tuple[Entry, ...]:
-    """Return the entries for the number of experts and the router; arguments are transformers' defaults."""
+    """Return the entries for the number of experts and the router; the arguments are transformers' defaults."""
     return (
         Count("experts", ("num_experts", "num_local_experts"), experts),
         Count("top_k", "num_experts_per_tok", top_k),
@@ -376,7 +378,7 @@ def choice_attributes(
 def mixture_attributes(experts: int, top_k: int, *, normalise: bool = False) -> tuple[Entry, ...]:
     """Return the table entries for the fields of `QwenMoEConfig`; the arguments are transformers' defaults."""
     return (
-        *choice_attributes(experts, top_k, normalise=normalise),
+        *router_attributes(experts, top_k, normalise=normalise),
         Count("expert_mlp", "moe_intermediate_size"),
         DenseLayers(),
         Count("moe_every", "decoder_sparse_step", 1),
@@ -409,8 +411,11 @@ FUSED = (
     ),
     Rule(f"{LAYER}mlp.experts.down_proj", f"{_EXPERTS}.down.weight", variant=True),
 )
-# The experts as one array with inputs before outputs; a folder of a multimodal model may have either layout.
-TRANSPOSED = tuple(dataclasses.replace(rule, pattern=_TRANSPOSED, axis=2 * rule.axis) for rule in FUSED)
+# The same arrays with inputs before outputs, so that `gate` and `up` are joined along dim 2 instead of dim 1. A folder
+# of a multimodal model may have either layout.
+TRANSPOSED = tuple(
+    dataclasses.replace(rule, pattern=_TRANSPOSED, axis=2 if rule.axis == 1 else rule.axis) for rule in FUSED
+)
 # The router's bias for the choice of experts, and the shared experts.
 SELECTION_BIAS = Rule(f"{LAYER}mlp.gate.e_score_correction_bias", "feed_forward.layer.router.selection_bias")
 SHARED = gated_weights("feed_forward.layer.shared", prefix=f"{LAYER}mlp.shared_experts.")

@@ -43,7 +43,7 @@ class ModernBERTConfig(ModelConfig):
     local_scaling: nn.RotaryScaling | None = None
     """The scaling of rotary positions in layers with a window; None: no scaling."""
     eps: NotNegative = 1e-5
-    """The number that norms add to the mean square before the root."""
+    """The epsilon of norms, which is added to the mean square before the root."""
     activation: str = "gelu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     dense_activation: str = "gelu"
@@ -126,13 +126,13 @@ def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> nn.Tra
 
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> nn.Block:
         is_global, is_first = kind
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         if is_global:
             window, rotary = None, rotary_of(config, size, scaling=config.scaling)
         else:
-            window = config.window // 2 + 1
+            window = config.window // 2 + 1  # `Mask.window` counts the token itself too.
             rotary = rotary_of(config, size, theta=config.local_theta, scaling=config.local_scaling)
-        mixed = nn.Attention(
+        mixer = nn.Attention(
             embed=config.embed,
             heads=config.heads,
             head_dim=size,
@@ -140,10 +140,10 @@ def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> nn.Tra
             output_std=damping(config) * config.embed**-0.5,
             rotary=rotary,
             mask=nn.Mask(is_causal=False, window=window),
-            key=mixer,
+            key=mixer_key,
         )
-        gated = gated_mlp(config, bias=config.mlp_bias, key=feed_forward)
-        return nn.Block(nn.Residual(mixed, None if is_first else norm()), nn.Residual(gated, norm()))
+        gated = gated_mlp(config, bias=config.mlp_bias, key=feed_forward_key)
+        return nn.Block(nn.Residual(mixer, None if is_first else norm()), nn.Residual(gated, norm()))
 
     decoder_key, dense_key, head_key = jax.random.split(key, 3)
     kinds = [(layer in config.global_layers, layer == 0) for layer in range(config.layers)]

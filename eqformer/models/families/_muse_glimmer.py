@@ -51,8 +51,8 @@ def build_muse_glimmer(config: MuseGlimmerConfig, *, key: Key[Array, ""]) -> Tra
 
     def block(kind: tuple[bool, int | None], key: Key[Array, ""]) -> Block:
         is_rotated, window = kind
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(
             config,
             window=window,
             output_std=None,
@@ -60,9 +60,9 @@ def build_muse_glimmer(config: MuseGlimmerConfig, *, key: Key[Array, ""]) -> Tra
             rotary=rotary_of(config, config.head_size, scaling=config.scaling) if is_rotated else None,
             gate=True,
             scores=Scores(config.query_scale * config.head_size**-0.5),
-            key=mixer,
+            key=mixer_key,
         )
-        return Block(sublayer(attended), sublayer(gated_mlp(config, output_std=None, key=feed_forward)))
+        return Block(sublayer(mixer), sublayer(gated_mlp(config, output_std=None, key=feed_forward_key)))
 
     model = decoder(
         config,
@@ -76,15 +76,18 @@ def build_muse_glimmer(config: MuseGlimmerConfig, *, key: Key[Array, ""]) -> Tra
 
 
 def _from_the_last(layers: int) -> tuple[int, ...]:
-    """Return the numbers of the last layer and of every fourth layer before it."""
+    """Return the indices of the last layer and of every fourth layer before the last."""
     return tuple(range((layers - 1) % 4, layers, 4))
 
 
 class PositionsByLayer(Entry):
-    """Rotary positions of one base; a list has the base for each layer, or 0 for a layer without positions."""
+    """Rotary positions, and `layer_rope_theta`: for each layer the base, or 0 for a layer without rotary positions."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return the fields of the positions and `no_rotary_layers`; refuse other bases, which transformers ignores."""
+        """Return the fields of the positions, and `no_rotary_layers`.
+
+        Refuse a list with two different bases, of which transformers would use only one.
+        """
         fields, layers = RotaryPositions().read(published), layers_of(published)
         if (thetas := published.listed("layer_rope_theta", NotNegative)) is None:
             return fields | {"no_rotary_layers": _from_the_last(layers)}
@@ -95,7 +98,7 @@ class PositionsByLayer(Entry):
         return fields | {"no_rotary_layers": tuple(layer for layer, theta in enumerate(thetas) if not theta)}
 
     def write(self, config: MuseGlimmerConfig) -> Attributes:
-        """Return the older attributes, and the list."""
+        """Return the attributes of rotary positions, and the list."""
         bases = [0.0 if layer in config.no_rotary_layers else config.theta for layer in range(config.layers)]
         return RotaryPositions().write(config) | {"layer_rope_theta": bases}
 

@@ -44,16 +44,16 @@ def build_nanochat(config: NanoChatConfig, *, key: Key[Array, ""]) -> nn.Transfo
     )
 
     def block(key: Key[Array, ""]) -> nn.Block:
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         mlp = nn.MLP(
             embed=config.embed,
             mlp=config.mlp,
             activation=activation_of(config),
             output_std=damping(config) * config.mlp**-0.5,
-            key=feed_forward,
+            key=feed_forward_key,
         )
-        attended = attention(config, bias=config.bias, rotary=rotary, key=mixer)
-        return nn.Block(nn.Residual(attended, unweighted_norm()), nn.Residual(mlp, unweighted_norm()))
+        mixer = attention(config, bias=config.bias, rotary=rotary, key=mixer_key)
+        return nn.Block(nn.Residual(mixer, unweighted_norm()), nn.Residual(mlp, unweighted_norm()))
 
     return decoder(
         config,

@@ -41,8 +41,9 @@ class LayerKinds(Entry):
 class LeastStep(Entry):
     """`time_step_min`, the lower bound of a Mamba-2's time step; there is no upper bound.
 
-    Transformers applies the least step to whole rows, but not to tokens that it decodes one by one. Here it is applied
-    to both, so that both give the same logits. Transformers does not read `time_step_limit`; NVIDIA's own code does.
+    Transformers applies the lower bound to whole rows, but not to tokens that are decoded one by one. Here the bound is
+    applied in both cases, so that both give the same logits. Transformers does not read `time_step_limit`; NVIDIA's own
+    code does.
     """
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -184,19 +185,19 @@ def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transfo
         )
 
     def routed(key: Key[Array, ""]) -> MoE:
-        router, experts, shared = jax.random.split(key, 3)
+        router_key, experts_key, shared_key = jax.random.split(key, 3)
         return mixture(
             config,
             lambda key: mlp(config.expert_mlp, key, embed=config.expert_latent or config.embed, bias=False),
-            shared=mlp(config.shared_mlp, shared),
+            shared=mlp(config.shared_mlp, shared_key),
             latent=latent(*jax.random.split(jax.random.fold_in(key, 3))),
             groups=ExpertGroups(config.groups, config.kept_groups, "top2"),
             score="sigmoid",
             normalise=config.normalise,
             scale=config.scale,
             balanced=True,
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
 
     def recurrent(key: Key[Array, ""]) -> Mamba2Mixer:

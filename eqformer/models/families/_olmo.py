@@ -39,7 +39,7 @@ from ._decoder import (
     pre_norm_block,
     rotary_of,
 )
-from ._mixtures import choice_attributes, MIXTURE, mixture
+from ._mixtures import MIXTURE, mixture, router_attributes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,11 @@ def build_olmo2(config: Olmo2Config, *, key: Key[Array, ""]) -> Transformer:
     """Return an OLMo 2 with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, output_std=None, **head_norms(config, all_heads=True), key=mixer)
-        return post_norm_block(config, attended, gated_mlp(config, output_std=None, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(
+            config, bias=config.bias, output_std=None, **head_norms(config, all_heads=True), key=mixer_key
+        )
+        return post_norm_block(config, mixer, gated_mlp(config, output_std=None, key=feed_forward_key))
 
     return decoder(config, block, key=key)
 
@@ -106,16 +108,16 @@ def build_olmo3(config: Olmo3Config, *, key: Key[Array, ""]) -> Transformer:
     """Return an OLMo 3 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         if window is None:
             rotary = rotary_of(config, config.head_size, scaling=config.scaling)
         else:
             rotary = rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
         norms = head_norms(config, all_heads=True)
-        attended = attention(
-            config, window=window, bias=config.bias, output_std=None, rotary=rotary, **norms, key=mixer
+        mixer = attention(
+            config, window=window, bias=config.bias, output_std=None, rotary=rotary, **norms, key=mixer_key
         )
-        return post_norm_block(config, attended, gated_mlp(config, output_std=None, key=feed_forward))
+        return post_norm_block(config, mixer, gated_mlp(config, output_std=None, key=feed_forward_key))
 
     return decoder(config, block, layer_windows(config), key=key)
 
@@ -164,16 +166,18 @@ def build_flex_olmo(config: FlexOlmoConfig, *, key: Key[Array, ""]) -> Transform
     """Return a FlexOlmo with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, router, experts = jax.random.split(key, 3)
-        attended = attention(config, bias=config.bias, output_std=None, **head_norms(config, all_heads=True), key=mixer)
-        mixed = mixture(
+        mixer_key, router_key, experts_key = jax.random.split(key, 3)
+        mixer = attention(
+            config, bias=config.bias, output_std=None, **head_norms(config, all_heads=True), key=mixer_key
+        )
+        feed_forward = mixture(
             config,
             lambda key: gated_mlp(config, output_std=None, key=key),
             normalise=config.normalise,
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
-        return post_norm_block(config, attended, mixed)
+        return post_norm_block(config, mixer, feed_forward)
 
     return decoder(config, block, key=key)
 
@@ -192,7 +196,7 @@ FLEX_OLMO = Family(
     "flex_olmo",
     (
         *decoder_attributes(RotaryPositions(500_000.0), max_seq=4096),
-        *choice_attributes(7, 5, balance=0.01),
+        *router_attributes(7, 5, balance=0.01),
         Attribute("bias", "attention_bias", False),
         Activation(),
     ),
@@ -219,12 +223,12 @@ def build_olmo(config: OlmoConfig, *, key: Key[Array, ""]) -> Transformer:
         return LayerNorm("embed", embed=config.embed, eps=config.eps, scale=False, bias=False)
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         clipped = None if config.clip is None else ClippedNorm(None, config.clip)
-        attended = attention(
-            config, bias=config.bias, query_norm=clipped, key_norm=clipped, value_norm=clipped, key=mixer
+        mixer = attention(
+            config, bias=config.bias, query_norm=clipped, key_norm=clipped, value_norm=clipped, key=mixer_key
         )
-        return Block(Residual(attended, norm()), Residual(gated_mlp(config, key=feed_forward), norm()))
+        return Block(Residual(mixer, norm()), Residual(gated_mlp(config, key=feed_forward_key), norm()))
 
     return decoder(config, block, final_norm=norm(), key=key)
 
@@ -279,28 +283,28 @@ def build_olmoe(config: OLMoEConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return an OLMoE with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        router, experts = jax.random.split(feed_forward)
-        mixed = mixture(
+        mixer_key, feed_forward_key = jax.random.split(key)
+        router_key, experts_key = jax.random.split(feed_forward_key)
+        feed_forward = mixture(
             config,
             lambda key: gated_mlp(config, key=key),
             normalise=config.normalise,
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
         norms = head_norms(config, all_heads=True)
         if config.clip is None:
-            attended = attention(config, bias=config.bias, **norms, key=mixer)
+            mixer = attention(config, bias=config.bias, **norms, key=mixer_key)
         else:
-            attended = attention(
+            mixer = attention(
                 config,
                 bias=config.bias,
                 query_norm=ClippedNorm(norms["query_norm"], config.clip),
                 key_norm=ClippedNorm(norms["key_norm"], config.clip),
                 value_norm=ClippedNorm(None, config.clip),
-                key=mixer,
+                key=mixer_key,
             )
-        return pre_norm_block(config, attended, mixed)
+        return pre_norm_block(config, mixer, feed_forward)
 
     return decoder(config, block, key=key)
 
@@ -319,7 +323,7 @@ OLMOE = Family(
     "olmoe",
     (
         *decoder_attributes(max_seq=4096),
-        *choice_attributes(64, 8, balance=0.01),
+        *router_attributes(64, 8, balance=0.01),
         Attribute("bias", "attention_bias", False),
         Activation(),
         Attribute("clip", "clip_qkv", None),

@@ -1,8 +1,7 @@
 """OLMo Hybrid (Ai2 2026): gated delta nets, and OLMo 3's attention in every fourth layer, with or without positions.
 
-The rates (beta) at which the delta nets correct their states reach 2 instead of 1, so that a correction may change the
-sign of a state. Norms are before the sublayers of layers with a delta net, and after the sublayers of layers with
-attention.
+The learning rates (beta) of the delta rule are between 0 and 2 instead of 0 and 1, so that an update may change the
+sign of a state. Layers with a delta net have norms before their sublayers, layers with attention after their sublayers.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ class OlmoHybridConfig(NetSizesConfig):
     """The config of an OLMo Hybrid."""
 
     wide_rates: bool = True
-    """Whether the rates at which a delta net corrects its state reach 2 instead of 1."""
+    """Whether the learning rates (beta) of delta nets are between 0 and 2, instead of between 0 and 1."""
     rotary: bool = False
     """Whether the attention has rotary positions."""
     theta: Positive = 500_000.0
@@ -41,16 +40,16 @@ def build_olmo_hybrid(config: OlmoHybridConfig, *, key: Key[Array, ""]) -> Trans
     """Return an OLMo Hybrid with random weights."""
     rotary = rotary_of(config, config.head_size, scaling=config.scaling) if config.rotary else None
 
-    def attended(key: Key[Array, ""]) -> Attention:
+    def build_attention(key: Key[Array, ""]) -> Attention:
         norms = head_norms(config, all_heads=True)
         return attention(config, bias=config.bias, output_std=None, rotary=rotary, **norms, key=key)
 
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        gated = gated_mlp(config, output_std=None, key=feed_forward)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        gated = gated_mlp(config, output_std=None, key=feed_forward_key)
         if is_attention:
-            return post_norm_block(config, attended(mixer), gated)
-        net = delta_net(config, mixer, eps=1e-5, output_std=None, largest_rate=2.0 if config.wide_rates else 1.0)
+            return post_norm_block(config, build_attention(mixer_key), gated)
+        net = delta_net(config, mixer_key, eps=1e-5, output_std=None, largest_rate=2.0 if config.wide_rates else 1.0)
         return pre_norm_block(config, net, gated)
 
     return decoder(config, block, [layer in config.attention_layers for layer in range(config.layers)], key=key)

@@ -104,7 +104,7 @@ class Phi3Config(DecoderConfig):
     """The config of a Phi-3."""
 
     rotary_fraction: Fraction = 1.0
-    """The part of a head's channels that has rotary positions."""
+    """The fraction of a head's channels that is rotated."""
     window: Length | None = None
     """The number of tokens that each token sees; None: all tokens before it."""
     eps: NotNegative = 1e-5
@@ -115,10 +115,10 @@ def build_phi3(config: Phi3Config, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a Phi-3 with random weights."""
 
     def block(key: Key[Array, ""]) -> nn.Block:
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         rotary = part_rotary(config)
-        attended = attention(config, window=config.window, rotary=rotary, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+        mixer = attention(config, window=config.window, rotary=rotary, key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key))
 
     return decoder(config, block, key=key)
 
@@ -155,7 +155,7 @@ class RotaryWithOriginalLength(RotaryPositions):
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`; refuse a scaling of another original length than the configuration's."""
         fields = super().read(published)
-        # Transformers takes 4096 for a missing attribute, not the longest length.
+        # If the attribute is missing, transformers takes 4096, not the length of the longest rows.
         original, scaling = published.read(_ORIGINAL, Size, 4096), fields["scaling"]
         if isinstance(scaling, _WITH_ORIGINAL) and scaling.original_length != original:
             published.refuse(f"original_max_position_embeddings={original}, but rope_scaling has {scaling}.")
@@ -200,7 +200,7 @@ class PhiMoEConfig(DecoderConfig):
     """The config of a Phi-3.5-MoE; `mlp` is the width of an expert."""
 
     experts: Size = 16
-    """The number of experts of a layer, of which each token takes two."""
+    """The number of experts of a layer; each token takes two."""
     tolerance: NotNegative = 0.01
     """Experts whose router logit is within twice this relative distance of the best logit share a softmax."""
     window: Length | None = None
@@ -230,9 +230,9 @@ def build_phimoe(config: PhiMoEConfig, *, key: Key[Array, ""]) -> nn.Transformer
         return nn.MoE(router, experts, dispatch=nn.Dropless(), losses=losses)
 
     def block(key: Key[Array, ""]) -> nn.Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, window=config.window, bias=config.bias, key=mixer)
-        return nn.Block(nn.Residual(attended, norm()), nn.Residual(mixture(feed_forward), norm()))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, window=config.window, bias=config.bias, key=mixer_key)
+        return nn.Block(nn.Residual(mixer, norm()), nn.Residual(mixture(feed_forward_key), norm()))
 
     return decoder(config, block, final_norm=norm(), logit_bias=config.logit_bias, key=key)
 
@@ -272,10 +272,10 @@ class _LongRotary(RotaryPositions):
         return attributes | {"rope_scaling": {name: value for name, value in stated.items() if name != _UNREAD}}
 
 
-_UNREAD = "attention_factor"  # `_MAGNITUDES` are read in its place.
+_UNREAD = "attention_factor"  # The attributes of `_MAGNITUDES` are read instead.
 _MOE_PRESETS = {
     "phimoe-byte-500k": PhiMoEConfig(256, 64, 4, 4, 2, 64, experts=8, theta=1e4, bias=True, logit_bias=True, tied=True),
-    # Without the published divisors of LongRoPE, which do not change the number of parameters.
+    # This preset leaves out the published divisors of LongRoPE; they do not change the number of parameters.
     "phi-3.5-moe": PhiMoEConfig(
         32_064,
         4096,

@@ -35,9 +35,9 @@ def build_qwen2(config: Qwen2Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Qwen2 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, window=window, bias=True, output_bias=False, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, window=window, bias=True, output_bias=False, key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key))
 
     return decoder(config, block, layer_windows(config), key=key)
 
@@ -96,11 +96,12 @@ def build_qwen2_moe(config: Qwen2MoEConfig, *, key: Key[Array, ""]) -> Transform
     """Return a Qwen2-MoE with random weights."""
 
     def block(kind: tuple[bool, int | None], key: Key[Array, ""]) -> Block:
-        (is_mixture, window), (mixer, feed_forward) = kind, jax.random.split(key)
-        attended = attention(config, window=window, bias=config.bias, output_bias=False, key=mixer)
+        is_mixture, window = kind
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, window=window, bias=config.bias, output_bias=False, key=mixer_key)
         if is_mixture:
-            return pre_norm_block(config, attended, mixtures.mixture_beside_gated_shared(config, feed_forward))
-        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+            return pre_norm_block(config, mixer, mixtures.mixture_beside_gated_shared(config, feed_forward_key))
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key))
 
     return decoder(
         config, block, list(zip(mixtures.mixture_flags(config), layer_windows(config), strict=True)), key=key
@@ -159,9 +160,9 @@ def build_qwen3(config: Qwen3Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Qwen3 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, window=window, bias=config.bias, **head_norms(config), key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, window=window, bias=config.bias, **head_norms(config), key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key))
 
     return decoder(config, block, layer_windows(config), key=key)
 
@@ -222,14 +223,16 @@ def build_qwen3_moe(config: Qwen3MoEConfig, *, key: Key[Array, ""]) -> Transform
     """Return a Qwen3-MoE with random weights."""
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, window=config.window, bias=config.bias, **head_norms(config), key=mixer)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, window=config.window, bias=config.bias, **head_norms(config), key=mixer_key)
         if not is_mixture:
-            return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
-        router, experts = jax.random.split(feed_forward)
+            return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key))
+        router_key, experts_key = jax.random.split(feed_forward_key)
         expert = functools.partial(mixtures.small_expert, config)
-        mixed = mixtures.mixture(config, expert, normalise=config.normalise, router=router, experts=experts)
-        return pre_norm_block(config, attended, mixed)
+        feed_forward = mixtures.mixture(
+            config, expert, normalise=config.normalise, router=router_key, experts=experts_key
+        )
+        return pre_norm_block(config, mixer, feed_forward)
 
     return decoder(config, block, mixtures.mixture_flags(config), key=key)
 
@@ -293,9 +296,9 @@ def build_dots1(config: Dots1Config, *, key: Key[Array, ""]) -> Transformer:
 
     def block(kind: tuple[int | None, bool], key: Key[Array, ""]) -> Block:
         window, is_mixture = kind
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, window=window, bias=config.bias, **head_norms(config), key=mixer)
-        return pre_norm_block(config, attended, config.feed_forward(is_mixture, feed_forward))
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(config, window=window, bias=config.bias, **head_norms(config), key=mixer_key)
+        return pre_norm_block(config, mixer, config.feed_forward(is_mixture, feed_forward_key))
 
     kinds = [(window, layer >= config.first_dense) for layer, window in enumerate(layer_windows(config))]
     return decoder(config, block, kinds, key=key)
@@ -333,7 +336,7 @@ DOTS1 = Family(
         Attribute("bias", "attention_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Activation(),
-        # Attributes of the publisher's own program; all models of this family have these values.
+        # The publisher's own program reads these attributes. All models of this family have these values.
         Expect("scoring_func", "noaux_tc", "sigmoid", written=False),
         Expect("topk_method", "noaux_tc", written=False),
         Expect("moe_layer_freq", 1, written=False),

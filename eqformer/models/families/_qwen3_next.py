@@ -47,11 +47,13 @@ def build_qwen3_next(config: Qwen3NextConfig, *, key: Key[Array, ""]) -> Transfo
 
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
         is_attention, is_mixture = kind
-        mixer, feed_forward = jax.random.split(key)
-        mixed = (delta_nets.gated_attention if is_attention else delta_nets.delta_net)(config, mixer)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = (delta_nets.gated_attention if is_attention else delta_nets.delta_net)(config, mixer_key)
         if is_mixture:
-            return pre_norm_block(config, mixed, mixtures.mixture_beside_gated_shared(config, feed_forward), offset=1.0)
-        return pre_norm_block(config, mixed, gated_mlp(config, key=feed_forward), offset=1.0)
+            return pre_norm_block(
+                config, mixer, mixtures.mixture_beside_gated_shared(config, feed_forward_key), offset=1.0
+            )
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key), offset=1.0)
 
     return decoder(config, block, config.kinds, final_norm=norm(config, offset=1.0), key=key)
 
@@ -113,9 +115,9 @@ def build_qwen3_5(config: Qwen35Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a dense Qwen3.5 with random weights."""
 
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        mixed = (delta_nets.gated_attention if is_attention else delta_nets.delta_net)(config, mixer)
-        return pre_norm_block(config, mixed, gated_mlp(config, key=feed_forward), offset=1.0)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = (delta_nets.gated_attention if is_attention else delta_nets.delta_net)(config, mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key), offset=1.0)
 
     kinds = [layer in config.attention_layers for layer in range(config.layers)]
     return decoder(config, block, kinds, final_norm=norm(config, offset=1.0), key=key)
@@ -127,7 +129,7 @@ _ATTRIBUTES: tuple[Entry, ...] = (
     *delta_nets.NET_ATTRIBUTES,
     Expect("attn_output_gate", True, written=False),
     Expect("mamba_ssm_dtype", "float32", written=False),
-    Ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # attributes of predictors
+    Ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # attributes of layers for multi-token prediction
 )
 _WEIGHTS = (*EDGES, *delta_nets.GATED_ATTENTION, *head_norm_weights(), *delta_nets.SPLIT_NET_WEIGHTS, *PRE_NORMS)
 
@@ -190,9 +192,9 @@ def build_qwen3_5_moe(config: Qwen35MoEConfig, *, key: Key[Array, ""]) -> Transf
     """Return a Qwen3.5 with experts and random weights."""
 
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        mixed = (delta_nets.gated_attention if is_attention else delta_nets.delta_net)(config, mixer)
-        return pre_norm_block(config, mixed, mixture_beside_gated_shared(config, feed_forward), offset=1.0)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = (delta_nets.gated_attention if is_attention else delta_nets.delta_net)(config, mixer_key)
+        return pre_norm_block(config, mixer, mixture_beside_gated_shared(config, feed_forward_key), offset=1.0)
 
     kinds = [layer in config.attention_layers for layer in range(config.layers)]
     return decoder(config, block, kinds, final_norm=norm(config, offset=1.0), key=key)

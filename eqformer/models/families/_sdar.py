@@ -29,10 +29,10 @@ def build_sdar(config: SDARConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return an SDAR with random weights."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         mask = block_causal(config.block)
-        attended = attention(config, mask=mask, bias=config.bias, **head_norms(config), key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+        mixer = attention(config, mask=mask, bias=config.bias, **head_norms(config), key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key))
 
     return decoder(config, block, key=key)
 

@@ -24,7 +24,7 @@ class StableLMConfig(DecoderConfig):
     """The config of a StableLM."""
 
     rotary_fraction: Fraction = 0.25
-    """The part of a head's channels that has rotary positions."""
+    """The fraction of a head's channels that is rotated."""
     parallel: bool = False
     """Whether attention and feed-forward layer read the same input."""
     bias: bool = False
@@ -41,20 +41,20 @@ def build_stablelm(config: StableLMConfig, *, key: Key[Array, ""]) -> Transforme
     norm = lambda: LayerNorm("embed", embed=config.embed, eps=config.eps)
 
     def block(key: Key[Array, ""]) -> Block | ParallelResidual:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(
             config,
             bias=config.bias,
             output_bias=False,
             query_norm=head_layer_norm(config, "heads") if config.qk_norm else None,
             key_norm=head_layer_norm(config, "kv_heads") if config.qk_norm else None,
             rotary=rotary,
-            key=mixer,
+            key=mixer_key,
         )
-        gated = gated_mlp(config, key=feed_forward)
+        gated = gated_mlp(config, key=feed_forward_key)
         if config.parallel:
-            return ParallelResidual((Residual(attended), Residual(gated)), norm())
-        return Block(Residual(attended, norm()), Residual(gated, norm()))
+            return ParallelResidual((Residual(mixer), Residual(gated)), norm())
+        return Block(Residual(mixer, norm()), Residual(gated, norm()))
 
     return decoder(config, block, final_norm=norm(), key=key)
 

@@ -52,9 +52,9 @@ class Step3p5Config(DenseLayersConfig):
     """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 128
     rotary_fraction: Fraction = 1.0
-    """The part of a head's channels that has rotary positions."""
+    """The fraction of a head's channels that is rotated."""
     local_rotary_fraction: Fraction = 1.0
-    """The part of a head's channels that has rotary positions, in layers with a window."""
+    """The fraction of a head's channels that is rotated, in layers with a window."""
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
     local_scaling: nn.RotaryScaling | None = None
@@ -105,9 +105,9 @@ def build_step3p5(config: Step3p5Config, *, key: Key[Array, ""]) -> nn.Transform
         return gated_mlp(config, mlp=width, bias=bias, activation=activation, up_limit=limit, key=key)
 
     def block(kind: _StepLayer, key: Key[Array, ""]) -> nn.Block:
-        mixer, gate, router, experts, shared = jax.random.split(key, 5)
+        mixer_key, gate_key, router_key, experts_key, shared_key = jax.random.split(key, 5)
         heads = config.heads if kind.window is None else config.local_heads
-        attended = attention(
+        mixer = attention(
             config,
             window=kind.window,
             heads=heads,
@@ -116,24 +116,24 @@ def build_step3p5(config: Step3p5Config, *, key: Key[Array, ""]) -> nn.Transform
             rotary=rotary if kind.window is None else local_rotary,
             scores=nn.Scores(config.query_scalar**-0.5),
             **head_norms(config, offset=1.0),
-            key=mixer,
-        ).with_gate(by_heads=True, key=gate)
+            key=mixer_key,
+        ).with_gate(by_heads=True, key=gate_key)
         if not kind.is_mixture:
-            layer = gated(config.mlp, kind.shared_limit, config.mlp_bias, experts)
-            return pre_norm_block(config, attended, layer, offset=1.0)
-        mixed = mixture(
+            layer = gated(config.mlp, kind.shared_limit, config.mlp_bias, experts_key)
+            return pre_norm_block(config, mixer, layer, offset=1.0)
+        feed_forward = mixture(
             config,
             lambda key: gated(config.expert_mlp, kind.limit, False, key),
-            shared=gated(config.shared_mlp, kind.shared_limit, config.mlp_bias, shared),
+            shared=gated(config.shared_mlp, kind.shared_limit, config.mlp_bias, shared_key),
             balance_normalise=True,
             score="sigmoid",
             normalise=True,
             scale=config.scale,
             balanced=True,
-            router=router,
-            experts=experts,
+            router=router_key,
+            experts=experts_key,
         )
-        return pre_norm_block(config, attended, mixed, offset=1.0)
+        return pre_norm_block(config, mixer, feed_forward, offset=1.0)
 
     return decoder(config, block, _kinds(config), final_norm=norm(config, offset=1.0), key=key)
 
@@ -161,9 +161,10 @@ _LOCAL_HEADS, _DENSE_BY_DEFAULT = "num_sliding_attention_heads", 3
 
 
 class _OlderAttributes(Entry):
-    """The publishers' attributes. They are replaced by transformers' attributes, which other entries then read.
+    """Replace the publishers' attributes by transformers' attributes, which other entries of the table then read.
 
-    Lists with an item for each layer may also have items for predictors at the end; these are dropped.
+    In the publishers' lists with an item for each layer, items after the model's last layer are for the layers of
+    multi-token prediction; these items are dropped.
     """
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -378,8 +379,10 @@ STEP3P5 = Family(
         Unpublished("balance", 0.001, "transformers has no balance loss"),
         Expect("gating", True, "per-head", written=False),
         Expect("use_bidirectional_attention", False, written=False),
-        Ignore("mtp_layer_types", "mtp_mlp_layer_types"),  # attributes of predictors, which are not read
-        # Attributes of the publishers' own program; all models of this family have these values.
+        Ignore(
+            "mtp_layer_types", "mtp_mlp_layer_types"
+        ),  # attributes of layers for multi-token prediction, which are not read
+        # The publishers' own program reads these attributes. All models of this family have these values.
         Expect("yarn_only_types", [FULL], written=False),
         Expect("use_head_wise_attn_gate", True, written=False),
         Expect("use_moe_router_bias", True, written=False),

@@ -1,7 +1,7 @@
 """Decoders in the manner of GShard (Lepikhin et al. 2020) and Switch (Fedus et al. 2021): every other layer a mixture.
 
-The papers' models are encoder-decoders with relative positions. The models here are decoders with rotary positions.
-They follow the papers in which layers have experts, in the choice of experts, the numbers of slots, and the losses.
+The papers' models are encoder-decoders with relative positions. The models here are decoders with rotary positions. The
+layers with experts, the choice of experts, the capacity of an expert, and the losses are as in the papers.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ class GShardConfig(ModelConfig):
     experts: Size
     """The number of experts of a layer."""
     capacity: Positive = 1.0
-    """The experts' slots for both choices, as a multiple of the slots that they need if loads are even."""
+    """The capacity factor: an expert takes at most `capacity` times an even share of the first and second choices."""
     balance: NotNegative = 0.01
     """The weight of the balance loss."""
     theta: Positive = 10_000.0
     """The base of rotary positions."""
     eps: NotNegative = 1e-6
-    """The number that norms add to the mean square before the root."""
+    """The epsilon of norms, which is added to the mean square before the root."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SwitchConfig(GShardConfig):
     """The config of a decoder like Switch: one expert per token, jitter, a capacity factor, a balance loss."""
 
     capacity: Positive = 1.25
-    """The experts' slots, as a multiple of the slots that they need if loads are even."""
+    """The capacity factor: an expert takes at most `capacity` times an even share of the tokens."""
     jitter: NotNegative = 0.01
     """The largest relative change of the router's input while training."""
 
@@ -73,29 +73,29 @@ def build_switch(config: GShardConfig, *, key: Key[Array, ""]) -> nn.Transformer
         return nn.RandomSecondRouter(embed=embed, experts=config.experts, key=key)
 
     def mixture(key: Key[Array, ""]) -> nn.MoE:
-        choose, experts = jax.random.split(key)
-        routed, balance = nn.Experts(expert, config.experts, key=experts), nn.LoadBalance(config.balance, choices=1)
-        return nn.MoE(router(choose), routed, dispatch=nn.Capacity(config.capacity), losses=(balance,))
+        router_key, experts_key = jax.random.split(key)
+        routed, balance = nn.Experts(expert, config.experts, key=experts_key), nn.LoadBalance(config.balance, choices=1)
+        return nn.MoE(router(router_key), routed, dispatch=nn.Capacity(config.capacity), losses=(balance,))
 
     def layer(make: Callable[[Key[Array, ""]], nn.MLP | nn.MoE], key: Key[Array, ""]) -> nn.Block:
-        attention, feed_forward = jax.random.split(key)
+        attention_key, feed_forward_key = jax.random.split(key)
         mixer = nn.Attention(
             embed=embed,
             heads=config.heads,
             head_dim=head_dim,
             output_std=damping * embed**-0.5,
             rotary=rotary_of(config, head_dim),
-            key=attention,
+            key=attention_key,
         )
-        return nn.Block(nn.Residual(mixer, norm()), nn.Residual(make(feed_forward), norm()))
+        return nn.Block(nn.Residual(mixer, norm()), nn.Residual(make(feed_forward_key), norm()))
 
     def pair(key: Key[Array, ""]) -> nn.SuperBlock:
         return nn.SuperBlock(tuple(map(layer, (expert, mixture), jax.random.split(key))))
 
-    embedding, stack = jax.random.split(key)
+    embedding_key, stack_key = jax.random.split(key)
     return nn.Transformer(
-        embedding=nn.Embedding(vocab=config.vocab, embed=embed, key=embedding),
-        stacks=(nn.Stack(pair, config.layers // 2, key=stack),),
+        embedding=nn.Embedding(vocab=config.vocab, embed=embed, key=embedding_key),
+        stacks=(nn.Stack(pair, config.layers // 2, key=stack_key),),
         norm=norm(),
     )
 

@@ -173,7 +173,7 @@ class T5Config(ModelConfig):
     farthest: Length = 128
     """From this distance on, all distances are in one range."""
     eps: NotNegative = 1e-6
-    """The number that norms add to the mean square before the root."""
+    """The epsilon of norms, which is added to the mean square before the root."""
     start: Index = 0
     """The id with which the decoder begins."""
 
@@ -230,13 +230,13 @@ def build_t5(config: T5Config, *, key: Key[Array, ""]) -> nn.Transformer:
             ranges=config.ranges, heads=config.heads, farthest=config.farthest, both_ways=both_ways, key=key
         )
 
-    table, encoder_key, decoder_key, encoder_bias_key, decoder_bias_key, head = jax.random.split(key, 6)
+    table_key, encoder_key, decoder_key, encoder_bias_key, decoder_bias_key, head_key = jax.random.split(key, 6)
     encoder_stack = nn.Stack(encoder_block, config.encoder_layers or config.layers, key=encoder_key)
     return nn.Transformer(
-        embedding=nn.Embedding(vocab=config.vocab, embed=embed, key=table),
+        embedding=nn.Embedding(vocab=config.vocab, embed=embed, key=table_key),
         stacks=(nn.Stack(decoder_block, config.layers, key=decoder_key),),
         norm=norm(),
-        head=None if config.tied else nn.Linear("embed -> vocab", embed=embed, vocab=config.vocab, key=head),
+        head=None if config.tied else nn.Linear("embed -> vocab", embed=embed, vocab=config.vocab, key=head_key),
         logit_scale=embed**-0.5 if config.scaled else None,
         encoder=nn.Encoder((encoder_stack,), norm(), bias(True, encoder_bias_key), config.start),
         score_bias=bias(False, decoder_bias_key),
@@ -244,7 +244,10 @@ def build_t5(config: T5Config, *, key: Key[Array, ""]) -> nn.Transformer:
 
 
 def _as_stored(config: Any, names: Collection[str]) -> T5Config:
-    """Untie the head if the folder has a head: transformers writes that the head is tied in either case."""
+    """Return the config with an untied head if the folder has an array of the head.
+
+    Transformers always writes `tie_word_embeddings: true`, so this attribute does not tell whether the head is tied.
+    """
     return dataclasses.replace(config, tied=config.tied and "lm_head.weight" not in names)
 
 

@@ -203,7 +203,7 @@ def _read_half(published: PublishedConfig, half: str) -> Fields:
 
 _OF_HALVES = (
     Attribute("start", "bos_token_id", 2),
-    Expect("is_decoder", False, True),  # The names `encoder` and `decoder` state it too.
+    Expect("is_decoder", False, True),  # The value has no effect: which stack decodes follows from the names.
     Ignore("dropout_rate", "cross_attention_hidden_size"),
 )
 T5GEMMA_ATTRIBUTES: tuple[Entry, ...] = (

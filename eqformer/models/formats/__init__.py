@@ -37,9 +37,9 @@ FORMATS: Mapping[str, Callable[[PublishedConfig], Format]] = MappingProxyType(
 )
 
 
-# The attributes that are not read, by `quant_method`: which modules are quantized (the arrays' names and dtypes show
-# it), how activations and caches are rounded (eqformer does not round them), how codes and scales were computed,
-# and how the program that wrote the folder should load or run the model.
+# The attributes that are not read, by `quant_method`. Some state which modules are quantized, which the names and
+# dtypes of arrays show too. Others state how activations and caches are rounded (eqformer does not round activations),
+# how codes and scales were computed, or how the program that wrote the folder should load or run the model.
 UNREAD: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "awq": frozenset("modules_to_not_convert backend do_fuse exllama_config fuse_max_seq_len".split()),

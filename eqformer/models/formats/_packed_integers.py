@@ -17,7 +17,10 @@ _CODES, _SCALES, _ZEROS, _GROUP_INDICES = ".qweight", ".scales", ".qzeros", ".g_
 
 @dataclasses.dataclass(frozen=True)
 class PackedIntegers(_format.Grouped):
-    """`(code - zero) * scale` for each output and group of inputs; `zero` is half of the range if none is stored."""
+    """Base class of formats with the values `(code - zero) * scale`, where a group of inputs shares `scale` and `zero`.
+
+    If no zero points are stored, `zero` is half of the range of codes.
+    """
 
     bits: int = 4
     group: int | None = None
@@ -37,6 +40,7 @@ class PackedIntegers(_format.Grouped):
     def decode(self, parts: _format.Parts, rows: slice, out: Shaped[np.ndarray, "outputs inputs"]) -> None:
         """Decode some outputs."""
         columns = out.shape[1]
+        # A unit is a number of neighboring inputs that are surely in one group.
         unit = math.gcd(self.group or columns, columns) if self.group_indices not in parts else 1
         scales, zeros = self._scales_of_units(parts, rows, columns, unit)
         table = (_UNSIGNED if zeros is not None else _SIGNED)[self.bits]
@@ -61,15 +65,16 @@ class PackedIntegers(_format.Grouped):
 
     @abc.abstractmethod
     def read_octets(self, parts: _format.Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
-        """Return the codes of some outputs, in the order of inputs; if a byte has two, the low bits are the first."""
+        """Return the codes of some outputs in the order of inputs; the low bits of a byte are the first code."""
 
     @abc.abstractmethod
     def read_scales(self, parts: _format.Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the scale of each of some outputs and groups, and the zero point if zero points are stored."""
+        """Return the scales of some outputs for all groups, and the zero points; None: no zero points are stored."""
 
     def _scales_of_units(
         self, parts: _format.Parts, rows: slice, columns: int, unit: int
     ) -> tuple[Shaped[np.ndarray, "outputs units"], Shaped[np.ndarray, "outputs units"] | None]:
+        """Return the scales and zero points of some outputs, for each `unit` of neighboring inputs."""
         scales, zeros = self.read_scales(parts, rows)
         group = _format.group_of_units(columns, self.group, unit)
         if (group_indices := parts.get(self.group_indices)) is not None:
@@ -77,14 +82,14 @@ class PackedIntegers(_format.Grouped):
         return _format.check_finite_scales(scales)[:, group], None if zeros is None else zeros[:, group]
 
 
-def unpack(words: Int32[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows numbers"]:
-    """Return the numbers of 4 or 8 bits in each word, the lowest bits first."""
+def unpack(words: Int32[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows integers"]:
+    """Return the integers of 4 or 8 bits in each word, the lowest bits first."""
     octets = bytes_of_words(words)
     return octets if bits == 8 else np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(words), -1)
 
 
 def bytes_of_words(words: Int32[np.ndarray, "rows words"]) -> UInt8[np.ndarray, "rows octets"]:
-    """Return the bytes of each word, the lowest first."""
+    """Return the bytes of each word, the lowest byte first."""
     return np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
 
 
@@ -95,16 +100,16 @@ def _group_of_units(indices: Shaped[np.ndarray, "columns"], groups: int, unit: i
     units = indices.reshape(-1, unit)
     if (units != units[:, :1]).any():
         raise ValueError(
-            "its groups are not of neighboring inputs (g_idx has another order), so its codes cannot be kept; load "
+            "the inputs of a group are not neighbors (g_idx has another order), so its codes cannot be kept; load "
             "with weights='decoded'"
         )
     return units[:, 0]
 
 
 def _table(bits: int, zero: int) -> Shaped[np.ndarray, "256"]:
-    """Return a table with the float32 of each byte.
+    """Return a table from each byte to its float32 or, for two 4-bit codes in a byte, to two float32s.
 
-    A byte of two 4-bit codes has two float32s, which are one word of 64 bits, so that one look-up finds both.
+    The table holds two float32s as one word of 64 bits, so that one look-up decodes both codes.
     """
     codes = np.arange(256, dtype=np.float32)[:, None]
     if bits == 8:
@@ -133,7 +138,7 @@ class GPTQ(PackedIntegers):
         inputs = words * self.per_word
         groups = _format.number_of_groups(inputs, self.group)
         if outputs % self.per_word:
-            raise ValueError(f"its {outputs} outputs are no multiple of the {self.per_word} numbers of a word")
+            raise ValueError(f"its {outputs} outputs are no multiple of the {self.per_word} integers of a word")
         _format.check_part(parts, _ZEROS, ("I32",), ((groups, outputs // self.per_word),))
         _format.check_part(parts, _SCALES, _format.SCALES, ((groups, outputs),))
         if _GROUP_INDICES in parts:
@@ -191,12 +196,12 @@ class AWQ(PackedIntegers):
     def read_octets(self, parts: _format.Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
         """Return the codes of some outputs; each word has neighboring outputs of an input."""
         octets = bytes_of_words(parts[_CODES][:, _words(rows)])
-        even, odd = octets[::2], octets[1::2]
-        pairs = np.stack([even & 15 | odd << 4, even >> 4 | odd & 240], axis=-1)
-        return np.ascontiguousarray(_reorder(pairs).T)
+        even, odd = octets[::2], octets[1::2]  # the bytes of two neighboring inputs, with the codes of two outputs each
+        low_codes, high_codes = (even & 0x0F) | (odd << 4), (even >> 4) | (odd & 0xF0)
+        return np.ascontiguousarray(_reorder(np.stack([low_codes, high_codes], axis=-1)).T)
 
     def read_scales(self, parts: _format.Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the scales and zero points of some outputs; zero points are stored as codes are."""
+        """Return the scales and zero points of some outputs; zero points are packed in the same way as codes."""
         return parts[_SCALES][:, rows].T, _reorder(unpack(parts[_ZEROS][:, _words(rows)], 4)).T
 
 
@@ -204,9 +209,9 @@ def _words(rows: slice) -> slice:
     return slice((rows.start or 0) // _PER_WORD, None if rows.stop is None else rows.stop // _PER_WORD)
 
 
-def _reorder(numbers: UInt8[np.ndarray, "rows ..."]) -> UInt8[np.ndarray, "rows outputs"]:
-    """Return the numbers of each word in the order of outputs."""
-    return numbers.reshape(len(numbers), -1, _PER_WORD)[..., _ORDER].reshape(len(numbers), -1)
+def _reorder(integers: UInt8[np.ndarray, "rows ..."]) -> UInt8[np.ndarray, "rows outputs"]:
+    """Return the integers of each word in the order of outputs."""
+    return integers.reshape(len(integers), -1, _PER_WORD)[..., _ORDER].reshape(len(integers), -1)
 
 
 def awq(published: PublishedConfig) -> _format.Format:
