@@ -236,7 +236,8 @@ class _LayerMover:
 
     def _move(self, tree: PyTree, move: Callable[..., PyTree], shardings_of: ShardingsOf) -> PyTree:
         arrays, static = eqx.partition(tree, eqx.is_array)
-        orders = move(arrays, lambda x, order: order)  # The order of layers, or the array itself if it does not move.
+        # For each array, the new order of its layers; the array itself if its layers do not move.
+        orders = move(arrays, lambda x, order: order)
         if all(x is order for x, order in zip(jax.tree.leaves(arrays), jax.tree.leaves(orders), strict=True)):
             return tree
         moved_shapes = move(arrays, lambda x, order: jax.ShapeDtypeStruct((len(order), *x.shape[1:]), x.dtype))

@@ -75,7 +75,7 @@ def test_a_loss_that_takes_no_tokens_is_named_before_anything_is_traced():
         return passing(model, batch, key)
 
     with pytest.raises(
-        ValueError, match=r"make_step\(plain, plan=\.\.\.\): .* takes no tokens and no vocabulary; take both"
+        ValueError, match=r"make_step\(plain, plan=\.\.\.\): .* takes no tokens and no vocabulary; add both"
     ):
         training.make_gradient_function(plain, plan_over(fsdp=2))
     training.make_gradient_function(lambda model, batch, key, **given: None, plan_over(fsdp=2))  # takes all

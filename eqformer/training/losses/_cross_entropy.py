@@ -55,8 +55,8 @@ def sum_over_chunks(
     """Sum the first result of `chunk_fn` over chunks, and concatenate the second, which has one entry per token.
 
     `token_arrays` holds arrays of all tokens: hidden states, targets and perhaps more. Zeros pad the last chunk.
-    `sizes` is the result of `split_into_chunks`. The zeros from which the sums start depend on `tables`, which
-    `chunk_fn` reads, so that no buffer for the sums exists while the tables are cast.
+    `sizes` is the result of `split_into_chunks`. `tables` are the cast tables that `chunk_fn` reads. The buffers of the
+    sums are made dependent on `tables`, so that they are allocated only after the tables are cast.
     """
     (num_chunks, size), num_tokens = sizes, token_arrays[0].shape[0]
     if num_chunks == 1:
@@ -224,7 +224,7 @@ def cross_entropy(
 
 
 def _float16_chunk(hidden: Array) -> int | None:
-    """Return 1024 for float16, in which the table's gradient, unscaled, must not overflow; else None."""
+    """Return 1024 for float16, so that a chunk's gradient of the table does not overflow; else None, the default."""
     return 1024 if hidden.dtype == jnp.float16 else None
 
 
@@ -349,8 +349,12 @@ class ReadTable(eqx.Module):
 
 
 def cast_tables_once(unembed: Unembed, chunk: Array) -> Unembed:
-    """Return `unembed` with each table cast now, if every read of the table casts it in calls like `unembed(chunk)`."""
-    if has_chunked_vocabulary(unembed):  # Each chunk of its table is gathered where the chunk is read.
+    """Return a function like `unembed` that holds its tables in the narrower dtype to which `unembed(chunk)` casts
+    them.
+
+    A table is cast now if every read of the table in `unembed(chunk)` casts the table to the same narrower dtype.
+    """
+    if has_chunked_vocabulary(unembed):  # No device holds the whole table, so the table cannot be cast at once.
         return unembed
     unembed_tables, tables = _extract_tables(unembed, chunk)
     casts = [table.cast() for table in tables]
@@ -398,15 +402,15 @@ def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[ReadT
 
 
 def find_narrower_dtypes(program: core.Jaxpr, tables: Sequence[core.Var]) -> list[np.dtype | None]:
-    """Return for each variable of a jaxpr the dtype of fewer bits to which every read casts it, or None.
+    """Return, for each of these variables of a jaxpr, the dtype to which every read of the variable casts it.
 
-    Only floating-point dtypes count.
+    Return None for a variable if reads use different dtypes, or if the dtype is no floating-point dtype of fewer bits.
     """
     return [_narrower_dtype(_collect_read_dtypes(program, table), _dtype_of(table)) for table in tables]
 
 
 def _with_casts(casts: Sequence[Array | None], tables: Sequence[ReadTable]) -> list[Array]:
-    """Return the tables' arrays with the values of their casts; gradients keep the dtypes of the arrays."""
+    """Return each table rounded to its cast, but in the table's own dtype, so that gradients have this dtype too."""
     return [
         table.array if cast_array is None else _replace_value(cast_array, table.array)
         for cast_array, table in zip(casts, tables, strict=True)
@@ -457,6 +461,8 @@ def _dtype_of(variable: core.Var) -> np.dtype:
 
 def _narrower_dtype(dtypes: set[np.dtype], table_dtype: np.dtype) -> np.dtype | None:
     """Return the only dtype of a set if it is a floating-point dtype with fewer bits than the table's; else None."""
-    (dtype, *further) = dtypes or {table_dtype}
+    if len(dtypes) != 1:
+        return None
+    (dtype,) = dtypes
     is_narrower = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < jnp.finfo(table_dtype).bits
-    return dtype if is_narrower and not further else None
+    return dtype if is_narrower else None

@@ -150,7 +150,7 @@ def bucket_log_probabilities(
 ) -> Float[Array, "tokens buckets"]:
     """Return the log-probabilities of `top_ids` for each token and, last, of all other ids together."""
     other_mass = view.sum_ids(jnp.exp(view.drop_ids(log_probabilities, top_ids)))
-    # The bound keeps the logarithm finite if `top_ids` holds all ids; it is then about -87 in float32.
+    # If `top_ids` holds all ids, the other ids have no mass. The bound keeps its logarithm finite: -87 in float32.
     log_others = jnp.log(jnp.maximum(other_mass, jnp.finfo(other_mass.dtype).tiny))
     return jnp.concatenate([view.take_ids(log_probabilities, top_ids), log_others[:, None]], axis=-1)
 

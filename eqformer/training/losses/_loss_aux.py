@@ -46,7 +46,7 @@ def add_aux_losses(total: Float[Array, ""], count: CountOrAux, aux: PyTree) -> t
 def loss_count(loss_aux: Any) -> Any:
     """Return the total weight of the tokens, which a loss returns alone or in a `LossAux`.
 
-    The weight may be any object that a user's loss returns, until `sum_and_count` has checked the weight.
+    Before `sum_and_count` has checked the result of a user's loss, the weight may be an object of any type.
     """
     return loss_aux.count if isinstance(loss_aux, LossAux) else loss_aux
 
@@ -132,8 +132,9 @@ def check_takes_tokens(loss_fn: LossFn) -> None:
     if missing and not takes_all:
         raise ValueError(
             f"make_step({_name(loss_fn)}, plan=...): under a plan a loss is called as loss_fn(model, batch, None, "
-            f"tokens=..., vocabulary=...), and this loss takes no {' and no '.join(sorted(missing))}; take both, and "
-            "pass them on to next_token_loss, or tokens to model.encode and vocabulary.nats to cross_entropy(nats=)."
+            f"tokens=..., vocabulary=...), and this loss takes no {' and no '.join(sorted(missing))}; add both "
+            "parameters, and pass both to next_token_loss, or pass tokens to model.encode, and vocabulary.nats to "
+            "cross_entropy as nats."
         )
 
 
@@ -203,15 +204,15 @@ def init_loss_scale(model: PyTree) -> LossScale | None:
 
 
 def loss_cotangent(scale: Scale, batch: PyTree) -> Float[Array, ""] | int:
-    """Return the cotangent of the summed loss: 1 without a scale.
+    """Return the cotangent of the summed loss: 1 without a scale; else the scale, divided by the number of tokens.
 
-    With a scale, it is the scale divided by the number of tokens, which is rounded up to a power of two. The number of
-    tokens is the size of the batch's first array.
+    The number of tokens is the size of the batch's first array, rounded up to a power of two.
     """
     if scale is None:
         return 1
-    tokens = max((x.size for x in jax.tree.leaves(batch)[:1]), default=1)
-    return scale * 2.0 ** -(max(tokens, 1) - 1).bit_length()
+    leaves = jax.tree.leaves(batch)
+    tokens = max(leaves[0].size, 1) if leaves else 1
+    return scale * 2.0 ** -(tokens - 1).bit_length()
 
 
 def unscale_gradients(gradients: PyTree, cotangent: Float[Array, ""] | int) -> PyTree:

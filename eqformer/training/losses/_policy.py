@@ -121,6 +121,7 @@ def policy_loss(
         (value, (count, metrics)), slopes = jax.value_and_grad(apply_objective, has_aux=True)(-nats)
         # A second pass over chunks of logits computes the model's gradients, with the slopes as weights of the nats.
         total, _ = _cross_entropy.cross_entropy(unembed, hidden, targets, -slopes, chunk=chunk, nats=nats_fn)
+        # Return the objective's value, but with the gradient of the weighted nats.
         total = total + jax.lax.stop_gradient(value.astype(total.dtype) - total)
         count, metrics = jax.lax.stop_gradient((count, metrics))
         return add_aux_losses(total, LossAux(count, None, metrics), aux)
@@ -147,7 +148,7 @@ def _check_objective(name: str, objective: _Objective) -> None:
 
 
 def _check_batch(objective: _Objective, batch: PolicyBatch) -> None:
-    """Raise a `ValueError` for a batch without the numbers that a loss reads."""
+    """Raise a `ValueError` for a batch without the arrays that a loss reads."""
     if batch.advantages is None:
         raise ValueError(
             "policy_loss: the batch has no advantages; give dataclasses.replace(batch, advantages=...), see "
@@ -169,7 +170,7 @@ def _policy_sums(
     """Return the sum over this device's tokens, the count that divides it, and the metrics' sums and weights."""
     dtype = log_probs.dtype
     weights = jnp.asarray(batch.weights).astype(dtype)
-    # A target without weight may be no id, and then its log-probability is NaN.
+    # A target with the weight 0 may lie outside of the vocabulary, so that its log-probability is NaN.
     log_probs = jnp.where(weights != 0, log_probs, 0)
     lengths, devices = sum_rows(weights)
     shares = weights / jnp.where(lengths == 0, 1, lengths)[:, None]

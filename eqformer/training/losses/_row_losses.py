@@ -61,7 +61,7 @@ def classification_loss(
     logits = replicate_rows(nn.in_float32(head.score(vectors)))
     losses, is_right = _label_losses(logits, jnp.asarray(batch.labels))
     counts = _count_rows(batch, losses.dtype)
-    # Each device that shares a row has computed the row's whole loss; after the division, the row counts once.
+    # All devices that share a row computed the same loss of the row; divide, so that the row counts once.
     count = jnp.sum(counts) / devices
     metrics = {} if is_right is None else {"accuracy": (jnp.sum(is_right * counts) / devices, count)}
     return add_aux_losses(jnp.sum(losses * counts) / devices, LossAux(count, None, metrics), aux)
@@ -70,15 +70,13 @@ def classification_loss(
 def _label_losses(
     logits: Float[Array, "batch labels"], labels: Array
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch"] | None]:
-    """Return the loss of each text, and the share of its decisions that are right.
-
-    The share is None for a model with one output.
-    """
+    """Return the loss of each text, and the share of its decisions that are right; no share for a model with one
+    output."""
     outputs = logits.shape[1]
     if jnp.issubdtype(labels.dtype, jnp.integer) and labels.ndim == 1 and outputs > 1:
-        return token_nats(logits, labels)[0], (jnp.argmax(logits, axis=1).astype(labels.dtype) == labels).astype(
-            logits.dtype
-        )
+        nats, _ = token_nats(logits, labels)
+        is_right = jnp.argmax(logits, axis=1).astype(labels.dtype) == labels
+        return nats, is_right.astype(logits.dtype)
     values = labels.astype(logits.dtype)
     if outputs == 1 and labels.ndim == 1:
         return jnp.square(logits[:, 0] - values), None
@@ -154,7 +152,7 @@ def contrastive_loss(
         # The metrics compare whole vectors.
         last = results[-1] if not dims or dims[-1] == hidden.shape[-1] else None
         _, metrics = last or sum_losses(groups)
-        # Each device that shares a row has computed the row's whole loss; after the division, the row counts once.
+        # All devices that share a row computed the same loss of the row; divide, so that the row counts once.
         count = jnp.sum(counts) / devices
         metrics = {name: (jax.lax.stop_gradient(value) / devices, count) for name, value in metrics.items()}
         return add_aux_losses(total / devices, LossAux(count, None, metrics), aux)

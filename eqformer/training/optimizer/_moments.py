@@ -145,7 +145,7 @@ def map_moments(
 
 def _has_rows(x: Array) -> bool:
     """Return whether an array has rows that are long enough to be stored in 8 bits."""
-    # A vector does not count as a row, because it may have one number per layer, in an order that depends on the mesh.
+    # An array of one dim has no rows: its entries may belong to layers, whose order depends on the mesh.
     return x.ndim > 1 and x.shape[-1] >= MIN_ROW
 
 
@@ -158,10 +158,10 @@ def encode_moment(x: Float[Array, "*dims row"], count: Int[Array, ""]) -> Moment
     would not do: a mean that falls by less than half of the distance between levels in a step would never fall.
     Positive numbers of a row without negative numbers are never rounded to zero.
     """
-    size = jnp.abs(x)
-    largest = jnp.max(size, axis=-1, keepdims=True)
+    magnitude = jnp.abs(x)
+    largest = jnp.max(magnitude, axis=-1, keepdims=True)
     is_signed = jnp.any(x < 0, axis=-1, keepdims=True)
-    share = size / jnp.where(largest > 0, largest, 1)
+    share = magnitude / jnp.where(largest > 0, largest, 1)
     exact = _LEVELS_PER_OCTAVE * jnp.log2(jnp.where(share > 0, share, 1))
     lower = jnp.floor(exact)
     threshold = _rounding_threshold(count, x.shape[-1]).astype(x.dtype)
@@ -181,8 +181,8 @@ def decode_moment(codes: MomentCodes) -> Float[Array, "*dims row"]:
     level = jnp.where(is_signed, level % 128, level)
     top = jnp.where(is_signed, _SIGNED_LEVELS, _UNSIGNED_LEVELS)
     octaves = (level - top).astype(codes.scale.dtype) / _LEVELS_PER_OCTAVE
-    size = jnp.where(level > 0, jnp.abs(codes.scale) * jnp.exp2(octaves), 0)
-    return jnp.where(is_negative, -size, size)
+    magnitude = jnp.where(level > 0, jnp.abs(codes.scale) * jnp.exp2(octaves), 0)
+    return jnp.where(is_negative, -magnitude, magnitude)
 
 
 def _rounding_threshold(count: Int[Array, ""], row: int) -> Float[Array, "row"]:

@@ -100,9 +100,10 @@ class Optimizer(eqx.Module):
     moments: str = eqx.field(static=True, default="float32")
     """The dtype of the moments between steps: float32, bfloat16 or 8bit."""
     average: float | None = eqx.field(static=True, default=None)
-    """None, except for schedule-free training (arXiv 2405.15682), where parameters are averages of fast weights.
+    """For schedule-free training (arXiv 2405.15682): the share of the parameters at the point of the gradients.
 
-    The number is then the share of the averages in the point at which gradients are computed, see `ScheduleFreeState`.
+    Gradients are computed at `average * parameters + (1 - average) * fast weights` (see `ScheduleFreeState`). None: the
+    optimizer is not schedule-free.
     """
     assignment: tuple[tuple[str, str], ...] = eqx.field(static=True, default=())
     """The path of each trained parameter and the name of its optimizer; empty for a user's own transformation."""
@@ -199,7 +200,7 @@ class Optimizer(eqx.Module):
         return eqx.tree_at(lambda s: (s.inner, s.coded), state, (inner, other), is_leaf=is_none)
 
     def describe(self, model: PyTree) -> list[str]:
-        """Return a line for each named optimizer, with the numbers and the paths of the parameters that it trains.
+        """Return a line for each named optimizer: how many arrays and parameters the optimizer trains, and their paths.
 
         The paths are the shortest paths below which the optimizer trains everything. `model` may have shapes instead of
         arrays. A user's own transformation has no name, and no line.
@@ -359,8 +360,7 @@ def _check_matrices(choice: str, name: str, marks: Mapping[str, nn.Matrix | Lite
 
 
 def describe_assignment(assignment: Mapping[str, str], model: PyTree) -> list[str]:
-    """Return a line per optimizer: its numbers of arrays and of parameters, and the shortest paths to only these
-    arrays."""
+    """Return a line per optimizer, as `Optimizer.describe` does."""
     leaves = {nn.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
     names_below: dict[str, set[str]] = {}
     for path, name in assignment.items():
@@ -390,11 +390,12 @@ def _join_siblings(paths: Iterable[str]) -> list[str]:
     """Join paths that differ only in the second to last name, as in `layer.{up,down}.weight`."""
     siblings: dict[tuple[str, ...], list[str]] = {}
     for path in paths:
-        *parents, name, last = ["", "", *path.split(".")]
-        key = (*parents[2:], last) if parents[2:] else (path,)
-        siblings.setdefault(key, []).append(name)
+        names = path.split(".")
+        # A path of fewer than three names is a group of its own.
+        key = (*names[:-2], names[-1]) if len(names) > 2 else (path,)
+        siblings.setdefault(key, []).append(names[-2] if len(names) > 2 else "")
     groups = []
-    for (*parents, last), names in siblings.items():
-        middle = names[0] if len(names) == 1 else f"{{{','.join(names)}}}"
+    for (*parents, last), middle_names in siblings.items():
+        middle = middle_names[0] if len(middle_names) == 1 else f"{{{','.join(middle_names)}}}"
         groups.append(".".join([*parents, middle, last]) if parents else last)
     return groups
