@@ -59,9 +59,12 @@ class RecipeStep:
         if not self.decodes:
             shapes = plan.shapes(model)
             table = parallel.layout_table(shapes, plan.parameter_specs(shapes), plan.mesh)
-            parts += ["", table.partition("\n")[2], *report.replicated_lines(plan, shapes)]
+            _, _, table_without_mesh = table.partition("\n")
+            parts += ["", table_without_mesh, *report.replicated_lines(plan, shapes)]
         parts += ["", "by formulas:", planning.forecast_table(self.forecast)]
-        return "\n".join([*parts, *([] if self.decodes else _microbatch_lines(recipe, plan, model, self.forecast))])
+        if not self.decodes:
+            parts += _microbatch_lines(recipe, plan, model, self.forecast)
+        return "\n".join(parts)
 
 
 def plan_training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Target) -> RecipeStep:
@@ -70,11 +73,8 @@ def plan_training_step(recipe: Recipe, model: nn.LanguageModel, target: planning
     `model` has the shapes of the recipe's model, as `check` returns them. Raises a `ValueError` for a recipe that does
     not fit the mesh, or a mesh that does not fit the target.
     """
-    plan, optimizer, batch = (
-        setup.make_abstract_plan(recipe),
-        setup.make_optimizer(recipe, model),
-        recipe.batch_shapes(),
-    )
+    plan, batch = setup.make_abstract_plan(recipe), recipe.batch_shapes()
+    optimizer = setup.make_optimizer(recipe, model)
     if isinstance(target, planning.Topology):
         setup.with_plan_flags(recipe, lambda: target.speeds(plan.mesh), f"--topology {target}")
     setup.check_plan(recipe, plan, model)
@@ -88,7 +88,8 @@ def plan_training_step(recipe: Recipe, model: nn.LanguageModel, target: planning
         training_setup = setup.make_training_setup(recipe, model)
         smaller_setups = planning.find_smaller_setups(training_setup, forecast.memory, forecast.platform, limit=limit)
         lines = [planning.format_search(search, functools.partial(setup.candidate_flags, recipe))]
-        lines += ["setups that fit on the same mesh:"] * bool(smaller_setups)
+        if smaller_setups:
+            lines.append("setups that fit on the same mesh:")
         for smaller in smaller_setups:
             lines.append(f"  {setup.setting_flags(smaller.settings)}: {planning.gigabytes(smaller.held)}")
         return "\n".join(lines)
@@ -141,9 +142,12 @@ def plan_decode_step(
 
     def format_plan(decode_plan: planning.DecodePlan) -> str:
         variant = dataclasses.replace(recipe, mesh=Mesh(**parallel.axis_sizes(decode_plan.plan.mesh)))
-        words = [setup.plan_flags(variant), f"--batch {decode_plan.rows}" * (decode_plan.rows != recipe.batch)]
-        words.append(f"--cache-dtype {decode_plan.cache_dtype}" if decode_plan.cache_dtype else "")
-        return " ".join(filter(None, words)) or "one device"
+        flags = [setup.plan_flags(variant)]
+        if decode_plan.rows != recipe.batch:
+            flags.append(f"--batch {decode_plan.rows}")
+        if decode_plan.cache_dtype:
+            flags.append(f"--cache-dtype {decode_plan.cache_dtype}")
+        return " ".join(filter(None, flags)) or "one device"
 
     def find_alternatives(progress: planning.Progress) -> str:
         plans = planning.search_decode_plans(plan, stacked, topology, **sizes, progress=progress)

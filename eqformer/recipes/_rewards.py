@@ -22,8 +22,8 @@ from ._texts import for_chats, reads_chats
 Rows = Sequence[Mapping[str, Any]]
 
 
-# Prefixes of the flags that training on rewards reads. It reads the plan's flags too; all other flags of a recipe apply
-# only to training on texts.
+# Prefixes of the flags that training on rewards reads, beside the plan's flags. All other flags of a recipe apply only
+# to training on texts.
 _READ_FLAGS = (
     *("--model", "--from-", "--data", "--text.tokenizer", "--text.round-vocab", "--text.end-of-text", "--seq"),
     *("--batch", "--steps", "--prolong", "--seed", "--optimizer.", "--lora.", "--weights", "--precision."),
@@ -99,12 +99,10 @@ def check_flags(recipe: Recipe, options: RewardOptions, *, has_rows: bool = Fals
 
     `has_rows` and `has_held_out` say whether the caller has passed rows of prompts and held-out rows.
     """
-    if (recipe.data is None) == (not has_rows):
-        raise ValueError(
-            "--data: there are no prompts; give --data PROMPTS.jsonl, whose rows each have a prompt."
-            if recipe.data is None
-            else f"--data {recipe.data}: the call has rows of prompts, too; leave out --data or the rows."
-        )
+    if recipe.data is None and not has_rows:
+        raise ValueError("--data: there are no prompts; give --data PROMPTS.jsonl, whose rows each have a prompt.")
+    if recipe.data is not None and has_rows:
+        raise ValueError(f"--data {recipe.data}: the call has rows of prompts, too; leave out --data or the rows.")
     if recipe.published is None and recipe.from_run is None:
         raise ValueError(
             "--model: training on rewards needs a trained model, whose completions sometimes earn a reward; give "
@@ -144,7 +142,8 @@ def check_flags_of_texts(recipe: Recipe, *, has_held_out: bool = False) -> None:
             continue
         if flag == "--validate-every" and has_held_out:
             continue
-        if value != default[flag] and (changes_step or value not in [flags.get(flag) for flags in inherited]):
+        is_inherited = value in [flags.get(flag) for flags in inherited]
+        if value != default[flag] and (changes_step or not is_inherited):
             fix = _FLAGS_INSTEAD.get(flag, "leave it out")
             if changes_step and inherited:
                 fix += f", or give {flag} {default[flag]} if the run of --from-run has it"

@@ -13,9 +13,9 @@ from ._named_recipes import from_json, read_recipe, user_classes, user_file
 from ._recipe import CHANGEABLE, Recipe
 
 
-EVERYTHING = frozenset(field.name for field in dataclasses.fields(Recipe))
-# Fields that may change for a run that holds a converted model and has not yet taken a step.
-EVERYTHING_ELSE = EVERYTHING - {"model", "published"}
+ALL_FIELDS = frozenset(field.name for field in dataclasses.fields(Recipe))
+# A run that holds a converted model, and has not taken a step, may change these fields.
+ALL_BUT_THE_MODEL = ALL_FIELDS - {"model", "published"}
 
 
 class RunDirectory(training.RunFolder):
@@ -85,9 +85,9 @@ class RunDirectory(training.RunFolder):
         """Return the fields of the folder's recipe that a command may change; there are fewer after a checkpoint."""
         steps = self.checkpointer().steps
         if steps:
-            return EVERYTHING_ELSE if steps == [0] else CHANGEABLE
+            return ALL_BUT_THE_MODEL if steps == [0] else CHANGEABLE
         # Once files of a published model are copied, the run cannot change to another published model.
-        return EVERYTHING - {"published"} if self.published.exists() else EVERYTHING
+        return ALL_FIELDS - {"published"} if self.published.exists() else ALL_FIELDS
 
     def began_from(self, published: Path) -> bool:
         """Return whether the folder holds a run that began from the folder `published` and has a checkpoint."""
@@ -162,7 +162,7 @@ def schedule_phases(recipe: Recipe, checkpointer: training.Checkpointer) -> tupl
         if smooth
         else ""
     )
-    raise ValueError(f"{call}; {reason}. Choose how to go on, and the learning rate will be{listed}{hint}")
+    raise ValueError(f"{call}; {reason}. Choose how the learning rate goes on:{listed}{hint}")
 
 
 def _describe_rates(rates: training.Rates, start: int, steps: int) -> str:

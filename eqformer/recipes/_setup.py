@@ -36,7 +36,7 @@ class Keys:
 
 
 def make_keys(recipe: Recipe) -> Keys:
-    """Return the random keys of a run, which its recipe's seed decides."""
+    """Return the random keys of a run, computed from the recipe's seed."""
     return Keys(*jax.random.split(jax.random.key(recipe.seed), 3))
 
 
@@ -84,7 +84,7 @@ def _check_quantized(recipe: Recipe, trains: bool, directory: RunDirectory | Non
         raise ValueError(f"{flag}: only a published model has quantized weights; give --model, or leave --weights out.")
     if trains and not recipe.lora.rank:
         raise ValueError(
-            f"{flag} --lora.rank 0: quantized weights cannot be trained, and low-rank changes of them can; give "
+            f"{flag} --lora.rank 0: quantized weights cannot be trained, only low-rank changes beside them; give "
             "--lora.rank 8."
         )
     if directory is not None and directory.checkpointer().latest_step == 0:
@@ -159,10 +159,10 @@ def with_plan_flags(recipe: Recipe, call: Callable[[], Result], *more_flags: str
 
 
 def plan_flags(recipe: Recipe) -> str:
-    """Return the sizes of the mesh and the plan's choices that differ from the defaults, as flags."""
-    choices = [*fields_of(recipe.mesh, "--mesh."), *fields_of(recipe.plan)]
+    """Return the flags of the recipe's mesh and plan whose values differ from the defaults."""
+    fields = [*fields_of(recipe.mesh, "--mesh."), *fields_of(recipe.plan)]
     defaults = flags_of(Recipe)
-    return " ".join(format_flag(flag, value) for flag, value, *_ in choices if value != defaults[flag])
+    return " ".join(format_flag(flag, value) for flag, value, *_ in fields if value != defaults[flag])
 
 
 def with_candidate(recipe: Recipe, candidate: planning.Candidate) -> Recipe:
@@ -174,9 +174,11 @@ def with_candidate(recipe: Recipe, candidate: planning.Candidate) -> Recipe:
 
 
 def candidate_flags(recipe: Recipe, candidate: planning.Candidate) -> str:
-    """Return the flags that give the recipe the plan that a search found."""
-    remat = [f"--execution.remat {candidate.remat}"] * (candidate.remat != recipe.execution.remat)
-    return " ".join(filter(None, [plan_flags(with_candidate(recipe, candidate)), *remat])) or "one device"
+    """Return the flags that change the recipe's plan to the plan that a search found."""
+    flags = [plan_flags(with_candidate(recipe, candidate))]
+    if candidate.remat != recipe.execution.remat:
+        flags.append(f"--execution.remat {candidate.remat}")
+    return " ".join(filter(None, flags)) or "one device"
 
 
 def make_training_setup(recipe: Recipe, model: nn.LanguageModel) -> planning.TrainingSetup:
@@ -300,7 +302,7 @@ def check_run(recipe: Recipe, directory: RunDirectory) -> nn.Transformer:
 
 
 def _check_encoder(recipe: Recipe, shapes: nn.Transformer) -> None:
-    """Raise a `ValueError` if the recipe's model, with these `shapes`, cannot learn by its loss of text encoders."""
+    """Raise a `ValueError` if the recipe's loss is for text encoders, and its model cannot be trained by this loss."""
     name = name_class(recipe.model)
     if shapes.start is not None:
         raise ValueError(f"--loss {recipe.loss}: {name} has an encoder and a decoder; take a model with one stack.")
@@ -317,7 +319,7 @@ def _check_encoder(recipe: Recipe, shapes: nn.Transformer) -> None:
 
 
 def _check_distillation(recipe: Recipe, directory: RunDirectory | None) -> None:
-    """Raise a `ValueError` for choices that do not suit a teacher, and for a teacher with other tokens."""
+    """Raise a `ValueError` for flags that no teacher can be combined with, or for a teacher of another vocabulary."""
     options = recipe.distillation
     if recipe.teacher is None:
         if options != Distillation():

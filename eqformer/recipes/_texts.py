@@ -17,7 +17,7 @@ from ..text import load_conversation_encoder, load_tokenizer, read_label_names, 
 from ..training import Optimization
 from ._recipe import Labels, Recipe
 from ._report import print_warnings, Screen
-from ._run_directory import EVERYTHING_ELSE, RunDirectory
+from ._run_directory import ALL_BUT_THE_MODEL, RunDirectory
 
 
 Tokenizer = data.ByteTokenizer | data.FileTokenizer
@@ -49,7 +49,7 @@ def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
     """Raise a `ValueError` if flags change the published model, or the model from which the `run` began."""
     if recipe.published is None:
         return
-    changed = dataclass_differences(published_recipe(recipe.published, run), recipe, ignored=EVERYTHING_ELSE)
+    changed = dataclass_differences(published_recipe(recipe.published, run), recipe, ignored=ALL_BUT_THE_MODEL)
     if changed:
         raise ValueError(
             f"--model {recipe.published}: a published model cannot be changed; leave out\n  " + "\n  ".join(changed)
@@ -105,7 +105,7 @@ def complete_recipe(recipe: Recipe) -> Recipe:
 def stored_formats(recipe: Recipe, directory: RunDirectory | None = None) -> Mapping[str, Any]:
     """Return the formats of the recipe's quantized weights (`nn.quantized_formats`).
 
-    They are read from the run's copy or, if there is none, from the published model.
+    The formats are read from the run's copy or, if there is no copy, from the published model.
     """
     if directory is not None and directory.quantized.exists():
         return read_json(directory.quantized)
@@ -114,7 +114,7 @@ def stored_formats(recipe: Recipe, directory: RunDirectory | None = None) -> Map
 
 
 def _complete_labels(recipe: Recipe) -> Labels:
-    """Return the recipe's classifier, completed by the names of its labels and a published classifier's pooling."""
+    """Return the recipe's options of the classifier, with the names of labels, and the pooling of a published one."""
     options, published = recipe.classification, recipe.published
     if published is None or not models.is_classifier(published):
         return dataclasses.replace(options, labels=options.labels or data.list_label_names(chat_paths(recipe)))
@@ -138,9 +138,11 @@ def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
     """Raise a `ValueError` for options of text encoders that do not suit the recipe's loss."""
     for field, loss in {"contrastive": "contrastive", "masking": "mlm", "classification": "classification"}.items():
         options = getattr(recipe, field)
-        if field == "masking" and recipe.loss == "block-diffusion" and options == type(options)(token=options.token):
-            continue
-        if recipe.loss != loss and options != type(options)():
+        default = type(options)()
+        if field == "masking" and recipe.loss == "block-diffusion":
+            # This loss reads the mask token, but no other option of masking.
+            default = dataclasses.replace(default, token=options.token)
+        if recipe.loss != loss and options != default:
             raise ValueError(f"--loss {recipe.loss}: --{field} is for --loss {loss}; leave --{field} out.")
     if recipe.loss == "block-diffusion":
         if recipe.evaluate_every:
@@ -212,7 +214,8 @@ _PROMPT = "Why is the sky blue?"
 # A run reads each tokenizer.json once, and lists the files of a path once; `complete_recipe` clears both caches.
 _open_tokenizer = functools.cache(data.FileTokenizer)
 _detect_form = functools.cache(data.detect_form)
-_TEXT_FORMS = ("text", "preferences", "preferences of messages")  # --text.field may name a field of preferences.
+# Forms of rows that can be read as plain texts; of preferences, --text.field chooses the field that is read.
+_TEXT_FORMS = ("text", "preferences", "preferences of messages")
 _MESSAGE_FORMS = (
     *("messages", "prompt and completion of messages"),
     *("preferences of messages", "labelled completion of messages"),
@@ -250,6 +253,7 @@ def chat_paths(recipe: Recipe) -> list[Path]:
         raise ValueError(
             f"--loss {recipe.loss} --data {chats[0]}: only plain texts are masked, but this file has conversations."
         )
+    # `recipe.text.mix` also counts data sets of the hub, which have plain texts and are not in `paths`.
     if chats and len(chats) < max(len(paths), len(recipe.text.mix)):
         raise ValueError(
             f"--text.mix {' '.join(recipe.text.mix)}: {chats[0]} has conversations, and other sources have plain text; "

@@ -139,7 +139,7 @@ class Trainer:
     def __init__(
         self, name: str, recipe: Recipe, shapes: Any, plan: parallel.Plan, directory: RunDirectory, screen: Screen
     ):
-        """Open the text and claim the directory.
+        """Open the text, and lock the run's folder.
 
         Args:
             name: The recipe's name.
@@ -224,13 +224,13 @@ class Trainer:
                 screen.steps(recipe.steps, start) as show,
             ):
                 compiled = step.result()
-                compared = self._add_other_model(batches, state, is_first=not start)
+                batches = self._prepare_batches(batches, state, is_first=not start)
                 self._begin()
                 with self._open_metrics(start) as writers:
                     callbacks, steps = self._callbacks(writers, show, checkpointer), recipe.steps
                     try:
                         run = training.train(
-                            compiled, state, compared, key, start=start, steps=steps, callbacks=callbacks
+                            compiled, state, batches, key, start=start, steps=steps, callbacks=callbacks
                         )
                     except training.LossSpikeError:
                         checkpointer.wait()  # Wait, so that all processes go back to the same checkpoint.
@@ -322,8 +322,8 @@ class Trainer:
     def _mask_batch(self) -> Callable[[Batch], Batch]:
         """The function that masks a batch's tokens for `--loss mlm` or `--loss block-diffusion`.
 
-        Random numbers depend only on the seed and on a row's number in the run, so that a resumed run reads the same
-        batches, on any mesh.
+        Random numbers depend only on the seed and on a row's index among all rows of the run, so that a resumed run
+        reads the same batches, on any mesh.
         """
         recipe, tokenizer = self.recipe, self.tokenizer
         mask, key = mask_id(recipe, tokenizer), jax.random.key(recipe.seed)
@@ -341,12 +341,14 @@ class Trainer:
         programs: dict[Any, Callable[[Batch], Batch]] = {}
 
         def apply(batch: Batch) -> Batch:
-            by_dims = {x.ndim: x.sharding for x in map(jnp.asarray, (batch.examples, batch.ids))}
-            name = jax.tree.structure(batch), batch.ids.shape, *by_dims.values()
-            if name not in programs:
-                out_shardings = jax.tree.map(lambda x: by_dims[x.ndim], eqx.filter_eval_shape(self._mask_batch, batch))
-                programs[name] = jax.jit(self._mask_batch, out_shardings=out_shardings)
-            return programs[name](batch)
+            # Arrays with a number per row are sharded like `examples`, arrays with a number per token like `ids`.
+            sharding_by_ndim = {x.ndim: x.sharding for x in map(jnp.asarray, (batch.examples, batch.ids))}
+            key = jax.tree.structure(batch), batch.ids.shape, *sharding_by_ndim.values()
+            if key not in programs:
+                shapes = eqx.filter_eval_shape(self._mask_batch, batch)
+                out_shardings = jax.tree.map(lambda x: sharding_by_ndim[x.ndim], shapes)
+                programs[key] = jax.jit(self._mask_batch, out_shardings=out_shardings)
+            return programs[key](batch)
 
         return apply
 
@@ -394,8 +396,8 @@ class Trainer:
             # Validation reads these arrays only to measure the rewards of pairs.
             self.texts = self.texts.map_loaders(add_arrays, held_out=recipe.compares_pairs)
 
-    def _add_other_model(self, batches: Iterable[Any], state: training.TrainState, *, is_first: bool) -> Iterable[Any]:
-        """Return batches with masked tokens, or with outputs of a second model: the teacher or the reference.
+    def _prepare_batches(self, batches: Iterable[Any], state: training.TrainState, *, is_first: bool) -> Iterable[Any]:
+        """Return the batches as the loss reads them: with masked tokens, or with a teacher's or reference's outputs.
 
         The reference is the model before its first step; with LoRA, the model without low-rank changes.
         """
@@ -415,7 +417,7 @@ class Trainer:
         return (self.add_reference_nats(self.reference, batch) for batch in batches)
 
     def _converted_model(self, checkpointer: training.Checkpointer) -> nn.LanguageModel:
-        """Return the recipe's model, not yet sharded, from the checkpoint of a model that convert.py has written."""
+        """Return the recipe's model, with layers in the model's order, from a checkpoint that convert.py wrote."""
         shapes = model_shapes(dataclasses.replace(self.recipe, lora=training.Lora()), self.directory)
         return apply_lora(self.recipe, training.restore_model(checkpointer, shapes, self.plan))
 
