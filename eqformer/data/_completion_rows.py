@@ -46,7 +46,7 @@ class PairPacking:
             )
 
     def __call__(self, rows: Int[np.ndarray, "pairs"]) -> PreferenceBatch:
-        """Return the pairs with these numbers, each as its chosen and then its rejected row."""
+        """Return the pairs with these indices, each as its chosen and then its rejected row."""
         documents = list_rows(rows, self.group)
         spans = [slice(*self._offsets[document : document + 2]) for document in documents]
         examples = [(self._tokens[span], self._weights[span]) for span in spans]
@@ -90,7 +90,7 @@ class LabelledPacking:
             )
 
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> PreferenceBatch:
-        """Return the rows with these numbers."""
+        """Return the rows with these indices."""
         numbers, labels = as_examples(rows), self._labels[rows].astype(np.float32)
         mismatched = PreferenceBatch(**self._fill(rows, (rows - 1) % self.rows), examples=numbers)
         return PreferenceBatch(**self._fill(rows, rows), examples=numbers, labels=labels, mismatched=mismatched)
@@ -134,7 +134,7 @@ def batch_preferences(
     Args:
         pairs: The chosen and the rejected example of each prompt, from a `ConversationEncoder`.
         seq: The number of tokens in a row; a longer completion is cut.
-        first_example: The first row's number in the run.
+        first_example: The index of the first row among all rows of the run, which decides the row's random keys.
     """
     for number, (chosen, rejected) in enumerate(pairs):
         if np.array_equal(chosen.ids, rejected.ids):
@@ -157,7 +157,7 @@ def batch_labelled(
         examples: The examples, from a `ConversationEncoder`.
         labels: Whether each completion is desirable.
         seq: The tokens of a row; a longer completion is cut.
-        first_example: The first row's number in the run.
+        first_example: The index of the first row among all rows of the run, which decides the row's random keys.
     """
     if len(examples) != len(labels):
         raise ValueError(
@@ -201,7 +201,7 @@ def batch_completions(
         prompts: The ids of each prompt.
         completions: The ids of each completion, with the end of text if it was sampled.
         seq: The tokens of a row.
-        first_example: The first row's number in the run.
+        first_example: The index of the first row among all rows of the run, which decides the row's random keys.
         temperature: The temperature of sampling.
     """
     pairs = list(zip(prompts, completions, strict=True))

@@ -198,9 +198,9 @@ class ConversationEncoder(RowEncoder):
     its message (1 by default).
 
     The trained part of a reply begins with the first character after the generation prompt, and ends with the token
-    that ends the turn; spaces after that token are not trained on. If a turn has no such token, the first token of the
-    next message ends the turn if it is one of `end_ids` (as in GLM-4). At the end of the conversation, the first of
-    `end_ids` is appended to a turn without such a token.
+    that ends the turn; spaces after that token are not trained on. In some templates (GLM-4), a reply has no such
+    token, and the first token of the next message, one of `end_ids`, ends the turn. If the conversation ends with a
+    reply that has no such token, the first of `end_ids` is appended.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -465,7 +465,7 @@ def labelled(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
         if len(labels) == 1:
             raise ValueError(
                 f"labelled({source.name!r}): KTO compares desirable and undesirable completions, but the label of "
-                f"every row is {str(*labels).lower()}; add rows of the other label."
+                f"every row is {'true' if True in labels else 'false'}; add rows of the other label."
             )
 
     fingerprint = source.fingerprint

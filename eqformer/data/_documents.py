@@ -82,7 +82,7 @@ def texts(documents: Mapping[str, str], *, name: str = "texts") -> TextSource:
     )
 
 
-# Distributors of Python package, shorten or generate these modules in different ways. Tests are excluded too.
+# Modules whose files differ between distributions of Python, and tests.
 _EXCLUDED_MODULES = {
     *("__hello__", "__phello__", "distutils", "ensurepip", "idlelib", "lib2to3", "test", "tkinter", "venv"),
     *("turtle", "turtledemo"),

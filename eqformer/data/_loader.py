@@ -148,13 +148,13 @@ class Loader:
         return self.at(example_numbers("Loader", self.batch_size, step, start, stop))
 
     def at(self, examples: Int[np.ndarray, "batch"]) -> Batch:
-        """Return the rows of the examples with these numbers in the whole run; pairs and groups must be complete."""
+        """Return the rows of the examples with these indices in the whole run; pairs and groups must be complete."""
         groups = _number_groups(examples, self.packing.group)
         rows = shuffle_indices(groups, rows=self.packing.rows, seed=self.seed)
         return replace(self.read(rows), examples=as_examples(examples))
 
     def read(self, rows: Int[np.ndarray, "rows"]) -> Batch:
-        """Return the rows (or whole pairs or groups) with these numbers, with the stored arrays of each row."""
+        """Return the rows (or whole pairs or groups) with these indices, with the stored arrays of each row."""
         batch = self.packing(rows)
         return batch if self.stored is None else self.stored.add_to(batch, rows)
 
@@ -335,7 +335,7 @@ class Mixture:
         return self.at(example_numbers("Mixture", self.batch_size, step, start, stop))
 
     def at(self, examples: Int[np.ndarray, "batch"]) -> Batch:
-        """Return the rows of the examples with these numbers in the whole run."""
+        """Return the rows of the examples with these indices in the whole run."""
         owner, number = self.origin(_number_groups(examples, self.group))
         owner, number = np.repeat(owner, self.group), list_rows(number, self.group)
         masks = [(owner == index, loader) for index, loader in enumerate(self.loaders.values())]

@@ -17,7 +17,7 @@ class WindowPacking:
     is a target once; up to `seq` tokens at the end of the store are not used.
     """
 
-    documents = None  # Each row counts as one document, so the maximum number of documents of a row is unknown.
+    documents = None  # Rows have no document boundaries, so the maximum number of documents of a row is not given.
     group = 1
     cut_note = ""
 
@@ -38,7 +38,7 @@ class WindowPacking:
             )
 
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> Batch:
-        """Return the rows with these numbers, without positions and segments: each row counts as one document."""
+        """Return the rows with these indices, without positions and segments: attention ignores document boundaries."""
         steps = np.arange(self.seq + 1)
         tokens = self._tokens[(rows * self.seq)[:, None] + steps].astype(np.int32)
         shape = (len(rows), self.seq)
@@ -110,12 +110,14 @@ class DocumentPacking:
         )
 
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> Batch:
-        """Return the rows with these numbers."""
+        """Return the rows with these indices."""
+        # Arrays with one entry per piece: the index of the piece in its row, in the table, and its number of tokens.
         counts = self._first[rows + 1] - self._first[rows]
         segment = _concatenate_ranges(counts)
         piece = np.repeat(self._first[rows], counts) + segment
         sizes = self._sizes[piece]
-        # From here on, arrays have one entry per token.
+        # Arrays with one entry per token: its position in the piece, its index in the store, and its place in the
+        # batch.
         position = _concatenate_ranges(sizes)
         source = np.repeat(self._starts[piece], sizes) + position
         row = np.repeat(np.repeat(np.arange(len(rows)), counts), sizes)
@@ -182,12 +184,12 @@ def have_targets(
 
 
 def as_examples(numbers: Int[np.ndarray, "batch"]) -> Int[np.ndarray, "batch"]:
-    """Return row numbers modulo 2**31 as int32, which suffices, because `Batch.examples` only decides random keys."""
+    """Return row indices modulo 2**31 as int32; that is enough, because `Batch.examples` only decides random keys."""
     return (numbers % 2**31).astype(np.int32)
 
 
 def list_rows(groups: Int[np.ndarray, "groups"], group: int) -> Int[np.ndarray, "batch"]:
-    """Return the numbers of the rows of these groups of `group` rows."""
+    """Return the indices of the rows of these groups of `group` rows."""
     return (groups[:, None] * group + np.arange(group)).ravel()
 
 
@@ -200,7 +202,7 @@ def pack_best_fit(sizes: Int[np.ndarray, "pieces"], capacity: int) -> Int[np.nda
     row_of = np.empty(len(sizes), np.int64)
     order = np.argsort(-sizes, kind="stable")
     distinct, first = np.unique(-sizes[order], return_index=True)
-    rows_with_space: dict[int, list[np.ndarray]] = {}  # free space -> the rows with that much
+    rows_with_space: dict[int, list[np.ndarray]] = {}  # free space -> arrays of rows with this free space
     spaces: list[int] = []  # the keys of `rows_with_space` in ascending order
     row_count = 0
 
@@ -271,7 +273,7 @@ def batch_pairs(
         start: The decoder's first id, `model.start`.
         seq: The number of tokens in a row of targets.
         source_seq: The number of tokens in a row of sources.
-        first_example: The first row's number in the run.
+        first_example: The index of the first row among all rows of the run, which decides the row's random keys.
     """
     if len(sources) != len(targets) or not sources:
         raise ValueError(f"batch_pairs: {len(sources)} sources and {len(targets)} targets; each source needs a target.")

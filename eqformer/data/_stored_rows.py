@@ -59,7 +59,7 @@ class ComputedRows(Protocol):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The first row of each batch that this process passes to a call, and the row after the last."""
+        """The range of a batch's rows that this process passes to a call: the first row, and the row after the last."""
         ...
 
     def on_writer(self, action: Callable[[], object]) -> object:

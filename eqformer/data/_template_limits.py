@@ -43,10 +43,10 @@ class Budget:
     def __init__(self, variables: Mapping[str, object]):
         # Sizes of the variables' containers by `id`; the containers live as long as the rendering.
         self._sizes: dict[int, int] = {}
-        self.largest = 1 << 62
+        self.largest = 1 << 62  # no limit while the variables are measured
         size = self._size(variables, self._sizes)
         self.largest = MAX_SIZE + _CONVERSATION_FACTOR * size
-        self._steps, self._total_left, self._next_clock_read = MAX_STEPS + size, _TOTAL_FACTOR * self.largest, 0
+        self._steps, self._total_left = MAX_STEPS + size, _TOTAL_FACTOR * self.largest
         self._next_clock_read = self._steps - _STEPS_PER_CLOCK_READ
         self._seconds = MAX_SECONDS * (1 + size / MAX_SIZE)
         self._start = time.thread_time()
@@ -126,6 +126,7 @@ def check_bits(bits: int) -> None:
 
 
 def _check_product(first: int, second: int) -> None:
+    """Raise a `TemplateLimit` for two sizes whose product, a number of comparisons, is too large."""
     if first * second > _MAX_COMPARISONS:
         raise TemplateLimit(f"it compares {first:,} with {second:,} characters, one by one")
 
@@ -174,8 +175,10 @@ class TemplateCall:
 
 
 def _check_width(call: TemplateCall) -> None:
+    """Allow the width of the result; `expandtabs` writes this width for each tab."""
     width = max(map(_absolute_int, call.arguments), default=0)
-    call.budget.allow(width * (1 + (call.value.count("\t") if isinstance(call.value, str) else 0)))
+    tabs = call.value.count("\t") if isinstance(call.value, str) else 0
+    call.budget.allow(width * (1 + tabs))
 
 
 def _check_method_replace(call: TemplateCall) -> None:
@@ -235,13 +238,15 @@ def _check_indent(call: TemplateCall) -> None:
 
 
 def _check_json(call: TemplateCall) -> None:
+    """Allow the size of the JSON, in which the indentation of a line grows with the depth of nesting."""
     options = call.arguments
     widths = [_count_characters(option) for option in options if not isinstance(option, list | tuple)]
     if max(widths, default=0) > _MAX_INDENT or call.budget.size(options) > 4 * _MAX_INDENT:
         raise TemplateLimit(f"it indents JSON by more than {_MAX_INDENT} characters")
-    indented = any(not isinstance(option, bool) and width for option, width in zip(options, widths))
-    levels = max(widths, default=0) * _nesting_depth(call.value) if indented else 0
-    call.budget.allow(call.budget.size(call.value) * (1 + levels))
+    # True counts as the width 1 above, but is an option such as `sort_keys`, not an indentation.
+    is_indented = any(not isinstance(option, bool) and width for option, width in zip(options, widths))
+    deepest = max(widths, default=0) * _nesting_depth(call.value) if is_indented else 0
+    call.budget.allow(call.budget.size(call.value) * (1 + deepest))
 
 
 def _check_filter_join(call: TemplateCall) -> None:

@@ -146,8 +146,10 @@ class CountingCodeGenerator(CodeGenerator):
             super().visit_Getitem(node, frame)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        join = "(markup_join if context.eval_ctx.volatile else str_join)" if frame.eval_ctx.volatile else "str_join"
-        join = "markup_join" if frame.eval_ctx.autoescape and not frame.eval_ctx.volatile else join
+        if frame.eval_ctx.volatile:
+            join = "(markup_join if context.eval_ctx.volatile else str_join)"
+        else:
+            join = "markup_join" if frame.eval_ctx.autoescape else "str_join"
         self.write(f"environment.concatenate({join}, (")
         for part in node.nodes:
             self.visit(part, frame)
@@ -187,8 +189,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """The budget of this thread's rendering; raises a `TemplateLimit` if no rendering runs."""
         budget = getattr(self._thread_state, "budget", None)
         if budget is None:
-            # jinja2 computes constants when it compiles a template; after an error, the rendering computes the
-            # constant.
+            # When jinja2 compiles a template, it also tries to compute constant expressions. After this error, it
+            # leaves the expression to the rendering.
             raise template_limits.TemplateLimit("a template is evaluated when it is rendered, and not before")
         return budget
 

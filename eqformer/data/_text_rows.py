@@ -30,13 +30,13 @@ def batch_text_groups(
         groups: The texts of each group: an anchor, its positive and any number of hard negatives.
         tokenizer: The tokenizer, which adds special tokens.
         seq: The tokens of a row; a longer text is cut at its end, but keeps its special tokens.
-        first_example: The first row's number in the run.
+        first_example: The index of the first row among all rows of the run, which decides the row's random keys.
     """
     call, sizes = f"batch_text_groups(groups, tokenizer, seq={seq})", sorted({len(group) for group in groups})
     if len(sizes) != 1 or sizes[0] < 2 or any(isinstance(group, str) for group in groups):
         raise ValueError(
-            f"{call}: all groups must have the same number of texts, at least two, but the numbers are "
-            f"{', '.join(map(str, sizes)) or 'missing'}; leave out texts or groups."
+            f"{call}: all groups must have the same number of texts, at least two, but the groups have "
+            f"{', '.join(map(str, sizes)) or 'no'} texts; leave out texts or groups."
         )
     texts = [text for group in groups for text in group]
     rows = [row.ids for row in tokenizer.encode_texts(texts, max_length=seq)]
@@ -58,14 +58,14 @@ def batch_labelled_texts(
 
     Args:
         texts: The texts, or pairs of texts.
-        labels: The number of each text's label. For texts with several labels: a row of numbers for each text, 1 for
+        labels: The index of each text's label. For texts with several labels: a row of numbers for each text, 1 for
             each label that the text has and 0 for all other labels. For a model with one output: a floating-point value
             for each text.
         tokenizer: The tokenizer, which adds special tokens.
         seq: The number of tokens in a row; longer texts are cut at their end, but keep their special tokens.
         reads_types: Whether tokens have the tokenizer's types, by which models such as BERT distinguish the texts of a
             pair; see `nn.Transformer.reads_types`.
-        first_example: The first row's number in the run.
+        first_example: The index of the first row among all rows of the run, which decides the row's random keys.
     """
     call, array = f"batch_labelled_texts(texts, labels, tokenizer, seq={seq})", np.asarray(labels)
     if len(array) != len(texts) or array.dtype.kind not in "iufb":
@@ -177,16 +177,18 @@ class TextGroupEncoder(RowEncoder):
 def _encode_row(
     document: Document, row: EncodedText, text_bytes: int, *, label: int | None = None, reads_types: bool = False
 ) -> EncodedExample:
-    """Return the example of a text or of a pair of texts; raise a `ValueError` if it has no token.
+    """Return the example of a text or of a pair of texts; raise a `ValueError` for an example without a token.
 
-    `reply_ends` has the borders between tokens of different types (if types are read), and the end of the row unless
-    the text is cut there.
+    The example's field `reply_ends` has the indices at which the token type rises from 0 to 1 (if types are read), and
+    the end of the row unless the text is cut there.
     """
     if not len(row.ids):
         raise ValueError(f"{document.name}: a text has no token, and the tokenizer adds none; leave the text out.")
     types = row.types.astype(np.int64) if reads_types else np.zeros(len(row.ids), np.int64)
     borders = np.flatnonzero(np.diff(types, prepend=0)) if types.any() else np.zeros(0, np.int64)
-    if types[0] or not np.array_equal(np.searchsorted(borders, np.arange(len(types)), side="right"), types):
+    # Types that rise by 1 at each border are the number of borders up to a token.
+    expected_types = np.searchsorted(borders, np.arange(len(types)), side="right")
+    if types[0] or not np.array_equal(expected_types, types):
         raise ValueError(
             f"{document.name}: its tokens have types in the order {types[np.append(0, borders)].tolist()}, but the "
             "first text must have type 0 and the second text type 1; take another tokenizer."
@@ -222,10 +224,11 @@ class TextGroupPacking:
 
     def __init__(self, store: TokenStore, *, seq: int):
         names = store.document_names()
-        self.group = next((number for number, name in enumerate(names) if name != names[0]), len(names))
+        # All documents of a group have one name, so the first group ends where the name changes.
+        self.group = next((index for index, name in enumerate(names) if name != names[0]), len(names))
         call = f"TextGroupPacking(store, seq={seq})"
         is_grouped = self.group > 1 and not len(names) % self.group
-        if not is_grouped or any(len({*names[n : n + self.group]}) > 1 for n in range(0, len(names), self.group)):
+        if not is_grouped or any(name != names[index - index % self.group] for index, name in enumerate(names)):
             raise ValueError(
                 f"{call}: rows must be groups of texts, all with the same number of texts, but {store.path.name} has "
                 "other text; make the store from data.text_groups(path) with a TextGroupEncoder."
@@ -236,7 +239,7 @@ class TextGroupPacking:
         self._tokens, self._offsets = store.tokens, store.offsets
 
     def __call__(self, rows: Int[np.ndarray, "groups"]) -> Batch:
-        """Return the groups with these numbers, each as its anchor, its positive and its hard negatives."""
+        """Return the groups with these indices, each as its anchor, its positive and its hard negatives."""
         documents = list_rows(rows, self.group)
         texts = [self._tokens[slice(*self._offsets[document : document + 2])] for document in documents]
         batch = Batch(**fill_text_rows("TextGroupPacking(store)", texts, self.seq, 0), group=self.group)
@@ -252,7 +255,7 @@ class LabelledText(NamedTuple):
     texts: tuple[str] | tuple[str, str]
     """The text, or the two texts of a pair."""
     label: str | int
-    """The name of the label, or its number."""
+    """The name of the label, or the label's index."""
 
 
 def read_labelled_text(row: object, *, location: str) -> LabelledText:
@@ -298,7 +301,7 @@ def _list_some(names: Sequence[str]) -> str:
 
 
 def _number_label(row: LabelledText, labels: Sequence[str], location: str) -> int:
-    """Return the number of a row's label; raise a `ValueError` that names the location for an unknown label."""
+    """Return the index of a row's label; raise a `ValueError` that names the location for an unknown label."""
     if str(row.label) in labels:
         return labels.index(str(row.label))
     if isinstance(row.label, int) and 0 <= row.label < len(labels):
@@ -394,7 +397,7 @@ class LabelledTextPacking:
         self._borders = np.setdiff1d(store.cuts, store.offsets[1:])
 
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> LabelBatch:
-        """Return the rows with these numbers."""
+        """Return the rows with these indices."""
         spans = [slice(*self._offsets[row : row + 2]) for row in rows]
         arrays = fill_text_rows("LabelledTextPacking(store)", [self._tokens[span] for span in spans], self.seq, 0)
         types = np.zeros_like(arrays["ids"])

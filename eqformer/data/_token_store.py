@@ -399,7 +399,8 @@ def _map_store(target: Path, *, verify: bool) -> TokenStore:
     shortest = 2 if store.weights is None else 1
     if counts != expected or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < shortest):
         raise atomic_folder.DamagedFolder(
-            f"the files hold (tokens, documents, ...) {counts}, which do not fit meta.json's {expected} and the offsets"
+            f"the files have {counts} tokens, documents, weights and cuts, but meta.json states {expected}, or the "
+            "offsets do not fit"
         )
     return store
 

@@ -135,11 +135,11 @@ class ByteTokenizer:
         for text in texts:
             if not isinstance(text, str):
                 raise ValueError("encode_texts(texts): bytes have no token between the texts of a pair; give texts.")
-            all_ids, *offsets = self.encode_with_offsets(text)
-            ids, (starts, stops) = all_ids[:max_length], (part[:max_length] for part in offsets)
-            spans, flags, types = np.stack([starts, stops], axis=1), np.zeros(len(ids), bool), np.zeros_like(ids)
+            all_ids, starts, stops = self.encode_with_offsets(text)
+            ids = all_ids[:max_length].astype(np.uint32)
+            spans = np.stack([starts[:max_length], stops[:max_length]], axis=1)
             is_cut = len(ids) < len(all_ids)
-            rows.append(EncodedText(ids.astype(np.uint32), types.astype(np.uint32), spans, flags, is_cut))
+            rows.append(EncodedText(ids, np.zeros_like(ids), spans, np.zeros(len(ids), bool), is_cut))
         return rows
 
     def decode(self, ids: Ids) -> str:
