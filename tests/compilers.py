@@ -1,4 +1,4 @@
-"""Devices of other machines, for which a compiler may be installed; without the compiler, tests are skipped."""
+"""Accelerators that are not here, but for which a compiler may be installed; without it, tests are skipped."""
 
 import functools
 import importlib.util

@@ -1,7 +1,7 @@
-"""Calls with more than five arguments say what each is, where the reference shows it.
+"""Every public call with more than five arguments describes each argument where the reference shows the description.
 
-A function, a method or an `__init__` does in a section `Args:`; a class that is built from its fields by a docstring
-under each field, of its own or of the class that it has the field from.
+Functions, methods and `__init__` have a section `Args:`. A class that is built from its fields has a docstring under
+each field, in the class itself or in the base class that defines the field.
 """
 
 import ast
@@ -23,7 +23,7 @@ ARGS = re.compile(r"^Args:\n((?:[ ]+.*\n?|\n)+)", re.MULTILINE)
 
 
 def described_in(docstring: str | None) -> set[str]:
-    """The arguments that a docstring has a line for: `name: what it is`."""
+    """Return the arguments that a docstring describes in a line `name: description`."""
     section = ARGS.search(inspect.cleandoc(docstring or ""))
     return set(re.findall(r"^ {4}\*{0,2}(\w+): \S", section[1], re.MULTILINE)) if section else set()
 
@@ -37,12 +37,12 @@ def body_of(cls: type) -> list[ast.stmt]:
 
 
 def bodies(cls: type) -> Iterator[list[ast.stmt]]:
-    """The source of a class and of the package's classes that it is derived from."""
-    return (body_of(one) for one in cls.__mro__ if one.__module__.startswith(("eqformer", __name__)))
+    """Return the statements of a class, and of its base classes in the package."""
+    return (body_of(base) for base in cls.__mro__ if base.__module__.startswith(("eqformer", __name__)))
 
 
 def described_fields(cls: type) -> set[str]:
-    """The fields of a class that have a docstring under them."""
+    """Return the fields of a class that have a docstring under them."""
     return {
         field.target.id
         for body in bodies(cls)
@@ -57,13 +57,13 @@ def has_init(cls: type) -> bool:
 
 
 def left_out(call: Callable, described: set[str]) -> list[str]:
-    """The arguments of a call with many that are not described."""
+    """Return the arguments that are not described, of a call with more than `MOST` arguments."""
     names = [name for name in inspect.signature(call).parameters if name not in ("self", "cls")]
     return [name for name in names if name not in described] if len(names) > MOST else []
 
 
 def complaints(name: str, thing: object) -> dict[str, list[str]]:
-    """What a public thing, and its public methods, leave out."""
+    """Return the undescribed arguments of a public function or class and of its public methods, by name."""
     found = {}
     if inspect.isfunction(thing):
         found[name] = left_out(thing, described_in(thing.__doc__))
@@ -83,7 +83,7 @@ def complaints(name: str, thing: object) -> dict[str, list[str]]:
 
 
 def public(room: str) -> Iterator[tuple[str, object]]:
-    """Every public name of a room, and those of files that it lists whole."""
+    """Yield every public name of a room with its value, and the public names of modules that the room exports."""
     module = importlib.import_module(f"eqformer.{room}")
     for name in listed_names((PACKAGE / room / "__init__.py").read_text()):
         thing = getattr(module, name)

@@ -1,4 +1,4 @@
-"""A file is written whole, or stays what it was."""
+"""Atomic writes: a file is written completely, or keeps its old content."""
 
 import os
 

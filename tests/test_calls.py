@@ -1,4 +1,4 @@
-"""Every public call names an array of a wrong kind, rank or size, with the import hook and without it."""
+"""Every public call names an array of a wrong type, rank or size in its error, with and without the import hook."""
 
 import inspect
 import os

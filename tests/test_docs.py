@@ -1,8 +1,8 @@
-"""Every block of Python in the README and the docs runs as it stands, and links inside the project lead somewhere.
+"""Every block of Python in the README and the docs runs, and links inside of the project lead to files and headings.
 
-A block that begins with `# name.py` is a file, which the other blocks of its page may import. One below the line
-`<!-- grid -->`, which no reader sees, runs in the grid alone: it compiles for a second or longer, and what it does is
-tested elsewhere.
+A block that begins with `# name.py` is a file, which the other blocks of its page may import. A block below the line
+`<!-- grid -->`, which readers do not see, runs in the grid only: it compiles for a second or longer, and other tests
+cover its content.
 """
 
 import pathlib

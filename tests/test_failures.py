@@ -1,4 +1,4 @@
-"""Errors of the system are named by what they are."""
+"""Errors of the operating system are explained by their causes."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The grid's parts: each marked test is in one, and what has run is said."""
+"""Parts of the grid: each grid test belongs to one part, and finished parts are recorded."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Quick checks find what jaxtyping and beartype find, and bind as `inspect` does; numpy moves arrays as JAX does."""
+"""The fast shape checks of the tests agree with jaxtyping and beartype, and `put` moves arrays as JAX does."""
 
 import dataclasses
 import functools

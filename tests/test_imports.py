@@ -1,4 +1,4 @@
-"""Every room can be imported with the core packages alone, and its names are there."""
+"""Every room can be imported with the core packages alone, and has its public names."""
 
 import importlib
 import pathlib

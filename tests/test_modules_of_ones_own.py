@@ -1,4 +1,4 @@
-"""What `docs/extending.md` makes is laid out, counted, saved and loaded like the library's own."""
+"""Modules of `docs/extending.md` are laid out, counted, saved and loaded like the package's modules."""
 
 from typing import Any
 

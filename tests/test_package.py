@@ -1,4 +1,4 @@
-"""What those who install eqformer depend on: its version, its types, its changelog; and each tool in one version."""
+"""The distribution: its version, types and changelog, and one version of each tool."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""Flags go to XLA only where it knows them: one that it does not would end the process."""
+"""Only flags that the installed XLA knows are passed to XLA, because unknown flags would end the process."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""Files of others: whatever is in their place, each reader raises one `ValueError` at once, which names the file."""
+"""Readers of files: whatever a file contains, a reader raises one `ValueError` that names the file."""
 
 import json
 import os

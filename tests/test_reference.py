@@ -1,4 +1,4 @@
-"""The reference shows every public name of every room, and is built without a warning."""
+"""The reference shows every public name of every room, and the site builds without warnings."""
 
 import html
 import importlib.util

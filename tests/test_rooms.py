@@ -1,4 +1,4 @@
-"""The architecture, held by reading the source: who imports whom, and what may be said in which room."""
+"""Rules of the architecture, checked on the source: the imports of each room, and the words that a room may use."""
 
 import ast
 import functools

@@ -1,8 +1,8 @@
-"""The tutorials run as they stand, and print what their notebooks store.
+"""The tutorials run, and print the outputs that their notebooks store.
 
-The default run executes the two that compile the least. The grid gives large notebooks a small model and few steps by
-the variables of their `parameters` cell, and also runs them as stored, with SmolLM2 where its file is at hand, and
-compares what they print.
+The default run executes the two notebooks that compile the least. The grid also runs large notebooks, with a small
+model and few steps by the variables of their `parameters` cell. If the file of SmolLM2 is available, the grid runs
+these notebooks unchanged and compares their outputs.
 """
 
 import base64

@@ -1,3 +1,5 @@
+"""Chat templates of published tokenizers: rendered conversations and prompts, and errors."""
+
 import datetime
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A corpus is opened as its parts are by hand."""
+"""`open_corpus` gives the same batches as stores, packings and loaders that are opened one by one."""
 
 from typing import Any
 

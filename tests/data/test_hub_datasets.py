@@ -1,4 +1,4 @@
-"""Datasets of the hub by name, by the hub's own client, against a small server that speaks the hub's interface."""
+"""Datasets of the hub by name, downloaded by the hub's own client from a small local server."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Files that are long, or become so: read block by block, and split so that what is held out stays held out."""
+"""Long and growing files: they are read block by block, and a held-out text stays held out when its file grows."""
 
 import json
 import random

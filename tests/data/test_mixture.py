@@ -1,4 +1,4 @@
-"""Mixtures: what is taken from where, against shares counted by numpy and against each text's own loader."""
+"""Mixtures: the shares of sources against counts by numpy, and the rows of each source against its own loader."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Batches of pairs: what is read, what is given and what is to be written, by hand; and their loss, pair by pair."""
+"""Batches of source and target texts for encoder-decoder models, against arrays by hand, and their loss."""
 
 from typing import Any
 

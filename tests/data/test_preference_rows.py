@@ -1,4 +1,4 @@
-"""Rows of preferences as pairs of rows of tokens, kept together in batches, and rows that are refused."""
+"""Rows of preferences: pairs of rows of tokens, batches that keep pairs together, and errors for bad rows."""
 
 import json
 from pathlib import Path

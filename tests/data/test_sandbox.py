@@ -1,4 +1,4 @@
-"""Chat templates of strangers: each ends in bounded time and memory, and those that ask for little render unchanged."""
+"""Hostile chat templates end within bounds of time and memory, and ordinary templates render unchanged."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Caches in several folders, of which one is shared by runs, processes and machines."""
+"""Caches of tokens in several folders, one of which is shared by runs, processes and machines."""
 
 import platform
 import shutil

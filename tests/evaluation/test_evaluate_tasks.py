@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, against its own backend of transformers on the same folder."""
+"""Scores of lm-evaluation-harness tasks equal the scores of the harness's own transformers backend."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""Texts of block diffusion against a literal sampler that keeps no cache and reads whole rows again in each pass."""
+"""Block diffusion equals a literal sampler without a cache, which reads whole rows again in each pass."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Transforms of one's own that leave a row no token, or that give something else than logits: errors, not ids."""
+"""Errors for users' logit transforms that allow no token, or that return something else than logits."""
 
 import jax
 import jax.numpy as jnp

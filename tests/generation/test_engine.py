@@ -1,4 +1,4 @@
-"""Requests that come and go: each has the ids of `generate` alone, whatever the others do."""
+"""Each request of an engine gets the ids of `generate` alone, whatever other requests run beside it."""
 
 import asyncio
 import dataclasses

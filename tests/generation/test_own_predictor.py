@@ -1,4 +1,4 @@
-"""Text that a model's own predictor drafts: unchanged, and its proposals are those of the whole text read again."""
+"""Drafts by a model's own predictor leave the text unchanged, and equal drafts from the whole text read again."""
 
 import dataclasses
 from typing import Any

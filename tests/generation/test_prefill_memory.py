@@ -1,4 +1,4 @@
-"""What reading a prompt holds beside the model, by the compiler's count: so much a token, however long the prompt."""
+"""Memory of prefill beside the model, by the compiler's count: a constant number of bytes per token."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Bad prompts and settings: one message each, with the rule and both values, before anything is compiled."""
+"""Bad prompts and settings raise one error each, with the rule and both values, before anything is compiled."""
 
 import inspect
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Text with a draft is what the model writes without one; sampled text has the model's distribution."""
+"""Speculative decoding: greedy text equals the model's own text, and samples have the model's distribution."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""The same numbers with and without a loop over layers."""
+"""Models with unrolled layers give the same numbers as models with a loop over layers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Values of prefill and decode steps with caches under a plan are those of one device, and of a pass without caches."""
+"""Captured values of prefill and decode under a plan equal one device's, and equal a pass without caches."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Values of a model whose arrays are sharded over a mesh, as a plan places them, are those of one device."""
+"""Captured values of a model with sharded arrays equal one device's."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""`trace_experts`: the choices of every router, against passes of single layers and the routers' formula."""
+"""`trace_experts` returns every router's choices, compared with passes of single layers and with formulas."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Values that the devices of a plan compute in parts are those of one device, as are edits and their gradients."""
+"""Captured and edited values under a plan, and gradients through them, equal one device's."""
 
 import functools
 

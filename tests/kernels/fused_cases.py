@@ -1,4 +1,4 @@
-"""Calls of attention for the tests of fused kernels: arrays, tokens, a core's results, and the results' distance."""
+"""Calls of attention for the tests of fused kernels: arrays, tokens, results of a core, and distances of results."""
 
 from typing import Any, NamedTuple
 

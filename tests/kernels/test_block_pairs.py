@@ -1,4 +1,4 @@
-"""Which pairs of blocks are computed: no visible pair is left out, and few others are kept."""
+"""Block pairs of masks: every pair with a visible key is computed, and few other pairs are."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""What sets the blockwise core apart: memory, program size, skipped work, partial results, mesh types."""
+"""Blockwise attention: its memory, program size, skipped blocks, partial results and mesh types."""
 
 import math
 import re

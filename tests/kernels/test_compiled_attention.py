@@ -1,7 +1,7 @@
-"""What accelerators' compilers make of attention, where they are installed: `eqformer[tpu]` or `eqformer[cuda]`.
+"""Compiled attention on accelerators, if a compiler is installed: `eqformer[tpu]` or `eqformer[cuda]`.
 
 No accelerator is needed: `TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost ALLOW_MULTIPLE_LIBTPU_LOAD=1 pytest
-tests/nn/test_compiled_cores.py`.
+tests/kernels/test_compiled_attention.py`.
 """
 
 import re

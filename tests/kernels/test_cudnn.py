@@ -1,4 +1,4 @@
-"""How packed documents reach cuDNN, by a stand-in for it that computes each by the definition."""
+"""Arguments that cuDNN gets for packed documents, checked by a stand-in that computes attention by its definition."""
 
 from functools import partial
 from types import SimpleNamespace

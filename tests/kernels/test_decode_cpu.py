@@ -1,4 +1,4 @@
-"""Decoding on CPUs reads the filled slots alone: its results and gradients, and calls that it leaves to another."""
+"""Decoding on CPUs reads only the filled part of a cache: results, gradients, and calls that it does not support."""
 
 import dataclasses
 from typing import Any, NamedTuple

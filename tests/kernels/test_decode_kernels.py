@@ -1,4 +1,4 @@
-"""The kernels by which newest tokens read a cache: their numbers as plain JAX, their gradients and their programs."""
+"""Kernels of decode steps on accelerators: results as in plain JAX, gradients, and lowered programs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What is said of an operation's implementations, against what is in the program lowered for a platform."""
+"""`explain` names the implementation of each operation that the program lowered for a platform contains."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Fused kernels of accelerators: their numbers as plain JAX, and the programs that JAX makes for each platform."""
+"""Fused attention kernels of accelerators: results as in plain JAX, and lowered programs for each platform."""
 
 import re
 from typing import Any

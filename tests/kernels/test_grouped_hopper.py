@@ -1,4 +1,4 @@
-"""Grouped products on Hopper GPUs: the kernels' numbers in Mosaic's interpreter, their tiles, and who gets them."""
+"""Grouped products on Hopper GPUs: results in Mosaic's interpreter, tiles, and the calls that use the kernels."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""What each platform compiles of grouped products: blocks on CPUs and GPUs, kernels on TPUs, compared with loops."""
+"""Grouped products per platform: blocks on CPUs and GPUs, kernels on TPUs, results compared with loops."""
 
 import re
 

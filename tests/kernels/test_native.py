@@ -1,4 +1,4 @@
-"""The kernel in C++ for CPUs: its matrix bit for bit, its sums against float64, its gradients, threads and builds."""
+"""The C++ kernel for CPUs: its matrix bit for bit, sums against float64, gradients, threads and builds."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""A kernel from outside of the package (`docs/extending.md`) is chosen, explained, differentiated, and refused."""
+"""A user's kernel (`docs/extending.md`) is chosen, explained, differentiated, and refused."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Products of few rows with codes: blocks on CPUs against a float64 formula, their gradients, and what they refuse."""
+"""Products of few rows with quantized weights on CPUs, against a float64 formula; gradients and refused calls."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Products with weights in codes: the kernel of GPUs as plain JAX, in float64, its gradients and the calls it takes."""
+"""The GPU kernel for quantized weights equals plain JAX in float64; its gradients, and the calls that it supports."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""One token of a recurrence by the kernel for TPUs, in Pallas' interpreter: as the plain way, where the state lies."""
+"""The TPU kernel for one token of a recurrence, in Pallas' interpreter, equals plain JAX and updates in place."""
 
 import dataclasses
 import functools

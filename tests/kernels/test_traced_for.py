@@ -1,4 +1,4 @@
-"""Programs that are traced for a platform whose compiler is not here."""
+"""Programs that are traced for a platform whose compiler is not installed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Random weights drawn from their names: whoever asks for a weight gets equal numbers, so that no file is kept."""
+"""Random weights that depend only on their names, so that fixtures need not store weights."""
 
 import zlib
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Arrays in quantized formats: random codes and scales of each format, and their values by a plain formula.
 
-Each function `(rng, rows, columns)` returns the arrays as stored, by the ends of their names, and the decoded values
-in float64. Its docstring tells the layout of the format.
+Each function `(rng, rows, columns)` returns the stored arrays, by the suffixes of their names, and the decoded values
+in float64. The function's docstring describes the layout of the format.
 """
 
 from collections.abc import Callable

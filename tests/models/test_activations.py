@@ -1,4 +1,4 @@
-"""Activations are read by any of transformers' names for them, where a family's layers have the one that is named."""
+"""Every name of an activation in transformers is read, if a family's layers support the activation."""
 
 import dataclasses
 from typing import Any

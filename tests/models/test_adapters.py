@@ -1,4 +1,4 @@
-"""Adapters of peft: they load into each family with peft's logits, and go back out as they were."""
+"""Adapters of peft load into each family with peft's logits, and are saved again with the same arrays."""
 
 import functools
 import json

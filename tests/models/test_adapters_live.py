@@ -1,4 +1,4 @@
-"""What we write as an adapter, peft loads: the same logits, where torch, transformers and peft are installed."""
+"""peft loads the adapters that eqformer saves, with the same logits; needs torch, transformers and peft."""
 
 import jax.numpy as jnp
 import pytest

@@ -1,4 +1,4 @@
-"""Attributes of configurations: each that transformers writes is refused or changes the numbers when it changes."""
+"""Every attribute that transformers writes is refused if it is changed, or changes the model's results."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Folders of base models, of wrapped modules and without a head: they load, and what is not as usual is told."""
+"""Folders of base models, of wrapped modules and without a head load, with warnings about unusual contents."""
 
 import json
 import warnings

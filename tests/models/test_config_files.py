@@ -1,8 +1,8 @@
-"""Publishers' own `config.json` files, with attributes that transformers reads nowhere, are read without a refusal.
+"""Publishers' own `config.json` files are read, although they have attributes that transformers never reads.
 
-Most texts are copies that public repositories hold, some of them trimmed or put together from several; those of
-EuroBERT and OLMo Hybrid are as the publishers' own conversion scripts write them. The cases of `make_families.py` have
-the attributes of transformers' own configurations only.
+Most files are copies from public repositories, some of them shortened or combined from several copies. The files of
+EuroBERT and OLMo Hybrid are written as the publishers' conversion scripts write them. The cases of `make_families.py`
+have only attributes of transformers' configurations.
 """
 
 import json

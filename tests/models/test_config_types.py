@@ -1,4 +1,4 @@
-"""Values of other kinds than their attributes have are refused by name, and so is what would be read otherwise."""
+"""Values of a wrong type in a configuration are refused by name, also values that would be read as other values."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's older attributes and names, as its publishers have them, beside those that transformers writes."""
+"""DeepSeek-V4's older attributes and array names, as its publishers write them, and transformers' names."""
 
 import json
 from pathlib import Path

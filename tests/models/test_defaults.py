@@ -1,4 +1,4 @@
-"""An attribute that a configuration leaves out has the default of its own class in transformers."""
+"""A missing attribute of a configuration has the default of the model's configuration class in transformers."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Text of models whose encoder reads the prompt, against what transformers' models write."""
+"""Text of encoder-decoder models, whose encoder reads the prompt, equals the text of transformers' models."""
 
 import dataclasses
 import json

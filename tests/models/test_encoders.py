@@ -1,4 +1,4 @@
-"""An encoder's packed and padded rows, its token types, older folders, and that nothing is decoded with it."""
+"""Text encoders: packed and padded rows, token types, older folders, and the refusal to decode."""
 
 import dataclasses
 import json

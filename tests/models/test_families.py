@@ -1,4 +1,4 @@
-"""Presets have the published sizes, and numbers build what they say."""
+"""Presets have the published numbers of parameters, and configs build models of their sizes."""
 
 import dataclasses
 import functools

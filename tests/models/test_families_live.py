@@ -1,4 +1,4 @@
-"""Published families to transformers and back, where it is installed: fresh weights, logits, decoding, state dicts."""
+"""Published families in transformers and back: fresh weights, logits, decoding and state dicts, if it is installed."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Values that `capture` brings out of each family under a plan equal those of one device, with caches and without."""
+"""Captured values of each family under a plan equal one device's, with and without caches."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Each family is defined in one file: its numbers, what builds a model of them, and its tables or their names."""
+"""Files of families are short, and the page of families states how many families are published."""
 
 import ast
 import inspect

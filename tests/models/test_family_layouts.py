@@ -1,4 +1,4 @@
-"""Published families over devices: loss and gradients of each tiny configuration equal one device's, leaf by leaf."""
+"""Published families over meshes: loss and gradients of each tiny configuration equal one device's, leaf by leaf."""
 
 import dataclasses
 import functools

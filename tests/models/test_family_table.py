@@ -1,4 +1,4 @@
-"""The table of families is what the tests found, of every case, and what they found is good enough."""
+"""The table of families in the docs holds the stored results of all cases, and the results are good enough."""
 
 import json
 import re

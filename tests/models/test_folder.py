@@ -1,4 +1,4 @@
-"""Folders that are not what they say are refused in one message, before anything of them is used."""
+"""Damaged or contradictory folders raise one error, before any array is used."""
 
 import json
 import struct

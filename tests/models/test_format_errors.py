@@ -1,4 +1,4 @@
-"""Folders of weights in fewer bits that are not what they say: one error each, which names the array and the folder."""
+"""Damaged folders of quantized weights raise one error each, which names the array and the folder."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Weights stored in fewer bits: what each format decodes, from folders that are what they say and from others."""
+"""Formats of quantized weights: decoded values of valid folders, and errors for other folders."""
 
 import json
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Models in one file of GGUF: read as the `gguf` package and transformers do, and files that are something else."""
+"""GGUF files: arrays as the package `gguf` and transformers read them, and errors for other files."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Text encoders in one file of GGUF: tokens, arrays and vectors, as the converter's models and llama.cpp have them."""
+"""Text encoders in GGUF files: tokens, arrays and vectors equal those of the converted models and of llama.cpp."""
 
 import json
 from collections.abc import Iterator

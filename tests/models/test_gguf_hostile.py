@@ -1,4 +1,4 @@
-"""GGUF files that ask for more than they have, or for what nothing reads."""
+"""GGUF files that state sizes beyond their bytes, or that have unknown contents, are refused."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files give llama.cpp's ids, by every way of splitting a text, and those of a real model."""
+"""Tokenizers of GGUF files give llama.cpp's ids for every pre-tokenizer, and the ids of a real model's tokenizer."""
 
 import functools
 import importlib.util

@@ -1,4 +1,4 @@
-"""GLM-5.3-Flash's attributes in the older and the newer form, and lists of layers that are refused."""
+"""GLM-5.3-Flash's older and newer attributes, and lists of layers that are refused."""
 
 import dataclasses
 import sys

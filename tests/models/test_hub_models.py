@@ -1,4 +1,4 @@
-"""Models of the hub by name, by the hub's own client, against a small server that speaks the hub's interface."""
+"""Models of the hub by name, downloaded by the hub's own client from a small local server."""
 
 import dataclasses
 import sys

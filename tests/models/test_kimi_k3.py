@@ -1,4 +1,4 @@
-"""Kimi K3's folders: the multimodal form, the padded vector of rates, experts in MXFP4, and hostile configurations."""
+"""Kimi K3's folders: the multimodal model, the padded vector of rates, experts in MXFP4, and hostile configurations."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Laguna's configurations, with values that no model of the family has."""
+"""Laguna's configurations, and values that are refused because no model of the family has them."""
 
 import dataclasses
 from typing import Any

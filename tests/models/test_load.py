@@ -1,4 +1,4 @@
-"""Loading onto meshes: what of a folder is held where, and for how long."""
+"""Loading onto meshes: the shards that each device holds, and the memory that loading takes."""
 
 import functools
 import tracemalloc

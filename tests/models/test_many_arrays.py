@@ -1,4 +1,4 @@
-"""What is done with an array's name is done so often for each, however many there are: counted, not timed."""
+"""The work per array does not grow with the number of arrays; calls are counted, not timed."""
 
 import json
 import re

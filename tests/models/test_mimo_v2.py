@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash's configurations: as its publisher writes them, and with values that no model of the family has."""
+"""MiMo-V2-Flash's configurations as its publisher writes them, and values that are refused."""
 
 import dataclasses
 

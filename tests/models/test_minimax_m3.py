@@ -1,4 +1,4 @@
-"""MiniMax-M3's attributes as its publishers state them, beside those that transformers writes."""
+"""MiniMax-M3's attributes as its publishers write them, and transformers' attributes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Mistral Large 4's lists of layers: those that transformers reads alike, and those that are refused."""
+"""Mistral Large 4's lists of layers: lists that transformers reads in the same way, and lists that are refused."""
 
 import dataclasses
 import json
@@ -78,9 +78,9 @@ def test_without_a_list_of_layers_the_first_layers_are_dense():
 @pytest.mark.parametrize(
     "changes, refusal",
     [
-        ({"kv_source_layers": [0, 1, 0]}, "3 numbers for 6 layers"),
-        ({"kv_source_layers": [0, 1, 0, 0, 1, 6]}, "layer 5 cannot read the latents of layer 6, which is later"),
-        ({"kv_source_layers": [1, 1, 2, 3, 4, 5]}, "layer 0 cannot read the latents of layer 1, which is later"),
+        ({"kv_source_layers": [0, 1, 0]}, "3 items for 6 layers"),
+        ({"kv_source_layers": [0, 1, 0, 0, 1, 6]}, "layer 5 cannot read the latents of layer 6: layer 6 is a later"),
+        ({"kv_source_layers": [1, 1, 2, 3, 4, 5]}, "layer 0 cannot read the latents of layer 1: layer 1 is a later"),
         ({"kv_source_layers": [0, 1, 0, 2, 4, 5]}, "layer 3 .* of layer 2: layer 2 is a later layer, or itself reads"),
         # Transformers would read the latents of layer 2, or none at all.
         ({"kv_source_layers": [0, 1, 2, 2, 4, 0]}, "layer 5 cannot read the latents of layer 0: a layer reads"),
@@ -106,7 +106,7 @@ def test_a_config_of_sources_or_readers_that_do_not_fit_is_refused():
     numbers = numbers_of(recorded())
     for sources in ((0, 1), (0, 1, 0, 0, 1, 6), (0, 0, 2, 3, 4, 5)):
         with pytest.raises(
-            ValueError, match=r"^MistralLarge4Config\(latent_sources=.*(layer \d cannot|give the number)"
+            ValueError, match=r"^MistralLarge4Config\(latent_sources=.*(layer \d cannot|give the index)"
         ):
             models.shapes(dataclasses.replace(numbers, latent_sources=sources))
     with pytest.raises(ValueError, match=r"^MistralLarge4Config\(reading_layers=\(0,\)\): no layer before layer 0"):

@@ -1,4 +1,4 @@
-"""Text models inside of folders of several kinds of data: read, saved by themselves, and put back into the whole."""
+"""Text models within multimodal folders: loaded, saved alone, and saved within the whole folder."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Text models of wholes to transformers, where it is installed: by themselves, and back in the whole."""
+"""Text models of multimodal folders, saved alone or within the whole, load in transformers, if it is installed."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Options of configurations that few folders have: read as transformers reads them, written so that they read alike."""
+"""Rare options of configurations are read as in transformers, and written so that they are read back equal."""
 
 import dataclasses
 import sys

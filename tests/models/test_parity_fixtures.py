@@ -1,4 +1,4 @@
-"""Whole tiny models of transformers, their weights mapped by hand, against their logits."""
+"""Tiny models of transformers with weights mapped by hand have the recorded logits."""
 
 import equinox as eqx
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Fresh random models of transformers, where it is installed: logits, and greedy text with each side's own cache."""
+"""Random models of transformers, if it is installed: equal logits, and equal greedy text with each library's cache."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Layers of several kinds are cut into the fewest periods, and every layer has its place."""
+"""Layers of several kinds are divided into the fewest periods, and every layer keeps its index."""
 
 import dataclasses
 from typing import Any

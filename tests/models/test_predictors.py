@@ -1,4 +1,4 @@
-"""Predictors of a further token: read where asked for, with the numbers of their paper, and written back."""
+"""Predictors for multi-token prediction: loaded on request, equal to their paper's formulas, and saved again."""
 
 import json
 import re

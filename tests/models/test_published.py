@@ -1,4 +1,4 @@
-"""Published families: each tiny configuration of transformers loads, gives its logits, and goes back out."""
+"""Each tiny configuration of transformers loads, gives the recorded logits, and is saved with the same arrays."""
 
 import json
 import warnings

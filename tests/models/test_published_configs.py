@@ -1,4 +1,4 @@
-"""Presets are what the published `config.json` of their models reads as."""
+"""Presets equal the configs that are read from the published `config.json` of their models."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Bytes of gpt-oss 20B as it is published, by its real shapes: a folder whose file is a hole."""
+"""Bytes of gpt-oss 20B as published: real shapes, from a folder whose weight file is sparse."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Predictors of a further token in quantized folders, loaded as codes and decoded; and in models split over devices."""
+"""Predictors (multi-token prediction) in quantized folders, as codes and decoded, also in models over devices."""
 
 from pathlib import Path
 from typing import Any

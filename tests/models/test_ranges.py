@@ -1,4 +1,4 @@
-"""Values of configurations are of their kinds and ranges, or refused by name; no other error, and no silent repair."""
+"""Configuration values outside of their types and ranges are refused by name; there is no other error and no repair."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Configurations that say rotary positions twice, or as releases of transformers read unlike."""
+"""Configurations that state rotary positions twice, or that releases of transformers read differently."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Saving as published: what goes out beside the weights, and what is refused before anything is written."""
+"""Saving in the published format: files beside the weights, and errors before anything is written."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Sizes far beyond those of a folder's arrays are refused at once, before a model of them is traced."""
+"""Sizes far beyond a folder's arrays are refused before a model of such sizes is traced."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Configurations and arrays of Step 3.5 as its publishers write them, and values that no model of the family has."""
+"""Step 3.5's configurations and arrays as its publishers write them, and values that are refused."""
 
 import dataclasses
 from typing import Any

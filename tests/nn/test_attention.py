@@ -1,4 +1,4 @@
-"""Attention against loops in float64, in every corner."""
+"""Attention against loops in float64, for all options."""
 
 import math
 from typing import Any

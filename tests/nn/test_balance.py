@@ -1,4 +1,4 @@
-"""Balance losses against what their papers say, in float64; their gradients; and that they balance."""
+"""Balance losses and their gradients against the papers' formulas in float64; training with them balances experts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The delta net of decays by channel against loops in float64; its documents, slices, bad sizes."""
+"""The delta net with a decay per channel, against loops in float64; documents, slices, and refused sizes."""
 
 import functools
 from typing import Any

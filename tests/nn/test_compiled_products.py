@@ -1,6 +1,6 @@
-"""What compilers for accelerators make of products of 8 bits, where installed: `eqformer[tpu]` or `eqformer[cuda]`.
+"""Compiled FP8 products on accelerators, if a compiler is installed: `eqformer[tpu]` or `eqformer[cuda]`.
 
-Of experts' kernels both factors are of 8 bits, too.
+In kernels for experts, both factors of an FP8 product have 8 bits too.
 
 No accelerator is needed: `TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost ALLOW_MULTIPLE_LIBTPU_LOAD=1 pytest
 tests/nn/test_compiled_products.py`.

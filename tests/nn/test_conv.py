@@ -1,4 +1,4 @@
-"""Convolutions over a token and those before it, against loops."""
+"""Causal convolutions against loops."""
 
 import jax
 import jax.numpy as jnp

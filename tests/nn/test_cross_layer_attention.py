@@ -1,4 +1,4 @@
-"""Attention to an earlier layer's keys, and a vector of each token for each layer, against float64 formulas."""
+"""Attention to an earlier layer's keys, and per-layer vectors of tokens, against float64 formulas."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Names of every dim of every leaf, by hand."""
+"""The names of every dim of every leaf, against lists by hand."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Which choices find a slot, token by token; what dispatch computes and its gradients; how little memory it takes."""
+"""Dispatch of tokens to experts: slots of each choice, results, gradients, and memory."""
 
 import re
 

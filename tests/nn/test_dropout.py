@@ -1,4 +1,4 @@
-"""Dropout: the mask is the token's own."""
+"""Dropout: each token's mask depends only on the token's own key."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""How a model runs is set on it: its arrays and what it computes stay, softcaps with them."""
+"""`with_execution` changes how a model runs, but not its arrays and results, softcaps included."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Experts that choose tokens, against the paper, group by group in float64."""
+"""Expert-choice routing against the paper's formula, group by group in float64."""
 
 import math
 

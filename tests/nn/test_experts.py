@@ -1,4 +1,4 @@
-"""Experts as one ensemble: indexed, run on slots and on sorted rows, named, and built and run in one trace."""
+"""Experts as one ensemble: indexed, run on slots and on sorted rows, named, built and run in one trace."""
 
 import equinox as eqx
 import jax

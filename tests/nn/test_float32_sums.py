@@ -1,4 +1,4 @@
-"""Sums over tokens that a gradient takes: in float32, however narrow the numbers are."""
+"""Gradients sum over tokens in float32, also for arrays of 16 bits."""
 
 from typing import Any
 

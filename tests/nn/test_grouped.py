@@ -1,4 +1,4 @@
-"""Rows by the map or module of their group, against a loop over rows in float64."""
+"""Rows that are multiplied with the matrix, or passed through the module, of their group, against a float64 loop."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Experts' products of 8 bits, in slots, in blocks and by kernels, against loops in float64 that round alike."""
+"""FP8 products of experts, in slots, in blocks and by kernels, against float64 loops with the same rounding."""
 
 import functools
 import re

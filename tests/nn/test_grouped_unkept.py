@@ -1,4 +1,4 @@
-"""Rows by the map of their group where nothing is kept for gradients, against a loop over rows in float64."""
+"""Grouped products without residuals for gradients, against a loop over rows in float64."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""What an indexer chooses, against loops in float64, and that it is trained by nothing here."""
+"""Keys that an indexer selects, against loops in float64; no gradient reaches the indexer."""
 
 import equinox as eqx
 import jax

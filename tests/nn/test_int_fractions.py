@@ -1,4 +1,4 @@
-"""Counts beyond what 32 bits multiply: shares, slots and their guards, against Python's whole numbers."""
+"""Fractions of counts whose products exceed 32 bits (shares, slots, guards), against Python's integers."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Rotary positions with learned frequencies: by complex numbers in float64, and the gradient that all layers add to."""
+"""Rotary positions with learned frequencies, against complex numbers in float64; all layers share one gradient."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The page of the legend says what the legend does, which tests/models/test_families.py compares with the families."""
+"""The page of dims in the docs equals the legend in the code."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""LoRA against its formula in float64, in every place where a Linear stands."""
+"""LoRA against its formula in float64, for every kind of linear map."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mamba-2 against loops in float64; its documents, padding, caches, slices."""
+"""Mamba-2 against loops in float64; documents, padding, caches and slices."""
 
 import functools
 from typing import Any

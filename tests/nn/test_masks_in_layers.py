@@ -1,4 +1,4 @@
-"""Masks of layers in a loop: what they give, and that none of an array's size is handed to all turns."""
+"""Masks of layers in a loop: their values, and that the loop's constants hold no array as large as a mask."""
 
 import jax
 import jax.numpy as jnp

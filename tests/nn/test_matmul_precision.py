@@ -1,4 +1,4 @@
-"""Products of 8 bits against their formula in float64, number by number; slices; and which maps have them."""
+"""FP8 products against their formula in float64: values, gradients, slices, and the maps that use them."""
 
 from typing import Any
 

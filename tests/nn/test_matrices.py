@@ -1,4 +1,4 @@
-"""Which leaves are matrices, by hand."""
+"""The leaves that `nn.matrices` marks as matrices, against lists by hand."""
 
 import equinox as eqx
 import jax

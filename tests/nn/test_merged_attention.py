@@ -1,4 +1,4 @@
-"""Attention to a row's own keys and a source's in one softmax, against loops in float64, and with its cache."""
+"""Attention to a row's own keys and a source's keys in one softmax, against loops in float64, and its cache."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Names of modules in programs: the path of each in its model, in the forward and in the backward pass."""
+"""Names of modules in programs equal the modules' paths in the model, in the forward and in the backward pass."""
 
 import re
 

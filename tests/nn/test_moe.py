@@ -1,4 +1,4 @@
-"""Mixtures of experts: their sum, what they tell, whom nothing may change, shared experts, experts that choose."""
+"""Mixtures of experts: weighted sums, statistics, any order of tokens and experts, shared experts, expert choice."""
 
 from typing import Any
 

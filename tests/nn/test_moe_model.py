@@ -1,4 +1,4 @@
-"""Mixtures within blocks, stacks and models: what they tell on the way out, in the loss and in a step's metrics."""
+"""Mixtures within blocks, stacks and models: their statistics in results, in the loss and in a step's metrics."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Outside of training a mixture drops no token, whatever its dispatch and its experts."""
+"""Outside of training, a mixture drops no token, whatever its dispatch and its experts."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Slots of the caches: where tokens go, what is dropped, and that memory is updated in place."""
+"""Slots of caches: where tokens are written, which tokens are dropped, and that memory is updated in place."""
 
 from typing import Any
 

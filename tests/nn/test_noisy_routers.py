@@ -1,4 +1,4 @@
-"""Routers with noise against their papers, token by token, with each token's own numbers."""
+"""Routers with noise against their papers' formulas, token by token, with each token's own random numbers."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mixers side by side against the sum of what each gives alone; their caches, keys and refusals."""
+"""Parallel mixers equal the sum of the single mixers; their caches, keys and errors."""
 
 import dataclasses
 

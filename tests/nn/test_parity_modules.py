@@ -1,4 +1,4 @@
-"""Modules against transformers' own, with the same weights, by an explicit mapping."""
+"""Modules equal transformers' modules with the same weights, which are mapped by hand."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Rounding to 8 and 4 bits: how far it is off, which maps it takes, and models of such maps."""
+"""Quantization to 8 and 4 bits: rounding errors, the maps that are quantized, and whole models."""
 
 from typing import Any
 

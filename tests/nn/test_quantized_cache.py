@@ -1,4 +1,4 @@
-"""Memories of 8 bits: how far they are off, and that whatever way tokens are stored, the same is seen of them."""
+"""Int8 caches: rounding errors, and equal results for all ways of writing the same tokens."""
 
 import equinox as eqx
 import jax

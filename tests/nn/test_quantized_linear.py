@@ -1,4 +1,4 @@
-"""Maps of codes and scales against their formula in float64, and what training sees of them."""
+"""Quantized linear maps against their formula in float64, and their gradients."""
 
 from typing import Any
 

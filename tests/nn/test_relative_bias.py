@@ -1,4 +1,4 @@
-"""Learned biases of ranges of distances: the ranges by a logarithm, and attention with them by loops in float64."""
+"""Relative position biases: ranges of distances by their formula, and attention against loops in float64."""
 
 import math
 

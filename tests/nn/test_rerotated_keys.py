@@ -1,4 +1,4 @@
-"""Cached keys of rows that outgrow one set of rotary frequencies: rotated again, once, in those rows alone."""
+"""Cached keys of rows that outgrow one set of rotary frequencies are rotated again once, in these rows only."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Every scaling against transformers' frequencies, and where it must leave off."""
+"""Every scaling against transformers' frequencies, and scalings that change nothing or are refused."""
 
 import jax.numpy as jnp
 import numpy as np

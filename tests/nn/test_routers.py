@@ -1,4 +1,4 @@
-"""Routers against what their papers say of one token, token by token, in float64."""
+"""Routers against their papers' formulas, token by token in float64."""
 
 from typing import Any
 

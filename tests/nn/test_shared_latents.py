@@ -1,4 +1,4 @@
-"""Layers that share latents and selected keys, factors of heads, and indexers that read the input: against loops."""
+"""Shared latents and selected keys, factors per head, and indexers that read the layer's input, against loops."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The gated short convolution against loops in float64, outputs and gradients; its documents, caches, slices."""
+"""The gated short convolution against loops in float64: outputs, gradients, documents, caches and slices."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""The stack: one trace, equal to a loop, sliced, recomputed, flat to compile."""
+"""The stack is traced once, equals a loop over layers, can be sliced and recomputed, and its program is small."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Mamba-2's recurrence by chunks against itself token by token, in float64: outputs, states and gradients."""
+"""Mamba-2's recurrence in chunks against the same recurrence token by token, in float64."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Wherever tokens stand in their rows, positions and segments tell what they see: for every core, cached or not."""
+"""Positions and segments alone decide which tokens see each other, for every attention core and for caches."""
 
 import dataclasses
 

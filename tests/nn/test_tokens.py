@@ -1,4 +1,4 @@
-"""Tokens and their keys."""
+"""`Tokens` and the random keys of tokens."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The whole model: parts in order, tied or not, dtypes, caches, randomness."""
+"""The whole model: the order of its parts, tied heads, dtypes, caches and randomness."""
 
 import equinox as eqx
 import jax

@@ -1,6 +1,6 @@
 """An emulation of `jax.lax.ragged_all_to_all` for CPUs, where XLA has none: it gathers all rows.
 
-It was written from the documentation of that function.
+The emulation follows the documentation of `jax.lax.ragged_all_to_all`.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Blocks for the tests of plans: kinds that few published models have or none, and kinds that a user wrote."""
+"""Blocks for the tests of plans: kinds of blocks that few or no published models have, and users' own blocks."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Changes that break a plan by leaving out one collective: tests must see that the result is then wrong."""
+"""Changes that break a plan by leaving out one collective, so that tests can check that results are then wrong."""
 
 import functools
 import importlib

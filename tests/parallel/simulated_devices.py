@@ -1,4 +1,4 @@
-"""Stand-ins for the devices of absent machines, with the attributes of `jax.Device` that a mesh looks at."""
+"""Stand-ins for the devices of absent machines, with the attributes of `jax.Device` that meshes read."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Attention residuals under plans: as on one device, leaf by leaf."""
+"""Attention residuals under plans equal one device's, leaf by leaf."""
 
 import numpy as np
 import pytest

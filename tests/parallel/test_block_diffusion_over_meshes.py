@@ -1,4 +1,4 @@
-"""The loss of block diffusion has one device's value and gradients over every axis; its noise is that of any mesh."""
+"""The block diffusion loss, its gradients and its noise are the same over every axis as on one device."""
 
 import functools
 

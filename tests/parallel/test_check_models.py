@@ -1,4 +1,4 @@
-"""Models that a mesh cannot split raise one clear error each, and their neighbours fit."""
+"""Models that a mesh cannot split raise one error each, and similar models that fit do not."""
 
 from typing import Any
 

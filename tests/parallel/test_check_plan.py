@@ -1,4 +1,4 @@
-"""What does not fit a mesh is said in one clear error each, from shapes alone: nothing is compiled or even made."""
+"""Sizes that do not fit a mesh raise one error each, from shapes alone, before any array is made."""
 
 import dataclasses
 

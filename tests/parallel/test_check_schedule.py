@@ -1,4 +1,4 @@
-"""Broken tables of pipelines are refused, and only those."""
+"""Invalid pipeline tables are refused, and valid tables are not."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Moments of 8 bits over meshes: one device's codes, whatever splits the rows, and the same from a checkpoint."""
+"""Moments of 8 bits have the same codes on every mesh, and after a checkpoint."""
 
 from typing import Any
 

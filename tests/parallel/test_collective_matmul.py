@@ -1,4 +1,4 @@
-"""Products joined to a gather or a reduce-scatter: values and gradients against float64 numpy, and what is compiled."""
+"""Products fused with an all-gather or a reduce-scatter, against float64 numpy, and their compiled programs."""
 
 import collections
 import functools

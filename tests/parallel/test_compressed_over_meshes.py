@@ -1,4 +1,4 @@
-"""Attention to compressed keys, and to selected blocks and pools, under plans: as on one device."""
+"""Attention to compressed keys, selected blocks and selected pools under plans equals one device's."""
 
 import numpy as np
 import pytest

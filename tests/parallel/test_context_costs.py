@@ -1,4 +1,4 @@
-"""Context parallelism: what travels, what is held, what is skipped, how rows are ordered, and what is refused."""
+"""Context parallelism: bytes sent, memory, skipped work, the order of rows, and refused layouts."""
 
 from typing import Any
 

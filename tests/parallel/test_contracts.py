@@ -1,4 +1,4 @@
-"""Somebody's own maps, mixers and arrangements run over every axis like ours, since no room asks for a class."""
+"""Users' own linear maps, mixers and blocks run over every axis, because rooms rely on contracts, not on classes."""
 
 import functools
 from typing import Any

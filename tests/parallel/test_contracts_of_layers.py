@@ -1,4 +1,4 @@
-"""Somebody's own routers and feed-forward layers run over every axis like ours, since no room asks for a class."""
+"""Users' own routers and feed-forward layers run over every axis, because rooms rely on contracts."""
 
 import functools
 from typing import Any

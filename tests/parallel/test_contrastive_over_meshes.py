@@ -1,4 +1,4 @@
-"""The contrastive loss has one device's loss, gradients and metrics over every axis: candidates of all devices."""
+"""The contrastive loss, its gradients and metrics equal one device's over every axis, with all devices' candidates."""
 
 import functools
 from typing import Any

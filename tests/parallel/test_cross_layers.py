@@ -1,4 +1,4 @@
-"""Layers that read keys of others, and vectors of each token for each layer, under plans: as on one device."""
+"""Layers that read other layers' keys, and per-layer vectors of tokens, equal one device's under plans."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Layers fall into parts in order and evenly, and come back from the rows that devices hold."""
+"""Layers are divided over pipeline stages evenly and in order, and are put back into the model's order."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Every mesh can be made on every machine, and its busiest axes lie between neighbours."""
+"""Meshes can be made for every machine, and the axes with the most communication join neighboring devices."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Distillation has one device's loss, gradients and metrics over every axis, with a teacher that the plan shards."""
+"""Distillation's loss, gradients and metrics equal one device's over every axis, with a sharded teacher."""
 
 import dataclasses
 import functools

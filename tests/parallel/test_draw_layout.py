@@ -1,4 +1,4 @@
-"""Tables and drawings of a layout hold what JAX itself says of where arrays are."""
+"""Tables and drawings of a layout agree with the shardings that JAX reports."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Choices sent to their experts in rounds of few slots: one device's loss and gradients, however uneven the load."""
+"""Expert parallelism in rounds of few slots: loss and gradients equal one device's, for any imbalance of loads."""
 
 from typing import Any
 

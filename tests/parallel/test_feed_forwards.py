@@ -1,6 +1,6 @@
 """A stack of residual feed-forward layers trained by hand with `filter_shard_map`: the losses of one device.
 
-Rows are split, or hidden features, or both, or batches are taken in parts.
+The layouts split rows, hidden features, or both, or accumulate gradients over parts of a batch.
 """
 
 import dataclasses

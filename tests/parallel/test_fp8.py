@@ -1,4 +1,4 @@
-"""Products of 8 bits under plans: what is rounded on a device's slice, with a scale of its own, is one device's."""
+"""FP8 products under plans: slices that are rounded with their own scales give one device's results."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What ZeRO saves, as the compiled program's memory, and what of gathered parameters is kept."""
+"""Memory that each ZeRO stage saves in the compiled program, and the gathered parameters that it keeps."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tokens are gathered for experts in pieces where all at once would need too much room; the numbers stay."""
+"""Tokens are gathered for experts in pieces if one gather would need too much memory; results are the same."""
 
 import equinox as eqx
 import jax

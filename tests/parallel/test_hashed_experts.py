@@ -1,4 +1,4 @@
-"""Experts by the ids of tokens under plans: as on one device, leaf by leaf, and as text."""
+"""Experts chosen by token id under plans equal one device's, in gradients leaf by leaf and in generated text."""
 
 import jax.numpy as jnp
 import numpy as np

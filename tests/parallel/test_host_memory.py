@@ -1,4 +1,4 @@
-"""State and what the backward pass reads in the host's memory: the same bits, what is counted, what compilers make."""
+"""Optimizer state and residuals in host memory: the same bits, the counted bytes, and compiled programs."""
 
 from typing import Any
 

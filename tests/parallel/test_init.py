@@ -1,4 +1,4 @@
-"""Models created where they belong: the same values on every mesh, and no device that holds a whole copy."""
+"""Sharded initialization gives the same values on every mesh, and no device holds a whole copy."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Dims to axes: every rule, on every family's model, on optimizer states, and with nothing allocated."""
+"""Rules from dims to mesh axes, for every family's model and for optimizer states, without allocating arrays."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Rotary frequencies that a model learns for all of its layers, over pipelines: as on one device, leaf by leaf."""
+"""Learned rotary frequencies, which all layers share, have one device's gradients over pipelines, leaf by leaf."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""MuonClip over meshes: the weights of one device, whatever splits rows, heads and layers."""
+"""MuonClip over meshes gives one device's weights, however rows, heads and layers are split."""
 
 import jax
 import pytest

@@ -1,6 +1,6 @@
-"""A loss of one's own that a plan cannot run as one device does is named, with what it must take or give.
+"""Errors for users' losses that cannot run under a plan name the loss, and what it must take or return.
 
-Nothing is compiled: all of it shows as the step is traced.
+Nothing is compiled, because the errors are raised when the step is traced.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""An evaluation of mixtures drops no choice on any mesh, by whatever dispatch and whatever method they train."""
+"""Evaluation of mixtures drops no choice on any mesh, with every dispatch and every expert method."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""The rule of `nn/_sums.py`, held: gradients add up nothing in 16 bits over tokens, and few things over devices."""
+"""Gradients are never summed in 16 bits over tokens, and rarely over devices, as `nn/_sums.py` states."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A family from outside of the package (`docs/extending.md`) is built, published, loaded and laid out like ours."""
+"""A user's family (`docs/extending.md`) is built, published, loaded and laid out like the package's families."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A loss over pairs of rows (`docs/extending.md`) is that of one device over every axis."""
+"""A user's loss over pairs of rows (`docs/extending.md`) equals one device's over every axis."""
 
 import dataclasses
 import functools

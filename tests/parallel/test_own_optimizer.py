@@ -1,4 +1,4 @@
-"""An optimizer of one's own (`docs/extending.md`) is sharded, saved and restored like those of the library."""
+"""A user's optimizer (`docs/extending.md`) is sharded, saved and restored like the package's optimizers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Layers of one's own that make something of the stream before maps read it, or of what maps give back to it."""
+"""Users' own layers that change the residual stream before their maps, or the output after their maps."""
 
 import dataclasses
 from typing import Any

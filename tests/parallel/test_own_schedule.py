@@ -1,4 +1,4 @@
-"""A schedule of one's own (`docs/extending.md`), with a placement of its own, is run like any over every other axis."""
+"""A user's pipeline schedule (`docs/extending.md`), with its own placement, runs beside every other axis."""
 
 import dataclasses
 import functools

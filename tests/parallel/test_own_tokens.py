@@ -1,4 +1,4 @@
-"""Tokens of a device that others scatter or gather are kept where else all is computed again."""
+"""Rematerialisation does not repeat collectives: scattered and gathered tokens are kept for the backward pass."""
 
 import equinox as eqx
 import jax

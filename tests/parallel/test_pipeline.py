@@ -1,4 +1,4 @@
-"""Any schedule gives one device's loss and gradients, does each piece of work once, and reduces outside its loop."""
+"""Every schedule gives one device's loss and gradients, does no work twice, and reduces outside of its loop."""
 
 import dataclasses
 import functools

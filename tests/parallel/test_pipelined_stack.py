@@ -1,4 +1,4 @@
-"""A stack over several devices gives one device's outputs, gradients and decoded tokens, and runs no idle work."""
+"""A stack over several devices gives one device's outputs, gradients and decoded tokens, without idle work."""
 
 import functools
 import itertools

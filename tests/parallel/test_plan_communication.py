@@ -1,4 +1,4 @@
-"""What compiled gradients and steps send, counted in their programs, against the least that each split has to."""
+"""Bytes that compiled gradients and steps send, against lower bounds for each split."""
 
 import re
 

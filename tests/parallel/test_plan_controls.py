@@ -1,8 +1,8 @@
-"""Take out one reduction, gather or exchange of a plan, and its results are no longer one device's.
+"""Negative controls: a plan without one of its reductions, gathers or exchanges no longer gives one device's results.
 
-Where a value that differs between devices would be passed off as the same on all, the types refuse the program before
-it is compiled; for these a second control does the reduction with the first device's part alone, which the types
-cannot tell, and the numbers do.
+If a value that differs between devices is used as if it were replicated, JAX's varying types refuse the program before
+it is compiled. For such reductions, a second control reduces only the first device's part. The types accept this
+program, and its results are wrong.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The small models that tests lay out over meshes."""
+"""The small models for the tests of plans."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Any mesh, the same numbers: loss, gradients and steps under a plan equal one device's, leaf by leaf."""
+"""Loss, gradients and steps under a plan equal one device's, leaf by leaf, on every mesh."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A model under a plan is called as the model is: with tokens alone, with their places, and with a cache."""
+"""A model under a plan is called like the plain model: with ids alone, with `Tokens`, and with a cache."""
 
 import equinox as eqx
 import jax

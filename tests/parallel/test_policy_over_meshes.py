@@ -1,4 +1,4 @@
-"""Losses of policies have one device's loss, gradients, metrics and log-probabilities over every axis."""
+"""Policy losses, their gradients, metrics and log-probabilities equal one device's over every axis."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Losses of preferences have one device's loss, gradients and metrics over every axis, and keep pairs together."""
+"""Preference losses, their gradients and metrics equal one device's over every axis, and pairs stay together."""
 
 import functools
 from typing import Any

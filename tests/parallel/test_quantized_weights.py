@@ -1,4 +1,4 @@
-"""Models whose maps hold codes and scales, with factors beside them, under plans."""
+"""Models with quantized maps, and with LoRA beside such maps, under plans."""
 
 import jax
 import jax.numpy as jnp

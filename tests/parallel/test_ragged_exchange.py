@@ -1,6 +1,6 @@
 """Choices sent by ragged all-to-alls, as TPUs and GPUs do: one device's loss and gradients, however uneven the load.
 
-CPUs have no such collective: one made of a gather, by the documentation of JAX's, is in its place.
+CPUs have no such collective; `emulated_ragged.py` replaces it.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What processes do together; that two of them end, stop and go on together is tested with the commands."""
+"""Helpers for several processes; the tests of scripts cover how two real processes stop and resume together."""
 
 import jax
 import pytest

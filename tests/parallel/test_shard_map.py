@@ -1,4 +1,4 @@
-"""Functions of trees with more than arrays in them, run once a device: eager, jitted, differentiated."""
+"""`filter_shard_map` of functions of trees that hold more than arrays: eager, jitted and differentiated."""
 
 import equinox as eqx
 import jax

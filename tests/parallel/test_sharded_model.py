@@ -1,4 +1,4 @@
-"""Text under a plan: the ids and their probabilities are one device's, for the same seed, whatever the mesh."""
+"""Generated ids and their probabilities under a plan equal one device's for the same seed, on every mesh."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Key heads that devices share when they serve: each is held once a device, and its cache by rows."""
+"""Key heads that devices share in serving: each device holds a head once, and caches are split by rows."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""SOAP over meshes: in float64 the weights of one device, whatever splits its bases, and the same from a checkpoint."""
+"""SOAP over meshes gives one device's weights in float64, however its bases are split, and after a checkpoint."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""A model with an encoder over devices: loss and gradients are one device's; rows and layers are not cut."""
+"""Encoder-decoder models over devices: loss and gradients equal one device's; splits of rows and layers are refused."""
 
 import copy
 import dataclasses

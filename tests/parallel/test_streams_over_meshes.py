@@ -1,4 +1,4 @@
-"""Several residual streams under plans: as on one device, leaf by leaf."""
+"""Several residual streams under plans equal one device's, leaf by leaf."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Timelines hold what the tables say."""
+"""Drawn timelines of pipelines agree with their tables."""
 
 import re
 import struct

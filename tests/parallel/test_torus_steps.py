@@ -1,4 +1,4 @@
-"""Gradients scattered and parameters gathered over a torus, one side after another: the same as at once."""
+"""Reduce-scatters and all-gathers over a torus, one dim after another, equal a single collective."""
 
 from collections.abc import Callable
 from typing import Any

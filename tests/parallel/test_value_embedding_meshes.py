@@ -1,4 +1,4 @@
-"""Values by token id and skips from the embedding under plans: as on one device, leaf by leaf."""
+"""Values by token id and skips from the embedding under plans equal one device's, leaf by leaf."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which axes a value differs over, and what saying so does to its gradient."""
+"""The mesh axes over which a value varies, and the gradient of marking a value as varying."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Tables of tokens that are looked up part by part: the numbers of a whole table, which is nowhere."""
+"""Embedding tables that are gathered chunk by chunk give the results of a whole table, which no device holds."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Deferred weight gradients: the same numbers, no product of theirs before, whatever wraps the maps."""
+"""Deferred weight gradients have the same values, and none of their products runs early, whatever wraps the maps."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Gradients add up over devices, microbatches and uses in float32, whatever dtype the parameters are."""
+"""Gradients are summed over devices, microbatches and uses in float32, whatever dtype the parameters have."""
 
 from typing import Any
 

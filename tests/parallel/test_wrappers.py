@@ -1,4 +1,4 @@
-"""Each wrapper alone on one module, inside a mapped function: the plain module's results and gradients."""
+"""Each parallel wrapper around one module gives the plain module's results and gradients."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Topologies by name, their devices, and the speeds of their links, by hand."""
+"""Topologies by name: their devices and the speeds of their links, against numbers by hand."""
 
 import pytest
 

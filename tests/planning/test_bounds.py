@@ -1,4 +1,4 @@
-"""Closed formulas against worked numbers, and against what compiled programs send."""
+"""Closed formulas of communication against worked numbers, and against the bytes that compiled programs send."""
 
 import jax
 import jax.numpy as jnp

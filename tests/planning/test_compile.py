@@ -1,4 +1,4 @@
-"""Programs compiled for accelerators that are not here: which compiler is missing, and what is kept of a program."""
+"""Programs compiled for absent accelerators: errors for missing compilers, and the cache of compiled programs."""
 
 import jax
 import jax.numpy as jnp

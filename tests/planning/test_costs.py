@@ -1,4 +1,4 @@
-"""Parameters and operations against counts made by hand."""
+"""Counts of parameters and FLOPs against counts by hand."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Bytes that decoding moves on accelerators, of what it needs, in programs that their compilers make."""
+"""Bytes that compiled decode steps move on accelerators, against the bytes that decoding needs."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The measured peak is operations over seconds of the best repeat, and the arguments are checked."""
+"""The measured peak is FLOPs divided by the seconds of the fastest repeat, and arguments are checked."""
 
 from itertools import count
 from types import SimpleNamespace

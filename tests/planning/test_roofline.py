@@ -1,4 +1,4 @@
-"""Seconds of a step against counts made by hand."""
+"""Forecasts of a step's seconds against counts by hand."""
 
 import dataclasses
 from typing import Any

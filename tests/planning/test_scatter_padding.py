@@ -1,4 +1,4 @@
-"""What TPUs' compiler adds to reduce-scatters, against slices of programs that it compiled (libtpu 0.0.42)."""
+"""Padding that the TPU compiler adds to reduce-scatters, against parts of recorded programs (libtpu 0.0.42)."""
 
 import equinox as eqx
 import jax

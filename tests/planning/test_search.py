@@ -1,4 +1,4 @@
-"""The search for plans that fit, apart from models."""
+"""The search for plans that fit, without models."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Setups that hold less: each fits and is what its settings hold, and an error of a full memory names some of them."""
+"""Setups that need less memory: each fits and needs the stated bytes, and out-of-memory errors name some of them."""
 
 import dataclasses
 from typing import Any

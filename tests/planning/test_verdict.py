@@ -1,4 +1,4 @@
-"""Whether a step fits, as far as formulas can tell."""
+"""The verdict of the formulas on whether a step fits."""
 
 import pytest
 

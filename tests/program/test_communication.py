@@ -1,4 +1,4 @@
-"""Bytes read off compiled programs against counts made by hand."""
+"""Bytes of communication that are read from compiled programs, against counts by hand."""
 
 import pathlib
 from unittest import mock

@@ -1,4 +1,4 @@
-"""What is read off a program's text, against counts made by hand."""
+"""Costs that are read from a compiled program's text, against counts by hand."""
 
 import dataclasses
 import json

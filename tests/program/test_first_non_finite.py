@@ -1,4 +1,4 @@
-"""Origins of numbers that are not finite, found by running a traced program in parts."""
+"""The origin of non-finite numbers, found by running a traced program in parts."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Traced programs: what is read of them, and the most bytes that they hold, against counts made by hand."""
+"""Costs and peak memory that are read from traced programs, against counts by hand."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A trace's time by kind of work and by module: all of it, once."""
+"""The time of a recorded trace by kind of work and by module: every interval counts once."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Bytes that a program's text says it reads and writes, against counts made by hand."""
+"""Bytes that a program's operations read and write, by its text, against counts by hand."""
 
 from eqformer.program import count_moved_bytes, read_hlo
 

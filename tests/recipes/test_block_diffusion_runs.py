@@ -1,4 +1,4 @@
-"""Runs of block diffusion: their first loss by hand, and that they go on bit by bit over a mesh."""
+"""Runs of block diffusion: the first loss by hand, and a bit-for-bit resume over a mesh."""
 
 import dataclasses
 from typing import Any

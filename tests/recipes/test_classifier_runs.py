@@ -1,4 +1,4 @@
-"""Runs of classifiers of texts and of pairs: from rows of a file to a folder that classifies."""
+"""Training of classifiers of texts and of pairs, from a file of rows to a folder that classifies."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Runs of text encoders: on groups of texts, and on masked tokens; they go on bit by bit, and are loaded to embed."""
+"""Training of text encoders by contrastive and masked losses: bit-for-bit resume, and loading to embed texts."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Scaling studies: the fit of a power law, the depth for a budget, the runs, and what is written."""
+"""Scaling studies: the fit of a power law, the depth for a budget, the runs, and the written files."""
 
 import dataclasses
 import json

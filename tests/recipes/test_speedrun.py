@@ -1,4 +1,4 @@
-"""The dial: what each depth of the recipe `speedrun` decides, and which depths it refuses."""
+"""The recipe `speedrun`: the sizes that each depth decides, and depths that are refused."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""`recipes.train`: a run from Python, which goes on by the same call, and is refused before anything is written."""
+"""`recipes.train`: a run from Python, its resume by the same call, and errors before anything is written."""
 
 import dataclasses
 import json

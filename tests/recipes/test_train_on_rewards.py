@@ -1,4 +1,4 @@
-"""Training on rewards in one call: choices that are refused, and a run that goes on with the same rewards alone."""
+"""`train_on_rewards`: refused arguments, and a resume that needs the same reward settings."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The page on the way after pretraining: its commands and its code run in their order, on a small model."""
+"""The commands and the code of the page on the time after pretraining run in order, on a small model."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs on conversations: the loss is that of the replies alone, and samples ask by the model's template."""
+"""Training on conversations: only replies count in the loss, and samples use the model's chat template."""
 
 import dataclasses
 import io

@@ -1,8 +1,8 @@
 """Formulas against what the compilers for accelerators made of the same steps: figures recorded from compiled programs.
 
-Of steps compiled for TPUs (libtpu 0.0.42.1) and H100s (jax 0.10.2, CUDA 13), `compiled.json` has the most bytes at once
-that the compiler says, the bytes that it allocates, and the bytes sent that are read off the program; it is written by
-`record_compiled.py`, with the flags that the scripts set.
+`compiled.json` has figures of steps that were compiled for TPUs (libtpu 0.0.42.1) and H100s (jax 0.10.2, CUDA 13): the
+peak bytes that the compiler reports, the bytes that it allocates, and the bytes sent, which are read from the program.
+`record_compiled.py` writes this file, with the flags that the scripts set.
 """
 
 import json

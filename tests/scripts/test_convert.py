@@ -1,4 +1,4 @@
-"""From a run to a published folder, to a run again, on over a mesh, and out: at each place the same text."""
+"""Conversions from a run to a published folder, to a new run over a mesh, and back, with the same text each time."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`evaluate.py` prints the library's figures, and refuses what it cannot score."""
+"""`evaluate.py` prints the library's scores, and refuses models and texts that it cannot score."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Runs that evaluate their model on texts and tasks: scores, resume, pictures, and what is refused."""
+"""Runs that evaluate their model on texts and tasks: scores, resume, pictures, and errors."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A mixture trained over devices: what its run reports of experts, and texts coloured by them."""
+"""Training of a mixture over devices: reported metrics of experts, and samples colored by experts."""
 
 import html
 import re

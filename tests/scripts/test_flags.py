@@ -1,4 +1,4 @@
-"""Flags: help that fits on a screen, names from elsewhere, and the library's errors said in flags."""
+"""Flags: help that fits on a screen, names from other libraries, and library errors that name flags."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""A disk that is full at any moment of a run's beginning leaves a folder in which the next start works."""
+"""A disk that fills up while a run begins leaves a folder in which the next start works."""
 
 import builtins
 import errno

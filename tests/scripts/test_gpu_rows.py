@@ -1,4 +1,4 @@
-"""The rows of a GPU's benchmark, of small sizes on a CPU: what they hold, what fails, what a deadline leaves out."""
+"""The rows of the GPU benchmark, with small sizes on a CPU: contents, failures, and rows that a deadline leaves out."""
 
 import dataclasses
 import functools

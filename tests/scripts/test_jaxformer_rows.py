@@ -1,4 +1,4 @@
-"""The benchmark of JAXformer over meshes, of a small size: every mesh takes the step that one device takes."""
+"""The benchmark of JAXformer over meshes, with small sizes: every mesh takes one device's step."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""The benchmark of what recipes learn: rows of losses and seconds of commands, which it runs."""
+"""The benchmark of recipes: its rows have the final losses and the seconds of the training commands."""
 
 import dataclasses
 import math

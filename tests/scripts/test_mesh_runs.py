@@ -1,4 +1,4 @@
-"""Runs over meshes: losses of any equal one device's, and a run goes on from one to another."""
+"""Runs over meshes have one device's losses, and a run can be resumed on another mesh."""
 
 import pretrain
 import pytest

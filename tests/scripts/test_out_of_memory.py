@@ -1,4 +1,4 @@
-"""A run that is out of memory says how much was asked for, what it holds by formulas, and what would hold less."""
+"""An out-of-memory error of a run states the requested bytes, the bytes by formulas, and smaller settings."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""plan.py reports what a step holds, sends and takes, over simulated devices and accelerators that are not here."""
+"""`plan.py` reports memory, communication and seconds of a step, for simulated devices and absent accelerators."""
 
 import io
 import json

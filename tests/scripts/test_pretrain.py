@@ -1,4 +1,4 @@
-"""pretrain.py and sample.py as a user runs them: what they write, and that a killed run goes on bit for bit."""
+"""`pretrain.py` and `sample.py` as commands: their files, and a bit-for-bit resume after a kill."""
 
 import json
 import os

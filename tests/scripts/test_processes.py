@@ -1,4 +1,4 @@
-"""Two real processes train one model, on texts and on rewards: they stop, save, go on and refuse together."""
+"""Two real processes train one model, on texts and on rewards: they stop, save, resume and raise errors together."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The account of a train step's time, of a small model: its parts add up to the step."""
+"""The benchmark of a train step's time: the times of its parts add up to the step, for a small model."""
 
 import pytest
 from benchmarks._profile import profile

@@ -1,4 +1,4 @@
-"""Runs of low-rank changes beside quantized weights: the same as beside decoded weights, and loaded again."""
+"""LoRA beside quantized weights: the same results as beside decoded weights, and loading of the run."""
 
 import asyncio
 import importlib.util

@@ -1,4 +1,4 @@
-"""Every value that a recipe can hold survives a save, and what cannot work is refused before anything is written."""
+"""Every value of a recipe's fields survives saving, and impossible values are refused before anything is written."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Training on rewards by a command: a reward that fails, and a run that goes on bit for bit and is written out."""
+"""`reinforce.py`: reward functions that fail, a bit-for-bit resume, and the conversion of the run."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the scripts decide before and beside training, in parts that need no run."""
+"""Parts of the scripts before and beside training, tested without a run."""
 
 import dataclasses
 import io

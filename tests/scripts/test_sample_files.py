@@ -1,4 +1,4 @@
-"""`sample.py --prompts`: a text for each row of a file, which a killed process leaves to the next."""
+"""`sample.py --prompts` writes a text for each row of a file, and continues after it was killed."""
 
 import json
 import signal

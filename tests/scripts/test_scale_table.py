@@ -1,4 +1,4 @@
-"""What the docs say of recipes at the scale of many machines is what the formulas give today."""
+"""Figures in the docs of recipes for many machines equal today's results of the formulas."""
 
 import pytest
 from scale_table import formulas, in_docs

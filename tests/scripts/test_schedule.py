@@ -1,4 +1,4 @@
-"""A run with another number of steps than it was trained for: its learning rate never jumps unasked."""
+"""A run that continues to another number of steps: its learning rate never jumps unless the user asks for it."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""How scripts end: with one message, or quietly where nobody reads them any more."""
+"""Scripts end with one message, or silently if their output is no longer read."""
 
 import os
 import subprocess

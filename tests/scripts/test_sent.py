@@ -1,4 +1,4 @@
-"""The bytes that plan.py and the benchmark tell are those that the compiled step sends."""
+"""The bytes that `plan.py` and the benchmark report equal the bytes that the compiled step sends."""
 
 import shlex
 

@@ -1,4 +1,4 @@
-"""Where a run's tokens are, shared by all runs or its own; and mixtures of several texts."""
+"""The folders of a run's tokens, shared or the run's own, and mixtures of several texts."""
 
 import shutil
 import tempfile

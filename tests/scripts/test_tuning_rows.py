@@ -1,4 +1,4 @@
-"""The benchmark of tuning on conversations of unlike lengths: contenders learn from the same conversations."""
+"""The benchmark of fine-tuning on conversations: all libraries are trained on the same conversations."""
 
 import dataclasses
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""The user's folder of compiled programs: where it is, when there is none, and how much it keeps."""
+"""The user's folder of compiled programs: its place, cases without a folder, and its maximum size."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Recipes in files of one's own: trained, stopped, continued over another mesh, and sampled."""
+"""Recipes in a user's file: trained, stopped, resumed over another mesh, and sampled."""
 
 import dataclasses
 import shutil

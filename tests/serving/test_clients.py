@@ -1,4 +1,4 @@
-"""Clients of others against a process of `scripts/serve.py`: OpenAI's own, and lm-evaluation-harness."""
+"""Other clients (OpenAI's, lm-evaluation-harness) against a process of `scripts/serve.py`."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Vectors by the server's protocol, in process: those of the encoder, shared batches, limits, and errors."""
+"""Embeddings by the server's protocol, in process: the encoder's vectors, shared batches, limits and errors."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""Experts of the new tokens at the end of a stream, against a pass over the prompt and the answer."""
+"""The experts of new tokens at the end of a stream equal those of one pass over prompt and answer."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Answers that must be calls of tools (`tool_choice`): forced by a grammar in the format of the chat template."""
+"""Forced tool calls (`tool_choice`): a grammar in the format of the chat template constrains the answer."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""The server under load and at its limits, over real connections: hangups, queues, idle connections, its end."""
+"""The server under load, over real connections: hangups, queues, idle connections, limits, and shutdown."""
 
 import asyncio
 import contextlib

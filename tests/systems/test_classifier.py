@@ -1,4 +1,4 @@
-"""The pipelined classifier of the page: one device's gradients by every schedule, and what it reaches in 17 steps."""
+"""The page's pipelined classifier: one device's gradients under every schedule, and its loss after 17 steps."""
 
 import equinox as eqx
 import jax

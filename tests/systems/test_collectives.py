@@ -1,4 +1,4 @@
-"""jax's collectives, and rings made of neighbours' messages, against their meaning in numpy; dropping into devices."""
+"""JAX collectives, and rings of messages between neighbors, against numpy; per-device code in a partitioned program."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The page on collectives can find a collective that is not its reference."""
+"""The page on collectives: its check finds a collective that differs from its reference."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Bytes of each layout for text: the paper's formulas against the compiled prefill and decode, layer by layer."""
+"""Bytes of each inference layout: the paper's formulas against compiled prefill and decode, layer by layer."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""What goes wrong in the published JAXformer, right here: its model with experts over data, stages and tensor."""
+"""Faults of the published JAXformer, corrected here: its model with experts over data, stages and tensor axes."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Every row of the map leads to a module that has the name, a test that exists, and a heading of an example."""
+"""Every row of the page of systems names an existing module, test, and heading of an example."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""Each device of an axis has a module of its own."""
+"""Each device of an axis runs its own module."""
 
 import equinox as eqx
 import jax

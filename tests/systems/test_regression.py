@@ -1,4 +1,4 @@
-"""The regression network of the page: every layout has the losses of gradient descent in numpy, and of the post."""
+"""The page's regression network: every layout has the losses of gradient descent in numpy, and of the blog post."""
 
 import numpy as np
 import pytest

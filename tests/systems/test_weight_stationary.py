@@ -1,4 +1,4 @@
-"""Weights that stay, on one dim or both, and weights that are gathered: text and logits are one device's."""
+"""Weight-stationary layouts in one and two dims, and gathered weights: text and logits equal one device's."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""From text to text: what is written is what ids give, whole, in pieces, in lists, cut at stop strings and scored."""
+"""`LLM`: texts equal decoded ids of `generate`, as a whole, in streams, in lists, with stop strings, and scored."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""`eqformer.load`: published folders and GGUF files as one object, the same text under a plan, and clear errors."""
+"""`eqformer.load` of published folders and GGUF files: the same text under a plan, and clear errors."""
 
 import dataclasses
 import doctest

@@ -1,4 +1,4 @@
-"""Texts for a file of rows: settings of each row, errors that name lines, and files that go on where they stopped."""
+"""Texts for a file of prompts: settings of each row, errors that name lines, and files that are continued."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Completions for training on rewards: their log-probabilities are the trainer's, and runs with them go on."""
+"""Rollouts of training on rewards: log-probabilities equal the trainer's, and runs resume."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Text encoders beside sentence-transformers, where it is installed, with weights that no fixture has."""
+"""Vectors of random text encoders equal those of sentence-transformers, if it is installed."""
 
 from pathlib import Path
 

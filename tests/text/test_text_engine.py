@@ -1,4 +1,4 @@
-"""Texts that come and go: each is the text of `generate` or `chat` alone, with its own settings."""
+"""Each text of the engine equals the text of `generate` or `chat` alone with the same settings."""
 
 import asyncio
 import dataclasses

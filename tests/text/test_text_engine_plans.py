@@ -1,4 +1,4 @@
-"""Texts of the engine under a plan over two devices: those of one device, greedy, and sampled with penalties."""
+"""Texts of the engine under a plan over two devices equal one device's, greedy and sampled with penalties."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Optimizers chosen by paths: each parameter's updates are those of its own optimizer, and what is chosen is told."""
+"""Optimizers chosen by path: each parameter gets the updates of its own optimizer, and `describe` lists the choice."""
 
 from typing import Any
 

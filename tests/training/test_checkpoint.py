@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or refused, whatever is damaged, full or killed."""
+"""A checkpoint is complete or refused, after damage, a full disk, or a kill."""
 
 import dataclasses
 import logging

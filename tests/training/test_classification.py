@@ -1,4 +1,4 @@
-"""The loss of classifiers against its formula in float64, transformers, and one device."""
+"""The classification loss against its formula in float64, transformers' loss, and one device."""
 
 import dataclasses
 from typing import Any

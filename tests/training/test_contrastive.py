@@ -1,4 +1,4 @@
-"""The contrastive loss against its formula in float64, its metrics, what it refuses, and sentence-transformers."""
+"""The contrastive loss against its formula in float64 and sentence-transformers; its metrics and errors."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""Where numbers that are not finite come from: the module, the layer, the operation and the step."""
+"""The origin of non-finite numbers: the module, the layer, the operation and the step."""
 
 import dataclasses
 

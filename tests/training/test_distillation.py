@@ -1,4 +1,4 @@
-"""The loss of distillation against its formulas in float64, with a teacher's model and with its top ids."""
+"""The distillation loss against its formulas in float64, with a teacher model and with the teacher's top ids."""
 
 import dataclasses
 from typing import Any

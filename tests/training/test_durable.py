@@ -1,4 +1,4 @@
-"""What is reported as saved survives a power cut, and trouble beside a save is not reported as a failed save."""
+"""Checkpoints reported as saved survive a power cut; problems beside a save are not reported as a failed save."""
 
 import os
 import shutil

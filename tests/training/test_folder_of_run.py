@@ -1,4 +1,4 @@
-"""The folder of a run: one process at a time, and nothing is left of a run that did not begin."""
+"""The folder of a run: used by one process at a time, and removed if the run did not begin."""
 
 import dataclasses
 import json

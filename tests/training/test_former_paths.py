@@ -1,8 +1,8 @@
-"""Checkpoints written when a block had a field for each role, which must load into blocks of sublayers.
+"""Checkpoints of older versions, in which a block had a field for each role, load into blocks of sublayers.
 
-The checkpoints in `fixtures/checkpoints` were written by the revision before blocks became tuples of sublayers, and
-before sinks and norms after the rotation became parts of an attention's scores and rotary positions: after two steps of
-each recipe below, with the losses of the two steps that followed.
+An older version wrote the checkpoints in `fixtures/checkpoints` after two steps of each recipe below, together with the
+losses of the next two steps. In that version, blocks were no tuples of sublayers, and sinks and norms after the
+rotation were fields of the attention itself.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""MuonClip beside its formulas in float64 numpy: the largest logits of a step, and the weights after it."""
+"""MuonClip against its formulas in float64 numpy: a step's largest logits, and the weights after the step."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The loop: steps in order, callbacks in theirs, and what ends a run."""
+"""The training loop: the order of steps and callbacks, and what ends a run."""
 
 import contextlib
 

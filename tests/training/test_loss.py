@@ -1,4 +1,4 @@
-"""The chunked loss against all logits at once in float64, and what it keeps in memory."""
+"""The chunked loss against all logits at once in float64, and its residuals in memory."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Training in float16: the gradients of many tokens are made at a scale at which they neither overflow nor vanish."""
+"""Training in float16: the loss scale keeps gradients of many tokens from overflow and underflow."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Batches of hidden tokens: who is chosen, what the model is told instead, and the loss against float64."""
+"""Masked-token batches: the chosen tokens, their replacements, and the loss against float64."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rows as they are read back, after kills and resumptions, and the optional writers against stand-ins."""
+"""Metrics files after kills and resumes, and the optional writers against stand-ins."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Units against hand counts."""
+"""Metrics of a step against counts by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a program of one's own gets wrong of a step: targets that are no ids, arrays that do not fit, states twice."""
+"""Errors for wrong uses of a step: invalid targets, arrays of wrong shapes, and donated states used twice."""
 
 import dataclasses
 import re

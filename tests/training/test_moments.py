@@ -1,4 +1,4 @@
-"""Moments of 8 bits against a table of their values in float64 numpy, and against what rounding to the nearest does."""
+"""Moments of 8 bits against a table of their values in float64 numpy, and against rounding to nearest."""
 
 import math
 

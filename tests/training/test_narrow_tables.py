@@ -1,4 +1,4 @@
-"""Tables that a loss multiplies in 16 bits: cast once, with the same numbers; those that are read wide stay so."""
+"""Tables that a loss multiplies in 16 bits are cast once; tables that are read in float32 are not cast."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A run's choices as plain data make what the calls that they stand for make."""
+"""`Optimization`, the plain data of a run's settings, builds the same objects as direct calls."""
 
 import dataclasses
 

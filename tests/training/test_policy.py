@@ -1,4 +1,4 @@
-"""Losses of policies against their formula in float64, their metrics, advantages, and what they refuse."""
+"""Policy losses against their formula in float64; metrics, advantages, and errors."""
 
 import dataclasses
 from typing import Any

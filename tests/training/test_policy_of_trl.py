@@ -1,4 +1,4 @@
-"""The losses of policies beside TRL's, on the same model and batch."""
+"""Policy losses equal TRL's on the same model and batch."""
 
 import dataclasses
 from typing import Any

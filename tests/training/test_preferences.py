@@ -1,4 +1,4 @@
-"""Losses of preferences against their formulas in float64, their metrics, and what they refuse."""
+"""Preference losses against their formulas in float64; metrics and errors."""
 
 import dataclasses
 import math

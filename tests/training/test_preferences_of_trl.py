@@ -1,4 +1,4 @@
-"""Losses of preferences beside TRL's, on the same models and rows."""
+"""Preference losses equal TRL's on the same models and rows."""
 
 import dataclasses
 import importlib.util

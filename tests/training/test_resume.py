@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint is, bit for bit, the run that was never stopped."""
+"""A run that is resumed from a checkpoint equals the uninterrupted run bit for bit."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Schedule-free AdamW: a step's weights and those of its gradients are optax's, and routers keep their balance."""
+"""Schedule-free AdamW: parameters and points of gradients equal optax's, and routers stay balanced."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""SOAP beside its algorithm in float64 numpy, a matrix at a time, with numpy's QR decomposition."""
+"""SOAP against its algorithm in float64 numpy, one matrix at a time, with numpy's QR decomposition."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Spikes: back to the last checkpoint, on without the batches since, and the same numbers for a run that is killed."""
+"""Loss spikes: return to the last checkpoint, skipped batches, and the same results after a kill."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The step: equal to one big batch, exactly clipped, untouched by numbers that are not finite, all in place."""
+"""The step equals one large batch, clips exactly, ignores non-finite gradients, and updates in place."""
 
 from functools import partial
 from typing import Any

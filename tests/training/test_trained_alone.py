@@ -1,4 +1,4 @@
-"""Training a part of a model: the rest has no gradients, no memory, and stays bit for bit."""
+"""Training of a part of a model: other parameters have no gradients and no state, and stay bit for bit."""
 
 import functools
 

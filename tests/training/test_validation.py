@@ -1,4 +1,4 @@
-"""Validation and evaluation write means and scores as rows, and call for them when they are due."""
+"""Validation and evaluation write means and scores as rows, at the steps at which they are due."""
 
 import math
 from types import SimpleNamespace

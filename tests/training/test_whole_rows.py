@@ -1,4 +1,4 @@
-"""Rows of windows are known to be whole before anything is compiled: kernels are given a rule, and no mask is made."""
+"""Rows without document boundaries are recognized before compilation: kernels get a rule instead of a mask array."""
 
 import dataclasses
 
