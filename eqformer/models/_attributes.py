@@ -186,7 +186,7 @@ class Activation(Entry):
 
 
 class Ignore(Entry):
-    """Attributes that do not change models of this family, whatever their values.
+    """Attributes whose values have no effect on models of this family.
 
     Attributes that are passed as keywords are also written, with the value passed.
     """

@@ -191,7 +191,7 @@ def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
     if key is None or value is None:  # Older files state head widths under the keys that now hold latent widths.
         suffix = ""
         key, value = (file.values.get(f"deepseek2.attention.{part}_length") for part in ("key", "value"))
-    # `key` counts all channels of a head, of which `rope_dim` are rotated.
+    # `key` counts all channels of a head; `rope_dim` of them are rotated.
     if type(key) is not int or type(value) is not int or key <= rope_dim:
         raise ValueError(
             f"{file.call}: deepseek2.attention.key_length{suffix}={key}, value_length{suffix}={value}: they must be "

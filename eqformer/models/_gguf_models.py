@@ -151,7 +151,7 @@ def _width(file: GGUF, kind: str) -> str:
 
 
 class _SizeReader:
-    """Sizes of a model's arrays, none of which may exceed the number of elements of the file's largest array."""
+    """Reader of sizes of a model; a size may not exceed the number of elements of the file's largest array."""
 
     def __init__(self, published: PublishedConfig, file: GGUF, kind: str):
         self._published, self._file, self._kind = published, file, kind

@@ -398,7 +398,7 @@ def _read_affixes(
     """
     adds_bos = published.flag("tokenizer.ggml.add_bos_token", pre_tokenizer.adds_bos)
     adds_eos = published.flag("tokenizer.ggml.add_eos_token", model == "t5")
-    if model == "bert":  # llama.cpp adds both tokens to every text, whatever the flags are.
+    if model == "bert":  # llama.cpp adds both tokens to every text, even if the flags are false.
         published.take("tokenizer.ggml.add_sep_token", None)
         return _Affixes(names.get("bos", names["cls"]), names["seperator"], None)
     first = names.get("bos", names.get("cls")) if adds_bos else None

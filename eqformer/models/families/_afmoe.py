@@ -104,7 +104,7 @@ AFMOE = Family(
         *(Unpublished(name, 1, "there are no groups of experts") for name in ("groups", "kept_groups")),
         Unpublished("normalise", True, "the weights of a token's experts always add up to the scale"),
         Activation(),
-        Expect("attention_bias", False, written=False),  # The attention's gates have no biases in any case.
+        Expect("attention_bias", False, written=False),  # The attention's gates never have biases.
         # The publisher's own program reads these attributes. All models of this family have these values.
         *(Expect(name, 1, written=False) for name in ("n_group", "topk_group")),
         *(Expect(f"num_{name}_groups", 1, written=False) for name in ("expert", "limited")),

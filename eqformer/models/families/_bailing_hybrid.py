@@ -180,7 +180,7 @@ BAILING_HYBRID = Family(
         Attribute("eps", "rms_norm_eps", 1e-6),
         *(Unpublished("tied", False, "transformers never ties the head"), Expect("tie_word_embeddings", False)),
         *(Activation(), Attribute("bias", "attention_bias", False)),
-        # Settings of predictors, and a sum of other sizes.
+        # Settings of predictors (multi-token prediction), and a sum of other sizes.
         Ignore("num_mtp_layers", "num_nextn_predict_layers", "mtp_loss_scaling_factor", "qk_head_dim"),
     ),
     (

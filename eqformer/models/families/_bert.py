@@ -69,7 +69,7 @@ class MPNetConfig(DistilBERTConfig):
     """The epsilon of norms, which is added to the variance before the root."""
 
 
-_MPNET_OFFSET = 2  # Rows of MPNet's table of positions that no token reads, whatever the id of padding is.
+_MPNET_OFFSET = 2  # The number of first rows of MPNet's table of positions that no token reads.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _PositionsAfterPadding(Entry):
 _NO_DECODER = (
     Expect("is_decoder", False, written=False),
     Expect("add_cross_attention", False, written=False),
-    Ignore("is_causal"),  # The model is an encoder, whatever the value is.
+    Ignore("is_causal"),  # The family's models are encoders, so this attribute has no effect.
 )
 _SHARED: tuple[Entry, ...] = (
     *(*SIZES, WIDTH),

@@ -99,7 +99,7 @@ class DeepSeekV32Config(SigmoidLatentConfig):
     index_heads: Size = 64
     """The number of the indexer's heads."""
     index_dim: Size = 128
-    """Channels of a head of the indexer, of which `rope_dim` are rotated."""
+    """Channels of a head of the indexer; `rope_dim` of them are rotated."""
     index_top_k: Length = 2048
     """The number of keys that a query sees."""
 

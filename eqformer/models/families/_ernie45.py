@@ -147,7 +147,7 @@ def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Trans
     """Return an ERNIE 4.5 with experts and random weights."""
     rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
 
-    def mixed(key: Key[Array, ""]) -> MoE:
+    def build_mixture(key: Key[Array, ""]) -> MoE:
         router_key, experts_key, shared_key = jax.random.split(key, 3)
         width = config.shared * config.expert_mlp
         return mixture(
@@ -164,7 +164,7 @@ def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Trans
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = attention(config, bias=config.bias, rotary=rotary, key=mixer_key)
         if is_mixture:
-            return pre_norm_block(config, mixer, mixed(feed_forward_key))
+            return pre_norm_block(config, mixer, build_mixture(feed_forward_key))
         return pre_norm_block(config, mixer, gated_mlp(config, bias=config.bias, key=feed_forward_key))
 
     return decoder(config, block, config.kinds, logit_bias=config.bias, key=key)

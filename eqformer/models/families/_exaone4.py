@@ -34,9 +34,10 @@ class Exaone4Config(DecoderConfig):
     """The config of an EXAONE 4."""
 
     window: Length | None = 4096
-    """The tokens that the layers of `window_layers` see; None: there are no windows, and all layers are rotated."""
+    """The number of tokens that the layers of `window_layers` see; None: no windows, and rotary positions in all
+    layers."""
     window_layers: tuple[Index, ...] = ()
-    """The indices of the layers that see a `window`; with a window, all other layers have no rotary positions."""
+    """The indices of the layers that see a `window`. With a window, the other layers have no rotary positions."""
     theta: Positive = 1_000_000.0
     eps: NotNegative = 1e-5
     max_seq: Length = 131_072
@@ -113,9 +114,10 @@ class ExaoneMoEConfig(SigmoidMoEConfig, DenseLayersConfig):
     """The config of a K-EXAONE; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
 
     window: Length | None = 4096
-    """The tokens that the layers of `window_layers` see; None: there are no windows, and all layers are rotated."""
+    """The number of tokens that the layers of `window_layers` see; None: no windows, and rotary positions in all
+    layers."""
     window_layers: tuple[Index, ...] = ()
-    """The indices of the layers that see a `window`; with a window, all other layers have no rotary positions."""
+    """The indices of the layers that see a `window`. With a window, the other layers have no rotary positions."""
     scale: Number = 2.5
     theta: Positive = 1_000_000.0
     eps: NotNegative = 1e-5
@@ -180,7 +182,7 @@ EXAONE_MOE = Family(
         Expect("scoring_func", "sigmoid", written=False),
         Expect("topk_method", "noaux_tc", written=False),
         Expect("first_last_k_dense_replace", 1, written=False),
-        Ignore("is_moe_layer", "mtp_share_layers", "num_nextn_predict_layers"),  # repeated, or of predictors
+        Ignore("is_moe_layer", "mtp_share_layers", "num_nextn_predict_layers"),  # repeated, or for predictors
     ),
     (
         *(*LLAMA_WEIGHTS, *MIXTURE, *SHARED),

@@ -58,7 +58,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("mlp_bias", "mlp_bias", False),
     Activation(),
     Expect("mamba_use_mlp", True, written=False),
-    # Settings of running, and attributes that transformers never reads.
+    # Settings of how a program runs the model, and attributes that transformers never reads.
     Ignore("mamba_chunk_size", "num_logits_to_keep", "mlp_expansion_factor", "attn_layer_indices"),
     Ignore("layers_block_type", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
 )
@@ -76,7 +76,7 @@ WEIGHTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FalconH1Config(NetSizes, DecoderConfig):
-    """The config of a Falcon-H1."""
+    """The config of a Falcon-H1; names of fields call its Mamba-2 `net`."""
 
     embedding_scale: Number = 1.0
     """A factor of the embeddings."""

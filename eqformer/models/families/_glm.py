@@ -1,10 +1,9 @@
 """GLM-4 (GLM team 2024, arXiv:2406.12793; 2025), GLM-4.5 to 4.7 (arXiv:2508.06471) and GLM-5 (GLM-5 team 2026).
 
-GLM-4 and GLM-4.5 rotate half of each head. The GLM-4 of 2024 has norms before sublayers, and GLM-4-0414 also has
-norms after sublayers. GLM-4.5 has DeepSeek-V3's mixtures of experts, and Solar Open (Upstage 2025) has them in
-all layers.
-GLM-4.7-Flash is a DeepSeek-V3 of other sizes. GLM-5 is a DeepSeek-V3.2 with wider heads, in which some layers see the
-keys that an earlier layer selected.
+GLM-4 and GLM-4.5 rotate half of each head. The GLM-4 of 2024 has norms before sublayers, and GLM-4-0414 also has norms
+after sublayers. GLM-4.5 has DeepSeek-V3's mixtures of experts, and Solar Open (Upstage 2025) has such mixtures in all
+layers. GLM-4.7-Flash is a DeepSeek-V3 of other sizes. GLM-5 is a DeepSeek-V3.2 with wider heads; some of its layers see
+the keys that an earlier layer selected.
 """
 
 import dataclasses
@@ -358,7 +357,7 @@ def build_glm_moe_dsa(config: GLMMoEDSAConfig, *, key: Key[Array, ""]) -> Transf
 
 @runtime_checkable
 class WithReadingLayers(Protocol):
-    """Fields of a config of which some layers have no indexer."""
+    """Fields of a config in which some layers have no indexer."""
 
     @property
     def layers(self) -> int: ...
@@ -368,22 +367,23 @@ class WithReadingLayers(Protocol):
 
 def reading_kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together[LatentKind]]:
     """Return the kinds of layers; a layer with an indexer is joined to the layers that read its selected keys."""
-    rows: list[list[LatentKind]] = []
+    groups: list[list[LatentKind]] = []  # each begins with a layer that has an indexer
     for layer, is_mixture in enumerate(config.mixtures):
         if layer not in config.reading_layers:
-            rows.append([LatentKind(is_mixture)])
-        elif rows:
-            rows[-1] = [rows[-1][0]._replace(shares="choice"), *rows[-1][1:], LatentKind(is_mixture, reads="choice")]
+            groups.append([LatentKind(is_mixture)])
+        elif groups:
+            groups[-1][0] = groups[-1][0]._replace(shares="choice")
+            groups[-1].append(LatentKind(is_mixture, reads="choice"))
         else:
             raise ValueError(
                 f"{type(config).__name__}(reading_layers={config.reading_layers}): layer 0 has no earlier layer whose "
                 "keys it could read; remove 0 from reading_layers."
             )
-    return [row[0] if len(row) == 1 else Together(tuple(row)) for row in rows]
+    return [group[0] if len(group) == 1 else Together(tuple(group)) for group in groups]
 
 
 class ReadingLayers(Entry):
-    """`indexer_types`; without this list, it is made from a pattern of letters or from a period."""
+    """The entry for `indexer_types`; a configuration may have a pattern of letters or a period instead of this list."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `reading_layers`; refuse unknown types, a wrong length, and a layer 0 without an indexer."""
@@ -395,7 +395,11 @@ class ReadingLayers(Entry):
 
 
 def published_indexer_types(published: PublishedConfig) -> list[str]:
-    """Return `indexer_types`; without this list, make it from `index_topk_pattern` or from `index_topk_freq`."""
+    """Return `indexer_types`; without this list, make it from `index_topk_pattern` or from `index_topk_freq`.
+
+    With a period `index_topk_freq`, the first `index_skip_topk_offset` layers have indexers, and after them every
+    `index_topk_freq`-th layer.
+    """
     layers, types = layers_of(published), published.listed("indexer_types", str)
     pattern = published.read("index_topk_pattern", str | list[str], None)
     period = published.count("index_topk_freq", 1, minimum=0)
@@ -405,8 +409,8 @@ def published_indexer_types(published: PublishedConfig) -> list[str]:
     if types is None and isinstance(pattern, list):
         types = pattern
     if types is None:
-        chooses = [max(layer - first + 1, 0) % max(period, 1) == 0 for layer in range(layers)]
-        types = ["full" if chooses_keys else "shared" for chooses_keys in chooses]
+        has_indexer = [max(layer - first + 1, 0) % max(period, 1) == 0 for layer in range(layers)]
+        types = ["full" if layer_has_indexer else "shared" for layer_has_indexer in has_indexer]
     return types
 
 

@@ -72,7 +72,7 @@ class AlphaRotaryPositions(RotaryPositions):
         return {"theta": theta, "scaling": NTKScaling(parameters["alpha"])}
 
     def write(self, config: WithRotary) -> Attributes:
-        """Return the older attributes."""
+        """Return `rope_theta` and `rope_scaling`."""
         if not isinstance(config.scaling, NTKScaling):
             return super().write(config)
         parameters = {"rope_type": "dynamic", "type": "dynamic", "alpha": config.scaling.alpha, "factor": 1.0}

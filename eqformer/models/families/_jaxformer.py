@@ -3,8 +3,8 @@
 Sizes and the order of layers follow the published program: norms have a shift, every map has a bias, and the last layer
 of each block has no rotary positions. With `experts`, the last layer of each block is a mixture beside shared experts.
 
-Two parts differ from the program. It leaves the shared experts out of its sum. Its attention scores depend on more than
-relative positions; here, latent attention follows the paper (DeepSeek-V2).
+Two parts differ from the published program. The program leaves the shared experts out of a mixture's sum. Its attention
+scores do not depend on relative positions alone; here, latent attention follows the paper (DeepSeek-V2).
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> nn.Trans
             embed=embed, mlp=width, activation=nn.gelu_tanh, bias=True, output_std=damping * width**-0.5, key=key
         )
 
-    def mixed(count: int, key: Key[Array, ""]) -> nn.MoE:
+    def mixture(count: int, key: Key[Array, ""]) -> nn.MoE:
         router_key, experts_key, shared_key = jax.random.split(key, 3)
         return nn.MoE(
             nn.TopKRouter(
@@ -100,10 +100,10 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> nn.Trans
             key=attention_key,
         )
         if rotary is None and config.experts is not None:
-            layer_mlp = mixed(config.experts, feed_forward_key)
+            feed_forward = mixture(config.experts, feed_forward_key)
         else:
-            layer_mlp = dense(feed_forward_key)
-        return nn.Block(nn.Residual(mixer, norm(), dropout=dropout), nn.Residual(layer_mlp, norm(), dropout=dropout))
+            feed_forward = dense(feed_forward_key)
+        return nn.Block(nn.Residual(mixer, norm(), dropout=dropout), nn.Residual(feed_forward, norm(), dropout=dropout))
 
     def block(key: Key[Array, ""]) -> nn.SuperBlock:
         rotary = nn.Rotary(config.rope_dim, config.theta, interleaved=True)

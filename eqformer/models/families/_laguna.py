@@ -136,16 +136,16 @@ class _LayerHeads(Entry):
 class _Gating(Entry):
     """The attribute `gating`: `"per-head"` or true for a gate per head, `"per-element"` for a gate per channel."""
 
-    _names = ("per-element", "per-head")
+    _by_heads = {True: "per-head", False: "per-element"}
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `by_heads`; refuse other values."""
-        published.expect("gating", True, *self._names)
+        published.expect("gating", True, "per-element", "per-head")
         return {"by_heads": published.take("gating", True) in (True, "per-head")}
 
     def write(self, config: LagunaConfig) -> Attributes:
         """Return the attribute."""
-        return {"gating": self._names[config.by_heads]}
+        return {"gating": self._by_heads[config.by_heads]}
 
 
 _PRESETS = {
@@ -192,6 +192,7 @@ LAGUNA = Family(
     ),
     (
         *(*LLAMA_WEIGHTS, *MIXTURE),
+        # A gate per channel has two output dims, `heads` and `head_dim`, and a gate per head has only `heads`.
         Rule(f"{LAYER}self_attn.g_proj.weight", f"{_GATE}.weight", lacks=f"{_GATE}.outputs.1"),
         Rule(f"{LAYER}self_attn.g_proj.weight", f"{_GATE}.weight", INTO_HEADS, needs=f"{_GATE}.outputs.1"),
         Rule(f"{LAYER}mlp.experts.e_score_correction_bias", "feed_forward.layer.router.selection_bias"),

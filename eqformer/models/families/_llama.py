@@ -459,7 +459,7 @@ EUROBERT = Family(
         Activation(),
         Expect("attention_bias", False),
         Expect("mlp_bias", False),
-        Ignore("is_causal"),  # The model is an encoder, whatever the value is.
+        Ignore("is_causal"),  # The family's models are encoders, so this attribute has no effect.
         Ignore("classifier_pooling", "clf_pooling", "mask_token_id"),
         Ignore("bos_token", "eos_token", "pad_token", "mask_token"),  # The tokenizer has them, too.
     ),

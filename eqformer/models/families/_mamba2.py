@@ -40,7 +40,7 @@ STEP_LIMITS = tuple[NotNegative, Annotated[float, Range(0.0, math.inf)]]  # leas
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetSizes(ModelConfig):
-    """Base class of configs with a `Mamba2Mixer`."""
+    """Base class of configs with a `Mamba2Mixer`, which names of fields call `net`."""
 
     net_heads: Size
     """The number of value heads."""
@@ -57,7 +57,7 @@ class NetSizes(ModelConfig):
     conv_bias: bool = True
     """Whether the convolutions have biases."""
     step_limits: STEP_LIMITS = (0.0, math.inf)
-    """The least and the greatest step."""
+    """The bounds of a token's time step."""
 
     @property
     def net_width(self) -> int:
@@ -97,10 +97,10 @@ def mamba2(
 
 @dataclasses.dataclass(frozen=True)
 class StepLimits(Entry):
-    """`time_step_limit`, the least and the greatest step; steps have no bounds if it is missing or null."""
+    """`time_step_limit`, the bounds of a token's time step; a missing or null attribute means no bounds."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `step_limits`; refuse anything but two numbers, the second of which may be infinite."""
+        """Return `step_limits`; refuse anything but two numbers; the second number may be infinite."""
         stated = published.listed("time_step_limit")
         limits = (0.0, math.inf) if stated is None else tuple(math.inf if end == _INFINITE else end for end in stated)
         if not fits(limits, STEP_LIMITS) or limits[0] > limits[1]:
@@ -137,13 +137,13 @@ class ValueChannels(Entry):
         """Return `net_v_dim`; refuse two attributes that contradict each other."""
         heads, width = published.read(self.heads, Size, 128), published.read("hidden_size", Size)
         inner = int(published.read(self.expand, Positive, 2) * width)
-        why = f"{inner} channels, {self.expand} * {width}"
+        expected = f"{inner} channels, {self.expand} * {width}"
         if self.inner is not None and (stated := published.nullable(*self.inner)) is not None:
-            inner, why = published.checked(self.inner[0], stated, Size), f"{self.inner[0]}={stated} channels"
+            inner, expected = published.checked(self.inner[0], stated, Size), f"{self.inner[0]}={stated} channels"
         value = published.take(self.channels, self.default)
         channels = inner // heads if value == "auto" else published.checked(self.channels, value, Size)
         if channels * heads != inner:
-            published.refuse(f"{self.channels}={value}: {heads} heads ({self.heads}) must together have {why}.")
+            published.refuse(f"{self.channels}={value}: {heads} heads ({self.heads}) must together have {expected}.")
         return {"net_v_dim": channels}
 
     def write(self, config: NetSizes) -> Attributes:
@@ -365,7 +365,7 @@ BAMBA = Family(
         Attribute("bias", "attention_bias", False),
         Attribute("mlp_bias", "mlp_bias", False),
         Activation(),
-        # Settings of running and of training, and attributes that transformers never reads.
+        # Settings of how a program runs or trains the model, and attributes that transformers never reads.
         Ignore("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"),
     ),
     (

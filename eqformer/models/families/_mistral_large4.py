@@ -46,7 +46,7 @@ class MistralLarge4Config(LatentConfig):
     index_heads: Size = 32
     """Heads of the indexer."""
     index_dim: Size = 128
-    """Channels of a head of the indexer, of which `rope_dim` are rotated in layers with rotary positions."""
+    """Channels of a head of the indexer; in layers with rotary positions, `rope_dim` of them are rotated."""
     index_top_k: Length = 2048
     """The largest number of keys that a query sees."""
     reading_layers: tuple[Index, ...] = ()

@@ -87,7 +87,7 @@ MODERNBERT_ATTRIBUTES: tuple[Entry, ...] = (
     Ignore("classifier_pooling", "classifier_dropout", "embedding_dropout", "mlp_dropout", "cls_token_id"),
     Ignore("initializer_cutoff_factor", "layer_norm_eps", "position_embedding_type", "deterministic_flash_attn"),
     Ignore("reference_compile", "repad_logits_with_grad", "sparse_prediction", "sparse_pred_ignore_index"),
-    Ignore("is_causal"),  # The model is an encoder, whatever the value is.
+    Ignore("is_causal"),  # The family's models are encoders, so this attribute has no effect.
 )
 
 _ATTENTION, _FEED_FORWARD = f"{LAYER}attn.", f"{LAYER}mlp."

@@ -86,7 +86,7 @@ class PositionsByLayer(Entry):
     def read(self, published: PublishedConfig) -> Fields:
         """Return the fields of the positions, and `no_rotary_layers`.
 
-        Refuse a list with two different bases, of which transformers would use only one.
+        Refuse bases that differ from `rope_theta`, because transformers would ignore them.
         """
         fields, layers = RotaryPositions().read(published), layers_of(published)
         if (thetas := published.listed("layer_rope_theta", NotNegative)) is None:

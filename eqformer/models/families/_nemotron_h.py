@@ -94,7 +94,8 @@ ATTRIBUTES: tuple[Entry, ...] = (
     ),
     *(Expect("attention_bias", False), Expect("mamba_proj_bias", False), Expect("n_shared_experts", 1)),
     *(Nullable("expert_latent", "moe_latent_size", None), Expect("sliding_window", None, written=False)),
-    # Settings of initialization and of running, predictors, and attributes that transformers never reads.
+    # Settings of initialization and of running the model, attributes of predictors (multi-token prediction), and
+    # attributes that transformers never reads.
     Ignore("time_step_max", "time_step_floor", "rescale_prenorm_residual", "residual_in_fp32"),
     Ignore("chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
     Ignore("num_logits_to_keep", "num_nextn_predict_layers", "mtp_layers_block_type", "norm_eps"),

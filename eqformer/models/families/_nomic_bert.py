@@ -108,7 +108,7 @@ _SHARED: tuple[Entry, ...] = (
     HeadSize(),
     Expect("tie_word_embeddings", True),
     Ignore("attention_probs_dropout_prob", "classifier_dropout"),
-    Ignore("is_causal"),  # The model is an encoder, whatever the value is.
+    Ignore("is_causal"),  # The family's models are encoders, so this attribute has no effect.
 )
 NOMIC_BERT_ATTRIBUTES: tuple[Entry, ...] = (
     *_SHARED,

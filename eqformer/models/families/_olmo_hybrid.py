@@ -153,7 +153,7 @@ def _norm_weights(path: str, name: str, other: str) -> tuple[Rule, Rule]:
     return norm, dataclasses.replace(norm, name=f"{LAYER}{other}.weight", variant=True)
 
 
-_RATES = "mixer.layer.log_rate"
+_RATES = "mixer.layer.log_rate"  # a leaf that only delta nets have
 OLMO_HYBRID = Family(
     "olmo_hybrid",
     OlmoHybridConfig,

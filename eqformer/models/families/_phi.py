@@ -153,7 +153,7 @@ class RotaryWithOriginalLength(RotaryPositions):
     """Rotary positions whose original length is an attribute of its own (Phi-3)."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `theta` and `scaling`; refuse a scaling of another original length than the configuration's."""
+        """Return `theta` and `scaling`; refuse a scaling whose original length differs from the attribute."""
         fields = super().read(published)
         # If the attribute is missing, transformers takes 4096, not the length of the longest rows.
         original, scaling = published.read(_ORIGINAL, Size, 4096), fields["scaling"]
@@ -162,7 +162,7 @@ class RotaryWithOriginalLength(RotaryPositions):
         return fields
 
     def write(self, config: WithRotary) -> Attributes:
-        """Return the older attributes, and the original length."""
+        """Return `rope_theta` and `rope_scaling`, and the original length."""
         scaling = config.scaling
         original = {_ORIGINAL: scaling.original_length} if isinstance(scaling, _WITH_ORIGINAL) else {}
         return super().write(config) | original
@@ -202,7 +202,7 @@ class PhiMoEConfig(DecoderConfig):
     experts: Size = 16
     """The number of experts of a layer; each token takes two."""
     tolerance: NotNegative = 0.01
-    """Experts whose router logit is within twice this relative distance of the best logit share a softmax."""
+    """Half of a relative distance from the best router logit; experts within this distance share a softmax."""
     window: Length | None = None
     """The number of tokens that each token sees; None: all tokens before it."""
     bias: bool = False
@@ -258,21 +258,22 @@ class _LongRotary(RotaryPositions):
         return fields | {"scaling": dataclasses.replace(scaling, magnitude=magnitudes[0])}
 
     def write(self, config: WithRotary) -> Attributes:
-        """Return the older attributes; raises a `ValueError` for a scaling other than LongRoPE with a magnitude."""
+        """Return `rope_theta` and `rope_scaling`; raises a `ValueError` unless the scaling is LongRoPE with a
+        magnitude."""
         attributes = super().write(config)
         if config.scaling is None:
             return attributes
         stated = attributes["rope_scaling"]
-        if stated["rope_type"] != "longrope" or _UNREAD not in stated:
+        if stated["rope_type"] != "longrope" or _MAGNITUDE not in stated:
             raise ValueError(
                 f"save(config={type(config).__name__}(scaling={config.scaling})): published configurations state "
                 "LongRoPE with a magnitude; give nn.LongRopeScaling(magnitude=...), or no scaling."
             )
-        stated = stated | dict.fromkeys(_MAGNITUDES, stated[_UNREAD])
-        return attributes | {"rope_scaling": {name: value for name, value in stated.items() if name != _UNREAD}}
+        stated = stated | dict.fromkeys(_MAGNITUDES, stated[_MAGNITUDE])
+        return attributes | {"rope_scaling": {name: value for name, value in stated.items() if name != _MAGNITUDE}}
 
 
-_UNREAD = "attention_factor"  # The attributes of `_MAGNITUDES` are read instead.
+_MAGNITUDE = "attention_factor"  # The attributes of `_MAGNITUDES` are read instead.
 _MOE_PRESETS = {
     "phimoe-byte-500k": PhiMoEConfig(256, 64, 4, 4, 2, 64, experts=8, theta=1e4, bias=True, logit_bias=True, tied=True),
     # This preset leaves out the published divisors of LongRoPE; they do not change the number of parameters.
@@ -300,7 +301,7 @@ PHIMOE = Family(
     "PhimoeForCausalLM",
     "phimoe",
     (
-        *decoder_attributes(_LongRotary(1_000_000.0, skipped=(*_MAGNITUDES, _UNREAD)), kv_heads=8, max_seq=131_072),
+        *decoder_attributes(_LongRotary(1_000_000.0, skipped=(*_MAGNITUDES, _MAGNITUDE)), kv_heads=8, max_seq=131_072),
         Count("experts", ("num_local_experts", "num_experts"), 16, minimum=2),
         Expect("num_experts_per_tok", 2),
         Attribute("tolerance", "router_jitter_noise", 0.01),
