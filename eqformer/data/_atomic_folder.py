@@ -143,7 +143,10 @@ def describe_file(path: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[bool]:
-    """Lock a folder and yield whether this process has the lock, which it keeps until the block ends."""
+    """Lock a folder until the block ends; yield False if another process has the lock.
+
+    Systems without POSIX locks have no lock, and the result is True there.
+    """
     with (folder / _LOCK).open("wb") as file:
         yield os.name != "posix" or _lock(file)
 
@@ -204,7 +207,7 @@ def _delete_unfinished(target: Path) -> None:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Return whether this process has got the lock, which it keeps until the file is closed."""
+    """Lock a file until it is closed; return False if another process has the lock, or without POSIX locks."""
     if os.name != "posix":
         return False
     import fcntl

@@ -147,8 +147,8 @@ def _read_tools(tools: object, location: str) -> dict[str, object]:
 class EncodedExample(NamedTuple):
     """Ids of an example, the loss weight of each id, and the ends of the replies, at which a long example may be cut.
 
-    For rows of whole texts, `reply_ends` has the borders between token types instead, and the end of the row unless the
-    text is cut there.
+    In rows of whole texts, `reply_ends` has other contents: the indices at which a new token type begins, and the end
+    of the row unless the text is cut there.
     """
 
     ids: UInt[np.ndarray, "tokens"]

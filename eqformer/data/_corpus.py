@@ -81,8 +81,9 @@ class Corpus:
         """
         loaders = {name: function(loader) for name, loader in self.loaders.items()}
         held_out_loaders = {name: function(x) for name, x in self.held_out.items()} if held_out else self.held_out
-        (first, *_), mixture = loaders.values(), self._mixture
-        return Corpus(first if mixture is None else mixture.with_loaders(loaders), held_out_loaders)
+        if self._mixture is None:
+            return Corpus(next(iter(loaders.values())), held_out_loaders)
+        return Corpus(self._mixture.with_loaders(loaders), held_out_loaders)
 
     def describe(self, steps: int) -> str:
         """Describe each source of a mixture: its tokens, its share of the rows and its epochs in the run."""

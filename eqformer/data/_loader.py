@@ -34,10 +34,10 @@ _ROUNDS = 8
 
 
 def shuffle_indices(indices: Int[np.ndarray, "batch"], *, rows: int, seed: int) -> Int[np.ndarray, "batch"]:
-    """Return the row number at each index of an endless shuffled sequence over `rows` rows.
+    """Return the row at each index of an endless shuffled sequence over rows 0 to `rows - 1`.
 
     Indices 0 to `rows - 1` are the first epoch, a permutation of all rows; the next `rows` indices are the second
-    epoch, in another order; and so on. Each row number depends only on its index and the seed. The permutation is a
+    epoch, in another order; and so on. The row at an index depends only on the index and the seed. The permutation is a
     Feistel network over pairs (row // b, row % b) with cycle walking: the network is applied again until the result is
     below `rows` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The order is computed and not
     stored, so it takes no memory, and any index takes the same time.
@@ -212,7 +212,7 @@ class Loader:
 
         The batches contain every row once. If `batches` is too small for all rows, they contain rows that are evenly
         spaced over the data. The last batch is padded with rows of weight 0, so that all batches have one shape.
-        `examples` are the rows' numbers in the data. `start` and `stop` choose the rows of each batch that one host
+        `examples` are the rows' indices in the data. `start` and `stop` choose the rows of each batch that one host
         needs.
         """
         stop = self.batch_size if stop is None else stop
@@ -236,7 +236,7 @@ class Loader:
 
 
 def _number_groups(rows: Int[np.ndarray, "batch"], group: int) -> Int[np.ndarray, "_"]:
-    """Return the numbers of the groups (of `group` rows each) to which these rows belong."""
+    """Return the indices of the groups (of `group` rows each) to which these rows belong."""
     groups = rows[::group] // group
     if not np.array_equal(list_rows(groups, group), rows):
         raise ValueError(
@@ -248,7 +248,7 @@ def _number_groups(rows: Int[np.ndarray, "batch"], group: int) -> Int[np.ndarray
 
 
 def example_numbers(kind: str, batch: int, step: int, start: int, stop: int) -> Int[np.ndarray, "batch"]:
-    """Return the example numbers of rows `start` to `stop - 1` of the batch at a step.
+    """Return the indices, among all examples of the run, of rows `start` to `stop - 1` of the batch at a step.
 
     Raises a `ValueError` for rows that the batch does not have.
     """
@@ -261,7 +261,7 @@ def example_numbers(kind: str, batch: int, step: int, start: int, stop: int) -> 
 
 
 def _space_evenly(numbers: Int[np.ndarray, "batch"], total: int, rows: int) -> Int[np.ndarray, "batch"]:
-    """Map the numbers 0 to `total - 1` to row numbers that are evenly spaced over 0 to `rows - 1`."""
+    """Map the numbers 0 to `total - 1` to rows that are evenly spaced over 0 to `rows - 1`."""
     return numbers * rows // total
 
 
@@ -274,7 +274,7 @@ class Mixture:
     """Batches whose rows come from several loaders, in proportion to the loaders' weights.
 
     The n-th example that the mixture takes from a loader is the n-th example of that loader's run, so each text has its
-    own epochs and order, and no row is left out. The loader of an example depends only on the example's number and the
+    own epochs and order, and no row is left out. The loader of an example depends only on the example's index and the
     seed, so the batch of any step can be computed directly, and each host can compute its own rows, as with a `Loader`.
     Each block of 1,024 examples contains examples of all loaders in proportion to the weights, in a random order.
     Counts are rounded so that, over any number of blocks, a loader's count differs from its exact share by at most half
@@ -343,7 +343,7 @@ class Mixture:
         return _join_batches(parts, examples, self._documents)
 
     def origin(self, examples: Int[np.ndarray, "batch"]) -> tuple[Int[np.ndarray, "batch"], Int[np.ndarray, "batch"]]:
-        """Return the index of each example's loader, and the example's number in that loader's run.
+        """Return the index of each example's loader, and the example's index in that loader's run.
 
         For loaders of pairs or groups, each pair or group counts as one example.
         """
@@ -429,7 +429,7 @@ def prefetch(
         rows: The first row of each batch that this host needs, and the row after the last (`Loader.rows`).
         depth: The number of batches that are computed ahead.
         transform: A function that the thread applies to each batch, for example to send it to the devices.
-        batch_of: A function from a step to the number of its batch in the loader; by default the step's number.
+        batch_of: A function from a step to the index of its batch in the loader; by default the step itself.
     """
     if start_step < 0 or (stop_step is not None and stop_step < start_step):
         raise ValueError(

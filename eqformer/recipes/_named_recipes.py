@@ -177,9 +177,9 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 }
 
 
-_ALL_AGAIN = Execution(remat="full")
+_FULL_REMAT = Execution(remat="full")
 _ADAMW = Optimization(name="adamw", learning_rate=3e-4)
-_NARROW = Optimization(name="adamw", learning_rate=3e-4, moments="8bit")
+_ADAMW_8BIT = Optimization(name="adamw", learning_rate=3e-4, moments="8bit")
 
 
 def _large_recipe(
@@ -187,7 +187,7 @@ def _large_recipe(
     mesh: Mesh,
     batch: int,
     seq: int,
-    execution: Execution = _ALL_AGAIN,
+    execution: Execution = _FULL_REMAT,
     optimizer: Optimization = _ADAMW,
     **choices: Any,
 ) -> Recipe:
@@ -203,7 +203,7 @@ def _large_recipe(
     )
 
 
-_TOKENS: dict[str, Any] = {"residual": "sequence"}
+_SPLIT_BY_TOKEN: dict[str, Any] = {"residual": "sequence"}
 
 # Recipes that train published models on many accelerators, by the names of the model and the accelerators: each has the
 # topology to plan for, and the recipe. The recipes are planned and compiled (docs/accelerators-planning.md), and were
@@ -214,10 +214,13 @@ LARGE: dict[str, tuple[str, Recipe]] = {
     "llama-3-8b-h100-8": ("h100:8", _large_recipe("llama-3-8b", Mesh(fsdp=8), 16, 4096)),
     "llama-3-8b-h100-64": ("h100:8x8", _large_recipe("llama-3-8b", Mesh(fsdp=64), 128, 4096, Execution())),
     "llama-3-70b-v5p-512": ("v5p:8x8x8", _large_recipe("llama-3-70b", Mesh(fsdp=512), 512, 8192)),
-    "llama-3-70b-h100-128": ("h100:8x16", _large_recipe("llama-3-70b", Mesh(fsdp=16, tensor=8), 32, 8192, **_TOKENS)),
+    "llama-3-70b-h100-128": (
+        "h100:8x16",
+        _large_recipe("llama-3-70b", Mesh(fsdp=16, tensor=8), 32, 8192, **_SPLIT_BY_TOKEN),
+    ),
     "llama-3.1-405b-v5p-2048": (
         "v5p:8x16x16",
-        _large_recipe("llama-3.1-405b", Mesh(fsdp=256, tensor=8), 512, 8192, **_TOKENS),
+        _large_recipe("llama-3.1-405b", Mesh(fsdp=256, tensor=8), 512, 8192, **_SPLIT_BY_TOKEN),
     ),
     "mixtral-8x7b-v5p-128": ("v5p:4x4x8", _large_recipe("mixtral-8x7b", Mesh(fsdp=16, expert=8), 128, 4096)),
     "deepseek-v3-v5p-2048": ("v5p:8x16x16", _large_recipe("deepseek-v3", Mesh(fsdp=32, expert=64), 2048, 4096)),
@@ -225,7 +228,7 @@ LARGE: dict[str, tuple[str, Recipe]] = {
     "deepseek-v3-h100-256": (
         "h100:8x32",
         _large_recipe(
-            "deepseek-v3", Mesh(fsdp=8, expert=32), 256, 4096, optimizer=_NARROW, optimizer_memory="pinned_host"
+            "deepseek-v3", Mesh(fsdp=8, expert=32), 256, 4096, optimizer=_ADAMW_8BIT, optimizer_memory="pinned_host"
         ),
     ),
     "qwen3-30b-a3b-h100-64": ("h100:8x8", _large_recipe("qwen3-30b-a3b", Mesh(fsdp=8, expert=8), 256, 4096)),
@@ -434,5 +437,5 @@ def _name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def _source_beside(path: Path) -> Path:
-    """Return the path of the user's file's copy, which is beside `recipe.json`."""
+    """Return the path at which a run's folder has its copy of the user's file, beside `recipe.json`."""
     return path.with_suffix(".py")

@@ -324,7 +324,9 @@ def flags_of(command: Any) -> dict[str, Any]:
 
 def fields_of(command: Any, prefix: str = "--") -> Iterator[tuple[str, Any, type, str]]:
     """Yield every flag of a command with its value, and the dataclass and the name of its field."""
-    return (field for field in _fields_and_parts(command, prefix) if not dataclasses.is_dataclass(field[1]))
+    for flag, value, kind, name in _fields_and_parts(command, prefix):
+        if not dataclasses.is_dataclass(value):
+            yield flag, value, kind, name
 
 
 def _fields_and_parts(command: Any, prefix: str) -> Iterator[tuple[str, Any, type, str]]:

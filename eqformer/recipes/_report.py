@@ -153,17 +153,17 @@ def _format_time(seconds: float) -> str:
 
 def _lines(total: int) -> Show:
     """Return a function that prints new metrics at most every five seconds, and after the last step."""
-    first_step: list[tuple[float, int]] = []  # Time and number of the first step, which included compilation.
-    last = [-math.inf]
+    first: tuple[float, int] | None = None  # The time and the index of the first step, which included compilation.
+    last = -math.inf
 
     def line(done: int, figures: str, is_new: bool) -> None:
+        nonlocal first, last
         now = time.monotonic()
-        if not first_step:
-            first_step.append((now, done))
-        since, first = first_step[0]
-        if is_new and (now - last[0] >= 5 or done == total):
-            last[0] = now
-            seconds = int((now - since) / (done - first) * (total - done)) if done > first else None
+        first = first or (now, done)
+        since, first_done = first
+        if is_new and (now - last >= SECONDS_A_LINE or done == total):
+            last = now
+            seconds = int((now - since) / (done - first_done) * (total - done)) if done > first_done else None
             time_left = "-:--:--" if seconds is None else datetime.timedelta(seconds=seconds)
             _write_line(f"step {done}/{total}  {figures}  ETA {time_left}")
 
@@ -353,7 +353,7 @@ def _fp8_lines(recipe: Recipe, model: nn.LanguageModel, chip: str) -> list[str]:
     experts = nn.modules(model, nn.Experts)
     has_fp8_experts = bool(nn.modules(experts, nn.Fp8Linear))
     if not has_fp8_experts or kernels.has_fp8_grouped_matmul(chip):
-        return [f"products: in 8 bits{', in experts too' * has_fp8_experts}"]
+        return ["products: in 8 bits, in experts too" if has_fp8_experts else "products: in 8 bits"]
     return [f"products: in 8 bits, but the kernels for experts on {chip} compute in {compute}"]
 
 
@@ -363,4 +363,4 @@ def replicated_lines(plan: Plan, model: nn.LanguageModel) -> list[str]:
     if not layers:
         return []
     paths = ", ".join(path for path, _ in layers)
-    return [f"computed in full by every device of {TENSOR}, because no dim of them is split: {paths}"]
+    return [f"layers that every device of {TENSOR} computes in full, because no dim of them is split: {paths}"]
