@@ -64,7 +64,7 @@ class LatentAttentionConfig(ModelConfig):
     bias: bool = False
     """Whether the maps to latents, and the attention's output, have biases."""
     eps: config_types.NotNegative = 1e-6
-    """The number that norms add to the mean square before the root."""
+    """The epsilon of norms, which is added to the mean square before the root."""
     tied: bool = False
     """Whether the embedding's table is the head too."""
     max_seq: config_types.Length = 163_840
