@@ -136,7 +136,7 @@ def test_texts_become_rows(tmp_path):
     want = np.sum(np.log(scores.sum(1) / np.diag(scores)))
     total = eqx.filter_jit(training.contrastive_loss())(encoder.model, batch)[0]
     assert float(total) == pytest.approx(want, rel=1e-4)
-    for wrong, words in (([("a",)], "have 1 texts"), ([], "have no texts"), ([("a", "b"), ("a", "b", "c")], "have 2, 3")):
+    for wrong, words in (([("a",)], "have 1 text"), ([], "have no text"), ([("a", "b"), ("a", "b", "c")], "have 2, 3")):
         with pytest.raises(ValueError, match=words):
             data.batch_text_groups(wrong, encoder.tokenizer, seq=10)
     with pytest.raises(ValueError, match="all groups must have the same number"):
