@@ -40,7 +40,7 @@ class Command:
     data: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """The text: a file or a folder; Python's standard library by default."""
     depths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = (1, 2, 3, 4, 5)
-    """The depths to train; the largest fifth of them, at least one depth, is held out of the fit."""
+    """The depths to train; the largest fifth of the depths, at least one depth, is held out of the fit."""
     rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="RATE ...")] = ()
     """The learning rates of each depth, for a picture of the loss over the rate; by default the recipe's rate."""
     tokens_per_parameter: float = 20.0

@@ -144,7 +144,7 @@ def generate(
 
 
 def copy_to_host(tree: PyTree) -> PyTree:
-    """Copy arrays to the host; arrays of which this process has only a part are gathered from the other processes."""
+    """Copy arrays to the host; an array that this process has only in part is gathered from all processes."""
 
     def gather(x: jax.Array) -> Array:
         is_complete = x.is_fully_addressable or x.is_fully_replicated

@@ -71,7 +71,7 @@ class PredictingModel(Model, Protocol):
         ...
 
     def init_predictor_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
-        """Return an empty cache of the predictor; the arguments are those of `init_cache`."""
+        """Return an empty cache of the predictor; the arguments are as in `init_cache`."""
         ...
 
 

@@ -194,7 +194,7 @@ def sampling(
 ) -> Chain:
     """Join the usual transforms in the usual order: penalty, temperature, top-k, top-p, min-p.
 
-    The order is that of transformers' `generate`: truncations see the distribution after the temperature.
+    transformers' `generate` has the same order. Truncations see the distribution after the temperature.
     """
     return chain(
         *(() if repetition_penalty is None else (RepetitionPenalty(repetition_penalty),)),

@@ -123,7 +123,7 @@ class Completion:
 class StopStrings:
     """Filter that reads a text piece by piece, and ends the text before the first stop string.
 
-    The first stop string is the one that ends first; if several end at the same character, it is the longest of them.
+    The first stop string is the string that ends first or, if several strings end at the same character, the longest.
     If the end of a piece may begin a stop string, this end is held back until more text decides. The result therefore
     does not depend on how the text is divided into pieces.
     """

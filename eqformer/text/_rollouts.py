@@ -22,7 +22,7 @@ Reward = Callable[..., Sequence[float]]
 
 
 def read_prompts(path: str | Path) -> list[dict[str, Any]]:
-    """Read the rows of `Rollouts` from .jsonl or .parquet files, a folder of these, or a dataset of the hub.
+    """Read the rows of `Rollouts` from .jsonl or .parquet files, a folder of such files, or a dataset of the hub.
 
     Raises a `ValueError` as `data.files` does, and for the first row whose `prompt` is neither a text nor messages.
     """

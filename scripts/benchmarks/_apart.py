@@ -68,7 +68,7 @@ def _serve(connection: Connection, modules: tuple[str, ...]) -> None:
 
 @contextmanager
 def share_kernel_choices() -> Iterator[None]:
-    """Let all processes that start in the block use the GPU kernels that the first of them chooses for a product."""
+    """Let all processes that start in the block use the GPU kernels that the first process chooses for a product."""
     before = os.environ.get("XLA_FLAGS")
     with tempfile.TemporaryDirectory() as folder:
         _add_xla_flags({"xla_gpu_per_fusion_autotune_cache_dir": folder})

@@ -87,7 +87,7 @@ def compilation(rounds: int) -> Iterator[Row]:
         lowered.compile()
         seconds = time.perf_counter() - start
         first = first or seconds
-        note = f"{traced:.1f} s of them to trace and lower"
+        note = f"{traced:.1f} of these seconds to trace and lower"
         yield Row("compile", f"{layers} layers", seconds, "s", seconds / first, note)
 
 
