@@ -323,6 +323,7 @@ def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState
     tokens = Tokens(jnp.where(rows.done[:, None] | (positions >= rows.limits[:, None] - 1), -1, positions))
     hidden, model_cache, _ = pair.model.encode(checked_ids, tokens, rows.cache.model)
     logits = pair.model.unembed(hidden.reshape(-1, hidden.shape[-1]))
+    # The transforms read the row's ids up to each checked token, so each checked token gets a copy of the row.
     history = _write_tokens(rows.ids, rows.lengths[:, None] + order[:count], proposals)
     repeated_history = jnp.repeat(history, count + 1, axis=0)
     probabilities = _probabilities(logits, repeated_history, (positions + 1).reshape(-1), sampling)
@@ -331,24 +332,28 @@ def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState
     accepted, residual = accept_proposals(probabilities, draft_probabilities, proposals, uniforms)
     model_token = sample_ids(jnp.log(residual), rows.lengths + accepted, sampling)
     new_ids = jnp.where(order < accepted[:, None], jnp.pad(proposals, [(0, 0), (0, 1)]), model_token[:, None])
-    active = ~rows.done
-    new_rows = append_tokens(rows, new_ids, logits, jnp.where(active, accepted + 1, 0), None, sampling)
+    new_rows = append_tokens(rows, new_ids, logits, jnp.where(rows.done, 0, accepted + 1), None, sampling)
     added = new_rows.lengths - rows.lengths
     if not can_roll_back(model_cache):
         # A recurrent state cannot roll back: read the accepted tokens again, from the state before the proposals.
         accepted_tokens = Tokens(jnp.where(order < added[:, None], tokens.positions, -1))
         restored = restore_states(rows.cache.model, model_cache)
         _, model_cache, _ = pair.model.encode(checked_ids, accepted_tokens, restored)
-    counts = rows.cache.counts
-    counts = DraftCounts(
-        steps=counts.steps + active.astype(jnp.int32),
-        proposed=counts.proposed + jnp.where(active, jnp.minimum(count, rows.limits - rows.lengths), 0),
-        accepted=counts.accepted + jnp.where(active, jnp.minimum(accepted, added), 0),
-        added=counts.added + added,
-    )
+    counts = _add_counts(rows, count, accepted, added)
     # The draft has read all tokens of the rows before this step, and `hidden` begins at the last of these tokens.
     cache = SpeculativeCache(model_cache, draft_cache, rows.lengths, hidden, counts)
     return dataclasses.replace(new_rows, cache=cache)
+
+
+def _add_counts(rows: Rows, proposed: int, accepted: Int[Array, "batch"], added: Int[Array, "batch"]) -> DraftCounts:
+    """Return the counts after a step that has added `added` tokens to each row; rows that are done do not count."""
+    counts, active = rows.cache.counts, ~rows.done
+    return DraftCounts(
+        steps=counts.steps + active.astype(jnp.int32),
+        proposed=counts.proposed + jnp.where(active, jnp.minimum(proposed, rows.limits - rows.lengths), 0),
+        accepted=counts.accepted + jnp.where(active, jnp.minimum(accepted, added), 0),
+        added=counts.added + added,
+    )
 
 
 def accept_proposals(

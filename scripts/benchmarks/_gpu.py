@@ -50,15 +50,15 @@ Run = Callable[[Callable[[], Result], float], Result]
 
 
 class Task(NamedTuple):
-    """Task of a process: its group, its contender, and its work, which may depend on the settings of earlier training.
-
-    `trains` is the training that the task measures, if it measures one.
-    """
+    """The work of one process, which measures a contender."""
 
     group: str
+    """The group of the rows that are measured."""
     contender: str
     work: Callable[[dict[Work, Way]], Callable[[], Result]]
+    """Function that receives the settings with which earlier training fitted into memory, and returns the work."""
     trains: Work | None = None
+    """The training that is measured, if any; its settings are kept for later tasks."""
 
 
 def gpu(
