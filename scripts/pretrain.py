@@ -65,7 +65,7 @@ def run_command(command: Command) -> None:
     if isinstance(recipe.model, SpeedrunConfig):
         screen.note(f"speedrun   {describe_speedrun(recipe)}")
     run = train(recipe, folder, name=command.recipe, devices=run_devices(command.machine), screen=screen)
-    if run.start < run.step == recipe.steps and recipe.writes_text and recipe.loss != "block-diffusion":
+    if run.start < run.step == recipe.steps and recipe.writes_text:
         sample = f"--run-dir {folder} --prompt {json.dumps(recipe.prompt)} --tokens 300 --temperature 0.8 --seed 0"
         sample += " --trust-recipe" if needs_code(recipe) else ""
         screen.note(f"sample     python scripts/sample.py {sample}")

@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from support.command import entry
-from support.load import load_llm, ModelFlags
+from support.load import apply_blocks, load_llm, ModelFlags
 
-from eqformer import text
+from eqformer import generation, text
 from eqformer.recipes import report, Screen
 
 
@@ -63,6 +63,7 @@ class Command(ModelFlags):
     """Proposes tokens: a run or a published folder with a smaller model, or mtp, the model's own predictor."""
     draft_tokens: int = 4
     """How many tokens the draft proposes at a time."""
+    blocks: generation.BlockSampler = generation.BlockSampler()
     prompts: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
     """Rows {"prompt": "..."} or {"messages": [...]}, with optional settings of the row, such as {"temperature": 0}."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
@@ -88,6 +89,7 @@ def count_steps(command: Command) -> int:
 def load_model(command: Command) -> text.LLM:
     """Load the model that writes the text, and build the kernel for its quantized weights."""
     llm = load_llm(command, predictor=command.draft == PREDICTOR, throughput=count_steps(command) >= MANY_STEPS)
+    llm = apply_blocks(llm, command.blocks)
     text.build_kernels(llm.model)
     return llm
 
@@ -178,7 +180,8 @@ def write_file(command: Command, prompts: Path, out: Path) -> None:
             best_of=command.best_of,
             log_probs=command.log_probs,
             fingerprint=f"{command.model or command.run_dir} {command.dtype} {command.weights} {command.cache_dtype} "
-            f"{command.draft} {command.chat} {command.system}",
+            f"{command.draft} {command.chat} {command.system}"
+            + ("" if command.blocks == generation.BlockSampler() else f" {command.blocks}"),
             progress=lambda done, total: show("rows", done, total),
         )
     seconds = time.monotonic() - start

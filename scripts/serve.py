@@ -12,14 +12,14 @@ import dataclasses
 from collections.abc import Sequence
 
 from support.command import entry
-from support.load import load_model, ModelFlags
+from support.load import apply_blocks, load_model, ModelFlags
 
-from eqformer import serving, text
+from eqformer import generation, serving, text
 from eqformer.recipes import Screen
 
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-TEXT_FLAGS = ("slots", "capacity", "prefill_chunk", "stride", "cache_dtype", "max_new_tokens")
+TEXT_FLAGS = ("slots", "capacity", "prefill_chunk", "stride", "cache_dtype", "blocks", "max_new_tokens")
 EMBEDDING_FLAGS = ("batch_size",)
 
 
@@ -50,6 +50,7 @@ class Command(ModelFlags):
     """Dtype of cached keys and values: bfloat16, int8 or fp8; by default the compute dtype."""
     throughput: bool = False
     """Whether to compile longer for faster decoding: on a CPU, layers whose weights exceed its cache are unstacked."""
+    blocks: generation.BlockSampler = generation.BlockSampler()
     batch_size: int = 32
     """Texts that a text encoder reads together."""
     max_prompt_tokens: int | None = None
@@ -80,7 +81,7 @@ def make_service(command: Command) -> serving.TextService | serving.EmbeddingSer
         return serving.EmbeddingService(model, limits=limits, batch_size=command.batch_size)
     _refuse_flags(command, EMBEDDING_FLAGS, "a language model, which has --slots instead")
     return serving.TextService(
-        model,
+        apply_blocks(model, command.blocks),
         limits=_limits(command, serving.Limits()),
         slots=command.slots,
         capacity=command.capacity,

@@ -68,6 +68,8 @@ from ._tokenizer import (
     check_same_ids as check_same_ids,
     EncodedText as EncodedText,
     FileTokenizer as FileTokenizer,
+    find_mask_id as find_mask_id,
+    MASK_TOKENS as MASK_TOKENS,
     PromptTokenizer as PromptTokenizer,
     TextStream as TextStream,
     Tokenizer as Tokenizer,

@@ -421,3 +421,21 @@ def tokenizer_files(tokenizer: ByteTokenizer | FileTokenizer, *, max_length: int
     settings: dict[str, str | int] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
     settings |= {"eos_token": added[tokenizer.end_of_text]} if tokenizer.end_of_text in added else {}
     return {"tokenizer.json": tokenizer_json, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
+
+
+MASK_TOKENS = ("[MASK]", "<mask>", "<|mask|>", "<|MASK|>")
+"""Names of mask tokens in published tokenizers."""
+_MASK_BYTE = 1
+"""The mask token of the byte tokenizer: a control character, which texts do not contain."""
+
+
+def find_mask_id(tokenizer: "ByteTokenizer | FileTokenizer", token: str | None = None) -> int | None:
+    """Return the id of a tokenizer's mask token, which must be a special token; None for a tokenizer without one.
+
+    `token` is the name of the mask token; None: one of `MASK_TOKENS` or, for the byte tokenizer, the byte 1.
+    """
+    if token is None and isinstance(tokenizer, ByteTokenizer):
+        return _MASK_BYTE
+    tokens = MASK_TOKENS if token is None else (token,)
+    encoded = [tokenizer.encode_prompt(name, add_special_tokens=False).tolist() for name in tokens]
+    return next((row[0] for row in encoded if len(row) == 1 and row[0] in tokenizer.special_ids), None)

@@ -12,7 +12,7 @@ from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text  # pyright: ignore[reportMissingImports]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 
-from ..generation import Engine, Request, score_tokens
+from ..generation import Request, score_tokens
 from ..text import LLM
 
 
@@ -162,7 +162,7 @@ class HarnessModel(TemplateLM):
             for row in order
         ]
         capacity, slots = max(map(len, rows)) + max_new_tokens, min(self.batch_size, len(rows))
-        engine = Engine(self.llm.model, slots=slots, capacity=capacity, prefill_chunk=_PREFILL_CHUNK)
+        engine = self.llm.sampler.engine(self.llm.model, slots=slots, capacity=capacity, prefill_chunk=_PREFILL_CHUNK)
         texts = [""] * len(rows)
         for count, result in enumerate(engine.run(requests), 1):
             if result.finish == "error":

@@ -119,18 +119,9 @@ def free_rows(flat_model: FlatTree, batch: int, width: int, capacity: int, dtype
     alternatives = _no_alternatives(jnp.zeros(batch, bool), width, model.vocab)
     ids = jnp.zeros((batch, width), jnp.int32)
     rows = new_rows(ids, lengths, lengths, cache, is_done=True, alternatives=alternatives)
-    settings = RowSampling(
-        bias=jnp.zeros((batch, model.vocab), jnp.float32),
-        repetition_penalty=jnp.ones(batch, jnp.float32),
-        new_id_penalties=jnp.zeros((batch, 2), jnp.float32),
-        temperature=jnp.zeros(batch, jnp.float32),
-        top_k=jnp.full(batch, model.vocab, jnp.int32),
-        start=jnp.zeros(batch, jnp.int32),
-        top_p=jnp.ones(batch, jnp.float32),
-        min_p=jnp.zeros(batch, jnp.float32),
-    )
     keys = jnp.broadcast_to(jax.random.key(0), (batch,))
     ends = jnp.full((batch, MAX_ENDS), -1, jnp.int32)
+    settings = RowSampling.neutral(batch, model.vocab)
     return FlatTree(EngineRows(rows, SamplingState(chain(settings), keys, jnp.zeros(batch, jnp.int32), ends)))
 
 

@@ -6,7 +6,17 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..nn import has_shape, LanguageModel, modules, PositionEncoding, Predictor, QuantizedLinear, Routed, Tokens
+from ..nn import (
+    has_shape,
+    LanguageModel,
+    modules,
+    PositionEncoding,
+    Predictor,
+    QuantizedLinear,
+    Routed,
+    Tokens,
+    with_causal_masks,
+)
 
 
 @runtime_checkable
@@ -90,7 +100,8 @@ def count_bytes(tree: PyTree) -> int:
 
 def count_cache_bytes(model: Model, batch: int, capacity: int, dtype: str | None) -> int:
     """Return the bytes of the caches of `batch` rows."""
-    return count_bytes(eqx.filter_eval_shape(model.init_cache, batch, capacity, dtype))
+    # Masks of blocks change no size, but `init_cache` refuses them.
+    return count_bytes(eqx.filter_eval_shape(with_causal_masks(model).init_cache, batch, capacity, dtype))
 
 
 # Models without a scan over layers, which decode faster on platforms where a scan copies the weights it reads.

@@ -179,6 +179,20 @@ class RowSampling(eqx.Module):
         # Transferring all arrays together takes a third of the time of transferring each array alone.
         return RowSampling(**jax.device_put(settings))
 
+    @staticmethod
+    def neutral(batch: int, vocab: int) -> "RowSampling":
+        """Return the settings of free slots: greedy, and without any change of the logits."""
+        return RowSampling(
+            bias=jnp.zeros((batch, vocab), jnp.float32),
+            repetition_penalty=jnp.ones(batch, jnp.float32),
+            new_id_penalties=jnp.zeros((batch, 2), jnp.float32),
+            temperature=jnp.zeros(batch, jnp.float32),
+            top_k=jnp.full(batch, vocab, jnp.int32),
+            start=jnp.zeros(batch, jnp.int32),
+            top_p=jnp.ones(batch, jnp.float32),
+            min_p=jnp.zeros(batch, jnp.float32),
+        )
+
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Return the changed logits; ids that must not be sampled have minus infinity.
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._shapes import next_power_of_two
-from ..nn import dims, right_padded, Source, Tokens, with_source
+from ..nn import block_of, dims, right_padded, Source, Tokens, with_source
 from ._model import depends_on_length, Model
 from ._prompts import BUCKET, check_ids, round_up
 from ._transforms import likeliest_ids
@@ -55,8 +55,8 @@ def score_tokens(
     Rows of like lengths are read together. A prompt that several continuations share is read once, if this saves a
     third of the tokens, and copies of its cache are continued. Sizes are rounded up to multiples of 64, so that other
     rows mostly reuse the compiled programs. A model with an encoder reads the prompts with its encoder. Raises a
-    `ValueError` for prompts and continuations that are empty or hold unknown ids, for more tokens than learned
-    positions, and for numbers that are out of range.
+    `ValueError` for a model of block diffusion, for prompts and continuations that are empty or hold unknown ids, for
+    more tokens than learned positions, and for numbers that are out of range.
 
     Args:
         model: The model, which must have a cache.
@@ -66,6 +66,11 @@ def score_tokens(
         alternatives: Number of likely ids that are reported beside each id.
         progress: A function that is called with the number of scored rows and the number of all rows.
     """
+    if block_of(model) is not None:
+        raise ValueError(
+            "score_tokens(model): with masks of blocks a token sees later tokens, so a model of block diffusion gives "
+            "no probability of a token after the tokens before it; pass a model that predicts next tokens."
+        )
     _check_rows(model, prompts, continuations)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"score_tokens(batch_size={batch_size}): a batch must have at least 1 row.")

@@ -342,6 +342,8 @@ class Family:
     """How a predictor, the module for multi-token prediction, is published; None: models are read without it."""
     multimodal: tuple[MultimodalModel, ...] = ()
     """Published multimodal models whose text model is of this family."""
+    denoises_blocks: bool = False
+    """Whether its models denoise blocks of tokens (block diffusion), in place of decoding one token after another."""
     as_stored: Callable[[ModelConfig, Collection[str]], ModelConfig] | None = None
     """A function that corrects a config by the names of a folder's arrays; None: `config.json` states everything."""
 
@@ -387,6 +389,11 @@ class Family:
     def is_encoder(self) -> bool:
         """Whether its models are encoders for masked tokens, which write no text."""
         return self.architecture.endswith("ForMaskedLM")
+
+    @property
+    def decodes_tokens(self) -> bool:
+        """Whether its models write texts by decoding one token after another."""
+        return not (self.is_encoder or self.denoises_blocks)
 
     @property
     def base_prefix(self) -> str:

@@ -311,21 +311,14 @@ def row_encoder(recipe: Recipe, tokenizer: Tokenizer, directory: RunDirectory | 
 def mask_id(recipe: Recipe, tokenizer: Tokenizer) -> int:
     """Return the id of the mask token; raises a `ValueError` for a tokenizer without a mask token."""
     token = recipe.masking.token
-    if token is None and isinstance(tokenizer, data.ByteTokenizer):
-        return _MASK_BYTE
-    tokens = _MASK_TOKENS if token is None else (token,)
-    encoded = [tokenizer.encode_prompt(name, add_special_tokens=False).tolist() for name in tokens]
-    ids = [row[0] for row in encoded if len(row) == 1 and row[0] in tokenizer.special_ids]
-    if not ids:
+    found_id = data.find_mask_id(tokenizer, token)
+    if found_id is None:
         raise ValueError(
-            f"--masking.token {token}: the tokenizer has no special token {' or '.join(tokens)}; give the name of its "
-            "mask token, or a --text.tokenizer that has one."
+            f"--masking.token {token}: the tokenizer has no special token "
+            f"{' or '.join(data.MASK_TOKENS) if token is None else token}; give the name of its mask token, or a "
+            "--text.tokenizer that has one."
         )
-    return ids[0]
-
-
-_MASK_TOKENS = ("[MASK]", "<mask>", "<|mask|>", "<|MASK|>")
-_MASK_BYTE = 1  # a control character, which texts do not contain
+    return found_id
 
 
 def sample_prompt(

@@ -475,12 +475,11 @@ class Trainer:
     def _write_sample(self, model: Any, step: int) -> None:
         prompt, ends = sample_prompt(self.recipe, self.tokenizer, self.encoder)
         prompt, max_new_tokens = generation.fit_to_positions(model, prompt, 160)
-        generate: Callable[..., generation.Generation] = generation.generate
-        if self.recipe.loss == "block-diffusion":
-            generate = functools.partial(generation.generate_blocks, mask_id=mask_id(self.recipe, self.tokenizer))
-        output = generate(
+        sampler = generation.sampler_of(model, data.find_mask_id(self.tokenizer, self.recipe.masking.token))
+        output = sampler.generate(
             model,
             [prompt],
+            examples=[0],
             max_new_tokens=max_new_tokens,
             transforms=generation.sampling(temperature=0.8),
             end_of_text=ends,

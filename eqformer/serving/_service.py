@@ -11,8 +11,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from .. import data, generation, interpretability
 from .._files import JsonObject
 from ..text import build_kernels, Grammar, LLM, TextEngine, TextPiece
@@ -169,7 +167,6 @@ class TextService(Service):
         super().__init__(limits or Limits(), ServerMetrics(counters, ("first_token", "between_tokens", "request")))
         self.llm = llm
         self._make_engine = functools.partial(llm.engine, **engine_options)
-        self._has_draft = engine_options.get("draft") is not None
         self.engine = self._make_engine()
         self._scoring = asyncio.Lock()
         self.expert_layers = interpretability.expert_layers(llm.model)
@@ -191,6 +188,8 @@ class TextService(Service):
 
     async def encode_completion(self, request: CompletionRequest) -> list[Prompt]:
         """Return the prompts of a completion; raise a `RequestError` for a prompt that cannot be continued."""
+        if request.best_of > request.options.count:  # Log-probabilities decide which texts are best.
+            self._refuse("log_probabilities", "best_of")
         with _as_bad_request("prompt"):
             rows = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in request.prompts])
         prompts = [Prompt(ids) for ids in rows]
@@ -290,15 +289,7 @@ class TextService(Service):
         start = time.monotonic()
         build_kernels(self.llm.model, warn=progress)
         engine = self.engine.engine
-        # There is a program for each width to which prompts are padded. A prompt of one token is padded to the first
-        # width, and a prompt of one token more than a width to the next width.
-        lengths = [1, *(width + 1 for width in engine.chunk_widths[:-1] if width < engine.capacity - 2)]
-        # The ids differ, because a prefix that is shared with an earlier prompt would not be read again.
-        requests = [generation.Request([number] * length, 2) for number, length in enumerate(lengths)]
-        requests.append(generation.Request([1], 2, temperature=1.0))
-        if not self._has_draft:
-            any_token = np.ones(self.llm.model.vocab, bool)
-            requests.append(generation.Request([1], 2, allowed=lambda ids: any_token))
+        requests = engine.warm_up_requests()
         for number, request in enumerate(requests, 1):
             for result in engine.run([request]):
                 if result.error:
@@ -390,11 +381,16 @@ class TextService(Service):
             if (outside := next((number for number in ids if number >= vocab), None)) is not None:
                 message = f"{field}: the token id {outside} is unknown; the model's {vocab:,} ids are 0 to {vocab - 1}."
                 raise RequestError(400, message, parameter=field)
-        if prompt.grammar is not None and self._has_draft:
-            field = prompt.grammar_field
-            reason = f"this server generates with a draft, and so cannot restrict a text; leave {field} out."
-            raise RequestError(400, f"{field}: {reason}", parameter=field)
+        if prompt.grammar is not None:
+            self._refuse("allowed", prompt.grammar_field)
+        if options.alternatives is not None:
+            self._refuse("log_probabilities", "logprobs")
         self._check_length(prompt, options)
+
+    def _refuse(self, setting: str, field: str | None) -> None:
+        """Raise a `RequestError` that names a field of the body if the engine cannot honour a setting."""
+        if reason := self.engine.engine.unsupported.get(setting):
+            raise RequestError(400, f"{field}: {reason}; leave {field} out.", parameter=field)
 
     def _check_length(self, prompt: Prompt, options: TextOptions) -> None:
         """Raise a `RequestError` if a prompt and its new tokens exceed a limit."""

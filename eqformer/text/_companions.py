@@ -77,6 +77,19 @@ def read_begin_id(folder: Path, tokenizer: data.ByteTokenizer | data.FileTokeniz
     return int(ids[0]) if len(ids) == 1 else None
 
 
+def read_mask_id(folder: Path, tokenizer: data.ByteTokenizer | data.FileTokenizer) -> int | None:
+    """Return the id of the mask token with which a published model was trained; None if its files name none.
+
+    The id is `mask_token_id` of `config.json`, the `mask_token` that the folder names, or a mask token of the
+    tokenizer.
+    """
+    config = folder / "config.json"
+    stated = read_json(config).get("mask_token_id") if config.exists() else None
+    if fits(stated, int):
+        return stated
+    return data.find_mask_id(tokenizer, data.read_special_tokens(folder).get("mask_token"))
+
+
 def read_chat_template(folder: Path) -> data.ChatTemplate | None:
     """Read a published folder's chat template, if any; warn and return None if the template cannot be read."""
     if not data.has_chat_template(folder):

@@ -199,13 +199,13 @@ class StreamedText(Iterator[str]):
     """Iterator over the pieces of a text while it is generated.
 
     A piece is the text that one new id completes, and is often empty. Generation goes on only while pieces are
-    requested.
+    requested. A model of block diffusion generates the ids of a block together.
     """
 
     ids: list[int]
     """Ids that have been sampled so far."""
 
-    def __init__(self, tokens: generation.TokenStream, assembler: TextAssembler):
+    def __init__(self, tokens: generation.IdStream, assembler: TextAssembler):
         self.ids, self._tokens = [], tokens
         self._pieces = self._assemble(assembler)
 
@@ -292,10 +292,10 @@ def _complete_rows(
         counts[row] = len(ids)
         return assemblers[row].is_complete
 
-    result = generation.generate(
+    result = llm.sampler.generate(
         llm.model,
         [prompts.rows[number] for number in numbers],
-        examples=list(numbers),  # The samples of a row depend on its number, and not on the batch.
+        examples=numbers,  # The samples of a row depend on its number, and not on the batch.
         log_probabilities=log_probs,
         ends_row=contains_stop if settings.stop else None,
         **_generation_options(llm, prompts, settings),
@@ -310,7 +310,8 @@ def _complete_rows(
 def _stream(llm: "LLM", prompts: Prompts, settings: Settings) -> StreamedText:
     """Return the text of the only prompt; tokens are generated while the caller reads the text."""
     options = _generation_options(llm, prompts, settings)
-    return StreamedText(generation.stream(llm.model, prompts.rows[0], **options), _assembler(llm, prompts, 0, settings))
+    ids = llm.sampler.stream(llm.model, prompts.rows[0], **options)
+    return StreamedText(ids, _assembler(llm, prompts, 0, settings))
 
 
 def _assembler(llm: "LLM", prompts: Prompts, number: int, settings: Settings) -> TextAssembler:
@@ -319,8 +320,8 @@ def _assembler(llm: "LLM", prompts: Prompts, number: int, settings: Settings) ->
     return TextAssembler(data.TextStream(llm.tokenizer, continued), llm.end_ids, StopStrings(settings.stop))
 
 
-def _generation_options(llm: "LLM", prompts: Prompts, settings: Settings) -> dict[str, Any]:
-    """Return the arguments that `generation.generate` and `generation.stream` share."""
+def _generation_options(llm: "LLM", prompts: Prompts, settings: Settings) -> generation.SamplerOptions:
+    """Return the arguments that the methods `generate` and `stream` of a sampler share."""
     return {
         "max_new_tokens": settings.max_new_tokens,
         "transforms": settings.transforms,

@@ -45,6 +45,8 @@ class LLM:
     """Maximum number of tokens of a text for which the model was published or trained; None: unknown."""
     begin_id: int | None = None
     """The id of the beginning of text, even if prompts do not get it; None: the model's files name no such id."""
+    sampler: generation.Sampler = generation.NextTokenSampler()
+    """How the model writes: one token after another, or block after block (`generation.BlockSampler`)."""
 
     def __post_init__(self):
         if isinstance(self.chat_template, str):
@@ -185,7 +187,8 @@ class LLM:
 
         Requests may arrive at any time; each gets the text that `generate` or `chat` would generate for it alone. The
         engine decodes with `model`, so the engine runs under the plan that `load` was given. Raises a `ValueError` for
-        numbers below 1 and for a draft that does not fit the model.
+        numbers below 1 and for a draft that does not fit the model. With a `generation.BlockSampler`, texts grow by
+        blocks; `prefill_chunk`, `stride` and `prefixes` have no effect, and a draft is an error.
 
         Args:
             slots: Number of texts that are generated at once.
@@ -206,7 +209,7 @@ class LLM:
             model = prepare_to_decode(
                 model, None, throughput=True, rows=slots, capacity=capacity, cache_dtype=cache_dtype
             )
-        engine = generation.Engine(
+        engine = self.sampler.engine(
             model,
             slots=slots,
             capacity=capacity,

@@ -19,6 +19,7 @@ from ._companions import (
     read_begin_id,
     read_chat_template,
     read_encoder_files,
+    read_mask_id,
 )
 from ._llm import LLM, prepare_to_decode
 from ._text_classifier import load_classifier, reads_token_types, TextClassifier
@@ -159,7 +160,8 @@ def _load_llm(
     model = models.load(path, plan=plan, dtype=dtype, weights=weights, predictor=predictor, progress=progress)
     max_length = getattr(models.read_config(path), "max_seq", None)
     prepared = prepare_to_decode(model, plan, throughput=throughput)
-    return make_llm(prepared, tokenizer, folder, max_length, special_tokens=True)
+    mask_id = read_mask_id(folder, tokenizer)
+    return make_llm(prepared, tokenizer, folder, max_length, special_tokens=True, mask_id=mask_id)
 
 
 def _load_run(path: Path, plan: parallel.Plan | None, weights: str, throughput: bool) -> LLM:
@@ -176,7 +178,14 @@ def _load_run(path: Path, plan: parallel.Plan | None, weights: str, throughput: 
         model = model if plan is None else plan.shard(model)
     is_published = published.is_dir()
     prepared = prepare_to_decode(model, plan, throughput=throughput)
-    return make_llm(prepared, tokenizer, published, recipe.seq, special_tokens=is_published)
+    return make_llm(
+        prepared,
+        tokenizer,
+        published,
+        recipe.seq,
+        special_tokens=is_published,
+        mask_id=data.find_mask_id(tokenizer, recipe.mask_token),
+    )
 
 
 def make_llm(
@@ -186,15 +195,25 @@ def make_llm(
     max_length: int | None,
     *,
     special_tokens: bool,
+    mask_id: int | None = None,
 ) -> LLM:
     """Join a model and its tokenizer with the chat template and the special ids of a published folder.
 
     If the folder does not exist, the `LLM` has no chat template and no special ids but the tokenizer's. The first of
     the `LLM`'s end ids is the tokenizer's end of text. The other end ids are named in the folder's configs.
+
+    Args:
+        model: The model in the form that decodes.
+        tokenizer: The tokenizer.
+        folder: The published folder.
+        max_length: Maximum number of tokens of a text; None: unknown.
+        special_tokens: Whether the tokenizer adds special tokens to prompts.
+        mask_id: The id of a masked token, which only a model of block diffusion needs; None: unknown.
     """
     ends = dict.fromkeys([tokenizer.end_of_text, *models.read_eos_token_ids(folder)])
     begin_id = read_begin_id(folder, tokenizer)
-    return LLM(model, tokenizer, read_chat_template(folder), tuple(ends), special_tokens, max_length, begin_id)
+    template, sampler = read_chat_template(folder), generation.sampler_of(model, mask_id)
+    return LLM(model, tokenizer, template, tuple(ends), special_tokens, max_length, begin_id, sampler)
 
 
 # Folders of runs, as `recipes.train` and scripts/pretrain.py write them.
@@ -218,6 +237,8 @@ class RunRecipe(NamedTuple):
     """Number of tokens of a row in training."""
     loss: str = "next-token"
     """The loss of the run."""
+    mask_token: str | None = None
+    """The name of the mask token; None: as `data.find_mask_id` finds it."""
     pooling: str = "mean"
     """How a text encoder makes the vector of a text."""
     similarity: str = "cosine"
@@ -362,6 +383,8 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
     else:
         tokenizer = open_tokenizer()
         attributes = {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None}
+        if recipe.loss == "block-diffusion":
+            attributes["mask_token_id"] = data.find_mask_id(tokenizer, recipe.mask_token)
         files = data.tokenizer_files(tokenizer, max_length=recipe.seq)
     if recipe.classifier is not None:
         attributes |= _label_attributes(recipe, published, open_tokenizer())
@@ -419,6 +442,7 @@ def _parse_recipe(file: Path, recipe: Mapping[str, Any]) -> RunRecipe:
         published=Path(recipe["published"]) if recipe.get("published") else None,
         seq=recipe["seq"],
         loss=recipe.get("loss") or "next-token",
+        mask_token=(recipe.get("masking") or {}).get("token"),
         pooling=contrastive.get("pooling") or "mean",
         similarity=contrastive.get("similarity") or "cosine",
         labels=tuple(classification.get("labels") or ()),

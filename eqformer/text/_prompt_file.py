@@ -78,6 +78,10 @@ def complete_file(
     source, target = Path(source), Path(target)
     if best_of < 1:
         raise ValueError(f"complete_file(best_of={best_of}): at least 1 text must be generated for a row.")
+    reason = engine.engine.unsupported.get("log_probabilities")
+    if reason and (best_of > 1 or log_probs):
+        option = "log_probs=True" if log_probs else f"best_of={best_of}"
+        raise ValueError(f"complete_file({option}): {reason}; leave {option.partition('=')[0]} out.")
     if target.resolve() == source.resolve():
         raise ValueError(f"complete_file({str(source)!r}): the texts would replace the rows; write to another file.")
     values = [getattr(request, field.name) for field in dataclasses.fields(request) if field.name != "prompt"]
@@ -231,8 +235,9 @@ def _describe(job: _PromptFileJob, results: list[TextResult]) -> dict[str, Any]:
             "text": result.text,
             "finish_reason": result.finish_reason,
             "tokens": len(result.ids),
-            "log_prob": _round(sum(result.log_probs)),
         }
+        if "log_probabilities" not in job.engine.engine.unsupported:
+            sample["log_prob"] = _round(sum(result.log_probs))
         if job.log_probs:
             sample |= {"ids": list(result.ids), "log_probs": [_round(value) for value in result.log_probs]}
         samples.append(sample)

@@ -1,4 +1,4 @@
-"""`TextEngine`: requests for texts, which a `generation.Engine` continues together as they arrive."""
+"""`TextEngine`: requests for texts, which a `generation.RequestEngine` continues together as they arrive."""
 
 import dataclasses
 import functools
@@ -193,7 +193,7 @@ class TextEngine:
     and the sharing of prompts.
     """
 
-    def __init__(self, llm: "LLM", engine: generation.Engine, draft: "LLM | None" = None):
+    def __init__(self, llm: "LLM", engine: generation.RequestEngine, draft: "LLM | None" = None):
         """Join a model's tokenizer and chat template with an engine over the model.
 
         Args:

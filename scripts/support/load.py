@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from eqformer import nn, parallel, text
+from eqformer import generation, nn, parallel, text
 from eqformer.recipes import Mesh, Recipe, RECIPES, RunDirectory, Screen, setup
 from support.processes import Machine, run_devices
 
@@ -40,6 +40,19 @@ class ModelFlags:
     def source(self) -> Path:
         """The model's folder, file or name, or the folder of the run; by default runs/default."""
         return self.model or self.run_dir or Path("runs/default")
+
+
+def apply_blocks(llm: text.LLM, blocks: generation.BlockSampler) -> text.LLM:
+    """Return the language model with the settings of --blocks; a mask id that is not given is the model's own.
+
+    Raises a `ValueError` for settings of a model that generates one token after another.
+    """
+    if blocks == generation.BlockSampler():
+        return llm
+    if not isinstance(llm.sampler, generation.BlockSampler):
+        raise ValueError("--blocks: the model generates one token after another; leave the --blocks flags out.")
+    mask_id = llm.sampler.mask_id if blocks.mask_id is None else blocks.mask_id
+    return dataclasses.replace(llm, sampler=dataclasses.replace(blocks, mask_id=mask_id))
 
 
 def load_llm(flags: ModelFlags, *, predictor: bool = False, throughput: bool = False) -> text.LLM:

@@ -24,9 +24,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     dict(temperature=0.9, top_k=9, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
 )
 QUICK = "local and global"
-ENCODERS = tuple(preset for family in models.FAMILIES.values() if family.is_encoder for preset in family.presets)
-ENCODERS += tuple(models.FAMILIES["sdar"].presets)  # which write blocks of tokens
-PRESETS = [name for name in models.presets() if "-byte-" in name and not name.startswith(ENCODERS)]
+DECODERS = [family for family in models.FAMILIES.values() if family.decodes_tokens]
+PRESETS = [name for family in DECODERS for name in family.presets if "-byte-" in name]
 
 
 @pytest.fixture(scope="module")
@@ -453,7 +452,7 @@ def test_rows_are_as_long_as_learned_positions_allow():
 
 def test_what_an_engine_cannot_do_is_refused(model):
     engine = Engine(model, **SIZES, draft=model)
-    with pytest.raises(ValueError, match="the engine's draft proposes several at a time"):
+    with pytest.raises(ValueError, match="allowed: a draft proposes several tokens at a time"):
         engine.submit(Request([1], 3, allowed=lambda ids: np.ones(VOCAB, bool)))
     with pytest.raises(ValueError, match=r"Engine\(prefixes=-1\): prefixes must be at least 0"):
         Engine(model, **SIZES, prefixes=-1)

@@ -295,7 +295,7 @@ ENCODERS = {
     "nomic_bert",
     "roberta",
 }  # of which a token sees later ones
-WITHOUT_DECODING = ENCODERS | {"sdar"}  # whose tokens see later tokens of their block
+WITHOUT_DECODING = {name for name, family in models.FAMILIES.items() if not family.decodes_tokens}
 
 
 @pytest.mark.grid

@@ -226,9 +226,7 @@ MESHES = {
 
 @pytest.mark.grid
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize(
-    "family", [name for name, kind in models.FAMILIES.items() if not kind.is_encoder and name != "sdar"]
-)
+@pytest.mark.parametrize("family", [name for name, family in models.FAMILIES.items() if family.decodes_tokens])
 def test_families(family, mesh):
     name = min((name for name in models.FAMILIES[family].presets if "byte" in name), key=len)
     sizes, model = MESHES[mesh], built(name)

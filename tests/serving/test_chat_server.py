@@ -266,7 +266,7 @@ ERRORS = {
         "tool_choice",
         "tool_choice forces an answer that begins with a call",
     ),
-    "draft": ({"messages": ASK, "response_format": FORM}, "response_format", "response_format: this server generates"),
+    "draft": ({"messages": ASK, "response_format": FORM}, "response_format", "response_format: a draft proposes"),
 }
 
 

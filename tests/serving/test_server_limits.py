@@ -15,6 +15,7 @@ from text_cases import scripted, small_model
 
 from eqformer import data, generation, kernels, nn, serving
 from eqformer.generation import _engine
+from eqformer.generation._request_engine import Row
 from eqformer.serving import _server
 from eqformer.text import LLM
 
@@ -190,9 +191,9 @@ def test_an_engine_that_fails_is_replaced(llm, monkeypatch):
 def test_errors_of_a_text_speak_of_the_clients_request(llm, monkeypatch):
     """The engine numbers its requests, and clients do not know these numbers."""
     service = serving.TextService(llm, **SIZES)
-    app, engine = serving.make_app(service, name="tiny"), service.engine.engine
-    call, fault = type(engine)._call, lambda *arguments: 1 / 0
-    monkeypatch.setattr(engine, "_call", lambda row, function, *arguments: call(row, fault, *arguments))
+    app = serving.make_app(service, name="tiny")
+    call, fault = Row.call, lambda *arguments: 1 / 0
+    monkeypatch.setattr(Row, "call", lambda row, function, *arguments: call(row, fault, *arguments))
     body = {"prompt": "ab", "max_tokens": 10, "temperature": 0, "stop": "zz", "logit_bias": {"3": 1}}
     send(app, body | {"prompt": "a"})  # The next request is not the engine's request 0.
     response, streamed = send(app, body, body | {"stream": True})

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from eqformer import data, models, nn
+from eqformer import data, generation, models, nn
 from eqformer.text import LLM
 
 
@@ -25,17 +25,21 @@ USER = {"role": "user", "content": "Hi"}
 
 
 class Scripted(eqx.Module):
-    """A model that writes a script: after the token at position `p` comes byte `p + 1` of the script."""
+    """A model that writes a script: after the token at position `p` comes byte `p + 1` of the script.
+
+    With a `mask` of blocks it denoises blocks, and the masked token at position `p` is byte `p` of the script.
+    """
 
     script: Int[Array, "max_seq"]
     vocab: int = 256
     max_seq: int | None = None
     start: int | None = None
+    mask: nn.Mask | None = None
 
     def encode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch seq vocab"], PyTree, None]:
-        following = jnp.take(self.script, tokens.positions + 1, mode="clip")
+        following = jnp.take(self.script, tokens.positions + int(self.mask is None), mode="clip")
         return 4.0 * jax.nn.one_hot(following, self.vocab), cache, None
 
     def unembed(self, hidden: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
@@ -50,13 +54,15 @@ class Scripted(eqx.Module):
         return ()
 
 
-def scripted(script: str) -> LLM:
+def scripted(script: str, *, block: int | None = None) -> LLM:
     """Return an `LLM` that writes the script from the prompt's end on, and then ends the text with the byte 0.
 
-    Scripts are padded to 256 bytes, so that all such models share their compiled programs.
+    With `block`, its model denoises blocks of this many tokens. Scripts are padded to 256 bytes, so that all such
+    models share their compiled programs.
     """
     ids = np.frombuffer(script.encode().ljust(256, b"\0"), np.uint8).astype(np.int32)
-    return LLM(Scripted(jnp.asarray(ids)), data.ByteTokenizer(), end_ids=(0,))
+    model = Scripted(jnp.asarray(ids), mask=None if block is None else nn.block_causal(block))
+    return LLM(model, data.ByteTokenizer(), end_ids=(0,), sampler=generation.sampler_of(model, mask_id=1))
 
 
 @functools.cache

@@ -57,9 +57,10 @@ SDAR = Family(
         Attribute("block", "block_size", 4),
         Expect("use_sliding_window", False),
         Ignore("sliding_window", "max_window_layers", "layer_types"),  # without effect unless windows are switched on
-        Ignore("mask_token_id"),  # the caller passes the mask token's id to the sampler
+        Ignore("mask_token_id"),  # the loader of texts reads it
         Ignore("debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep"),
         Activation(),
     ),
     LLAMA_WEIGHTS,
+    denoises_blocks=True,
 )
