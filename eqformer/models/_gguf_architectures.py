@@ -71,6 +71,10 @@ class Architecture:
     """A function that returns the published values of an array of one dim, given its name."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The index of a dim of size 1 that files leave out, by the array's name."""
+    scalars: tuple[str, ...] = ()
+    """Names of arrays without dims in published folders, which files have as one number of one dim."""
+    layer_lists: tuple[str, ...] = ()
+    """Names of the header's lists with one number for each layer, which are read as arrays."""
     flat: tuple[str, ...] = ()
     """Names of arrays that published folders have in one dim, and files in two."""
     eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
@@ -81,6 +85,8 @@ class Architecture:
     """The published names of a layer's arrays before the layer's number."""
     lists: tuple[str, ...] = ()
     """Sizes that may be lists with a number for each layer; the largest one is read, and `implied` reads the others."""
+    has_attention: bool = True
+    """Whether some layers have attention; a file of a model without attention states 0 heads and 0 hidden features."""
     has_latents: bool = False
     """Whether keys and values are computed from latents; their widths in the file are then the widths of latents."""
     has_predictors: bool = False
@@ -257,5 +263,18 @@ DENSE: Mapping[str, Architecture] = {
         eps=_LAYER_NORM,
     ),
     "jais2": Architecture("jais2", implied=read_biases, eps=_LAYER_NORM),
+    "apertus": Architecture(
+        "apertus",
+        {
+            "attn_norm": "attention_layernorm",
+            "ffn_norm": "feedforward_layernorm",
+            **{f"xielu.{name}": f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")},
+        },
+        implied=lambda config, file: (
+            read_attention_bias(config, file) | {"rope_scaling": config.get("rope_scaling") or {"rope_type": "default"}}
+        ),
+        scalars=("xielu.beta", "xielu.eps"),
+        layer_lists=tuple(f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")),
+    ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", HUNYUAN, implied=read_attention_bias),
 }

@@ -243,6 +243,27 @@ def read_mixture(config: JsonObject, file: GGUF) -> JsonObject:
     }
 
 
+def read_llama4(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the attributes of Llama 4 that files do not state, with llama.cpp's values for them.
+
+    llama.cpp takes a file of 128 experts for Maverick, whose queries and keys have no norms. Raises a `ValueError` for
+    a stated window, which llama.cpp reads as a model without chunks.
+    """
+    if (name := "llama4.attention.sliding_window") in file.values:
+        raise ValueError(f"{file.call}: {name}={file.values[name]}: a model without chunks is not supported.")
+    return {
+        **read_attention_bias(config, file),
+        "intermediate_size": config["intermediate_size_moe"],
+        "intermediate_size_moe": None,
+        "intermediate_size_mlp": config["intermediate_size"],
+        "use_qk_norm": config["num_local_experts"] != 128,
+        "attention_chunk_size": 8192,
+        **{"attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192},
+        "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])],
+        "layer_types": None,
+    }
+
+
 def read_glm_options(config: JsonObject, file: GGUF) -> JsonObject:
     """Return the switches that the file's arrays and numbers imply."""
     return {
@@ -316,6 +337,22 @@ def read_mamba2(config: JsonObject, file: GGUF) -> JsonObject:
         "mamba_proj_bias": file.has("ssm_in.bias"),
         "position_embedding_type": "rope" if is_rotated else "nope",
         **{name: config[name] or 0 for name in ("num_local_experts", "num_experts_per_tok")},
+    }
+
+
+def read_pure_mamba2(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the attributes of a Mamba-2 without attention, whose steps have no bounds."""
+    heads, inner, embed = config["num_heads"], config["head_dim"], config["hidden_size"]
+    if inner % heads or inner % embed:
+        raise ValueError(
+            f"{file.call}: mamba2.ssm.inner_size={inner}: it must be a multiple of ssm.time_step_rank={heads} and of "
+            f"embedding_length={embed}."
+        )
+    return {
+        "head_dim": inner // heads,
+        "expand": inner // embed,
+        "use_conv_bias": file.has("ssm_conv1d.bias"),
+        "use_bias": file.has("ssm_in.bias"),
     }
 
 

@@ -16,7 +16,9 @@ from .formats import BLOCKS, Blocks, COLUMNS, ORDER, Parts, ROWS
 
 # The types of values, by their numbers in files.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_TEXT, _LIST = 8, 9
+_FLOAT32, _TEXT, _LIST = 6, 8, 9
+# The beginning of the names of lists that hold a parameter of each layer (Apertus' activation).
+_LAYER_LISTS = "xielu."
 # Arrays with divisors of rotary frequencies, which are not weights: for all rows, for long rows, for short rows.
 DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # The dtype that every array is decoded to. A file mixes quantized blocks with F16 and BF16, and llama.cpp and
@@ -60,6 +62,9 @@ class _TensorEntry:
 class GGUF:
     """A GGUF file: the header's numbers and texts by name (lists only by length), and the arrays.
 
+    A list of float32s for the layers, such as `xielu.beta`, is read as one array of one number for each layer, with the
+    names `blk.0.xielu.beta`, `blk.1.xielu.beta` and so on.
+
     An array of experts has three dims. It is read as one array of two dims for each expert, with names that end in
     `.0`, `.1` and so on.
 
@@ -97,6 +102,8 @@ class GGUF:
             if entry.name in self.tensors or f"{entry.name}.0" in self.tensors:
                 self._refuse(f"it has {entry.name} twice")
             self.tensors |= self._tensors(entry)
+        for name in [name for name in self._lists if name.startswith(_LAYER_LISTS)]:
+            self.tensors |= self._layer_arrays(name)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -224,6 +231,20 @@ class GGUF:
         else:
             self._refuse(f"a value is of type {kind}, which is not known")
         return count
+
+    def _layer_arrays(self, name: str) -> dict[str, Tensor]:
+        """Return a list of float32s as one array of one number for each layer; refuse a list of other numbers."""
+        self._at = self._lists[name]
+        kind, count = self._number("I"), self._number("Q")
+        if kind != _FLOAT32:
+            self._refuse(f"{name} is not a list of float32s")
+        if count > _MAX_ARRAYS:
+            self._refuse(f"{name} has {count} numbers, but at most {_MAX_ARRAYS} are read")
+        rows = self._take(4 * count).reshape(count, 1, 4)
+        arrays = {f"blk.{layer}.{name}": Tensor(BLOCKS[0], (1,), row) for layer, row in enumerate(rows)}
+        if arrays.keys() & self.tensors.keys():
+            self._refuse(f"it has {name} as a list and as arrays")
+        return arrays
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read an array's name, shape, the number of its type, and its offset from the end of the header."""

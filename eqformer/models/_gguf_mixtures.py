@@ -13,6 +13,7 @@ from ._gguf_conversions import (
     read_glm_options,
     read_latents,
     read_latents_of_v2,
+    read_llama4,
     read_magnitudes,
     read_mamba2,
     read_mixture,
@@ -178,6 +179,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         sizes={**_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size"},
         numbers=WINDOW,
         implied=read_oss_scaling,
+    ),
+    "llama4": Architecture(
+        "llama4_text",
+        {
+            **_experts("feed_forward.", _EXPERT_MAPS),
+            "ffn_gate_inp": "feed_forward.router",
+            **{f"ffn_{name}_shexp": f"feed_forward.shared_expert.{name}_proj" for name in MAPS},
+            **{f"ffn_{name}": f"feed_forward.{name}_proj" for name in MAPS},
+        },
+        sizes={
+            **_LOCAL_EXPERTS,
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+            "expert_feed_forward_length": "intermediate_size_moe",
+        },
+        implied=read_llama4,
     ),
     "lfm2moe": dataclasses.replace(
         RECURRENT["lfm2"],

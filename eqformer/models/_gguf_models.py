@@ -70,6 +70,8 @@ def shape_of(file: GGUF, name: str) -> tuple[int, ...]:
     shape, axis = file.tensors[name].shape, _axis_left_out(file, name)
     if _is_flat(file, name):
         return (math.prod(shape),)
+    if shape == (1,) and name.partition(".")[2].partition(".")[2] in architecture_of(file).scalars:
+        return ()
     return shape if axis is None else (*shape[:axis], 1, *shape[axis:])
 
 
@@ -108,21 +110,15 @@ def configuration_of(file: GGUF) -> JsonObject:
     if table is None or len(table.shape) != 2:
         published.refuse("it has no token_embd.weight, the table of embeddings.")
     architecture, size = architecture_of(file), _SizeReader(published, file, kind)
-    heads, embed = size.read("attention.head_count"), size.read("embedding_length")
+    embed = size.read("embedding_length")
     config = {
         "model_type": architecture.model_type,
         "vocab_size": table.shape[0],
         "hidden_size": embed,
         "num_hidden_layers": published.checked(f"{kind}.block_count", size.read("block_count"), LayerCount),
-        "intermediate_size": size.read(_width(file, kind)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": size.read("attention.head_count_kv", heads),
         architecture.eps[1]: published.number(f"{kind}.{architecture.eps[0]}"),
-        "rope_theta": published.number(f"{kind}.rope.freq_base", 10_000.0),
-        "max_position_embeddings": published.count(f"{kind}.context_length", 2048),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        **({} if architecture.has_latents else _head(published, size, kind, embed // heads)),
-        **_scaling(published, kind, file),
+        **_attention(published, size, file, architecture, embed),
     }
     if architecture.has_predictors:
         config["num_hidden_layers"] -= published.count(f"{kind}.nextn_predict_layers", 0, 0)
@@ -134,10 +130,34 @@ def configuration_of(file: GGUF) -> JsonObject:
         published.expect(f"{kind}.{name}", value)
     for name in (*architecture.unread, *architecture.lists):
         published.take(f"{kind}.{name}", None)
+    for name in architecture.layer_lists:
+        published.take(name, None)
     config |= architecture.implied(config, file)
     published.expect(f"{kind}.vocab_size", table.shape[0])
     published.finish_strictly(lambda name, value: _is_without_effect(name.removeprefix(f"{kind}."), value))
     return config
+
+
+def _attention(
+    published: PublishedConfig, size: "_SizeReader", file: GGUF, architecture: Architecture, embed: int
+) -> JsonObject:
+    """Return the attributes for attention, rotary positions and feed-forward layers; none for a model without them."""
+    kind = file.kind
+    if not architecture.has_attention:
+        published.take(f"{kind}.context_length", None)
+        for name in ("attention.head_count", "feed_forward_length"):
+            published.expect(f"{kind}.{name}", 0)
+        return {}
+    heads = size.read("attention.head_count")
+    return {
+        "intermediate_size": size.read(_width(file, kind)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": size.read("attention.head_count_kv", heads),
+        "rope_theta": published.number(f"{kind}.rope.freq_base", 10_000.0),
+        "max_position_embeddings": published.count(f"{kind}.context_length", 2048),
+        **({} if architecture.has_latents else _head(published, size, kind, embed // heads)),
+        **_scaling(published, kind, file),
+    }
 
 
 def _width(file: GGUF, kind: str) -> str:
@@ -307,14 +327,17 @@ _INFINITE = 1e30  # the divisor of the frequencies of pairs that are not rotated
 
 
 def _llama3(published: PublishedConfig, kind: str, divisors: Shaped[np.ndarray, "pairs"]) -> JsonObject:
-    """Return Llama 3's published scaling that has these divisors of frequencies; refuse other divisors."""
+    """Return the scaling of Llama 3 or 4 that has these divisors of frequencies; refuse other divisors."""
     theta = published.number(f"{kind}.rope.freq_base", 10_000.0)
     with np.errstate(all="ignore"):  # A base that is not finite gives no such divisors, and is refused below.
         lengths = 2 * np.pi * np.float64(theta) ** (np.arange(divisors.size) / divisors.size)
-        part = np.clip((8192 / lengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)
-    for factor in (8.0, 32.0):
-        if np.allclose(1 / ((1 - part) / factor + part), divisors, rtol=1e-4):
+        # The high factor of Llama 4 Scout is 1, so its divisors have no transition between short and long lengths.
+        parts = {4.0: np.clip((8192 / lengths - 1.0) / (4.0 - 1.0), 0.0, 1.0), 1.0: np.where(lengths < 8192, 1.0, 0.0)}
+    for factor, high in ((8.0, 4.0), (32.0, 4.0), (16.0, 1.0)):
+        if np.allclose(1 / ((1 - parts[high]) / factor + parts[high]), divisors, rtol=1e-4):
             scaling: JsonObject = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
-            scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+            scaling |= {"high_freq_factor": high, "original_max_position_embeddings": 8192}
             return {"rope_scaling": scaling}
-    published.refuse(f"{DIVISORS[0]} are not the divisors of Llama 3.1 to 3.3, and no other divisors are known.")
+    published.refuse(
+        f"{DIVISORS[0]} are not the divisors of Llama 3.1 to 3.3 or Llama 4, and no other divisors are known."
+    )

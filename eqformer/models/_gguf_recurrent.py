@@ -9,6 +9,7 @@ from ._gguf_conversions import (
     read_conv_layers,
     read_falcon_h1,
     read_nemotron_layers,
+    read_pure_mamba2,
     read_recurrent_layers,
     restore_decay,
     restore_qwen35,
@@ -31,6 +32,7 @@ MAMBA_SIZES = {
     "ssm.time_step_rank": "mamba_n_heads",
     "ssm.inner_size": "mamba_d_head",
 }
+_MIXER = {name: published.replace("mamba.", "mixer.") for name, published in MAMBA.items()}
 RECURRENT: Mapping[str, Architecture] = {
     "qwen35": Architecture(
         "qwen3_5_text",
@@ -93,13 +95,32 @@ RECURRENT: Mapping[str, Architecture] = {
         flat=("ssm_a", "ssm_d", "ssm_norm"),
         edges={"output_norm": "model.final_layernorm"},
     ),
+    "mamba2": Architecture(
+        "mamba2",
+        {"attn_norm": "norm", **_MIXER},
+        sizes={
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "state_size",
+            "ssm.group_count": "n_groups",
+            "ssm.time_step_rank": "num_heads",
+            "ssm.inner_size": "head_dim",
+        },
+        implied=read_pure_mamba2,
+        restore=restore_decay,
+        left_out={"ssm_conv1d": 1},
+        flat=("ssm_a", "ssm_d", "ssm_norm"),
+        edges={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
+        prefix="backbone.layers.",
+        eps=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
+        has_attention=False,
+    ),
     "nemotron_h": Architecture(
         "nemotron_h",
         {
             "attn_norm": "norm",
             **{f"attn_{name}": f"mixer.{name}_proj" for name in "qkv"},
             "attn_output": "mixer.o_proj",
-            **{name: published.replace("mamba.", "mixer.") for name, published in MAMBA.items()},
+            **_MIXER,
             "ffn_up": "mixer.up_proj",
             "ffn_down": "mixer.down_proj",
         },

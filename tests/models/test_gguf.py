@@ -111,7 +111,7 @@ def test_a_further_type_without_the_package_names_the_extra(tmp_path, monkeypatc
         GGUF(tmp_path / "a.gguf").read(name)
 
 
-@pytest.mark.by_default("gemma3", "qwen3moe")
+@pytest.mark.by_default("gemma3", "qwen3moe", "apertus", "llama4", "mamba2")
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_converted_model_is_the_one_before(name, tmp_path):
     """Its config, and its arrays bit for bit: as they were, or as the package decodes them."""
@@ -122,6 +122,37 @@ def test_a_converted_model_is_the_one_before(name, tmp_path):
     models.save(models.load(path, dtype="float32"), tmp_path / "plain", config=config)
     back = load_file(tmp_path / "plain" / "model.safetensors")
     assert {key: checksum(array) for key, array in back.items()} == kept["arrays"]
+
+
+def with_list(path: Path, kind: int, numbers: bytes, name: bytes = b"xielu.alpha_p") -> Path:
+    """The file of Apertus with another list in the place of the two layers' `xielu.alpha_p`."""
+    octets = (FIXTURES / "apertus.gguf").read_bytes()
+    start = octets.index(b"xielu.alpha_p")
+    assert octets[start + 13 : start + 29] == struct.pack("<IIQ", 9, 6, 2)  # a list of two float32s
+    path.write_bytes(octets[:start] + name + struct.pack("<IIQ", 9, kind, 2) + numbers + octets[start + 37 :])
+    return path
+
+
+@pytest.mark.grid
+def test_parameters_of_an_activation_are_read_from_lists_of_the_header(tmp_path):
+    """The file's logits are those of the folder; with other numbers of the second layer, they are others."""
+    file, ids = FIXTURES / "apertus.gguf", LLAMA_CPP_IDS
+    models.save(models.load(file), tmp_path / "plain", config=models.read_config(file))
+    logits = np.asarray(models.load(tmp_path / "plain")(ids)[0])
+    assert np.array_equal(np.asarray(models.load(file)(ids)[0]), logits)
+    parameters = load_file(tmp_path / "plain" / "model.safetensors")
+    numbers = [parameters[f"model.layers.{layer}.mlp.act_fn.alpha_p"].item() for layer in range(2)]
+    same = with_list(tmp_path / "a.gguf", 6, struct.pack("<2f", *numbers))
+    assert np.array_equal(np.asarray(models.load(same)(ids)[0]), logits)
+    other = with_list(tmp_path / "b.gguf", 6, struct.pack("<2f", numbers[0], numbers[1] + 1))
+    assert np.abs(np.asarray(models.load(other)(ids)[0]) - logits).max() > 1e-2 * logits.std()
+
+
+def test_other_lists_of_the_layers_numbers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"a.gguf: .* xielu.alpha_p is not a list of float32s"):
+        models.load(with_list(tmp_path / "a.gguf", 4, struct.pack("<2I", 1, 2)))
+    with pytest.raises(ValueError, match=r"a.gguf.* does not know: xielu.alpha_q='a list of 2'"):
+        models.load(with_list(tmp_path / "a.gguf", 6, struct.pack("<2f", 1, 2), b"xielu.alpha_q"))
 
 
 def with_stated_heads(config: Any) -> Any:

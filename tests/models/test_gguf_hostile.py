@@ -14,7 +14,14 @@ from test_gguf import made, SAID, text
 from test_published import FIXTURES
 
 from eqformer import models
-from eqformer.models._gguf_conversions import read_latents, read_mamba2, read_nemotron_layers, read_windows
+from eqformer.models._gguf_conversions import (
+    read_latents,
+    read_llama4,
+    read_mamba2,
+    read_nemotron_layers,
+    read_pure_mamba2,
+    read_windows,
+)
 from eqformer.models._gguf_file import GGUF
 from eqformer.models._gguf_models import (
     _is_without_effect,
@@ -244,6 +251,14 @@ UNFIT = {
     "heads of no width": (
         lambda: read_mamba2(SIZES, header("granitehybrid")),
         "granitehybrid.ssm.inner_size=16: it must be a multiple of ssm.time_step_rank=3 and of embedding_length=8",
+    ),
+    "heads of no width, without attention": (
+        lambda: read_pure_mamba2({"num_heads": 3, "head_dim": 16, "hidden_size": 8}, header("mamba2")),
+        "mamba2.ssm.inner_size=16: it must be a multiple of ssm.time_step_rank=3 and of embedding_length=8",
+    ),
+    "a Llama 4 without chunks": (
+        lambda: read_llama4(SIZES, header("llama4", attention__sliding_window=0)),
+        "llama4.attention.sliding_window=0: a model without chunks is not supported",
     ),
     "layers of two kinds at once": (
         lambda: read_nemotron_layers(

@@ -41,6 +41,11 @@ WEIGHTS = (
     *gated_weights(prefix=_FEED_FORWARD),
     *gated_weights("feed_forward.layer.shared", prefix=f"{_FEED_FORWARD}shared_expert."),
     *stacked_mixture_weights(_FEED_FORWARD, interleaved=False),
+    # GGUF files have the maps of each expert.
+    *(
+        dataclasses.replace(rule, variant=True)
+        for rule in gated_weights("feed_forward.layer.experts.mlps", prefix=f"{_FEED_FORWARD}experts.{{expert}}.")
+    ),
 )
 
 
