@@ -133,9 +133,9 @@ class AdaptedModule:
     rule: ResolvedRule
     """The rule of the weights."""
     down: ResolvedRule
-    """The rule of every map's A; `with_shapes` takes the shape of one map's A."""
+    """The rule of A, in one map at a time: `down.with_shapes` takes the shape of one A."""
     up: ResolvedRule
-    """The rule of the maps' B; `with_shapes` takes the shapes of all maps' B."""
+    """The rule of B, in all maps together, whose B are published as one array: `up.with_shapes` takes their shapes."""
     maps: Mapping[str, DenseMap | LoRA]
     """The maps by their paths in the model, in the order in which they are published."""
 
@@ -178,10 +178,8 @@ class AdaptedModule:
         if not factors:
             return {}
         rank, scale = max(settings(name)[0] for _, name, _ in factors), settings(factors[0][1])[1]
-        down_dtype, up_dtype = (
-            np.dtype(dtype or lossless_dtype(*(factor.dtype for factor in side)))
-            for side in zip(*(pair for _, _, pair in factors))
-        )
+        down_dtype = np.dtype(dtype or lossless_dtype(*(a.dtype for _, _, (a, _) in factors)))
+        up_dtype = np.dtype(dtype or lossless_dtype(*(b.dtype for _, _, (_, b) in factors)))
         linears = self.maps.values()
         downs = [np.zeros(_down_shape(linear, self.rule.outer_dims, rank), down_dtype) for linear in linears]
         ups = [np.zeros(_up_shape(linear, self.rule.outer_dims, rank), up_dtype) for linear in linears]
@@ -193,10 +191,10 @@ class AdaptedModule:
             a, b = np.pad(a, ((0, rank - module_rank), (0, 0))), np.pad(b, ((0, 0), (0, rank - module_rank)))
             if module_scale != scale:
                 b = b.astype(lossless_dtype(b.dtype, np.float32)) * (module_scale / scale)
-            for number, (down, up) in enumerate(zip(downs, ups)):
+            for map_index, (down, up) in enumerate(zip(downs, ups)):
                 try:
                     down[index] = self.down.with_shapes([down.shape]).to_leaf(a, 0)
-                    up[index] = up_rule.to_leaf(b, number)
+                    up[index] = up_rule.to_leaf(b, map_index)
                 except ValueError as error:
                     raise ValueError(f"{name}: a factor does not fit: {error}") from None
         parts = zip(self.maps.items(), downs, ups, strict=True)
@@ -217,18 +215,19 @@ class AdaptedModule:
         total, starts = (ranks[0], [0] * len(ranks)) if is_shared else (sum(ranks), np.cumsum([0, *ranks]).tolist())
         blocks = {path: (start, up) for path, start, up in zip(self.loras, starts, ups)}
         for index, name in self.names():
-            parts = []
+            wide_ups = []
             for path, linear in self.maps.items():
-                parts.append(np.zeros((*linear.output_shape, total), ups[0].dtype))
+                wide_up = np.zeros((*linear.output_shape, total), ups[0].dtype)
                 if path in blocks:
                     start, up = blocks[path]
-                    parts[-1][..., start : start + up.shape[-1]] = up[index]
+                    wide_up[..., start : start + up.shape[-1]] = up[index]
+                wide_ups.append(wide_up)
             a = [self.down.to_published([down[index]]) for down in (downs[:1] if is_shared else downs)]
-            yield name, np.concatenate(a), self.up.to_published(parts), (total, scale)
+            yield name, np.concatenate(a), self.up.to_published(wide_ups), (total, scale)
 
 
 def find_modules(rules: Sequence[ResolvedRule], model: Transformer) -> list[AdaptedModule]:
-    """Return every published module that is one linear map of the model, or several side by side."""
+    """Return every published module whose weight is the weight of one linear map, or the joined weights of several."""
     nodes = published_maps(model)
     map_of_weight = {
         f"{path}.weight" if node.base is node else f"{path}.linear.weight": path for path, node in nodes.items()
@@ -239,9 +238,8 @@ def find_modules(rules: Sequence[ResolvedRule], model: Transformer) -> list[Adap
         if not rule.name.endswith(".weight") or len(paths) < len(rule.paths):
             continue
         maps = {path: nodes[path] for path in paths}
-        patterns = _factor_patterns(rule, list(maps.values()))
-        if patterns:
-            down, up = (dataclasses.replace(rule, patterns=of_side, axis=0) for of_side in patterns)
+        if patterns := _factor_patterns(rule, list(maps.values())):
+            down, up = (dataclasses.replace(rule, patterns=factor_patterns, axis=0) for factor_patterns in patterns)
             modules.append(AdaptedModule(rule, down, up, maps))
     return modules
 
@@ -267,14 +265,18 @@ def _factor_patterns(rule: ResolvedRule, linears: Sequence[LinearMap]) -> list[t
 
     Return an empty list if the published array is not a matrix of inputs and outputs.
     """
-    patterns = [_map_patterns(rule, linear, number, len(linears)) for number, linear in enumerate(linears)]
+    patterns = [_map_patterns(rule, linear, index, len(linears)) for index, linear in enumerate(linears)]
     pairs = [pair for pair in patterns if pair is not None]
     return [(pairs[0][0],), tuple(up for _, up in pairs)] if len(pairs) == len(patterns) else []
 
 
-def _map_patterns(rule: ResolvedRule, linear: LinearMap, number: int, maps: int) -> tuple[str, str] | None:
-    """Return the patterns of A and B of map `number` of `maps`; None if a published dim mixes inputs and outputs."""
-    count, pattern = len(linear.outputs), rule.patterns[number]
+def _map_patterns(rule: ResolvedRule, linear: LinearMap, index: int, maps: int) -> tuple[str, str] | None:
+    """Return the patterns of A and B of the map at `index` among the `maps` maps of a rule.
+
+    Return None if a published dim mixes inputs and outputs, and if the maps are joined along their inputs: such maps
+    would share B, which is not supported.
+    """
+    count, pattern = len(linear.outputs), rule.patterns[index]
     if pattern:
         published, leaf_dims = pattern.split(" -> ")
         names = leaf_dims.split()
@@ -284,7 +286,6 @@ def _map_patterns(rule: ResolvedRule, linear: LinearMap, number: int, maps: int)
         groups = [[name] for name in names]
     outputs, inputs = names[:count], names[count:]
     sides = ["B" if set(group) <= set(outputs) else "A" if set(group) <= set(inputs) else "" for group in groups]
-    # Maps that are concatenated along their inputs would share B instead of A.
     if sorted(sides) != ["A", "B"] or (maps > 1 and sides[rule.axis] != "B"):
         return None
     published_a, published_b = " ".join(groups[sides.index("A")]), " ".join(groups[sides.index("B")])

@@ -23,13 +23,15 @@ from ._config_types import as_list, format_value, Index
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 MODELOPT = "hf_quant_config.json"  # where ModelOpt states the format of quantized weights
-# Suffixes of files of weights, and prefixes of a training run's files that have such a suffix and hold no weights.
+# Suffixes of files of weights. Files of a training run's state may have them too; their names begin with `_STATES`.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
 _STATES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Dtypes of arrays that are no weights: codes of quantized weights, and buffers.
 OTHERS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "BOOL": "bool"}
-OTHERS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+OTHERS |= {
+    f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
+}
 
 
 class _ArrayEntry(NamedTuple):
@@ -175,7 +177,7 @@ class Folder:
         return file_of
 
     def _check_index(self, file_of: Mapping[str, str]) -> None:
-        """Raise a `ValueError` unless each file holds the arrays that the index says, and no others."""
+        """Raise a `ValueError` unless each file holds exactly the arrays that the index lists for this file."""
         listed_of: dict[str, set[str]] = {}
         for name, file in file_of.items():
             listed_of.setdefault(file, set()).add(name)
@@ -206,9 +208,9 @@ class Folder:
     def _note_unused_files(self) -> None:
         """Add a note on weight files that are not read; in a folder opened for its adapter, only on adapter files."""
         if unused := self._weight_files() - set(self._file_of.values()):
-            adapters = "; load_adapter reads adapters" if any(file.startswith("adapter_") for file in unused) else ""
-            adapters = "" if self._single == ADAPTER else adapters
-            self._notes.append(f"{self.call}: weight files that are not read: {few_names(unused)}{adapters}.")
+            has_adapter = self._single != ADAPTER and any(file.startswith("adapter_") for file in unused)
+            hint = "; load_adapter reads adapters" if has_adapter else ""
+            self._notes.append(f"{self.call}: weight files that are not read: {few_names(unused)}{hint}.")
 
     def _weight_files(self) -> set[str]:
         files = {file.name for file in self.path.iterdir() if file.suffix in _WEIGHTS and file.is_file()}
@@ -316,7 +318,8 @@ def read_arrays(folder: str | Path) -> dict[str, np.ndarray]:
 def read_eos_token_ids(folder: str | Path) -> list[int]:
     """Return the ids that end a text of a published model, the main one first; empty if the folder names none.
 
-    They are `eos_token_id` of `generation_config.json` or, if that file does not have it, of `config.json`.
+    The ids are the attribute `eos_token_id` of `generation_config.json` or, if that file lacks the attribute, of
+    `config.json`.
     """
     for name in ("generation_config.json", CONFIG):
         file = Path(folder) / name

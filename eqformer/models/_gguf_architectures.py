@@ -56,21 +56,22 @@ class Architecture:
     Both names leave out `.weight` and `.bias`, or both are whole names. `{}` stands for an expert's number.
     """
     sizes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Published names of sizes that every file has."""
+    """Published names of sizes that every file of the architecture has, by their names in files."""
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Published names of numbers that not all architectures have; a file may lack them."""
+    """Published names of other settings, which a file may lack, by their names in files."""
     implied: Callable[[JsonObject, GGUF], JsonObject] = lambda config, file: {}
     """A function that computes attributes that files leave out, from the attributes that files have."""
     expected: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """The required values of numbers; a file with another value is refused."""
+    """The required values of settings; a file with another value is refused."""
     unread: tuple[str, ...] = ()
-    """Numbers without an effect on text."""
+    """Names of settings that files may have and that are skipped: they have no effect on text, repeat other settings,
+    or are read by `implied`."""
     order: Callable[[GGUF, str], Order] = lambda file, name: (None, None)
     """A function that returns how to reorder an array's rows and columns into the published order."""
     restore: Callable[[str, Shaped[np.ndarray, "*dims"]], Shaped[np.ndarray, "*dims"]] = _keep
     """A function that returns the published values of an array of one dim, given its name."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The index of a dim of size 1 that files leave out, by the array's name."""
+    """For an array from which files leave out a dim of size 1: the dim's index, by the array's name."""
     scalars: tuple[str, ...] = ()
     """Names of arrays without dims in published folders, which files have as one number of one dim."""
     layer_lists: tuple[str, ...] = ()
@@ -84,11 +85,12 @@ class Architecture:
     prefix: str = "model.layers."
     """The published names of a layer's arrays before the layer's number."""
     lists: tuple[str, ...] = ()
-    """Sizes that may be lists with a number for each layer; the largest one is read, and `implied` reads the others."""
+    """Sizes that may be lists with a size for each layer; the largest one is read, and `implied` reads the others."""
     has_attention: bool = True
     """Whether some layers have attention; a file of a model without attention states 0 heads and 0 hidden features."""
     has_latents: bool = False
-    """Whether keys and values are computed from latents; their widths in the file are then the widths of latents."""
+    """Whether keys and values are computed from latents. The widths of keys and values in the file are then the widths
+    of latents."""
     has_predictors: bool = False
     """Whether files count predictors (multi-token prediction) among the layers."""
 

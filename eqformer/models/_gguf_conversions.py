@@ -68,15 +68,16 @@ def order_tiled_heads(file: GGUF, name: str) -> Order:
     Files have the first value heads of all key heads, then the second value heads of all key heads, and so on. Arrays
     without value heads keep their order.
     """
-    part = name.partition(".")[2].partition(".")[2]  # without the number of the layer
-    if part not in (*_PER_HEAD, *_PER_CHANNEL):
+    name_in_layer = name.partition(".")[2].partition(".")[2]  # `ssm_a` of `blk.3.ssm_a`
+    if name_in_layer not in (*_PER_HEAD, *_PER_CHANNEL):
         return None, None
     keys, heads, key_width, inner = (
         file.values[f"{file.kind}.ssm.{size}"] for size in ("group_count", "time_step_rank", "state_size", "inner_size")
     )
-    width = 1 if part in _PER_HEAD else inner // heads
-    start = 2 * keys * key_width if part in ("attn_qkv.weight", "ssm_conv1d.weight") else 0
-    by_columns, shape = part == "ssm_out.weight", file.tensors[name].shape
+    width = 1 if name_in_layer in _PER_HEAD else inner // heads
+    # These two arrays have the rows of all queries and keys before the rows of values.
+    start = 2 * keys * key_width if name_in_layer in ("attn_qkv.weight", "ssm_conv1d.weight") else 0
+    by_columns, shape = name_in_layer == "ssm_out.weight", file.tensors[name].shape
     if heads % keys or shape[1 if by_columns else 0] != start + heads * width:
         raise ValueError(f"{file.call}: {name} has shape {shape}, which does not fit {heads} heads of {width}.")
     order = np.arange(heads * width).reshape(heads // keys, keys, width).swapaxes(0, 1).reshape(-1) + start
@@ -200,8 +201,8 @@ def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
     scaling, strength = config.get("rope_scaling"), config["mscale_all_dim"]
     if scaling and strength:
         # The converter multiplies the strength by 0.1, which is undone here up to the rounding of float32. Both
-        # `mscale` and `mscale_all_dim` get this value, because their quotient scales cosines and sines, and llama.cpp
-        # does not scale these.
+        # `mscale` and `mscale_all_dim` get this value: their quotient, which scales cosines and sines, is then 1,
+        # because llama.cpp does not scale cosines and sines.
         scaling = scaling | dict.fromkeys(("mscale", "mscale_all_dim"), float(str(np.float32(strength * 10))))
     return {
         "num_key_value_heads": config["num_attention_heads"],
@@ -265,7 +266,7 @@ def read_llama4(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def read_glm_options(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the switches that the file's arrays and numbers imply."""
+    """Return the attributes of GLM's models with experts that files leave out or state in another way."""
     return {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
@@ -305,7 +306,8 @@ def read_positions_by_type(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def read_partial_rotary(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the channels of a head and the rotated part of them, with llama.cpp's defaults for missing values."""
+    """Return the width of a head and the rotated fraction of its channels, with llama.cpp's defaults for missing
+    values."""
     width = config["hidden_size"] // config["num_attention_heads"]
     return {"head_dim": config["head_dim"] or width, "partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
 

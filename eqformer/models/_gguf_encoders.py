@@ -9,7 +9,7 @@ from ._gguf_conversions import read_windows
 from ._gguf_file import GGUF
 
 
-# Names of poolings as sentence-transformers has them, by llama.cpp's numbers; 0 is no pooling.
+# sentence-transformers' names of poolings, by llama.cpp's codes; the code 0 means no pooling.
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
 _NO_ROTARY = dict.fromkeys(("rope_theta", "head_dim", "num_key_value_heads"))
 _BIDIRECTIONAL = {"attention.causal": False}
@@ -168,8 +168,9 @@ def context_length(file: GGUF) -> int:
 def sentence_files(file: GGUF) -> dict[str, object]:
     """Return the contents of sentence-transformers' files, by name; none if the file does not state a pooling.
 
-    GGUF files do not state whether vectors are divided by their length. Here they are, as llama.cpp's programs do by
-    default. Raises a `ValueError` for a pooling of another kind, such as a reranker's.
+    GGUF files do not state whether vectors are divided by their length. The contents say that they are, because
+    llama.cpp's programs divide them by default. Raises a `ValueError` for a pooling of another kind, such as a
+    reranker's.
     """
     name = f"{file.kind}.pooling_type"
     pooling = file.values.get(name, 0)

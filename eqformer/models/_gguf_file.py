@@ -14,7 +14,7 @@ from .._files import JsonObject, map_bytes
 from .formats import BLOCKS, Blocks, COLUMNS, ORDER, Parts, ROWS
 
 
-# The types of values, by their numbers in files.
+# The `struct` format of each type of number, by the type's code in files; below, the codes of a text and of a list.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT32, _TEXT, _LIST = 6, 8, 9
 # The beginning of the names of lists that hold a parameter of each layer (Apertus' activation).
@@ -24,7 +24,7 @@ DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 # The dtype that every array is decoded to. A file mixes quantized blocks with F16 and BF16, and llama.cpp and
 # transformers compute with all of them in float32.
 DTYPE = "float32"
-# The fewest bytes of a value in the header (an empty name, a type, a byte), of a text, and of an array's entry.
+# The fewest bytes that the header can use for a value (an empty name, a type, a byte), a text, and an array's entry.
 _VALUE_BYTES, _TEXT_BYTES, _ENTRY_BYTES = 13, 8, 32
 # Each array takes about 1.5 kB of memory beside its numbers; the largest published models have 70,000 of them.
 _MAX_ARRAYS = 1 << 17
@@ -160,7 +160,7 @@ class GGUF:
         """
         full_name = f"{self.kind}.{name}"
         stated = self.values.get(full_name)
-        # `values` has a text in the place of a list.
+        # For a list, `values` holds a text in its place, such as "a list of 32".
         numbers: list[Any] = self.listed(full_name) if isinstance(stated, str) else [stated] * layers
         if len(numbers) != layers or not all(type(number) is item_type and number >= 0 for number in numbers):
             items = "flags" if item_type is bool else "whole numbers of at least 0"
@@ -247,7 +247,7 @@ class GGUF:
         return arrays
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Read an array's name, shape, the number of its type, and its offset from the end of the header."""
+        """Read an array's name, its shape, the code of its type, and its offset from the start of the arrays."""
         name, dims = self._text(), self._number("I")
         if not 1 <= dims <= 4:
             self._refuse(f"{name} has {dims} dims")

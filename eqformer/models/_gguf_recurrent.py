@@ -132,7 +132,7 @@ RECURRENT: Mapping[str, Architecture] = {
             "ssm.inner_size": "mamba_head_dim",
         },
         implied=read_nemotron_layers,
-        order=order_rotated_pairs,  # This order changes no output, because attention has no rotary positions.
+        order=order_rotated_pairs,  # The order has no effect on outputs, because attention has no rotary positions.
         restore=restore_decay,
         left_out={"ssm_conv1d": 1},
         flat=("ssm_a", "ssm_d", "ssm_norm"),

@@ -22,7 +22,7 @@ from ._weight_rules import ResolvedRule, Shape, StoredShapes
 from .formats import Blocks, Coded, Format, Grouped, QuantizedArray
 
 
-_NO_CODES = ("BOOL", "I64")  # the dtypes of masks and positions
+_NO_CODES = ("BOOL", "I64")  # dtypes of masks and positions: no format stores codes of weights in them
 MapFunction = Callable[[Callable[[Any], None], Iterable[Any]], Iterable[None]]
 """A function like `map`, which may share the calls among several threads."""
 _NUMBERS_AT_ONCE, _ROWS = 1 << 17, 32  # numbers that a thread decodes at once; its rows are a multiple of `_ROWS`
@@ -95,7 +95,10 @@ class PublishedArrays:
         return self._coded[name].shape if name in self._coded else self._plain_shape(self._stored[name])
 
     def slices(self, name: str) -> Sequence[int]:
-        """Return the indices of the first dim that are decoded one by one; none for an array that is read at once."""
+        """Return the indices of the first dim, whose entries are decoded one by one.
+
+        Return an empty sequence for an array that is not quantized or has fewer than three dims, which is read at once.
+        """
         shape = self.shape(name)
         return range(shape[0]) if name in self._coded and len(shape) > 2 else ()
 
@@ -122,7 +125,7 @@ class PublishedArrays:
             name: The array's name in the family's table.
             dtype: The dtype of a decoded array; None: the array's own.
             index: The index of the first dim that is read alone; None: all.
-            map_function: A function like `map`, which runs the decoder on parts of the array.
+            map_function: A function like `map`, by which the decoder runs on the array, some rows at a time.
             buffer: Memory of `dtype` for the decoded numbers of the last two dims, or more.
         """
         if name not in self._coded:
@@ -155,9 +158,10 @@ class PublishedArrays:
         return array
 
     def unexplained(self, names: Iterable[str]) -> str:
-        """Return the name and dtype of the first of these arrays that holds codes although the folder states no format.
+        """Return the name and dtype of the first of these arrays whose dtype is one of quantized codes.
 
-        Return an empty text if there is no such array.
+        Return an empty text if there is no such array, if the folder states the format of its codes, and for a GGUF
+        file.
         """
         if self._folder is None or self._states_format:
             return ""

@@ -1,4 +1,8 @@
-"""Entries for rotary positions: their base, their scaling, and the part of a head's channels that is rotated."""
+"""Entries for rotary positions: their base, their scaling, and the fraction of a head's channels that is rotated.
+
+Configurations state them in one of two ways: older configurations by `rope_theta` and `rope_scaling`, newer ones by
+`rope_parameters`, which may have an object for each type of layer.
+"""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
@@ -21,7 +25,7 @@ class WithLocalRotary(rotary_scaling.WithRotary, Protocol):
 
 @runtime_checkable
 class WithRotaryFraction(rotary_scaling.WithRotary, Protocol):
-    """Fields of a config that rotates a part of a head's channels."""
+    """Fields of a config that rotates a fraction of a head's channels."""
 
     @property
     def rotary_fraction(self) -> float: ...
@@ -29,7 +33,7 @@ class WithRotaryFraction(rotary_scaling.WithRotary, Protocol):
 
 @runtime_checkable
 class WithLocalRotaryFraction(WithLocalRotary, Protocol):
-    """Fields of a config in which layers with and without a window rotate different parts of a head's channels."""
+    """Fields of a config in which layers with and without a window rotate different fractions of a head's channels."""
 
     @property
     def rotary_fraction(self) -> float: ...
@@ -119,9 +123,10 @@ class RotaryByType(Entry):
             _parameters_of_type(by_type, layer_type).get("rope_theta") is not None
             for layer_type in rotary_scaling.TYPES
         ]
-        shares_name, name = self.older[0] == self.older[1], self.older[0]
-        if not shares_name or all(has_theta):
+        name, local_name = self.older
+        if name != local_name or all(has_theta):
             return
+        # One attribute would state both bases, but newer transformers reads it only for layers without a window.
         if (theta := published.read(name, Positive, self.theta)) != self.theta:
             published.refuse(
                 f"{name}={theta}: newer transformers takes {self.theta} for layers with a window; state both bases in "
@@ -129,8 +134,9 @@ class RotaryByType(Entry):
             )
 
     def write(self, config: WithLocalRotary) -> Attributes:
-        """Return the older attributes, and `rope_parameters` by type of layer; only these can state a local scaling."""
-        # The older attributes for both bases may have the same name.
+        """Return the older attributes, and `rope_parameters` by type of layer, which alone can state a local
+        scaling."""
+        # If both older attributes have the same name, the attribute gets the base of layers without a window.
         attributes = {self.older[1]: config.local_theta} | {self.older[0]: config.theta}
         attributes |= rotary_scaling.scaling_attributes(config) if self.scaled else {}
         return attributes | _write_by_type(config, _write_parameters(config))
@@ -172,7 +178,7 @@ _PART = "partial_rotary_factor"
 
 @dataclasses.dataclass(frozen=True)
 class PartRotaryByType(Entry):
-    """Base, scaling and rotated part of a head's channels, for layers with full attention and with windows (Laguna).
+    """Base, scaling and rotated fraction of a head's channels, for layers without and with a window (Laguna).
 
     The attribute is `rope_parameters` by type of layer.
     """
@@ -180,10 +186,10 @@ class PartRotaryByType(Entry):
     thetas: tuple[float, float]
     """The bases of both types of layer if the attribute is missing."""
     fractions: tuple[float, float]
-    """The parts of both types of layer if the attribute is missing."""
+    """The fractions of both types of layer if the attribute is missing."""
     fraction: float = 1.0
-    """The part of a layer type whose parameters state neither a part nor a scaling. If they state a scaling but no
-    part, the part is 1.0."""
+    """The fraction of a layer type whose parameters state neither a fraction nor a scaling. If the parameters state a
+    scaling but no fraction, the fraction is 1.0."""
     older: tuple[str, str] = ("rope_theta", "rope_local_base_freq")
     """The attributes in which publishers' own programs state both bases. Without `rope_parameters`, their values must
     be `thetas`."""
@@ -366,7 +372,7 @@ def read_rotary(
         parameters = _select_type(published, parameters, types, layer_type)
     theta = published.read(older[0], Positive, None)
     older_scaling = rotary_scaling.rotary_parameters(published, older[1]) if older[1] else {}
-    if parameters and older_scaling and _differs(older_scaling, parameters, bool(types)):
+    if parameters and older_scaling and _contradicts(older_scaling, parameters, may_add=bool(types)):
         published.refuse(f"{older[1]}={older_scaling}, but rope_parameters have {parameters}; give one of them.")
     parameters = {name: value for name, value in (parameters or older_scaling).items() if name not in skipped}
     if (part := parameters.pop("partial_rotary_factor", None)) is not None:
@@ -374,8 +380,9 @@ def read_rotary(
     theta = _first(parameters.pop("rope_theta", None), theta, default_theta)
     rope_type = parameters.pop("rope_type", parameters.pop("type", None))
     longest = 0 if rope_type in (None, "default") else published.count("max_position_embeddings")
+    # The original length may be an attribute of the configuration (outer) and of the rotary parameters (inner).
     outer, inner = published.read(rotary_scaling.ORIGINAL, Size, None), parameters.pop(rotary_scaling.ORIGINAL, None)
-    # For parameters by type of layer, transformers reads only their own length; otherwise it prefers the outer length.
+    # Of parameters by type of layer, transformers reads only the inner length; otherwise it prefers the outer length.
     original = _first(inner, longest) if by_type else _first(outer, inner, longest)
     has_original = rope_type in ("yarn", "llama3", "longrope", "su")
     if has_original and {_first(outer, original), _first(inner, original)} != {original}:
@@ -403,10 +410,16 @@ def _select_type(published: PublishedConfig, parameters: Attributes, types: set[
     return of_type
 
 
-def _differs(older: Attributes, newer: Attributes, is_added: bool) -> bool:
-    """Return whether two attributes contradict each other; with `is_added`, the newer attribute may state more."""
+def _contradicts(older: Attributes, newer: Attributes, *, may_add: bool) -> bool:
+    """Return whether two objects with a scaling contradict each other.
+
+    `type`, the older name of `rope_type`, counts as `rope_type`. With `may_add`, the newer object may state more than
+    the older one; otherwise both must be equal.
+    """
     older, newer = ({"rope_type": x.get("type")} | dict(x) | {"type": None} for x in (older, newer))
-    return any(newer.get(name) != value for name, value in older.items()) if is_added else older != newer
+    if may_add:
+        return any(newer.get(name) != value for name, value in older.items())
+    return older != newer
 
 
 def read_local_rotary(published: PublishedConfig, theta: float, older: str) -> Attributes:

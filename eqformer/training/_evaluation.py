@@ -1,7 +1,7 @@
-"""Evaluation: sums over a batch under a plan, arrays for its rows, and callbacks that validate and evaluate a run.
+"""Evaluation under a plan: sums over a batch, arrays for each row, and callbacks that validate and evaluate a run.
 
-The arrays for rows are a reference model's nats, and a teacher's log-probabilities. `data.Loader.with_row_arrays` adds
-them to batches.
+The arrays for each row are a reference model's loss in nats, or a teacher's log-probabilities.
+`data.Loader.with_row_arrays` adds them to batches.
 """
 
 import dataclasses
@@ -83,8 +83,8 @@ def make_reward_evaluation(
         is_pair = jnp.any(batch.weights[::2] > 0, axis=-1).astype(nats.dtype)
         rewards = pair_rewards(loss, beta, nats, batch)
         margins = rewards[::2] - rewards[1::2]
-        accuracy = jnp.sum(jnp.where(margins > 0, is_pair, jnp.zeros_like(is_pair)))
-        return {"reward_margin": jnp.sum(margins * is_pair), "reward_accuracy": accuracy, "pairs": jnp.sum(is_pair)}
+        correct = jnp.sum(jnp.where(margins > 0, is_pair, jnp.zeros_like(is_pair)))
+        return {"reward_margin": jnp.sum(margins * is_pair), "reward_accuracy": correct, "pairs": jnp.sum(is_pair)}
 
     return lambda model, batch: sum_rewards(row_nats(model, batch), batch)
 
@@ -115,9 +115,9 @@ def make_reference_nats(plan: Plan) -> Callable[[PyTree, PreferenceBatch], Prefe
 class KtoStep:
     """A training step for KTO, called like a `Step`: it computes the batch's `baseline` before it takes the step.
 
-    `step` is `make_step(preference_loss("kto"), optimizer, plan)`. The baseline is the `kto_baseline` of two kinds of
-    nats of the batch's `mismatched` rows: under the state's model, and under the reference (`add_reference_nats`). All
-    microbatches of a batch share one baseline, on any mesh.
+    `step` is `make_step(preference_loss("kto"), optimizer, plan)`. The baseline, a `kto_baseline`, compares the nats of
+    the batch's `mismatched` rows under the state's model with their nats under the reference (`add_reference_nats`).
+    All microbatches of a batch share one baseline, on any mesh.
     """
 
     def __init__(self, step: Step, plan: Plan):
@@ -192,9 +192,8 @@ def _make_forward(
 ) -> Callable[[PyTree, Batch], PyTree]:
     """Jit `function(model, batch, tokens=..., vocabulary=...)`, run on each device's rows.
 
-    `finish` combines the devices' results, so that they are equal on all devices between which `out_specs` does not
-    split them. Without a pipeline the batch is not split into microbatches, since no residuals are stored for a
-    backward pass.
+    `finish` makes the results equal on all devices along the mesh axes that `out_specs` does not name. Without a
+    pipeline the batch is not split into microbatches, since no residuals are stored for a backward pass.
     """
     forward_plan = plan if plan.is_pipelined else dataclasses.replace(plan, microbatches=1)
 
@@ -204,8 +203,8 @@ def _make_forward(
         device = plan.on_device(model)
 
         def per_device(model: PyTree, rows: PyTree) -> PyTree:
-            wrapped, (batch, tokens) = device.wrap_forward(model), rows
-            results = function(wrapped, batch, tokens=tokens, vocabulary=device.vocabulary)
+            batch, tokens = rows
+            results = function(device.wrap_forward(model), batch, tokens=tokens, vocabulary=device.vocabulary)
             return jax.tree.map(functools.partial(finish, device), results)
 
         rows = plan.arrange(batch, batch_tokens(batch))
@@ -316,7 +315,7 @@ class RowArrays:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The range of each batch's rows that this process passes: its first row, and the row after its last."""
+        """The first row of each batch that this process passes, and the row after the last."""
         return self._process_rows.start, self._process_rows.stop
 
     def on_writer(self, action: Callable[[], object]) -> object:

@@ -106,9 +106,9 @@ def train(
     """Take the steps `start + 1` to `steps`, call the callbacks after each step, and return the final progress.
 
     The step is compiled once, for the first batch, unless it is already compiled. The loop does not wait for a step's
-    results, so that the host prepares the next batch while the devices compute. Raises a `DivergedError` for a run
-    whose numbers are not finite, see `check_finite`, and a `ValueError` if there are fewer batches than steps, or
-    batches of different shapes.
+    results, so that the host prepares the next batch while the devices compute. Raises a `DivergedError` if many steps
+    in a row have a loss or gradients that are not finite (see `check_finite`), and a `ValueError` if there are fewer
+    batches than steps, or batches of different shapes.
 
     Args:
         step: The step, from `make_step`.
@@ -325,12 +325,14 @@ class LossSpikes(Callback):
 
     def batch_number(self, step: int) -> int:
         """Return the number of the batch for a step; steps are counted from 0, as a loader counts."""
+        number = step
         for first, last in self._skipped:
-            step += (last - first + 1) * (step >= first)
-        return step
+            if number >= first:
+                number += last - first + 1
+        return number
 
     def record(self) -> JsonObject:
-        """Return what a checkpoint saves beside the state, as JSON."""
+        """Return the skipped ranges and the last losses as JSON, which a checkpoint saves beside the state."""
         return {"left_out": [list(first_and_last) for first_and_last in self._skipped], "losses": list(self._losses)}
 
     def start(self, step: int, record: JsonObject | None) -> None:

@@ -60,7 +60,7 @@ class Optimization:
     balance_rate: float = 0.001
     """The step size of the routers' selection biases, which balance the load of experts."""
     paths: tuple[str, ...] = ()
-    """Other optimizers for some parameters, by parts of their paths, such as embedding=sgd; the last match counts."""
+    """Other optimizers for parameters whose paths contain a name, such as embedding=sgd; the last match counts."""
 
     def phases(self, steps: int) -> list[SchedulePhase]:
         """Return the single phase of a run that has this number of steps from its beginning."""

@@ -40,7 +40,7 @@ def plot_losses(metrics: str | Path, path: str | Path) -> None:
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     pairs = [(row.get("validation_loss"), row.get("validation_bits_per_byte")) for row in rows]
-    # The loss in nats a token, divided by its bits per byte, is `ln 2` times the bytes a token: the same in each row.
+    # The quotient of nats a token and bits per byte is `ln 2` times the mean bytes of a token: the same in each row.
     ratios = [loss / bits for loss, bits in pairs if isinstance(loss, float) and isinstance(bits, float) and bits]
     if ratios:
         nats_per_bit = ratios[-1]
@@ -102,10 +102,10 @@ def plot_expert_loads(metrics: str | Path, path: str | Path) -> None:
     _, layers, experts = loads.shape
     figure = make_figure("plot_expert_loads(metrics, path)", (8, 0.6 + 1.1 * layers))
     panels = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
-    for number, axes in enumerate(panels):
-        shares = experts * loads[:, number].T
+    for layer, axes in enumerate(panels):
+        shares = experts * loads[:, layer].T
         image = axes.pcolormesh(steps, range(experts), shares, cmap="RdBu_r", vmin=0, vmax=2, shading="nearest")
-        axes.set(ylabel=f"layer {number}", yticks=[0, experts - 1])
+        axes.set(ylabel=f"layer {layer}", yticks=[0, experts - 1])
     panels[-1].set_xlabel("step")
     figure.colorbar(image, ax=list(panels), label="load, as a multiple of an even share")
     write_atomic(path, figure.savefig)

@@ -172,7 +172,7 @@ class RunFolder:
         plot_expert_loads(self.metrics, self.loads)
 
     def add_sample(self, step: int, text: str) -> None:
-        """Append a step's sample, and remove the samples of this and later steps, which a resumed run takes again."""
+        """Append a step's sample; first remove the samples of this and later steps, which a resumed run draws again."""
         content = read_utf8(self.samples) if self.samples.exists() else ""
         _, *entries = re.split(r"^--- step (\d+)\n", content, flags=re.MULTILINE)
         pairs = zip(entries[::2], entries[1::2])

@@ -191,7 +191,9 @@ class Checkpointer:
         wanted = named_arrays(eqx.filter(like, nn.has_shape))
         saved_names = match_saved_names(manifest["leaves"], wanted)
         saved = {name: manifest["leaves"][saved_name] for name, saved_name in saved_names.items()}
-        if faults := leaf_faults({n: x for n, x in saved.items() if n in wanted} if partial else saved, wanted):
+        if partial:
+            saved = {name: leaf for name, leaf in saved.items() if name in wanted}
+        if faults := leaf_faults(saved, wanted):
             _refuse(folder, faults, "Restore into a model and an optimizer of the recipe that was saved.")
         return step, folder, manifest, saved_names
 
@@ -292,7 +294,7 @@ class Checkpointer:
 
     @contextmanager
     def _warn_later(self, path: Path) -> Iterator[None]:
-        """Turn the error of a failed deletion into a warning of the next call, since it only costs disk space."""
+        """Turn the error of a failed deletion into a warning of the next `wait`; leftovers only cost disk space."""
         try:
             yield
         except OSError as error:

@@ -36,7 +36,7 @@ def named_arrays(tree: PyTree) -> dict[str, ArrayOrShape]:
 
 
 def to_stored(leaf: ArrayOrShape) -> ArrayOrShape:
-    """Convert an array, or its shape, to the form that a checkpoint stores: random keys become their numbers."""
+    """Convert an array, or its shape, to the form that a checkpoint stores: random keys become plain integer arrays."""
     if not _is_key(leaf):
         return leaf
     return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)

@@ -46,11 +46,12 @@ def noise_blocks(batch: Batch, key: Key[Array, ""], *, mask_id: int, block: int,
     positions = indices if batch.positions is None else jnp.asarray(batch.positions)
     segments = jnp.zeros_like(indices) if batch.segments is None else jnp.asarray(batch.segments)
 
-    def sample(stream: int, numbers: Array) -> Float[Array, "batch seq"]:
-        keys = token_keys(jax.random.fold_in(key, stream), jnp.asarray(batch.examples), numbers)
+    def sample(stream: int, token_indices: Array) -> Float[Array, "batch seq"]:
+        keys = token_keys(jax.random.fold_in(key, stream), jnp.asarray(batch.examples), token_indices)
         return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32)))(keys)
 
-    # All tokens of a block read the random number of the block's first token.
+    # `positions % block` is a token's index in its block, so that all tokens of a block draw the random number of the
+    # block's first token.
     times = least_noise + (1 - least_noise) * sample(0, indices - positions % block)
     is_masked = (sample(1, indices) < times) & (positions >= 0)
     weights = jnp.where(is_masked, 1 / times, 0).astype(jnp.asarray(batch.weights).dtype)
@@ -59,6 +60,7 @@ def noise_blocks(batch: Batch, key: Key[Array, ""], *, mask_id: int, block: int,
     def join(copies: Array, tokens: Array) -> Array:
         return jnp.concatenate([copies, tokens], axis=1)
 
+    types = None if batch.types is None else jnp.asarray(batch.types)
     return dataclasses.replace(
         batch,
         ids=join(noisy_ids, ids),
@@ -67,7 +69,7 @@ def noise_blocks(batch: Batch, key: Key[Array, ""], *, mask_id: int, block: int,
         positions=join(positions, positions),
         segments=join(~segments, segments),
         documents=None,
-        types=None if batch.types is None else join(*[jnp.asarray(batch.types)] * 2),
+        types=None if types is None else join(types, types),
     )
 
 
