@@ -23,7 +23,9 @@ _INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 class _ByPattern(Generic[T]):
-    """Numbers for modules, such as ranks, by patterns of names. The first pattern that matches a name's end applies.
+    """A setting of modules, such as the rank, by patterns of module names; `get` returns the setting of a module.
+
+    The first pattern that matches the end of the module's name applies.
 
     A configuration may have thousands of patterns, most of them plain names, in which dots may be escaped. Plain names
     are found by look-up. An unescaped dot matches any character, so before the look-up the module's name gets a dot in
@@ -31,7 +33,7 @@ class _ByPattern(Generic[T]):
     """
 
     def __init__(self, values: Mapping[str, T]):
-        # Keys: a name's length, the positions of its unescaped dots, the name. Value: the pattern's order and number.
+        # By a name's length, by the positions of its unescaped dots, and by the name: the pattern's order and value.
         self._names: dict[int, dict[tuple[int, ...], dict[str, tuple[int, T]]]] = {}
         self._patterns: list[tuple[int, T, re.Pattern[str]]] = []
         for order, (pattern, value) in enumerate(values.items()):
@@ -45,7 +47,7 @@ class _ByPattern(Generic[T]):
                 self._patterns.append((order, value, re.compile(rf"(.*\.)?({pattern})$")))
 
     def get(self, module: str, default: T) -> T:
-        """Return the number that the first matching pattern gives to the module's name, or the default."""
+        """Return the value that the first matching pattern gives to the module's name, or the default."""
         looked_up = [
             by_name.get(_put_dots(suffix, dots))
             for suffix in _suffixes(module)

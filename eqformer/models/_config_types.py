@@ -96,7 +96,10 @@ _NAMES: dict[object, str] = {
 
 
 def describe_type(field_type: FieldType, value: object) -> str:
-    """Describe in words the rule of a type that `value` breaks, such as "a whole number of at least 1"."""
+    """Return what a type requires of a value, in words, such as "a whole number of at least 1".
+
+    `value` does not fit the type; only the requirement that it breaks is described.
+    """
     origin, args = typing.get_origin(field_type), typing.get_args(field_type)
     if origin is Annotated:
         return _describe_range(args[0], args[1], value)
@@ -226,7 +229,7 @@ class PublishedConfig:
             self._names_read = earlier + self._names_read
 
     def names_with_value(self, names: Iterable[str], value: object) -> list[str]:
-        """Return the attributes, out of `names`, that have this very object as their value, without duplicates."""
+        """Return the attributes out of `names` whose value is this object (`is`, not `==`), without duplicates."""
         return [name for name in dict.fromkeys(names) if self._values.get(name) is value]
 
     def add(self, name: str, value: object) -> None:

@@ -56,14 +56,14 @@ def unflatten_model(model: Tree, leaves: Mapping[str, object]) -> Tree:
 class ResolvedRule:
     """A rule for one model: which leaves of the model a published array fills, and how the array is rearranged.
 
-    If `name` contains `{layer}` and `{expert}`, the first dims of the leaves are layers and experts: index `i` of the
-    layers is published as layer `layers[i]`. A pattern is an einops pattern from the dims of the published array to the
-    leaf's dims after layers and experts. Without a pattern, these dims are equal.
+    If `name` contains `{layer}` and `{expert}`, the first dims of the leaves are layers and experts. A leaf's entry `i`
+    of the first dim is published under the layer's number `layers[i]`. A pattern is an einops pattern from the dims of
+    the published array to the leaf's dims after layers and experts. Without a pattern, these dims are equal.
 
     Several leaves may be published as one array, concatenated along the array's dim `axis`. With several `groups`, such
     as heads, each leaf has this many groups: the array holds the first group of every leaf, then the second group of
-    every leaf, and so on. If `interleaved`, each group is one number. A dim of a pattern may merge the groups with
-    another dim: `"ids (groups mlp) -> ids (mlp groups)"`.
+    every leaf, and so on. If `interleaved`, each group is a single entry of the dim, so that the leaves alternate entry
+    by entry. A dim of a pattern may merge the groups with another dim: `"ids (groups mlp) -> ids (mlp groups)"`.
     """
 
     name: str
@@ -96,12 +96,11 @@ class ResolvedRule:
 
     def slice_rule(self) -> "ResolvedRule | None":
         """Return the rule for one index of the published array's first dim; None if leaves have another first dim."""
-        if len({*self.patterns}) > 1:
-            return None
-        if self.padded:
+        if len({*self.patterns}) > 1 or self.padded:
             return None
         published, leaf = self.patterns[0].split(" -> ") if self.patterns[0] else ("", "")
-        (published_first, _, published_rest), (leaf_first, _, leaf_rest) = published.partition(" "), leaf.partition(" ")
+        published_first, _, published_rest = published.partition(" ")
+        leaf_first, _, leaf_rest = leaf.partition(" ")
         if published_first != leaf_first or (len(self.paths) > 1 and self.axis == 0):
             return None
         pattern = f"{published_rest} -> {leaf_rest}" if self.patterns[0] else ""
@@ -136,33 +135,35 @@ class ResolvedRule:
         if shape != tuple(expected):
             raise ValueError(f"it has shape {shape}, and the model's is {tuple(expected)}")
 
-    def to_leaf(self, array: Shaped[np.ndarray, "..."], number: int) -> Shaped[np.ndarray, "..."]:
-        """Return the part of a published array that is leaf `number`, in the leaf's layout, without a copy if possible.
+    def to_leaf(self, array: Shaped[np.ndarray, "..."], index: int) -> Shaped[np.ndarray, "..."]:
+        """Return the part of a published array that fills the leaf at `index` of `paths`, in the leaf's layout.
 
-        Raises a `ValueError` for a shape that does not fit.
+        The part is not copied if that is possible. Raises a `ValueError` for a shape that does not fit.
         """
         self.check_shape(array.shape)
         if self.padded:
-            length = self.shapes[number][-1]
+            length = self.shapes[index][-1]
             if np.any(array[length:]):
                 raise ValueError(f"the numbers after the first {length} must be zeros, which fill the array up")
             return array[:length]
-        parts, shape, pattern = self._published_shapes(), array.shape, self.patterns[number]
+        parts, shape, pattern = self._published_shapes(), array.shape, self.patterns[index]
         if len(parts) > 1:
             groups = self._groups(parts[0])
-            start = sum(part[self.axis] for part in parts[:number]) // groups
-            stop = start + parts[number][self.axis] // groups
+            start = sum(part[self.axis] for part in parts[:index]) // groups
+            stop = start + parts[index][self.axis] // groups
             split = array.reshape(*shape[: self.axis], groups, -1, *shape[self.axis + 1 :])
-            array = split[*(slice(None),) * (self.axis + 1), start:stop].reshape(parts[number])
-        sizes = _sizes(pattern, self.shapes[number][self.outer_dims :], self.groups) if pattern else {}
-        return einops.rearrange(array, pattern, **sizes) if pattern else array
+            array = split[*(slice(None),) * (self.axis + 1), start:stop].reshape(parts[index])
+        if not pattern:
+            return array
+        return einops.rearrange(array, pattern, **_sizes(pattern, self.shapes[index][self.outer_dims :], self.groups))
 
-    def axis_of_last_dim(self, number: int) -> int | None:
-        """Return the dim of the published array, counted from its end, that holds the last dim of leaf `number`.
+    def axis_of_last_dim(self, index: int) -> int | None:
+        """Return the dim of the published array, counted from the array's end, that holds the last dim of a leaf.
 
-        Return None if neighbors along the leaf's last dim are not neighbors in the published array.
+        `index` is the leaf's index in `paths`. Return None if neighbors along the leaf's last dim are not neighbors in
+        the published array.
         """
-        if not (pattern := self.patterns[number]):
+        if not (pattern := self.patterns[index]):
             return -1
         published, leaf = pattern.split(" -> ")
         dims = split_dims(published)
@@ -171,7 +172,7 @@ class ResolvedRule:
 
     def to_published(self, parts: Sequence[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
         """Return the published array of these parts: the values of each leaf at one index of its outer dims."""
-        arrays = [_to_published(part, self.patterns[number], self.groups) for number, part in enumerate(parts)]
+        arrays = [_to_published(part, pattern, self.groups) for part, pattern in zip(parts, self.patterns, strict=True)]
         if self.ids_below:
             arrays = [array.astype(np.int64) for array in arrays]  # as torch stores whole numbers
         if len(arrays) == 1:
@@ -186,8 +187,8 @@ class ResolvedRule:
 
     def _published_shapes(self) -> list[Shape]:
         """Return the shape of each leaf's part of the published array."""
-        shapes = enumerate(shape[self.outer_dims :] for shape in self.shapes)
-        return [_published_shape(shape, self.patterns[number], self.groups) for number, shape in shapes]
+        leaves = zip(self.shapes, self.patterns, strict=True)
+        return [_published_shape(shape[self.outer_dims :], pattern, self.groups) for shape, pattern in leaves]
 
 
 def _to_published(part: Shaped[np.ndarray, "..."], pattern: str, groups: int) -> Shaped[np.ndarray, "..."]:
@@ -229,7 +230,7 @@ class Rule:
     axis: int = 0
     """The dim along which several leaves are concatenated."""
     interleaved: bool = False
-    """Whether several leaves alternate number by number."""
+    """Whether several leaves alternate entry by entry along `axis`."""
     groups: int | str = 1
     """The number of groups of each leaf, as in `ResolvedRule`, or the size of the pattern's dim `groups`. A text names
     the field of the config that holds the number."""
@@ -331,11 +332,11 @@ def layer_groups(model: Stacked) -> list[tuple[str, Callable[[Stacked], Layer], 
     groups = []
     for part in ("", "encoder"):
         first = 0
-        for number, stack in enumerate(_stacks(part, model)):
+        for stack_index, stack in enumerate(_stacks(part, model)):
             size = len(stack.blocks.members)
             end = first + size * len(stack)
             for position in range(size):
-                layers_in = functools.partial(_layers_at, part, number, position)
+                layers_in = functools.partial(_layers_at, part, stack_index, position)
                 groups.append((part, layers_in, range(first + position, end, size)))
             first = end
     return groups

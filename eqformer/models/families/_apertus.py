@@ -54,7 +54,7 @@ _PRESETS = {
     "apertus-70b": ApertusConfig(131_072, 8192, 80, 64, 8, 43_008, scaling=_SCALING),
 }
 
-_ACTIVATION, _NUMBERS = "feed_forward.layer.activation.", ("alpha_p", "alpha_n")
+_ACTIVATION = "feed_forward.layer.activation."
 APERTUS = Family(
     "apertus",
     ApertusConfig,
@@ -76,7 +76,7 @@ APERTUS = Family(
         *norm_weights(mixer="attention_layernorm", feed_forward="feedforward_layernorm"),
         Rule(f"{LAYER}mlp.up_proj.weight", "feed_forward.layer.up.weight"),
         Rule(f"{LAYER}mlp.down_proj.weight", "feed_forward.layer.down.weight"),
-        *(Rule(f"{LAYER}mlp.act_fn.{name}", f"{_ACTIVATION}{name}", "1 -> ") for name in _NUMBERS),
+        *(Rule(f"{LAYER}mlp.act_fn.{name}", f"{_ACTIVATION}{name}", "1 -> ") for name in ("alpha_p", "alpha_n")),
         *(Rule(f"{LAYER}mlp.act_fn.{name}", f"{_ACTIVATION}{name}") for name in ("beta", "eps")),
     ),
 )

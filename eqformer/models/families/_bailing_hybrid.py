@@ -118,7 +118,7 @@ _PRESETS = {
 _ATTENTION, _MIXER, _FEED_FORWARD = f"{LAYER}attention.", "mixer.layer.", "feed_forward.layer."
 _INTO, _TAPS = "(heads dim) inputs -> heads dim inputs", "(heads dim) 1 taps -> heads dim taps"
 _QKV = (("q", "query"), ("k", "key"), ("v", "value"))
-_IS_NET = f"{_MIXER}log_rate"
+_IS_NET = f"{_MIXER}log_rate"  # a leaf that only delta nets have
 _OF_NETS = (
     *(Rule(f"{_ATTENTION}{name}_proj.weight", f"{_MIXER}{leaf}.weight", _INTO) for name, leaf in _QKV),
     *(Rule(f"{_ATTENTION}{name}_conv1d.weight", f"{_MIXER}{leaf}_conv.weight", _TAPS) for name, leaf in _QKV),
@@ -136,11 +136,10 @@ _RENAMED = (("model.embed_tokens.", "model.word_embeddings."), (".self_attn.", "
 def _rename(rule: Rule) -> Rule:
     """Return a rule of DeepSeek's table with Ling's name; the output map's rule does not apply to delta nets."""
     name = rule.name
-    for theirs, ours in _RENAMED:
-        name = name.replace(theirs, ours)
-    return dataclasses.replace(
-        rule, name=name, **({"lacks": _IS_NET} if name.startswith(f"{_ATTENTION}dense.") else {})
-    )
+    for deepseek_name, ling_name in _RENAMED:
+        name = name.replace(deepseek_name, ling_name)
+    is_output_map = name.startswith(f"{_ATTENTION}dense.")
+    return dataclasses.replace(rule, name=name, lacks=_IS_NET if is_output_map else rule.lacks)
 
 
 BAILING_HYBRID = Family(

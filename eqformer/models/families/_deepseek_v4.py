@@ -95,7 +95,7 @@ class DeepSeekV4Config(ModelConfig):
     mixing_iterations: Size = 20
     """Iterations that normalize the matrices which mix streams (`nn.Sinkhorn`)."""
     stream_eps: NotNegative = 1e-6
-    """The number that is added to the weights with which streams are read, and in `nn.Sinkhorn`."""
+    """A small number that is added to the weights with which a sublayer reads the streams, and within `nn.Sinkhorn`."""
     theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window alone."""
     compressed_theta: Positive = 160_000.0
@@ -164,7 +164,7 @@ def _blocks_of(config: DeepSeekV4Config, layer: int) -> str:
 
 
 def _attention(config: DeepSeekV4Config, blocks: str, key: Key[Array, ""]) -> nn.CompressedAttention:
-    """Return the attention of a layer with these blocks (`_LayerKind.blocks`)."""
+    """Return the attention of a layer; `blocks` is the layer's `_LayerKind.blocks`."""
     mixer_key, compressor_key, index_key, index_compressor_key = jax.random.split(key, 4)
     rotary = rotary_of(
         config,
@@ -244,7 +244,7 @@ _HASHED, _ROUTED = "hash_moe", "moe"
 
 
 class _AttentionTypes(Entry):
-    """`layer_types`, or the older `compress_ratios`; by default two heavy, then heavy and sparse in turn."""
+    """`layer_types`, or the older `compress_ratios`; by default two heavy layers, then heavy and sparse in turn."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `heavy_layers` and `sparse_layers`."""
@@ -273,7 +273,8 @@ class _MixtureTypes(Entry):
         types, hashed = published.listed("mlp_layer_types", str), published.count("num_hash_layers", 3, 0)
         if types is None:
             layers = layers_of(published)
-            types = ([_HASHED] * hashed + [_ROUTED] * layers)[:layers] if hashed < layers else [_HASHED] * layers
+            hashed = min(hashed, layers)
+            types = [_HASHED] * hashed + [_ROUTED] * (layers - hashed)
         check_layer_types(published, "mlp_layer_types", types, (_HASHED, _ROUTED))
         return {"hash_layers": tuple(layer for layer, name in enumerate(types) if name == _HASHED)}
 

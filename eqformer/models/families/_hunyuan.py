@@ -82,10 +82,8 @@ class AlphaRotaryPositions(RotaryPositions):
 _READ_HERE = ("rope_type", "type", "rope_theta")
 
 _ATTRIBUTES = (
-    *(
-        *decoder_attributes(AlphaRotaryPositions()),
-        StatedHeadSize(),
-    ),  # Transformers does not compute `head_dim` from other sizes.
+    *decoder_attributes(AlphaRotaryPositions()),
+    StatedHeadSize(),  # Transformers does not compute `head_dim` from other sizes.
     Attribute("bias", "attention_bias", False),
     Activation(),
     Expect("mlp_bias", False, written=False),

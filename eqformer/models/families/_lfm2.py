@@ -59,8 +59,8 @@ def _mixer(config: ConvConfig, is_attention: bool, key: Key[Array, ""]) -> Atten
 
 def _listed(published: PublishedConfig, layers: int) -> Iterable[int]:
     """Return the layers with attention, for a configuration without `layer_types`; by default all layers."""
-    numbers = published.listed("full_attn_idxs", Index)
-    return range(layers) if numbers is None else numbers
+    indices = published.listed("full_attn_idxs", Index)
+    return range(layers) if indices is None else indices
 
 
 _ATTRIBUTES: tuple[Entry, ...] = (
@@ -75,7 +75,8 @@ _ATTRIBUTES: tuple[Entry, ...] = (
     Expect("block_use_swiglu", True, written=False),
     Expect("use_pos_enc", True, written=False),
     Expect("theta", 1_000_000.0, written=False),
-    # Attributes of the first configurations: copies of others, and settings of initialization.
+    # Attributes that only the first published configurations have: copies of other attributes, and settings of
+    # initialization.
     Ignore("block_dim", "conv_dim", "conv_dim_out", "num_heads", "block_norm_eps", "block_mlp_init_scale"),
     Ignore("block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
 )
@@ -276,16 +277,16 @@ def build_lfm3(config: LFM3Config, *, key: Key[Array, ""]) -> Transformer:
     """Return an LFM3 with random weights."""
     size = config.head_size
     rotary_by_type = {
-        _TYPES[0]: rotary_of(config, size, scaling=config.scaling),
-        _TYPES[1]: rotary_of(config, size, theta=config.local_theta, scaling=config.local_scaling),
+        _FULL: rotary_of(config, size, scaling=config.scaling),
+        _LOCAL: rotary_of(config, size, theta=config.local_theta, scaling=config.local_scaling),
     }
 
     def mixer(layer_type: str, key: Key[Array, ""]) -> Attention | GatedShortConv:
-        if layer_type == _TYPES[2]:
+        if layer_type == _CONV_TYPE:
             return _mixer(config, False, key)
         return attention(
             config,
-            window=config.window if layer_type == _TYPES[1] else None,
+            window=config.window if layer_type == _LOCAL else None,
             gate="heads" if config.gated else False,
             rotary=rotary_by_type[layer_type],
             **head_norms(config),
@@ -300,13 +301,13 @@ def build_lfm3(config: LFM3Config, *, key: Key[Array, ""]) -> Transformer:
     return decoder(config, block, _types_of(config), key=key)
 
 
-_TYPES = ("full_attention", "sliding_attention", "conv")
+_FULL, _LOCAL, _CONV_TYPE = "full_attention", "sliding_attention", "conv"
 
 
 def _types_of(config: LFM3Config) -> list[str]:
     """Return the type of each layer, as it is published."""
     full, local = set(config.attention_layers), set(config.window_layers)
-    return [_TYPES[0] if n in full else _TYPES[1] if n in local else _TYPES[2] for n in range(config.layers)]
+    return [_FULL if n in full else _LOCAL if n in local else _CONV_TYPE for n in range(config.layers)]
 
 
 class _ThreeTypes(Entry):
@@ -319,10 +320,10 @@ class _ThreeTypes(Entry):
         """Return `attention_layers` and `window_layers`; refuse lists of other lengths and types."""
         layers, types = layers_of(published), published.listed("layer_types", str)
         if types is None:
-            types = [_TYPES[0] if n % 4 == 2 else _TYPES[1] if n % 4 == 0 and n else _TYPES[2] for n in range(layers)]
-        check_layer_types(published, "layer_types", types, _TYPES)
-        numbers = [tuple(n for n, name in enumerate(types) if name == layer_type) for layer_type in _TYPES]
-        return {"attention_layers": numbers[0], "window_layers": numbers[1]}
+            types = [_FULL if n % 4 == 2 else _LOCAL if n % 4 == 0 and n else _CONV_TYPE for n in range(layers)]
+        check_layer_types(published, "layer_types", types, (_FULL, _LOCAL, _CONV_TYPE))
+        layers_of_type = lambda layer_type: tuple(n for n, name in enumerate(types) if name == layer_type)
+        return {"attention_layers": layers_of_type(_FULL), "window_layers": layers_of_type(_LOCAL)}
 
     def write(self, config: LFM3Config) -> Attributes:
         """Return a type for each layer."""

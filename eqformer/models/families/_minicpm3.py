@@ -55,9 +55,9 @@ def _build(
     """Return a decoder with latent attention and gated layers; `ends` are arguments of `decoder`."""
 
     def block(key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = latent_attention(config, interleaved=interleaved, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward), residual_scale=residual_scale)
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = latent_attention(config, interleaved=interleaved, key=mixer_key)
+        return pre_norm_block(config, mixer, gated_mlp(config, key=feed_forward_key), residual_scale=residual_scale)
 
     return decoder(config, block, key=key, **ends)
 

@@ -2,7 +2,8 @@
 
 nanochat has norms without weights, also of rotated queries and keys, squared ReLUs, and capped logits. Sources of the
 speedruns: modded-nanogpt (github.com/KellerJordan/modded-nanogpt, 2024-05 to 2026-07), and nanochat
-(github.com/karpathy/nanochat, dev/LOG.md), which tested modded-nanogpt's changes at depths 12 to 26 and kept these.
+(github.com/karpathy/nanochat, dev/LOG.md), which tested modded-nanogpt's changes at depths 12 to 26 and kept value
+embeddings and skips.
 """
 
 import dataclasses
@@ -101,7 +102,7 @@ class SpeedrunConfig(DecoderConfig):
     """The number of tokens that layers with a window see: three of four layers, but never the last layer. None: all
     layers see whole rows."""
     value_embeddings: bool = True
-    """Whether every second layer, counted back from the last, has a table of values."""
+    """Whether every second layer, counted back from the last, adds a vector from a table by token ids to its values."""
     skips: bool = True
     """Whether each layer begins with a weighted sum of the stream and the embedded tokens."""
     logit_softcap: Positive | None = 15.0

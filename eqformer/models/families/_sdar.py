@@ -1,4 +1,7 @@
-"""SDAR (Cheng et al. 2025, arXiv:2510.06303): a Qwen3 with block-causal attention that denoises blocks."""
+"""SDAR (Cheng et al. 2025, arXiv:2510.06303): a Qwen3 with block-causal attention, which generates text block by block.
+
+The masked tokens of a block are filled in several passes.
+"""
 
 import dataclasses
 

@@ -106,11 +106,11 @@ def _format_of(published: PublishedConfig, form: str, weights: PublishedConfig) 
         return mxfp8() if bits == 8 else compressed_float4(form)
     kinds = {"float-quantized": ("float",), "int-quantized": ("int",), "naive-quantized": ("float", "int")}
     blocks = {"tensor": (None, None), "channel": (1, None), "block": block}
-    if kind in kinds.get(form, ()) and bits == 8 and is_symmetric and blocks.get(strategy) is not None:
-        dtype, ignored = ("F8_E4M3" if kind == "float" else "I8"), (".input_scale", ".k_scale", ".v_scale")
-        block = blocks[strategy] or (None, None)
-        name = "FP8" if kind == "float" else "INT8"
-        return Scaled(name, ".weight", (".weight_scale",), ignored=ignored, dtypes=(dtype,), block=block)
+    scaled_block = blocks.get(strategy)
+    if kind in kinds.get(form, ()) and bits == 8 and is_symmetric and scaled_block is not None:
+        name, dtype = ("FP8", "F8_E4M3") if kind == "float" else ("INT8", "I8")
+        ignored = (".input_scale", ".k_scale", ".v_scale")
+        return Scaled(name, ".weight", (".weight_scale",), ignored=ignored, dtypes=(dtype,), block=scaled_block)
     published.refuse(
         f"format={form!r} with {kind} of {bits} bits by {strategy}, group_size={size}, symmetric={is_symmetric} is not "
         "known; there are pack-quantized with int of 4 or 8 bits by group or channel, and float-quantized, "

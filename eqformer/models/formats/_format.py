@@ -64,8 +64,8 @@ class GroupLayout(NamedTuple):
     form: str
     """The number format of the codes, as `nn.QuantizedLinear` calls it."""
     members: tuple[int | None, int | None]
-    """The numbers of neighboring rows and of neighboring columns of the decoded array that share a scale; None: all
-    rows, or all columns."""
+    """How many neighboring rows, and how many neighboring columns, of the decoded array share a scale; None: all rows,
+    or all columns."""
     scale: str
     """The suffix of the name of the array of scales."""
     has_zeros: bool = False

@@ -39,7 +39,8 @@ class Scaled(_format.Grouped):
     def shape(self, parts: _format.Parts) -> tuple[int, ...]:
         """Return the shape of the codes, which is also the shape of the decoded array."""
         (dtype,), (scale,) = self.dtypes, self.required
-        dims = 3 if parts[self.codes].ndim == 3 == parts[scale].ndim else 2  # 3 dims: all experts in one array
+        has_experts = parts[self.codes].ndim == 3 and parts[scale].ndim == 3  # all experts in one array
+        dims = 3 if has_experts else 2
         *experts, rows, columns = _format.check_codes(parts, self.codes, dtype, dims)
         grid = self._grid(rows, columns)
         shapes = [(*experts, *grid)]
@@ -65,10 +66,10 @@ class Scaled(_format.Grouped):
         codes = parts[self.codes]
         self._scales(parts)  # raises an error for invalid scales
         stored = parts[self.required[0]].reshape(self._grid(*codes.shape))
+        stored = stored.view(np.uint8) if stored.itemsize == 1 else stored
         dims = zip(codes.shape, self.block, unit, strict=True)
-        scales = (stored.view(np.uint8) if stored.itemsize == 1 else stored)[
-            np.ix_(*(_format.group_of_units(size, block, step) for size, block, step in dims))
-        ]
+        rows, columns = (_format.group_of_units(size, block, step) for size, block, step in dims)
+        scales = stored[np.ix_(rows, columns)]
         codes = codes.view(np.uint8)
         return _format.QuantizedArray(codes if self.groups.form == "fp8" else codes ^ 128, scales, None)
 
@@ -81,8 +82,8 @@ class Scaled(_format.Grouped):
         scales = parts[self.required[0]]
         if scales.itemsize == 1:  # exponents of powers of two; 255 stands for NaN
             scales = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-        # Scales come from largest magnitudes, so none is negative. Some programs use the sign of scales, but only for
-        # integers of 4 bits.
+        # A scale is computed from the largest magnitude in its block, so it is not negative. Programs that give scales
+        # a sign do so only for integers of 4 bits.
         return _format.check_nonnegative_scales(scales).reshape(self._grid(*parts[self.codes].shape))
 
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
