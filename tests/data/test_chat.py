@@ -9,8 +9,8 @@ import pytest
 from eqformer.data import ChatTemplate, FileTokenizer, has_chat_template
 
 
-# In the ways in which published templates are written: blocks on lines of their own, loops that are left, marks of what
-# is trained on, refusals, tools as JSON, dates.
+# The template uses what published templates use: blocks on lines of their own, `break`, marks around trained text,
+# `raise_exception`, tools as JSON.
 MARKED = """{{ bos_token }}
 {%- for message in messages %}
     {% if message.role == "system" and not loop.first %}
@@ -149,7 +149,7 @@ CHATS = json.loads((Path(__file__).parents[1] / "fixtures" / "chats.json").read_
 
 @pytest.mark.parametrize("name", CHATS["cases"])
 def test_settings_say_what_they_say_in_transformers(name, tmp_path):
-    """Which tokens a template finds, and which go around a prompt, by `tests/fixtures/make_chats.py`."""
+    """A template's text and a prompt's ids equal transformers' results, recorded by `tests/fixtures/make_chats.py`."""
     case = CHATS["cases"][name]
     (tmp_path / "tokenizer.json").write_text(json.dumps(CHATS["tokenizer"] | {"post_processor": case["around"]}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(case["config"]))
@@ -164,7 +164,7 @@ def test_settings_say_what_they_say_in_transformers(name, tmp_path):
 
 
 def test_the_settings_make_a_difference():
-    """A control of the test above: templates see the settings, and what goes around a prompt is by the file alone."""
+    """A control of the test above: settings change what templates see, but not the tokens around a prompt."""
     cases = CHATS["cases"]
     assert len({its["text"] for its in cases.values()}) == 5
     assert all((its["ids"][0] == 1) == (its["around"] is not None) for its in cases.values())

@@ -28,14 +28,14 @@ from eqformer.parallel import _context_attention, _global_values
 
 
 PREFILL_AND_STEPS = (0, 5), (5, 6), (6, 8)
-"""First and last token of the calls: a prefill, a decode step, and a step of two tokens."""
+"""For each call, its first token and the token after its last: a prefill, a decode step, and a step of two tokens."""
 CORE = "stacks[0].blocks.sublayers[0].layer.core"
 SLOTS = {f"{CORE}.{name}" for name in ("weights", "key", "value")}
-"""Values that have a slot of the cache for each key."""
+"""Paths of captured values that have a dim with one entry for each slot of the cache, where a slot holds one key."""
 
 
 def run_calls(model, paths, plan=None, calls=PREFILL_AND_STEPS, ids=IDS, dtype=None):
-    """Return what each of the calls captures, with one cache for all of them."""
+    """Return the captured values of each call; all calls share one cache."""
     captured = capture(model, paths, plan=plan)
     run = eqx.filter_jit(lambda captured, *inputs: captured(*inputs))
     positions = nn.positions_like(ids.shape).positions
@@ -57,7 +57,7 @@ def check_calls(sizes, options, paths, model, patched=lambda model: model, dtype
 
 
 def check_without_cache(results, whole, paths, calls=PREFILL_AND_STEPS):
-    """Compare values of the calls with those of one pass over all tokens; padding of the cache has no weight."""
+    """Compare the values of the calls with the values of one pass over all tokens; empty slots have no weight."""
     for (first, last), captured in zip(calls, results, strict=True):
         pairs = [(captured.output[0], whole.output[0][:, first:last])]
         for path in {*paths} - SLOTS:

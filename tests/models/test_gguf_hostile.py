@@ -77,14 +77,14 @@ def test_what_asks_for_another_model_is_refused(tmp_path):
 
 
 def changed(value: Any) -> Any:
-    """Another value of the same kind."""
+    """Return another value of the same type."""
     if isinstance(value, bool):
         return not value
     return "doom" if isinstance(value, str) else value * 2 if isinstance(value, float) else value + 1
 
 
 def test_every_key_is_used_or_has_one_value_or_is_listed_as_unread(tmp_path):
-    """Each is changed by itself: the config differs, or it is refused, or the key is on the list."""
+    """If one key is changed, the config changes, or the file is refused, or the key is listed as unread."""
     neutral = {f"llama.{name}": values[0] for name, values in _NEUTRAL.items()}
     unread = {"general.name": "a", "tokenizer.ggml.pre": "gpt-2", "quantize.imatrix.file": "b", "split.no": 0}
     unread |= {"llama.tensor_data_layout": "reference", "llama.rope.scaling.finetuned": True}
@@ -106,7 +106,7 @@ def test_every_key_is_used_or_has_one_value_or_is_listed_as_unread(tmp_path):
 
 
 def test_arrays_that_share_bytes_are_refused(tmp_path):
-    """A small file whose many arrays are all the same bytes would be decoded to many times its size."""
+    """A small file with many arrays at the same bytes would be decoded to many times the file's size."""
     count, size = 300, 1 << 14
     header = b"GGUF" + struct.pack("<IQQ", 3, count, 1) + text("a") + struct.pack("<II", 4, 0)
     for number in range(count):
@@ -120,7 +120,7 @@ def test_arrays_that_share_bytes_are_refused(tmp_path):
 
 
 def test_counts_are_bounded_by_the_bytes_that_are_left(tmp_path):
-    """Before anything of that many is made: values, texts of a list, arrays, experts, and sizes of the model."""
+    """Counts of values, texts of a list, arrays, experts and the model's sizes are checked before memory is taken."""
     path, largest = tmp_path / "a.gguf", 2**62
     start = lambda arrays, values: b"GGUF" + struct.pack("<IQQ", 3, arrays, values)
     lists = [start(0, 1) + text("a") + struct.pack("<IIQ", 9, kind, largest) + bytes(100) for kind in (0, 8, 12)]
@@ -147,7 +147,7 @@ def test_only_regular_files_are_opened(tmp_path):
 
 
 def damaged(whole: bytes, rng: random.Random) -> bytes:
-    """The file cut short, or with some bytes of its header or anywhere changed."""
+    """Return the file cut short, or with some bytes changed in its header or anywhere."""
     if rng.random() < 0.2:
         return whole[: rng.randrange(len(whole))]
     octets, end = bytearray(whole), rng.choice((200, 1500, 4000, len(whole)))
@@ -161,9 +161,10 @@ GRID = [pytest.param(name, marks=pytest.mark.grid) for name in ("mixtral", "phi3
 
 @pytest.mark.parametrize("name", ["qwen3", *GRID])
 def test_a_damaged_file_is_loaded_or_refused(name, tmp_path):
-    """200 of them: a ValueError or a model, and never more memory than a few times the file.
+    """Each of 200 damaged files gives a ValueError or a model, and the process grows by less than 100 MB.
 
-    By default the configuration of each is read, and the arrays of some; with the grid all shapes, and a tokenizer.
+    By default the test reads the configuration of each file, and the arrays of some files; in the grid, it also reads
+    all shapes and, for Mixtral, the tokenizer.
     """
     whole = (FIXTURES / f"{name}.gguf").read_bytes()
     rng, path, counts = random.Random(0), tmp_path / "a.gguf", {"read": 0, "refused": 0}
@@ -215,7 +216,7 @@ def test_other_choices_of_experts_and_too_many_predictors_are_refused(monkeypatc
 
 
 def test_predictors_of_a_file_are_left_unread(monkeypatch):
-    """They are counted among its layers, and llama.cpp passes over them too."""
+    """A file counts its predictors among its layers; llama.cpp does not read them either."""
     file = GGUF(FIXTURES / "glm4moe.gguf")
     assert None not in table_names_of(file).values() and configuration_of(file)["num_hidden_layers"] == 2
     monkeypatch.setitem(file.values, "glm4moe.nextn_predict_layers", 1)
@@ -234,7 +235,7 @@ def test_key_heads_by_layer_must_be_of_each_layer(monkeypatch):
 
 
 def header(kind: str, **values: Any) -> Any:
-    """A file without arrays that has these values, whose names leave out the architecture."""
+    """Return a file without arrays that has these values; the names of the arguments leave out the architecture."""
     named = {f"{kind}.{name.replace('__', '.')}": value for name, value in values.items()}
     file: Any = object.__new__(GGUF)
     file.call, file.values, file.tensors = "a.gguf", named | {"general.architecture": kind}, {}

@@ -20,19 +20,19 @@ RATES = "model.layers.0.self_attn.A_log"
 
 
 def recorded(case: str = "plain") -> dict[str, Any]:
-    """A copy of the configuration of a case."""
+    """Return a copy of the configuration of a recorded case."""
     return json.loads(json.dumps(RECORDED[f"{KIND} {case}"]["config"]))
 
 
 def multimodal() -> dict[str, Any]:
-    """The configuration in the published form: the text model's attributes within those of the multimodal model."""
+    """Return the multimodal model's configuration, as published: it holds the text model's attributes."""
     text = recorded() | {"model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"]}
     whole = {"model_type": "kimi_k3", "architectures": ["KimiK3ForConditionalGeneration"], "text_config": text}
     return whole | {"vision_config": {"vt_hidden_size": 8}, "media_placeholder_token_id": 3}
 
 
 def write(folder, config, arrays):
-    """A folder of these."""
+    """Write a published folder with this configuration and these arrays; return its path."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file(arrays, folder / "model.safetensors")
@@ -40,12 +40,12 @@ def write(folder, config, arrays):
 
 
 def arrays_of(case: str = "plain") -> dict[str, np.ndarray]:
-    """The arrays of a recorded case."""
+    """Return the arrays of a recorded case."""
     return {name: weight(name, shape) for name, shape in RECORDED[f"{KIND} {case}"]["shapes"].items()}
 
 
 def logits_in(folder, **options):
-    """The logits of the model in a folder."""
+    """Return the logits of the model in a folder."""
     model = models.load(folder, **options)
     return np.asarray(jax.jit(lambda model, ids: model(ids)[0])(model, ids_of(model.vocab)[:1]))
 
@@ -67,7 +67,7 @@ def test_a_multimodal_folder_has_the_text_model(tmp_path):
 
 
 def with_four_heads() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Fewer heads than channels of a head, as published: the vector of rates has zeros at its end."""
+    """Return a configuration and arrays with fewer heads than a head has channels: the rates end with zeros."""
     config, arrays = recorded(), arrays_of()
     config["linear_attn_config"]["num_heads"] = 4
     for name in [name for name in arrays if RATES.rpartition(".")[0] in name or ".layers.2.self_attn" in name]:

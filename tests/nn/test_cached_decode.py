@@ -15,7 +15,7 @@ from eqformer.kernels import _decode_attention_tpu as tpu, _op
 
 KEY = jax.random.key(0)
 EMBED, TOTAL = 6, 9
-# Width of each call, and how many tokens each of the two rows takes in it: the rest of the width is padding.
+# For each call: the length of its rows, and the number of tokens in each of the two rows; the rest is padding.
 CALLS = [(4, (4, 2)), (1, (1, 1)), (4, (3, 0)), (1, (0, 1)), (1, (1, 1))]
 DYNAMIC = nn.DynamicScaling(4.0, 3)
 LONG = nn.LongRopeScaling((1.0, 1.2), (2.0, 5.0), 5, 4.0)
@@ -32,7 +32,7 @@ def latent(**options):
 
 
 def compressed(block_size, top_k=0):
-    """Blocks of `block_size` tokens; with `top_k`, overlapping blocks and an indexer."""
+    """Return attention to compressed blocks of `block_size` tokens; with `top_k`, blocks overlap and are indexed."""
     rotary = nn.Rotary(4, 100.0, interleaved=True)
 
     def make():
@@ -50,7 +50,7 @@ def compressed(block_size, top_k=0):
 
 
 def blocked():
-    """Each key head of a query sees its two best blocks of two tokens."""
+    """Return attention in which a query sees two blocks of two tokens for each key head: the blocks that score best."""
     norms = {f"{name}_norm": nn.RMSNorm("index_dim", index_dim=6) for name in ("query", "key")}
     sizes: Any = {"embed": EMBED, "kv_heads": 2, "rotary": nn.Rotary(4, 100.0), "key": KEY}
 
@@ -123,7 +123,7 @@ KINDS = {
 
 
 def agree(module, spoil=lambda cache: cache, capacity=10):
-    """Whether every token of every call equals the uncached pass over its row, padded after the call's last token."""
+    """Return whether each token of each call equals the uncached pass over its row, padded after the last token."""
     x = normal(1, 2, TOTAL, EMBED)
     step = eqx.filter_jit(lambda x, places, cache: module(x, nn.Tokens(places), cache))
     whole = eqx.filter_jit(lambda places: module(x, nn.Tokens(places))[0])
@@ -179,7 +179,7 @@ def test_a_cache_that_forgets_or_rolls_too_soon_is_noticed():
 
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", pytest.param("int8", marks=pytest.mark.grid)])
 def test_attention_reads_its_cache_where_it_lies_unless_its_core_is_named(cache_dtype, monkeypatch):
-    """A layer's newest tokens in TPUs' programs, and as plain JAX beside the reference core."""
+    """On TPUs a kernel reads the cache; if the reference core is named, plain JAX reads all but 8-bit caches."""
     make = lambda core: nn.Attention(embed=32, heads=16, kv_heads=8, head_dim=16, core=core, key=jax.random.key(0))
     narrow = lambda module: jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, module)
     layer, named = (narrow(make(core)) for core in (None, kernels.ReferenceAttention()))
@@ -195,7 +195,7 @@ def test_attention_reads_its_cache_where_it_lies_unless_its_core_is_named(cache_
     monkeypatch.setattr(kernels.TileWrite, "supports", lambda *_: "only attention runs by a kernel here")
     program = lambda layer: jax.jit(lambda: step(layer)).trace().lower(lowering_platforms=("tpu",)).as_text()
     assert "cached_attention" in program(layer)
-    assert ("cached_attention" in program(named)) == (cache_dtype == "int8")  # of 8 bits blocks stand in for a core
+    assert ("cached_attention" in program(named)) == (cache_dtype == "int8")  # the kernel always reads 8-bit caches
     interpreted = lambda rules, *given: attend(rules._replace(interpret=True), *given)
     attend = tpu._attend
     monkeypatch.setattr(tpu, "_attend", interpreted)

@@ -44,7 +44,7 @@ def test_gradients_are_those_of_one_device(case):
 @pytest.mark.grid
 @pytest.mark.parametrize("what", ["keys", "norms"])
 def test_what_is_left_out_is_seen(what, monkeypatch):
-    """Keys of the row's other tokens, and vectors' norms over a device's slice."""
+    """Two negative controls: layers read the keys of other tokens, or norms cover only a device's slice of a vector."""
     case = Case(VECTORS, {"tensor": 2})
     wanted = of_one_device(case)
     if what == "keys":

@@ -50,7 +50,7 @@ FEATURES = Case("mixture", {"tensor": 2}, {"residual": "feature"})
 
 
 class Control(NamedTuple):
-    """What is changed, under which case, and what refuses it."""
+    """A negative control: a change of the program, the case in which it is made, and what notices the change."""
 
     change: Callable[[Any], None]
     case: Case
@@ -168,7 +168,7 @@ CONTROLS: dict[str, Control] = {
 
 @functools.cache
 def right_guesses(name: str) -> Batch:
-    """A batch whose targets are the model's own guesses, so that some are right."""
+    """Return a batch whose targets are the model's most likely tokens, so that the accuracy is not 0."""
     model = model_of(name)
     batch = jax.tree.map(jnp.asarray, batch_of(model))
 
@@ -212,7 +212,7 @@ ELSEWHERE = {
 
 @pytest.mark.quick
 def test_every_collective_is_left_out_once():
-    """By its name, or as a sum over the axes of a plan."""
+    """Each collective has a control that leaves it out by its name, or as a sum over the axes of a plan."""
     changes = [control.change for control in CONTROLS.values()] + [change for change, _ in OF_EVALUATION.values()]
     left_out = {getattr(change, "collective", None) for change in changes} - {None}
     assert left_out | {"loss and token count", "gradients over replica"}.union(*ELSEWHERE.values()) == {*COLLECTIVES}
