@@ -1,7 +1,6 @@
 """Continuous batching of block diffusion: a `BlockEngine` denoises the next block of each request's row together."""
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -25,8 +24,8 @@ from ._transforms import chain
 class BlockEngine(RequestEngine):
     """Engine for models of block diffusion; each request gets the ids that `generate_blocks` would sample for it alone.
 
-    A step denoises the next block of every slot together; the step takes as many passes as the slot that needs most. A
-    prompt is read in one piece as soon as a slot is free. The rule by which masked tokens are filled is the same for
+    A slot is the place of a row in the batch. A step denoises the next blocks of all slots together, in as many passes
+    as the block needs that takes the most passes. A prompt is read in one piece as soon as a slot is free. The rule by which masked tokens are filled is the same for
     all requests; the settings of sampling are the request's own. Requests cannot ask for log-probabilities,
     `alternatives` or `allowed`, because the tokens of a block are filled in any order.
     """
@@ -120,9 +119,12 @@ class BlockEngine(RequestEngine):
 
     @property
     def _prompt_widths(self) -> list[int]:
-        """Numbers of ids to which a prompt is padded; each has a compiled program."""
-        doubled = (BUCKET << number for number in itertools.count())
-        return [*itertools.takewhile(lambda width: width < self.capacity, doubled), self.capacity]
+        """Widths to which a prompt is padded: 64, 128, 256, ... up to `capacity`; each width has a compiled program."""
+        widths, width = [], BUCKET
+        while width < self.capacity:
+            widths.append(width)
+            width *= 2
+        return [*widths, self.capacity]
 
     def _start_row(self, row: Row) -> None:
         """Read a request's prompt, and write its row into its slot."""
@@ -182,10 +184,10 @@ class _NewRow(NamedTuple):
 
 
 class _NewTokens(NamedTuple):
-    """Arrays that the host reads after a step: for each row its new ids and its state."""
+    """Arrays that the host reads after a step: the new ids and the state of each row."""
 
     ids: Int[Array, "batch new"]
-    """Ids, from the first that the host does not have; entries after the row's length are unused."""
+    """Ids that the host does not have yet; entries after the row's length are unused."""
     lengths: Int[Array, "batch"]
     done: Bool[Array, "batch"]
     logits_are_numbers: Bool[Array, "batch"]
@@ -196,8 +198,18 @@ class _NewTokens(NamedTuple):
 def _free_slots(model: Model, rule: DenoisingRule, slots: int, capacity: int, dtype: str | None) -> _Slots:
     """Return free slots for rows of up to `capacity` ids."""
     cache = init_block_cache(model, slots, capacity, dtype, rule.block)
-    zeros, flags = jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool)
-    rows = BlockRows(jnp.zeros((slots, capacity), jnp.int32), zeros, zeros, zeros, flags, flags, flags, flags, cache)
+    zeros, true = jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool)
+    rows = BlockRows(
+        ids=jnp.zeros((slots, capacity), jnp.int32),
+        starts=zeros,
+        lengths=zeros,
+        limits=zeros,
+        done=true,
+        is_greedy=true,
+        logits_are_numbers=true,
+        has_candidates=true,
+        cache=cache,
+    )
     keys, ends = jnp.broadcast_to(jax.random.key(0), (slots,)), jnp.full((slots, MAX_ENDS), -1, jnp.int32)
     return _Slots(rows, SamplingState(chain(RowSampling.neutral(slots, model.vocab)), keys, zeros, ends))
 
@@ -219,8 +231,8 @@ def _start_slot(fixed: tuple[Model, DenoisingRule, _NewRow, int, str | None], sl
     )
     # The cache may be sharded, so the model writes the row.
     cache = put_cache_row(model, slots.rows.cache, len(slots.rows.ids), new.slot, row.cache)
-    rows, row = (dataclasses.replace(rows, cache=None) for rows in (slots.rows, row))
-    rows = dataclasses.replace(put_row(rows, new.slot, row), cache=cache)
+    without_caches = [dataclasses.replace(rows, cache=None) for rows in (slots.rows, row)]
+    rows = dataclasses.replace(put_row(without_caches[0], new.slot, without_caches[1]), cache=cache)
     return _Slots(rows, put_row(slots.sampling, new.slot, new.sampling))
 
 

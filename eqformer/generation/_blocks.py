@@ -198,8 +198,9 @@ class BlockStream(Iterator[int]):
         with explain_full_memory("stream_blocks", start.inputs.model, start.padded):
             rows = _start_rows(start.inputs, start.padded.sizes)
         is_done = False
+        nothing_ended = jnp.zeros(1, bool)
         while not is_done:
-            rows = _continue_rows((start.inputs, jnp.zeros(1, bool)), rows)
+            rows = _continue_rows((start.inputs, nothing_ended), rows)
             ids, lengths, done, are_numbers, have_candidates = copy_to_host(
                 (rows.ids, rows.lengths, rows.done, rows.logits_are_numbers, rows.has_candidates)
             )

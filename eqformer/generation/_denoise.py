@@ -61,9 +61,10 @@ def read_whole_blocks(
     read: int,
     is_greedy: Bool[Array, "batch"],
 ) -> BlockRows:
-    """Return rows of which the model has read the whole blocks before `lengths`, in one piece of `read` tokens.
+    """Read the whole blocks of each row's first `lengths` ids, and return the rows.
 
-    The caches have room for `capacity` tokens. Ids from `lengths` on are replaced by the mask id.
+    The model reads the first `read` tokens of all rows in one piece. The caches have room for `capacity` tokens. Ids
+    from `lengths` on are replaced by the mask id.
     """
     batch, width = ids.shape
     starts = lengths // rule.block * rule.block
@@ -72,8 +73,17 @@ def read_whole_blocks(
     cache = init_block_cache(model, batch, capacity, dtype, rule.block)
     _, cache, _ = model.encode(ids[:, : len(indices)], Tokens(positions), cache)
     masked = jnp.where(jnp.arange(width, dtype=jnp.int32) < lengths[:, None], ids, rule.mask_id)
-    flags = jnp.ones(batch, bool)
-    return BlockRows(masked, starts, lengths, limits, ~flags, is_greedy, flags, flags, cache)
+    return BlockRows(
+        ids=masked,
+        starts=starts,
+        lengths=lengths,
+        limits=limits,
+        done=jnp.zeros(batch, bool),
+        is_greedy=is_greedy,
+        logits_are_numbers=jnp.ones(batch, bool),
+        has_candidates=jnp.ones(batch, bool),
+        cache=cache,
+    )
 
 
 def init_block_cache(model: Model, batch: int, capacity: int, dtype: str | None, block: int) -> PyTree:
@@ -97,7 +107,7 @@ def denoise_block(model: Model, rows: BlockRows, sampling: SamplingState, rule: 
 
     def fill(carry: tuple) -> tuple:
         ids, masked, cache, number, are_numbers, have_candidates = carry
-        # A pass writes keys and values of masked tokens, too; the next pass overwrites them.
+        # A pass stores keys and values of masked tokens, too; the next pass overwrites these keys and values.
         hidden, cache, _ = model.encode(ids, tokens, cache)
         logits = model.unembed(hidden.reshape(-1, hidden.shape[-1])).reshape(*ids.shape, -1)
         new_ids, probabilities, priorities = _sample(logits, columns, number, history, sampling, rule, rows.is_greedy)
@@ -109,15 +119,14 @@ def denoise_block(model: Model, rows: BlockRows, sampling: SamplingState, rule: 
         ids = jnp.where(is_filled, jnp.maximum(new_ids, 0), ids)
         return ids, masked & ~is_filled, cache, number + 1, are_numbers, have_candidates
 
-    first = ids, masked, rows.cache, jnp.zeros((), jnp.int32), rows.logits_are_numbers, rows.has_candidates
-
-    def is_masked(carry: tuple) -> Bool[Array, ""]:
-        """Whether a row has masked tokens that can be filled: its logits are numbers, and some ids are possible."""
+    def can_fill(carry: tuple) -> Bool[Array, ""]:
+        """Return whether any row has masked tokens, logits that are numbers, and ids that can be sampled."""
         _, masked, _, _, are_numbers, have_candidates = carry
         return jnp.any(masked & (are_numbers & have_candidates)[:, None])
 
-    filled = jax.lax.while_loop(is_masked, fill, first)
-    new_ids, _, cache, _, are_numbers, have_candidates = filled
+    before_passes = ids, masked, rows.cache, jnp.zeros((), jnp.int32), rows.logits_are_numbers, rows.has_candidates
+    new_ids, _, cache, _, are_numbers, have_candidates = jax.lax.while_loop(can_fill, fill, before_passes)
+    # The last pass stored keys and values of tokens that were still masked, so one more pass reads the filled block.
     _, cache, _ = model.encode(new_ids, tokens, cache)
     ends = jnp.any(new_ids[..., None] == sampling.end_of_text[:, None], axis=-1) & masked
     has_end = jnp.any(ends, axis=1)

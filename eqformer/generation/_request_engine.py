@@ -39,18 +39,21 @@ class Row:
             return None
 
     def end_with_error(self, *, has_numbers: bool) -> None:
-        """End the request because its logits are NaN or, if these are numbers, because its settings leave no token."""
+        """End a request that cannot go on.
+
+        Its logits are NaN or, if `has_numbers` is true, its settings leave no token to sample.
+        """
         fault = "its settings left no token to sample" if has_numbers else "its logits are NaN"
         self.result.finish, self.result.error = "error", f"Engine: the request cannot go on, because {fault}."
 
 
 class RequestEngine(abc.ABC):
-    """Engine that continues requests as they arrive, a fixed number of them at once.
+    """Engine that continues requests as they arrive, up to `slots` requests at once.
 
-    `Engine` continues texts token by token, and `BlockEngine` block by block. Both hold one row of a batch for each of
-    `slots` requests; a request waits until a slot is free. A request's ids do not depend on other requests, on the slot
-    or on the time of arrival. `submit` and `cancel` may be called from any thread. Only one thread at a time may call
-    `step` or `run`.
+    `Engine` continues texts token by token, and `BlockEngine` block by block. The requests are rows of one batch. The
+    place of a row in the batch is called a *slot*, and a request waits until a slot is free. A request's ids do not
+    depend on other requests, on the slot or on the time of arrival. `submit` and `cancel` may be called from any
+    thread. Only one thread at a time may call `step` or `run`.
     """
 
     model: Model
@@ -127,11 +130,12 @@ class RequestEngine(abc.ABC):
         for name, number in (("seed", request.seed), ("example", request.example)):
             if not 0 <= number < 2**31:
                 raise ValueError(f"{call}: {name} must be from 0 to {2**31 - 1}, but it is {number}; give another.")
-        asked = {"allowed": request.allowed is not None, "log_probabilities": request.alternatives > 0}
-        fields = {"allowed": "allowed", "log_probabilities": "alternatives"}
-        for name, reason in self.unsupported.items():
-            if asked[name]:
-                raise ValueError(f"{call}: {fields[name]}: {reason}; leave {fields[name]} out.")
+        for setting, field, is_wanted in (
+            ("allowed", "allowed", request.allowed is not None),
+            ("log_probabilities", "alternatives", request.alternatives > 0),
+        ):
+            if is_wanted and (reason := self.unsupported.get(setting)):
+                raise ValueError(f"{call}: {field}: {reason}; leave {field} out.")
         start, new = self.model.start, request.max_new_tokens
         longest = len(ids) + new if start is None else max(len(ids), 1 + new)
         if longest > self.capacity:

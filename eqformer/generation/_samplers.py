@@ -83,7 +83,7 @@ class IdStream(Protocol):
 
 
 class Sampler(abc.ABC):
-    """The way in which a model writes; `sampler_of(model)` returns the one that suits a model."""
+    """The way in which a model writes; `sampler_of(model)` returns the sampler that suits the model."""
 
     @abc.abstractmethod
     def generate(
