@@ -25,9 +25,10 @@ class BlockEngine(RequestEngine):
     """Engine for models of block diffusion; each request gets the ids that `generate_blocks` would sample for it alone.
 
     A slot is the place of a row in the batch. A step denoises the next blocks of all slots together, in as many passes
-    as the block needs that takes the most passes. A prompt is read in one piece as soon as a slot is free. The rule by which masked tokens are filled is the same for
-    all requests; the settings of sampling are the request's own. Requests cannot ask for log-probabilities,
-    `alternatives` or `allowed`, because the tokens of a block are filled in any order.
+    as the block needs that takes the most passes. A prompt is read in one piece as soon as a slot is free. The rule by
+    which masked tokens are filled is the same for all requests; the settings of sampling are the request's own.
+    Requests cannot ask for log-probabilities, `alternatives` or `allowed`, because the tokens of a block are filled in
+    any order.
     """
 
     def __init__(
