@@ -136,7 +136,7 @@ def test_similarities(encoders):
     "texts, options, error",
     [
         ([], {}, r"^embed\(texts\): texts are a text or a list of at least one text, but it is an empty list"),
-        (7, {}, "it is a int"),
+        (7, {}, "it is an int"),
         (["a", None], {}, "text 1 is a NoneType; give texts"),
         (
             "a",
