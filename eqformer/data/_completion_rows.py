@@ -136,10 +136,10 @@ def batch_preferences(
         seq: The number of tokens in a row; a longer completion is cut.
         first_example: The index of the first row among all rows of the run, which decides the row's random keys.
     """
-    for number, (chosen, rejected) in enumerate(pairs):
+    for index, (chosen, rejected) in enumerate(pairs):
         if np.array_equal(chosen.ids, rejected.ids):
             raise ValueError(
-                f"batch_preferences(pairs): both completions of pair {number} have the same tokens; leave the pair out."
+                f"batch_preferences(pairs): both completions of pair {index} have the same tokens; leave the pair out."
             )
     rows = [example for pair in pairs for example in pair]
     return _fill_examples(f"batch_preferences(pairs, seq={seq})", "pair", 2, rows, seq, first_example)
@@ -172,16 +172,16 @@ def batch_labelled(
 def _fill_examples(
     call: str, kind: str, group: int, examples: Sequence[EncodedExample], seq: int, first_example: int
 ) -> PreferenceBatch:
-    for number, example in enumerate(examples):
+    for index, example in enumerate(examples):
         if not np.any(example.weights[1 : seq + 1] > 0):
             raise ValueError(
                 f"{call}: the prompt must leave room for its completion in a row, but the prompt of {kind} "
-                f"{number // group} has {int(np.argmax(example.weights > 0))} tokens; pass a longer seq, or leave the "
+                f"{index // group} has {int(np.argmax(example.weights > 0))} tokens; pass a longer seq, or leave the "
                 "row out."
             )
-    numbers = as_examples(np.arange(first_example, first_example + len(examples)))
+    row_indices = as_examples(np.arange(first_example, first_example + len(examples)))
     rows = _fill_rows([(example.ids, example.weights) for example in examples], seq)
-    return PreferenceBatch(**rows, examples=numbers, group=group)
+    return PreferenceBatch(**rows, examples=row_indices, group=group)
 
 
 def batch_completions(
@@ -205,10 +205,10 @@ def batch_completions(
         temperature: The temperature of sampling.
     """
     pairs = list(zip(prompts, completions, strict=True))
-    for number, (prompt, completion) in enumerate(pairs):
+    for index, (prompt, completion) in enumerate(pairs):
         if not len(prompt) or not len(completion) or len(prompt) + len(completion) > seq + 1:
             raise ValueError(
-                f"batch_completions(prompts, completions, seq={seq}): row {number} has a prompt of {len(prompt)} ids "
+                f"batch_completions(prompts, completions, seq={seq}): row {index} has a prompt of {len(prompt)} ids "
                 f"and a completion of {len(completion)}; each must have at least 1 id, and both together at most "
                 "seq + 1; pass a longer seq."
             )
@@ -216,8 +216,8 @@ def batch_completions(
         (np.asarray([*prompt, *completion], np.int32), np.repeat([0.0, 1.0], [len(prompt), len(completion)]))
         for prompt, completion in pairs
     ]
-    numbers = as_examples(np.arange(first_example, first_example + len(rows)))
-    return PolicyBatch(**_fill_rows(rows, seq), examples=numbers, temperature=temperature)
+    row_indices = as_examples(np.arange(first_example, first_example + len(rows)))
+    return PolicyBatch(**_fill_rows(rows, seq), examples=row_indices, temperature=temperature)
 
 
 def _fill_rows(examples: Sequence[tuple[np.ndarray, np.ndarray]], seq: int) -> dict[str, Any]:

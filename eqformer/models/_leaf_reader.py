@@ -65,7 +65,7 @@ class LeafGroup(NamedTuple):
             array = arrays.read_ids(name, rule.ids_below)
         else:
             array = arrays.read(name, self.dtype, index, map_function, buffer)
-        return [rule.to_leaf(array, number) for number in range(len(rule.paths))]
+        return [rule.to_leaf(array, leaf_index) for leaf_index in range(len(rule.paths))]
 
 
 def group_leaves(rule: ResolvedRule, dtype: str, quantized: Mapping[str, nn.QuantizedLinear]) -> LeafGroup:

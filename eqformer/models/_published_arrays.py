@@ -288,8 +288,8 @@ def find_quantized_maps(
         if len(scales) > 1 and "uint8" in scales:
             _refuse(arrays, coded[0], "and other layers of its stack have scales of two kinds, exponents and floats")
         dtype = scales.pop() if len(scales) == 1 else str(nn.lossless_dtype(*scales))
-        for number, path in enumerate(rule.paths):
-            axis = rule.axis_of_last_dim(number)
+        for leaf_index, path in enumerate(rule.paths):
+            axis = rule.axis_of_last_dim(leaf_index)
             quantized[path] = _quantized_shapes(arrays, coded[0], form, axis, plain[path], dtype)
     if not quantized:
         raise ValueError(
@@ -371,8 +371,8 @@ def read_map_codes(
     """
     form, sizes = arrays.grouped_form(name), arrays.shape(name)[-2:]
     parts: list[Shaped[np.ndarray, "..."]] = []
-    for number, linear in enumerate(maps):
-        axis = rule.axis_of_last_dim(number)
+    for leaf_index, linear in enumerate(maps):
+        axis = rule.axis_of_last_dim(leaf_index)
         assert axis is not None
         has_one_group = form.groups.members[axis] is None
         unit = [1, 1]
@@ -380,7 +380,7 @@ def read_map_codes(
         published = arrays.read_codes(name, index, (unit[0], unit[1]))
         for array, leaves in zip(published, zip(*((m.codes, m.scales, m.zeros) for m in maps)), strict=True):
             if array is not None:
-                parts.append(rule.with_shapes([leaf.shape for leaf in leaves]).to_leaf(array, number))
+                parts.append(rule.with_shapes([leaf.shape for leaf in leaves]).to_leaf(array, leaf_index))
     return parts
 
 

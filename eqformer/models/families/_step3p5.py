@@ -195,13 +195,13 @@ class _OlderAttributes(Entry):
         listed = published.take("moe_layers_enum", None)
         if published.take("mlp_layer_types", None) is not None:
             return
-        numbers = range(_DENSE_BY_DEFAULT, layers)
+        mixtures = range(_DENSE_BY_DEFAULT, layers)
         if listed is not None:
             items = listed.split(",") if isinstance(listed, str) else listed
             if not isinstance(items, list) or not all(str(item).strip().isdecimal() for item in items):
                 published.refuse(f"moe_layers_enum={listed!r}: it must list indices of layers.")
-            numbers = [int(item) for item in items]
-        published.add("mlp_layer_types", ["sparse" if layer in numbers else "dense" for layer in range(layers)])
+            mixtures = [int(item) for item in items]
+        published.add("mlp_layer_types", ["sparse" if layer in mixtures else "dense" for layer in range(layers)])
 
     def _read_local_sizes(self, published: PublishedConfig) -> None:
         """Replace `attention_other_setting`, the sizes of layers with a window; only the query heads may differ."""
