@@ -44,16 +44,26 @@ def flops_per_token(
     attention: str = "half",
     backward: bool = True,
     trained: Callable[[PyTree], PyTree] | None = None,
+    noisy_copies: bool = False,
 ) -> float:
     """Return the operations per token of a training step over rows of `seq` tokens.
 
     A multiplication and an addition are two operations. Only products of matrices count: every linear map, scores and
-    weighted sums of attention, a recurrence's products with its states, and the logits. `attention="half"` counts the
-    keys that a mask leaves visible, on average over a row (Megatron's convention for causal masks); `"full"` counts all
-    `seq` keys (the convention of PaLM and most published MFU figures). The backward pass costs twice the forward pass;
-    recomputation is not counted. Only as many experts of a layer are counted as a token chooses, on average. `trained`
-    picks the parameters that are trained, such as `nn.lora_factors` (`None`: all); a frozen weight has no gradient, so
-    its backward pass costs only as much as its forward pass.
+    weighted sums of attention, a recurrence's products with its states, and the logits. The backward pass costs twice
+    the forward pass; recomputation is not counted. Only as many experts of a layer are counted as a token chooses, on
+    average.
+
+    Args:
+        model: The model, or its shapes.
+        seq: Tokens of a row.
+        attention: `"half"` counts the keys that a mask leaves visible, on average over a row (Megatron's convention for
+            causal masks); `"full"` counts all `seq` keys (the convention of PaLM and most published MFU figures).
+        backward: Whether to count the backward pass, too.
+        trained: A function that picks the parameters that are trained, such as `nn.lora_factors`; None: all. A frozen
+            weight has no gradient, so its backward pass costs only as much as its forward pass.
+        noisy_copies: Whether each row has also a noisy copy of each of its `seq` tokens (`training.noise_blocks`). A
+            token of the text then costs twice as much: its copy sees as many keys, the copies of its own block and the
+            tokens of earlier blocks.
     """
     if attention not in ("half", "full"):
         raise ValueError(f"flops_per_token(attention={attention!r}): give 'half' (visible keys) or 'full' (all keys).")
@@ -64,14 +74,15 @@ def flops_per_token(
         facts, copies = mixer.facts(), _copies(mixer)
         mixing += copies * facts.operations
         if facts.attends is not None:  # a visible key costs two operations for each channel of queries and of values
-            keys = seq if attention == "full" else visible_keys(facts.attends.mask, seq)
+            keys = seq * (1 + noisy_copies) if attention == "full" else visible_keys(facts.attends.mask, seq)
             channels = (*facts.attends.query, *facts.attends.output)
             mixing += copies * 2 * keys * sum(heads * width for heads, width in channels)
+    copies = 2 if noisy_copies else 1
     if not backward:
-        return forward + mixing
+        return copies * (forward + mixing)
     # The backward pass computes the gradients of inputs, for as many operations as the forward pass, and the gradients
     # of weights. A product in a mixer has two inputs and no weight, so it counts twice.
-    return forward + mixing + ((forward + mixing) + (weight_gradients + mixing))
+    return copies * (forward + mixing + ((forward + mixing) + (weight_gradients + mixing)))
 
 
 def fp8_flops_per_token(

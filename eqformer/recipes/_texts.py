@@ -249,7 +249,7 @@ def chat_paths(recipe: Recipe) -> list[Path]:
     paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if not part.startswith("hub:")]
     paths += [] if recipe.data is None else [Path(recipe.data)]
     chats = [path for path in paths if has_rows or _detect_form(path) not in _TEXT_FORMS]
-    if chats and recipe.loss in ("mlm", "block-diffusion"):
+    if chats and recipe.loss == "mlm":
         raise ValueError(
             f"--loss {recipe.loss} --data {chats[0]}: only plain texts are masked, but this file has conversations."
         )

@@ -170,7 +170,8 @@ class Trainer:
         self.phases, self.rates_note = on_all_processes(lambda: schedule_phases(recipe, directory.checkpointer()))
         self.optimizer = make_optimizer(recipe, shapes, self.phases)
         self.states = make_train_state(recipe, plan, self.optimizer, shapes)
-        self.flops_per_token = planning.flops_per_token(shapes, recipe.seq, trained=self.optimizer.trained)
+        has_copies, trained = recipe.loss == "block-diffusion", self.optimizer.trained
+        self.flops_per_token = planning.flops_per_token(shapes, recipe.seq, trained=trained, noisy_copies=has_copies)
         self.parameters = count_parameters(self.optimizer, shapes)
         self.summary = parallel.summary(plan, shapes, rows=recipe.batch, seq=recipe.seq)
         self.evaluate = training.make_evaluation(plan)
@@ -329,7 +330,8 @@ class Trainer:
         mask, key = mask_id(recipe, tokenizer), jax.random.key(recipe.seed)
         if recipe.loss == "block-diffusion":
             block = training.check_block_diffusion(self.shapes)
-            return functools.partial(training.noise_blocks, key=key, mask_id=mask, block=block)
+            noise = functools.partial(training.noise_blocks, key=key, mask_id=mask, block=block)
+            return functools.partial(noise, answers_only=self.encoder is not None)
         special_ids = {*tokenizer.special_ids, tokenizer.end_of_text, mask}
         options: dict[str, Any] = {"mask_id": mask, "mlm_probability": recipe.masking.share}
         options |= {"vocab": tokenizer.vocab, "special_ids": sorted(special_ids)}

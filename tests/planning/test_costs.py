@@ -4,6 +4,7 @@ import dataclasses
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -77,6 +78,21 @@ def test_visible_keys_is_the_mean_of_the_mask(mask, seq):
     assert visible_keys(mask, seq) == pytest.approx(float(np.asarray(mask(tokens, tokens)).sum()) / seq)
     if mask.block is None:
         assert visible_keys(dataclasses.replace(mask, source=True), seq) == seq + visible_keys(mask, seq)
+
+
+@pytest.mark.parametrize("seq", [8, 11])
+def test_rows_with_noisy_copies_cost_twice_as_much(seq):
+    """The visible pairs are counted in the mask's own matrix over a row of copies and tokens."""
+    model, mask = nn.with_blocks(shapes_of(NUMBERS), 4), block_causal(4)
+    positions = np.tile(np.arange(seq), (1, 2))
+    doubled = nn.Tokens(jnp.asarray(positions), jnp.repeat(jnp.asarray([-1, 0]), seq)[None])
+    keys = float(np.asarray(mask(doubled, doubled)).sum()) / seq  # of a token and its copy
+    channels = 3 * 2 * 4 * 4  # layers, queries and values, heads, channels of a head
+    products = 3 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 40) + 16 * 100
+    expected = 3 * (2 * 2 * products + 2 * keys * channels)
+    assert flops_per_token(model, seq, noisy_copies=True) == pytest.approx(expected)
+    assert flops_per_token(model, 2 * seq) * 2 > 1.01 * expected  # a plain row of so many tokens sees more keys
+    assert flops_per_token(model, seq) == pytest.approx(expected / 2)
 
 
 def test_an_unknown_custom_of_counting_is_refused():

@@ -1,6 +1,7 @@
 """Runs of block diffusion: the first loss by hand, and a bit-for-bit resume over a mesh."""
 
 import dataclasses
+import json
 from typing import Any
 
 import equinox as eqx
@@ -53,6 +54,34 @@ def test_a_run_goes_on_bit_by_bit_on_any_mesh(corpus, mesh, tmp_path):
     assert parts.start == 2 and all(map(np.array_equal, *arrays))
     alone = run_of(dataclasses.replace(recipe, mesh=Mesh()), tmp_path / "alone")
     assert losses(alone) == pytest.approx(losses(whole), rel=1e-5)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(fsdp=2, context=2), Mesh(fsdp=2, tensor=2)])
+def test_a_run_on_completions_learns_the_answers_only(mesh, tmp_path):
+    rows = [{"prompt": f"repeat {number}:", "completion": f" {number} {number}"} for number in range(10, 60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = run_of(recipe_of(tmp_path / "rows.jsonl", mesh=mesh), tmp_path / "run", 1 if mesh == Mesh() else 4)
+    tokenizer = data.ByteTokenizer()
+    encoder = data.ConversationEncoder(tokenizer, None)
+    texts = data.open_corpus(
+        {"rows": data.conversations(tmp_path / "rows.jsonl")},
+        encoder,
+        tmp_path / "store",
+        seq=24,
+        batch=8,
+        seed=0,
+        packing="documents",
+    )
+    batch = texts.train.batch(0)
+    noisy = training.noise_blocks(batch, jax.random.key(0), mask_id=1, block=3, answers_only=True)
+    model = eqx.filter_jit(models.build)(CONFIG, key=jax.random.split(jax.random.key(0), 3)[0])
+    total, count = eqx.filter_jit(training.block_diffusion_loss)(model, noisy)
+    assert float(training.loss_count(count)) == float(np.sum(batch.weights))
+    assert losses(run)[0] == pytest.approx(float(total) / float(training.loss_count(count)), rel=1e-5)
+    everything = training.noise_blocks(batch, jax.random.key(0), mask_id=1, block=3)
+    total, count = eqx.filter_jit(training.block_diffusion_loss)(model, everything)
+    assert losses(run)[0] != pytest.approx(float(total) / float(training.loss_count(count)), rel=1e-3)
 
 
 def test_recipes_that_cannot_work_are_refused(corpus):

@@ -111,6 +111,31 @@ def test_the_loss_is_that_of_each_block_after_its_clean_past():
         assert abs(loss(model, leaking)[0] - expected) > 1e-3 * expected
 
 
+def test_only_answers_are_masked_and_counted():
+    """Tokens 3 to 5 and 8 to 9 of the first row are answers, and tokens 4 to 7 of the second row."""
+    batch = packed()
+    answers = np.zeros(batch.ids.shape, bool)
+    answers[0, [3, 4, 5, 8, 9]] = answers[1, [4, 5, 6, 7]] = True
+    batch = dataclasses.replace(batch, weights=np.roll(answers, -1, 1).astype(np.float32))
+    noise = eqx.filter_jit(
+        lambda batch, key, answers_only: training.noise_blocks(
+            batch, key, mask_id=MASK, block=BLOCK, answers_only=answers_only
+        )
+    )
+    of_answers, of_all = noise(batch, KEY, True), noise(batch, KEY, False)
+    # The random numbers are the same, and copies of other tokens are clean.
+    expected = np.where(answers, np.asarray(of_all.ids)[:, :SEQ], batch.ids)
+    assert np.array_equal(np.asarray(of_answers.ids)[:, :SEQ], expected) and (expected == MASK).any()
+    assert np.array_equal(of_answers.weights[:, :SEQ], np.where(answers, np.asarray(of_all.weights)[:, :SEQ], 0))
+    loss = eqx.filter_jit(training.block_diffusion_loss)
+    model = eqx.filter_jit(lambda key: nn.with_blocks(models.build(CONFIG, key=key), BLOCK))(jax.random.key(0))
+    total, count = loss(model, of_answers)
+    assert float(total) == pytest.approx(literal(model, batch, of_answers), rel=1e-5)
+    assert float(training.loss_count(count)) == 9
+    total_of_all, count_of_all = loss(model, of_all)
+    assert float(training.loss_count(count_of_all)) == 18 and float(total_of_all) > 1.01 * float(total)
+
+
 def test_models_and_batches_that_cannot_learn_are_refused():
     model = eqx.filter_eval_shape(models.build, CONFIG, key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"check_block_diffusion\(model\): the masks of the model"):

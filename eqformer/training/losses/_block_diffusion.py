@@ -16,7 +16,15 @@ from ._vocabulary import Vocabulary
 
 
 @checked
-def noise_blocks(batch: Batch, key: Key[Array, ""], *, mask_id: int, block: int, least_noise: float = 1e-3) -> Batch:
+def noise_blocks(
+    batch: Batch,
+    key: Key[Array, ""],
+    *,
+    mask_id: int,
+    block: int,
+    least_noise: float = 1e-3,
+    answers_only: bool = False,
+) -> Batch:
     """Return a batch for `block_diffusion_loss`: each row has noisy copies of its tokens, and then the tokens.
 
     Each block of `block` tokens of a document has its own time `t`, uniform between `least_noise` and 1. In the copies,
@@ -24,8 +32,9 @@ def noise_blocks(batch: Batch, key: Key[Array, ""], *, mask_id: int, block: int,
     absorbing noise with the linear schedule of LLaDA (arXiv:2502.09992). The target of a masked token is its original
     id, with weight `1 / t`; other tokens have weight 0. A copy has its token's position, and the segment `~s` if the
     token's segment is `s` (see `nn.Mask`). The random numbers of a token are a function of the key, the row's number in
-    `examples` and the token's index in the row, so they are the same in any batch and on any mesh. The targets and
-    weights of the given batch are not read.
+    `examples` and the token's index in the row, so they are the same in any batch and on any mesh. The targets of the
+    given batch are not read, and its weights only with `answers_only`. In the returned batch, the target of a clean
+    token is its id if the loss counts the token, and else -1.
 
     Args:
         batch: Ids, packed or not.
@@ -33,6 +42,8 @@ def noise_blocks(batch: Batch, key: Key[Array, ""], *, mask_id: int, block: int,
         mask_id: The id that replaces a masked token.
         block: Tokens of a block, as in the masks of the model, `nn.block_causal(block)`.
         least_noise: The smallest time `t`; weights are at most `1 / least_noise`.
+        answers_only: Whether only the tokens that the batch trains on, such as the answers of conversations, are masked
+            and counted: tokens that are the next token of a token with a weight above 0. All other copies stay clean.
     """
     if not 0 < least_noise < 1 or block < 1 or mask_id < 0:
         raise ValueError(
@@ -53,7 +64,10 @@ def noise_blocks(batch: Batch, key: Key[Array, ""], *, mask_id: int, block: int,
     # `positions % block` is a token's index in its block, so that all tokens of a block draw the random number of the
     # block's first token.
     times = least_noise + (1 - least_noise) * sample(0, indices - positions % block)
-    is_masked = (sample(1, indices) < times) & (positions >= 0)
+    is_counted = jnp.ones(ids.shape, bool)
+    if answers_only:
+        is_counted = jnp.pad(jnp.asarray(batch.weights)[:, :-1] > 0, [(0, 0), (1, 0)])
+    is_masked = (sample(1, indices) < times) & (positions >= 0) & is_counted
     weights = jnp.where(is_masked, 1 / times, 0).astype(jnp.asarray(batch.weights).dtype)
     noisy_ids = jnp.where(is_masked, jnp.asarray(mask_id, ids.dtype), ids)
 
@@ -64,7 +78,7 @@ def noise_blocks(batch: Batch, key: Key[Array, ""], *, mask_id: int, block: int,
     return dataclasses.replace(
         batch,
         ids=join(noisy_ids, ids),
-        targets=join(ids, ids),
+        targets=join(ids, jnp.where(is_counted, ids, -1)),
         weights=join(weights, jnp.zeros_like(weights)),
         positions=join(positions, positions),
         segments=join(~segments, segments),
@@ -86,8 +100,9 @@ def block_diffusion_loss(
 ) -> tuple[Float[Array, ""], CountOrAux]:
     """Return the sum of the masked tokens' nats, each divided by its block's time, and the number of tokens.
 
-    The number counts all tokens, masked or not. The sum divided by the number estimates an upper bound of the nats of a
-    token: the negative ELBO of BD3-LM, equation 8. The bias of the estimate vanishes as `least_noise` approaches 0.
+    The number counts all tokens, masked or not; after `noise_blocks(answers_only=True)`, it counts the tokens of
+    answers. The sum divided by the number estimates an upper bound of the nats of a token: the negative ELBO of BD3-LM,
+    equation 8. The bias of the estimate vanishes as `least_noise` approaches 0.
 
     Args:
         model: A model with masks of blocks, as `next_token_loss` takes it.
@@ -103,8 +118,8 @@ def block_diffusion_loss(
     total, loss_aux = next_token_loss(
         model, batch, key, chunk=chunk, z_loss=z_loss, tokens=tokens, vocabulary=vocabulary
     )
-    is_copy = (jnp.asarray(batch.segments) < 0) & (jnp.asarray(batch.positions) >= 0)
-    count = jnp.sum(is_copy, dtype=total.dtype)
+    is_counted = (jnp.asarray(batch.segments) >= 0) & (jnp.asarray(batch.positions) >= 0)
+    count = jnp.sum(is_counted & (jnp.asarray(batch.targets) >= 0), dtype=total.dtype)
     if isinstance(loss_aux, LossAux):
         return total, dataclasses.replace(loss_aux, count=count)
     return total, count
