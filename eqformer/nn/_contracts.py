@@ -245,26 +245,27 @@ class MixerFacts:
     """Facts about a mixer for transforms and cost formulas; the defaults are safe for any mixer.
 
     Sizes are the sizes of the slice that a device holds.
-
-    - `splits_heads`: whether the mixer runs on a slice of its `heads`, `kv_heads` or `mlp`. Its input projections
-      then return such slices, and the results of its output projections are summed over devices. Besides projections
-      and norms, the mixer may apply only elementwise functions to its input; a projection may read the result of such
-      a function, except in a plan with `residual="sequence"`. Every device runs the whole mixer if `splits_heads` is
-      false, or if an array that belongs to no map has both the dim `embed` and one of the dims above.
-    - `attends`: the attention that the mixer's core computes. None for a mixer that needs whole rows, because it reads
-      tokens in sequence, chooses among all tokens, or combines neighbouring tokens outside of its core.
-    - `operations`: number of operations for each token outside of linear maps and the core; a multiply-add counts as 2.
-    - `shares_kv_heads`: whether several devices may hold the same key head, each with some of its query heads.
-    - `attends_by_rows`: whether, in serving, devices that share a key head may each attend for some of the rows, with
-      only the caches and tokens of these rows. Such a mixer reads its input only through projections, whose results
-      the devices exchange.
     """
 
     splits_heads: bool = False
+    """Whether the mixer runs on a slice of its `heads`, `kv_heads` or `mlp`. Its input projections then return such
+    slices, and the results of its output projections are summed over devices. Besides projections and norms, the mixer
+    may apply only elementwise functions to its input; a projection may read the result of such a function, except in a
+    plan with `residual="sequence"`. Every device runs the whole mixer if `splits_heads` is false, or if an array that
+    belongs to no map has both the dim `embed` and one of the dims above."""
     attends: Attends | None = None
+    """The attention that the mixer's core computes. None for a mixer that needs whole rows, because it reads tokens in
+    sequence, chooses among all tokens, or combines neighbouring tokens outside of its core."""
     operations: int | float = 0
+    """Operations for each token outside of linear maps and the core; a multiply-add counts as 2."""
     shares_kv_heads: bool = True
+    """Whether several devices may hold the same key head, each with some of its query heads."""
     attends_by_rows: bool = False
+    """Whether, in serving, devices that share a key head may each attend for some of the rows, with only the caches and
+    tokens of these rows. Such a mixer reads its input only through projections, whose results the devices exchange."""
+    projects_derived: bool = False
+    """Whether a projection reads a function of the mixer's input, such as a norm of the input, instead of the input. A
+    plan with `residual="sequence"` refuses such a mixer if the plan splits its heads."""
 
 
 class Mixer(Module):

@@ -241,11 +241,24 @@ def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> No
                 "but no transform knows how to run its module on a slice; rename the dims, or make the module an "
                 "nn.Mixer or nn.FeedForward."
             )
+    if plan.stream is not None and plan.stream.splits_tokens:
+        for path, mixer in nn.named_modules(model, nn.Mixer):
+            _check_projections(plan, path, mixer)
     if plan.stream is not None and plan.stream.splits_features:
         kv_paths = _kv_head_paths(model)
         for path, mixer in nn.named_modules(model, nn.Mixer):
             _check_shared_key_heads(plan, path, mixer, kv_paths)
         _check_feature_layers(plan, model, known)
+
+
+def _check_projections(plan: Placement, path: str, mixer: nn.Mixer) -> None:
+    """Raise a `ValueError` if a split mixer declares that a projection reads a function of the mixer's input."""
+    if is_split(mixer) and mixer.facts().projects_derived:
+        raise ValueError(
+            f"Plan(residual='sequence') over tensor={plan.size(TENSOR)}: {path} is {name_class(mixer)} with a "
+            "projection of an array that the mixer computes from its input, such as a norm, and a device has only some "
+            "tokens of this array; use residual='replicated' or 'feature'."
+        )
 
 
 def _without_head(model: PyTree) -> PyTree:

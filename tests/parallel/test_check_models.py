@@ -55,6 +55,22 @@ def key_norms(kv_heads: int) -> nn.Transformer:
     return built(kv_heads=kv_heads, key_norm=key_norm)
 
 
+def selecting(query_norm: nn.Norm | None) -> nn.Transformer:
+    """A model whose indexers read the input or, as in Mistral Large 4, a norm of the input."""
+
+    def block(key):
+        indexer = nn.Indexer(
+            embed=EMBED, q_latent=None, heads=3, dim=6, top_k=2, rotary=None, query_norm=query_norm, key=key
+        )
+        sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS, "head_dim": HEAD_DIM, "latent": 16}
+        latent_norm = nn.RMSNorm("latent", latent=16)
+        return nn.Block(
+            nn.Residual(nn.LatentAttention(**sizes, latent_norm=latent_norm, indexer=indexer, key=key), norm())
+        )
+
+    return shapes(lambda: of_blocks(block))
+
+
 def bare(x):
     """A norm that is no module of `nn`."""
     return x / (1 + jnp.mean(jnp.square(x), axis=-1, keepdims=True))
@@ -168,6 +184,19 @@ MODELS = {
         {"residual": "feature"},
         r"has 2 key heads, .*query_conv.*, .*key_conv",
     ),
+    "an indexer of a norm of some tokens": (
+        lambda: selecting(nn.LayerNorm("embed", embed=EMBED)),
+        {"tensor": 2},
+        {"residual": "sequence"},
+        r"layer is a LatentAttention with a projection of an array .* use residual='replicated' or 'feature'",
+    ),
+    "nothing: an indexer of a norm of some features": (
+        lambda: selecting(nn.LayerNorm("embed", embed=EMBED)),
+        {"tensor": 2},
+        {"residual": "feature"},
+        None,
+    ),
+    "nothing: an indexer of the input": (lambda: selecting(None), {"tensor": 2}, {"residual": "sequence"}, None),
     "nothing: a norm of one's own": (bare_norm, {"tensor": 2}, {"residual": "sequence"}, None),
     "a norm of one's own that would see slices": (
         bare_norm,

@@ -102,6 +102,11 @@ class KeyIndexer(Module):
         return True
 
     @property
+    def projects_derived(self) -> bool:
+        """Whether a map reads a function of the layer's input, such as its norm, instead of the input."""
+        return False
+
+    @property
     @abc.abstractmethod
     def key_channels(self) -> int:
         """The channels that `index_keys` returns for each token."""
@@ -208,6 +213,11 @@ class Indexer(KeyIndexer):
     def reads_latent(self) -> bool:
         """Whether small queries come from the queries' latent."""
         return "q_latent" in self.query.inputs
+
+    @property
+    def projects_derived(self) -> bool:
+        """Whether small queries come from a norm of the input."""
+        return self.query_norm is not None and not self.reads_latent
 
     @property
     def key_channels(self) -> int:

@@ -438,7 +438,7 @@ class LatentAttention(Mixer):
         value = (self.value_up.output_shape,)
         # An indexer compares all keys of a row, so devices cannot split rows.
         attends = Attends(self.mask, query, key, value, value, self.scores.options) if self.indexer is None else None
-        return MixerFacts(True, attends)
+        return MixerFacts(True, attends, projects_derived=self.indexer is not None and self.indexer.projects_derived)
 
 
 def _unwrap_cache(argument: LatentCache | ShareRequest | SharedValue | None) -> tuple[bool, LatentCache | None]:
