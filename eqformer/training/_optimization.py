@@ -17,6 +17,10 @@ from .optimizer._named_optimizers import optimizer, OPTIMIZERS, option_names
 from .optimizer._optimizer import GroupRates, Optimizer, trainable, Trained
 
 
+# Settings of an `Optimization` that only some optimizers have.
+_SPECIAL = ("update_size", "momentum", "b1")
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimization:
     """The settings of an optimizer, its learning rates and the loss, as plain data; the methods check the values."""
@@ -73,10 +77,11 @@ class Optimization:
     def optimizer(self, model: PyTree, phases: Sequence[SchedulePhase], *, trained: Trained = trainable) -> Optimizer:
         """Return the optimizer for a model's structure and a run in phases; `trained` picks the trained parameters.
 
-        Settings that the optimizer does not have are ignored, so `name` can be changed alone. Raises a `ValueError` for
-        a decay or a multiple below zero, for impossible learning rates, and for a model whose logits cannot be clipped.
+        Raises a `ValueError` for a setting that neither the optimizer nor an optimizer in `paths` has, for a decay or a
+        multiple below zero, for impossible learning rates, and for a model whose logits cannot be clipped.
         """
         self._check_positive("weight_decay", "embedding_rate", "head_rate", "vector_rate")
+        self._refuse_unused()
         if self.clip_logits is not None:
             check_clipping(model, trained)
         options: dict[str, object] = {
@@ -87,7 +92,7 @@ class Optimization:
             "group_rates": GroupRates(self.embedding_rate, self.head_rate, self.vector_rate),
             "trained": trained,
         }
-        options |= self._options_of_some()
+        options |= self._special_options()
         return optimizer(self.name, model, rate=self.make_rates(phases), paths=self.paths, **options)
 
     def loss(
@@ -121,7 +126,15 @@ class Optimization:
             clip_logits=self.clip_logits,
         )
 
-    def _options_of_some(self) -> dict[str, object]:
+    def without_unused(self) -> "Optimization":
+        """Return these settings with the defaults of the settings that no optimizer in use has.
+
+        `dataclasses.replace(optimization, name="adamw").without_unused()` changes the optimizer of a recipe.
+        """
+        defaults = {setting: getattr(Optimization, setting) for setting in _SPECIAL if not self._is_used(setting)}
+        return dataclasses.replace(self, **defaults)
+
+    def _special_options(self) -> dict[str, object]:
         """Return the options that only some optimizers have, if an optimizer in use has them.
 
         Raises a `ValueError` for a `momentum` or `b1` outside of 0 to 1.
@@ -132,10 +145,24 @@ class Optimization:
                 raise ValueError(
                     f"Optimization({option}={value}): a decay is at least 0 and less than 1; 0.9 is usual."
                 )
+        options = {setting: getattr(self, setting) for setting in _SPECIAL if self._is_used(setting)}
+        return {option: value for option, value in options.items() if value is not None}
+
+    def _is_used(self, setting: str) -> bool:
+        """Return whether the optimizer, or an optimizer in `paths`, has a setting."""
         names = {self.name, *(choice.rpartition("=")[2] for choice in self.paths)} & OPTIMIZERS.keys()
-        known = frozenset[str]().union(*(option_names(name) for name in names))
-        options = {"update_size": self.update_size, "momentum": self.momentum, "b1": self.b1}
-        return {option: value for option, value in options.items() if option in known and value is not None}
+        return any(setting in option_names(name) for name in names)
+
+    def _refuse_unused(self) -> None:
+        """Raise a `ValueError` for a setting, other than its default, that no optimizer in use has."""
+        for setting in _SPECIAL:
+            value = getattr(self, setting)
+            if value != getattr(Optimization, setting) and not self._is_used(setting):
+                names = ", ".join(name for name in OPTIMIZERS if setting in option_names(name))
+                raise ValueError(
+                    f"Optimization(name={self.name!r}, {setting}={value!r}): {self.name} has no setting {setting}, and "
+                    f"neither has an optimizer in paths; leave {setting} out, or take one of {names}."
+                )
 
     def _check_positive(self, *names: str) -> None:
         for name in names:

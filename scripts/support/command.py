@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -158,6 +158,7 @@ def parse(kind: type[Command], arguments: Sequence[str], hidden: Sequence[str] =
     `--help-all` shows all flags.
     """
     default = _default_command(kind, arguments)
+    default = dataclasses.replace(default, run=_with_named_optimizer(default.run, parse_words(arguments)))
     check_names(arguments, flags_of(default))
     if {"-h", "--help"} & {*arguments}:
         print(short_help(os.path.relpath(sys.argv[0]), default, hidden))
@@ -177,6 +178,18 @@ def parse(kind: type[Command], arguments: Sequence[str], hidden: Sequence[str] =
     if recipe.published is None and recipe.text.tokenizer is not None:
         recipe = _with_vocabulary(recipe, _run_directory(arguments, command.recipe), has_vocab_flag)
     return dataclasses.replace(command, run=recipe)
+
+
+def _with_named_optimizer(recipe: Recipe, words: Mapping[str, Sequence[str]]) -> Recipe:
+    """Return a recipe without settings of its own that an optimizer named by flags lacks.
+
+    A recipe's `--optimizer.update-size` does not stop `--optimizer.name adamw`; the same flag on the command line does.
+    """
+    if not words.get("--optimizer.name"):
+        return recipe
+    paths = tuple(words.get("--optimizer.paths", recipe.optimizer.paths))
+    optimizer: Any = dataclasses.replace(recipe.optimizer, name=words["--optimizer.name"][0], paths=paths)
+    return dataclasses.replace(recipe, optimizer=optimizer.without_unused())
 
 
 def _help_for_help_all(arguments: Sequence[str]) -> list[str]:

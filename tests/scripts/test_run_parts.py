@@ -83,6 +83,21 @@ def test_a_published_model_is_trained_gently_by_every_recipe_that_was_not_writte
     assert parse(pretrain.Command, ["--recipe", "tune", "--model", str(folder)]).run.optimizer == named_optimizer
 
 
+def test_an_optimizer_named_by_a_flag_takes_no_setting_of_the_recipe_that_it_lacks(monkeypatch, capsys):
+    spectral = Optimization("normuon", update_size="spectral", momentum=0.9, weight_decay=0.3)
+    monkeypatch.setitem(RECIPES, "own", lambda: recipe(optimizer=spectral))
+    chosen = lambda *flags: parse(pretrain.Command, ["--recipe", "own", *flags]).run.optimizer
+    assert chosen("--optimizer.name", "adamw") == Optimization("adamw", weight_decay=0.3)
+    assert chosen("--optimizer.name", "muon") == dataclasses.replace(spectral, name="muon")
+    by_path = chosen("--optimizer.name", "adamw", "--optimizer.paths", "up.weight=muon")
+    assert by_path == dataclasses.replace(spectral, name="adamw", paths=("up.weight=muon",))
+    # The control: a setting that the command line names itself stays, and is refused.
+    shapes = model_shapes(recipe())
+    asked = chosen("--optimizer.name", "adamw", "--optimizer.momentum", "0.8")
+    with pytest.raises(ValueError, match=r"^Optimization\(name='adamw', momentum=0.8\): adamw has no setting momentum"):
+        asked.optimizer(shapes, asked.phases(20))
+
+
 @pytest.mark.quick
 def test_dtypes_go_by_short_names():
     run = parse(pretrain.Command, ["--precision.compute", "bf16", "--precision.parameters=half"]).run

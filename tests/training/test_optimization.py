@@ -1,10 +1,10 @@
 """`Optimization`, the plain data of a run's settings, builds the same objects as direct calls."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -60,31 +60,29 @@ def test_rates_of_groups_and_sizes_of_updates(make_model):
         dataclasses.replace(chosen, head_rate=-1.0).optimizer(model, chosen.phases(20))
 
 
-def test_settings_of_other_optimizers_have_no_effect(make_model):
-    """A recipe's optimizer may be replaced by name alone; the control: settings that the optimizer has do count."""
-    model = make_model()
-    chosen = training.Optimization("normuon", momentum=0.8, b1=0.7, update_size="spectral")
-    same = {"adamw": {"momentum": None, "update_size": "rms"}, "sgd": {"b1": None, "update_size": "rms"}}
-    other = {"adamw": {"b1": None}, "sgd": {"momentum": None}}
-
-    def update(**changes):
-        settings = dataclasses.replace(chosen, **changes)
-        optimizer, parameters = settings.optimizer(model, settings.phases(20)), training.trainable(model)
-        gradients = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), parameters)
-        state = optimizer.init(model)
-        for sign in (1, -1):  # Adam's first step does not depend on b1.
-            signed = jax.tree.map(lambda x, sign=sign: sign * x, gradients)
-            updates, state = optimizer.update(signed, state, parameters, jnp.float32(0.1))
-        return np.asarray(jax.tree.leaves(updates)[0])
-
-    for name in same:
-        np.testing.assert_array_equal(update(name=name), update(name=name, **same[name]))
-        assert np.abs(update(name=name) - update(name=name, **other[name])).max() > 1e-3
-    by_path = dataclasses.replace(chosen, name="adamw", paths=("up.weight=muon",))
-    by_path.optimizer(model, by_path.phases(20))
-    for wrong, message in (({"b1": 1.0}, r"\(b1=1\.0\): a decay is at least 0"), ({"momentum": -0.1}, "momentum=-0.1")):
+def test_settings_that_no_optimizer_in_use_has_are_refused(make_model):
+    """The controls: settings that an optimizer in `paths` has count, and so do defaults."""
+    model, plain = make_model(), training.Optimization("adamw")
+    for name, setting, value in (("adamw", "momentum", 0.8), ("soap", "update_size", "spectral"), ("sgd", "b1", 0.7)):
+        changes: dict[str, Any] = {"name": name, setting: value}
+        chosen = dataclasses.replace(plain, **changes)
+        refusal = (
+            rf"^Optimization\(name='{name}', {setting}={value!r}\): {name} has no setting {setting}, .* take one of"
+        )
+        with pytest.raises(ValueError, match=refusal):
+            chosen.optimizer(model, chosen.phases(20))
+        assert chosen.without_unused() == dataclasses.replace(chosen, **{setting: getattr(plain, setting)})
+    by_path = dataclasses.replace(plain, paths=("up.weight=muon",), update_size="spectral")
+    assert by_path.without_unused() == by_path and by_path.optimizer(model, by_path.phases(20))
+    for name in training.OPTIMIZERS:
+        default = training.Optimization(name)  # pyright: ignore[reportArgumentType]
+        assert default.without_unused() == default and default.optimizer(model, default.phases(20))
+    for chosen, message in (
+        (training.Optimization("normuon", b1=1.0), r"\(b1=1\.0\): a decay is at least 0"),
+        (training.Optimization("normuon", momentum=-0.1), "momentum=-0.1"),
+    ):
         with pytest.raises(ValueError, match=message):
-            dataclasses.replace(chosen, **wrong).optimizer(model, chosen.phases(20))
+            chosen.optimizer(model, chosen.phases(20))
 
 
 @pytest.mark.quick
