@@ -106,7 +106,10 @@ def build_kimi_k3(config: KimiK3Config, *, key: Key[Array, ""]) -> nn.Transforme
 
 
 def _attention(config: KimiK3Config, key: Key[Array, ""]) -> nn.LatentAttention:
-    """Return latent attention whose output is multiplied by a gate for each channel."""
+    """Return latent attention whose output is multiplied by a gate for each channel.
+
+    The norms of both latents add 1e-6, and not `eps`. One public source, llama.cpp's graph, adds `eps`.
+    """
     attention_key, gate_key = jax.random.split(key)
     return latent_attention(unrotated(config), key=attention_key).with_gate(key=gate_key)
 
