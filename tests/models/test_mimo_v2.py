@@ -42,6 +42,7 @@ def test_the_publishers_own_attributes_say_the_same():
         ("partial_rotary_factor", 0.5, "is not supported"),
         ("add_full_attention_sink_bias", True, "is not supported"),
         ("n_shared_experts", 1, "is not supported"),
+        ("n_shared_experts", 2, "is not supported"),
         ("scoring_func", "softmax", "is not supported"),
         ("v_head_dim", 0, "v_head_dim=0"),
         ("sliding_window_size", 0, "sliding_window_size=0"),
@@ -67,6 +68,7 @@ def test_sizes_of_windows_follow_from_defaults_too(name, size):
     [
         ({"kv_heads": 4}, "kv_heads must divide heads"),  # of which layers with a window have twice as many
         ({"top_k": 9}, "top_k"),
+        ({"shared": 2}, r"^MiMoV2FlashConfig\(shared=2\): .* no shared experts; give shared=0"),
         ({"groups": 3}, "divides 8 experts"),
         ({"rotary_fraction": 0.1}, "rotary_fraction=0.1.*0 channels would be rotated"),
         ({"local_rotary_fraction": 0.1}, "local_rotary_fraction=0.1.*0 channels would be rotated"),

@@ -75,6 +75,10 @@ class MiMoV2FlashConfig(SigmoidMoEConfig, DenseLayersConfig):
 
 def build_mimo_v2_flash(config: MiMoV2FlashConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a MiMo-V2-Flash with random weights."""
+    if config.shared:
+        raise ValueError(
+            f"MiMoV2FlashConfig(shared={config.shared}): this family has no shared experts; give shared=0."
+        )
     rotary, local_rotary = part_rotary(config), local_part_rotary(config)
 
     def build_attention(window: int | None, key: Key[Array, ""]) -> Attention:
