@@ -36,7 +36,7 @@ class LayerCache(eqx.Module):
 
 
 def index_layer(memory: Array, layer: Int[Array, ""] | None) -> Array:
-    """Return one layer's part of a stack's cache array, or the array itself if `layer` is None."""
+    """Return one layer's part of a stack's cache array `memory`, or the array itself if `layer` is None."""
     return memory if layer is None else jax.lax.dynamic_index_in_dim(memory, layer, 0, keepdims=False)
 
 

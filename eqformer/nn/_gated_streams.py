@@ -1,4 +1,4 @@
-"""Gated residual streams: sublayers that read a gate's mean of all normalized streams, and the streams' end."""
+"""Gated residual streams: sublayers that read a gated mean of all normalized streams, and the streams' end."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ from ._tokens import Tokens, tokens_or_default
 class StreamGates(Module):
     """The gated mean `mean_s(g_s n_s)` of the normalized streams `n_s = norm(x_s)` of a token (Qwen4-Exp).
 
-    Each channel of each stream has its own gate. The gates are `g = sigmoid(up(silu(down(n) / streams)))`, a map of low
-    rank of all normalized streams.
+    Each channel of each stream has its own gate. A low-rank map of all normalized streams computes the gates,
+    `g = sigmoid(up(silu(down(n) / streams)))`.
     """
 
     norm: Norm
@@ -57,8 +57,8 @@ class StreamGates(Module):
 class GatedConnection(StreamSublayer):
     """A sublayer of several residual streams, `y_s = x_s + w_s f(m)`, with the gated mean `m` (Qwen4-Exp).
 
-    `f` is the branch of a `Residual`, and `m` the result of `StreamGates`. The weights of writing are
-    `w = 2 sigmoid(write(n) / streams)`, with one number for each stream, from all normalized streams `n`.
+    `f` is the branch of a `Residual`, and `m` the result of `StreamGates`. Each stream has one weight of writing. The
+    weights are computed from all normalized streams `n`: `w = 2 sigmoid(write(n) / streams)`.
     """
 
     gates: StreamGates

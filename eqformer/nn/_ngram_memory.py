@@ -33,12 +33,12 @@ class NGramHash:
     """A hash of the n-grams that end at a token, for each n from 2 on, to rows of one table.
 
     An n-gram of the ids `t_0` (the token itself), `t_1` (the token before it), ... has the hash
-    `h = (t_0 * m_0) xor (t_1 * m_1) xor ...`, in whole numbers of 64 bits without a sign. Each n has several heads.
-    Head `i` has `sizes[i]` rows of the table, after the rows of the heads before it, and takes the row `h mod sizes[i]`
-    of them.
+    `h = (t_0 * m_0) xor (t_1 * m_1) xor ...`, in unsigned integers of 64 bits. Each n has several heads. The table has
+    `sizes[i]` rows for head `i`, after the rows for the heads before it. Head `i` takes row `h mod sizes[i]` of its
+    rows.
 
-    An n-gram begins anew after each token `end_id`, and where a document begins: tokens before this place are replaced
-    by `end_id`.
+    N-grams do not reach beyond a token `end_id` or the beginning of a document: `end_id` replaces all tokens before
+    this place.
     """
 
     multipliers: tuple[int, ...]
@@ -102,12 +102,12 @@ class NGramHash:
         previous: Int[Array, "*batch context"] | None,
     ) -> Iterator[Int[Array, "*batch seq"]]:
         """Yield the id of the token before each token, then of the second token before it, and so on."""
-        history, owners = self._prepend(ids, documents, previous)
+        history, history_documents = self._prepend(ids, documents, previous)
         has_ended, seq = jnp.zeros(ids.shape, bool), ids.shape[-1]
         for distance in range(1, self.context + 1):
             start = self.context - distance
             earlier = history[..., start : start + seq]
-            has_ended |= (earlier == self.end_id) | (owners[..., start : start + seq] != documents)
+            has_ended |= (earlier == self.end_id) | (history_documents[..., start : start + seq] != documents)
             yield jnp.where(has_ended, self.end_id, earlier)
 
     def last_ids(
@@ -119,8 +119,8 @@ class NGramHash:
     ) -> Int[Array, "*batch context"]:
         """Return the argument `previous` of the next call; `count` is the number of tokens before a row's padding."""
         indices = count[..., None] + jnp.arange(self.context, dtype=jnp.int32)
-        last, owners = (jnp.take_along_axis(x, indices, -1) for x in self._prepend(ids, documents, previous))
-        return jnp.where(owners == documents[..., -1:], last, self.end_id)
+        last, last_documents = (jnp.take_along_axis(x, indices, -1) for x in self._prepend(ids, documents, previous))
+        return jnp.where(last_documents == documents[..., -1:], last, self.end_id)
 
     def _prepend(
         self,
@@ -142,7 +142,7 @@ def splitmix_hash(
     """Return the hash of Qwen4-Exp for the table of this `number`, counted over the layers that have a table.
 
     The multipliers are odd numbers that SplitMix64 (Steele, Lea and Flood 2014) draws; their products with ids are
-    below `2^63`. The sizes of the heads are primes from `smallest` on, and no two heads of any tables have the same.
+    below `2^63`. The sizes of the heads are primes from `smallest` on, and all heads of all tables differ in size.
 
     Args:
         vocab: The number of token ids.
@@ -191,7 +191,8 @@ def _primes_from(smallest: int, count: int) -> list[int]:
     return primes
 
 
-# JAX has no numbers of 64 bits unless the whole process enables them, so a number is a pair of 32 bits each.
+# JAX has no integers of 64 bits unless the whole process enables them, so an integer of 64 bits is a pair of integers
+# of 32 bits: the upper and the lower bits.
 
 
 def _multiply(
@@ -212,10 +213,10 @@ def _multiply(
 def _remainders(
     high: UInt[Array, "*batch seq"], low: UInt[Array, "*batch seq"], sizes: Sequence[int]
 ) -> UInt[Array, "*batch seq ngram_heads"]:
-    """Return the remainder of the number by each size, which has at most 31 bits."""
+    """Return the remainders of dividing an integer of 64 bits by each size; a size has at most 31 bits."""
     divisors = jnp.asarray(sizes, jnp.uint32)
     remainder, step = high[..., None] % divisors, 32 - max(sizes).bit_length()
-    # Long division: the remainder so far has room for `step` more bits of the number.
+    # Long division: a remainder and the next `step` bits of the integer fit into 32 bits.
     for start in range(32, 0, -step):
         bits = min(step, start)
         digits = (low >> (start - bits)) & ((1 << bits) - 1)
@@ -224,7 +225,7 @@ def _remainders(
 
 
 class NGramTable(EmbeddingTable):
-    """A table with a vector for each row of an `NGramHash`; rows after the hash's rows fill the table up."""
+    """A table with a vector for each row of an `NGramHash`; further rows at the end of the table are never read."""
 
     weight: Float[Array, "ngrams ngram_dim"]
 

@@ -138,11 +138,11 @@ def _check_extra_inputs(plan: Placement, model: nn.LanguageModel) -> None:
     for path, mixer in nn.named_modules(model, nn.Mixer):
         attends = mixer.facts().attends
         extra_inputs = [names[need] for need in attends.needs if need in names] if attends is not None else []
-        splits = {f"{axis}={plan.size(axis)}": plan.size(axis) > 1 for axis in (PIPE, CONTEXT)}
-        splits["residual='feature'"] = plan.size(TENSOR) > 1 and plan.residual == "feature"
-        if extra_inputs and any(splits.values()):
+        splits = [f"{axis}={plan.size(axis)}" for axis in (PIPE, CONTEXT) if plan.size(axis) > 1]
+        splits += ["residual='feature'"] if plan.size(TENSOR) > 1 and plan.residual == "feature" else []
+        if extra_inputs and splits:
             raise ValueError(
-                f"Plan over {', '.join(split for split, is_used in splits.items() if is_used)}: {path} reads "
+                f"Plan over {', '.join(splits)}: {path} reads "
                 f"{' and '.join(extra_inputs)}, which such a plan does not split over devices; give the devices to "
                 "another axis, such as fsdp or tensor, with residual='replicated' or 'sequence'."
             )

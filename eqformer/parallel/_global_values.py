@@ -78,6 +78,7 @@ class DeviceParts:
         for dim, axes in enumerate(find_split(self.plan, part, value.shape, dims).axes):
             value = _reorder(self.plan, value, dim, dims, axes, to_reading=False)
             if axes:
+                # Repeat the entries of a shared dim and pad a padded dim, so that all devices get slices of one size.
                 size = part.shape[dim] * _product(self.plan, axes)
                 value = jnp.repeat(value, max(1, size // value.shape[dim]), dim)
                 value = jnp.pad(value, [(0, size - value.shape[dim] if i == dim else 0) for i in range(value.ndim)])

@@ -174,7 +174,7 @@ def _gather_and_pick(name: str, parts: Parts, axis: str, dim: int) -> Parts:
 def _swap_with_neighbors(name: str, parts: Parts, axis: str, dim: int) -> Parts:
     """Return the results of `_permute` from swaps: devices 0 and 1, 2 and 3, ...; then 1 and 2, ..., last and 0.
 
-    The number of devices is even. Each swap sends the part for the neighbor of that swap.
+    The number of devices is even. In each of the two swaps, a device sends its neighbor the part for this neighbor.
     """
     size = jax.lax.axis_size(axis)
     evens = tuple((i, i + 1) for i in range(0, size, 2))

@@ -37,7 +37,7 @@ class KeyCompressor(Module):
     normalized weighted mean of its tokens' values, rotated to the block's first position. Each channel has its own
     weights: a softmax over the tokens of `gate(x) + bias`, where `bias` depends on the place in the block. With two
     `series`, blocks overlap: a mean is over the first series of values of the previous block, and over the second
-    series of values of the block itself. A block gets its key at its last token. If a row begins within a document,
+    series of values of the block itself. A block has a key from its last token on. If a row begins within a document,
     means leave out the tokens before the row.
     """
 
@@ -103,8 +103,8 @@ class KeyCompressor(Module):
         blocks = Tokens(jnp.where(positions >= 0, positions // block_size, -1))
         flat_products = products.reshape(*products.shape[:-3], -1)
         cache = CompressorCache(cache.gathered.store(flat_products, tokens), cache.entries.store(vectors, blocks))
-        vectors, stored_numbers = cache.entries.read(vectors.dtype)
-        return KeySet(vectors, Tokens(jnp.where(stored_numbers >= 0, (stored_numbers + 1) * block_size - 1, -1))), cache
+        vectors, stored_blocks = cache.entries.read(vectors.dtype)
+        return KeySet(vectors, Tokens(jnp.where(stored_blocks >= 0, (stored_blocks + 1) * block_size - 1, -1))), cache
 
     def _gather_blocks(
         self,
@@ -114,7 +114,7 @@ class KeyCompressor(Module):
         end_positions: Int[Array, "*batch blocks"],
         cache: CompressorCache | None,
     ) -> tuple[Float[Array, "*batch blocks width 2 entry_dim"], Bool[Array, "*batch blocks width"]]:
-        """Return the values and gates of the `series * block_size` tokens up to each end, and which ones are known."""
+        """Return values and gates of the `series * block_size` tokens up to each end, and whether a token is known."""
         block_size, series, dim = self.bias.shape
         rows, positions, in_call = find_block_tokens(tokens, ends, end_positions, series * block_size)
 

@@ -69,7 +69,7 @@ class IndexedAttention(Attention):
             index_cache = cache.index.store(index_keys, tokens)
             index_keys, positions = index_cache.read(index_keys.dtype)
             kv_tokens = Tokens(positions)
-        queries = self.indexer.index_queries(x, x, tokens)
+        queries = self.indexer.index_queries(x, x, tokens)  # The second `x` is in place of a latent that is not read.
         selection = self.indexer.select_keys(queries, index_keys, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens)
         core = self.core if selection is None else selection
         attended, shared, kv_cache = self._attend(core, x, tokens, None if cache is None else cache.attention)

@@ -42,7 +42,7 @@ class SelectedKeys(Operation[AttentionCall, Array]):
     """
 
     choices: Int[Array, "*batch seq top_k"]
-    """The numbers of the keys, or of the pools of keys, that each query selected."""
+    """The indices of the keys, or of the pools of keys, that each query selected."""
     chunk: int = eqx.field(static=True)
     """Queries whose scores are in memory at a time."""
 

@@ -178,7 +178,7 @@ class MeanPoolIndexer(KeyIndexer):
         chunk: int = 64,
         key: Key[Array, ""],
     ):
-        """Initialize the maps; parts that are modules are passed built.
+        """Initialize the maps; norms and rotary positions are passed as instances.
 
         Args:
             embed: Channels of the input.
@@ -315,11 +315,11 @@ def _select_pools(
         return best_indices(queries, pool_keys, mask(tokens, pools), top_k)
 
     best = map_query_chunks(best_pools, tokens, queries.weight.shape[:-1], queries, chunk)
-    key_pools = _number_pools(kv_tokens, pools, pool_size)
+    key_pools = _index_pools(kv_tokens, pools, pool_size)
     return PoolSelection(best, chunk, key_pools, pool_size, count)
 
 
-def _number_pools(kv_tokens: Tokens, pools: Tokens, pool_size: int) -> Int[Array, "*batch kv_seq"]:
+def _index_pools(kv_tokens: Tokens, pools: Tokens, pool_size: int) -> Int[Array, "*batch kv_seq"]:
     """Return the index in `pools` of each token's pool; the length of `pools` if the row lacks the pool's last token.
 
     `pools` has the position and the document of each pool's last token, in the order of the row.
@@ -339,11 +339,11 @@ def _number_pools(kv_tokens: Tokens, pools: Tokens, pool_size: int) -> Int[Array
 class PoolSelection(SelectedKeys):
     """The pools of keys that a `PooledIndexer` or a `MeanPoolIndexer` selected for each query.
 
-    `choices` has the numbers of the selected pools, counted in the order of the row from 0 on.
+    `choices` has the indices of the selected pools, counted in the order of the row.
     """
 
     key_pools: Int[Array, "*batch kv_seq"]
-    """The number of each key's pool; `count` if the row lacks the pool's last token."""
+    """The index of each key's pool; `count` if the row lacks the pool's last token."""
     pool_size: int = eqx.field(static=True)
     """Tokens of a pool."""
     count: int = eqx.field(static=True)

@@ -24,8 +24,8 @@ class CausalConv(Module):
     """Depthwise causal convolution `y_t = sum_i w_i x_(t - dilation * (taps - 1 - i)) + b` within each document.
 
     `CausalConv("heads head_dim", taps=4, heads=8, head_dim=64, key=key)` reads each token and the three before it; the
-    last weight belongs to the token itself. With a `dilation`, the tokens that a convolution reads are so many tokens
-    apart. Tokens must be in reading order. Sums are float32 at least.
+    last weight belongs to the token itself. The tokens that a convolution reads are `dilation` tokens apart. Tokens
+    must be in reading order. Sums are float32 at least.
     """
 
     dims: tuple[str, ...] = eqx.field(static=True)
@@ -59,7 +59,7 @@ class CausalConv(Module):
 
     @property
     def reach(self) -> int:
-        """The number of tokens before a token on which its output may depend."""
+        """The number of tokens before a token on which the token's output may depend."""
         return self.dilation * (self.weight.shape[-1] - 1)
 
     @property

@@ -281,12 +281,12 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     """Make DualPipeV, DualPipe cut in half (DeepSeek's DualPipe, 2025, after Qi et al.'s "cut-in-half").
 
-    A forward of one chunk shares a tick with a backward of the other chunk and its weight entry, for a different
-    microbatch. So with m >= 2p, the idle time in lock-step does not grow with m, for any F, B and W. Choose this
+    In a tick, a device runs a forward of one chunk and, for a different microbatch, a backward and a weight entry of
+    the other chunk. So with m >= 2p, the idle time in lock-step does not grow with m, for any F, B and W. Choose this
     schedule if F, B and W differ and m is large. The published bubble without lock-step is (p-1)(F+2B-W) / 2; the
     bubble here is no larger, because a backward entry sends its message before the weight gradients are computed. A
-    device holds the inputs of at most `p + 1/2` microbatches. Of these, at most i+1 pairs of microbatch and chunk wait
-    for their weight entry, against 2i+1 pairs in `zero_bubble_v`. There are `2m+5p-2` ticks. Fewer microbatches are
+    device holds the inputs of at most `p + 1/2` microbatches. At most i+1 pairs of microbatch and chunk wait for their
+    weight entry, against 2i+1 pairs in `zero_bubble_v`. There are `2m+5p-2` ticks. Fewer microbatches are
     possible, with a larger bubble.
     """
     check_counts("dualpipe_v", stages, microbatches)
