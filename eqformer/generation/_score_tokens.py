@@ -256,10 +256,13 @@ def _score_hidden(
     def score_chunk(chunk: tuple[Float[Array, "batch chunk embed"], Int[Array, "batch chunk"]]) -> ScoreTables:
         hidden, targets = chunk
         logits = model.unembed(hidden.reshape(-1, hidden.shape[-1]))
-        log_probs = jax.nn.log_softmax(logits, axis=-1)
-        scores = jnp.take_along_axis(log_probs, targets.reshape(-1, 1), axis=-1).reshape(targets.shape)
+        # Only some ids need log-probabilities, so no second array of the whole vocabulary is computed.
+        log_normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        target_logits = jnp.take_along_axis(logits, targets.reshape(-1, 1), axis=-1)
+        scores = (target_logits - log_normalizer).reshape(targets.shape)
         is_greedy = likeliest_ids(logits).reshape(targets.shape) == targets
-        likeliest, ids = jax.lax.top_k(log_probs, top)
+        largest_logits, ids = jax.lax.top_k(logits, top)
+        likeliest = largest_logits - log_normalizer
         shape = (*targets.shape, top)
         return scores, is_greedy, ids.reshape(shape), likeliest.reshape(shape)
 
