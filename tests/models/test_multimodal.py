@@ -29,11 +29,14 @@ UNREAD = {
     "qwen3_5_moe": r"model\.visual\. \(\d+\)\.$",
     "llama4": r"multi_modal_projector\. \(1\), vision_model\. \(25\)\.$",
     "mistral3": r"multi_modal_projector\. \(4\), vision_tower\. \(11\)\.$",
+    "mistral_large4": r"",
     "qwen3_vl_moe": r"model\.visual\. \(27\)\.$",
     "step3p7": r"",
     "qwen3_vl": r"model\.visual\. \(27\)\.$",
 }
 TEXTS = "language_model.", "model.language_model.", "lm_head."
+# The folder of Mistral Large 4 has its publisher's names of arrays, which test_mistral_large4.py compares.
+USUAL_NAMES = [name for name in RECORDED if name != "mistral_large4"]
 SMALLEST, TIED = "mistral3", "tie_word_embeddings"
 
 
@@ -108,7 +111,7 @@ def test_the_text_model_of_a_whole_gives_its_logits(name, tmp_path):
 
 
 @pytest.mark.by_default("gemma3", "gemma4", "mistral3", "qwen3_vl")
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", USUAL_NAMES)
 def test_what_is_left_unread_is_told_and_the_rest_is_a_model_by_itself(name, tmp_path):
     """Saved by itself it is a folder of its family, with the very arrays and the same numbers."""
     arrays = write(tmp_path / "whole", name, {"eos_token_id": 7})
@@ -203,7 +206,7 @@ def test_what_a_whole_always_is_may_not_be_said_otherwise(tmp_path):
 
 
 @pytest.mark.by_default("gemma3", "mistral3", "qwen3_vl")
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", USUAL_NAMES)
 def test_back_in_the_whole_folder_all_else_is_untouched(name, tmp_path):
     arrays, whole = write(tmp_path / "whole", name), tmp_path / "whole"
     kept = {"preprocessor_config.json": "{}", "notes.md": "kept too", "README": "and this"}
