@@ -155,6 +155,7 @@ from .families._qwen3_next import (
     Qwen35Config as Qwen35Config,
     Qwen35MoEConfig as Qwen35MoEConfig,
 )
+from .families._qwen4_exp import Qwen4ExpConfig as Qwen4ExpConfig
 from .families._sarvam import SarvamMLAConfig as SarvamMLAConfig, SarvamMoEConfig as SarvamMoEConfig
 from .families._sdar import SDARConfig as SDARConfig
 from .families._stablelm import StableLMConfig as StableLMConfig

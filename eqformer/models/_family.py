@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 from jaxtyping import Array, Key
 
 from .._annotation_checks import fits
@@ -325,6 +326,9 @@ class Family:
     """The table between published arrays and a model's leaves, read in both directions."""
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Suffixes of the names of buffers, which hold nothing to load."""
+    constants: Callable[..., Mapping[str, np.ndarray]] = lambda config: {}
+    """A function from a config to the published arrays of whole numbers that follow from the config, by name. They are
+    written with a model; a folder may lack them, and other values are refused."""
     ignored_prefixes: tuple[str, ...] = ()
     """Prefixes of the names of arrays of parts that eqformer does not have."""
     unread: Callable[..., tuple[str, ...]] = lambda config: ()

@@ -14,7 +14,7 @@ from jaxtyping import Array, Shaped
 
 from .. import nn
 from ._published_arrays import code_leaves, MapFunction, PublishedArrays, read_map_codes
-from ._weight_rules import ResolvedRule
+from ._weight_rules import Piece, ResolvedRule
 
 
 Device = TypeVar("Device")
@@ -96,11 +96,23 @@ class _Shard(NamedTuple):
         """Return whether the shard holds values at this index of the leaf's outer dims."""
         return all(start <= position < stop for position, (start, stop) in zip(index, self.bounds))
 
-    def fill(self, index: tuple[int, ...], array: Shaped[np.ndarray, "..."], map_function: MapFunction) -> None:
-        """Copy the shard's part of `array`, the values of the whole leaf at this index of the outer dims."""
+    def fill(
+        self, index: tuple[int, ...], array: Shaped[np.ndarray, "..."], map_function: MapFunction, first_row: int = 0
+    ) -> None:
+        """Copy the shard's part of `array`, the values of the leaf at this index of the outer dims.
+
+        The array begins at row `first_row` of the leaf's next dim.
+        """
         local = tuple(position - start for position, (start, _) in zip(index, self.bounds))
-        target = np.atleast_1d(self.values[(*local, ...)])
-        source = np.atleast_1d(array[tuple(slice(*bound) for bound in self.bounds[len(index) :])])
+        values, bounds = self.values[(*local, ...)], self.bounds[len(index) :]
+        if bounds:
+            (first, last), *inner = bounds
+            start, stop = max(first, first_row), min(last, first_row + len(array))
+            if start >= stop:
+                return
+            values = values[start - first : stop - first]
+            array = array[tuple(slice(*bound) for bound in ((start - first_row, stop - first_row), *inner))]
+        target, source = np.atleast_1d(values), np.atleast_1d(array)
         step = max(1, -(-len(target) // _THREADS))
 
         def copy(start: int) -> None:  # Several threads copy, because the first access to memory is slow.
@@ -123,10 +135,10 @@ def read_leaves(
         for path, leaf in group.leaves.items()
     }
     distinct = [_distinct_shards(by_device.values()) for by_device in shards.values()]
-    tasks = list(group.rule.arrays())
-    decoded = [] if group.maps else [task for task in tasks if arrays.is_coded(task[1])]
-    copied = tasks if not decoded else [task for task in tasks if not arrays.is_coded(task[1])]
-    longest = max((math.prod(arrays.shape(name)[-2:]) for _, name in decoded), default=0)
+    tasks = list(group.rule.pieces())
+    decoded = [] if group.maps else [piece for piece in tasks if arrays.is_coded(piece.name)]
+    copied = tasks if not decoded else [piece for piece in tasks if not arrays.is_coded(piece.name)]
+    longest = max((math.prod(arrays.shape(piece.name)[-2:]) for piece in decoded), default=0)
     buffer = np.empty(longest, group.dtype)
     with ThreadPoolExecutor(_THREADS) as threads:
         copy = functools.partial(_copy_array, arrays, group, distinct, buffer)
@@ -146,7 +158,7 @@ def _copy_array(
     shards: Sequence[Sequence[_Shard]],
     buffer: Shaped[np.ndarray, "numbers"],
     map_function: MapFunction,
-    task: tuple[tuple[int, ...], str],
+    piece: Piece,
 ) -> None:
     """Copy one published array into the shards that hold a part of it.
 
@@ -156,9 +168,9 @@ def _copy_array(
         shards: The distinct shards of each leaf.
         buffer: Memory for a decoded array, which the next array uses again.
         map_function: `map`, or a `map` with several threads; decodes and copies the parts of an array.
-        task: The index of the leaves' outer dims that the array fills, and the array's name.
+        piece: The published array, and the part of the leaves that it holds.
     """
-    (outer_index, name), rule = task, group.rule
+    outer_index, name, rule = piece.index, piece.name, piece.rule
     try:
         rule.check_shape(arrays.shape(name))
         slices = arrays.slices(name)
@@ -173,7 +185,7 @@ def _copy_array(
             for part, shards_of_leaf in zip(parts, shards, strict=True):
                 for shard in shards_of_leaf:
                     if shard.holds(index):
-                        shard.fill(index, part, map_function)
+                        shard.fill(index, part, map_function, piece.first_row)
     except ValueError as error:
         raise ValueError(f"{arrays.call}: {arrays.stored_name(name)}: {error}.") from None
 

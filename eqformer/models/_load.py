@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 
 from .. import nn
 from ..nn import float_dtype
@@ -293,6 +293,8 @@ def _check_names(
     of_absent = {name for rule in absent for name in rule.published_names()}
     missing, unexpected = expected - arrays.names, arrays.names - expected - of_absent
     unexpected = {name for name in unexpected if not name.endswith(published.family.ignored_suffixes)}
+    constants = published.family.constants(published.config)
+    unexpected -= constants.keys()
     tied = published.family.tied_leaves(shapes)
     copies = published.family.copied_leaves(published.config, shapes) | tied
     copies = {name: path for name, path in copies.items() if name in unexpected}
@@ -303,6 +305,8 @@ def _check_names(
             "take the config.json that was published with the arrays."
         )
     _refuse_mismatches(arrays, missing, unexpected, unfilled)
+    for name in sorted(constants.keys() & arrays.names):
+        _check_constant(arrays, name, constants[name])
     for name, path in copies.items():
         original = next(rule for rule in rules if rule.paths[0] == path)
         _check_copy(arrays, name, original.published_names()[0], is_tied=name in tied)
@@ -337,6 +341,19 @@ def _check_copy(arrays: PublishedArrays, copy: str, name: str, *, is_tied: bool)
         f"{arrays.call}: a predictor shares the model's table and head, but {copy} differs from {name}; load without "
         "predictor=True to read the model alone."
     )
+
+
+def _check_constant(arrays: PublishedArrays, name: str, expected: Shaped[np.ndarray, "..."]) -> None:
+    """Raise a `ValueError` unless an array of whole numbers has the values that follow from the configuration."""
+    try:
+        stored = arrays.read_ids(name, 2**63)
+    except ValueError as error:
+        raise ValueError(f"{arrays.call}: {arrays.stored_name(name)}: {error}.") from None
+    if not np.array_equal(stored, expected):
+        raise ValueError(
+            f"{arrays.call}: {arrays.stored_name(name)} is {stored.tolist()}, but {expected.tolist()} follows from the "
+            "configuration; take the config.json that was published with the arrays."
+        )
 
 
 def _dtypes(

@@ -102,7 +102,9 @@ def save(
     else:
         stored = NOTHING_STORED if published is None else _stored_shapes(published, Path(str(like)))
         rules = family.rules(config, model, stored)
-        arrays = itertools.chain(published_arrays(rules, model), _copied_arrays(family, config, model))
+        arrays = itertools.chain(
+            published_arrays(rules, model), _copied_arrays(family, config, model), family.constants(config).items()
+        )
         dtype = str(flatten_model(model)[rules[0].paths[0]].dtype)
         configuration = configuration | {"torch_dtype": dtype}  # Every release of transformers reads this older name.
     with new_folder(target) as part:
@@ -209,11 +211,12 @@ def published_arrays(
     """Yield each published array of a model, with its published name."""
     leaves = flatten_model(model)
     for rule in rules:
-        for index, name in rule.arrays():
-            yield name, rule.to_published([_slice(leaves[path], index) for path in rule.paths])
+        for piece in rule.pieces():
+            index = (*piece.index, piece.rows) if rule.shards else piece.index
+            yield piece.name, rule.to_published([_slice(leaves[path], index) for path in rule.paths])
 
 
-def _slice(leaf: Array | Shaped[np.ndarray, "..."], index: tuple[int, ...]) -> Shaped[np.ndarray, "..."]:
+def _slice(leaf: Array | Shaped[np.ndarray, "..."], index: tuple[int | slice, ...]) -> Shaped[np.ndarray, "..."]:
     """Return a part of an array; an array on an accelerator or on several devices is sliced there before it is
     copied."""
     if isinstance(leaf, jax.Array) and (len(leaf.devices()) > 1 or next(iter(leaf.devices())).platform != "cpu"):

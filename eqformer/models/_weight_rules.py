@@ -84,6 +84,9 @@ class ResolvedRule:
     """For an array of integers, a bound that all its integers are below; 0: the array holds floats."""
     padded: int = 0
     """The length of a published vector that has zeros after the numbers of its only leaf; 0: there are no zeros."""
+    shards: int = 0
+    """The number of arrays, one for each `{shard}` of the name, that together hold the rows of the only leaf; 0: one
+    array holds them. All arrays have the same number of rows, except the last."""
 
     def with_shapes(self, shapes: Sequence[Shape]) -> "ResolvedRule":
         """Return the rule for leaves of these shapes."""
@@ -108,14 +111,28 @@ class ResolvedRule:
         return dataclasses.replace(self, patterns=patterns, axis=axis, sliced_dims=self.sliced_dims + 1)
 
     def arrays(self) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Yield each index of the leaves' outer dims, and the name of the array that is published for it."""
+        """Yield each index of the leaves' outer dims, and the name of its published array, or of its first shard."""
         for index in itertools.product(*map(range, self.shapes[0][: self.outer_dims])):
             layer = self.layers[index[0]] if "{layer}" in self.name else None
-            yield index, self.name.format(layer=layer, expert=index[-1] if index else None)
+            yield index, self.name.format(layer=layer, expert=index[-1] if index else None, shard=0)
+
+    def pieces(self) -> Iterator["Piece"]:
+        """Yield each published array, with the part of the leaves that it holds."""
+        if not self.shards:
+            yield from (Piece(index, name, self, 0) for index, name in self.arrays())
+            return
+        shape = self.shapes[0]
+        rows = shape[self.outer_dims]
+        step = -(-rows // self.shards)
+        for index, first_name in self.arrays():
+            for number, start in enumerate(range(0, rows, step)):
+                part = (*shape[: self.outer_dims], min(step, rows - start), *shape[self.outer_dims + 1 :])
+                name = f"shard_{number}.".join(first_name.rsplit("shard_0.", 1))
+                yield Piece(index, name, dataclasses.replace(self, shapes=(part,), shards=0), start)
 
     def published_names(self) -> list[str]:
         """Return the names of all arrays that the rule reads."""
-        return [name for _, name in self.arrays()]
+        return [piece.name for piece in self.pieces()]
 
     def fits(self, shape: Shape) -> bool:
         """Return whether a published array of this shape fills the leaves."""
@@ -191,6 +208,25 @@ class ResolvedRule:
         return [_published_shape(shape[self.outer_dims :], pattern, self.groups) for shape, pattern in leaves]
 
 
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A published array and the part of a rule's leaves that it holds."""
+
+    index: tuple[int, ...]
+    """The index of the leaves' outer dims."""
+    name: str
+    """The name of the array."""
+    rule: ResolvedRule
+    """The rule for this array alone."""
+    first_row: int
+    """The first row of the leaves' next dim that the array holds."""
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the leaves' next dim that the array holds, if it is one of several shards."""
+        return slice(self.first_row, self.first_row + self.rule.shapes[0][self.rule.outer_dims])
+
+
 def _to_published(part: Shaped[np.ndarray, "..."], pattern: str, groups: int) -> Shaped[np.ndarray, "..."]:
     reverse = " -> ".join(reversed(pattern.split(" -> ")))
     return einops.rearrange(part, reverse, **_sizes(pattern, part.shape, groups)) if reverse else part
@@ -246,6 +282,9 @@ class Rule:
     padded: str = ""
     """For a vector that is published with zeros after the leaf's numbers: the field of the config whose value is the
     published length. An empty text: no zeros are published."""
+    shards: str = ""
+    """For a leaf whose rows are published as several arrays, one for each `shard_{shard}.` of the name: the field of
+    the config whose value is the number of arrays. An empty text: one array holds the leaf."""
     part: str = ""
     """The part of the model whose layers `{layer}` counts: `"encoder"`, or empty for the model itself."""
 
@@ -320,6 +359,7 @@ def _resolve(
         variant=rule.variant,
         ids_below=getattr(config, rule.ids_below) if rule.ids_below else 0,
         padded=getattr(config, rule.padded) if rule.padded else 0,
+        shards=getattr(config, rule.shards) if rule.shards else 0,
     )
 
 

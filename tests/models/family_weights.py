@@ -1,19 +1,25 @@
 """Random weights that depend only on their names, so that fixtures need not store weights."""
 
+import json
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 
 LENGTH = 24
+HASH_NUMBERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+HASHES = Path(__file__).parents[1] / "fixtures" / "ngram_hashes.json"  # by an array's name and length
 
 
 def weight(name: str, shape: Sequence[int]) -> np.ndarray:
     """Return normal numbers of mean 0 (of mean 1 for a norm's scale) and standard deviation 0.2.
 
-    For a table from token ids to experts, return numbers of experts.
+    For a table from token ids to experts, return numbers of experts. For the numbers of a hash, return transformers'.
     """
+    if name.endswith(HASH_NUMBERS):
+        return np.array(json.loads(HASHES.read_text())[f"{name.removeprefix('fresh ')} {shape[0]}"], np.int64)
     if name.endswith("tid2eid"):  # `shape[1]` of eight experts for each token id
         order = np.argsort(np.random.default_rng(zlib.crc32(name.encode())).random((shape[0], 8)))
         return np.ascontiguousarray(order[:, : shape[1]])  # safetensors ignores a view's strides

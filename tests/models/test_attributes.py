@@ -87,6 +87,7 @@ UNUSED = {
     | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},
     "olmo_hybrid": {f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")},
     "phimoe": {"input_jitter_noise"},
+    "qwen4_exp_text": {"number_of_conv_states"},
     "sarvam_mla": {"head_dim", "num_nextn_predict_layers", "qk_head_dim"},
     "sarvam_moe": {"num_nextn_predict_layers"},
     "sdar": {"layer_types", "sliding_window"},  # of windows, which are refused

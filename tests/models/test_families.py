@@ -203,6 +203,8 @@ PUBLISHED |= {"sdar-8b": 8_190_735_360}  # as many as Qwen3 8B, from which it wa
 PUBLISHED |= {"afm-4.5b": 4_619_184_640, "helium-1-preview-2b": 2_172_643_840, "glm-4.7-flash": 29_943_393_920}
 # Summed from the released arrays' shapes without the zeros behind rates; the publishers state 2.78 trillion.
 PUBLISHED |= {"kimi-k3": 2_779_484_476_000}
+# Transformers' count for its default sizes with one table of n-grams; the publishers' sizes were not compared.
+PUBLISHED |= {"qwen4-exp": 108_347_421_824}
 # With the layers' scalars, which transformers does not count, and for Apertus two of four.
 PUBLISHED |= {"apertus-8b": 8_053_338_240, "apertus-70b": 70_599_864_640}
 PUBLISHED |= {"gemma4-e2b": 4_628_569_379, "gemma4-e4b": 7_463_013_418}
@@ -236,6 +238,7 @@ SEVERAL_STACKS = (
     "kimi",
     "nemotron",
     "laguna-",
+    "qwen4-exp",
     "sarvam-",
     "step-3.7-",
     "lfm2-",

@@ -120,6 +120,9 @@ CHOSEN: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 3, "attn_res_block_size": 1, "num_experts": 16, "routed_expert_hidden_size": 32}
     | {"activation_situ_beta": 4.0}
     | {"linear_attn_config": RECORDED["kimi_k3_text plain"]["config"]["linear_attn_config"]},
+    "qwen4_exp_text": {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048}
+    | {"indexer_compress_ratio": 16, "ple_layer_ids": [2], "eos_token_id": 248_046}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}},
     "lfm2_moe": {"num_hidden_layers": 24}
     | {"layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)]},
 }
@@ -163,6 +166,7 @@ DEFAULTS = {
     "muse_glimmer_text": "muse-glimmer-30b",
     "phi3": "phi3-mini-4k",
     "qwen3_next": "qwen3-next-80b-a3b",
+    "qwen4_exp_text": "qwen4-exp",
     "smollm3": "smollm3-3b",
     "t5": "t5-small",
 }

@@ -26,6 +26,8 @@ ROUNDINGS = {"deepseek_v4 plain": 2e-4}
 # float32 one device differs from it by 2e-5, plans by 1e-4 and 3e-4, and all other leaves by 2e-5. With rows of 21
 # tokens, for which the gradient is twenty times larger, the same plan differs by 2e-6.
 ROUNDINGS |= {"glm5_next_text plain": 5e-4}
+# The gates of n-gram memories are roots, which are steep where a score is near 0.
+ROUNDINGS |= {"qwen4_exp_text plain": 8e-5}
 # The gradient of the learned frequencies is a sum over all positions with terms of both signs. In float64 a plan gives
 # that of one device to 2e-14; in float32 one device differs from it by 5e-5, and a plan by 1.4e-4.
 ROUNDINGS |= {"mistral_large4_text plain": 3e-4}
@@ -58,6 +60,8 @@ DEEPER = {  # of families whose cases hold one period each
     "t5gemma2 even window": (("layers", 4), ("window_layers", (0, 2))),
     "t5gemma2 odd window": (("layers", 4), ("window_layers", (0, 2))),
     "qwen3_next plain": (("layers", 4), ("attention_layers", (1, 3))),
+    "qwen4_exp_text plain": (("layers", 5), ("attention_layers", (1, 3)), ("memory_layers", (0,))),
+    "qwen4_exp_text longer grams": (("attention_layers", (0,)), ("memory_layers", (3,))),
     "sarvam_mla yarn": (("layers", 2),),
     "sarvam_moe biased": (("layers", 2),),
 }

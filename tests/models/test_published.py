@@ -77,6 +77,7 @@ BY_DEFAULT = {
     "hy_v3 chosen dense layers",
     "deepseek_v4 plain",
     "glm5_next_text plain",
+    "qwen4_exp_text plain",
     "hy_v4 plain",
     "olmo_hybrid chosen layers",
     "cwm windows",
