@@ -166,7 +166,8 @@ def _sample(
     # After a greedy transform, the probability of the only id left would always be 1.
     scored = jnp.where(is_greedy[:, None, None], logits, transformed)
     indices = jnp.maximum(new_ids, 0)[..., None]
-    probabilities = jnp.take_along_axis(jax.nn.softmax(scored, axis=-1), indices, axis=-1)[..., 0]
+    chosen_logits = jnp.take_along_axis(scored, indices, axis=-1)
+    probabilities = jnp.exp(chosen_logits - jax.nn.logsumexp(scored, axis=-1, keepdims=True))[..., 0]
     if rule.order == "confidence":
         return new_ids, probabilities, probabilities
     draw_priority = lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (), probabilities.dtype)
