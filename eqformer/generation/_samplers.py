@@ -176,8 +176,8 @@ class BlockSampler(Sampler):
             )
         if self.mask_id is None:
             raise ValueError(
-                f"{call}: the model's files name no mask token; state its id, as in dataclasses.replace(llm, "
-                "sampler=generation.BlockSampler(mask_id=5))."
+                f"{call}: the model's files name no mask token; state its id, by --blocks.mask-id or as in "
+                "dataclasses.replace(llm, sampler=generation.BlockSampler(mask_id=5))."
             )
         rule = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return rule | {name: value for name, value in options.items() if name not in _UNUSED}
