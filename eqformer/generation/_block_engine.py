@@ -69,7 +69,7 @@ class BlockEngine(RequestEngine):
         self._rule = make_rule("BlockEngine", model, block, mask_id, steps, order, threshold)
         self._cache_dtype = cache_dtype
         self._rows: dict[int, Row] = {}
-        self._state: _Slots = _free_slots(model, self._rule, slots, capacity, cache_dtype)
+        self._state: _BlockSlots = _free_slots(model, self._rule, slots, capacity, cache_dtype)
 
     @property
     def cache_bytes(self) -> int:
@@ -140,11 +140,11 @@ class BlockEngine(RequestEngine):
         )
         ids, lengths = pad_ids(prompt, self.capacity)
         limits, is_greedy = lengths + request.max_new_tokens, jnp.asarray([request.temperature == 0])
-        new = _NewRow(sampling, ids, lengths, limits, is_greedy, jnp.asarray(row.slot, jnp.int32))
+        new = _NewBlockRow(sampling, ids, lengths, limits, is_greedy, jnp.asarray(row.slot, jnp.int32))
         read = min(width for width in self._prompt_widths if width >= len(prompt))
         self._state = _start_slot((self.model, self._rule, new, read, self._cache_dtype), self._state)
 
-    def _append(self, row: Row, new: "_NewTokens") -> Result:
+    def _append(self, row: Row, new: "_NewBlockTokens") -> Result:
         """Append the new ids of a row to the row's result, up to the end of the text."""
         result, slot = row.result, row.slot
         if result.finish:
@@ -164,14 +164,14 @@ class BlockEngine(RequestEngine):
         return result
 
 
-class _Slots(eqx.Module):
+class _BlockSlots(eqx.Module):
     """Rows of an engine and the sampling state of each row; the row of a free slot is done."""
 
     rows: BlockRows
     sampling: SamplingState
 
 
-class _NewRow(NamedTuple):
+class _NewBlockRow(NamedTuple):
     """A row whose prompt has not been read, and the slot that it gets."""
 
     sampling: SamplingState
@@ -184,7 +184,7 @@ class _NewRow(NamedTuple):
     slot: Int[Array, ""]
 
 
-class _NewTokens(NamedTuple):
+class _NewBlockTokens(NamedTuple):
     """Arrays that the host reads after a step: the new ids and the state of each row."""
 
     ids: Int[Array, "batch new"]
@@ -196,7 +196,7 @@ class _NewTokens(NamedTuple):
 
 
 @eqx.filter_jit
-def _free_slots(model: Model, rule: DenoisingRule, slots: int, capacity: int, dtype: str | None) -> _Slots:
+def _free_slots(model: Model, rule: DenoisingRule, slots: int, capacity: int, dtype: str | None) -> _BlockSlots:
     """Return free slots for rows of up to `capacity` ids."""
     cache = init_block_cache(model, slots, capacity, dtype, rule.block)
     zeros, true = jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool)
@@ -212,11 +212,11 @@ def _free_slots(model: Model, rule: DenoisingRule, slots: int, capacity: int, dt
         cache=cache,
     )
     keys, ends = jnp.broadcast_to(jax.random.key(0), (slots,)), jnp.full((slots, MAX_ENDS), -1, jnp.int32)
-    return _Slots(rows, SamplingState(chain(RowSampling.neutral(slots, model.vocab)), keys, zeros, ends))
+    return _BlockSlots(rows, SamplingState(chain(RowSampling.neutral(slots, model.vocab)), keys, zeros, ends))
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _start_slot(fixed: tuple[Model, DenoisingRule, _NewRow, int, str | None], slots: _Slots) -> _Slots:
+def _start_slot(fixed: tuple[Model, DenoisingRule, _NewBlockRow, int, str | None], slots: _BlockSlots) -> _BlockSlots:
     """Read the whole blocks of a prompt, padded to a number of tokens, and write the row into its slot."""
     model, rule, new, read, dtype = fixed
     row = read_whole_blocks(
@@ -234,13 +234,13 @@ def _start_slot(fixed: tuple[Model, DenoisingRule, _NewRow, int, str | None], sl
     cache = put_cache_row(model, slots.rows.cache, len(slots.rows.ids), new.slot, row.cache)
     without_caches = [dataclasses.replace(rows, cache=None) for rows in (slots.rows, row)]
     rows = dataclasses.replace(put_row(without_caches[0], new.slot, without_caches[1]), cache=cache)
-    return _Slots(rows, put_row(slots.sampling, new.slot, new.sampling))
+    return _BlockSlots(rows, put_row(slots.sampling, new.slot, new.sampling))
 
 
 @eqx.filter_jit(donate="all-except-first")
 def _denoise_slots(
-    fixed: tuple[Model, DenoisingRule, Bool[Array, "batch"], Int[Array, "batch"]], slots: _Slots
-) -> tuple[_Slots, _NewTokens]:
+    fixed: tuple[Model, DenoisingRule, Bool[Array, "batch"], Int[Array, "batch"]], slots: _BlockSlots
+) -> tuple[_BlockSlots, _NewBlockTokens]:
     """Denoise the next block of all rows that have not ended; the slots are donated.
 
     `fixed` has the model, its rule, the rows that the host has ended, and the number of each row's ids that the host
@@ -251,5 +251,5 @@ def _denoise_slots(
     rows = denoise_block(model, rows, slots.sampling, rule)
     columns = jnp.minimum(known[:, None] + jnp.arange(rule.block, dtype=jnp.int32), rows.ids.shape[1] - 1)
     ids = jnp.take_along_axis(rows.ids, columns, axis=1)
-    new = _NewTokens(ids, rows.lengths, rows.done, rows.logits_are_numbers, rows.has_candidates)
-    return _Slots(rows, slots.sampling), new
+    new = _NewBlockTokens(ids, rows.lengths, rows.done, rows.logits_are_numbers, rows.has_candidates)
+    return _BlockSlots(rows, slots.sampling), new

@@ -238,7 +238,7 @@ class QuantizedMatmulGpu(Implementation[QuantizedMatmulCall, Array]):
         return _multiply(call, self.interpret)
 
 
-class _ProgramArrays(NamedTuple):
+class _MatmulArrays(NamedTuple):
     """Arrays that the kernel reads."""
 
     parts: list[Float[Array, "padded_rows bytes"]]
@@ -248,7 +248,7 @@ class _ProgramArrays(NamedTuple):
     zeros: UInt8[Array, "outputs groups"] | Float[Array, "outputs groups"] | None
 
 
-class _BlockSizes(NamedTuple):
+class _MatmulSizes(NamedTuple):
     """The static sizes of a call to the kernel."""
 
     form: str
@@ -279,10 +279,10 @@ def _multiply(call: QuantizedMatmulCall, interpret: bool) -> Float[Array, "*batc
     chunk_blocks = -(-blocks // min(blocks, max_chunks, -(-_PROGRAMS // output_blocks)))
     chunks = -(-blocks // chunk_blocks)
     x = jnp.pad(vectors, ((0, padded_rows - rows), (0, 0))).reshape(padded_rows, code_bytes, parts)
-    arrays = _ProgramArrays([x[:, :, part] for part in range(parts)], call.codes, call.scales, call.zeros)
+    arrays = _MatmulArrays([x[:, :, part] for part in range(parts)], call.codes, call.scales, call.zeros)
     shape = chunks, padded_rows, outputs
     sums = pl.pallas_call(
-        functools.partial(_kernel, _BlockSizes(call.form, _OUTPUTS, block, chunk_blocks)),
+        functools.partial(_kernel, _MatmulSizes(call.form, _OUTPUTS, block, chunk_blocks)),
         grid=(output_blocks, chunks),
         out_specs=pl.BlockSpec((None, padded_rows, _OUTPUTS), lambda outputs, chunk: (chunk, 0, outputs)),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying_of(arrays)),
@@ -294,7 +294,7 @@ def _multiply(call: QuantizedMatmulCall, interpret: bool) -> Float[Array, "*batc
     return product.reshape(*call.x.shape[:-1], outputs)
 
 
-def _kernel(sizes: _BlockSizes, arrays: _ProgramArrays, sums: Ref) -> None:
+def _kernel(sizes: _MatmulSizes, arrays: _MatmulArrays, sums: Ref) -> None:
     """Compute the products of all vectors with a chunk of the codes of some outputs."""
     pl, triton = pallas_and_triton()
     (padded_rows, code_bytes), (all_outputs, groups) = arrays.parts[0].shape, arrays.scales.shape

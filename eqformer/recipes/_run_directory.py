@@ -1,6 +1,7 @@
 """The folder of a run that belongs to one recipe, and the learning rates of a continued run."""
 
 import dataclasses
+from collections.abc import Container
 from pathlib import Path
 
 import jax
@@ -45,7 +46,7 @@ class RunDirectory(training.RunFolder):
     def _check_same(self, name: str, recipe: Recipe) -> None:
         self._check_source(name)
         old_name, old = read_recipe(self.recipe, _class_of_model(recipe))
-        changed = dataclass_differences(old, recipe, ignored=self._changeable_fields())
+        changed = _differences(old, recipe, self._changeable_fields())
         if changed:
             raise ValueError(
                 f"--run-dir {self.path}: the folder holds a run of recipe {old_name!r}, and this command's recipe "
@@ -63,7 +64,7 @@ class RunDirectory(training.RunFolder):
         if saved is None:
             return
         old = from_json(saved, {**user_classes(self.source), **_class_of_model(recipe)})
-        if changed := dataclass_differences(old, recipe, ignored=CHANGEABLE):
+        if changed := _differences(old, recipe, CHANGEABLE):
             raise ValueError(
                 f"{self.checkpoints / str(step)}: this checkpoint was trained by another recipe than the run in "
                 f"{self.path}; the recipes differ in"
@@ -115,6 +116,15 @@ class RunDirectory(training.RunFolder):
             hint = f"; runs beside it: {', '.join(near)}" if near else "; train one with scripts/pretrain.py"
             raise ValueError(f"--run-dir {self.path}: there is no run (no recipe.json){hint}.")
         return read_recipe(self.recipe)
+
+
+def _differences(old: Recipe, new: Recipe, changeable: Container[str]) -> list[str]:
+    """Return a line for each field in which two recipes differ, without fields that a command may change.
+
+    Settings that the optimizer lacks do not count, because runs of earlier versions hold some.
+    """
+    old, new = (dataclasses.replace(recipe, optimizer=recipe.optimizer.without_unused()) for recipe in (old, new))
+    return dataclass_differences(old, new, ignored=changeable)
 
 
 def _class_of_model(recipe: Recipe) -> dict[str, type]:

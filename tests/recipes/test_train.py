@@ -1,8 +1,10 @@
 """`recipes.train`: a run from Python, its resume by the same call, and errors before anything is written."""
 
+import contextlib
 import dataclasses
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,18 @@ from text_cases import CONFIG, published_folder, TEMPLATE
 
 import eqformer
 from eqformer import data, models, nn, parallel, planning, training
-from eqformer.recipes import _trainer, Distillation, find_recipe, Mesh, published_recipe, Recipe, Screen, Text, train
+from eqformer.recipes import (
+    _trainer,
+    Distillation,
+    find_recipe,
+    Mesh,
+    published_recipe,
+    Recipe,
+    RunDirectory,
+    Screen,
+    Text,
+    train,
+)
 from eqformer.recipes._setup import (
     init_run_model,
     init_run_state,
@@ -111,6 +124,20 @@ def test_a_field_of_another_type_is_refused(name, value, message, tmp_path):
 def test_another_recipe_is_refused_in_the_folder_of_a_run(run, corpus):
     with pytest.raises(ValueError, match="the folder holds a run of recipe 'mine', .* differs in\n  seq: 32 -> 64"):
         train(recipe(corpus, seq=64), run.folder, devices=jax.devices()[:1], screen=QUIET)
+
+
+def test_a_setting_that_the_optimizer_lacks_does_not_make_a_run_another(run, corpus, tmp_path):
+    """Earlier versions wrote such settings into the files of a run."""
+    folder = shutil.copytree(run.folder, tmp_path / "run")
+    stored = json.loads((folder / "recipe.json").read_text())
+    for setting, value, is_other in (("update_size", "spectral", False), ("learning_rate", 0.5, True)):
+        changed = json.loads(json.dumps(stored))
+        changed["recipe"]["optimizer"][setting] = value
+        (folder / "recipe.json").write_text(json.dumps(changed))
+        message = "differs in\n  optimizer.learning_rate: 0.5 -> 0.003"
+        with RunDirectory(folder) as directory:
+            with pytest.raises(ValueError, match=message) if is_other else contextlib.nullcontext():
+                directory.claim("mine", recipe(corpus))
 
 
 TALK = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}]
