@@ -99,7 +99,7 @@ class Qwen4ExpConfig(delta_nets.NetConfig):
         )
 
 
-class _Layer(NamedTuple):
+class _LayerKind(NamedTuple):
     """A kind of layer."""
 
     is_attention: bool
@@ -115,7 +115,7 @@ def build_qwen4_exp(config: Qwen4ExpConfig, *, key: Key[Array, ""]) -> nn.Transf
     sizes = {"streams": config.streams, "embed": config.embed, "rank": config.stream_rank, "eps": config.eps}
     connect = functools.partial(nn.GatedConnection, **sizes)
 
-    def block(kind: _Layer, key: Key[Array, ""]) -> nn.Block:
+    def block(kind: _LayerKind, key: Key[Array, ""]) -> nn.Block:
         mixer_key, feed_forward, first, second, memory = jax.random.split(key, 5)
         mixer = _attention(config, mixer_key) if kind.is_attention else _net(config, mixer_key)
         sublayers = (
@@ -127,7 +127,7 @@ def build_qwen4_exp(config: Qwen4ExpConfig, *, key: Key[Array, ""]) -> nn.Transf
         return nn.Block(nn.Residual(_memory(config, kind.memory, memory)), *sublayers)
 
     kinds = [
-        _Layer(layer in config.attention_layers, layer if layer in config.memory_layers else None)
+        _LayerKind(layer in config.attention_layers, layer if layer in config.memory_layers else None)
         for layer in range(config.layers)
     ]
     layers, merge = jax.random.split(key)
