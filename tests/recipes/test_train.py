@@ -135,9 +135,9 @@ def test_a_setting_that_the_optimizer_lacks_does_not_make_a_run_another(run, cor
         changed["recipe"]["optimizer"][setting] = value
         (folder / "recipe.json").write_text(json.dumps(changed))
         message = "differs in\n  optimizer.learning_rate: 0.5 -> 0.003"
-        with RunDirectory(folder) as directory:
-            with pytest.raises(ValueError, match=message) if is_other else contextlib.nullcontext():
-                directory.claim("mine", recipe(corpus))
+        refused = pytest.raises(ValueError, match=message) if is_other else contextlib.nullcontext()
+        with RunDirectory(folder) as directory, refused:
+            directory.claim("mine", recipe(corpus))
 
 
 TALK = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}]
