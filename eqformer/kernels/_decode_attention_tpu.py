@@ -231,7 +231,7 @@ def to_stored_order(x: Num[Array, "layers rows kv_seq width"]) -> Num[Array, "la
 
 
 def _nearest_visible_block(kv_heads: int, row: int | Array, block: int | Array, scalars: PrefetchedScalars) -> Array:
-    """Return the index of the visible block that is nearest to the block of index `block`, which may be visible."""
+    """Return `block` if the block of this index is visible, else the index of the nearest visible block."""
     row = jax.lax.div(row, kv_heads)
     return jnp.minimum(jnp.maximum(block, scalars.first[row]), scalars.last[row])
 

@@ -115,7 +115,7 @@ class Linear(DenseMap):
         self.bias = jnp.zeros([sizes[dim] for dim in self.outputs], jnp.float32) if bias else None
 
     def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return `W x` over the trailing dims of `x`; `dtype` sets the dtype of result and sums, in gradients too."""
+        """Return `W x` over the trailing dims of `x`. Results and sums are in `dtype`, in the backward pass too."""
         return apply_weight(self, self.weight, x, dtype)
 
 

@@ -68,7 +68,7 @@ class ParallelConfig:
     expert_method: ExpertMethod = "auto"
     """How tokens reach experts: a gather of all tokens, an exchange of choices (all-to-all), or the cheaper of both."""
     expert_factor: float | None = None
-    """Slots of an exchange, relative to an even load (default: 1.25 for each device or, on CPUs, 2 for each pair)."""
+    """Slots of an exchange, relative to an even load (default: 1.25 per device; on CPUs, 2 per pair of devices)."""
     schedule: ScheduleName | Maker | Schedule = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
@@ -86,7 +86,7 @@ class ParallelConfig:
 
 
 def option_values(name: str) -> tuple[str | int, ...]:
-    """Return the values that a field of `ParallelConfig` may have; an empty tuple for a field that is a number.
+    """Return the values that a field of `ParallelConfig` may have; an empty tuple for a number or a flag.
 
     A schedule may also be a function or a table.
     """
@@ -139,8 +139,8 @@ class Placement(ParallelConfig):
         """Return the layout of arrays; with `splits_fsdp`, the axis `fsdp` splits each array too."""
         tensor_dims = *make_residual_stream(self.residual).split_dims, "vocab"
         dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys(tensor_dims, TENSOR)}
-        # The number of stages need not divide the layers of a model in reading order. In pipeline order the
-        # number divides the rows, because rows are added as padding.
+        # `moving`: before `shard` adds rows of padding, the number of stages may not divide the number of layers. Then
+        # `pipe` splits another dim of the array.
         lenient, moving = frozenset({"kv_heads", "vocab"}), frozenset({"layers"})
         return Layout(dims, lenient, FSDP if splits_fsdp else None, self.smallest, moving)
 
@@ -394,8 +394,8 @@ def _has_partial_gradient(model: nn.LanguageModel, stream: ResidualStream | None
 
     With a replicated stream, these are the arrays in mixers, feed-forward layers and experts (except for biases that
     are added after the reduction) and the tables at the ends of the model, because each device uses a part of each
-    table. User-defined layers may have arrays with a dim `embed`, or without named dims. Their flags stay False: JAX's
-    varying types decide where their gradients are summed.
+    table. For an array of a user-defined layer that has a dim `embed`, or whose dims have no names, the flag is
+    False: JAX's varying types decide where the gradient of such an array is summed.
     """
     if stream is None or not stream.is_whole:
         return _flag_all(model, stream is not None)

@@ -109,7 +109,7 @@ class CacheLayout:
         return jax.tree.map(spec_of, nn.dims(cache), cache)
 
     def put_row(self, cache: PyTree, rows: int, row: Int[Array, ""], single: PyTree) -> PyTree:
-        """Return a cache of `rows` rows in which the row of `single`, a cache of one row, replaces the row `row`.
+        """Return `cache`, which has `rows` rows, with its row of index `row` replaced by the only row of `single`.
 
         The devices that hold the row receive it from the devices that hold the row of `single`.
         """

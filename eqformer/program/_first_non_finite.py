@@ -42,8 +42,9 @@ def find_non_finite(
 ) -> list[NonFiniteOrigin | None]:
     """Run a closed jaxpr, and return the origin of the NaN or infinity in each result; None for a finite result.
 
-    A loop or a call with a result that is not finite is run again, equation by equation. An intended infinity, such as
-    in a mask, is not reported as long as the results that are computed from it are finite.
+    A scan, a branch or a call with a result that is not finite is run again, equation by equation. A `while` loop
+    counts as one equation. An intended infinity, such as in a mask, is not reported as long as the results that are
+    computed from it are finite.
     """
     interpreter = _Interpreter()
     values = [interpreter.check_input(index, x) for index, x in enumerate(inputs)]
@@ -134,7 +135,7 @@ class _Interpreter:
     def _inner_origins(
         self, eqn: core.JaxprEqn, inputs: list[_Value], scopes: _Scopes
     ) -> list[NonFiniteOrigin | None] | None:
-        """Return the origins of the results of an equation that runs an inner program; None for other equations."""
+        """Return the origins of the results of a scan, a conditional or a call; None for other equations."""
         if eqn.primitive.name == "scan":
             return self._scan_origins(eqn, inputs, scopes)
         if eqn.primitive.name == "cond":

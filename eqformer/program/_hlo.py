@@ -347,7 +347,7 @@ class _Traffic:
         """
         inner = hlo_text.fusion_body(line, self._computations)
         parameter = _parameters(inner)[index]
-        # Compilers for TPUs write the view of an array in another tiling as a fusion whose output aliases its operand.
+        # Compilers for TPUs express a change of tiling that moves no data as a fusion whose output aliases its operand.
         is_view = "output_to_operand_aliasing" in line.attributes and not line.is_root
         if not is_view:
             yield from self._reads(parameter, inner, is_computed=is_computed)

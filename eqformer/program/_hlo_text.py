@@ -121,7 +121,7 @@ def _integer_constant(line: Instruction, neighbors: Mapping[str, Instruction]) -
 
 
 def source_of(line: Instruction, opcodes: Container[str], neighbors: Mapping[str, Instruction]) -> Instruction:
-    """Follow first operands back from an instruction, as long as the opcode is one of `opcodes`."""
+    """Replace an instruction by its first operand as long as the opcode is one of `opcodes`; return the last one."""
     while line.opcode in opcodes and line.operands and line.operands[0] in neighbors:
         line = neighbors[line.operands[0]]
     return line
@@ -196,7 +196,7 @@ def find_hidden_starts(lines: Sequence[Instruction], computations: Computations)
 
 
 def _called_role(line: Instruction, computations: Computations) -> AsyncRole | None:
-    """Return the role of the first computation with a role that an instruction runs; None if no computation has one."""
+    """Return the first `async_role` among the computations that an instruction runs; None if they have no role."""
     roles = (async_role(name, computations.get(name, [])) for name in called_computations(line))
     return next((role for role in roles if role is not None), None)
 

@@ -177,7 +177,7 @@ def gpipe_idle_share(stages: int, microbatches: int) -> Number:
 
 
 def gpipe_activations(batch: Number, layers: int, stages: int, microbatches: int, *, recompute: bool = True) -> Number:
-    """Return the largest number of rows whose activations a device keeps under GPipe, counted for each layer.
+    """Return the largest number of pairs of a row and a layer whose activations a device keeps under GPipe.
 
     With recomputation it is `B + L/p B/m`: a device keeps the inputs of its stage for the whole batch, and the inputs
     of each of its layers for one microbatch. Without recomputation it is `B L/p`. `B` is `batch`, `L` is `layers`, `p`

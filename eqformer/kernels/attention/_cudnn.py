@@ -65,7 +65,7 @@ class CudnnAttention(FlashAttention):
         if documents is not None and documents > query.shape[-1]:
             return (
                 f"its statistics of up to {documents} documents a row would take more memory than the queries; it "
-                f"takes up to {query.shape[-1]}"
+                f"takes up to {query.shape[-1]} documents a row"
             )
         return None
 

@@ -119,7 +119,7 @@ class _BlockMask(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _block_mask(rule: Mask, piece: str | None, seq: int, kv_seq: int, kernel: str) -> _BlockMask:
-    """Return which blocks a kernel visits and masks, in numpy arrays for one head, which serve all heads."""
+    """Return which blocks a kernel visits and masks, in numpy arrays; all heads use the same arrays."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_mask as masks,
         splash_attention_mask_info as infos,

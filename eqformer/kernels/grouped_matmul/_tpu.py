@@ -30,7 +30,8 @@ ALIGNMENT = 16
 """Rows of a vector register of bfloat16; pieces begin at multiples of this number."""
 HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Heights in rows that a piece may have, if the piece is not a whole tile."""
-_COLUMNS = 256  # Columns of one product of a piece: few, for a short program; the widest matrix units have 256.
+# Columns of one product of a piece. More columns would make the program longer; the widest matrix units have 256.
+_COLUMNS = 256
 
 
 class TpuGroupedMatmul(GroupedMatmul):
@@ -221,7 +222,10 @@ def _tile_height(rows: int) -> int:
 
 
 def _block_channels(size: int, limit: int) -> int:
-    """Return the channels of a block: blocks are nearly equal multiples of 128, so that little padding is computed."""
+    """Return the number of channels of a block: `size` if this is within `limit`, else a multiple of 128.
+
+    The multiple is the one with which the blocks have the least padding after the last channel.
+    """
     fewest = -(-size // limit)
     if fewest == 1:
         return size

@@ -72,7 +72,7 @@ class BlockIndexer(Module):
             query_norm: The norm of the small queries, over a dim `index_dim` of size `dim`.
             key_norm: The norm of the small keys, over the same dim.
             rotary: Rotary positions, whose frequencies must not depend on the length.
-            chunk: Queries whose scores are in memory at a time.
+            chunk: Number of queries whose scores are in memory at a time.
             key: Random key for the weights.
         """
         if block < 1 or not 0 <= local <= top_k or top_k < 1 or chunk < 1:
@@ -166,7 +166,7 @@ class BlockSelection(Operation[AttentionCall, Array]):
     count: int = eqx.field(static=True)
     """The number of different block indices."""
     chunk: int = eqx.field(static=True)
-    """Queries whose scores are in memory at a time."""
+    """Number of queries whose scores are in memory at a time."""
 
     def supports(self, call: AttentionCall) -> str | None:
         """Return the reason why the call cannot be computed, or None if it can."""

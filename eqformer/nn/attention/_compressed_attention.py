@@ -273,7 +273,7 @@ class CompressedAttention(Mixer):
             indexer: Selects compressed keys of the compressor's blocks; None: a query sees all of them.
             norm_eps: Added to the mean square in all norms.
             output_std: The standard deviation of the output's weights; None: as for the other weights.
-            chunk: Queries whose scores are in memory at a time.
+            chunk: Number of queries whose scores are in memory at a time.
             key: Random key for the weights.
         """
         if window < 1 or chunk < 1 or rotary.depends_on_length:

@@ -44,7 +44,7 @@ class SelectedKeys(Operation[AttentionCall, Array]):
     choices: Int[Array, "*batch seq top_k"]
     """The indices of the keys, or of the pools of keys, that each query selected."""
     chunk: int = eqx.field(static=True)
-    """Queries whose scores are in memory at a time."""
+    """Number of queries whose scores are in memory at a time."""
 
     @abc.abstractmethod
     def keep(
@@ -189,7 +189,7 @@ class Indexer(KeyIndexer):
             rotary: Rotary positions, whose frequencies must not depend on the length; None: no channels are rotated.
             query_norm: A norm of the input of the small queries' map, which is the queries' latent or `x`.
             temperature: A factor of the small queries by their positions and heads.
-            chunk: Queries whose scores are in memory at a time.
+            chunk: Number of queries whose scores are in memory at a time.
             rotates_last: Whether the last `rotary.dim` channels are rotated, instead of the first (Hy4).
             norm_eps: Added to the variance of the small keys.
             key: Random key for the weights.

@@ -64,7 +64,7 @@ class PooledIndexer(KeyIndexer):
             dim: Channels of a small head.
             pool_size: Tokens of a pool.
             top_k: Pools that a query selects.
-            chunk: Queries whose scores are in memory at a time.
+            chunk: Number of queries whose scores are in memory at a time.
             norm_eps: The number that the norm of the small keys adds to their variance.
             key: The key of the weights.
         """
@@ -189,7 +189,7 @@ class MeanPoolIndexer(KeyIndexer):
             query_norm: The norm of the small queries, over a dim `index_dim` of size `dim`.
             key_norm: The norm of the mean keys, over the same dim.
             rotary: Rotary positions, whose frequencies must not depend on the length.
-            chunk: Queries whose scores are in memory at a time.
+            chunk: Number of queries whose scores are in memory at a time.
             key: Random key for the weights.
         """
         if pool_size < 1 or top_k < 1:
@@ -289,7 +289,7 @@ def _select_pools(
             each pool's last token, and this token's position and document.
         pool_size: Tokens of a pool.
         top_k: Pools that a query selects.
-        chunk: Queries whose scores are in memory at a time.
+        chunk: Number of queries whose scores are in memory at a time.
         mask: The keys that a query may see.
         tokens: The tokens of the queries.
         kv_tokens: The tokens of the keys.

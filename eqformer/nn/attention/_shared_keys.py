@@ -45,8 +45,8 @@ class SharedKeys(eqx.Module):
             kind = "with" if has_rotary else "without"
             raise ValueError(
                 f"LatentAttention(x): this layer {kind} rotary positions reads latents of an earlier layer, but no "
-                "such layer shares them; use it in Residual(reads=) after a layer that `sharing_latents()` returns, "
-                f"also {kind} rotary positions, in Residual(shares=)."
+                f"such layer shares them; put a layer {kind} rotary positions, made by sharing_latents(), in "
+                "Residual(shares=) before this layer, and this layer in Residual(reads=)."
             )
         return latents
 
@@ -56,13 +56,16 @@ class SharedKeys(eqx.Module):
 
 
 def read_shared_keys(argument: PyTree) -> SharedKeys:
-    """Return the keys that earlier layers share, from a layer's cache argument; other values raise a `ValueError`."""
+    """Return the keys that earlier layers share, from a layer's cache argument; empty `SharedKeys` if none are passed.
+
+    Raises a `ValueError` if the argument is a `SharedValue` of another kind.
+    """
     if not isinstance(argument, SharedValue):
         return SharedKeys()
     if not isinstance(argument.value, SharedKeys):
         raise ValueError(
             f"LatentAttention(x): it was given {type(argument.value).__name__} of an earlier layer, but it reads only "
-            "the latents and the selected keys of another LatentAttention; use it in Residual(reads=) after such a "
-            "layer in Residual(shares=)."
+            "the latents and the selected keys of another LatentAttention; put that layer in Residual(shares=), and "
+            "this layer, later, in Residual(reads=)."
         )
     return argument.value

@@ -60,7 +60,10 @@ def record_linears(module: PyTree, x: Array, passes: LinearPasses) -> tuple[Arra
 
 
 def replay_linears(module: PyTree, x: Array, passes: LinearPasses, outputs: Sequence[Array]) -> Array:
-    """Compute the module's output from the recorded `outputs` of its linear maps, which `passes` differentiates."""
+    """Compute the module's output from the recorded `outputs` of its linear maps.
+
+    The backward pass of each linear map is `passes.backward`.
+    """
     remaining = list(outputs)
 
     def backward(
@@ -298,7 +301,10 @@ class GroupSlots:
         return self._first_remaining[group], self.ends[group]
 
     def loop_over_groups(self, step: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
-        """Apply `step(group, carry)` for each group with rows that have no slot; decode steps have few such groups."""
+        """Apply `step(group, carry)` for each group with rows that have no slot; skip all other groups.
+
+        In a decode step, most groups are skipped.
+        """
         if self.holds_all:
             return carry
 

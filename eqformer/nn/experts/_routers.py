@@ -195,7 +195,7 @@ class TopKRouter(routing.Router):
 
 
 def _sqrt_softplus(logits: Float[Array, "*batch seq experts"]) -> Float[Array, "*batch seq experts"]:
-    # The square root has no slope at 0, which softplus reaches by underflow.
+    # Softplus underflows to 0 for small logits, and the slope of the square root at 0 is infinite.
     return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), float(jnp.finfo(logits.dtype).tiny)))
 
 

@@ -364,8 +364,8 @@ def pipelined_rounds(
 ) -> tuple[PipelinedStack, ...]:
     """Split a forward pass over `stacks` into rounds, and return the rounds in order.
 
-    A round runs chunk `c` on every device, for one index `c`. A stack has a round for each index whose chunks hold
-    layers of the stack.
+    Round `c` of a stack runs the stack's layers in chunk `c` of all devices. If no device has layers of the stack in
+    chunk `c`, the stack has no round `c`.
     """
     counts = count_layers([stack.depth for stack in stacks], schedule.parts)
     # Stages of a `Schedule` are devices. Stages of a `PipelinedStack` are positions; `order` maps positions to devices.

@@ -428,7 +428,10 @@ def _update_gathered(update: Callable[[Gathered, Gathered], Gathered], tree: PyT
 
 
 def _without_gathered_probes(new: Gathered, old: Gathered) -> Gathered:
-    """Add entries for the probes of `new`, which are not gathered, to the fields that have an entry for each array."""
+    """Return `old` around the maps of `new`, whose probes are not gathered.
+
+    The fields `dims`, `dtypes` and `values` have an entry for each array, so entries for the probes are added.
+    """
 
     def add_probes(values: tuple, of_probe: str | None) -> tuple:
         counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(new)]
@@ -445,7 +448,7 @@ def _nodes(gathered: Gathered) -> list[PyTree]:
 
 
 def _group_by_node(gathered: Gathered, values: tuple) -> list[tuple]:
-    """Group a tuple with an item per array of a `Gathered` by node: a map, or a leaf outside of maps."""
+    """Group `values`, which has an item for each array of `gathered`, into one list item for each of its `_nodes`."""
     items = iter(values)
     counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(gathered)]
     return [tuple(itertools.islice(items, count)) for count in counts]

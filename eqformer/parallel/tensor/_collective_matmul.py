@@ -67,9 +67,10 @@ def all_gather_matmul(
     gathered `x`: in the backward pass, the pieces pass round the ring again for the weight gradients. Only reverse-mode
     differentiation is supported.
 
-    On CPUs and GPUs, inside the stages of a pipeline, other collectives replace the ring's permutes (see `shift`). With
-    an even number of devices above two, `"ring"` then sends twice as many bytes, and `"bidirectional"` sends no more
-    than on TPUs. An odd number of devices all-gathers in each of the `n-1` steps, and sends `n-1` times as many bytes.
+    On CPUs and GPUs, inside the stages of a pipeline, other collectives replace the permutes of a ring (see `shift` in
+    `_ring.py`). For an even number of devices above two, they send twice the bytes of the permutes with `"ring"`, and
+    the same bytes with `"bidirectional"`. For an odd number of devices, each of the `n-1` steps is an all-gather, and
+    `n-1` times the bytes are sent.
 
     Args:
         x: This device's piece of the sequence.
