@@ -251,9 +251,9 @@ class FileTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in sorted(added.items()) if token.special}
         if name is None:
-            names = [name for name in _END_OF_TEXT_NAMES if name in special] or list(special)
-            if len(special) == 1 or names != list(special):
-                return special[names[0]]
+            usual_names = [usual for usual in _END_OF_TEXT_NAMES if usual in special]
+            if usual_names or len(special) == 1:
+                return special[(usual_names or list(special))[0]]
         else:
             number = self._tokenizer.token_to_id(str(name))
             if number is not None:

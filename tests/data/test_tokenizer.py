@@ -238,6 +238,8 @@ def _special(names, start=1000):
         (["<one>"], "<one>"),
         (["<s>", "</s>"], "</s>"),
         (["<pad>", "<|begin_of_text|>", "<|end_of_text|>"], "<|end_of_text|>"),
+        (["<eos>", "</s>"], "<eos>"),
+        (["</s>", "<eos>"], "<eos>"),
     ],
 )
 def test_end_of_text_is_found_among_the_special_tokens(tokenizer_json, tmp_path, names, wanted):
