@@ -307,7 +307,8 @@ def write_folder(
 
 
 def read_arrays(folder: str | Path) -> dict[str, np.ndarray]:
-    """Return every array of a folder of safetensors by its name, such as a dense layer of sentence-transformers.
+    """Return every array of a folder of safetensors by its name; for example, of a dense layer's folder in
+    sentence-transformers.
 
     Raises a `ValueError` for a folder without safetensors, and for arrays that are not floats.
     """

@@ -73,11 +73,11 @@ class Architecture:
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """For an array from which files leave out a dim of size 1: the dim's index, by the array's name."""
     scalars: tuple[str, ...] = ()
-    """Names of arrays without dims in published folders, which files have as one number of one dim."""
+    """Names of arrays that have no dims in published folders, and one dim of size 1 in files."""
     layer_lists: tuple[str, ...] = ()
     """Names of the header's lists with one number for each layer, which are read as arrays."""
     flat: tuple[str, ...] = ()
-    """Names of arrays that published folders have in one dim, and files in two."""
+    """Names of arrays that have one dim in published folders, and two dims in files."""
     eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     """The name of the epsilon of norms, in files and as published."""
     edges: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -39,14 +39,14 @@ _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
 # A piece is cut at every character to find merges, which takes time quadratic in the length of the piece.
 _LONGEST_PIECE = 512
 _MODELS = ("gpt2", "llama", "gemma4", "bert", "t5")
-# Keys that `PublishedConfig` does not read here: the rest of the file, the lists that `GGUF.listed` reads, further
-# special tokens (for infilling, masks, separators), templates with other names, another program's tokenizer, and a
-# space before the text, which llama.cpp ignores too if the file lists merges.
+# Keys that `PublishedConfig` need not read: keys of the model; lists, which `GGUF.listed` reads; special tokens for
+# infilling, masks and separators; chat templates with other names; and a copy of `tokenizer.json`. The key
+# `add_space_prefix` need not be read either: llama.cpp ignores it in files that list merges.
 _UNREAD = re.compile(
     r"(?!tokenizer\.).+|tokenizer\.ggml\.(tokens|token_type|scores|merges|token_type_count|precompiled_charsmap"
     r"|\w+_token_ids?|add_space_prefix)|tokenizer\.chat_template\..+|tokenizer\.(chat_templates|huggingface\.json)"
 )
-# Keys of tokenizers that are not supported, with the value at which they change nothing.
+# Keys that are not supported for all tokenizers. A file may still have them with these values, which have no effect.
 _NEUTRAL = {"tokenizer.ggml.add_sep_token": False, "tokenizer.ggml.remove_extra_whitespaces": False}
 
 
@@ -154,7 +154,7 @@ def _write_gguf_companions(file: Path) -> Path:
 
 
 def _tokens(file: GGUF, published: PublishedConfig, model: str) -> tuple[list[str], list[int]]:
-    """Return the tokens and their types; refuse repeated tokens, and another number of types than of tokens."""
+    """Return the tokens and their types; refuse repeated tokens, and unequal numbers of tokens and types."""
     tokens, types = file.listed("tokenizer.ggml.tokens"), file.listed("tokenizer.ggml.token_type")
     if not fits(tokens, list[str]) or not fits(types, list[int]):
         published.refuse("tokenizer.ggml.tokens must be texts, and tokenizer.ggml.token_type whole numbers.")
@@ -307,8 +307,8 @@ def _unigram_tokenizer(
         file: The file, whose lists are read.
         published: The values of the header.
         tokens: The pieces.
-        types: Their types.
-        unknown: The id of characters that are no pieces.
+        types: The types of the pieces.
+        unknown: The id of the unknown token, which stands for characters without a piece.
     """
     scores = file.listed("tokenizer.ggml.scores")
     if not fits(scores, list[float]) or len(scores) != len(tokens) or not all(map(math.isfinite, scores)):
@@ -392,7 +392,7 @@ def _read_affixes(
         file: The file.
         published: The values of the header.
         model: The tokenizer's kind.
-        pre_tokenizer: The pre-tokenizer, which has a default.
+        pre_tokenizer: The pre-tokenizer, which decides whether a BOS token is added if the file does not say so.
         names: The special tokens by llama.cpp's names.
         is_encoder: Whether the tokenizer is a text encoder's.
     """

@@ -15,7 +15,7 @@ COMPANION_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-# Patterns of the files in which sentence-transformers states how a text encoder pools its vectors, and its prompts.
+# Patterns of the files of sentence-transformers, which state the pooling and the prompts of a text encoder.
 ENCODER_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json")
 ENCODER_FILES += tuple(f"*_{module}/config.json" for module in ("Pooling", "Dense", "Normalize"))
 _ENCODER_WEIGHTS = ("*_Dense/model.safetensors",)

@@ -101,7 +101,7 @@ class _Shard(NamedTuple):
     ) -> None:
         """Copy the shard's part of `array`, the values of the leaf at this index of the outer dims.
 
-        The array begins at row `first_row` of the leaf's next dim.
+        The array begins at row `first_row` of the leaf's first dim after layers and experts.
         """
         local = tuple(position - start for position, (start, _) in zip(index, self.bounds))
         values, bounds = self.values[(*local, ...)], self.bounds[len(index) :]

@@ -1,4 +1,4 @@
-"""The arrays of a published model, by the names in its family's table: decoded, or quantized in linear maps."""
+"""Arrays of a published model: their names in the family's table, decoded values, and codes for quantized maps."""
 
 import functools
 import math
@@ -126,7 +126,7 @@ class PublishedArrays:
             dtype: The dtype of a decoded array; None: the array's own.
             index: The index of the first dim that is read alone; None: all.
             map_function: A function like `map`, by which the decoder runs on the array, some rows at a time.
-            buffer: Memory of `dtype` for the decoded numbers of the last two dims, or more.
+            buffer: An array of `dtype` into which numbers are decoded, at least as large as the last two dims.
         """
         if name not in self._coded:
             return self._read_plain(self._stored[name])
@@ -158,7 +158,7 @@ class PublishedArrays:
         return array
 
     def unexplained(self, names: Iterable[str]) -> str:
-        """Return the name and dtype of the first of these arrays whose dtype is one of quantized codes.
+        """Return the name and dtype of the first of these arrays whose dtype only quantized weights have.
 
         Return an empty text if there is no such array, if the folder states the format of its codes, and for a GGUF
         file.
@@ -180,7 +180,7 @@ class PublishedArrays:
         return form
 
     def scale_dtype(self, name: str) -> str:
-        """Return the dtype of the scales of an array whose format is `Grouped`; exponents are bytes."""
+        """Return the dtype of the scales of an array whose format is `Grouped`; uint8 if scales are exponents."""
         groups = self.grouped_form(name).groups
         if groups.scale_dtype is not None:
             return groups.scale_dtype
@@ -256,7 +256,7 @@ def maps_by_weight(model: PyTree) -> dict[str, nn.LinearMap]:
 def find_quantized_maps(
     arrays: PublishedArrays, rules: Sequence[ResolvedRule], shapes: nn.Transformer
 ) -> dict[str, nn.QuantizedLinear]:
-    """Return the shapes of the maps that hold the folder's codes, by the path of the plain map's weight in `shapes`.
+    """Return the quantized maps that will hold the folder's codes, as shapes, by the path of the plain map's weight.
 
     Quantized weights outside of linear maps, such as embedding tables, are decoded. Raises a `ValueError` if no weight
     is quantized, if an array has a format that no map holds, and if only some layers of a stack are quantized.

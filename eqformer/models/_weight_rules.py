@@ -83,10 +83,10 @@ class ResolvedRule:
     ids_below: int = 0
     """For an array of integers, a bound that all its integers are below; 0: the array holds floats."""
     padded: int = 0
-    """The length of a published vector that has zeros after the numbers of its only leaf; 0: there are no zeros."""
+    """For a rule of one leaf: the length of the published vector, which ends in zeros; 0: no zeros are added."""
     shards: int = 0
-    """The number of arrays, one for each `{shard}` of the name, that together hold the rows of the only leaf; 0: one
-    array holds them. All arrays have the same number of rows, except the last."""
+    """For a rule of one leaf: the number of arrays, one for each `{shard}` of the name, that together hold the leaf's
+    rows; 0: one array holds all rows. All arrays have the same number of rows, except the last."""
 
     def with_shapes(self, shapes: Sequence[Shape]) -> "ResolvedRule":
         """Return the rule for leaves of these shapes."""
@@ -161,7 +161,7 @@ class ResolvedRule:
         if self.padded:
             length = self.shapes[index][-1]
             if np.any(array[length:]):
-                raise ValueError(f"the numbers after the first {length} must be zeros, which fill the array up")
+                raise ValueError(f"the numbers after the first {length} must be zeros, which only pad the vector")
             return array[:length]
         parts, shape, pattern = self._published_shapes(), array.shape, self.patterns[index]
         if len(parts) > 1:
@@ -219,11 +219,11 @@ class Piece:
     rule: ResolvedRule
     """The rule for this array alone."""
     first_row: int
-    """The first row of the leaves' next dim that the array holds."""
+    """The first row that the array holds, counted along the leaves' first dim after layers and experts."""
 
     @property
     def rows(self) -> slice:
-        """The rows of the leaves' next dim that the array holds, if it is one of several shards."""
+        """The rows that the array holds, counted as `first_row` is; all rows unless the array is a shard."""
         return slice(self.first_row, self.first_row + self.rule.shapes[0][self.rule.outer_dims])
 
 

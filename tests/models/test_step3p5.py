@@ -64,7 +64,11 @@ def test_the_publishers_attributes_mean_what_transformers_makes_of_them():
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("per_layer_config", {"1": {"num_attention_heads": 9}}, r"layer 0 has \{\}, but num_sliding_attention_heads=9"),
+        (
+            "per_layer_config",
+            {"1": {"num_attention_heads": 9}},
+            r"layer 0 has \{\}, but with num_sliding_attention_heads=9",
+        ),
         ("per_layer_config", {"0": {"num_attention_heads": 9}, "1": {"head_dim": 4}}, "layer 1 has"),
         ("per_layer_config", CASE["per_layer_config"] | {"7": {"num_attention_heads": 9}}, "no such layers"),
         ("swiglu_limits", [0.5, 0.5], "must have a bound for each of the model's 3 layers"),

@@ -166,7 +166,8 @@ def _divide(kind_numbers: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     for first in reversed(range(len(kind_numbers))):
         divisions = []
         longest = min(len(kind_numbers) - first, _LONGEST_PERIOD)
-        for size in reversed(range(1, longest + 1)):  # Of equally good divisions, the longest first period is taken.
+        # If several divisions are equally good, `min` takes the first one, which has the longest first period.
+        for size in reversed(range(1, longest + 1)):
             period, end, periods = kind_numbers[first : first + size], first, 0
             while kind_numbers[end : end + size] == period:
                 end, periods = end + size, periods + 1
@@ -224,9 +225,10 @@ def layer_windows(config: Windowed) -> list[int | None]:
 
 
 def damping(config: DecoderSizes) -> float:
-    """Return the factor of the standard deviation with which maps into the residual stream are initialized.
+    """Return a factor by which weights that write to the residual stream are initialized with smaller values.
 
-    Each of the `2 * layers` additions to the stream starts smaller, so that their sum does not grow with depth.
+    The factor multiplies the standard deviation. With it, the sum of the `2 * layers` additions to the stream does not
+    grow with depth.
     """
     return (2 * config.layers) ** -0.5
 
@@ -239,7 +241,7 @@ def norm(
     offset: float = 0.0,
     scale: bool = True,
 ) -> nn.RMSNorm:
-    """Return an `RMSNorm` over dims of the config's sizes, with the config's `eps` unless `eps` is passed."""
+    """Return an `RMSNorm` over `dims`, whose sizes the config's fields state; `eps` is the config's by default."""
     sizes = {name: getattr(config, "head_size" if name == "head_dim" else name) for name in dims.split()}
     return nn.RMSNorm(dims, eps=config.eps if eps is None else eps, offset=offset, scale=scale, shift=False, **sizes)
 
@@ -344,8 +346,9 @@ def _rotate_part(
     if not 0 < channels <= config.head_size or (stated % 2 and isinstance(scaling, nn.DynamicScaling | nn.YarnScaling)):
         raise ValueError(
             f"{type(config).__name__}(head_dim={config.head_size}, {prefix}rotary_fraction={fraction}, "
-            f"{prefix}scaling={scaling}): {stated} channels would be rotated, but channels are rotated in pairs; give "
-            "a partial_rotary_factor with an even number of channels."
+            f"{prefix}scaling={scaling}): {stated} channels would be rotated, but this config can rotate "
+            f"channels only in pairs, at most head_dim in all; give another {prefix}rotary_fraction "
+            "(partial_rotary_factor)."
         )
     return nn.Rotary(channels, theta ** (channels / stated), interleaved, scaling)
 

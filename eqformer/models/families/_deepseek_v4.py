@@ -89,7 +89,7 @@ class DeepSeekV4Config(ModelConfig):
     limit: Positive = 10.0
     """The bound of the outputs of an expert's maps `gate` and `up`."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, row by row, in all layers outside of `hash_layers`."""
+    """The weight of the loss `LoadBalance`, which is computed for each row; layers of `hash_layers` have none."""
     streams: Size = 4
     """Residual streams of a token."""
     mixing_iterations: Size = 20

@@ -132,7 +132,7 @@ class Ernie45MoEConfig(DecoderConfig):
     bias: bool = False
     """Whether the maps of attention and feed-forward layers and the head have biases; experts have no biases."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     tied: bool = True
     max_seq: Length = 131_072
 

@@ -57,7 +57,7 @@ class Gemma4Config(DecoderConfig):
     expert_mlp: Size = 1
     """Hidden features of an expert."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     reading_layers: OptionalSize = 0
     """The number of layers at the end that have no keys and values of their own. Such a layer reads the keys and values
     of the last earlier layer of its kind, with or without a window, that computes them."""
@@ -125,7 +125,7 @@ class GlobalHeads(Entry):
     def read(self, published: PublishedConfig) -> Fields:
         """Return `global_head_dim`, `global_kv_heads` and `keys_as_values`.
 
-        Refuse a list by layers unless it has equal attributes for all layers without a window, and for no others.
+        Refuse a `per_layer_config` unless its layers are exactly the layers without a window, with equal attributes.
         """
         size, shared = published.read("global_head_dim", Size, 512), published.flag("attention_k_eq_v", False)
         kv_heads = published.read("num_key_value_heads", Size, 4)
@@ -139,8 +139,8 @@ class GlobalHeads(Entry):
             is_alike = all(attributes == stated for attributes in by_layer.values())
             if not known or listed != {*global_layers} or not is_alike:
                 published.refuse(
-                    f"per_layer_config={by_layer}: it must have the same head_dim and num_key_value_heads for layers "
-                    f"{global_layers}, which have no window, and nothing else."
+                    f"per_layer_config={by_layer}: its layers must be {global_layers}, the layers without a window; "
+                    "all of them must have the same head_dim and num_key_value_heads, and no other attributes."
                 )
             within = PublishedConfig(stated, f"{published.source}: per_layer_config")
             size = within.read("head_dim", Size, published.read("head_dim", Size, 256))
@@ -148,7 +148,7 @@ class GlobalHeads(Entry):
         return {"global_head_dim": size, "global_kv_heads": heads, "keys_as_values": shared}
 
     def write(self, config: Gemma4Config) -> Attributes:
-        """Return attributes for all layers without a window at once or, if that is not possible, `per_layer_config`."""
+        """Return the attributes; `per_layer_config` only if no other attribute can state the number of key heads."""
         attributes = {"global_head_dim": config.global_head_dim, "attention_k_eq_v": config.keys_as_values}
         if config.keys_as_values:
             return attributes | {"num_global_key_value_heads": config.global_kv_heads}

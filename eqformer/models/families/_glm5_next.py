@@ -63,7 +63,7 @@ class GLM5NextConfig(LatentNetConfig):
     mixing_iterations: Size = 20
     """Iterations that normalize the matrices which mix streams (`nn.Sinkhorn`)."""
     stream_eps: NotNegative = 1e-6
-    """The number that is added to the weights with which streams are read, and in `nn.Sinkhorn`."""
+    """A small constant, added to the weights that read streams and, in `nn.Sinkhorn`, to the matrix and its sums."""
     eps: NotNegative = 1e-5
     max_seq: Length = 1_048_576
 

@@ -37,8 +37,8 @@ class GPTNeoXConfig(DecoderConfig):
         if self.kv_heads != self.heads or self.head_dim is not None or self.embed % self.heads:
             raise ValueError(
                 f"GPTNeoXConfig(embed={self.embed}, heads={self.heads}, kv_heads={self.kv_heads}, "
-                f"head_dim={self.head_dim}): published GPT-NeoX have as many key heads as heads, of embed / heads "
-                "channels; give kv_heads=heads, head_dim=None and heads that divide embed."
+                f"head_dim={self.head_dim}): a published GPT-NeoX has as many key heads as query heads, and "
+                "embed / heads channels in each head; give kv_heads=heads, head_dim=None, and heads that divide embed."
             )
 
 
@@ -83,7 +83,7 @@ def _mlp_weights(prefix: str, names: tuple[str, str]) -> tuple[Rule, ...]:
 
 
 class _UnstatedKeyHeads(Entry):
-    """Key heads, for which configurations have no attribute: there are as many as heads."""
+    """The number of key heads, which no attribute states: it equals the number of query heads."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `kv_heads`."""
@@ -98,7 +98,7 @@ class _RepeatedRotary(Entry):
     """Newer names of the attributes for rotary positions, which transformers also writes since release 4.45."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return no field; refuse a value other than the repeated one."""
+        """Return no field; refuse a newer attribute whose value differs from the older attribute's value."""
         published.expect("rope_theta", published.take("rotary_emb_base", 10_000.0))
         published.expect("partial_rotary_factor", published.take("rotary_pct", 0.25))
         return {}

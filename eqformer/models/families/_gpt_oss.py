@@ -40,7 +40,7 @@ class GPTOSSConfig(DecoderConfig):
     bias: bool = True
     """Whether the attention's four projections have biases."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     max_seq: Length = 131_072
 
 

@@ -181,7 +181,7 @@ class GraniteMoEConfig(GraniteConfig):
     """The number of experts that each token chooses."""
     eps: NotNegative = 1e-6
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -309,7 +309,7 @@ class GraniteHybridConfig(NetSizes, GraniteConfig):
     top_k: OptionalSize = 2
     """The number of experts that each token chooses; no effect without experts."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     max_seq: Length = 131_072
 
 

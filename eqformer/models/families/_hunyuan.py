@@ -131,7 +131,7 @@ class HunyuanMoEConfig(DecoderConfig):
     bias: bool = False
     """Whether the attention's four projections have biases."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
 
     def __post_init__(self):
         if len(self.top_ks) != self.layers:

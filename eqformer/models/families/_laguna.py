@@ -64,7 +64,7 @@ class LagunaConfig(DenseLayersConfig):
     """A factor of the experts' weights; without it, a token's weights add up to 1."""
     first_dense: Index = 1
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     max_seq: Length = 131_072
 
 

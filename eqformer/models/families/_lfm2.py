@@ -179,7 +179,7 @@ class LFM2MoEConfig(ConvConfig):
     biased: bool = True
     """Whether the choice of experts has a bias."""
     balance: NotNegative = 0.0
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
 
 
 def build_lfm2_moe(config: LFM2MoEConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -80,7 +80,7 @@ class Llama4Config(DecoderConfig):
     bias: bool = False
     """Whether the attention's four projections have biases."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     max_seq: Length = 131_072
 
     def __post_init__(self):

@@ -30,7 +30,7 @@ class MellumConfig(DenseLayersConfig):
     normalise: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     window_layers: tuple[Index, ...]
     """The indices of the layers that see a `window`; all other layers see whole rows."""
     window: Length | None = 1024

@@ -34,7 +34,7 @@ class MiniMaxM2Config(DecoderConfig):
     jitter: NotNegative = 0.0
     """The largest relative change of the router's input while training."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     max_seq: Length = 196_608
 
 

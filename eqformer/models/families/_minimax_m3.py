@@ -75,7 +75,7 @@ class MiniMaxM3Config(DenseLayersConfig):
     """The fraction of a head's channels that is rotated."""
     theta: Positive = 5_000_000.0
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     max_seq: Length = 524_288
 
 

@@ -153,7 +153,7 @@ class MixtralConfig(DecoderConfig):
     window: Length | None = None
     """The number of tokens that each token sees; None: all tokens before it."""
     balance: NotNegative = 0.02
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     capacity: Positive | None = None
     """The capacity factor of experts (`nn.Capacity`); None: no token is dropped."""
     jitter: NotNegative = 0.0

@@ -36,7 +36,7 @@ class QwenMoEConfig(DecoderConfig):
     """Every `moe_every`-th layer has experts, unless it is one of the `dense_layers`."""
     theta: Positive = 1_000_000.0
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, which counts loads over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class SigmoidMixtureConfig(DecoderConfig):
     normalise: bool = True
     """Whether the weights of a token's experts are normalized to add up to 1."""
     balance: NotNegative = 0.0001
-    """The weight of `LoadBalance`, which counts loads per row."""
+    """The weight of the loss `LoadBalance`, which is computed for each row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

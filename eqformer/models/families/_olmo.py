@@ -159,7 +159,7 @@ class FlexOlmoConfig(Olmo2Config):
     normalise: bool = False
     """Whether the weights of a token's experts are normalized to add up to 1."""
     balance: NotNegative = 0.01
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
 
 
 def build_flex_olmo(config: FlexOlmoConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -275,7 +275,7 @@ class OLMoEConfig(DecoderConfig):
     clip: Positive | None = None
     """The bound of the magnitudes of queries, keys (both after their norms) and values; None: no bound."""
     balance: NotNegative = 0.01
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     max_seq: Length = 4096
 
 

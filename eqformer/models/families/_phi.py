@@ -211,7 +211,7 @@ class PhiMoEConfig(DecoderConfig):
     """Whether the logits have a bias."""
     theta: Positive = 1_000_000.0
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     eps: NotNegative = 1e-5
     max_seq: Length = 131_072
 

@@ -175,7 +175,7 @@ class Qwen35MoEConfig(delta_nets.NetConfig):
     top_k: Size = 8
     """The number of experts that each token chooses."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
 
     @property
     def expert_mlp(self) -> int:

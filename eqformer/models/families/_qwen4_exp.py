@@ -39,7 +39,7 @@ class Qwen4ExpConfig(delta_nets.NetConfig):
     normalise: bool = True
     """Whether the weights of a token's experts are normalized to add up to 1."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     gate_activation: str | None = None
     """The activation of the output gates of delta nets, `"silu"` or `"sigmoid"`; None: `activation`."""
     streams: Size = 4

@@ -1,4 +1,4 @@
-"""Sarvam 30B and 105B (Sarvam AI 2026): a GLM-4.5 and a DeepSeek-V3 of other sizes, which rotate whole heads."""
+"""Sarvam 30B, a smaller GLM-4.5 that rotates whole heads, and Sarvam 105B, a smaller DeepSeek-V3 (Sarvam AI 2026)."""
 
 import dataclasses
 

@@ -71,12 +71,12 @@ class Step3p5Config(DenseLayersConfig):
     """A factor of the experts' weights; without it, a token's weights add up to 1."""
     first_dense: Index = 3
     limits: tuple[NotNegative, ...] = ()
-    """For each layer, the bound of the experts' activated gates and of their outputs of `up`; 0: no bound. An empty
-    tuple: no layer has a bound."""
+    """For each layer, the bound of the two factors of an expert's hidden features: the activated output of `gate` and
+    the output of `up`; 0: no bound. An empty tuple: no layer has a bound."""
     shared_limits: tuple[NotNegative, ...] = ()
     """For each layer, the bound of hidden features in the dense layer or the shared expert, like `limits`."""
     balance: NotNegative = 0.001
-    """The weight of `LoadBalance`, over the batch."""
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     eps: NotNegative = 1e-5
     max_seq: Length = 128_000
 
@@ -156,7 +156,7 @@ def _kinds(config: Step3p5Config) -> list[_StepLayer]:
 
 _LIMITS = {"limits": "swiglu_limits", "shared_limits": "swiglu_limits_shared"}
 _PADDED = ("layer_types", "mlp_layer_types", *_LIMITS.values(), "rope_theta", "partial_rotary_factors")
-_MOST_PREDICTORS = 16  # The most prediction layers of a folder; their indices follow the model's layers.
+_MOST_PREDICTORS = 16  # Folders have at most this many layers for multi-token prediction, after the model's layers.
 _LOCAL_HEADS, _DENSE_BY_DEFAULT = "num_sliding_attention_heads", 3
 
 
@@ -262,8 +262,8 @@ class _LocalHeads(Entry):
             stated = by_layer.pop(str(layer), {})
             if ({"num_attention_heads": heads} | stated) != {"num_attention_heads": expected}:
                 published.refuse(
-                    f"per_layer_config: layer {layer} has {stated}, but {_LOCAL_HEADS}={local} gives it {expected} "
-                    "heads; nothing else may differ."
+                    f"per_layer_config: layer {layer} has {stated}, but with {_LOCAL_HEADS}={local} it must have "
+                    f"num_attention_heads={expected} and no other attribute."
                 )
         if by_layer:
             published.refuse(f"per_layer_config={by_layer}: there are no such layers.")
@@ -346,7 +346,7 @@ _PRESETS = {
 }
 
 _SHARED, _EXPERTS = "feed_forward.layer.shared", "feed_forward.layer.experts.mlps"
-# The publishers' names of arrays, in folders of Step 3.5 and of the whole Step 3.7.
+# The publishers' names of arrays, in folders of Step 3.5 and of the multimodal Step 3.7.
 _PUBLISHED = (
     Rule(f"{LAYER}moe.gate.weight", "feed_forward.layer.router.linear.weight"),
     Rule(f"{LAYER}moe.router_bias", "feed_forward.layer.router.selection_bias"),

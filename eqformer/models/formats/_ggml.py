@@ -24,9 +24,9 @@ class Blocks(Format):
     """A type of quantized block, which has a fixed number of values in a fixed number of bytes."""
 
     numbers: int = 1
-    """The values of a block."""
+    """The number of values in a block."""
     octets: int = 4
-    """The bytes of a block."""
+    """The number of bytes in a block."""
     values: _Values = lambda octets: octets.view(np.float32)
     """A function that decodes the bytes of blocks."""
 
@@ -46,7 +46,7 @@ class Blocks(Format):
 
 
 _Groups = tuple[UInt8[np.ndarray, "groups 32"], Float32[np.ndarray, "groups 1"], Float32[np.ndarray, "groups 1"] | None]
-"""Groups of 32 values: the codes, one in a byte; the scales; and, if stored, each group's least value, of code 0."""
+"""Groups of 32 values: the codes, one in a byte; the scales; and, if stored, the value of the code 0, the least."""
 _Read = Callable[[UInt8[np.ndarray, "blocks octets"]], _Groups]
 _GROUP = 32  # values that share a scale
 
@@ -56,7 +56,7 @@ class GroupedBlocks(Blocks, Grouped):
     """A type of quantized block with the values `(code - zero) * scale`, where 32 values share `scale` and `zero`."""
 
     bits: int = 4
-    """The bits of a code."""
+    """The number of bits in a code."""
     read: _Read
     """A function from the bytes of blocks to their codes and scales."""
     has_zeros: bool = False
@@ -66,7 +66,7 @@ class GroupedBlocks(Blocks, Grouped):
 
     @property
     def groups(self) -> GroupLayout:
-        """Return the layout of all arrays."""
+        """Return the layout of groups, which all arrays of this type share."""
         zero_dtype = "float32" if self.has_zeros else None
         return GroupLayout(f"int{self.bits}", (1, _GROUP), ROWS, self.has_zeros, self.scale_dtype, zero_dtype)
 
