@@ -91,7 +91,7 @@ def write_atomic_folder(target: Path) -> Iterator[FolderWriter]:
         with _locked_folder(folder):
             yield writer
             writer.close()
-            # The folder stays locked until it is renamed: another process deletes unfinished folders without a lock.
+            # The folder stays locked until it is renamed, because other processes delete unlocked unfinished folders.
             with _wrap_write_errors():
                 try:
                     folder.rename(target)

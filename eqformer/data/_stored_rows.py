@@ -1,4 +1,4 @@
-"""Arrays that a model computes once for each row of a packing: written in order, resumed, and memory-mapped."""
+"""Arrays that a model computes once for each row of a packing, in a folder; an interrupted computation resumes."""
 
 import functools
 import json

@@ -186,7 +186,7 @@ def _encode_row(
         raise ValueError(f"{document.name}: a text has no token, and the tokenizer adds none; leave the text out.")
     types = row.types.astype(np.int64) if reads_types else np.zeros(len(row.ids), np.int64)
     borders = np.flatnonzero(np.diff(types, prepend=0)) if types.any() else np.zeros(0, np.int64)
-    # Types that rise by 1 at each border are the number of borders up to a token.
+    # If the type rises by 1 at each border, a token's type is the number of borders up to the token.
     expected_types = np.searchsorted(borders, np.arange(len(types)), side="right")
     if types[0] or not np.array_equal(expected_types, types):
         raise ValueError(
@@ -291,7 +291,7 @@ def list_label_names(path: str | os.PathLike[str] | Sequence[str | os.PathLike[s
     if numbers and (numbers != labels or numbers != {*range(len(numbers))}):
         raise ValueError(
             f"labelled_texts({str(path)!r}): the labels are {_list_some(sorted(map(str, labels)))}; give only names, "
-            "whole numbers from 0 on, or the names for which the numbers stand."
+            "or only whole numbers from 0 on without gaps, or list the names of the numbers as `labels`."
         )
     return tuple(map(str, sorted(numbers))) or tuple(sorted(map(str, labels)))
 

@@ -35,7 +35,7 @@ class Text:
     hub: str | None = None
     """A Hugging Face dataset by name, in place of --data (extra `data`; needs the network)."""
     mix: tuple[str, ...] = ()
-    """Several texts with their shares of rows; SOURCE is a file, a folder or hub:DATASET; in place of --data."""
+    """Several texts, each as SOURCE=WEIGHT; a source is a file, a folder or hub:DATASET; in place of --data."""
     tokenizer: Path | str | None = None
     """A tokenizer.json; the model gets its vocabulary. By default tokens are bytes: 256 ids, and 0 ends a text."""
     round_vocab: int = 1
@@ -173,7 +173,7 @@ class Recipe:
     steps: int = 800
     """How many optimizer steps the run takes."""
     prolong: Literal["refuse", "hold", "rewarm", "reshape"] = "refuse"
-    """If more --steps make the rate jump: refuse, hold the last rate, rewarm (warm up again), or reshape (jump)."""
+    """If more --steps make the rate jump: refuse, hold the last rate, rewarm (a new warmup), or reshape (allow it)."""
     seed: int = 0
     """The seed of weights, order, dropout and samples."""
     data: Path | str | None = None

@@ -281,8 +281,8 @@ _FLAGS = {
     "documents a row": "--text.packing windows",
 }
 DECODING = (
-    "attention to a cache: computed in blocks; for one token a row in 16 bits, GPUs and TPUs use a kernel that reads "
-    "the cache once; no flag changes that"
+    "attention to a cache: computed in blocks; if each row decodes one token and the cache has 16 bits, GPUs and TPUs "
+    "use a kernel that reads the cache once (no flag chooses between the two)"
 )
 
 
@@ -349,7 +349,7 @@ def _fp8_lines(recipe: Recipe, model: nn.LanguageModel, chip: str) -> list[str]:
     if recipe.precision.products != "fp8":
         return []
     if chip == "cpu":
-        return [f"products: of 8-bit numbers, which a CPU multiplies in a wider dtype: slower than in {compute}"]
+        return [f"products: in 8 bits; a CPU converts 8-bit numbers to a wider dtype, which is slower than {compute}"]
     experts = nn.modules(model, nn.Experts)
     has_fp8_experts = bool(nn.modules(experts, nn.Fp8Linear))
     if not has_fp8_experts or kernels.has_fp8_grouped_matmul(chip):

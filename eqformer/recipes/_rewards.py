@@ -231,7 +231,7 @@ def check_same_settings(directory: RunDirectory, settings: Mapping[str, Any]) ->
     changed = [f"{flag}: {saved.get(flag)} -> {value}" for flag, value in settings.items() if saved.get(flag) != value]
     if changed:
         raise ValueError(
-            f"--run-dir {directory.path}: the folder holds a run, from which this command differs in\n  "
+            f"--run-dir {directory.path}: the folder holds a run, and this command differs in\n  "
             + "\n  ".join(changed)
             + "\nGive the same values to continue that run, or another --run-dir to begin a new run."
         )

@@ -121,7 +121,7 @@ class RunDirectory(training.RunFolder):
 def _differences(old: Recipe, new: Recipe, changeable: Container[str]) -> list[str]:
     """Return a line for each field in which two recipes differ, without fields that a command may change.
 
-    Settings that the optimizer lacks do not count, because runs of earlier versions hold some.
+    Settings that the optimizer does not have are not compared, because recipes of earlier versions may have them.
     """
     old, new = (dataclasses.replace(recipe, optimizer=recipe.optimizer.without_unused()) for recipe in (old, new))
     return dataclass_differences(old, new, ignored=changeable)

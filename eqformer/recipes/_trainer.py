@@ -113,7 +113,7 @@ def train(
 def explain_out_of_memory(recipe: Recipe, shapes: nn.Transformer) -> Iterator[None]:
     """Explain an out-of-memory error of a device by a `ValueError`.
 
-    The error names the bytes of the recipe's step, and flags that need fewer bytes.
+    The error names the bytes of the recipe's step, and flags with which a step takes fewer bytes.
     """
     try:
         yield

@@ -46,8 +46,8 @@ def make_gradient_function(
     Under a plan, the results equal the results of one device. The model is sharded (`plan.shard`), and so are its
     gradients and the aux of routed layers. The loss is called as `loss_fn(model, batch, None, tokens=...,
     vocabulary=...)`, as `next_token_loss` is. Its arguments are the wrapped model, this device's rows and tokens, and
-    the `Vocabulary` that reads split logits. In a pipeline, the last stage calls the loss, with a model whose stacks
-    only return the layers' output.
+    the `Vocabulary` that reads split logits. In a pipeline, the last stage calls the loss. The stacks of the loss's
+    model then compute nothing: they return the hidden states that the stages have computed.
     """
     return make_execution(loss_fn, trained, plan, microbatches).gradients
 
@@ -146,7 +146,8 @@ class ShardedExecution(SingleDevice):
     ) -> LossGradients:
         """Run one microbatch after another and sum the gradients of `loss(wrapped model, rows)`.
 
-        In a pipeline that runs no schedule of backward passes, the wrapped model splits the rows into microbatches.
+        In a pipeline, this method is used only if the plan does not schedule backward passes. The wrapped model then
+        splits the rows into microbatches itself.
         """
 
         def wrap_and_run(parameters: PyTree, rows: PyTree, key: None) -> tuple[Array, _loss_aux.CountOrAux]:
@@ -328,8 +329,8 @@ class _ReturnHidden(eqx.Module):
         is_default = not parallel.varying_axes(tokens.positions)  # Default positions do not vary.
         if is_default and (self.tokens.segments is not None or self.tokens.keys is not None):
             raise ValueError(
-                "a loss under Plan over pipe calls its model without tokens, but the stages have run with the "
-                "batch's documents and random keys; pass the loss's own tokens= on, as model.encode(batch.ids, tokens)."
+                "under a pipeline, a loss must call its model with the tokens= that it gets, because the stages have "
+                "run with these documents and random keys; write model.encode(batch.ids, tokens)."
             )
         return self.hidden, None, None
 

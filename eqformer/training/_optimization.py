@@ -127,7 +127,7 @@ class Optimization:
         )
 
     def without_unused(self) -> "Optimization":
-        """Return these settings with the defaults of the settings that no optimizer in use has.
+        """Return these settings, with each setting that no optimizer in use has set back to its default.
 
         `dataclasses.replace(optimization, name="adamw").without_unused()` changes the optimizer of a recipe.
         """

@@ -1,4 +1,4 @@
-"""Training state and batches under a plan: no device ever holds a whole state or a whole batch."""
+"""Training state and batches under a plan: each device only ever holds the parts that the plan assigns to it."""
 
 import functools
 import operator

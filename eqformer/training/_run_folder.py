@@ -45,7 +45,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, *, call: str | None = None):
-        """`call` is the beginning of errors, such as the flag that named the folder; None: `RunFolder(path)`."""
+        """Errors begin with `call`, for example with the flag that named the folder; None: with `RunFolder(path)`."""
         self.path = path = Path(path)
         self._call = f"RunFolder({str(path)!r})" if call is None else call
         self.recipe = path / "recipe.json"
@@ -59,7 +59,7 @@ class RunFolder:
         self.experts = path / "experts.png"
         self.experts_page = path / "experts.html"
         self.samples = path / "samples.txt"
-        self.data = path / "data"  # Tokens, if the folder that runs share cannot be written.
+        self.data = path / "data"  # Tokens, if they cannot be written to the cache that all runs share.
         self.published = path / "published"  # Copies of the published model's files, except weights.
         self.tokenizer = path / "tokenizer.json"
         self.quantized = path / "quantized.json"  # The formats of weights that stay quantized.

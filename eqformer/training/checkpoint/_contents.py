@@ -163,7 +163,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder if it exists. If the path is a symbolic link, delete only the link, and not the moved folder."""
+    """Delete a folder if it exists. If the path is a symbolic link, delete the link and keep its target."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():

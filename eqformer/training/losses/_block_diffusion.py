@@ -32,9 +32,9 @@ def noise_blocks(
     absorbing noise with the linear schedule of LLaDA (arXiv:2502.09992). The target of a masked token is its original
     id, with weight `1 / t`; other tokens have weight 0. A copy has its token's position, and the segment `~s` if the
     token's segment is `s` (see `nn.Mask`). The random numbers of a token are a function of the key, the row's number in
-    `examples` and the token's index in the row, so they are the same in any batch and on any mesh. The targets of the
-    given batch are not read, and its weights only with `answers_only`. In the returned batch, the target of a clean
-    token is its id if the loss counts the token, and else -1.
+    `examples` and the token's index in the row, so they are the same in any batch and on any mesh. The targets of
+    `batch` are not read. The weights of `batch` are read only with `answers_only`. In the returned batch, the target of
+    a clean token is its id if the loss counts the token, and else -1.
 
     Args:
         batch: Ids, packed or not.
@@ -43,7 +43,7 @@ def noise_blocks(
         block: Tokens of a block, as in the masks of the model, `nn.block_causal(block)`.
         least_noise: The smallest time `t`; weights are at most `1 / least_noise`.
         answers_only: Whether only the tokens that the batch trains on, such as the answers of conversations, are masked
-            and counted: tokens that are the next token of a token with a weight above 0. All other copies stay clean.
+            and counted: each token whose previous token has a weight above 0. All other copies stay clean.
     """
     if not 0 < least_noise < 1 or block < 1 or mask_id < 0:
         raise ValueError(
