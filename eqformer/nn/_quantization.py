@@ -245,11 +245,14 @@ def _quantize_map(linear: LinearMap, form: str, group: int | None, call: str) ->
     width = weight.shape[-1]
     group_size = None if group is None else min(group, width)
     if width % codes_in_a_byte(form):
-        raise ValueError(f"{call} has {width} of {inputs[-1]!r}, and two codes share a byte; take int8 or fp8.")
+        raise ValueError(
+            f"{call} has a last input dim {inputs[-1]!r} of size {width}, which is odd, and two codes share a byte; "
+            "take int8 or fp8."
+        )
     if group_size is not None and width % group_size:
         raise ValueError(
-            f"{call} has {width} of {inputs[-1]!r}, which is no multiple of the group size {group_size}; take a group "
-            "that divides it."
+            f"{call} has a last input dim {inputs[-1]!r} of size {width}, which is no multiple of the group size "
+            f"{group_size}; take a group that divides {width}."
         )
     magnitudes = jnp.abs(weight).astype(jnp.float32)
     if group_size is None:

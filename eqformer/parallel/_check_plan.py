@@ -288,7 +288,8 @@ def _check_feature_layers(plan: Placement, model: nn.LanguageModel, known: tuple
 def _check_shared_key_heads(plan: Placement, path: str, mixer: nn.Mixer, kv_paths: list[str]) -> None:
     """Raise a `ValueError` if devices share key heads, and arrays outside of linear maps have a dim of key heads.
 
-    On every device, a linear map computes all key heads, and one key head is used. Other arrays would keep all heads.
+    A device with a slice of the features computes all key heads by a linear map, and then uses one key head. An array
+    outside of linear maps would still have all key heads.
     """
     kv_heads = dim_size(mixer, "kv_heads")
     if not is_split(mixer) or kv_heads is None or kv_heads % plan.size(TENSOR) == 0:
@@ -302,7 +303,7 @@ def _check_shared_key_heads(plan: Placement, path: str, mixer: nn.Mixer, kv_path
 
 
 def _kv_head_paths(model: nn.LanguageModel) -> list[str]:
-    """Return the paths of arrays outside of maps with key heads, and of norms over key heads that have no arrays."""
+    """Return the paths of arrays with a dim of key heads outside of maps, and of norms over that dim without arrays."""
     without_maps = nn.map_linears(lambda _: None, model)
     names = jax.tree_util.tree_leaves_with_path(nn.dims(without_maps))
     arrays = [nn.path_name(path) for path, dims in names if isinstance(dims, str) and "kv_heads" in dims.split()]
@@ -357,8 +358,8 @@ def _check_choice_scope(plan: Placement, path: str, module: nn.Router | nn.Dispa
     if among != "token" and context > 1:
         raise ValueError(
             f"Plan over context={context}: {path} has {name}, whose choices depend on whole rows, but a device has "
-            "pieces of rows; take another axis, or a router with which each token chooses its experts, with Dropless "
-            "or a factor of experts / top_k, which drop no choices."
+            "pieces of rows; take another axis, or let each token choose its experts and drop no choices (dispatch by "
+            "Dropless, or with a factor of experts / top_k)."
         )
     if among not in ("token", "sequence") and rows > 1:
         raise ValueError(

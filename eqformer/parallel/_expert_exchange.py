@@ -92,7 +92,7 @@ def choose_expert_method(
 
 
 def count_pieces(tokens: int, gathered_bytes: int) -> int:
-    """Return the smallest number of equal pieces of the tokens with `MAX_GATHERED_BYTES` or less to gather per piece.
+    """Return the number of equal pieces of the tokens: the smallest with `MAX_GATHERED_BYTES` or less for each piece.
 
     If a single token takes more, return one piece per token. `gathered_bytes` are the bytes of a gather of all tokens
     at once.

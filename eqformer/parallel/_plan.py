@@ -238,8 +238,8 @@ class Plan(Placement):
         `DeviceParts`, which converts between global arrays and the device's parts of them. Without a cache, the model
         is wrapped for training, and a device has its tokens of each row. With a cache, the model is wrapped for
         generation, and a device has all tokens of its rows and its part of the cache.
-        Raises a `ValueError` for a model, rows or tokens that do not fit the mesh, and for a result whose shape is no
-        part of its shape in `shapes`.
+        Raises a `ValueError` for a model, rows or tokens that do not fit the mesh, and for a device's result that
+        cannot be a part of an array with the shape in `shapes`.
 
         Args:
             call: Function that returns a tree of arrays, such as values inside the model, and the new cache.

@@ -55,9 +55,9 @@ def test_what_cannot_be_rounded():
         nn.quantize(MAP, "int3")
     with pytest.raises(ValueError, match=r"group=0\): a group has at least one input"):
         nn.quantize(MAP, "int8", group=0)
-    with pytest.raises(ValueError, match=r"group=3\): the map has 8 of 'head_dim', which is no multiple of the group"):
+    with pytest.raises(ValueError, match=r"group=3\): the map has a last input dim 'head_dim' of size 8, which is no"):
         nn.quantize(MAP, "int8", group=3)
-    with pytest.raises(ValueError, match=r"'int4'\): the map has 3 of 'embed', and two codes share a byte"):
+    with pytest.raises(ValueError, match=r"'int4'\): the map has a last input dim 'embed' of size 3, which is odd"):
         nn.quantize(odd, "int4")
     with pytest.raises(ValueError, match=r"'fp8'\): the map is quantized already; dequantize"):
         nn.quantize(nn.quantize(MAP, "int8"), "fp8")

@@ -297,8 +297,8 @@ def _select_pools(
     longest = jnp.iinfo(jnp.int32).max
     if mask.reach(longest) < longest:
         raise ValueError(
-            f"PooledIndexer.select_keys(mask={mask}): the mask must show all earlier tokens of the document; give "
-            "a mask without a window and without chunks."
+            f"select_keys(mask={mask}): an indexer of pools needs a mask that shows all earlier tokens of the "
+            "document; give a mask without a window and without chunks."
         )
     shape = keys.shape[:-1]
     positions, segments = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), (kv_tokens.positions, kv_tokens.segments))

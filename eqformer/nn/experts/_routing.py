@@ -203,7 +203,7 @@ def _ceil_of_product(share: fractions.Fraction, number: Int[Array, "*shape"]) ->
     numerator, denominator = share.numerator, share.denominator
     # The remainder is below the denominator: with one more digit, both products of a step fit into 32 bits.
     bits = 31 - denominator.bit_length()
-    assert bits > 0, "a share of thousandths of fewer than a million parts"
+    assert bits > 0, "the denominator of the share must be below 2^30"
     digits, number = -(-31 // bits), number.astype(jnp.uint32)
     quotient = remainder = jnp.zeros_like(number)
     for position in reversed(range(digits)):

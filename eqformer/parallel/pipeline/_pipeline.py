@@ -394,7 +394,7 @@ def _sum_over_stages(sums: PyTree) -> PyTree:
 
 
 def _check_data(schedule: Schedule, blocks: PyTree, data: PyTree) -> None:
-    """Raise a `ValueError` unless all chunks have the same number of layers, and the data one piece per microbatch."""
+    """Raise a `ValueError` unless chunks have equal numbers of layers and the data have one piece per microbatch."""
     call = f"pipeline_gradients(schedule={schedule.name!r})"
     for leaf in jax.tree.leaves(data):
         if leaf.shape[:1] != (schedule.microbatches,):

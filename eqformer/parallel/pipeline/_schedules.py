@@ -173,10 +173,9 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     """Make ZB-H1: 1F1B with weight gradients split off to fill the bubble (Qi et al. 2023).
 
     With m >= p, the bubble without lock-step is (p-1) max(F, B, F+B-W), which is the paper's (p-1)(F+B-W) if W is at
-    most F and at most B. Device i computes weight gradients i microbatches after their backwards: it holds the inputs
-    of p-i microbatches that wait for their backward, and of i microbatches that wait for their weight entry: p
-    microbatches in all. A tick holds one entry, and there are `3m+p-1` ticks. Fewer microbatches are possible, with a
-    larger bubble.
+    most F and at most B. Device i computes weight gradients i microbatches after their backwards. Device i holds the
+    inputs of p microbatches: p-i of these wait for their backward entry, and i wait for their weight entry. A tick
+    holds one entry, and there are `3m+p-1` ticks. Fewer microbatches are possible, with a larger bubble.
     """
     check_counts("zero_bubble", stages, microbatches)
     orders: list[WorkOrder] = []
