@@ -62,11 +62,12 @@ def flops_per_token(
         trained: A function that picks the parameters that are trained, such as `nn.lora_factors`; None: all. A frozen
             weight has no gradient, so its backward pass costs only as much as its forward pass.
         noisy_copies: Whether each row has also a noisy copy of each of its `seq` tokens (`training.noise_blocks`). A
-            token of the text then costs twice as much: its copy sees as many keys, the copies of its own block and the
-            tokens of earlier blocks.
+            token of the text then costs twice as much, because its copy sees as many keys as the token: the copies in
+            the same block, and the tokens of earlier blocks.
     """
     if attention not in ("half", "full"):
         raise ValueError(f"flops_per_token(attention={attention!r}): give 'half' (visible keys) or 'full' (all keys).")
+    _check_positive("flops_per_token", seq=seq)
     maps = (*linear_maps(model), *([model.embedding.weight] if model.head is None else []))
     forward, weight_gradients = _count_map_flops(model, maps, trained)
     mixing = 0.0
@@ -126,8 +127,9 @@ def _count_map_flops(
 def visible_keys(mask: Mask, seq: int) -> float:
     """Return the number of keys that a query sees under `mask`, averaged over the positions of a row of `seq` tokens.
 
-    The source of a cross-attention is taken to be as long as the row.
+    The source of a cross-attention is taken to be as long as the row. Raises a `ValueError` for a row without tokens.
     """
+    _check_positive("visible_keys", seq=seq)
     if mask.source:
         return seq + visible_keys(dataclasses.replace(mask, source=False), seq)
     if mask.block is not None:
@@ -141,6 +143,13 @@ def visible_keys(mask: Mask, seq: int) -> float:
         return (chunks * reach * (reach + 1) + last * (last + 1)) / 2 / seq
     # The first `reach` queries see 1, 2, ... keys, and each later query sees `reach` keys.
     return (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
+
+
+def _check_positive(call: str, **counts: int) -> None:
+    """Raise a `ValueError` that begins with `call` for a count below 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{call}({name}={count}): {name} must be at least 1.")
 
 
 def idle_shares(model: PyTree) -> dict[int, float]:
@@ -183,7 +192,7 @@ class Roofline:
     hidden: tuple[str, ...]
     """Causes of messages that are sent while products are computed, such as state and the keys and values of a ring."""
     bubble: float
-    """Share of the time in which a pipeline stage waits."""
+    """Time in which a pipeline stage waits, divided by the time in which it works, as in `parallel.Timing`."""
     of_model: float
     """Seconds of the model's own products at the device's peak, without recomputation."""
     forward: float = 0.0
@@ -214,7 +223,7 @@ class Roofline:
         backward = self.products - self.forward
         waits_for_host = max(0.0, self.offload - self.forward) + max(0.0, self.offload - backward)
         overlapping = max(self.products + waits_for_host, self.memory, hidden_sent)
-        return (overlapping + exposed_sent + self.host_update) / (1 - self.bubble)
+        return (overlapping + exposed_sent + self.host_update) * (1 + self.bubble)
 
     @property
     def utilization(self) -> float:
@@ -245,7 +254,8 @@ def roofline(
     Products run at the peak of the compute dtype, products of 8 bits at the peak of fp8, and each link at its data
     sheet's speed. Only linear maps and the optimizer's update count as memory traffic, so the result is close to a
     lower bound. Compiled programs of TPUs wait for the messages of gradients, but not for the other messages of state
-    (docs/accelerators-memory.md). Raises a `ValueError` if the mesh has another number of devices than the topology.
+    (docs/accelerators-memory.md). Raises a `ValueError` if the mesh has another number of devices than the topology,
+    and for a batch without tokens.
 
     Args:
         plan: How the model is laid out.
@@ -259,6 +269,7 @@ def roofline(
             passes.
         moment_bytes: Bytes of the optimizer's state that an update brings from the host, and takes back.
     """
+    _check_positive("roofline", rows=rows, seq=seq)
     accelerator, speeds = topology.accelerator, topology.speeds(plan.mesh)
     tokens = rows * seq / plan.mesh.size
     peak, fp8_peak = accelerator.peak(str(jnp.dtype(model.compute_dtype))), accelerator.peak("float8_e4m3fn")

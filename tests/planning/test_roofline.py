@@ -20,6 +20,7 @@ from eqformer.planning import (
     roofline,
     sent_bytes,
     topology,
+    visible_keys,
 )
 
 
@@ -104,10 +105,23 @@ def test_what_is_sent_with_nothing_beside_it_and_bubbles_are_added():
     assert time.seconds == pytest.approx(beside + time.exposed_state + time.sent["tensor"])
     rings = Plan(abstract_mesh({"fsdp": 2, "tensor": 4}), zero=3, residual="sequence", overlap="ring")
     assert "tensor" in time_of(rings, model).hidden
-    piped = time_of(Plan(abstract_mesh({"pipe": 4, "fsdp": 2}), microbatches=4), model)
-    exposed = piped.exposed_state
-    busy = max(piped.products, piped.memory, piped.sent["state"] - exposed) + exposed + piped.sent["pipe"]
-    assert 0 < piped.bubble < 1 and piped.seconds == pytest.approx(busy / (1 - piped.bubble))
+    for microbatches in (1, 2, 4):  # `p + m - 1` turns for the work of m microbatches, here on p = 4 stages
+        piped = time_of(Plan(abstract_mesh({"pipe": 4, "fsdp": 2}), microbatches=microbatches), model)
+        exposed = piped.exposed_state
+        busy = max(piped.products, piped.memory, piped.sent["state"] - exposed) + exposed + piped.sent["pipe"]
+        assert piped.bubble == 3 / microbatches
+        assert piped.seconds == pytest.approx(busy * (4 + microbatches - 1) / microbatches)
+
+
+def test_batches_without_tokens_are_refused():
+    model, plan, chips = shapes_of(), Plan(abstract_mesh({"fsdp": 8}), zero=3), topology("v5e:2x4")
+    for rows, seq, fault in ((0, SEQ, "rows=0"), (ROWS, 0, "seq=0")):
+        with pytest.raises(ValueError, match=rf"^roofline\({fault}\): {fault[:-2]} must be at least 1"):
+            roofline(plan, model, [], chips, rows=rows, seq=seq)
+    for count in (flops_per_token, lambda _, seq: visible_keys(nn.causal(), seq)):
+        with pytest.raises(ValueError, match=r"\(seq=0\): seq must be at least 1"):
+            count(model, 0)
+    assert visible_keys(nn.causal(), 1) == 1
 
 
 def test_the_link_to_the_host_is_waited_for_where_a_pass_is_shorter():
