@@ -39,7 +39,7 @@ class Command:
     license: str = "other"
     """The license in the model card, by its name on the hub, such as apache-2.0."""
     trust_recipe: bool = False
-    """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
+    """Run the Python file recipe.py of a run's folder if the recipe needs a class that this file defines."""
 
 
 def convert(command: Command) -> None:

@@ -38,7 +38,7 @@ class Command:
     tokens: int = 2048
     """Maximum number of tokens that are read."""
     trust_recipe: bool = False
-    """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
+    """Run the Python file recipe.py of a run's folder if the recipe needs a class that this file defines."""
 
 
 def write(command: Command) -> None:

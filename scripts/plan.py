@@ -90,7 +90,7 @@ class Command:
     run_dir: Path | None = None
     """Ignored; this flag exists only because pretrain.py has it."""
     trust_recipe: bool = False
-    """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
+    """Run the Python file recipe.py of a run's folder if the recipe needs a class that this file defines."""
 
 
 SEARCH_LIMIT = 5  # The maximum number of meshes that a search lists.

@@ -50,7 +50,7 @@ class Command:
     show_example: bool = False
     """Print the first conversation of chat data with the learned tokens marked, and end."""
     trust_recipe: bool = False
-    """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
+    """Run the Python file recipe.py of a run's folder if the recipe needs a class that this file defines."""
 
 
 def run_command(command: Command) -> None:

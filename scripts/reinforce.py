@@ -40,11 +40,11 @@ class Command:
     held_out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Prompts that are not trained on; the mean reward of their greedy completions is a metric (--validate-every)."""
     trust_recipe: bool = False
-    """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
+    """Run the Python file recipe.py of a run's folder if the recipe needs a class that this file defines."""
 
 
 def reinforce(command: Command) -> None:
-    """Train as the command says; everything but the first rewards is checked before anything is written."""
+    """Train as the command says. All settings are checked before anything is written; rewards are computed later."""
     recipe, folder = command.run, command.run_dir or Path("runs") / short_name(command.recipe)
     connect(command.machine)
     if command.reward is None:

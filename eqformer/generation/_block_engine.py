@@ -24,11 +24,10 @@ from ._transforms import chain
 class BlockEngine(RequestEngine):
     """Engine for models of block diffusion; each request gets the ids that `generate_blocks` would sample for it alone.
 
-    A slot is the place of a row in the batch. A step denoises the next blocks of all slots together, in as many passes
-    as the block needs that takes the most passes. A prompt is read in one piece as soon as a slot is free. The rule by
-    which masked tokens are filled is the same for all requests; the settings of sampling are the request's own.
-    Requests cannot ask for log-probabilities, `alternatives` or `allowed`, because the tokens of a block are filled in
-    any order.
+    A slot is the place of a row in the batch. A step denoises the next blocks of all slots together, until the
+    slowest of these blocks is filled. A prompt is read in one piece as soon as a slot is free. The rule by which masked
+    tokens are filled is the same for all requests; the settings of sampling are the request's own. Requests cannot ask
+    for log-probabilities, `alternatives` or `allowed`, because the tokens of a block are filled in any order.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class BlockEngine(RequestEngine):
             order: The order in which tokens are filled.
             threshold: The probability above which a sampled token is filled at once.
             slots: Number of requests that are continued at once.
-            capacity: Maximum number of ids of a row, prompt included. It is rounded up to whole blocks and to a
-                multiple of 64, and lowered to whole blocks of the learned positions if the model has fewer.
+            capacity: Maximum number of ids of a row, prompt included. It is rounded up to complete blocks and
+                to a multiple of 64, and lowered to complete blocks of the learned positions if the model has fewer.
             cache_dtype: The dtype of keys and values in the caches; None: the compute dtype.
         """
         for name, value in {"slots": slots, "capacity": capacity}.items():
@@ -217,7 +216,7 @@ def _free_slots(model: Model, rule: DenoisingRule, slots: int, capacity: int, dt
 
 @eqx.filter_jit(donate="all-except-first")
 def _start_slot(fixed: tuple[Model, DenoisingRule, _NewBlockRow, int, str | None], slots: _BlockSlots) -> _BlockSlots:
-    """Read the whole blocks of a prompt, padded to a number of tokens, and write the row into its slot."""
+    """Read the complete blocks of a prompt in one pass over `read` tokens, and write the row into its slot."""
     model, rule, new, read, dtype = fixed
     row = read_whole_blocks(
         model,

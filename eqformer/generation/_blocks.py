@@ -61,15 +61,14 @@ def generate_blocks(
 ) -> Generation:
     """Continue each prompt by up to `max_new_tokens` tokens with a model whose masks are `nn.block_causal`.
 
-    Each new block begins with all of its tokens masked. If the prompt's last block is incomplete, it is the first
-    block: the prompt's tokens stay, and the rest is masked. In a pass, the model gives every masked token a
-    distribution, from which an id is sampled. Some of the masked tokens are then filled with their ids and change no
-    more; the others stay masked. With `m` masked tokens and `k` passes left, a pass fills `m / k` tokens (rounded up),
-    by default the tokens of the highest probability. It also fills all tokens whose sampled id has a probability above
-    `threshold`. Probabilities are computed after the transforms; with a greedy transform, they are the model's own. By
-    default this is low-confidence remasking (LLaDA, arXiv:2502.09992); with a threshold below 1, it is SDAR's dynamic
-    rule (arXiv:2510.06303). One more pass over a finished block caches its keys and values. A prompt is read in one
-    piece.
+    Blocks are filled one after another. All tokens of a block are masked at first, except for the prompt's own tokens
+    if the prompt ends inside the block. In a pass, the model gives every masked token a distribution, from which an id
+    is sampled. Some of the masked tokens are then filled with their ids and change no more; the others stay masked.
+    With `m` masked tokens and `k` passes left, a pass fills `m / k` tokens (rounded up), by default the tokens of the
+    highest probability. It also fills all tokens whose sampled id has a probability above `threshold`. Probabilities
+    are computed after the transforms; with a greedy transform, they are the model's own. By default this is
+    low-confidence remasking (LLaDA, arXiv:2502.09992); with a threshold below 1, it is SDAR's dynamic rule
+    (arXiv:2510.06303). One more pass over a finished block caches its keys and values. A prompt is read in one piece.
 
     A row ends with the first sampled id of `end_of_text` in a finished block, or after `max_new_tokens`. A row's
     samples depend on `key`, on the row's number in `examples`, on positions and on the pass, but not on other rows. The
@@ -231,7 +230,7 @@ def _prepare(
     rule = make_rule(call, model, block, mask_id, steps, order, threshold)
     padded = pad_prompts(model, prompts, lengths, max_new_tokens, None, cache_dtype)
     sampling = make_sampling_state(model, len(padded.ids), transforms, end_of_text, examples, key)
-    # The model reads all tokens of the last block, so the cache must have room for whole blocks.
+    # The model reads all tokens of the last block, so the cache must have room for complete blocks.
     width = round_up(padded.sizes.width, block)
     if model.max_seq is not None and round_up(int(np.max(padded.lengths)) + max_new_tokens, block) > model.max_seq:
         raise ValueError(
@@ -274,7 +273,7 @@ def make_rule(
 
 @eqx.filter_jit
 def _generate_rows(inputs: _Inputs, sizes: ProgramSizes) -> BlockRows:
-    """Read the whole blocks of the prompts, then denoise blocks until each row has ended."""
+    """Read the complete blocks of the prompts, then denoise blocks until each row has ended."""
     rows = _read_prompts(inputs, sizes)
     step = lambda rows: denoise_block(inputs.model, rows, inputs.sampling, inputs.rule)
     return dataclasses.replace(jax.lax.while_loop(lambda rows: ~jnp.all(rows.done), step, rows), cache=None)
@@ -299,7 +298,7 @@ def _generate_until(ends_row: Callable[[int, list[int]], bool], start: _Start) -
 
 @eqx.filter_jit
 def _start_rows(inputs: _Inputs, sizes: ProgramSizes) -> BlockRows:
-    """Read the whole blocks of the prompts."""
+    """Read the complete blocks of the prompts."""
     return _read_prompts(inputs, sizes)
 
 
@@ -311,7 +310,7 @@ def _continue_rows(fixed: tuple[_Inputs, Bool[Array, "batch"]], rows: BlockRows)
 
 
 def _read_prompts(inputs: _Inputs, sizes: ProgramSizes) -> BlockRows:
-    """Return the rows after the model has read the whole blocks of the prompts."""
+    """Return the rows after the model has read the complete blocks of the prompts."""
     batch, prompt = inputs.ids.shape
     buffer = jnp.full((batch, sizes.width), inputs.rule.mask_id, jnp.int32)
     ids = jax.lax.dynamic_update_slice(buffer, inputs.ids[:, : sizes.width].astype(jnp.int32), (0, 0))

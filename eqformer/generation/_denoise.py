@@ -61,7 +61,7 @@ def read_whole_blocks(
     read: int,
     is_greedy: Bool[Array, "batch"],
 ) -> BlockRows:
-    """Read the whole blocks of each row's first `lengths` ids, and return the rows.
+    """Read the complete blocks among each row's first `lengths` ids, and return the rows.
 
     The model reads the first `read` tokens of all rows in one piece. The caches have room for `capacity` tokens. Ids
     from `lengths` on are replaced by the mask id.
@@ -89,7 +89,8 @@ def read_whole_blocks(
 def init_block_cache(model: Model, batch: int, capacity: int, dtype: str | None, block: int) -> PyTree:
     """Return an empty cache for a model whose masks have blocks, which `init_cache` refuses.
 
-    With `rollback`, the cache of a window has slots for a block that is written anew.
+    Each pass over a block overwrites the keys and values of the pass before, so the cache of a sliding window has room
+    for one more block (`rollback`).
     """
     return with_causal_masks(model).init_cache(batch, capacity, dtype, rollback=block)
 

@@ -74,8 +74,8 @@ class Engine(RequestEngine):
             capacity: Maximum number of ids of a row, prompt included. It is rounded up to a multiple of 64, and lowered
                 if the model has fewer learned positions.
             prefill_chunk: Number of prompt ids that are read at once, rounded up to a multiple of 64. Between two
-                decoding steps, one such chunk is read for each free slot, but at most four chunks that do not complete
-                a prompt.
+                decoding steps, at most one chunk is read for each free slot. While other rows are being continued,
+                reading also stops after four chunks that leave a prompt unfinished.
             stride: Maximum number of tokens of each row that are generated before the host reads them. A small stride
                 streams more evenly; a large stride is faster. While a request waits for a slot, a step ends as soon as
                 a row ends.

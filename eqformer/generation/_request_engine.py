@@ -93,7 +93,7 @@ class RequestEngine(abc.ABC):
     def _advance(self) -> list[Result]:
         """Give waiting requests their slots, continue all slots, and return the results of all slots.
 
-        Requests whose result has a `finish` already were cancelled; they are not continued.
+        A cancelled request has a `finish` in its result already, and is not continued.
         """
 
     @abc.abstractmethod

@@ -144,8 +144,8 @@ class RepetitionPenalty(eqx.Module):
         def penalize(logits: Array) -> Array:
             return jnp.where(occurs, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
-        # If logits are divided by a number, their penalized logits are divided by it, too. So in a row that overflows,
-        # the penalized logits of the divided row still show which token is the likeliest.
+        # Penalized logits may overflow. The order of the tokens does not change if a row is first divided by its
+        # largest absolute value, so the penalized divided row decides which tokens of an overflowing row are likeliest.
         largest = jnp.max(jnp.where(jnp.isfinite(logits), jnp.abs(logits), 0), axis=-1, keepdims=True)
         return _limit_overflow(penalize(logits), penalize(logits / jnp.clip(largest, 1, 2.0**126)))
 

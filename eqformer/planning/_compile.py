@@ -141,7 +141,7 @@ def missing_compiler(topology: Topology) -> str | None:
     platform = topology.accelerator.platform
     if platform in compilers():
         return None
-    return f"its compiler is not installed, so nothing is compiled for {topology}: pip install 'eqformer[{platform}]'"
+    return f"the compiler is missing, so nothing is compiled for {topology}: pip install 'eqformer[{platform}]'"
 
 
 def devices_of(topology: Topology) -> list[Device]:

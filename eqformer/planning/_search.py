@@ -105,7 +105,7 @@ class PlanSearch(NamedTuple):
     meshes: int
     """Number of pairs of a mesh and a stage of ZeRO that suit the model."""
     candidates: int
-    """Number of plans that may fit by the shapes of arrays; 1 if none may, since the smallest plan is then traced."""
+    """Number of plans that may fit by the shapes of arrays; if none may, 1, since the smallest plan is traced."""
     traced: int
     """Number of plans that were traced, so that all their bytes are known."""
 

@@ -451,7 +451,7 @@ def _tools(fields: Fields) -> tuple[list[JsonObject], list[JsonObject]]:
             rule = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
             raise fields.error("tool_choice", rule, choice)
     if not forced_tools:
-        raise fields.error("tool_choice", "none or auto, unless tools have the function to call", choice)
+        raise fields.error("tool_choice", "none or auto where tools has no function to call", choice)
     return tools, forced_tools
 
 

@@ -240,7 +240,8 @@ def _arguments_schema(function: JsonObject) -> str:
     """Return the JSON schema of a tool's arguments as a text; raise a `ValueError` for a tool that cannot be called."""
     name, parameters = function["name"], function.get("parameters")
     if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-        raise ValueError(f"tools: {name[:80]!r} cannot be called by force; use letters, digits, _, - and . in its name")
+        message = "use only letters, digits, _, - and . in its name"
+        raise ValueError(f"tools: tool_choice cannot force a call of {name[:80]!r}; {message}")
     if parameters is None:
         parameters = {"properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":

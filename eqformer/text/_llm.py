@@ -193,8 +193,9 @@ class LLM:
         Args:
             slots: Number of texts that are generated at once.
             capacity: Maximum number of tokens of a text, prompt included.
-            prefill_chunk: Number of prompt tokens that are read at once; between two decoding steps, one such chunk is
-                read for each free slot, but at most four chunks that do not complete a prompt.
+            prefill_chunk: Number of prompt tokens that are read at once. Between two decoding steps, at most one chunk
+                is read for each free slot. While other texts are being generated, reading also stops after four chunks
+                that leave a prompt unfinished.
             stride: Maximum number of tokens of each text that the device generates before the host reads them. With a
                 small stride, texts stream more evenly; with a large stride, all texts are faster.
             prefixes: Number of prompt prefixes whose caches are stored for later prompts with the same beginning.

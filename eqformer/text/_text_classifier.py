@@ -195,9 +195,9 @@ def load_classifier(
     Args:
         source: A folder of transformers' `ForSequenceClassification` or `ForTokenClassification` model, or the name of
             such a model of the hub.
-        answers: None: the folder holds a classifier. Two tokens, such as `("yes", "no")` of Qwen3-Reranker: the folder
-            holds a language model, whose next token classifies a text that ends where the model would answer. The score
-            of the text is the logit of the first token minus the logit of the second; the sigmoid of the score is the
+        answers: Two tokens by which a language model classifies a text, such as `("yes", "no")` of Qwen3-Reranker;
+            None: the folder holds a classifier. The text must end where the model's answer begins. The score of the
+            text is the logit of the first token minus the logit of the second; the sigmoid of the score is the
             probability of the first token among the two.
         plan: The plan that shards the model over a mesh; None: one device. The scores are the same.
         dtype: The dtype of all weights; None: each has its published dtype.

@@ -119,7 +119,7 @@ def check_row(check: Check, programs: Callable[[], Programs]) -> Row:
 
 
 def distance(got: Any, want: Any) -> float:
-    """Return the largest distance between arrays of two trees, as a share of the second array's norm; NaN if any is."""
+    """Return the largest distance between arrays of two trees, as a share of the second norm; NaN for NaN in a tree."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     exact = ((np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs)
     return float(np.max([np.linalg.norm(x - y) / (np.linalg.norm(y) or 1.0) for x, y in exact]))

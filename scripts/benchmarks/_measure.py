@@ -86,7 +86,7 @@ def seconds_of_passes(passes: dict[str, Sequence[Callable[[], Any]]], rounds: in
 
 
 def rate_rows(group: str, unit: str, amount: float, times: dict[str, list[float]]) -> list[Row]:
-    """Return a row for each contender: its median rate in `unit`, and the ratio of the first contender's rate to it.
+    """Return a row for each contender: its median rate in `unit`, and the first contender's rate divided by its rate.
 
     `amount` is the work of a call in `unit`. Ratios are medians over rounds.
     """

@@ -171,7 +171,7 @@ class OfNanochat:
                     weight.sub_(rate * (update + decay * weight * (update * weight >= 0)))
 
     def _direction(self, update: Any, square: Any) -> Any:
-        """Return the orthogonalized update: its rows get equal norms before, and are divided by variances after."""
+        """Give the rows of an update equal norms, orthogonalize it, and divide it by the root of its mean squares."""
         rows = update.norm(dim=-1, keepdim=True).clamp_min(1e-6)
         update = update * (update.norm(dim=(-2, -1), keepdim=True) / update.shape[-2] ** 0.5 / rows)
         update = orthogonalize(update, POLAR_EXPRESS, 1.01)

@@ -34,7 +34,7 @@ class ModelFlags:
     simulate: int | None = None
     """Let the CPU simulate this number of devices."""
     trust_recipe: bool = False
-    """Run the copy of a user's recipe file in a run's folder, if the recipe needs a class of that file."""
+    """Run the Python file recipe.py of a run's folder if the recipe needs a class that this file defines."""
 
     @property
     def source(self) -> Path:
