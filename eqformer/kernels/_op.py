@@ -184,7 +184,10 @@ class Op(Operation[CallT, ResultT]):
         return None
 
     def decode_op(self, *, has_codes: bool) -> Operation | None:
-        """Return the first implementation's `decode_op` for caches without codes; this op also reads codes."""
+        """Return the `decode_op` of the first implementation that has one for caches without codes.
+
+        The returned op also reads caches with codes.
+        """
         replacements = (implementation.decode_op(has_codes=False) for implementation in self.implementations)
         return next((op for op in replacements if op is not None), None)
 

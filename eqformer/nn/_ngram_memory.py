@@ -30,7 +30,7 @@ _MOST_HEADS = 2**12
 
 @dataclasses.dataclass(frozen=True)
 class NGramHash:
-    """A hash of the n-grams that end at a token, for each n from 2 on, to rows of one table.
+    """A hash that maps the n-grams that end at a token, with 2, 3, ... tokens, to rows of one table.
 
     An n-gram of the ids `t_0` (the token itself), `t_1` (the token before it), ... has the hash
     `h = (t_0 * m_0) xor (t_1 * m_1) xor ...`, in unsigned integers of 64 bits. Each n has several heads. The table has
@@ -156,9 +156,9 @@ def splitmix_hash(
     count = (longest - 1) * heads
     if longest < 2 or heads < 1 or count * smallest > _LARGEST_ID or (number + 1) * count > _MOST_HEADS:
         raise ValueError(
-            f"splitmix_hash(longest={longest}, heads={heads}, smallest={smallest}, number={number}): n-grams have at "
-            f"least 2 tokens and 1 head, all heads of a table at most {_LARGEST_ID} rows, and all tables at most "
-            f"{_MOST_HEADS} heads; give other numbers."
+            f"splitmix_hash(longest={longest}, heads={heads}, smallest={smallest}, number={number}): the longest "
+            "n-gram must have at least 2 tokens, each length at least 1 head, the heads of a table together at most "
+            f"{_LARGEST_ID} rows, and all tables together at most {_MOST_HEADS} heads; give other numbers."
         )
     bound = max(1, _INT64 // max(vocab, 1) // 2)
     start = seed + 10_007 * number
@@ -257,7 +257,7 @@ class NGramMemory(Mixer):
     `e` is the concatenation of the token's vectors, one from each head of the hash. All streams have the same value
     `v = W_v e`. Stream `s` has a key `k_s = norm((W_k e)_s)` and a query `q_s = norm(x_s)`, and its result is
     `g_s v + silu(conv(norm(g_s v)))`. The gate `g_s` is the sigmoid of the signed root of `q_s . k_s / sqrt(embed)`.
-    The convolution (`CausalConv`) reads tokens whose distance is the length of the longest n-gram.
+    The tokens that the convolution (`CausalConv`) reads are as far apart as the longest n-gram has tokens.
 
     The layer needs the ids of its tokens, `Tokens.ids`, which a `Transformer` passes to layers that read them. Tokens
     must be in reading order, with padding at the end of a row. Neither n-grams nor the convolution reach beyond the

@@ -276,7 +276,8 @@ class Layout:
     the dim is in `moving`, the axis splits another dim of the array. Any other dim raises a `ValueError`. `fsdp_axis`
     needs no entry in `dims`, and splits one dim of every array with at least `smallest` entries: the largest dim that
     `fsdp_axis` divides and that no other axis splits, but never `layers` or `experts`. If there is no such dim, the
-    array is not split. The other dim for a dim in `moving` is chosen by the same rule, in arrays of any size.
+    array is not split. An axis that cannot split its dim in `moving` chooses the other dim by the same rule, but in
+    arrays of any size.
     """
 
     dims: Mapping[str, str] = dataclasses.field(default_factory=dict)

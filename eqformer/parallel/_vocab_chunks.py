@@ -247,7 +247,7 @@ def _chunkable_weight(head: nn.LinearMap) -> ArrayOrShape | None:
 
 
 def round_to_tiles(rows: int, width: int) -> int:
-    """Round the rows of a chunk up to whole tiles of TPUs; return fewer rows than 16 tiles unchanged.
+    """Round the rows of a chunk up to whole tiles of TPUs, if there are at least 16 tiles of rows.
 
     A tile has 16 rows of 16 bits. If a tile had rows of two devices, XLA would copy the tile before sending rows. If
     `width` is no multiple of 128, XLA stores the table by columns, in tiles of 128 rows. A reduce-scatter of partial

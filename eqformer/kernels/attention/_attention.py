@@ -185,7 +185,10 @@ class PiecewiseAttention(Operation[AttentionCall, Array]):
 
     @abc.abstractmethod
     def weights(self, call: AttentionCall) -> Float[Array, "*batch heads seq kv_seq"]:
-        """Return weights of the softmax over all keys of the row: weights of all keys, or of the call's keys alone."""
+        """Return weights of the softmax over all keys of the row.
+
+        The subclass decides whether these are the weights of all keys of the row, or only of the keys in the call.
+        """
 
     @abc.abstractmethod
     def weigh_values(

@@ -271,7 +271,7 @@ def sum_tiles(
 ) -> None:
     """Compute the tiles of each group's matrix as sums over the group's rows.
 
-    `counts` are the number of groups, and the rows and columns of tiles of a matrix. The rows of a group are in
+    `counts` has the number of groups, of rows of tiles and of columns of tiles. The rows of a group are in
     `blocks` blocks; the first block begins at `first_rows`.
     """
     pl, plgpu = mosaic_gpu()

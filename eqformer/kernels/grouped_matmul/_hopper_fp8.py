@@ -184,7 +184,7 @@ def outer_product_fp8_kernel(
 ) -> None:
     """Compute the tiles of each group's matrix as sums over the group's columns.
 
-    `counts` are the number of groups, and the rows and columns of tiles of a matrix. The columns of a group are in
+    `counts` has the number of groups, of rows of tiles and of columns of tiles. The columns of a group are in
     `blocks` blocks of `DEPTH`; the first block begins at `first_columns`.
     """
     pl, plgpu = hopper.mosaic_gpu()

@@ -1,1 +1,1 @@
-"""Softmax attention over keys of its own or of latents: projections, masks, rotary positions."""
+"""Softmax attention layers: projections, latents, caches, selection of keys, scores and rotary positions."""

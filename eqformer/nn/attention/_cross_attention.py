@@ -195,7 +195,7 @@ class MergedAttention(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> tuple[KVCache, KVCache]:
         """Return empty caches for rows and for sources of up to `capacity` tokens.
 
-        The row's cache is a rolling buffer if the mask lets a query see fewer tokens.
+        The row's cache is a rolling buffer if the mask lets a query see fewer than `capacity` tokens.
         """
         self.mask.check_cached("MergedAttention")
         shapes = self.key.output_shape, self.value.output_shape
