@@ -143,6 +143,7 @@ from .families._olmo import (
 )
 from .families._olmo_hybrid import OlmoHybridConfig as OlmoHybridConfig
 from .families._phi import Phi3Config as Phi3Config, PhiMoEConfig as PhiMoEConfig
+from .families._phi2 import Phi2Config as Phi2Config
 from .families._qwen import (
     Dots1Config as Dots1Config,
     Qwen2Config as Qwen2Config,

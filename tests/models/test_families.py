@@ -197,6 +197,7 @@ PUBLISHED |= {"vaultgemma-1b": 1_038_741_120}
 PUBLISHED |= {"mimo-v2-flash": 308_778_780_864, "laguna-xs.2": 33_189_975_808}
 PUBLISHED |= {"step-3.7-flash": 196_956_130_368, "internlm3-8b": 8_804_241_408}
 PUBLISHED |= {"phi-3.5-moe": 41_873_153_344, "ling3-flash": 124_414_211_552}
+PUBLISHED |= {"phi-1.5": 1_418_270_720, "phi-2": 2_779_683_840}
 PUBLISHED |= {"minicpm3-4b": 4_073_875_968, "youtu-llm-2b": 1_961_560_064}
 PUBLISHED |= {"sarvam-30b": 32_152_650_368, "sarvam-105b": 106_031_767_424}
 PUBLISHED |= {"sdar-8b": 8_190_735_360}  # as many as Qwen3 8B, from which it was trained
