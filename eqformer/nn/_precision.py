@@ -142,7 +142,7 @@ def with_fp8(model: PyTree, where: Where | None = None) -> PyTree:
 
     Args:
         model: A tree of modules.
-        where: The chosen maps, as in `with_lora`; None: all `Linear`s except in routers and with a dim `vocab`.
+        where: The chosen maps, as in `with_lora`; None: each `Linear` outside of routers and without a dim `vocab`.
     """
     routers = tuple(f"{name}." for name, _ in named_modules(model, Router))
 

@@ -27,7 +27,7 @@ class SharedKV(eqx.Module):
 
 
 class SharedValue(eqx.Module):
-    """A value that a mixer shares with mixers of later layers, wrapped around its cache."""
+    """A value that a mixer shares with mixers of later layers; `wrapped` carries a mixer's cache beside the value."""
 
     value: PyTree
     """A `SharedKV`, a `KeySelection`, or anything else that the later mixer understands."""
@@ -256,13 +256,11 @@ def token_keys(
 
 
 def documents_of(tokens: Tokens, shape: tuple[int, ...]) -> Int[Array, "*batch seq"]:
-    """Return the index of each token's document. Documents that begin in the row are counted from 1.
+    """Return the index of each token's document.
 
-    Index 0 is the document of tokens before the first document that begins: the document in the cache.
-
-
-    A document begins at position 0, and where the segment differs from the previous token's. Padding belongs to the
-    document before it.
+    Documents that begin in the row have the indices 1, 2, ... Tokens before the first of these documents have index 0:
+    they continue the document in the cache. A document begins at position 0, and at a token whose segment differs from
+    the previous token's segment. Padding belongs to the document before it.
     """
     positions = jnp.broadcast_to(tokens.positions, shape)
     begins = positions == 0

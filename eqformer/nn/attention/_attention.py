@@ -223,7 +223,8 @@ class Attention(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
         """Return an empty cache for rows of up to `capacity` tokens.
 
-        If the mask lets a query see fewer tokens, the cache is a rolling buffer of this many tokens.
+        If the mask lets a query see fewer than `capacity` tokens, the cache is a rolling buffer with slots for the
+        tokens that a query sees.
         """
         self.mask.check_cached("Attention")
         reach = self.mask.reach(capacity)

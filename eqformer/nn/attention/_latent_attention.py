@@ -417,8 +417,8 @@ class LatentAttention(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
         """Return an empty cache for rows of up to `capacity` tokens.
 
-        If the mask lets a query see fewer tokens, the cache is a rolling buffer of this many tokens. The cache of a
-        layer that reads latents has room for the keys of its indexer alone.
+        If the mask lets a query see fewer than `capacity` tokens, the cache is a rolling buffer with slots for the
+        tokens that a query sees. The cache of a layer that reads latents has room for the keys of its indexer alone.
         """
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         self.mask.check_cached("LatentAttention")
@@ -432,7 +432,7 @@ class LatentAttention(Mixer):
         return LatentCache(latents=latents, rotary_keys=rotary_keys, positions=positions, rolling=size < capacity)
 
     def facts(self) -> MixerFacts:
-        """Declare that a device can run a slice of the heads and, without an indexer, on rows that devices split."""
+        """Declare that devices can split the heads and, if there is no indexer, the rows."""
         rotated = () if self.query_rope is None else (self.query_rope.output_shape,)
         query, key = (self.query.output_shape, *rotated), (self.key_up.output_shape, *rotated)
         value = (self.value_up.output_shape,)
