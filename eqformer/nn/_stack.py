@@ -150,7 +150,10 @@ def _check_layers(stack: Stack, call: str) -> None:
 def _split_by_layer(
     inputs: Float[Array, "*rows seq depth mlp"] | None, layers: int
 ) -> Float[Array, "layers *rows seq _ mlp"] | None:
-    """Return the per-layer inputs with a `layers` dim in front; a layer gets one vector for each of its readers."""
+    """Return the per-layer inputs with a `layers` dim in front.
+
+    A layer gets one vector for each of its sublayers that reads such a vector.
+    """
     if inputs is None:
         return None
     *rows, depth, mlp = inputs.shape

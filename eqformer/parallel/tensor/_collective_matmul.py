@@ -68,9 +68,9 @@ def all_gather_matmul(
     differentiation is supported.
 
     On CPUs and GPUs, inside the stages of a pipeline, other collectives replace the permutes of a ring (see `shift` in
-    `_ring.py`). For an even number of devices above two, they send twice the bytes of the permutes with `"ring"`, and
-    the same bytes with `"bidirectional"`. For an odd number of devices, each of the `n-1` steps is an all-gather, and
-    `n-1` times the bytes are sent.
+    `_ring.py`). For an even number of devices above two, these collectives send twice the bytes of the permutes with
+    `"ring"`, and the same bytes with `"bidirectional"`. For an odd number of devices, each of the `n-1` steps is an
+    all-gather, and `n-1` times the bytes are sent.
 
     Args:
         x: This device's piece of the sequence.
