@@ -27,7 +27,7 @@ class Range:
     maximum: int | float
     exclusive: bool = False
     counts: str = ""
-    """Unit of the number, if it is compared with a folder's arrays: `"entries"` of a dim, or `"layers"`."""
+    """For a number that `load` compares with a folder's arrays, its unit: `"entries"` of a dim, or `"layers"`."""
 
     def __contains__(self, value: int | float) -> bool:
         return (self.minimum < value if self.exclusive else self.minimum <= value) and value <= self.maximum

@@ -199,7 +199,7 @@ class GGUF:
             try:
                 texts.append(str(view[start : self._at], "utf-8"))
             except UnicodeDecodeError:
-                self._refuse("a text of it is no UTF-8")
+                self._refuse("one of its texts is not UTF-8")
         return texts
 
     def _read_value(self) -> None:
@@ -261,7 +261,7 @@ class GGUF:
             self._refuse(f"{name} is of type {kind}, which is not known; there are {known}")
         form, rows, columns = BLOCKS[kind], math.prod(shape[:-1]), shape[-1]
         if rows < 1 or columns < 1 or columns % form.numbers:
-            self._refuse(f"{name} of shape {shape} has rows of no whole blocks of {form.numbers} numbers")
+            self._refuse(f"{name} of shape {shape} must have rows of whole blocks of {form.numbers} numbers")
         stop = start + rows * (columns // form.numbers * form.octets)
         if stop > len(self._bytes):
             self._refuse(f"{name} ends at byte {stop}, and the file at {len(self._bytes)}")

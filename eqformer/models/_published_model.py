@@ -102,7 +102,7 @@ class PublishedModel:
         return name if self._is_outside_base(name) else self.family.base_prefix + name
 
     def _is_outside_base(self, name: str) -> bool:
-        """Return whether a name, in a folder that lacks the base model's prefix, is of an array outside this model."""
+        """Return whether an array is outside the base model, by its name in a folder that lacks the base's prefix."""
         predictor = self.family.predictor
         words = {f"{rule.name.partition('.')[0]}." for rule in self.family.weights}
         predictor_prefix = () if predictor is None else (predictor.prefix_of(self.config),)

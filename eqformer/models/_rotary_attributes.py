@@ -382,13 +382,13 @@ def read_rotary(
     longest = 0 if rope_type in (None, "default") else published.count("max_position_embeddings")
     # The original length may be an attribute of the configuration (outer) and of the rotary parameters (inner).
     outer, inner = published.read(rotary_scaling.ORIGINAL, Size, None), parameters.pop(rotary_scaling.ORIGINAL, None)
-    # Of parameters by type of layer, transformers reads only the inner length; otherwise it prefers the outer length.
+    # If parameters are by type of layer, transformers reads only the inner length; otherwise it prefers the outer one.
     original = _first(inner, longest) if by_type else _first(outer, inner, longest)
     has_original = rope_type in ("yarn", "llama3", "longrope", "su")
     if has_original and {_first(outer, original), _first(inner, original)} != {original}:
         published.refuse(
-            f"{rotary_scaling.ORIGINAL}={outer}, and {_first(inner, longest)} beside rope_type={rope_type!r}; give one "
-            "value."
+            f"{rotary_scaling.ORIGINAL}={outer}, but {_first(inner, longest)} with rope_type={rope_type!r}; "
+            "give one value."
         )
     scaling = rotary_scaling.make_scaling(published.refuse, rope_type, parameters, original, longest)
     if scaling is not None and older[1] is None and not types:

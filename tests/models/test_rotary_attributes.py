@@ -97,7 +97,7 @@ def test_two_original_lengths_are_refused(family):
     inner = numbers_of(config | {"rope_scaling": YARN}).scaling
     outer = numbers_of(config | {name: 16, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}).scaling
     assert inner == outer == numbers_of(config | {name: 16, "rope_scaling": YARN}).scaling
-    with pytest.raises(ValueError, match=rf"^config.json: {name}=32, and 16 beside rope_type='yarn'; give one value"):
+    with pytest.raises(ValueError, match=rf"^config.json: {name}=32, but 16 with rope_type='yarn'; give one value"):
         numbers_of(config | {name: 32, "rope_scaling": YARN})
     assert numbers_of(config | {name: 32, "rope_scaling": LINEAR}).scaling == nn.LinearScaling(4.0)
 

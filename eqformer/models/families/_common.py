@@ -50,7 +50,7 @@ class WithHeadSize(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class HeadSize(Entry):
-    """The channels of a head. None means `embed / heads`, and is not written unless transformers has a `default`."""
+    """The channels of a head; None: `embed / heads`. If transformers has a `default`, the number is always written."""
 
     default: int | None = None
 
@@ -64,7 +64,7 @@ class HeadSize(Entry):
 
 
 class StatedHeadSize(HeadSize):
-    """The channels of a head, which are always written; null means `embed / heads` too."""
+    """The channels of a head; null is read as `embed / heads`. The attribute is always written, as a number."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `head_dim`."""
@@ -91,7 +91,7 @@ def decoder_attributes(
         rotary: The entry of rotary positions.
         head_dim: Transformers' default for channels of a head; None: `embed / heads`.
         kv_heads: Transformers' default for key heads; None: as many as query heads.
-        eps: The attribute for the number that norms add.
+        eps: The attribute for the epsilon of norms.
         tied: Transformers' default for whether the head is tied to the table.
         mlp: The attribute for hidden features.
         max_seq: Transformers' default for the length of the longest rows.

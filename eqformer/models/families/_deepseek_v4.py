@@ -95,7 +95,7 @@ class DeepSeekV4Config(ModelConfig):
     mixing_iterations: Size = 20
     """Iterations that normalize the matrices which mix streams (`nn.Sinkhorn`)."""
     stream_eps: NotNegative = 1e-6
-    """A small number that is added to the weights with which a sublayer reads the streams, and within `nn.Sinkhorn`."""
+    """A small constant, added to the weights that read streams and, in `nn.Sinkhorn`, to the matrix and its sums."""
     theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window alone."""
     compressed_theta: Positive = 160_000.0

@@ -36,7 +36,7 @@ class Hy4Config(GLMMoEDSAConfig):
     write_scale: Positive = 2.0
     """The largest weight with which a sublayer writes to a stream."""
     stream_eps: NotNegative = 1e-6
-    """The number that is added to the weights with which streams are read and written."""
+    """A small constant, added to the weights that read streams and to the weights that write streams."""
     limit: Positive = 10.0
     """The bound of the outputs of an expert's maps `gate` and `up`."""
     theta: Positive = 10_000.0
@@ -80,7 +80,7 @@ def build_hy4(config: Hy4Config, *, key: Key[Array, ""]) -> Transformer:
 
 
 class _IndexerTypes(Entry):
-    """`indexer_types`; without a list, the first layer and every fourth from the second on have an indexer."""
+    """`indexer_types`; if the list is missing, layers 0, 1, 5, 9, 13 and so on have an indexer."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `reading_layers`."""

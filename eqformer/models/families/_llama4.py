@@ -73,7 +73,7 @@ class Llama4Config(DecoderConfig):
     temperature: Number = 0.1
     """The factor of `LogTemperature`."""
     temperature_every: Length = 8192
-    """The number of tokens after which scores grow, in `LogTemperature`."""
+    """The number `every` of `LogTemperature`: scores grow at each multiple of this number of tokens."""
     head_dim: Size = 128
     theta: Positive = 500_000.0
     eps: NotNegative = 1e-5

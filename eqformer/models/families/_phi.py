@@ -202,7 +202,7 @@ class PhiMoEConfig(DecoderConfig):
     experts: Size = 16
     """The number of experts of a layer; each token takes two."""
     tolerance: NotNegative = 0.01
-    """Half of a relative distance from the best router logit; experts within this distance share a softmax."""
+    """Experts share a softmax if their logit is near the best logit: within `2 * tolerance`, relatively."""
     window: Length | None = None
     """The number of tokens that each token sees; None: all tokens before it."""
     bias: bool = False
