@@ -125,7 +125,7 @@ class LogitWatch(kernels.Operation):
             raise ValueError(
                 f"make_step(clip_logits=...): a device computes attention of {heads} heads and {rows} rows at a time, "
                 f"but its array of largest logits has {self.largest.shape[-2]} heads and {self.numbers.shape[-1]} "
-                "numbered rows, so it cannot assign the logits to heads and rows; take a smaller axis tensor."
+                "numbered rows, so it cannot assign the logits to heads and rows; make the axis tensor smaller."
             )
         largest = largest_logits(call).astype(self.largest.dtype)
         return _record(self.inner(call), self.largest, largest, self.numbers)

@@ -109,7 +109,8 @@ def _optimizer_spec(plan: Plan, moment: PyTree, spec: jax.sharding.PartitionSpec
 def _preconditioner_specs(plan: Plan, moment: Preconditioner, spec: jax.sharding.PartitionSpec) -> Preconditioner:
     """Return the specs of a preconditioner's arrays.
 
-    The dims of an array's own side are sharded as in the parameter. The last dim takes the axes of the other side.
+    An array of the left side has the parameter's output dims, sharded as in the parameter; an array of the right side
+    has the input dims. The array's last dim is sharded over the mesh axes of the parameter's other dims.
     """
     first, last = moment.ensemble, moment.ensemble + moment.outputs
 

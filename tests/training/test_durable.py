@@ -81,7 +81,7 @@ def test_a_checkpoint_that_was_moved_and_linked_to_is_read_and_goes_as_a_link(tm
     (folder / "1").symlink_to(larger)
     with training.Checkpointer(folder, keep=2) as checkpointer:
         np.testing.assert_array_equal(checkpointer.restore(LIKE, 1)[0]["x"], 1)
-        with pytest.warns(UserWarning, match=f"1: this link is deleted, and not the checkpoint in {larger}"):
+        with pytest.warns(UserWarning, match=f"1: this link is deleted; the checkpoint in {larger} stays"):
             save(checkpointer, 3)
         save(checkpointer, 4)
     assert sorted(path.name for path in folder.iterdir()) == ["3", "4"] and (larger / "manifest.json").exists()

@@ -280,7 +280,7 @@ class Checkpointer:
             path = self._directory / str(step)
             with self._warn_later(path):
                 if path.is_symlink():
-                    self._warnings.append(f"{path}: this link is deleted, and not the checkpoint in {path.readlink()}.")
+                    self._warnings.append(f"{path}: this link is deleted; the checkpoint in {path.readlink()} stays.")
                 # The rename comes first, so that an incompletely deleted checkpoint never looks like a complete one.
                 remove(path.rename(self._directory / f"{step}.discarded"))
 

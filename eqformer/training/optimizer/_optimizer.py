@@ -100,7 +100,7 @@ class Optimizer(eqx.Module):
     moments: str = eqx.field(static=True, default="float32")
     """The dtype of the moments between steps: float32, bfloat16 or 8bit."""
     average: float | None = eqx.field(static=True, default=None)
-    """For schedule-free training (arXiv 2405.15682): the share of the parameters at the point of the gradients.
+    """For schedule-free training (arXiv 2405.15682): the weight of the averaged parameters in the point below.
 
     Gradients are computed at `average * parameters + (1 - average) * fast weights` (see `ScheduleFreeState`). None: the
     optimizer is not schedule-free.
