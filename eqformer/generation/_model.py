@@ -136,8 +136,8 @@ def unstack_for_platform(
       or from heads do not fit into vector memory.
     - On CPUs, dense layers are unstacked if their weights, with the KV caches, do not fit into the last-level cache,
       because a scan's copies then go through main memory. Compilation takes several times as long.
-    - Mixtures of experts are unstacked on all platforms, because a scan copies the weights of all experts: on CPUs
-      although a token reads few experts, on TPUs because the experts' kernels need copies.
+    - Mixtures of experts are unstacked on all platforms, because a scan copies the weights of all experts, of which a
+      token reads only a few. On TPUs, the kernels of experts need these copies.
 
     Do not call this for models whose layers are split over the axis `pipe`; they must stay stacked.
 

@@ -179,7 +179,7 @@ def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
             "devices, or a smaller model (the batch and its division into microbatches do not change the state)"
         )
     candidate, step = search.smallest
-    stopped = f"; the search stopped after {search.traced} of {search.candidates} plans, the best by their shapes"
+    stopped = f"; of {search.candidates} plans ranked by formulas, only the first {search.traced} were traced"
     return (
         f"no mesh of this number of devices was found that fits: the state takes {gigabytes(candidate.state)} and fits "
         f"alone, but the temporaries of a step take at least {gigabytes(step.estimate - candidate.state)} more"

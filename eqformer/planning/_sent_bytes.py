@@ -174,9 +174,9 @@ def _state(plan: parallel.Plan, model: nn.LanguageModel, trained_model: nn.Langu
 def _count_gathers(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedArray) -> int:
     """Return how often a microbatch gathers an array at stage 3 of ZeRO.
 
-    An array outside of layers is gathered once for both passes. So is an array of a stack of one layer, because
-    compilers remove a loop of one iteration. Any other array of a layer is gathered in each of the two passes. In a
-    pipeline whose stages recompute their forward pass, the recomputation gathers the array once more, unless the
+    An array outside of layers is gathered once for both passes. An array of a stack of one layer is gathered once, too,
+    because compilers remove a loop of one iteration. Any other array of a layer is gathered in each of the two passes.
+    In a pipeline whose stages recompute their forward pass, the recomputation gathers the array once more, unless the
     schedule computes one layer at a time: the layer's gathered parameters then stay for its backward pass.
     """
     if array.layers == 0 or (array.layers == 1 and not plan.is_pipelined):

@@ -181,9 +181,10 @@ def parse(kind: type[Command], arguments: Sequence[str], hidden: Sequence[str] =
 
 
 def _with_named_optimizer(recipe: Recipe, words: Mapping[str, Sequence[str]]) -> Recipe:
-    """Return a recipe without settings of its own that an optimizer named by flags lacks.
+    """Return the recipe with the optimizer that flags name, without the recipe's settings that this optimizer lacks.
 
-    A recipe's `--optimizer.update-size` does not stop `--optimizer.name adamw`; the same flag on the command line does.
+    A recipe with an `update_size`, for example, can be run with `--optimizer.name adamw`, which has no such setting.
+    The flag `--optimizer.update-size` together with `--optimizer.name adamw` is an error.
     """
     if not words.get("--optimizer.name"):
         return recipe
@@ -243,7 +244,7 @@ def _run_directory(arguments: Sequence[str], name: str) -> RunDirectory:
 def _recipe_of_run(run: RunDirectory) -> tuple[str, Recipe]:
     """Return the name and the recipe of a run, for another run that starts from this run."""
     name, recipe = run.read()
-    if user_file(name) is not None:  # The name is changed to the run's copy of the file, which may have changed.
+    if user_file(name) is not None:  # The user's file may have changed, so the name refers to the run's copy.
         name = f"{run.source}:{name.rpartition(':')[2]}"
     return name, dataclasses.replace(recipe, from_run=None, from_step=None, from_optimizer=False, prolong="refuse")
 

@@ -360,7 +360,7 @@ def test_where_nothing_fits_the_part_that_is_too_large_is_named(report, monkeypa
         "but the temporaries of a step take at least" in text and "more microbatches" in text and "stopped" not in text
     )
     monkeypatch.setattr("eqformer.planning._search.MAX_TRACED_WITHOUT_FIT", 1)
-    assert re.search(r"the search stopped after 1 of \d+ plans", report(f"{long} 12MB"))
+    assert re.search(r"of \d+ plans ranked by formulas, only the first 1 were traced", report(f"{long} 12MB"))
 
 
 @pytest.mark.grid
