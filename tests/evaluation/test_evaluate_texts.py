@@ -44,7 +44,7 @@ def sliding_loop(llm: LLM, text: str, window: int, stride: int) -> tuple[list[fl
     return nats, greedy
 
 
-@pytest.mark.parametrize("window, stride", [(32, 31), (20, 7), (200, 100)])
+@pytest.mark.parametrize("window, stride", [pytest.param(32, 31, marks=pytest.mark.grid), (20, 7), (200, 100)])
 def test_each_token_is_scored_once_in_its_window(llm, window, stride):
     done = []
     scores = evaluation.evaluate_texts(

@@ -248,6 +248,7 @@ LOGITS_IN_GRID = {
     "smollm3 period of four",
     "t5gemma unlike halves",
     "t5gemma2 even window",
+    "kimi_k3_text groups",
 }
 
 
