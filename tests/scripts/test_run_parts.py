@@ -243,11 +243,11 @@ def test_samples_stay_within_learned_positions_and_colours_are_of_their_ids(prom
     numbers = dataclasses.replace(find_recipe("gpt2-byte-1m").model, max_seq=20)
     asked, coloured = [], []
 
-    def generate(model, prompts, *, max_new_tokens, **_):
+    def generate(sampler, model, prompts, *, max_new_tokens, **_):
         asked.append((len(prompts[0]), max_new_tokens))
         return SimpleNamespace(new_ids=lambda: [[255] * max_new_tokens + [256]])  # no UTF-8, and no id
 
-    monkeypatch.setattr(_trainer.generation, "generate", generate)
+    monkeypatch.setattr(_trainer.generation.NextTokenSampler, "generate", generate)
     monkeypatch.setattr(nn, "chooses_experts", lambda model: True)
     monkeypatch.setattr(nn, "first_experts", lambda model, ids: ids[None])
     monkeypatch.setattr(_run_folder, "plot_experts", lambda chosen, pieces, *_, **__: coloured.append((chosen, pieces)))
