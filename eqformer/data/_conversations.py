@@ -89,7 +89,7 @@ def read_example(row: object, *, location: str) -> tuple[Form, Example]:
 
 
 def describe_fields(row: object) -> str:
-    """Return the names of a row's fields with the types of their values; the row's own type if it is no mapping."""
+    """Return the names of a row's fields with the types of their values; the row's own type if it is not a mapping."""
     if not isinstance(row, Mapping):
         return type(row).__name__
     return ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "no field"

@@ -47,7 +47,7 @@ class LoopTracker:
         self._outer.append(self.message)
 
     def visit(self, item: object) -> None:
-        """Begin an iteration; an item that is no message of the conversation belongs to the current message."""
+        """Begin an iteration; an item that is not a message of the conversation belongs to the current message."""
         self.message = self._indices.get(id(item), self.message)
 
     def end(self) -> None:

@@ -27,7 +27,7 @@ MODELOPT = "hf_quant_config.json"  # where ModelOpt states the format of quantiz
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
 _STATES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Dtypes of arrays that are no weights: codes of quantized weights, and buffers.
+# Dtypes of arrays that are not weights: codes of quantized weights, and buffers.
 OTHERS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "BOOL": "bool"}
 OTHERS |= {
     f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
@@ -173,7 +173,7 @@ class Folder:
             raise ValueError(f"{self._index}: it has no weight_map of names to files.")
         for file in sorted(set(file_of.values())):
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ValueError(f"{self._index}: it names {file!r}, which is no safetensors file of this folder.")
+                raise ValueError(f"{self._index}: it names {file!r}, which is not a safetensors file of this folder.")
         return file_of
 
     def _check_index(self, file_of: Mapping[str, str]) -> None:
@@ -224,7 +224,7 @@ class Folder:
         check_regular(path)
         safetensors = load_extra("safetensors", extra="train", call=self.call)
         with (
-            foreign_call(lambda reason: f"{path}: it is no whole safetensors file ({reason})."),
+            foreign_call(lambda reason: f"{path}: it is not a complete safetensors file ({reason})."),
             safetensors.safe_open(path, framework="np"),  # `safe_open` checks the header and the file size.
         ):
             content = map_bytes(path)

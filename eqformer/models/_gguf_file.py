@@ -91,7 +91,7 @@ class GGUF:
         infos = [self._info() for _ in range(arrays)]
         alignment = self.values.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
-            self._refuse(f"general.alignment={alignment!r}, which is no whole number of at least 1")
+            self._refuse(f"general.alignment={alignment!r}, which is not a whole number of at least 1")
         start = -(-self._at // alignment) * alignment
         entries = [self._entry(name, shape, kind, start + offset) for name, shape, kind, offset in infos]
         self._check_overlaps(entries)

@@ -210,7 +210,7 @@ def _merge_tokenizer(
     texts = file.listed("tokenizer.ggml.merges")
     merges = [str(text).split(" ") for text in texts]
     if wrong := next((text for text, merge in zip(texts, merges) if len(merge) != 2), None):
-        published.refuse(f"tokenizer.ggml.merges: {wrong!r} is no pair.")
+        published.refuse(f"tokenizer.ggml.merges: {wrong!r} is not a pair.")
     splits = [_split(pattern) for pattern in pre_tokenizer.patterns]
     if pre_tokenizer.raw:
         parts = _parts_with_spaces(prefix=False)
@@ -318,7 +318,7 @@ def _unigram_tokenizer(
         published.refuse("tokenizer.ggml.precompiled_charsmap must be bytes.")
     rules = bytes(octet & 255 for octet in octets)
     if rules and not _is_charsmap(rules):
-        published.refuse("tokenizer.ggml.precompiled_charsmap is no table of SentencePiece's rules.")
+        published.refuse("tokenizer.ggml.precompiled_charsmap is not a table of SentencePiece's rules.")
     charsmap = base64.b64encode(rules).decode()
     normalizers: list[JsonObject] = [{"type": "Precompiled", "precompiled_charsmap": charsmap}] * bool(charsmap)
     if published.flag("tokenizer.ggml.remove_extra_whitespaces", False):

@@ -313,7 +313,7 @@ class Trainer:
 
     @functools.cached_property
     def evaluate_rewards(self) -> Callable[..., dict[str, Any]] | None:
-        """The function that sums the rewards of a batch of pairs; None if rows are no pairs."""
+        """The function that sums the rewards of a batch of pairs; None if rows are not pairs."""
         recipe = self.recipe
         if recipe.loss not in ("dpo", "ipo", "orpo"):
             return None

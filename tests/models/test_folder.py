@@ -118,10 +118,16 @@ def two_files(folder: Path) -> dict[str, str]:
 
 
 INDICES = {
-    "a file outside": (lambda m: {"weight_map": m | {"array 1": "../model-1.safetensors"}}, "no safetensors file of"),
-    "a path from the root": (lambda m: {"weight_map": m | {"array 1": "/etc/passwd"}}, "no safetensors file of"),
-    "a file in a folder": (lambda m: {"weight_map": m | {"array 1": "sub/model-1.safetensors"}}, "no safetensors file"),
-    "a pickle": (lambda m: {"weight_map": m | {"array 1": "pytorch_model.bin"}}, "no safetensors file of"),
+    "a file outside": (
+        lambda m: {"weight_map": m | {"array 1": "../model-1.safetensors"}},
+        "not a safetensors file",
+    ),
+    "a path from the root": (lambda m: {"weight_map": m | {"array 1": "/etc/passwd"}}, "not a safetensors file"),
+    "a file in a folder": (
+        lambda m: {"weight_map": m | {"array 1": "sub/model-1.safetensors"}},
+        "not a safetensors file",
+    ),
+    "a pickle": (lambda m: {"weight_map": m | {"array 1": "pytorch_model.bin"}}, "not a safetensors file"),
     "a file that is not there": (lambda m: {"weight_map": m | {"array 1": "model-3.safetensors"}}, "is missing"),
     "an array that no file has": (lambda m: {"weight_map": m | {"array 3": "model-1.safetensors"}}, "array 3"),
     "an array in the other file": (lambda m: {"weight_map": m | {"array 1": "model-2.safetensors"}}, "array 1"),

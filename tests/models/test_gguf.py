@@ -408,7 +408,7 @@ WRONG_TOKENIZERS = {
     "no tokens": ({"tokenizer.ggml.tokens": None}, "it has 0 tokens"),
     "a token twice": ({"tokenizer.ggml.tokens": ["a", "a"]}, "2 tokens, 1 of them distinct"),
     "other types": ({"tokenizer.ggml.token_type": [1, 1]}, "3 tokens, 3 of them distinct, and 2 types"),
-    "no pair": ({"tokenizer.ggml.merges": ["a b", "ab"]}, "merges: 'ab' is no pair"),
+    "no pair": ({"tokenizer.ggml.merges": ["a b", "ab"]}, "merges: 'ab' is not a pair"),
     "a setting that nobody knows": ({"tokenizer.ggml.doom": False}, "does not know: tokenizer.ggml.doom=False"),
     "a separator": ({"tokenizer.ggml.add_sep_token": True}, "does not know: tokenizer.ggml.add_sep_token=True"),
     "a template that is no text": ({"tokenizer.chat_template": 3}, "tokenizer.chat_template=3: it must be a text"),

@@ -175,7 +175,7 @@ WRONG = {
     ),
     "a charsmap that is none": (
         _PIECES | {"tokenizer.ggml.scores": [1] * 5, "tokenizer.ggml.precompiled_charsmap": [9, 0, 0, 0, 1]},
-        "charsmap is no table",
+        "charsmap is not a table",
     ),
 }
 

@@ -34,7 +34,7 @@ class Blocks(Format):
         """Return the decoded array's shape: (rows, columns)."""
         rows, width = parts[ROWS].shape
         if width % self.octets:
-            raise ValueError(f"its rows of {width} bytes are no whole blocks of {self.octets}")
+            raise ValueError(f"its rows of {width} bytes are not whole blocks of {self.octets} bytes")
         return rows, width // self.octets * self.numbers
 
     def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:

@@ -138,7 +138,7 @@ class GPTQ(PackedIntegers):
         inputs = words * self.per_word
         groups = _format.number_of_groups(inputs, self.group)
         if outputs % self.per_word:
-            raise ValueError(f"its {outputs} outputs are no multiple of the {self.per_word} integers of a word")
+            raise ValueError(f"its {outputs} outputs are not a multiple of the {self.per_word} integers of a word")
         _format.check_part(parts, _ZEROS, ("I32",), ((groups, outputs // self.per_word),))
         _format.check_part(parts, _SCALES, _format.SCALES, ((groups, outputs),))
         if _GROUP_INDICES in parts:
@@ -190,7 +190,7 @@ class AWQ(PackedIntegers):
         _format.check_part(parts, _ZEROS, ("I32",), ((groups, words),))
         _format.check_part(parts, _SCALES, _format.SCALES, ((groups, words * _PER_WORD),))
         if inputs % 2:
-            raise ValueError(f"its {inputs} inputs are no multiple of 2")
+            raise ValueError(f"its {inputs} inputs are not a multiple of 2")
         return words * _PER_WORD, inputs
 
     def read_octets(self, parts: _format.Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:

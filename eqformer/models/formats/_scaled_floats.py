@@ -180,7 +180,7 @@ def _products(dtype: str) -> Shaped[np.ndarray, "scales_and_codes 2"]:
 
 def _check_scales(scales: UInt8[np.ndarray, "outputs blocks"]) -> UInt8[np.ndarray, "outputs blocks"]:
     if (scales == 255).any():
-        raise ValueError(f"one of its {_SCALES} is 255, which is no number")
+        raise ValueError(f"one of its {_SCALES} is 255, which is not a number")
     return scales
 
 
@@ -239,7 +239,7 @@ class Float4(_format.Grouped):
         return _format.GroupLayout("fp4", (1, self.size), self.required[0], scale_dtype=scale_dtype)
 
     def _scales(self, parts: _format.Parts, rows: slice) -> Float32[np.ndarray, "rows groups"]:
-        """Return the scales of some rows' groups; raises a `ValueError` for a scale that is no number, or below 0."""
+        """Return the scales of some rows' groups; raises a `ValueError` for a scale that is not finite or below 0."""
         stored = parts[self.required[0]][rows]
         if not self.array_scale:
             return _format.check_finite_scales(stored.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))

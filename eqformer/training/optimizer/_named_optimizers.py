@@ -343,7 +343,7 @@ def _choose_by_paths(
     transforms |= {chosen: build(chosen).transform for chosen in sorted(chosen_names)}
 
     def label(path: tuple, _: nn.Matrix | Literal[False]) -> str:
-        # The named optimizer's own AdamW trains parameters that no path matches and that are no hidden matrices.
+        # The named optimizer's own AdamW trains parameters that no path matches and that are not hidden matrices.
         return chosen_by_path.get(nn.path_name(path), name)
 
     labels = jax.tree_util.tree_map_with_path(label, marks)

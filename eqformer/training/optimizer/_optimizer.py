@@ -221,7 +221,7 @@ class GroupRates:
     head: float = 1.0
     """The factor for a head that is not tied to the embedding."""
     vectors: float = 1.0
-    """The factor for everything that is no matrix: norms, biases, factors of the residual stream."""
+    """The factor for everything that is not a matrix: norms, biases, factors of the residual stream."""
 
     def scaling(self, marks: PyTree) -> Callable[[PyTree, PyTree], PyTree]:
         """Return the function that multiplies updates; `marks` has an `nn.Matrix` or False for each parameter."""
