@@ -1,4 +1,4 @@
-"""Training state and batches under a plan: each device only ever holds the parts that the plan assigns to it."""
+"""Training state and batches under a plan, which are made, restored and saved without an unsharded copy."""
 
 import functools
 import operator
