@@ -131,9 +131,13 @@ class LayerFill(Implementation[CacheWriteCall, Array]):
 
 
 def _missing_channels(call: CacheWriteCall) -> str | None:
-    """Return a reason if the memory has no dim of channels, or None."""
-    has_channels = call.memory.ndim == call.dim + (2 if call.layer is None else 3)
-    return None if has_channels else "it writes arrays with a dim of channels after the slots"
+    """Return a reason if the memory has no dim of channels, or no channels in this dim; None if it has channels.
+
+    The cache of latent attention without rotary keys, for example, has an array of keys with 0 channels.
+    """
+    if call.memory.ndim != call.dim + (2 if call.layer is None else 3):
+        return "it writes arrays with a dim of channels after the slots"
+    return None if call.memory.shape[-1] else "it writes at least one channel, not 0"
 
 
 def fill_layer(

@@ -70,6 +70,16 @@ def test_tpus_write_few_tokens_by_it():
     assert "custom_call" not in text("cpu") + text("tpu", traced="cpu") + text("tpu", seq=9)
 
 
+def test_latents_without_rotary_keys_are_traced_for_tpus():
+    """The keys have 0 channels, which the kernel's reshape would divide by."""
+    arrays: dict[str, Any] = {"latents": jnp.zeros((2, 64, 256)), "rotary_keys": jnp.zeros((2, 64, 0))}
+    cache: Any = nn.LatentCache(positions=_slots.empty_slots((2,), 64), **arrays)
+    tokens = nn.Tokens(jnp.zeros((2, 1), jnp.int32))
+    with traced_for("tpu"):
+        updated, *_ = jax.eval_shape(lambda: cache.update(jnp.ones((2, 1, 256)), jnp.ones((2, 1, 0)), tokens))
+    assert jax.tree.map(jnp.shape, updated) == jax.tree.map(jnp.shape, cache)
+
+
 def test_it_has_few_tokens_of_whole_tiles_and_many_are_filled_in_where_xla_changes_the_layout():
     def reasons(memory: jax.Array, dim: int, layer: jax.Array | None, seq: int) -> list[str | None]:
         slots, new = jnp.zeros((4, seq), jnp.int32), jnp.zeros((4, seq, memory.shape[-1]), memory.dtype)
@@ -85,6 +95,9 @@ def test_it_has_few_tokens_of_whole_tiles_and_many_are_filled_in_where_xla_chang
     assert all(reasons(memory, 1, layer, 8)[0] is None for memory, layer in few)
     assert reasons(narrow(4, 100, 256), 1, None, 1)[0] == "it supports multiples of 32 slots, not 100"
     assert reasons(narrow(4, 96), 1, None, 1) == ["it writes arrays with a dim of channels after the slots"] * 2
+    assert [reasons(narrow(4, 96, 0), 1, None, seq) for seq in (1, 9)] == [
+        ["it writes at least one channel, not 0"] * 2
+    ] * 2
     for memory in (narrow(4, 100, 128), jnp.zeros((4, 128, 64))):
         assert reasons(memory, 1, None, 9) == ["it writes up to 8 tokens a row, not 9", None]
     assert reasons(jnp.zeros((4, 128, 128)), 1, None, 9)[1] == "XLA's scatter works in the memory's own layout"
