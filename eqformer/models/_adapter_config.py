@@ -75,7 +75,7 @@ class AdapterConfig:
 
     rank: int
     alpha: float
-    rank_stabilised: bool
+    rank_stabilized: bool
     targets: str | frozenset[str]
     excluded: str | frozenset[str]
     ranks: _ByPattern[int]
@@ -96,7 +96,7 @@ class AdapterConfig:
     def settings_of(self, module: str) -> tuple[int, float]:
         """Return the module's rank, and the scale by which the product of its factors is multiplied."""
         rank = self.ranks.get(module, self.rank)
-        return rank, self.alphas.get(module, self.alpha) / (rank**0.5 if self.rank_stabilised else rank)
+        return rank, self.alphas.get(module, self.alpha) / (rank**0.5 if self.rank_stabilized else rank)
 
 
 class _Options:
@@ -164,7 +164,7 @@ def read_adapter_config(values: Mapping[str, object], source: str) -> AdapterCon
     config = AdapterConfig(
         rank=options.take("r", 8, Length, "a positive number"),
         alpha=float(options.take("lora_alpha", 8, Number, "a number")),
-        rank_stabilised=options.take("use_rslora", False, bool, "true or false"),
+        rank_stabilized=options.take("use_rslora", False, bool, "true or false"),
         targets=targets if isinstance(targets, str) else frozenset(targets),
         excluded=excluded if isinstance(excluded, str) else frozenset(excluded),
         ranks=options.by_pattern("rank_pattern", Length),

@@ -84,7 +84,7 @@ def with_lora(
     *,
     rank: int,
     alpha: float | None = None,
-    rank_stabilised: bool = False,
+    rank_stabilized: bool = False,
     key: Key[Array, ""],
 ) -> PyTree:
     """Return the model with a `LoRA` in the place of each chosen map; outputs are unchanged, because B is zero.
@@ -100,7 +100,7 @@ def with_lora(
             `nn.Attention`, chooses all maps inside of its modules.
         rank: The channels between the two factors.
         alpha: The scale is `alpha / rank`; None makes it 1.
-        rank_stabilised: Whether the scale is `alpha / sqrt(rank)` instead (arXiv:2312.03732).
+        rank_stabilized: Whether the scale is `alpha / sqrt(rank)` instead (arXiv:2312.03732).
         key: Random key for A.
     """
     if rank < 1:
@@ -117,7 +117,7 @@ def with_lora(
             f"with_lora(where={where!r}): {', '.join(adapted)} {'has' if len(adapted) == 1 else 'have'} a LoRA "
             "already; merge_lora first, or choose other maps."
         )
-    scale = 1.0 if alpha is None else alpha / (rank**0.5 if rank_stabilised else rank)
+    scale = 1.0 if alpha is None else alpha / (rank**0.5 if rank_stabilized else rank)
     keys = dict(zip(chosen, jax.random.split(key, len(chosen))))
 
     def add(name: str, linear: LinearMap) -> LoRA:

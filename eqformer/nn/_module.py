@@ -42,7 +42,8 @@ class Module(eqx.Module):
     def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
         for name in _CALLS & cls.__dict__.keys():
-            setattr(cls, name, _with_name_and_checks(cls.__dict__[name]))
+            if callable(method := cls.__dict__[name]):  # and no field, such as `TopKRouter.normalize`
+                setattr(cls, name, _with_name_and_checks(method))
         for name in {"__init__"} & cls.__dict__.keys():
             setattr(cls, name, _with_checked_key(cls.__name__, cls.__dict__[name]))
 

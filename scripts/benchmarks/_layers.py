@@ -123,7 +123,7 @@ def _make_moe(experts: int, dispatch: nn.Dropless | nn.Capacity | None = None) -
     """Return a mixture of gated experts, with two experts for each token."""
     router_key, experts_key = jax.random.split(jax.random.key(0))
     return nn.MoE(
-        nn.TopKRouter(embed=EMBED, experts=experts, top_k=TOP_K, normalise=True, key=router_key),
+        nn.TopKRouter(embed=EMBED, experts=experts, top_k=TOP_K, normalize=True, key=router_key),
         nn.Experts(lambda key: nn.GatedMLP(embed=EMBED, mlp=MLP, key=key), experts, key=experts_key),
         dispatch=dispatch,
     )

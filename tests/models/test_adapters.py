@@ -147,7 +147,7 @@ def test_ranks_and_scales_of_one_model_may_differ(tmp_path):
     model, numbers, _ = based("llama plain")
     adapted = with_factors(model, ["query", "key", "value"], rank=2, alpha=3.0)
     adapted = nn.with_lora(
-        adapted, ["sublayers[1].layer.up"], rank=3, alpha=5.0, rank_stabilised=True, key=jax.random.key(2)
+        adapted, ["sublayers[1].layer.up"], rank=3, alpha=5.0, rank_stabilized=True, key=jax.random.key(2)
     )
     write(tmp_path, "llama plain")
     models.save_adapter(adapted, tmp_path / "out", like=tmp_path)

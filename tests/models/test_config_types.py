@@ -93,7 +93,7 @@ def test_a_fraction_may_be_said_as_a_whole_number():
 @pytest.mark.parametrize(
     "family, name, field",
     [
-        ("deepseek_v3", "norm_topk_prob", "normalise"),
+        ("deepseek_v3", "norm_topk_prob", "normalize"),
         ("deepseek_v3", "rope_interleave", "interleaved"),
         ("cohere", "tie_word_embeddings", "tied"),
     ],

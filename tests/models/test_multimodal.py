@@ -199,7 +199,7 @@ def test_what_a_whole_always_is_may_not_be_said_otherwise(tmp_path):
     text = RECORDED["qwen3_vl_moe"]["config"]["text_config"]
     for said in (True, None):
         write(tmp_path, "qwen3_vl_moe", {"text_config": text | {"norm_topk_prob": said}})
-        assert models.read_config(tmp_path).normalise  # pyright: ignore[reportAttributeAccessIssue]
+        assert models.read_config(tmp_path).normalize  # pyright: ignore[reportAttributeAccessIssue]
     write(tmp_path, "qwen3_vl_moe", {"text_config": text | {"norm_topk_prob": False}})
     with pytest.raises(ValueError, match=r"text_config: norm_topk_prob=False: in 'qwen3_vl_moe' it must be"):
         models.read_config(tmp_path)

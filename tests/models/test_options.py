@@ -200,7 +200,7 @@ def test_layers_that_can_read_no_choice_are_refused(said):
         ("nemotron_h", {"mamba_hidden_act": "tanh"}, "net_activation", "tanh"),
         ("ernie4_5_moe", {"moe_k": 3, "num_experts_per_tok": 1}, "top_k", 1),
         ("kimi_linear", {"num_experts_per_token": 3, "num_experts_per_tok": 1}, "top_k", 1),
-        ("kimi_linear", {"moe_renormalize": True, "norm_topk_prob": False}, "normalise", False),
+        ("kimi_linear", {"moe_renormalize": True, "norm_topk_prob": False}, "normalize", False),
     ],
 )
 def test_an_option_is_read_and_written(family, said, field, value):

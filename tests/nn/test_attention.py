@@ -86,7 +86,7 @@ def normed(norms, query, key):
 
 
 def literal(module, x, places, visible):
-    """Project, normalise, rotate, attend, gate, project back: in float64, by loops."""
+    """Project, normalize, rotate, attend, gate, project back: in float64, by loops."""
     query, key = linear(x, module.query), linear(x, module.key)
     value = key if module.value is None else linear(x, module.value)
     value = value if module.value_norm is None else rms(value, module.value_norm)

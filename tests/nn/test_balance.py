@@ -17,15 +17,15 @@ KEY = jax.random.key(0)
 EMBED, EXPERTS = 3, 6
 BATCH, SEQ, PADDING = 4, 8, 5
 make = lambda kind, **options: random_module(kind, embed=EMBED, experts=EXPERTS, key=KEY, **options)
-TOP1, TOP2 = make(nn.TopKRouter, top_k=1), make(nn.TopKRouter, top_k=2, normalise=True)
-SIGMOID = make(nn.TopKRouter, top_k=3, score="sigmoid", normalise=True)
+TOP1, TOP2 = make(nn.TopKRouter, top_k=1), make(nn.TopKRouter, top_k=2, normalize=True)
+SIGMOID = make(nn.TopKRouter, top_k=3, score="sigmoid", normalize=True)
 NOISY, SECOND = make(nn.NoisyTopKRouter, top_k=2), make(nn.RandomSecondRouter)
 CASES: dict[str, tuple[nn.BalanceLoss, Any]] = {
     "switch": (nn.LoadBalance(0.5), TOP1),
     "mixtral": (nn.LoadBalance(0.5), TOP2),
     "gshard": (nn.LoadBalance(0.5, choices=1), SECOND),
     "deepseek-v2": (nn.LoadBalance(0.5, per="sequence"), TOP2),
-    "deepseek-v3": (nn.LoadBalance(0.5, per="sequence", normalise=True), SIGMOID),
+    "deepseek-v3": (nn.LoadBalance(0.5, per="sequence", normalize=True), SIGMOID),
     "z": (nn.RouterZ(0.5), TOP2),
     "importance": (nn.Importance(0.5), NOISY),
     "load": (nn.NoisyLoad(0.5), NOISY),
@@ -55,7 +55,7 @@ def load_balance(loss, routing, real, without=""):
         for place in row:
             for expert in experts[place][: None if without == "choices" else choices]:
                 f[expert] += number / (choices * len(row)) * (expert >= 0)
-            p += scores[place] / (scores[place].sum() if loss.normalise and without != "normalise" else 1) / len(row)
+            p += scores[place] / (scores[place].sum() if loss.normalize and without != "normalize" else 1) / len(row)
         cost += len(row) * (f * p).sum()
     return cost
 
@@ -110,7 +110,7 @@ X, TOKENS, WEIGHTS = normal(1, BATCH, SEQ, EMBED), tokens_of(PADDING), normal(3,
 def test_each_loss_is_its_paper():
     real, found = np.asarray(TOKENS.positions >= 0), np.asarray(both(WEIGHTS, X, TOKENS)[0])
     routings: Any = jax.tree.map(np.asarray, jax.jit(routings_of)(WEIGHTS, X, TOKENS))
-    steps = {"gshard": ["choices"], "deepseek-v3": ["per", "normalise"], "deepseek-v2": ["per"], "mixtral": ["per"]}
+    steps = {"gshard": ["choices"], "deepseek-v3": ["per", "normalize"], "deepseek-v2": ["per"], "mixtral": ["per"]}
     steps |= dict.fromkeys(("z", "importance", "load"), ["square"])
     for name, value in zip(NAMES, found, strict=True):
         loss, router = CASES[name]
@@ -192,7 +192,7 @@ def test_nothing_but_padding_costs_nothing():
 STEPS = 300
 TOY: dict[str, tuple[Any, tuple[nn.BalanceLoss, ...], float]] = {
     "load balance": (make(nn.TopKRouter, top_k=1), (nn.LoadBalance(1.0),), 0.0),
-    "per sequence": (SIGMOID, (nn.LoadBalance(1.0, per="sequence", normalise=True),), 0.0),
+    "per sequence": (SIGMOID, (nn.LoadBalance(1.0, per="sequence", normalize=True),), 0.0),
     "importance and load": (NOISY, (nn.Importance(0.1), nn.NoisyLoad(0.1)), 0.0),
     "selection bias": (make(nn.TopKRouter, top_k=2, score="sigmoid", balanced=True), (), 0.02),
     "nothing": (make(nn.TopKRouter, top_k=1), (), 0.0),

@@ -23,7 +23,7 @@ run = eqx.filter_jit(lambda net, x, tokens, cache=None: net(x, tokens, cache))
 
 
 def literal(net, x):
-    """Convolve, bend, normalise, remember and answer, of rows of one document, in float64, by loops."""
+    """Convolve, bend, normalize, remember and answer, of rows of one document, in float64, by loops."""
     mixed = lambda part, conv: convolved(conv, linear(x, part))
     unit = lambda y: y / np.sqrt((y * y).sum(axis=-1, keepdims=True) + 1e-6)
     query, key = unit(mixed(net.query, net.query_conv)), unit(mixed(net.key, net.key_conv))

@@ -157,7 +157,7 @@ def test_where(where, expected):
 def test_scales():
     linear = nn.Linear("embed -> mlp", embed=4, mlp=4, key=KEY)
     scale = lambda **options: nn.with_lora(linear, [nn.Linear], rank=4, **options, key=KEY).scale
-    assert (scale(), scale(alpha=8.0), scale(alpha=8.0, rank_stabilised=True)) == (1.0, 2.0, 4.0)
+    assert (scale(), scale(alpha=8.0), scale(alpha=8.0, rank_stabilized=True)) == (1.0, 2.0, 4.0)
 
 
 def test_factors_are_marked_alone():

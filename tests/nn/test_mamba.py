@@ -26,7 +26,7 @@ def silu(x):
 
 
 def literal(net, x, documents):
-    """Convolve, bend, fade, take up and answer, gate and normalise, in float64, token by token."""
+    """Convolve, bend, fade, take up and answer, gate and normalize, in float64, token by token."""
 
     scales = (1,) * 5 if net.multipliers is None else net.multipliers
     times = dict(zip(("gate", "value", "key", "query", "step"), scales, strict=True))

@@ -18,7 +18,7 @@ LOSSES = (nn.LoadBalance(0.5), nn.RouterZ(0.25))
 DISPATCHES = (nn.Dropless(), nn.Capacity(100.0), nn.Capacity(0.5), nn.Capacity(0.75, per="batch"))
 FEW = DISPATCHES[2:3]
 ROUTERS = {
-    "softmax": (router_of(normalise=True), DISPATCHES),
+    "softmax": (router_of(normalize=True), DISPATCHES),
     "sigmoid": (router_of(score="sigmoid", scale=2.5, balanced=True), FEW),
     "random second": (random_module(nn.RandomSecondRouter, embed=EMBED, experts=EXPERTS, key=KEY), FEW),
 }

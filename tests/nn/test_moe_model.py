@@ -38,7 +38,7 @@ class Still(nn.Mixer):
 def moe(key, experts=EXPERTS, dispatch=None):
     """A mixture that costs something."""
     losses = (nn.LoadBalance(0.5), nn.RouterZ(0.25))
-    router = nn.TopKRouter(embed=EMBED, experts=experts, top_k=2, normalise=True, key=key)
+    router = nn.TopKRouter(embed=EMBED, experts=experts, top_k=2, normalize=True, key=key)
     return nn.MoE(router, nn.Experts(KINDS["plain"], experts, key=key), dispatch=dispatch, losses=losses)
 
 

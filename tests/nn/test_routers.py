@@ -16,21 +16,21 @@ from eqformer import nn
 CASES = {
     "dense": dict(experts=4, top_k=4),
     "switch": dict(experts=6, top_k=1),
-    "mixtral": dict(experts=8, top_k=2, normalise=True),
-    "gpt-oss": dict(experts=8, top_k=3, normalise=True, bias=True),
+    "mixtral": dict(experts=8, top_k=2, normalize=True),
+    "gpt-oss": dict(experts=8, top_k=3, normalize=True, bias=True),
     "deepseek-v2": dict(experts=12, top_k=3, groups=nn.ExpertGroups(4, 2), scale=16.0),
     "deepseek-v3": dict(
         experts=12,
         top_k=3,
         score="sigmoid",
-        normalise=True,
+        normalize=True,
         balanced=True,
         groups=nn.ExpertGroups(4, 2, "top2"),
         scale=2.5,
     ),
-    "deepseek-v4": dict(experts=8, top_k=3, score="sqrt_softplus", normalise=True, balanced=True, scale=1.5),
+    "deepseek-v4": dict(experts=8, top_k=3, score="sqrt_softplus", normalize=True, balanced=True, scale=1.5),
     "llama4": dict(experts=4, top_k=1, score="sigmoid"),
-    "lfm2": dict(experts=8, top_k=2, score="sigmoid", normalise=True, normalise_eps=0.3, balanced=True),
+    "lfm2": dict(experts=8, top_k=2, score="sigmoid", normalize=True, normalize_eps=0.3, balanced=True),
 }
 
 
@@ -52,8 +52,8 @@ def reference(router, x, without=""):
         candidates = [expert_number for expert_number in candidates if expert_number // size in chosen_groups]
     experts = best(merit, router.top_k, candidates)
     weights = np.array([(merit if without == "merit" else scores)[expert] for expert in experts])
-    if router.normalise and without != "normalise":
-        weights = weights / (weights.sum() + (0 if without == "normalise_eps" else router.normalise_eps))
+    if router.normalize and without != "normalize":
+        weights = weights / (weights.sum() + (0 if without == "normalize_eps" else router.normalize_eps))
     return experts, weights * (1 if without == "scale" else router.scale), scores
 
 
@@ -72,7 +72,7 @@ def test_top_k_is_its_paper(name):
     assert np.array_equal(routing.experts, experts) and close(routing.weights, weights)
     assert close(routing.scores, scores) and routing.load is None
     case = CASES[name]
-    steps = {"normalise", "normalise_eps", "scale", "groups", "bias"} & case.keys()
+    steps = {"normalize", "normalize_eps", "scale", "groups", "bias"} & case.keys()
     steps |= {"balance", "merit"} if "balanced" in case else set()
     for step in steps | ({"top2"} if "groups" in case and case["groups"].score == "top2" else set()):
         experts, weights, _ = all_tokens(reference, router, x, without=step)
@@ -126,7 +126,7 @@ def test_the_logits_are_the_linear_map():
 
 def test_softmax_of_the_chosen_survives_where_the_scores_underflow():
     router = random_module(
-        nn.TopKRouter, embed=4, experts=4, top_k=2, groups=nn.ExpertGroups(2), normalise=True, key=KEY
+        nn.TopKRouter, embed=4, experts=4, top_k=2, groups=nn.ExpertGroups(2), normalize=True, key=KEY
     )
     router = eqx.tree_at(lambda r: r.linear.weight, router, jnp.eye(4))
     merit = eqx.tree_at(
@@ -139,7 +139,7 @@ def test_softmax_of_the_chosen_survives_where_the_scores_underflow():
 
 @pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
 def test_scores_and_their_slopes_stay_finite_far_out(score):
-    router = random_module(nn.TopKRouter, embed=4, experts=4, top_k=2, score=score, normalise=True, key=KEY)
+    router = random_module(nn.TopKRouter, embed=4, experts=4, top_k=2, score=score, normalize=True, key=KEY)
     router = eqx.tree_at(lambda r: r.linear.weight, router, jnp.eye(4))
     x = jnp.asarray([[-200.0, -300, -250, -400], [300, 200, -200, 90]])
     route = lambda x: router(x, nn.positions_like((1,)))
@@ -257,7 +257,7 @@ def test_bad_choices_of_the_others():
         nn.ExpertChoiceRouter(embed=EMBED, experts=4, factor=1.0, per="row", key=KEY)
 
 
-HASHED: dict[str, Any] = dict(experts=6, top_k=2, vocab=9, score="sqrt_softplus", normalise=True, scale=1.5)
+HASHED: dict[str, Any] = dict(experts=6, top_k=2, vocab=9, score="sqrt_softplus", normalize=True, scale=1.5)
 
 
 def test_a_table_names_the_experts_of_an_id():

@@ -115,7 +115,7 @@ def latents(key: Any) -> nn.Block:
 def mixture(key: Any, *losses: nn.BalanceLoss, **options: Any) -> nn.Block:
     """Eight experts with biases; a token takes two of them, and a balance loss is computed for each row."""
     one, two, three = jax.random.split(key, 3)
-    options = {"router": nn.TopKRouter(embed=EMBED, experts=8, top_k=2, normalise=True, jitter=0.1, key=two), **options}
+    options = {"router": nn.TopKRouter(embed=EMBED, experts=8, top_k=2, normalize=True, jitter=0.1, key=two), **options}
     width = options.pop("width", EMBED)
     make = lambda key: nn.GatedMLP(embed=width, mlp=16, bias=True, key=key)
     losses = losses or (nn.LoadBalance(0.5, per="sequence"), nn.RouterZ(0.1))
@@ -126,7 +126,7 @@ def mixture(key: Any, *losses: nn.BalanceLoss, **options: Any) -> nn.Block:
 
 def crowded(key: Any, **options: Any) -> nn.Block:
     """Eight experts whose router has a selection bias, for tests that make most tokens choose one device's experts."""
-    router = nn.TopKRouter(embed=EMBED, experts=8, top_k=2, score="sigmoid", normalise=True, balanced=True, key=key)
+    router = nn.TopKRouter(embed=EMBED, experts=8, top_k=2, score="sigmoid", normalize=True, balanced=True, key=key)
     return mixture(key, router=router, **options)
 
 
@@ -139,7 +139,7 @@ def weighed_inputs(key: Any) -> nn.SuperBlock:
         attention(one, mask=nn.chunked(5)),
         attention(one, rotary=None, scores=nn.Scores(temperature=nn.LogTemperature(3, 0.5))),
     )
-    balance = nn.LoadBalance(0.5, per="sequence", normalise=True)
+    balance = nn.LoadBalance(0.5, per="sequence", normalize=True)
     options = {"router": router, "weighs_inputs": True}
     return nn.SuperBlock(tuple(mixture(two, balance, mixer=mixer, **options) for mixer in mixers))
 
@@ -169,14 +169,14 @@ def shared_experts(key: Any) -> nn.Block:
         experts=8,
         top_k=2,
         score="sigmoid",
-        normalise=True,
+        normalize=True,
         scale=1.5,
         groups=nn.ExpertGroups(4, 2),
         key=one,
     )
     router = eqx.tree_at(lambda r: r.selection_bias, router, jnp.linspace(-0.2, 0.2, 8), is_leaf=lambda x: x is None)
     shared = nn.GatedShared(nn.GatedMLP(embed=EMBED, mlp=16, bias=True, key=two), embed=EMBED, key=two)
-    balance = nn.LoadBalance(0.5, per="sequence", normalise=True)
+    balance = nn.LoadBalance(0.5, per="sequence", normalize=True)
     return mixture(three, balance, router=router, shared=shared, dispatch=nn.Capacity(0.75))
 
 
@@ -306,7 +306,7 @@ def attention_residuals(key: Any, sublayers: Callable[[Any], nn.Block] | None = 
 
 def hashed(key: Any) -> nn.Block:
     """Experts chosen by the token's id, without a balance loss."""
-    router = nn.HashRouter(embed=EMBED, experts=8, top_k=2, vocab=50, score="sigmoid", normalise=True, key=key)
+    router = nn.HashRouter(embed=EMBED, experts=8, top_k=2, vocab=50, score="sigmoid", normalize=True, key=key)
     return mixture(key, nn.RouterZ(0.1), router=router)
 
 

@@ -102,7 +102,7 @@ AFMOE = Family(
         Attribute("embedding_scaled", "mup_enabled", False),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         *(Unpublished(name, 1, "there are no groups of experts") for name in ("groups", "kept_groups")),
-        Unpublished("normalise", True, "the weights of a token's experts always add up to the scale"),
+        Unpublished("normalize", True, "the weights of a token's experts always add up to the scale"),
         Activation(),
         Expect("attention_bias", False, written=False),  # The attention's gates never have biases.
         # The publisher's own program reads these attributes. All models of this family have these values.

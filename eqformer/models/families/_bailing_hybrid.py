@@ -170,7 +170,7 @@ BAILING_HYBRID = Family(
         Count("groups", ("n_group", "num_expert_group"), 8, written=("num_expert_group",)),
         Count("kept_groups", "topk_group", 4),
         Attribute("scale", "routed_scaling_factor", 2.5),
-        Attribute("normalise", ("norm_topk_prob", "moe_renormalize"), True, written=("moe_renormalize",)),
+        Attribute("normalize", ("norm_topk_prob", "moe_renormalize"), True, written=("moe_renormalize",)),
         Unpublished("balance", 0.0001, "no attribute states the weight of a balance loss"),
         *(Count("latent", "kv_lora_rank", 512), Nullable("q_latent", "q_lora_rank", None)),
         Count("head_dim", "qk_nope_head_dim", 128),

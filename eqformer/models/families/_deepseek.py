@@ -113,7 +113,7 @@ class SigmoidLatentConfig(LatentConfig):
     groups: config_types.Size = 8
     kept_groups: config_types.Size = 4
     scale: config_types.Number = 2.5
-    normalise: bool = True
+    normalize: bool = True
     """Whether the weights of a token's experts are normalized to add up to 1."""
     balance: config_types.NotNegative = 0.0001
 

@@ -32,7 +32,7 @@ class DeepSeekV3Config(SigmoidLatentConfig):
 
 def build_deepseek_v3(config: DeepSeekV3Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a DeepSeek-V3 with random weights."""
-    mixture = functools.partial(sigmoid_mixture_beside_shared, config, normalise=config.normalise)
+    mixture = functools.partial(sigmoid_mixture_beside_shared, config, normalize=config.normalize)
     return build_latent(config, mixture, interleaved=config.interleaved, key=key)
 
 
@@ -75,7 +75,7 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     (
         *latent_attributes(max_seq=4096),
-        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("normalize", "norm_topk_prob", True),
         Attribute("interleaved", "rope_interleave", True),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Expect("scoring_func", "sigmoid"),
@@ -112,7 +112,7 @@ def build_deepseek_v32(
     key: Key[Array, ""],
 ) -> Transformer:
     """Return a DeepSeek-V3.2 with random weights; layers of `kinds` that read selected keys have no indexer."""
-    mixture = functools.partial(sigmoid_mixture_beside_shared, config, normalise=config.normalise)
+    mixture = functools.partial(sigmoid_mixture_beside_shared, config, normalize=config.normalize)
     rotary = rotary_of(config, config.rope_dim, "rope_dim", interleaved=index_interleaved, scaling=config.scaling)
 
     indexer = functools.partial(indexer_of, config, rotary)
@@ -147,7 +147,7 @@ DSA_ATTRIBUTES: tuple[Entry, ...] = (
     Count("index_heads", "index_n_heads"),
     Count("index_dim", "index_head_dim"),
     Count("index_top_k", "index_topk"),
-    Attribute("normalise", "norm_topk_prob", True),
+    Attribute("normalize", "norm_topk_prob", True),
     Attribute("balance", "router_aux_loss_coef", 0.0001),
     Expect("scoring_func", "sigmoid"),
     Expect("topk_method", "noaux_tc"),

@@ -154,7 +154,7 @@ def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Trans
             config,
             functools.partial(small_expert, config),
             shared=gated_mlp(config, mlp=width, bias=config.bias, key=shared_key) if width else None,
-            normalise=True,
+            normalize=True,
             balanced=True,
             router=router_key,
             experts=experts_key,

@@ -173,7 +173,7 @@ EXAONE_MOE = Family(
         Count("shared", "num_shared_experts", 1, minimum=0),
         *(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
         Attribute("scale", "routed_scaling_factor", 2.5),
-        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("normalize", "norm_topk_prob", True),
         Count("groups", "n_group", 1),
         Count("kept_groups", "topk_group", 1),
         Attribute("balance", "router_aux_loss_coef", 0.0001),

@@ -362,7 +362,7 @@ def _feed_forward(config: Gemma4Config, kind: Kind, key: Key[Array, ""]) -> nn.S
         lambda key: gated_mlp(config, mlp=config.expert_mlp, output_std=None, key=key),
         expert_norm=norm(config),
         norm=norm(config),
-        normalise=True,
+        normalize=True,
         logit_scale=config.embed**-0.5,
         scales_experts=True,
         router=router_key,

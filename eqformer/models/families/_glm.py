@@ -196,7 +196,7 @@ GLM4_MOE = Family(
         *decoder_attributes(kv_heads=8, max_seq=131_072),
         *(*SHARED_ATTRIBUTES, FIRST_DENSE),
         RotaryFraction(0.5),
-        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("normalize", "norm_topk_prob", True),
         Attribute("qk_norm", "use_qk_norm", False),
         Attribute("bias", "attention_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
@@ -257,7 +257,7 @@ GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
     (
         *latent_attributes(mixtures=(_MixturesOrOneDense(),), max_seq=202_752),
-        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("normalize", "norm_topk_prob", True),
         Attribute("interleaved", "rope_interleave", True),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Expect("topk_method", "noaux_tc", written=False),
@@ -291,7 +291,7 @@ def build_solar_open(config: SolarOpenConfig, *, key: Key[Array, ""]) -> Transfo
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = attention(config, bias=config.bias, output_bias=False, key=mixer_key)
-        mixture = sigmoid_mixture_beside_shared(config, feed_forward_key, normalise=config.normalise)
+        mixture = sigmoid_mixture_beside_shared(config, feed_forward_key, normalize=config.normalize)
         return pre_norm_block(config, mixer, mixture)
 
     return decoder(config, block, key=key)
@@ -321,7 +321,7 @@ SOLAR_OPEN = Family(
         Attribute("scale", "routed_scaling_factor", 1.0),
         ExpertGroupCount("groups", "n_group", 1),
         ExpertGroupCount("kept_groups", "topk_group", 1),
-        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("normalize", "norm_topk_prob", True),
         Attribute("bias", "attention_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Activation(),

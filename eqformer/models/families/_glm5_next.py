@@ -102,7 +102,7 @@ def build_glm5_next(config: GLM5NextConfig, *, key: Key[Array, ""]) -> nn.Transf
         mixer = _attention(config, kind, mixer_key) if kind.is_attention else _net(config, mixer_key)
         if kind.is_mixture:
             limits = {"limit": config.limit, "shared_limit": config.limit}
-            layer = sigmoid_mixture_beside_shared(config, feed_forward, normalise=config.normalise, **limits)
+            layer = sigmoid_mixture_beside_shared(config, feed_forward, normalize=config.normalize, **limits)
         else:
             layer = gated_mlp(config, limit=config.limit, key=feed_forward)
         return nn.Block(
@@ -325,7 +325,7 @@ GLM5_NEXT = Family(
         Count("index_top_k", "index_topk", 2048),
         Count("index_pool", "index_kpool", 16),
         Expect("index_kpool_always_select_tail", True),
-        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("normalize", "norm_topk_prob", True),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Attribute("limit", "swiglu_limit", 10.0),
         Count("streams", "hc_mult", 4),

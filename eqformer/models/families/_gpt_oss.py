@@ -53,7 +53,7 @@ def build_gpt_oss(config: GPTOSSConfig, *, key: Key[Array, ""]) -> Transformer:
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
         router_key, experts_key = jax.random.split(feed_forward_key)
-        feed_forward = mixture(config, expert, normalise=True, bias=True, router=router_key, experts=experts_key)
+        feed_forward = mixture(config, expert, normalize=True, bias=True, router=router_key, experts=experts_key)
         sinks = jnp.zeros(config.heads, jnp.float32)
         mixer = attention(config, window=window, bias=config.bias, scores=Scores(sinks=sinks), key=mixer_key)
         return pre_norm_block(config, mixer, feed_forward)

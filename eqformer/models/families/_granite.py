@@ -210,7 +210,7 @@ def granite_mixture(config: GraniteMoEConfig, shared_mlp: int, keys: Key[Array, 
         config,
         lambda key: gated_mlp(config, output_std=None, key=key),
         shared=gated_mlp(config, mlp=shared_mlp, output_std=None, key=shared) if shared_mlp else None,
-        normalise=True,
+        normalize=True,
         router=router,
         experts=experts,
     )
@@ -326,7 +326,7 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
             config,
             lambda key: gated_mlp(config, output_std=None, key=key),
             shared=dense,
-            normalise=True,
+            normalize=True,
             router=router_key,
             experts=experts_key,
         )

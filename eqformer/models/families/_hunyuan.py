@@ -157,7 +157,7 @@ def build_hunyuan_moe(config: HunyuanMoEConfig, *, key: Key[Array, ""]) -> Trans
             lambda key: gated_mlp(config, key=key),
             shared=gated_mlp(config, key=shared_key),
             top_k=top_k,
-            normalise=True,
+            normalize=True,
             router=router_key,
             experts=experts_key,
         )
@@ -267,7 +267,7 @@ HY3 = Family(
         Attribute("bias", "attention_bias", False),
         Activation(),
         *(Unpublished(name, 1, "there are no groups of experts") for name in ("groups", "kept_groups")),
-        Unpublished("normalise", True, "the weights of a token's experts always add up to the scale"),
+        Unpublished("normalize", True, "the weights of a token's experts always add up to the scale"),
         Unpublished("balance", 0.0001, "no attribute states the weight of a balance loss"),
         Expect("mlp_bias", False, written=False),
         Ignore("enable_moe_fp32_combine"),  # The dtype in which outputs of experts are added.

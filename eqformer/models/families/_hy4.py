@@ -59,7 +59,7 @@ def build_hy4(config: Hy4Config, *, key: Key[Array, ""]) -> Transformer:
         mixer = latent_attention(config, indexer=chooses, sinks=True, key=mixer_key).with_gate(key=gate_key)
         if kind.is_mixture:
             layer = sigmoid_mixture_beside_shared(
-                config, feed_forward_key, normalise=config.normalise, limit=config.limit
+                config, feed_forward_key, normalize=config.normalize, limit=config.limit
             )
         else:
             layer = gated_mlp(config, key=feed_forward_key)
@@ -167,7 +167,7 @@ HY4 = Family(
         Count("index_dim", "index_head_dim", 128),
         Count("index_top_k", "index_topk", 2048),
         _IndexerTypes(),
-        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("normalize", "norm_topk_prob", True),
         Unpublished("balance", 0.0001, "no attribute states the weight of a balance loss"),
         Count("streams", "hc_mult", 4),
         Attribute("write_scale", "hc_magnitude", 2.0),

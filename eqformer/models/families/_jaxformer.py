@@ -76,14 +76,14 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> nn.Trans
                 experts=count,
                 top_k=config.top_k,
                 score="sigmoid",
-                normalise=True,
+                normalize=True,
                 bias=True,
                 key=router_key,
             ),
             nn.Experts(dense, count, key=experts_key),
             dispatch=nn.Capacity(config.capacity),
             shared=dense(shared_key, config.shared) if config.shared else None,
-            losses=(nn.LoadBalance(config.balance, normalise=True),) if config.balance else (),
+            losses=(nn.LoadBalance(config.balance, normalize=True),) if config.balance else (),
         )
 
     def layer(rotary: nn.Rotary | None, key: Key[Array, ""]) -> nn.Block:

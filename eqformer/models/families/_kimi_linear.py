@@ -78,7 +78,7 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("scale", "routed_scaling_factor", 2.446),
     _either("groups", "num_expert_group", "n_group", 1),
     Count("kept_groups", "topk_group", 1),
-    Attribute("normalise", ("norm_topk_prob", "moe_renormalize"), True, written=("moe_renormalize",)),
+    Attribute("normalize", ("norm_topk_prob", "moe_renormalize"), True, written=("moe_renormalize",)),
     Attribute("balance", "router_aux_loss_coef", 0.0001),
     *(Count("latent", "kv_lora_rank", 512), Nullable("q_latent", "q_lora_rank", None)),
     Count("head_dim", "qk_nope_head_dim", 128),
@@ -184,7 +184,7 @@ def build_latent_nets(
         is_attention, is_mixture = kind
         mixer_key, feed_forward_key = jax.random.split(key)
         if is_mixture:
-            layer = sigmoid_mixture_beside_shared(config, feed_forward_key, normalise=config.normalise)
+            layer = sigmoid_mixture_beside_shared(config, feed_forward_key, normalize=config.normalize)
         else:
             layer = gated_mlp(config, key=feed_forward_key)
         return pre_norm_block(config, mixer(is_attention, mixer_key), layer)

@@ -172,7 +172,7 @@ class LFM2MoEConfig(ConvConfig):
     """The number of experts that each token chooses."""
     first_dense: Index = 2
     """The number of layers before the first layer with experts."""
-    normalise: bool = True
+    normalize: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     scale: Number = 1.0
     """A factor of the weights of a token's experts."""
@@ -191,8 +191,8 @@ def build_lfm2_moe(config: LFM2MoEConfig, *, key: Key[Array, ""]) -> Transformer
             config,
             functools.partial(small_expert, config),
             score="sigmoid",
-            normalise=config.normalise,
-            normalise_eps=1e-6,
+            normalize=config.normalize,
+            normalize_eps=1e-6,
             scale=config.scale,
             balanced=config.biased,
             router=router_key,
@@ -238,7 +238,7 @@ LFM2_MOE = Family(
         Count("experts", "num_experts", 32),
         Count("top_k", "num_experts_per_tok", 4),
         Attribute("first_dense", "num_dense_layers", 2),
-        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("normalize", "norm_topk_prob", True),
         Attribute("scale", "routed_scaling_factor", 1.0),
         Attribute("biased", "use_expert_bias", True),
         Attribute("balance", "router_aux_loss_coef", 0.0),

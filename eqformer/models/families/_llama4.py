@@ -109,7 +109,7 @@ def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> nn.Transformer
             config,
             lambda key: gated_mlp(config, key=key),
             shared=gated_mlp(config, key=shared_key),
-            balance_normalise=True,
+            balance_normalize=True,
             weighs_inputs=True,
             score="sigmoid",
             router=router_key,

@@ -27,7 +27,7 @@ class MellumConfig(DenseLayersConfig):
     """The number of experts of a layer."""
     top_k: Size = 8
     """The number of experts that each token chooses."""
-    normalise: bool = True
+    normalize: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     balance: NotNegative = 0.001
     """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
@@ -64,7 +64,7 @@ def build_mellum(config: MellumConfig, *, key: Key[Array, ""]) -> Transformer:
         if not is_mixture:
             return pre_norm_block(config, mixer, gated_mlp(config, key=experts_key))
         expert = functools.partial(small_expert, config)
-        feed_forward = mixture(config, expert, normalise=config.normalise, router=router_key, experts=experts_key)
+        feed_forward = mixture(config, expert, normalize=config.normalize, router=router_key, experts=experts_key)
         return pre_norm_block(config, mixer, feed_forward)
 
     return decoder(config, block, list(zip(layer_windows(config), config.mixtures)), key=key)
@@ -97,7 +97,7 @@ MELLUM = Family(
     (
         *decoder_attributes(RotaryByType(500_000.0, 10_000.0, scaled=False), head_dim=128, kv_heads=4, max_seq=131_072),
         Windows(1024, lambda published, layers: ()),
-        *router_attributes(64, 8, normalise=True),
+        *router_attributes(64, 8, normalize=True),
         Count("expert_mlp", "moe_intermediate_size", 896),
         LayerMixtures(),
         Attribute("bias", "attention_bias", False),

@@ -49,9 +49,9 @@ def build_minimax_m2(config: MiniMaxM2Config, *, key: Key[Array, ""]) -> Transfo
         feed_forward = mixture(
             config,
             lambda key: gated_mlp(config, key=key),
-            balance_normalise=True,
+            balance_normalize=True,
             score="sigmoid",
-            normalise=True,
+            normalize=True,
             balanced=True,
             jitter=config.jitter,
             router=router_key,

@@ -171,7 +171,7 @@ def build_mixtral(config: MixtralConfig, *, key: Key[Array, ""]) -> Transformer:
             config,
             lambda key: gated_mlp(config, key=key),
             dispatch=dispatch,
-            normalise=True,
+            normalize=True,
             jitter=config.jitter,
             router=router_key,
             experts=experts_key,
@@ -234,7 +234,7 @@ class Mistral4Config(LatentConfig):
     groups: Size = 1
     kept_groups: Size = 1
     scale: Number = 1.0
-    normalise: bool = True
+    normalize: bool = True
     """Whether the weights of a token's experts are normalized to add up to 1."""
     interleaved: bool = True
     """Whether the channels that are rotated together are neighbors."""
@@ -250,7 +250,7 @@ class Mistral4Config(LatentConfig):
 
 def build_mistral4(config: Mistral4Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Mistral 4 with random weights."""
-    mixture = functools.partial(mixture_beside_shared, config, group_score="top2", normalise=config.normalise)
+    mixture = functools.partial(mixture_beside_shared, config, group_score="top2", normalize=config.normalize)
     growth = LogTemperature(config.growth_every, config.growth, offset=0) if config.growth else None
     return build_latent(config, mixture, interleaved=config.interleaved, temperature=growth, key=key)
 
@@ -291,7 +291,7 @@ MISTRAL4 = Family(
     (
         *latent_attributes(RotaryWithGrowth(_POSITIONS), max_seq=1_048_576),
         _RotatedPart(),
-        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("normalize", "norm_topk_prob", True),
         Attribute("interleaved", "rope_interleave", True),
         Attribute("balance", "router_aux_loss_coef", 0.001),
     ),

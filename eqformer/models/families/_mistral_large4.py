@@ -88,7 +88,7 @@ def build_mistral_large4(config: MistralLarge4Config, *, key: Key[Array, ""]) ->
     """Return a Mistral Large 4 with random weights."""
     plain = rotary_of(config, config.rope_dim, "rope_dim", interleaved=True, scaling=config.scaling)
     rotary = nn.LearnedRotary(plain.dim, plain.theta, plain.interleaved, plain.scaling)
-    mixture = functools.partial(mixture_beside_shared, config, group_score="top2", normalise=True)
+    mixture = functools.partial(mixture_beside_shared, config, group_score="top2", normalize=True)
 
     def block(kind: _MistralLarge4Layer, key: Key[Array, ""]) -> nn.Block:
         mixer_key, feed_forward_key = jax.random.split(key)

@@ -28,7 +28,7 @@ class QwenMoEConfig(DecoderConfig):
     """The number of experts of a layer."""
     top_k: Size
     """The number of experts that each token chooses."""
-    normalise: bool
+    normalize: bool
     """Whether the weights of a token's experts are normalized to add up to 1."""
     dense_layers: tuple[Index, ...] = ()
     """The indices of layers without experts."""
@@ -55,7 +55,7 @@ class SigmoidMixtureConfig(DecoderConfig):
     """The number of groups from which a token's experts are chosen."""
     scale: Number = 1.0
     """A factor of the experts' weights."""
-    normalise: bool = True
+    normalize: bool = True
     """Whether the weights of a token's experts are normalized to add up to 1."""
     balance: NotNegative = 0.0001
     """The weight of the loss `LoadBalance`, which is computed for each row."""
@@ -74,7 +74,7 @@ class SigmoidMoEConfig(SigmoidMixtureConfig):
         """Return a mixture, or a dense layer."""
         if not is_mixture:
             return gated_mlp(self, key=key)
-        return sigmoid_mixture_beside_shared(self, key, normalise=self.normalise)
+        return sigmoid_mixture_beside_shared(self, key, normalize=self.normalize)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class WithGatedShared(WithSmallExperts, Protocol):
     @property
     def shared_mlp(self) -> int: ...
     @property
-    def normalise(self) -> bool: ...
+    def normalize(self) -> bool: ...
 
 
 @runtime_checkable
@@ -151,8 +151,8 @@ class _RouterOptions(TypedDict, total=False):
 
     top_k: int
     score: str
-    normalise: bool
-    normalise_eps: float
+    normalize: bool
+    normalize_eps: float
     scale: float
     balanced: bool
     bias: bool
@@ -169,7 +169,7 @@ def mixture(
     shared: nn.FeedForward | nn.GatedShared | None = None,
     dispatch: nn.Dispatch = nn.Dropless(),
     balance_per: str = "batch",
-    balance_normalise: bool = False,
+    balance_normalize: bool = False,
     weighs_inputs: bool = False,
     expert_norm: nn.Norm | None = None,
     latent: tuple[nn.LinearMap, nn.LinearMap] | None = None,
@@ -187,7 +187,7 @@ def mixture(
         shared: A layer that every token passes through beside its experts.
         dispatch: The way in which tokens reach experts.
         balance_per: `per` of `LoadBalance`: loads are counted per "batch" or per "sequence".
-        balance_normalise: `normalise` of `LoadBalance`: whether each token's scores are divided by their sum.
+        balance_normalize: `normalize` of `LoadBalance`: whether each token's scores are divided by their sum.
         weighs_inputs: Whether weights multiply the experts' inputs.
         expert_norm: A norm of the experts' inputs.
         latent: The maps into the experts' latent inputs, and out of their latent outputs.
@@ -198,7 +198,7 @@ def mixture(
         **options: Further arguments of the router, which override the config's.
     """
     arguments: _RouterOptions = {"top_k": config.top_k}
-    loss = nn.LoadBalance(config.balance, balance_per, balance_normalise)
+    loss = nn.LoadBalance(config.balance, balance_per, balance_normalize)
     return nn.MoE(
         nn.TopKRouter(embed=config.embed, experts=config.experts, groups=groups, **(arguments | options), key=router),
         nn.Experts(expert, config.experts, key=experts),
@@ -227,7 +227,7 @@ def mixture_beside_gated_shared(config: WithGatedShared, key: Key[Array, ""]) ->
         shared=nn.GatedShared(
             gated_mlp(config, mlp=config.shared_mlp, key=shared_key), embed=config.embed, key=gate_key
         ),
-        normalise=config.normalise,
+        normalize=config.normalize,
         router=router_key,
         experts=experts_key,
     )
@@ -238,10 +238,10 @@ def mixture_beside_shared(
     key: Key[Array, ""],
     *,
     score: str = "softmax",
-    normalise: bool = False,
+    normalize: bool = False,
     balanced: bool = False,
     group_score: str = "max",
-    balance_normalise: bool = False,
+    balance_normalize: bool = False,
     limit: float | None = None,
     shared_limit: float | None = None,
 ) -> nn.MoE:
@@ -251,10 +251,10 @@ def mixture_beside_shared(
         config: The config.
         key: The key of the weights.
         score: The function of the router's logits, as in `TopKRouter`.
-        normalise: Whether the weights of a token's experts add up to the config's `scale`.
+        normalize: Whether the weights of a token's experts add up to the config's `scale`.
         balanced: Whether the choice of experts has a bias.
         group_score: The score of a group, as in `ExpertGroups`.
-        balance_normalise: `normalise` of `LoadBalance`: whether each token's scores are divided by their sum.
+        balance_normalize: `normalize` of `LoadBalance`: whether each token's scores are divided by their sum.
         limit: The bound of the hidden features of experts, but not of shared experts; None: no bound.
         shared_limit: The bound of the hidden features of shared experts; None: no bound.
     """
@@ -264,10 +264,10 @@ def mixture_beside_shared(
         functools.partial(small_expert, config, limit=limit),
         shared=gated_mlp(config, mlp=config.shared * config.expert_mlp, limit=shared_limit, key=shared_key),
         balance_per="sequence",
-        balance_normalise=balance_normalise,
+        balance_normalize=balance_normalize,
         groups=nn.ExpertGroups(config.groups, config.kept_groups, group_score),
         score=score,
-        normalise=normalise,
+        normalize=normalize,
         scale=config.scale,
         balanced=balanced,
         router=router_key,
@@ -279,23 +279,23 @@ def sigmoid_mixture_beside_shared(
     config: WithShared,
     key: Key[Array, ""],
     *,
-    normalise: bool,
+    normalize: bool,
     limit: float | None = None,
     shared_limit: float | None = None,
 ) -> nn.MoE:
     """Return small experts beside shared experts, chosen by sigmoids and a bias (DeepSeek-V3).
 
-    The bias affects the choice of experts, not their weights; with `normalise`, a token's weights add up to 1. `limit`
+    The bias affects the choice of experts, not their weights; with `normalize`, a token's weights add up to 1. `limit`
     bounds the hidden features of experts, and `shared_limit` the hidden features of shared experts.
     """
     return mixture_beside_shared(
         config,
         key,
         score="sigmoid",
-        normalise=normalise,
+        normalize=normalize,
         balanced=True,
         group_score="top2",
-        balance_normalise=True,
+        balance_normalize=True,
         limit=limit,
         shared_limit=shared_limit,
     )
@@ -364,21 +364,21 @@ class ExpertGroupCount(Count):
 
 
 def router_attributes(
-    experts: int, top_k: int, *, normalise: bool = False, balance: float = 0.001
+    experts: int, top_k: int, *, normalize: bool = False, balance: float = 0.001
 ) -> tuple[Entry, ...]:
     """Return the entries for the number of experts and the router; the arguments are transformers' defaults."""
     return (
         Count("experts", ("num_experts", "num_local_experts"), experts),
         Count("top_k", "num_experts_per_tok", top_k),
-        Attribute("normalise", "norm_topk_prob", normalise),
+        Attribute("normalize", "norm_topk_prob", normalize),
         Attribute("balance", "router_aux_loss_coef", balance),
     )
 
 
-def mixture_attributes(experts: int, top_k: int, *, normalise: bool = False) -> tuple[Entry, ...]:
+def mixture_attributes(experts: int, top_k: int, *, normalize: bool = False) -> tuple[Entry, ...]:
     """Return the table entries for the fields of `QwenMoEConfig`; the arguments are transformers' defaults."""
     return (
-        *router_attributes(experts, top_k, normalise=normalise),
+        *router_attributes(experts, top_k, normalize=normalize),
         Count("expert_mlp", "moe_intermediate_size"),
         DenseLayers(),
         Count("moe_every", "decoder_sparse_step", 1),

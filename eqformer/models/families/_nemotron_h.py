@@ -86,7 +86,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Count("groups", "n_group", 1),
     Count("kept_groups", "topk_group", 1),
     Attribute("scale", "routed_scaling_factor", 1.0),
-    Attribute("normalise", "norm_topk_prob", True),
+    Attribute("normalize", "norm_topk_prob", True),
     *(
         Activation("relu2", "mlp_hidden_act"),
         Activation("silu", "mamba_hidden_act", "net_activation"),
@@ -146,7 +146,7 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     """The number of groups from which a token's experts are chosen."""
     scale: Number = 1.0
     """A factor of the experts' weights."""
-    normalise: bool = True
+    normalize: bool = True
     """Whether the weights of a token's experts are normalized to add up to 1."""
     activation: str = "relu_squared"
     net_activation: str = "silu"
@@ -194,7 +194,7 @@ def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transfo
             latent=latent(*jax.random.split(jax.random.fold_in(key, 3))),
             groups=ExpertGroups(config.groups, config.kept_groups, "top2"),
             score="sigmoid",
-            normalise=config.normalise,
+            normalize=config.normalize,
             scale=config.scale,
             balanced=True,
             router=router_key,

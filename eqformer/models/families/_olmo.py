@@ -156,7 +156,7 @@ class FlexOlmoConfig(Olmo2Config):
     """The number of experts of a layer."""
     top_k: Size = 5
     """The number of experts that each token chooses."""
-    normalise: bool = False
+    normalize: bool = False
     """Whether the weights of a token's experts are normalized to add up to 1."""
     balance: NotNegative = 0.01
     """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
@@ -173,7 +173,7 @@ def build_flex_olmo(config: FlexOlmoConfig, *, key: Key[Array, ""]) -> Transform
         feed_forward = mixture(
             config,
             lambda key: gated_mlp(config, output_std=None, key=key),
-            normalise=config.normalise,
+            normalize=config.normalize,
             router=router_key,
             experts=experts_key,
         )
@@ -267,7 +267,7 @@ class OLMoEConfig(DecoderConfig):
     """The number of experts of a layer."""
     top_k: Size = 8
     """The number of experts that each token chooses."""
-    normalise: bool = False
+    normalize: bool = False
     """Whether the weights of a token's experts are normalized to add up to 1."""
     eps: NotNegative = 1e-5
     bias: bool = False
@@ -288,7 +288,7 @@ def build_olmoe(config: OLMoEConfig, *, key: Key[Array, ""]) -> Transformer:
         feed_forward = mixture(
             config,
             lambda key: gated_mlp(config, key=key),
-            normalise=config.normalise,
+            normalize=config.normalize,
             router=router_key,
             experts=experts_key,
         )

@@ -83,7 +83,7 @@ class Qwen2MoEConfig(mixtures.QwenMoEConfig):
     """Hidden features of the shared expert."""
     experts: Size = 60
     top_k: Size = 4
-    normalise: bool = False
+    normalize: bool = False
     bias: bool = True
     """Whether queries, keys and values have biases."""
     window: Length | None = None
@@ -211,7 +211,7 @@ class Qwen3MoEConfig(mixtures.QwenMoEConfig):
 
     experts: Size = 128
     top_k: Size = 8
-    normalise: bool = True
+    normalize: bool = True
     bias: bool = False
     """Whether the attention's four projections have biases."""
     window: Length | None = None
@@ -230,7 +230,7 @@ def build_qwen3_moe(config: Qwen3MoEConfig, *, key: Key[Array, ""]) -> Transform
         router_key, experts_key = jax.random.split(feed_forward_key)
         expert = functools.partial(mixtures.small_expert, config)
         feed_forward = mixtures.mixture(
-            config, expert, normalise=config.normalise, router=router_key, experts=experts_key
+            config, expert, normalize=config.normalize, router=router_key, experts=experts_key
         )
         return pre_norm_block(config, mixer, feed_forward)
 
@@ -287,7 +287,7 @@ class Dots1Config(mixtures.SigmoidMoEConfig):
     """The indices of the layers that see a `window`; all other layers see whole rows."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
-    normalise: bool = False
+    normalize: bool = False
     max_seq: Length = 32_768
 
 
@@ -306,7 +306,7 @@ def build_dots1(config: Dots1Config, *, key: Key[Array, ""]) -> Transformer:
 
 _DOTS1_PRESETS = {
     "dots1-byte-500k": Dots1Config(
-        256, 64, 4, 4, 2, 128, expert_mlp=32, experts=12, top_k=4, bias=True, normalise=True, theta=1e4, tied=True
+        256, 64, 4, 4, 2, 128, expert_mlp=32, experts=12, top_k=4, bias=True, normalize=True, theta=1e4, tied=True
     ),
     "dots.llm1": Dots1Config(
         *(152_064, 4096, 62, 32, 32, 10_944),
@@ -315,7 +315,7 @@ _DOTS1_PRESETS = {
         shared=2,
         scale=2.5,
         head_dim=128,
-        normalise=True,
+        normalize=True,
         theta=10_000_000.0,
         eps=1e-5,
     ),
@@ -332,7 +332,7 @@ DOTS1 = Family(
         *decoder_attributes(kv_heads=32),
         *(*mixtures.SHARED_ATTRIBUTES, mixtures.FIRST_DENSE),
         NullableWindows(4096, LaterLayers(62)),
-        Attribute("normalise", "norm_topk_prob", False),
+        Attribute("normalize", "norm_topk_prob", False),
         Attribute("bias", "attention_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Activation(),

@@ -30,7 +30,7 @@ class Qwen3NextConfig(delta_nets.NetConfig, mixtures.QwenMoEConfig):
     """Hidden features of the shared expert."""
     experts: Size = 512
     top_k: Size = 10
-    normalise: bool = True
+    normalize: bool = True
     theta: Positive = 10_000_000.0
     max_seq: Length = 262_144
 
@@ -88,7 +88,7 @@ QWEN3_NEXT = Family(
     "qwen3_next",
     (
         *decoder_attributes(head_dim=256, kv_heads=2, max_seq=32_768),
-        *mixtures.mixture_attributes(512, 10, normalise=True),
+        *mixtures.mixture_attributes(512, 10, normalize=True),
         *delta_nets.NET_ATTRIBUTES,
         Attribute("shared_mlp", "shared_expert_intermediate_size", 512),
     ),
@@ -183,7 +183,7 @@ class Qwen35MoEConfig(delta_nets.NetConfig):
         return self.mlp
 
     @property
-    def normalise(self) -> bool:
+    def normalize(self) -> bool:
         """Whether the weights of a token's experts are normalized to add up to 1."""
         return True
 

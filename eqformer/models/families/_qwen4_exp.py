@@ -36,7 +36,7 @@ class Qwen4ExpConfig(delta_nets.NetConfig):
     """The number of experts of a layer."""
     top_k: Size = 10
     """The number of experts that each token chooses."""
-    normalise: bool = True
+    normalize: bool = True
     """Whether the weights of a token's experts are normalized to add up to 1."""
     balance: NotNegative = 0.001
     """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
@@ -430,7 +430,7 @@ QWEN4_EXP = Family(
         ),
         RotaryFraction(1.0, inside=True),
         Attribute("shared_mlp", "shared_expert_intermediate_size", 512),
-        *router_attributes(512, 10, normalise=True),
+        *router_attributes(512, 10, normalize=True),
         _GateActivation(),
         Count("streams", "hc_count", 4, minimum=2),
         Count("stream_rank", "hc_lowrank", 320),

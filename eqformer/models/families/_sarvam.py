@@ -24,7 +24,7 @@ _MIXTURE_ATTRIBUTES: tuple[Entry, ...] = (
     ExpertGroupCount("groups", "n_group", 1),
     ExpertGroupCount("kept_groups", "topk_group", 1),
     FIRST_DENSE,
-    Attribute("normalise", "norm_topk_prob", True),
+    Attribute("normalize", "norm_topk_prob", True),
     Attribute("balance", "router_aux_loss_coef", 0.0001),
     Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # layers for multi-token prediction
 )

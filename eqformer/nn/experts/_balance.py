@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from .._tokens import Tokens
-from ._routing import is_real, normalise_scores, Routing
+from ._routing import is_real, normalize_scores, Routing
 
 
 DeviceSum = Callable[[Array], Array]
@@ -47,7 +47,7 @@ class BalanceLoss(eqx.Module):
 class LoadBalance(BalanceLoss):
     """`experts * sum_i f_i P_i`, where `f_i` is the share of choices that expert `i` gets, and `P_i` its mean score.
 
-    `f` and `P` each sum to one (if scores are a softmax, or with `normalise`), so even loads cost 1 for each token. `f`
+    `f` and `P` each sum to one (if scores are a softmax, or with `normalize`), so even loads cost 1 for each token. `f`
     has no gradient. `f` is taken over the batch; with `per="sequence"`, it is taken over each row, and rows are
     weighted by their length. With `choices`, `f` counts only the first `choices` choices of each token. The loss is a
     sum over tokens that is linear in their scores, so only `f` is summed over devices.
@@ -55,13 +55,13 @@ class LoadBalance(BalanceLoss):
     - `per="batch"`, `top_k` 1: Switch (Fedus et al. 2021, eq. 4-6), coefficient 0.01. With more choices, the loss of
       transformers' Mixtral is `top_k` times this loss.
     - `choices=1`: GShard (Lepikhin et al. 2020, algorithm 1, which has `1 / experts` in front instead of `experts`).
-    - `per="sequence"`: DeepSeek-V2's expert-level loss (arXiv:2405.04434, eq. 23-25); with `normalise=True`, the loss
+    - `per="sequence"`: DeepSeek-V2's expert-level loss (arXiv:2405.04434, eq. 23-25); with `normalize=True`, the loss
       of DeepSeek-V3 for sigmoid scores (arXiv:2412.19437, eq. 17-20).
     """
 
     coefficient: float = eqx.field(static=True)
     per: str = eqx.field(static=True, default="batch")
-    normalise: bool = eqx.field(static=True, default=False)
+    normalize: bool = eqx.field(static=True, default=False)
     choices: int | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
@@ -84,7 +84,7 @@ class LoadBalance(BalanceLoss):
             counts, size = total(jnp.sum(counts, axis=tuple(range(counts.ndim - 1)))), total(jnp.sum(size))
         else:
             counts, size = row_total(counts), row_total(size)
-        scores = normalise_scores(routing.scores) if self.normalise else routing.scores
+        scores = normalize_scores(routing.scores) if self.normalize else routing.scores
         # The factors are floats, because the choices of a batch over all devices may exceed 32-bit integers.
         assignments = jnp.maximum(size, 1).astype(scores.dtype) * routing.experts[..., : self.choices].shape[-1]
         share = counts.astype(scores.dtype) / assignments[..., None]

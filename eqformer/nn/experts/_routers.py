@@ -65,7 +65,7 @@ class TopKRouter(routing.Router):
     """A router that chooses for each token the `top_k` experts with the highest scores; ties go to the lowest index.
 
     Scores are `s = score(W x + b)` with softmax, sigmoid or sqrt_softplus. The weights are the scores of the chosen
-    experts times `scale`. With `normalise` they are first divided by their sum (for a softmax: the softmax of the
+    experts times `scale`. With `normalize` they are first divided by their sum (for a softmax: the softmax of the
     chosen logits). `balanced` adds a `selection_bias` to the scores, only for the choice and without a gradient;
     `update_selection_bias` changes the bias. With `groups` a token chooses experts from its best groups; the scores of
     groups include the selection bias. In training, `jitter` multiplies each channel of the router's input by a number
@@ -74,23 +74,23 @@ class TopKRouter(routing.Router):
 
     - all experts: `top_k=experts`.
     - Switch (Fedus et al. 2021, eq. 1-2): `top_k=1, jitter=0.01`; not normalised, or the router would learn nothing.
-    - Mixtral (arXiv:2401.04088, section 2.1), gpt-oss (with `bias`), Qwen: `normalise=True`; OLMoE, Qwen2: without.
+    - Mixtral (arXiv:2401.04088, section 2.1), gpt-oss (with `bias`), Qwen: `normalize=True`; OLMoE, Qwen2: without.
     - DeepSeek-V2 (arXiv:2405.04434, section 2.2): softmax, `groups=ExpertGroups(8, 3), scale=16`.
-    - DeepSeek-V3 (arXiv:2412.19437, eq. 12-16), GLM-4.5: sigmoid, `normalise=True`, `balanced=True`,
+    - DeepSeek-V3 (arXiv:2412.19437, eq. 12-16), GLM-4.5: sigmoid, `normalize=True`, `balanced=True`,
       `groups=ExpertGroups(8, 4, "top2"), scale=2.5`.
     """
 
     linear: LinearMap
     top_k: int = eqx.field(static=True)
     score: str = eqx.field(static=True)
-    normalise: bool = eqx.field(static=True)
+    normalize: bool = eqx.field(static=True)
     scale: float = eqx.field(static=True)
     groups: ExpertGroups | None = eqx.field(static=True)
     jitter: float = eqx.field(static=True)
     norm: Norm | None
     logit_scale: float = eqx.field(static=True)
     expert_scale: Float[Array, "candidates"] | None
-    normalise_eps: float = eqx.field(static=True)
+    normalize_eps: float = eqx.field(static=True)
     selection_bias: Float[Array, "candidates"] | None = float32_field()
 
     def __init__(
@@ -100,8 +100,8 @@ class TopKRouter(routing.Router):
         experts: int,
         top_k: int,
         score: str = "softmax",
-        normalise: bool = False,
-        normalise_eps: float = 0.0,
+        normalize: bool = False,
+        normalize_eps: float = 0.0,
         scale: float = 1.0,
         groups: ExpertGroups | None = None,
         balanced: bool = False,
@@ -120,8 +120,8 @@ class TopKRouter(routing.Router):
             experts: The number of experts to choose from.
             top_k: The number of experts of each token.
             score: `"softmax"`, `"sigmoid"` or `"sqrt_softplus"` of the logits.
-            normalise: Whether the weights of the chosen experts add up to `scale`.
-            normalise_eps: Added to the sum of weights before the division; not for a softmax (LFM2: 1e-6).
+            normalize: Whether the weights of the chosen experts add up to `scale`.
+            normalize_eps: Added to the sum of weights before the division; not for a softmax (LFM2: 1e-6).
             scale: A factor of the weights.
             groups: Groups of experts; a token first chooses its best groups. None: one group.
             balanced: Whether there is a `selection_bias`, which follows the load.
@@ -145,8 +145,8 @@ class TopKRouter(routing.Router):
         self.selection_bias = jnp.zeros(experts, jnp.float32) if balanced else None
         self.norm, self.logit_scale = norm, logit_scale
         self.expert_scale = jnp.ones(experts, jnp.float32) if scales_experts else None
-        self.top_k, self.score, self.normalise, self.scale = top_k, score, normalise, scale
-        self.normalise_eps, self.jitter = normalise_eps, jitter
+        self.top_k, self.score, self.normalize, self.scale = top_k, score, normalize, scale
+        self.normalize_eps, self.jitter = normalize_eps, jitter
         self.groups = None if groups is None or groups.count == 1 else groups
 
     def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> routing.Routing:
@@ -161,11 +161,11 @@ class TopKRouter(routing.Router):
         scores = SCORES[self.score](logits)
         # Logits are compared instead of scores if possible, because rounding makes sigmoids of 17 and more equal.
         experts = self._choose_experts(logits if self.selection_bias is None and self.groups is None else scores)
-        if self.normalise and self.score == "softmax":
+        if self.normalize and self.score == "softmax":
             weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))
         else:
             weights = jnp.take_along_axis(scores, experts, axis=-1)
-            weights = routing.normalise_scores(weights, self.normalise_eps) if self.normalise else weights
+            weights = routing.normalize_scores(weights, self.normalize_eps) if self.normalize else weights
         if self.expert_scale is not None:
             weights = weights * self.expert_scale.astype(weights.dtype)[experts]
         return routing.mask_padding(tokens, experts, self.scale * weights, scores, logits)
@@ -359,13 +359,13 @@ class HashRouter(routing.Router, ReadsIds):
     """The experts that a table lists for the token's id (Roller et al. 2021, arXiv:2106.04426; DeepSeek-V4).
 
     Only the weights are learned: they are the scores of the listed experts, as in a `TopKRouter` of the same `score`,
-    `normalise` and `scale`. The table is not trained. A model passes the ids of its tokens to its layers.
+    `normalize` and `scale`. The table is not trained. A model passes the ids of its tokens to its layers.
     """
 
     linear: LinearMap
     table: Int[Array, "ids top_k"]
     score: str = eqx.field(static=True)
-    normalise: bool = eqx.field(static=True)
+    normalize: bool = eqx.field(static=True)
     scale: float = eqx.field(static=True)
 
     def __init__(
@@ -376,7 +376,7 @@ class HashRouter(routing.Router, ReadsIds):
         top_k: int,
         vocab: int,
         score: str = "softmax",
-        normalise: bool = False,
+        normalize: bool = False,
         scale: float = 1.0,
         std: float | None = None,
         key: Key[Array, ""],
@@ -389,7 +389,7 @@ class HashRouter(routing.Router, ReadsIds):
             top_k: The number of experts of each token.
             vocab: The number of token ids.
             score: `"softmax"`, `"sigmoid"` or `"sqrt_softplus"` of the logits.
-            normalise: Whether the weights of a token's experts add up to `scale`.
+            normalize: Whether the weights of a token's experts add up to `scale`.
             scale: A factor of the weights.
             std: Standard deviation of the map's weights; None: the default of `Linear`.
             key: Random key for the weights and the table.
@@ -399,7 +399,7 @@ class HashRouter(routing.Router, ReadsIds):
         linear_key, table_key = jax.random.split(key)
         self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=linear_key)
         self.table = routing.top_indices(jax.random.uniform(table_key, (vocab, experts)), top_k)
-        self.score, self.normalise, self.scale = score, normalise, scale
+        self.score, self.normalize, self.scale = score, normalize, scale
 
     def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> routing.Routing:
         """Look up the experts of each token, and weigh them."""
@@ -411,7 +411,7 @@ class HashRouter(routing.Router, ReadsIds):
         logits = routing.router_logits(self.linear, x)
         scores, experts = SCORES[self.score](logits), self.table[tokens.ids]
         weights = jnp.take_along_axis(scores, experts, axis=-1)
-        weights = routing.normalise_scores(weights, 0.0) if self.normalise else weights
+        weights = routing.normalize_scores(weights, 0.0) if self.normalize else weights
         return routing.mask_padding(tokens, experts, self.scale * weights, scores, logits)
 
     def facts(self) -> routing.RouterFacts:

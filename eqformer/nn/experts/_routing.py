@@ -154,7 +154,7 @@ def top_indices(scores: Float[Array, "*lead options"], count: int) -> Int[Array,
     return jax.lax.top_k(jax.lax.stop_gradient(scores), count)[1]
 
 
-def normalise_scores(scores: Float[Array, "*batch seq _"], eps: float = 0.0) -> Float[Array, "*batch seq _"]:
+def normalize_scores(scores: Float[Array, "*batch seq _"], eps: float = 0.0) -> Float[Array, "*batch seq _"]:
     """Divide scores by their sum plus `eps`.
 
     Scores that are all close to 0 stay close to 0, with a finite gradient.
