@@ -171,6 +171,11 @@ class EmbeddingTable(ReadsIds):
         return 1
 
     @property
+    def ids_per_token(self) -> int:
+        """The number of vectors that a model looks up for each token."""
+        return 1
+
+    @property
     def has_transform(self) -> bool:
         """Whether `transform` changes the vectors; if so, devices send the table in its own dtype, not in a narrower
         dtype."""

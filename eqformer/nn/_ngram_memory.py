@@ -228,10 +228,17 @@ class NGramTable(EmbeddingTable):
     """A table with a vector for each row of an `NGramHash`; further rows at the end of the table are never read."""
 
     weight: Float[Array, "ngrams ngram_dim"]
+    heads: int = eqx.field(static=True)
 
-    def __init__(self, *, rows: int, dim: int, std: float = 0.02, key: Key[Array, ""]):
-        """Initialize the table with standard deviation `std`."""
+    def __init__(self, *, rows: int, dim: int, heads: int, std: float = 0.02, key: Key[Array, ""]):
+        """Initialize the table with standard deviation `std`; `heads` is the number of vectors of each token."""
         self.weight = std * jax.random.normal(key, (rows, dim), jnp.float32)
+        self.heads = heads
+
+    @property
+    def ids_per_token(self) -> int:
+        """The number of heads of the hash."""
+        return self.heads
 
     @property
     def has_transform(self) -> bool:
@@ -302,7 +309,7 @@ class NGramMemory(Mixer):
         keys = jax.random.split(key, 4)
         rows, heads = -(-hash.rows // divisor) * divisor, len(hash.sizes)
         sizes: dict[str, Any] = {"ngram_heads": heads, "ngram_dim": dim, "embed": embed}
-        self.hash, self.table = hash, NGramTable(rows=rows, dim=dim, key=keys[0])
+        self.hash, self.table = hash, NGramTable(rows=rows, dim=dim, heads=heads, key=keys[0])
         self.key = Linear("ngram_heads ngram_dim -> streams embed", streams=streams, key=keys[1], **sizes)
         self.value = Linear("ngram_heads ngram_dim -> embed", std=output_std, key=keys[2], **sizes)
         self.key_norm, self.query_norm, self.conv_norm = (

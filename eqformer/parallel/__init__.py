@@ -23,6 +23,7 @@ from ._global_values import (
     replicate_rows as replicate_rows,
     sum_row_vectors as sum_row_vectors,
 )
+from ._layer_tables import keeps_split as keeps_split
 from ._mesh import (
     AXES as AXES,
     axis_sizes as axis_sizes,

@@ -33,6 +33,8 @@ COLLECTIVES: dict[str, str] = {
     "gradients over replica": STATE,
     "gradients over fsdp": STATE,
     "weights over fsdp": STATE,
+    "table ids over fsdp": STATE,
+    "looked-up vectors over fsdp": STATE,
     "column-parallel input": TENSOR,
     "row-parallel output": TENSOR,
     "feature-parallel output": TENSOR,

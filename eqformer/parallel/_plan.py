@@ -14,6 +14,7 @@ from . import _collectives as send
 from ._check_plan import check_model, check_parallel_config, check_rows
 from ._fully_sharded import gather, Gathered, grad_proxy, has_wider_grad, route_gradient, scatter, Scattered
 from ._global_values import DeviceParts, find_split, join_parts, ON_EACH_DEVICE, Split, stack_devices
+from ._layer_tables import split_tables
 from ._mesh import AXES, axes_of, AXIS_TYPES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._placement import Leaf, Placement
 from ._shard_map import filter_shard_map, vary, vary_like, varying_axes
@@ -129,7 +130,7 @@ class OnDevice:
         arrays = [leaf for leaf in jax.tree.leaves(leaves.blocks) if leaf.spec is not None]
         is_split = self.plan.zero == 3 or self.plan.scatters_layers
         # The dims of a leaf count the dim `layers`, which a block does not have.
-        dims = tuple(leaf.fsdp_dim - 1 if is_split and leaf.fsdp_dim is not None else None for leaf in arrays)
+        dims = [leaf.fsdp_dim - 1 if is_split and leaf.fsdp_dim is not None else None for leaf in arrays]
 
         def value_of(x: Array, parameter: Array, leaf: Leaf) -> Array | None:
             has_proxy = has_wider_grad(x) or (self.plan.scatters_layers and leaf.fsdp_dim is not None)
@@ -140,10 +141,13 @@ class OnDevice:
         stack_arrays = [jax.tree.leaves(eqx.filter(tree.blocks, eqx.is_array)) for tree in (shards, stack)]
         values = tuple(map(value_of, *stack_arrays, arrays))
         if self.plan.zero == 3:
-            dtypes = tuple(leaf.dtype for leaf in arrays)
-            blocks = Gathered(stack.blocks, dims, dtypes, stack.remat != "none", values, self.plan.torus_steps)
+            blocks, table_leaves = split_tables(stack.blocks, leaves.blocks, self.plan.torus_steps)
+            # The leaves of two arrays may be equal, so compare them by identity.
+            tables, dtypes = {id(leaf) for leaf in table_leaves}, tuple(leaf.dtype for leaf in arrays)
+            dims = [None if id(leaf) in tables else dim for leaf, dim in zip(arrays, dims, strict=True)]
+            blocks = Gathered(blocks, tuple(dims), dtypes, stack.remat != "none", values, self.plan.torus_steps)
         else:
-            blocks = Scattered(stack.blocks, values, dims, self.plan.torus_steps)
+            blocks = Scattered(stack.blocks, values, tuple(dims), self.plan.torus_steps)
         return eqx.tree_at(lambda s: s.blocks, stack, blocks)
 
     def wrap_forward(self, model: nn.LanguageModel) -> nn.LanguageModel:

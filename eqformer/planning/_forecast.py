@@ -63,12 +63,14 @@ def _scattered_gradients(
 ) -> Iterator[tuple[tuple[int, ...], int, int]]:
     """Yield each gradient that `fsdp` scatters: its shape, the dim that is split, and its number of layers.
 
-    Tables of the vocabulary that are scattered in parts are left out.
+    Tables of the vocabulary that are scattered in parts, and tables of layers that stay split, are left out.
     """
     model = plan.shapes(model)
     for array in place_arrays(plan, model, trained(model)):
         shard, dim = array.shard, array.fsdp_dim
         if dim is None or not array.is_trained or (plan.splits_tables and not array.layers):
+            continue
+        if array.ids_per_token is not None:
             continue
         yield (shard[1:], dim - 1, shard[0]) if array.layers else (shard, dim, 1)
 

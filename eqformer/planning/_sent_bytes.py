@@ -72,7 +72,7 @@ def sent_bytes(
     tokens = float(rows // microbatches_on_all_devices * seq // plan.size(CONTEXT))  # Tokens in a device's microbatch.
     model = plan.shapes(model)
     trained_model = trained(model)
-    sent = list(_state(plan, model, trained_model))
+    sent = list(_state(plan, model, trained_model, tokens))
     if (stream := plan.stream) is not None:
         layers = sum(_tensor_layers(plan, stream, model, stack, tokens) for stack in model.stacks)
         at_ends = ", on the stages that compute them" if plan.is_pipelined and not plan.spreads_edges else ""
@@ -109,6 +109,8 @@ class _PlacedArray(NamedTuple):
     """Number of layers that are stacked in the array; 0 for an array outside of stacks."""
     is_trained: bool
     """Whether the array has a gradient."""
+    ids_per_token: int | None
+    """Vectors of each token in a table of layers that stays split (`parallel.keeps_split`); None for other arrays."""
 
     @property
     def size(self) -> int:
@@ -137,22 +139,26 @@ def place_arrays(
     layers_by_leaf: dict[int, int] = {}
     for stack, stack_leaves in zip(model.stacks, leaves.stacks, strict=True):
         layers_by_leaf |= dict.fromkeys(map(id, jax.tree.leaves(stack_leaves)), len(stack))
+    tables = {id(table.weight): table.ids_per_token for table in nn.modules(model.stacks, nn.EmbeddingTable)}
     structure = jax.tree.structure(model)
     trees = map(structure.flatten_up_to, (model, leaves, specs, trained_model))
     for x, leaf, spec, trained in zip(*trees, strict=True):
         if spec is not None and jnp.issubdtype(x.dtype, jnp.floating):
+            shard = jax.sharding.NamedSharding(plan.mesh, spec).shard_shape(x.shape)
+            stays_split = plan.zero == 3 and id(x) in tables and parallel.keeps_split(leaf, math.prod(shard[1:]))
             yield _PlacedArray(
                 whole=x,
-                shard=jax.sharding.NamedSharding(plan.mesh, spec).shard_shape(x.shape),
+                shard=shard,
                 fsdp_dim=leaf.fsdp_dim,
                 gathered_dtype=leaf.gather_dtype,
                 summed_axes=leaf.reduced,
                 layers=layers_by_leaf.get(id(leaf), 0),
                 is_trained=trained is not None,
+                ids_per_token=tables[id(x)] if stays_split else None,
             )
 
 
-def _state(plan: parallel.Plan, model: nn.LanguageModel, trained_model: nn.LanguageModel) -> Iterator[Sent]:
+def _state(plan: parallel.Plan, model: PyTree, trained_model: PyTree, tokens: float) -> Iterator[Sent]:
     """Yield the bytes of parameters that are gathered and of gradients that are reduced."""
     logits_table = None
     if plan.splits_tables and parallel.chunked_tables(model).logits:
@@ -160,7 +166,9 @@ def _state(plan: parallel.Plan, model: nn.LanguageModel, trained_model: nn.Langu
     for array in place_arrays(plan, model, trained_model):
         if array.is_trained or plan.zero == 3:  # A frozen, replicated array is never sent.
             gathers = _count_gathers(plan, model, array)
-            if array.whole is not logits_table:
+            if array.ids_per_token is not None:
+                yield _looked_up_vectors(plan, array, tokens * array.ids_per_token)
+            elif array.whole is not logits_table:
                 yield from _sharded_state(plan, array, gathers)
             elif model.head is None:  # The logits are computed from the embedding's table, which is gathered for both.
                 yield from _sharded_state(plan, array, gathers)
@@ -204,6 +212,16 @@ def _sharded_state(plan: parallel.Plan, array: _PlacedArray, gathers: int) -> It
             gradient_bytes=gradient_bytes,
         )
         yield Sent(STATE, f"{name}, zero {plan.zero}", size)
+
+
+def _looked_up_vectors(plan: parallel.Plan, array: _PlacedArray, ids: float) -> Sent:
+    """Return the bytes of the vectors, and of their gradients, that devices look up for each other in a split table.
+
+    The gather of the `ids` of a microbatch and repetitions by rematerialisation are left out.
+    """
+    devices, vector, layers = plan.size(FSDP), math.prod(array.shard[2:]), array.shard[0]
+    size = ids * devices * vector * layers * plan.microbatches * jnp.dtype(array.gathered_dtype).itemsize
+    return Sent(STATE, "vectors of split tables", gather_bytes(size, devices) * (2 if array.is_trained else 1))
 
 
 def _tied_logits(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedArray) -> Iterator[Sent]:

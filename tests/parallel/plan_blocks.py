@@ -289,6 +289,16 @@ def streams(key: Any, sublayers: Callable[[Any], nn.Block] | None = None) -> nn.
     return nn.Block(mixer, nn.HyperConnection(inner.feed_forward, mixing=None, **sizes))
 
 
+def ngrams(key: Any, smallest: int = 50) -> nn.Block:
+    """A table of n-grams, whose vectors are added to all streams, before a feed-forward layer."""
+    one, two, three = jax.random.split(key, 3)
+    hash_ = nn.splitmix_hash(vocab=50, longest=3, heads=2, smallest=smallest, end_id=0)
+    memory = nn.NGramMemory(hash_, embed=EMBED, streams=STREAMS, dim=4, divisor=8, taps=2, key=one)
+    layer = nn.Residual(nn.MLP(embed=EMBED, mlp=MLP, key=two), norm())
+    connection = nn.HyperConnection(layer, mixing=None, streams=STREAMS, embed=EMBED, key=three)
+    return nn.Block(nn.Residual(memory), connection)
+
+
 ENDS = 3
 """Sublayers of a block of attention residuals, so that every second block ends within a layer."""
 
@@ -374,6 +384,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "compressed": (functools.partial(compressed, block_size=4),),
     "compressed and selected": (functools.partial(compressed, block_size=2, top_k=3),),
     "streams": (streams,),
+    "n-grams": (ngrams,),
     "attention residuals": (attention_residuals,),
     "attention residuals of experts": (functools.partial(attention_residuals, sublayers=mixture),),
     "hashed": (hashed,),

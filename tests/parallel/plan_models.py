@@ -101,7 +101,7 @@ CORES: dict[str, Any] = dict.fromkeys(("gpt2", "jaxformer", "five layers", "long
 
 
 # The numbers of layers of a model's stacks, where they are not four.
-DEPTHS = {"dense, then mixtures": (1, 5)}
+DEPTHS = {"dense, then mixtures": (1, 5), "n-grams": (2,)}
 
 
 def of_blocks(*makes: Make, depths: tuple[int, ...] | None = None, remat: str = "none") -> nn.Transformer:

@@ -206,6 +206,7 @@ ELSEWHERE = {
     "functions of their own": {"all_gather_matmul", "matmul_reduce_scatter", "ring"},
     "losses of rows": {"row sums", "row vectors", "row vectors over tensor", "vectors of all rows"},
     "ragged exchanges": {"tokens per expert"},
+    "tables inside of layers": {"table ids over fsdp", "looked-up vectors over fsdp"},
     "edits inside a model": {"values of all devices"},
 }
 
