@@ -61,7 +61,7 @@ def test_a_result_lists_plans_or_what_is_too_large():
     for traced, stops in ((5, False), (2, True)):
         text = format_search(PlanSearch([], smallest, 10**9, 9, 5, traced), flags)
         assert "takes 1.000 GB and fits alone, but the temporaries of a step take at least 4.000 GB more" in text
-        assert ("stopped after 2 of 5 plans" in text) == stops
+        assert ("only the first 2 were traced" in text) == stops
 
 
 class Tiny(NamedTuple):
