@@ -1,6 +1,5 @@
 """Attention to blocks of keys that an indexer selects, for each query and key head."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import einops
@@ -9,22 +8,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from ...kernels import AttentionCall, causal, ChosenKeys, Mask, Operation, ReferenceAttention
-from .._cache import KVCache
+from ...kernels import AttentionCall, ChosenKeys, Mask, Operation, ReferenceAttention
 from .._contracts import MixerFacts
 from .._dtype import at_least_float32
 from .._linear import Linear, LinearMap
-from .._module import Module
 from .._norm import Norm
-from .._tokens import answer_request, SharedValue, ShareRequest, Tokens, tokens_or_default, unwrap_request
-from ._attention import Attention
-from ._compressed_cache import VectorCache
-from ._indexer import keep_selected, map_query_chunks
+from .._tokens import Tokens
+from ._indexed_attention import IndexedAttention
+from ._indexer import IndexQueries, keep_selected, KeyIndexer, map_query_chunks
 from ._rotary import Rotary
-from ._scores import Scores
 
 
-class BlockIndexer(Module):
+class BlockIndexer(KeyIndexer):
     """The indexer of MiniMax-M3 (MiniMax 2026): for each key head, a query sees only its `top_k` best blocks of keys.
 
     A block holds the tokens at positions `n * block` to `(n + 1) * block - 1` of a document. There is a small query `q`
@@ -92,13 +87,31 @@ class BlockIndexer(Module):
         self.query_norm, self.key_norm, self.rotary = query_norm, key_norm, rotary
         self.block, self.top_k, self.local, self.chunk = block, top_k, local, chunk
 
-    def index_keys(self, x: Float[Array, "*rows _ embed"], tokens: Tokens) -> Float[Array, "*batch seq index_dim"]:
+    @property
+    def reads_latent(self) -> bool:
+        """False: small queries come from the input."""
+        return False
+
+    @property
+    def key_channels(self) -> int:
+        """The channels of a small key."""
+        return self.key.output_shape[0]
+
+    def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq index_dim"]:
         """Return the small keys of the tokens of `x`; the layer caches these keys."""
         return self.rotary(self.key_norm(self.key(x))[..., None, :], tokens.positions)[..., 0, :]
 
-    def select_blocks(
+    def index_queries(
+        self, x: Float[Array, "*batch _ embed"], latent: Float[Array, "*batch seq q_latent"], tokens: Tokens
+    ) -> IndexQueries:
+        """Return the small query of each key head, with weights of 1; `latent` is not used."""
+        query = self.rotary(self.query_norm(self.query(x)), tokens.positions)
+        query = jax.lax.stop_gradient(query).astype(at_least_float32(query.dtype))
+        return IndexQueries(query, jnp.ones_like(query, shape=query.shape[:-1]))
+
+    def select_keys(
         self,
-        x: Float[Array, "*rows _ embed"],
+        queries: IndexQueries,
         keys: Float[Array, "*batch kv_seq index_dim"],
         *,
         mask: Mask,
@@ -110,7 +123,7 @@ class BlockIndexer(Module):
         The scores of `chunk` queries are in memory at a time.
 
         Args:
-            x: The input.
+            queries: The small queries.
             keys: The small keys.
             mask: The keys that a query may see; other keys do not count for the scores of their blocks.
             tokens: The tokens of the queries.
@@ -121,9 +134,7 @@ class BlockIndexer(Module):
         count = -(-keys.shape[-2] // self.block) + 1
         if count <= self.top_k:
             return None
-        query = self.rotary(self.query_norm(self.query(x)), tokens.positions)
-        wide = at_least_float32(query.dtype)
-        query, keys = (jax.lax.stop_gradient(array).astype(wide) for array in (query, keys))
+        query, keys = queries.query, jax.lax.stop_gradient(keys).astype(queries.query.dtype)
         key_blocks = jnp.broadcast_to(kv_tokens.positions, keys.shape[:-1]) // self.block % count
 
         def best_blocks(tokens: Tokens, arrays: tuple[Array]) -> Int[Array, "*batch chunk kv_heads top_k"]:
@@ -208,85 +219,36 @@ class BlockSelection(Operation[AttentionCall, Array]):
         return map_query_chunks(attend_chunk, tokens, call.query.shape[:-2], (call.query, self.blocks), self.chunk)
 
 
-class BlockIndexedCache(eqx.Module):
-    """The cache of a `BlockIndexedAttention`, which consists of caches with slots."""
-
-    attention: KVCache
-    """Keys and values."""
-    index: VectorCache
-    """The indexer's small keys."""
-
-
-class BlockIndexedAttention(Attention):
-    """An `Attention` to the blocks of keys that a `BlockIndexer` selects for each key head (MiniMax-M3)."""
+class BlockIndexedAttention(IndexedAttention):
+    """An `IndexedAttention` whose `BlockIndexer` selects blocks of keys for each key head (MiniMax-M3)."""
 
     indexer: BlockIndexer
 
-    def __init__(
-        self,
-        indexer: BlockIndexer,
-        *,
-        embed: int,
-        heads: int,
-        head_dim: int,
-        kv_heads: int | None = None,
-        scores: Scores | None = None,
-        key: Key[Array, ""],
-        **options: Any,
-    ):
+    def __init__(self, indexer: BlockIndexer, *, embed: int, heads: int, key: Key[Array, ""], **options: Any):
         """Initialize the projections.
 
         Args:
             indexer: Selects blocks, for as many key heads as the attention has.
             embed: Channels of the input and the output.
             heads: Heads of queries.
-            head_dim: Channels of a head.
-            kv_heads: Heads of keys and values, a divisor of `heads`; None: as many as `heads`.
-            scores: The scale, temperature and softcap of the scores; None: the scale `head_dim^-0.5` alone.
             key: Random key for the weights.
             **options: Further arguments of `Attention`, except the mask, which is causal.
         """
-        kv_heads = heads if kv_heads is None else kv_heads
-        if (index_heads := indexer.query.output_shape[0]) != kv_heads:
+        super().__init__(indexer, embed=embed, heads=heads, key=key, **options)
+        kv_heads, (index_heads, _) = self.key.output_shape[0], indexer.query.output_shape
+        if index_heads != kv_heads:
             raise ValueError(
                 f"BlockIndexedAttention(kv_heads={kv_heads}, indexer=...): the indexer selects blocks for "
                 f"{index_heads} key heads; make it with kv_heads={kv_heads}."
             )
-        if scores is not None and (scores.bias or scores.sinks is not None):
+
+    def _check_scores(self) -> None:
+        """Raise a `ValueError` for scores that attention to selected blocks cannot compute."""
+        if self.scores.bias or self.scores.sinks is not None:
             raise ValueError(
-                f"BlockIndexedAttention(scores={scores}): attention to selected blocks has no sinks and no bias; leave "
-                "them out of the scores."
+                f"BlockIndexedAttention(scores={self.scores}): attention to selected blocks has no sinks and no bias; "
+                "leave them out of the scores."
             )
-        sizes = {"embed": embed, "heads": heads, "head_dim": head_dim, "kv_heads": kv_heads}
-        super().__init__(**sizes, scores=scores, mask=causal(), key=key, **options)
-        self.indexer = indexer
-
-    def __call__(
-        self,
-        x: Float[Array, "*batch seq embed"],
-        tokens: Tokens | None = None,
-        cache: BlockIndexedCache | ShareRequest | None = None,
-    ) -> tuple[Float[Array, "*batch seq embed"], BlockIndexedCache | SharedValue | None]:
-        """Attend among the tokens of `x` and, with a cache, to its tokens; the new tokens are stored in the cache."""
-        is_shared, cache = unwrap_request(cache)
-        tokens = kv_tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        index_keys, index_cache = self.indexer.index_keys(x, tokens), None
-        if cache is not None:
-            index_cache = cache.index.store(index_keys, tokens)
-            index_keys, positions = index_cache.read(index_keys.dtype)
-            kv_tokens = Tokens(positions)
-        selection = self.indexer.select_blocks(x, index_keys, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens)
-        core = self.core if selection is None else selection
-        attended, shared, kv_cache = self._attend(core, x, tokens, None if cache is None else cache.attention)
-        if kv_cache is not None and index_cache is not None:
-            cache = BlockIndexedCache(kv_cache, index_cache)
-        return attended, answer_request(is_shared, shared, cache)
-
-    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> BlockIndexedCache:
-        """Return an empty cache for rows of up to `capacity` tokens."""
-        attention = super().init_cache(batch, capacity, dtype)
-        (channels,) = self.indexer.key.output_shape
-        return BlockIndexedCache(attention, VectorCache.empty(batch, capacity, channels, attention.keys.dtype.name))
 
     def facts(self) -> MixerFacts:
         """Declare that a device can run a slice of the heads, with the operations of attention to `top_k` full blocks.

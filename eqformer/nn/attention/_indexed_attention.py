@@ -48,12 +48,16 @@ class IndexedAttention(Attention):
                 "attention lacks; give an indexer that reads the input, or use it in a LatentAttention."
             )
         super().__init__(embed=embed, heads=heads, mask=causal(), key=key, **options)
+        self._check_scores()
+        self.indexer = indexer
+
+    def _check_scores(self) -> None:
+        """Raise a `ValueError` for scores that attention to selected keys cannot compute."""
         if self.scores.softcap is not None or self.scores.bias:
             raise ValueError(
                 f"IndexedAttention(scores={self.scores}): attention to selected keys has no softcap and no bias; leave "
                 "them out of the scores."
             )
-        self.indexer = indexer
 
     def __call__(
         self,
