@@ -13,7 +13,7 @@ from ._mlp import silu
 from ._model_contracts import StreamMerge
 from ._module import Module
 from ._norm import Norm, RMSNorm
-from ._streams import StreamSublayer, tokens_of_streams
+from ._streams import add_to_streams, StreamSublayer, tokens_of_streams
 from ._tokens import Tokens, tokens_or_default
 
 
@@ -98,8 +98,7 @@ class GatedConnection(StreamSublayer):
         y, cache, aux = self.branch.run_branch(mean, tokens, cache, index=index)
         wide, streams = at_least_float32(x.dtype), x.shape[-3]
         write = 2 * jax.nn.sigmoid(self.write(normed).astype(wide) / streams)
-        added = jnp.swapaxes(write, -1, -2)[..., None] * y.astype(wide)[..., None, :, :]
-        return (x.astype(wide) + added).astype(x.dtype), cache, aux
+        return add_to_streams(x.astype(wide), y, write).astype(x.dtype), cache, aux
 
 
 class GatedMerge(StreamMerge):

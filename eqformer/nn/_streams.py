@@ -228,8 +228,7 @@ class HyperConnection(StreamSublayer):
             by_stream = jnp.moveaxis(matrix, -3, -1)[..., None]
             mixed = jnp.sum(by_stream * mixed[..., :, None, :, :], axis=-4)
         write = self.write_scale * jax.nn.sigmoid(write_logits) + self.write_eps
-        added = jnp.swapaxes(write, -1, -2)[..., None] * y.astype(wide)[..., None, :, :]
-        return (mixed + added).astype(x.dtype), cache, aux
+        return add_to_streams(mixed, y, write).astype(x.dtype), cache, aux
 
 
 class MergeStreams(StreamMerge):
@@ -290,6 +289,15 @@ def sum_streams(
     """Return the weighted sum of each token's streams: computed in the weights' dtype, returned in the dtype of `x`."""
     by_stream = jnp.swapaxes(weights, -1, -2)[..., None]
     return jnp.sum(by_stream * x.astype(weights.dtype), axis=-3).astype(x.dtype)
+
+
+def add_to_streams(
+    x: Float[Array, "*batch streams seq embed"],
+    y: Float[Array, "*batch seq embed"],
+    weights: Float[Array, "*batch seq streams"],
+) -> Float[Array, "*batch streams seq embed"]:
+    """Return each stream of `x` plus its weight times `y`, computed in the dtype of `x`."""
+    return x + jnp.swapaxes(weights, -1, -2)[..., None] * y.astype(x.dtype)[..., None, :, :]
 
 
 def _mix_matrix(

@@ -73,16 +73,19 @@ def delta_net(config: NetSizesConfig, key: Key[Array, ""], **options: Any) -> nn
     )
 
 
-NET_ATTRIBUTES: tuple[Entry, ...] = (
+NET_SIZE_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("net_heads", "linear_num_value_heads", 32),
     Attribute("net_kv_heads", "linear_num_key_heads", 16),
     Attribute("net_head_dim", "linear_key_head_dim", 128),
     Attribute("net_v_dim", "linear_value_head_dim", 128),
     Attribute("taps", "linear_conv_kernel_dim", 4),
-    LayerTypes("attention_layers", ("full_attention", "linear_attention"), Period(4, ("full_attention_interval",))),
-    RotaryFraction(0.25),
     Activation(),
     Attribute("bias", "attention_bias", False),
+)
+NET_ATTRIBUTES: tuple[Entry, ...] = (
+    *NET_SIZE_ATTRIBUTES,
+    LayerTypes("attention_layers", ("full_attention", "linear_attention"), Period(4, ("full_attention_interval",))),
+    RotaryFraction(0.25),
 )
 
 GATED_ATTENTION = tuple(

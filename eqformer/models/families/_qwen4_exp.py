@@ -421,7 +421,7 @@ QWEN4_EXP = Family(
             mlp="moe_intermediate_size",
             max_seq=32_768,
         ),
-        *(entry for entry in delta_nets.NET_ATTRIBUTES if not isinstance(entry, (LayerTypes, RotaryFraction))),
+        *delta_nets.NET_SIZE_ATTRIBUTES,
         LayerTypes(
             "attention_layers",
             ("full_attention", "linear_attention"),
