@@ -1,6 +1,7 @@
 """Tables of hashed n-grams: vectors of a token and the tokens before it, which a layer adds to its residual streams."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -68,6 +69,11 @@ class NGramHash:
         return sum(self.sizes)
 
     @property
+    def starts(self) -> tuple[int, ...]:
+        """The first row of each head."""
+        return tuple(itertools.accumulate(self.sizes[:-1], initial=0))
+
+    @property
     def context(self) -> int:
         """The number of tokens before a token on which its rows may depend."""
         return len(self.multipliers) - 1
@@ -92,8 +98,7 @@ class NGramHash:
             high, low = high ^ other_high, low ^ other_low
             rows.append(_remainders(high, low, self.sizes[first : first + heads]))
             first += heads
-        starts = [sum(self.sizes[:head]) for head in range(len(self.sizes))]
-        return jnp.concatenate(rows, -1).astype(jnp.int32) + jnp.asarray(starts, jnp.int32)
+        return jnp.concatenate(rows, -1).astype(jnp.int32) + jnp.asarray(self.starts, jnp.int32)
 
     def _tokens_before(
         self,

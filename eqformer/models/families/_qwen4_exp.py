@@ -51,13 +51,13 @@ class Qwen4ExpConfig(delta_nets.NetConfig):
     index_dim: Size | None = None
     """Channels of a head of the indexer."""
     index_top_k: Size | None = None
-    """The number of keys in the pools that a query selects. A query also sees the keys of its own unfinished pool."""
+    """The number of keys that a query selects, in whole pools. It also sees the keys of its own unfinished pool."""
     index_pool: Size | None = None
     """The number of keys in a pool, a divisor of `index_top_k`."""
     memory_layers: tuple[Index, ...] = ()
     """The indices of the layers with an n-gram memory, which must be layers with delta nets."""
     memory_dim: Size | None = None
-    """Channels of all vectors of a token together; None: `embed`."""
+    """The sum of the channels of a token's vectors; None: `embed`."""
     memory_taps: Size = 4
     """The number of tokens that the convolution of a memory reads."""
     ngram: Size = 3
@@ -65,7 +65,7 @@ class Qwen4ExpConfig(delta_nets.NetConfig):
     ngram_heads: Size = 8
     """The number of vectors for each length of n-grams."""
     ngram_rows: Size = 20_000_000
-    """A lower bound of the number of rows of the table for each vector."""
+    """A lower bound of the number of rows that each vector of a token has in the table of its memory."""
     rows_divisor: Size = 128
     """The number of rows of a whole table is a multiple of this number."""
     hash_seed: Index = 1234
@@ -105,8 +105,8 @@ class _LayerKind(NamedTuple):
     is_attention: bool
     """Whether the layer has attention; False: it has a delta net."""
     memory: int | None = None
-    """The index of the layer if it has an n-gram memory, because each memory has a table and a hash of its own; None:
-    it has none."""
+    """The layer's index if the layer has an n-gram memory, else None. Each memory has a hash of its own, so layers with
+    memories are of different kinds."""
 
 
 def build_qwen4_exp(config: Qwen4ExpConfig, *, key: Key[Array, ""]) -> nn.Transformer:
@@ -143,6 +143,10 @@ def build_qwen4_exp(config: Qwen4ExpConfig, *, key: Key[Array, ""]) -> nn.Transf
 
 def _check_memories(config: Qwen4ExpConfig) -> None:
     """Raise a `ValueError` for layers that cannot have an n-gram memory."""
+    if len({*config.memory_layers}) < len(config.memory_layers):
+        raise ValueError(
+            f"Qwen4ExpConfig(memory_layers={config.memory_layers}): a layer has one memory; list each layer once."
+        )
     if wrong := [n for n in config.memory_layers if n >= config.layers or n in config.attention_layers]:
         raise ValueError(
             f"Qwen4ExpConfig(memory_layers={config.memory_layers}): layers {wrong} are not among the {config.layers} "
@@ -278,10 +282,9 @@ def _constants(config: Qwen4ExpConfig) -> Mapping[str, np.ndarray]:
     arrays = {}
     for layer in config.memory_layers:
         hash_, prefix = config.hash_of(layer), f"{_MEMORY.format(layer=layer)}ple_embedding."
-        starts = [sum(hash_.sizes[:head]) for head in range(len(hash_.sizes))]
         arrays[f"{prefix}layer_multipliers"] = np.array(hash_.multipliers, np.int64)
         arrays[f"{prefix}ngram_heads_vocab_sizes"] = np.array(hash_.sizes, np.int64)
-        arrays[f"{prefix}ngram_heads_offsets"] = np.array(starts, np.int64)
+        arrays[f"{prefix}ngram_heads_offsets"] = np.array(hash_.starts, np.int64)
     return arrays
 
 
@@ -311,7 +314,8 @@ _PRESETS = {
         table_shards=4,
         tied=True,
     ),
-    # The sizes are transformers' defaults. It has none for the indexer and for the layers with a memory.
+    # The sizes are transformers' defaults. transformers has none for the indexer, the layers with a memory and the id
+    # that ends a text, and other defaults for `theta` (1e4) and `rotary_fraction` (1), which are Qwen3.5's here.
     "qwen4-exp": Qwen4ExpConfig(
         *(248_320, 2048, 40, 16, 2, 512),
         attention_layers=every(4, 40),

@@ -38,11 +38,7 @@ class SplitEmbedding(nn.Module):
 
     def __call__(self, ids: Int[Array, "*batch full_seq"]) -> Float[Array, "*batch seq embed"]:
         """Return the tokens' vectors, or this device's part of them if the stream is split."""
-        count = self.weight.shape[0]
-        local_ids = ids - jax.lax.axis_index(TENSOR) * count
-        is_local = (local_ids >= 0) & (local_ids < count)
-        vectors = nn.lookup_rows(self.weight, jnp.where(is_local, local_ids, 0))
-        x = jnp.where(is_local[..., None], vectors, jnp.zeros_like(vectors))
+        x = lookup_local_rows(self.weight, ids, TENSOR)
         # The vector of an id outside of the full table is NaN, as in `nn.lookup_rows`.
         x = jnp.where(((ids >= 0) & (ids < self.total))[..., None], x, jnp.full_like(x, jnp.nan))
         return self.inner.transform(self.stream.reduce("token embeddings", x))
@@ -50,6 +46,21 @@ class SplitEmbedding(nn.Module):
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Return the logits of this device's ids."""
         return nn.unembed(x, self.weight)
+
+
+def lookup_local_rows(
+    rows: Float[Array, "rows *row"], ids: Int[Array, "*batch seq"], axis: str
+) -> Float[Array, "..."]:
+    """Return the vector of each id whose row this device holds, and zeros for other ids.
+
+    `rows` are this device's rows of a table that is split over a mesh axis, equally many on each device.
+    """
+    count = len(rows)
+    local_ids = ids - jax.lax.axis_index(axis) * count
+    is_local = (local_ids >= 0) & (local_ids < count)
+    vectors = nn.lookup_rows(rows, jnp.where(is_local, local_ids, 0))
+    is_local = jax.lax.expand_dims(is_local, range(is_local.ndim, vectors.ndim))
+    return jnp.where(is_local, vectors, jnp.zeros_like(vectors))
 
 
 class FeatureEmbedding(nn.Module):
