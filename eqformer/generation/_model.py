@@ -181,7 +181,6 @@ _VECTOR_MEMORY = 2**26
 def _largest_head_projection(model: LanguageModel) -> int:
     """Return the bytes of a layer's largest projection to or from heads."""
     arrays = jax.tree.leaves(eqx.filter([stack.blocks for stack in model.stacks], eqx.is_array))
-    # Of the weights of dense layers, only these projections have more than three dims, such as `layers heads head_dim
-    # embed`.
+    # No other weights of dense layers have more than three dims, such as `layers heads head_dim embed`.
     projections = [x for x in arrays if x.ndim > 3]
     return max((x.size // len(x) * x.dtype.itemsize for x in projections), default=0)

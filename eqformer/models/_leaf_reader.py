@@ -89,7 +89,7 @@ class _Shard(NamedTuple):
     """The part of a leaf that a device holds."""
 
     bounds: tuple[tuple[int, int], ...]
-    """Where the part starts and stops, in each dim of the leaf."""
+    """The start and the stop of the part in each dim of the leaf."""
     values: Shaped[np.ndarray, "..."]
 
     def holds(self, index: tuple[int, ...]) -> bool:

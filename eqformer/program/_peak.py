@@ -22,7 +22,7 @@ class PeakMemory(NamedTuple):
     size: int
     """Total bytes."""
     by_cause: dict[str, int]
-    """The same bytes by cause, such as `gradients`."""
+    """The total, divided by the causes of the memory, such as `gradients`."""
 
 
 def estimate_peak(program: Program) -> PeakMemory:

@@ -411,7 +411,7 @@ FUSED = (
     ),
     Rule(f"{LAYER}mlp.experts.down_proj", f"{_EXPERTS}.down.weight", variant=True),
 )
-# The same arrays with inputs before outputs, so that `gate` and `up` are joined along dim 2 instead of dim 1. A folder
+# Arrays of `FUSED` with inputs before outputs: `gate` and `up` are joined along dim 2 instead of dim 1. A folder
 # of a multimodal model may have either layout.
 TRANSPOSED = tuple(
     dataclasses.replace(rule, pattern=_TRANSPOSED, axis=2 if rule.axis == 1 else rule.axis) for rule in FUSED

@@ -48,9 +48,7 @@ class SplitEmbedding(nn.Module):
         return nn.unembed(x, self.weight)
 
 
-def lookup_local_rows(
-    rows: Float[Array, "rows *row"], ids: Int[Array, "*batch seq"], axis: str
-) -> Float[Array, "..."]:
+def lookup_local_rows(rows: Float[Array, "rows *row"], ids: Int[Array, "*batch seq"], axis: str) -> Float[Array, "..."]:
     """Return the vector of each id whose row this device holds, and zeros for other ids.
 
     `rows` are this device's rows of a table that is split over a mesh axis, equally many on each device.
