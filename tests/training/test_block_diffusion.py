@@ -126,7 +126,9 @@ def test_only_answers_are_masked_and_counted():
     # The random numbers are the same, and copies of other tokens are clean.
     expected = np.where(answers, np.asarray(of_all.ids)[:, :SEQ], batch.ids)
     assert np.array_equal(np.asarray(of_answers.ids)[:, :SEQ], expected) and (expected == MASK).any()
-    assert np.array_equal(of_answers.weights[:, :SEQ], np.where(answers, np.asarray(of_all.weights)[:, :SEQ], 0))
+    expected = np.where(answers, np.asarray(of_all.weights)[:, :SEQ], 0)
+    # The two programs may round differently.
+    assert np.asarray(of_answers.weights[:, :SEQ]) == pytest.approx(expected, rel=1e-6)
     loss = eqx.filter_jit(training.block_diffusion_loss)
     model = eqx.filter_jit(lambda key: nn.with_blocks(models.build(CONFIG, key=key), BLOCK))(jax.random.key(0))
     total, count = loss(model, of_answers)
