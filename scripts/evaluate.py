@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import tyro
 from support.command import entry
-from support.load import load_llm, ModelFlags
+from support.load import apply_blocks, load_llm, ModelFlags
 
-from eqformer import data, evaluation, write_atomic
+from eqformer import data, evaluation, generation, write_atomic
 from eqformer.recipes import Screen
 from eqformer.text import LLM
 
@@ -48,6 +48,7 @@ class Command(ModelFlags):
     """Use the model's chat template."""
     batch: int = 8
     """The number of rows that are read together."""
+    blocks: generation.BlockSampler = generation.BlockSampler()
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """Also write the scores to this file."""
 
@@ -61,7 +62,7 @@ def evaluate(command: Command) -> None:
     source = data.files(list(command.text), field=command.field, piece=sys.maxsize) if command.text else None
     tasks = load_tasks(command)
     # Tasks that generate text run for so long that speed matters more than compilation time.
-    llm = load_llm(command, throughput=any(map(generates_text, tasks)))
+    llm = apply_blocks(load_llm(command, throughput=any(map(generates_text, tasks))), command.blocks)
     figures: dict[str, dict[str, float]] = {}
     if source is not None:
         figures["text"] = score_texts(command, llm, source)

@@ -12,7 +12,7 @@ from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text  # pyright: ignore[reportMissingImports]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 
-from ..generation import Request, score_tokens
+from ..generation import Request
 from ..text import LLM
 
 
@@ -30,6 +30,8 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.llm, self.batch_size, self.max_length, self.progress = llm, batch_size, max_length, progress
         self.backend = "causal" if llm.model.start is None else "seq2seq"
+        # If the model does not read the last id of a row to score, one more id fits.
+        self.max_scored_row = max_length + (not llm.sampler.reads_last_id)
 
     @property
     def eot_token_id(self) -> int:
@@ -72,21 +74,24 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[ScoredPair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return the log-probability of each continuation, and whether greedy decoding would write it."""
+        """Return the log-probability of each continuation, and whether greedy decoding would write the continuation.
+
+        A model of block diffusion gives the lower bound of `generation.score_blocks`.
+        """
         prompts, continuations = [], []
         for texts, context, continuation in requests:
-            if len(continuation) > self.max_length:
+            if len(continuation) >= self.max_scored_row:
                 answer = "" if texts is None else f" {texts[1]!r:.80}"
                 raise ValueError(
                     f"a task asks for the probability of an answer{answer} of {len(continuation)} tokens, but the "
-                    f"model has {self.max_length} tokens in all; give a larger max_length, or leave the task out."
+                    f"model has {self.max_scored_row - 1} tokens for an answer; give a larger max_length, or leave the "
+                    "task out."
                 )
-            # The model does not read the last id, so one more id fits.
-            ids = (context + continuation)[-(self.max_length + 1) :]
+            ids = (context + continuation)[-self.max_scored_row :]
             start = max(1, len(ids) - len(continuation))
             prompts.append(ids[:start])
             continuations.append(ids[start:])
-        scores = score_tokens(
+        scores = self.llm.sampler.score(
             self.llm.model,
             prompts,
             continuations,
@@ -103,7 +108,7 @@ class HarnessModel(TemplateLM):
             for window in get_rolling_token_windows(
                 token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
+                max_seq_len=self.max_scored_row - 1,
                 context_len=1,
             ):
                 owners.append(number)

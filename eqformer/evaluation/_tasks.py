@@ -103,7 +103,8 @@ def harness_model(
 ) -> Any:
     """Return the model as an `LM` of lm-evaluation-harness, for `lm_eval.simple_evaluate(model=...)`.
 
-    Requests of like lengths are read together, and a context that several answers share is read once.
+    Requests of like lengths are read together, and a context that several answers share is read once. A model of block
+    diffusion gives lower bounds of log-probabilities (`generation.score_blocks`), and writes texts block by block.
 
     Args:
         llm: The model with its tokenizer; on any mesh.

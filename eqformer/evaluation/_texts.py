@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..generation import score_tokens
 from ..text import LLM
 
 
@@ -17,9 +16,9 @@ class TextScores(NamedTuple):
     """Sums over the scored tokens of texts, and the means that are usually quoted."""
 
     nats: float
-    """The sum of the negative log-probabilities, in nats."""
+    """The sum of the negative log-probabilities, in nats; of a model of block diffusion, an upper bound of the sum."""
     correct: int
-    """The number of tokens to which the model gives the largest probability."""
+    """The number of tokens that greedy decoding would write."""
     tokens: int
     """The number of scored tokens."""
     text_bytes: int
@@ -38,7 +37,7 @@ class TextScores(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """The share of tokens to which the model gives the largest probability."""
+        """The share of tokens that greedy decoding would write."""
         return self.correct / self.tokens
 
 
@@ -65,6 +64,9 @@ def evaluate_texts(
     `window - stride` tokens of context. This is the sliding window of transformers' documentation. The first token has
     nothing before it and is not scored. If the tokenizer begins each text with a special token, the special token is
     the first token, so all tokens of the text itself are scored.
+
+    The texts of a model of block diffusion are scored by `generation.score_blocks`: their nats estimate an upper bound,
+    the negative evidence lower bound (ELBO).
 
     Args:
         llm: The model with its tokenizer.
@@ -98,7 +100,7 @@ def evaluate_texts(
         windows += _slide(ids, window, stride)
     if not windows:
         raise ValueError(f"{call}: the texts have no token to score; give a text of at least two tokens.")
-    scores = score_tokens(
+    scores = llm.sampler.score(
         llm.model,
         [window.ids[: window.first] for window in windows],
         [window.ids[window.first :] for window in windows],

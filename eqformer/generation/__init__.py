@@ -19,7 +19,9 @@ from ._samplers import (
     Sampler as Sampler,
     sampler_of as sampler_of,
     SamplerOptions as SamplerOptions,
+    ScoreOptions as ScoreOptions,
 )
+from ._score_blocks import score_blocks as score_blocks
 from ._score_tokens import score_tokens as score_tokens, TokenScores as TokenScores
 from ._speculative import DraftStatistics as DraftStatistics
 from ._transforms import (

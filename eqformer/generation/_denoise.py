@@ -112,9 +112,7 @@ def denoise_block(model: Model, rows: BlockRows, sampling: SamplingState, rule: 
         hidden, cache, _ = model.encode(ids, tokens, cache)
         logits = model.unembed(hidden.reshape(-1, hidden.shape[-1])).reshape(*ids.shape, -1)
         new_ids, probabilities, priorities = _sample(logits, columns, number, history, sampling, rule, rows.is_greedy)
-        count = -(-jnp.sum(masked, axis=1) // (rule.steps - number))
-        is_filled = masked & (_rank(jnp.where(masked, priorities, -1.0)) < count[:, None])
-        is_filled |= masked & (probabilities > rule.threshold)
+        is_filled = choose_filled(masked, priorities, probabilities, number, rule)
         are_numbers &= ~jnp.any(jnp.isnan(logits) & masked[..., None], axis=(1, 2))
         have_candidates &= ~jnp.any((new_ids < 0) & masked, axis=1)
         ids = jnp.where(is_filled, jnp.maximum(new_ids, 0), ids)
@@ -175,6 +173,19 @@ def _sample(
     return new_ids, probabilities, jax.vmap(jax.vmap(draw_priority))(keys)
 
 
+def choose_filled(
+    masked: Bool[Array, "batch block"],
+    priorities: Float[Array, "batch block"],
+    probabilities: Float[Array, "batch block"],
+    number: Int[Array, ""],
+    rule: DenoisingRule,
+) -> Bool[Array, "batch block"]:
+    """Return which masked tokens pass `number` fills: an equal part by priority, and all above the threshold."""
+    count = -(-jnp.sum(masked, axis=1, dtype=jnp.int32) // (rule.steps - number))
+    is_first = _rank(jnp.where(masked, priorities, -1.0)) < count[:, None]
+    return masked & (is_first | (probabilities > rule.threshold.astype(probabilities.dtype)))
+
+
 def _rank(priorities: Float[Array, "batch block"]) -> Int[Array, "batch block"]:
     """Return each token's place by falling priority; of tokens with equal priority, the first comes first."""
-    return jnp.argsort(jnp.argsort(-priorities, axis=1, stable=True), axis=1)
+    return jnp.argsort(jnp.argsort(-priorities, axis=1, stable=True), axis=1).astype(jnp.int32)

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, Required, runtime_checkable, TypedDict, Unpack
+from typing import Any, ClassVar, Protocol, Required, runtime_checkable, TypedDict, Unpack
 
 from jaxtyping import Array, Key
 
@@ -15,6 +15,8 @@ from ._engine import Engine
 from ._generate import generate, Generation, stream
 from ._model import Model
 from ._request_engine import RequestEngine
+from ._score_blocks import score_blocks
+from ._score_tokens import Ids, score_tokens, TokenScores
 from ._speculative import DraftStatistics
 from ._transforms import Transform
 
@@ -70,6 +72,15 @@ class EngineOptions(TypedDict, total=False):
     """Tokens that the draft proposes at a time."""
 
 
+class ScoreOptions(TypedDict, total=False):
+    """Keyword arguments of `Sampler.score`, as `score_tokens` describes them."""
+
+    batch_size: int | None
+    """Maximum number of rows that are read at once; None: all."""
+    progress: Callable[[int, int], object]
+    """A function that is called with the number of scored rows and the number of all rows."""
+
+
 @runtime_checkable
 class IdStream(Protocol):
     """Iterator over the ids of one text while they are generated."""
@@ -84,6 +95,9 @@ class IdStream(Protocol):
 
 class Sampler(abc.ABC):
     """The way in which a model writes; `sampler_of(model)` returns the sampler that suits the model."""
+
+    reads_last_id: ClassVar[bool] = False
+    """Whether `score` reads the last id of a continuation; a model that predicts next tokens does not."""
 
     @abc.abstractmethod
     def generate(
@@ -101,6 +115,12 @@ class Sampler(abc.ABC):
     @abc.abstractmethod
     def engine(self, model: Model, **options: Unpack[EngineOptions]) -> RequestEngine:
         """Return an engine that continues many requests at once."""
+
+    @abc.abstractmethod
+    def score(
+        self, model: Model, prompts: Sequence[Ids], continuations: Sequence[Ids], **options: Unpack[ScoreOptions]
+    ) -> list[TokenScores]:
+        """Return the scores of each id of known continuations; their sum may be a bound on the log-probability."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,15 +144,22 @@ class NextTokenSampler(Sampler):
         """Return an `Engine`."""
         return Engine(model, **options)
 
+    def score(
+        self, model: Model, prompts: Sequence[Ids], continuations: Sequence[Ids], **options: Unpack[ScoreOptions]
+    ) -> list[TokenScores]:
+        """Return the scores of `score_tokens`."""
+        return score_tokens(model, prompts, continuations, **options)
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockSampler(Sampler):
-    """Denoising of one block after another, by `generate_blocks`, `stream_blocks` and `BlockEngine`.
+    """Denoising of one block after another, by `generate_blocks`, `stream_blocks`, `BlockEngine` and `score_blocks`.
 
     A model of block diffusion has no log-probabilities of tokens and no draft; calls that ask for them raise a
     `ValueError`. The options `prefill_chunk`, `stride` and `prefixes` of an engine have no effect.
     """
 
+    reads_last_id: ClassVar[bool] = True
     mask_id: int | None = None
     """The id of a masked token, with which the model was trained. `eqformer.load` and the scripts take the id that the
     model's files name; without an id, calls raise a `ValueError`."""
@@ -144,6 +171,8 @@ class BlockSampler(Sampler):
     threshold: float = 1.0
     """The probability above which a sampled token is filled at once; with 1, `steps` alone determines how many tokens a
     pass fills."""
+    score_samples: int = 32
+    """Maximum number of choices of masked tokens that are read for each block of a text to score."""
 
     def generate(
         self,
@@ -167,6 +196,14 @@ class BlockSampler(Sampler):
         """Return a `BlockEngine`; raise a `ValueError` for a draft."""
         return BlockEngine(model, **self._settings("engine", options))
 
+    def score(
+        self, model: Model, prompts: Sequence[Ids], continuations: Sequence[Ids], **options: Unpack[ScoreOptions]
+    ) -> list[TokenScores]:
+        """Return the scores of `score_blocks`, whose sum is the evidence lower bound on the log-probability."""
+        settings = self._settings("score", options)
+        del settings["order"]
+        return score_blocks(model, prompts, continuations, samples=self.score_samples, **settings)
+
     def _settings(self, call: str, options: Any) -> dict[str, Any]:
         """Return the keyword arguments of a function of block diffusion; errors begin with the name of the `call`."""
         if options.get("draft") is not None:
@@ -179,7 +216,7 @@ class BlockSampler(Sampler):
                 f"{call}: the model's files name no mask token; state its id, by --blocks.mask-id or as in "
                 "dataclasses.replace(llm, sampler=generation.BlockSampler(mask_id=5))."
             )
-        rule = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        rule = {name: getattr(self, name) for name in ("mask_id", "steps", "order", "threshold")}
         return rule | {name: value for name, value in options.items() if name not in _UNUSED}
 
 

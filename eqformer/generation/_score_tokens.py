@@ -69,9 +69,9 @@ def score_tokens(
     if block_of(model) is not None:
         raise ValueError(
             "score_tokens(model): with masks of blocks a token sees later tokens, so a model of block diffusion gives "
-            "no probability of a token after the tokens before it; pass a model that predicts next tokens."
+            "no probability of a token after the tokens before it; call score_blocks, which estimates a bound."
         )
-    _check_rows(model, prompts, continuations)
+    check_rows("score_tokens", model, prompts, continuations)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"score_tokens(batch_size={batch_size}): a batch must have at least 1 row.")
     if alternatives < 0:
@@ -137,8 +137,8 @@ def _score_rows(
 ) -> list[TokenScores]:
     """Score the only continuation of each prompt in one pass over both; the batch is padded to `full_size` rows."""
     count = len(prompts)
-    prompts = _repeat_last(prompts, full_size)
-    new = _repeat_last([continuation for (continuation,) in continuations], full_size)
+    prompts = repeat_last(prompts, full_size)
+    new = repeat_last([continuation for (continuation,) in continuations], full_size)
     starts: Sequence[Ids] = prompts if model.start is None else [[model.start]] * len(prompts)
     # The model does not read the last id, since nothing is predicted after it.
     ids, lengths = _pad([[*start, *row[:-1]] for start, row in zip(starts, new)], model.max_seq)
@@ -159,8 +159,8 @@ def _score_groups(
     new = [row for rows in continuations for row in rows]
     owner = np.repeat(np.arange(len(prompts)), [len(rows) for rows in continuations]).tolist()
     count = len(new)
-    new, owner = _repeat_last(new, full_size), _repeat_last(owner, full_size)
-    prompts = _repeat_last(prompts, None if full_size is None else next_power_of_two(len(prompts)))
+    new, owner = repeat_last(new, full_size), repeat_last(owner, full_size)
+    prompts = repeat_last(prompts, None if full_size is None else next_power_of_two(len(prompts)))
     ids, lengths = _pad(prompts, model.max_seq)
     targets, counts = _pad(new, None)
     # The model does not read the last id. If each row has one id, the model reads nothing after the prompts.
@@ -173,7 +173,7 @@ def _score_groups(
     return _split_scores(scored, counts)[:count]
 
 
-def _repeat_last(rows: Sequence[Item], size: int | None) -> list[Item]:
+def repeat_last(rows: Sequence[Item], size: int | None) -> list[Item]:
     """Return the rows, with the last row repeated until there are `size` rows."""
     return [*rows, *[rows[-1]] * ((size or 0) - len(rows))]
 
@@ -282,9 +282,14 @@ def _pad(rows: Sequence[Ids], limit: int | None) -> tuple[Int[Array, "batch seq"
     return jnp.asarray(ids), jnp.asarray(lengths, jnp.int32)
 
 
-def _check_rows(model: Model, prompts: Sequence[Ids], continuations: Sequence[Ids]) -> None:
-    """Raise a `ValueError` for prompts and continuations that the model cannot read."""
-    call = "score_tokens(model, prompts, continuations)"
+def check_rows(
+    function: str, model: Model, prompts: Sequence[Ids], continuations: Sequence[Ids], *, reads_last: bool = False
+) -> None:
+    """Raise a `ValueError`, which names the `function`, for prompts and continuations that the model cannot read.
+
+    `reads_last` says whether the model also reads the last id of a continuation.
+    """
+    call = f"{function}(model, prompts, continuations)"
     if len(prompts) != len(continuations):
         raise ValueError(
             f"{call}: each prompt has one continuation, but there are {len(prompts)} prompts and {len(continuations)} "
@@ -296,8 +301,8 @@ def _check_rows(model: Model, prompts: Sequence[Ids], continuations: Sequence[Id
                 raise ValueError(f"{call}: {name} {number} has 0 ids; give at least 1.")
             check_ids(f"{call}: {name} {number}", np.asarray(row), model.vocab)
         total = len(continuation) + (len(prompt) if model.start is None else 1)
-        if model.max_seq is not None and total - 1 > model.max_seq:
+        if model.max_seq is not None and total - (not reads_last) > model.max_seq:
             raise ValueError(
-                f"{call}: row {number} has {total} ids and the model reads all but the last, but the model has only "
-                f"{model.max_seq} learned positions; shorten the prompt."
+                f"{call}: row {number} has {total} ids and the model reads all{'' if reads_last else ' but the last'}, "
+                f"but the model has only {model.max_seq} learned positions; shorten the prompt."
             )

@@ -97,8 +97,10 @@ def make_scores(
             "model."
         )
 
+    mask_id = data.find_mask_id(tokenizer, recipe.masking.token)
+
     def score_model(model: PyTree) -> dict[str, float]:
-        llm = make_llm(model, tokenizer, folder, recipe.seq, special_tokens=published is not None)
+        llm = make_llm(model, tokenizer, folder, recipe.seq, special_tokens=published is not None, mask_id=mask_id)
         return evaluator(llm)
 
     def score_state(model: PyTree) -> dict[str, float]:

@@ -145,8 +145,6 @@ def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
         if recipe.loss != loss and options != default:
             raise ValueError(f"--loss {recipe.loss}: --{field} is for --loss {loss}; leave --{field} out.")
     if recipe.loss == "block-diffusion":
-        if recipe.evaluate_every:
-            raise ValueError("--loss block-diffusion --evaluate-every: only next tokens are scored; leave it out.")
         mask_id(recipe, recipe_tokenizer(recipe, directory))
     if recipe.writes_text:
         return

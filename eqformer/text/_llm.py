@@ -236,8 +236,9 @@ class LLM:
 
         A single context may have a list of continuations. Context and continuation are encoded as one text; a token
         with characters of both belongs to the continuation. A model with an encoder reads context and continuation as
-        two texts. The model reads `batch_size` pairs of a list at a time, by default all pairs. Raises a `ValueError`
-        if a context or a continuation has no token.
+        two texts. A model of block diffusion gives a lower bound of the log-probability, see `generation.score_blocks`.
+        The model reads `batch_size` pairs of a list at a time, by default all pairs. Raises a `ValueError` if a context
+        or a continuation has no token.
         """
         continuations = as_tuple(continuation)
         contexts = [context] * len(continuations) if isinstance(context, str) else list(context)
@@ -248,7 +249,7 @@ class LLM:
             )
         pairs = [self._encode_pair(*pair) for pair in zip(contexts, continuations)]
         prompts, new = [prompt for prompt, _ in pairs], [new for _, new in pairs]
-        scores = generation.score_tokens(self.model, prompts, new, batch_size=batch_size)
+        scores = self.sampler.score(self.model, prompts, new, batch_size=batch_size)
         sums = [float(np.sum(score.log_probabilities, dtype=np.float64)) for score in scores]
         return sums[0] if isinstance(continuation, str) else sums
 

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import sys
 from typing import Any
 
@@ -207,6 +208,23 @@ def test_texts_of_many_contexts_are_those_of_each_alone(tmp_path):
     ids = [data.ByteTokenizer().encode(context).tolist() for context in contexts]
     alone = [generation.generate(llm.model, [row], max_new_tokens=8, transforms=GREEDY, key=KEY) for row in ids]
     assert texts == [llm.tokenizer.decode(sampled.new_ids()[0]) for sampled in alone] and len({*texts}) > 1
+
+
+@pytest.mark.skipif(not HARNESS, reason="the extra `eval` is not installed")
+def test_block_diffusion_answers_each_kind_of_request():
+    """The scripted model gives its byte a logit of 4 and each of the other 255 bytes 0, whatever is masked."""
+    llm, log_sum = scripted("Q: abcdefghij", block=4), math.log(math.exp(4) + 255)
+    model = evaluation.harness_model(llm, max_length=12)
+    (right, is_greedy), (wrong, is_wrong_greedy) = model.loglikelihood([request("Q:", " abc"), request("Q:", " abd")])
+    assert right == pytest.approx(4 * (4 - log_sum), rel=1e-5) and is_greedy
+    assert wrong == pytest.approx(12 - 4 * log_sum, rel=1e-5) and not is_wrong_greedy
+    (rolling,) = model.loglikelihood_rolling([request("xQ: abcdefgh")])  # In one window, the prefix is position 0.
+    assert rolling == pytest.approx(-12 * log_sum, rel=1e-5)
+    assert model.generate_until([request("Q: ab", {"until": ["g"], "max_gen_toks": 7})]) == ["cdef"]
+    # The model reads the last id of an answer, so an answer has one id less than a model of next tokens has.
+    assert len(model.loglikelihood([request("Q", "x" * 11)])) == 1
+    with pytest.raises(ValueError, match="of 12 tokens, but the model has 11 tokens for an answer"):
+        model.loglikelihood([request("Q", "x" * 12)])
 
 
 @pytest.mark.skipif(not HARNESS, reason="the extra `eval` is not installed")

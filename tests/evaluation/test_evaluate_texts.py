@@ -91,6 +91,15 @@ def test_accuracy_of_a_model_that_knows_the_text():
     assert evaluation.evaluate_texts(scripted(text), ["one two trees"]).correct < 12
 
 
+def test_texts_of_block_diffusion_have_the_nats_of_each_block():
+    """The scripted model gives its byte a logit of 4 and each of the other 255 bytes 0, whatever is masked."""
+    text, log_sum = "one two three", math.log(math.exp(4) + 255)
+    scores = evaluation.evaluate_texts(scripted(text, block=4), [text])
+    assert scores.nats == pytest.approx(12 * (log_sum - 4), rel=1e-5) and scores.accuracy == 1
+    other = evaluation.evaluate_texts(scripted(text, block=4), ["one two trees"])
+    assert other.nats == pytest.approx(12 * log_sum - 9 * 4, rel=1e-5) and other.correct == 9
+
+
 def test_bad_input(llm):
     def refused(texts, **options) -> str:
         with pytest.raises(ValueError) as error:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from encoder_runs import losses, run_of, SGD, SIZES
 
-from eqformer import data, models, training
+import eqformer
+from eqformer import data, evaluation, models, training
 from eqformer.recipes import check, Masking, Mesh, Recipe
 from eqformer.text import load_run_model
 
@@ -84,13 +85,28 @@ def test_a_run_on_completions_learns_the_answers_only(mesh, tmp_path):
     assert losses(run)[0] != pytest.approx(float(total) / float(training.loss_count(count)), rel=1e-3)
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(fsdp=2, tensor=2)])
+def test_a_run_is_evaluated_by_blocks(corpus, mesh, tmp_path):
+    (tmp_path / "book.txt").write_text("line 3 of text 41\nline 4 of text 41\n")
+    fields: dict[str, Any] = {"mesh": mesh, "evaluate_every": 2, "evaluate_text": (str(tmp_path / "book.txt"),)}
+    run = run_of(recipe_of(corpus, **fields), tmp_path / "run", 1 if mesh == Mesh() else 4)
+    name = "evaluation/book.txt/bits_per_byte"
+    rows = [row for row in map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines()) if name in row]
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    llm = eqformer.load(run.folder)
+    expected = evaluation.evaluate_texts(llm, [(tmp_path / "book.txt").read_text()])
+    assert rows[-1][name] == pytest.approx(expected.bits_per_byte, rel=1e-5)
+    # The control: the model of the first step has another score.
+    assert rows[0][name] != pytest.approx(rows[-1][name], rel=1e-4)
+
+
 def test_recipes_that_cannot_work_are_refused(corpus):
     assert recipe_of(corpus).batch_shapes().ids.shape == (8, 48)
     llama = models.LlamaConfig(256, 16, 2, 2, 1, 24)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"model": llama}, r"check_block_diffusion\(model\): the masks of the model have no blocks"),
         ({"loss": "next-token"}, "a token attends to later tokens"),
-        ({"evaluate_every": 2}, "--evaluate-every: only next tokens are scored"),
         ({"masking": Masking(share=0.5)}, "--masking is for --loss mlm"),
     ]
     for fields, words in wrong:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import math
 from typing import Any
 
 import equinox as eqx
@@ -76,12 +77,19 @@ def test_a_chat_is_answered(llm, tmp_path):
     assert chatting.chat([{"role": "user", "content": "Hi"}], max_new_tokens=5) == SCRIPT[start : start + 5]
 
 
+def test_a_likelihood_is_the_bound_of_the_blocks(llm):
+    """Each byte of the script has a logit of 4 and each of the other 255 bytes 0, whatever is masked."""
+    log_sum = math.log(math.exp(4) + 255)
+    right, wrong = llm.log_likelihood("012", ["3456789", "x"])
+    assert right == pytest.approx(7 * (4 - log_sum), rel=1e-5) and wrong == pytest.approx(-log_sum, rel=1e-5)
+
+
 def test_options_that_need_one_token_after_another_are_refused(llm):
     wrong: list[tuple[Any, str]] = [
         (lambda: llm.generate("012", log_probs=True), r"generate\(log_probs=True\): a model of block diffusion"),
         (lambda: llm.generate("012", draft=llm), r"generate\(draft=\.\.\.\): a draft proposes one token after another"),
         (lambda: llm.engine(draft="mtp"), r"engine\(draft=\.\.\.\): a draft proposes one token after another"),
-        (lambda: llm.log_likelihood("0", "1"), r"score_tokens\(model\): with masks of blocks"),
+        (lambda: generation.score_tokens(llm.model, [[1]], [[2]]), r"score_tokens\(model\): with masks of blocks"),
     ]
     for call, words in wrong:
         with pytest.raises(ValueError, match=words):
@@ -89,6 +97,8 @@ def test_options_that_need_one_token_after_another_are_refused(llm):
     unknown = dataclasses.replace(llm, sampler=generation.BlockSampler())
     with pytest.raises(ValueError, match="generate: the model's files name no mask token"):
         unknown.generate("012")
+    with pytest.raises(ValueError, match="score: the model's files name no mask token"):
+        unknown.log_likelihood("0", "1")
 
 
 @pytest.fixture(scope="module")
