@@ -253,7 +253,14 @@ def search(command: Command, model: nn.LanguageModel, topology: Topology) -> Non
 
     with show_search() as progress:
         result = planning.search_plans(
-            states, model, batch, topology, limit=SEARCH_LIMIT, progress=progress, show_ranking=show_ranking
+            states,
+            model,
+            batch,
+            topology,
+            limit=SEARCH_LIMIT,
+            noisy_copies=recipe.has_noisy_copies,
+            progress=progress,
+            show_ranking=show_ranking,
         )
     if not result.proposals:
         raise ValueError(

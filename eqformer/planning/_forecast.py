@@ -23,7 +23,7 @@ from ._accelerators import for_platform, Topology
 from ._compile import decode_shapes, traced_decode
 from ._counted_bytes import name_transfers
 from ._held_bytes import judge_formula, ON_HOST, placed_bytes, state_bytes, step_bytes, Verdict
-from ._roofline import flops_per_token, link_speed, parameter_count, Roofline, roofline
+from ._roofline import flops_per_row_token, flops_per_token, link_speed, parameter_count, Roofline, roofline
 from ._sent_bytes import GRADIENTS, place_arrays, Sent, sent_bytes, sum_by_cause
 
 
@@ -210,10 +210,19 @@ def roofline_dict(time: Roofline | None) -> JsonObject:
     }
 
 
-def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batch, target: Target) -> Forecast:
+def forecast(
+    states: training.PlannedState,
+    model: nn.LanguageModel,
+    batch: Batch,
+    target: Target,
+    *,
+    noisy_copies: bool = False,
+) -> Forecast:
     """Forecast the bytes and the seconds of a training step under the plan of `states`, for a batch's shapes.
 
-    Raises a `ValueError` if the target is a topology with another number of devices than the plan's mesh.
+    `noisy_copies` says whether half of the tokens of each row are noisy copies (`training.noise_blocks`), of which each
+    sees as many keys as a token of the text. Raises a `ValueError` if the target is a topology with another number of
+    devices than the plan's mesh.
     """
     rows, seq = batch.ids.shape
     if (topology := topology_of(target)) is not None:
@@ -225,14 +234,15 @@ def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batc
     time = None
     if topology is not None:
         sent = add_padding(sent, states, model, topology)
-        time = training_time(states, model, batch, topology, sent, kept_on_host)
+        time = training_time(states, model, batch, topology, sent, kept_on_host, noisy_copies=noisy_copies)
     return Forecast(
         target,
         held=memory_by_cause,
         sent=sent,
         roofline=time,
         parameters=parameter_count(model),
-        operations=flops_per_token(model, seq, trained=trained) * rows * seq / plan.mesh.size,
+        operations=flops_per_row_token(model, seq, trained=trained, noisy_copies=noisy_copies)
+        * (rows * seq / plan.mesh.size),
         devices=plan.mesh.size,
         on_host=optimizer_bytes_on_host(states) + kept_on_host,
         state=state_bytes(states),
@@ -254,6 +264,8 @@ def training_time(
     topology: Topology,
     sent: tuple[Sent, ...],
     kept_on_host: int = 0,
+    *,
+    noisy_copies: bool = False,
 ) -> Roofline:
     """Return the seconds of a training step.
 
@@ -264,13 +276,24 @@ def training_time(
         topology: Devices that the step runs on.
         sent: Bytes that the step sends, by cause.
         kept_on_host: Bytes that a microbatch keeps on the host for its backward pass.
+        noisy_copies: As in `forecast`.
     """
     plan, (rows, seq) = states.plan, batch.ids.shape
     host_bytes = {
         "kept_bytes": float(kept_on_host * plan.microbatches),
         "moment_bytes": float(optimizer_bytes_on_host(states)),
     }
-    return roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=states.optimizer.trained, **host_bytes)
+    return roofline(
+        plan,
+        model,
+        sent,
+        topology,
+        rows=rows,
+        seq=seq,
+        trained=states.optimizer.trained,
+        noisy_copies=noisy_copies,
+        **host_bytes,
+    )
 
 
 def optimizer_bytes_on_host(states: training.PlannedState) -> int:

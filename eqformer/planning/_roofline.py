@@ -86,6 +86,28 @@ def flops_per_token(
     return copies * (forward + mixing + ((forward + mixing) + (weight_gradients + mixing)))
 
 
+def flops_per_row_token(
+    model: LanguageModel,
+    seq: int,
+    *,
+    backward: bool = True,
+    trained: Callable[[PyTree], PyTree] | None = None,
+    noisy_copies: bool = False,
+) -> float:
+    """Return the operations of a training step divided by the tokens of its rows, noisy copies included.
+
+    Args:
+        model: The model, or its shapes.
+        seq: Tokens of a row, noisy copies included.
+        backward: As in `flops_per_token`.
+        trained: As in `flops_per_token`.
+        noisy_copies: Whether half of the tokens of each row are noisy copies of the others (`training.noise_blocks`).
+    """
+    copies = 2 if noisy_copies else 1
+    text = seq // copies
+    return flops_per_token(model, text, backward=backward, trained=trained, noisy_copies=noisy_copies) / copies
+
+
 def fp8_flops_per_token(
     model: LanguageModel,
     *,
@@ -248,6 +270,7 @@ def roofline(
     trained: training.Trained | None = None,
     kept_bytes: float = 0.0,
     moment_bytes: float = 0.0,
+    noisy_copies: bool = False,
 ) -> Roofline:
     """Return the seconds of a training step whose devices send the bytes of `sent`.
 
@@ -268,6 +291,7 @@ def roofline(
         kept_bytes: Bytes of residuals that a device sends to its host in forward passes and brings back in backward
             passes.
         moment_bytes: Bytes of the optimizer's state that an update brings from the host, and takes back.
+        noisy_copies: Whether half of the tokens of each row are noisy copies of the others (`training.noise_blocks`).
     """
     _check_positive("roofline", rows=rows, seq=seq)
     accelerator, speeds = topology.accelerator, topology.speeds(plan.mesh)
@@ -277,7 +301,7 @@ def roofline(
     def product_seconds(*, backward: bool) -> float:
         has_fp8_experts = kernels.has_fp8_grouped_matmul(accelerator.name)
         fp8 = fp8_flops_per_token(model, backward=backward, trained=trained, experts=has_fp8_experts)
-        products = flops_per_token(model, seq, backward=backward, trained=trained)
+        products = flops_per_row_token(model, seq, backward=backward, trained=trained, noisy_copies=noisy_copies)
         return (products - fp8) * tokens / peak + fp8 * tokens / fp8_peak
 
     of_model, forward = product_seconds(backward=True), product_seconds(backward=False)

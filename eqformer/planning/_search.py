@@ -118,6 +118,7 @@ def search_plans(
     *,
     limit: int = 3,
     max_traced: int | None = None,
+    noisy_copies: bool = False,
     progress: Progress = _ignore,
     show_ranking: Callable[[ShapeRanking], None] = _ignore,
 ) -> PlanSearch:
@@ -138,12 +139,13 @@ def search_plans(
         target: Devices to plan for, whose memory is known.
         limit: Maximum number of plans to propose.
         max_traced: Maximum number of plans to trace; None: 64 until a plan fits, then 16.
+        noisy_copies: As in `forecast`.
         progress: Called before each mesh that is compared and each plan that is traced.
         show_ranking: Called once, within seconds and before any plan is traced, with the best plans so far.
     """
     if target.memory is None:
         raise ValueError(f"search_plans(target={target}): only plans that fit are searched, so give a device's memory.")
-    step = _PlannedStep(states, model, batch, target, target.memory)
+    step = _PlannedStep(states, model, batch, target, target.memory, noisy_copies)
     ranked, state_sizes = _rank_by_shapes(step, limit, progress, show_ranking)
     # If no plan can fit, trace the smallest plan, to report what is too large.
     possible = [proposal.candidate for proposal in ranked if proposal.held <= step.memory]
@@ -177,6 +179,7 @@ class _PlannedStep:
     batch: Batch
     target: _forecast.Target
     memory: int
+    noisy_copies: bool
 
     def step_time(self, candidate: Candidate, kept_on_host: int = 0) -> Roofline | None:
         """Return the seconds of a step under a plan; None without a topology."""
@@ -184,7 +187,9 @@ class _PlannedStep:
             return None
         states = self.states.with_plan(candidate.plan)
         sent = _forecast.add_padding(candidate.sent_by, states, candidate.model, topology)
-        return _forecast.training_time(states, candidate.model, self.batch, topology, sent, kept_on_host)
+        return _forecast.training_time(
+            states, candidate.model, self.batch, topology, sent, kept_on_host, noisy_copies=self.noisy_copies
+        )
 
     def trace(self, candidate: Candidate) -> StepBytes:
         """Return the bytes that a step holds under a plan, from its trace."""

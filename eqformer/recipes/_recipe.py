@@ -289,6 +289,11 @@ class Recipe:
         """Whether the loss compares the model with a reference."""
         return self.loss in ("dpo", "ipo", "kto")
 
+    @property
+    def has_noisy_copies(self) -> bool:
+        """Whether the rows of a batch have noisy copies of their tokens."""
+        return self.loss == "block-diffusion"
+
     def batch_shapes(self) -> Batch:
         """Return the shapes of a batch."""
         if self.has_preferences:
@@ -299,7 +304,7 @@ class Recipe:
         if self.loss == "classification":
             return labelled_text_shapes(self.batch, self.seq)
         shapes = batch_shapes(self.batch, self.seq, packed=self.text.packing != "windows")
-        if self.loss == "block-diffusion":  # The shapes of these rows do not depend on the block.
+        if self.has_noisy_copies:  # The shapes of these rows do not depend on the block.
             noise = functools.partial(noise_blocks, mask_id=0, block=1)
             return eqx.filter_eval_shape(noise, shapes, jax.random.key(0))
         return shapes

@@ -79,10 +79,12 @@ def plan_training_step(recipe: Recipe, model: nn.LanguageModel, target: planning
         setup.with_plan_flags(recipe, lambda: target.speeds(plan.mesh), f"--topology {target}")
     setup.check_plan(recipe, plan, model)
     states = setup.make_train_state(recipe, plan, optimizer, model)
-    forecast = planning.forecast(states, model, batch, target)
+    forecast = planning.forecast(states, model, batch, target, noisy_copies=recipe.has_noisy_copies)
 
     def find_alternatives(progress: planning.Progress) -> str:
-        search = planning.search_plans(states, model, batch, target, progress=progress)
+        search = planning.search_plans(
+            states, model, batch, target, noisy_copies=recipe.has_noisy_copies, progress=progress
+        )
         assert forecast.memory is not None
         limit = 3 - len(search.proposals)
         training_setup = setup.make_training_setup(recipe, model)

@@ -141,7 +141,8 @@ def scaling_recipes(
 def count_run_flops(recipe: Recipe) -> float:
     """Return the FLOPs of a recipe's run: the model's FLOPs for each token, forward and backward."""
     shapes = eqx.filter_eval_shape(lambda: models.build(recipe.model, key=jax.random.key(0)))
-    return planning.flops_per_token(shapes, recipe.seq) * recipe.steps * recipe.batch * recipe.seq
+    per_token = planning.flops_per_token(shapes, recipe.seq, noisy_copies=recipe.has_noisy_copies)
+    return per_token * recipe.steps * recipe.batch * recipe.seq
 
 
 def measure_text(recipe: Recipe) -> float:

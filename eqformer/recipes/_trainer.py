@@ -170,8 +170,9 @@ class Trainer:
         self.phases, self.rates_note = on_all_processes(lambda: schedule_phases(recipe, directory.checkpointer()))
         self.optimizer = make_optimizer(recipe, shapes, self.phases)
         self.states = make_train_state(recipe, plan, self.optimizer, shapes)
-        has_copies, trained = recipe.loss == "block-diffusion", self.optimizer.trained
-        self.flops_per_token = planning.flops_per_token(shapes, recipe.seq, trained=trained, noisy_copies=has_copies)
+        self.flops_per_token = planning.flops_per_token(
+            shapes, recipe.seq, trained=self.optimizer.trained, noisy_copies=recipe.has_noisy_copies
+        )
         self.parameters = count_parameters(self.optimizer, shapes)
         self.summary = parallel.summary(plan, shapes, rows=recipe.batch, seq=recipe.seq)
         self.evaluate = training.make_evaluation(plan)

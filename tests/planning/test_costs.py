@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from eqformer import nn
-from eqformer.models import build, GPT2Config, JAXformerConfig, LlamaConfig
+from eqformer.models import build, GPT2Config, JAXformerConfig, LlamaConfig, SDARConfig, shapes as models_shapes
 from eqformer.nn import block_causal, causal, chunked, full, positions_like, sliding_window
-from eqformer.planning import flops_per_token, parameter_count, visible_keys
+from eqformer.planning import flops_per_token, parameter_count, topology, visible_keys
+from eqformer.recipes import plan_training_step, Recipe
 
 
 NUMBERS = LlamaConfig(vocab=100, embed=16, layers=3, heads=4, kv_heads=2, mlp=40)
@@ -93,6 +94,20 @@ def test_rows_with_noisy_copies_cost_twice_as_much(seq):
     assert flops_per_token(model, seq, noisy_copies=True) == pytest.approx(expected)
     assert flops_per_token(model, 2 * seq) * 2 > 1.01 * expected  # a plain row of so many tokens sees more keys
     assert flops_per_token(model, seq) == pytest.approx(expected / 2)
+
+
+def test_a_step_over_noisy_copies_is_planned_by_the_keys_that_they_see():
+    """The operations of a plan are those of a text's tokens and copies, not of a text of twice as many tokens."""
+    config = SDARConfig(256, 16, 2, 2, 1, 24, head_dim=8, block=4)
+    recipe = Recipe(config, data="none", seq=64, batch=2, loss="block-diffusion")
+    model = models_shapes(config)
+    step = plan_training_step(recipe, model, topology("h100:1"))
+    assert recipe.batch_shapes().ids.shape == (2, 128)
+    expected = flops_per_token(model, 64, noisy_copies=True) * 2 * 64
+    assert step.forecast.operations == pytest.approx(expected)
+    assert step.forecast.time.of_model == pytest.approx(expected / topology("h100:1").accelerator.peak("float32"))
+    # The control: plain rows of 128 tokens see twice as many keys.
+    assert flops_per_token(model, 128) * 2 * 128 > 1.05 * expected
 
 
 def test_an_unknown_custom_of_counting_is_refused():
