@@ -50,7 +50,7 @@ def small_parameters(name: str, folder: Path) -> dict[str, object]:
     return {"MODEL": str(published_folder(folder / "small", chat_template__jinja=TEMPLATE)), "NEW_TOKENS": 4}
 
 
-@pytest.mark.by_default("look_inside")
+@pytest.mark.grid
 @pytest.mark.parametrize("name", sorted({*NOTEBOOKS} - {"build_a_model"}))
 def test_a_tutorial_runs_with_small_settings(name, execute, tmp_path):
     notebook = execute.read_notebook(TUTORIALS / f"{name}.ipynb")

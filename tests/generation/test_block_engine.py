@@ -74,6 +74,7 @@ def test_streams_grow_by_blocks_and_end_where_the_request_says():
     assert [len(ids) for ids in stages] == [4, 6] and stages[-1] == whole[:6] and len(whole) == 16
 
 
+@pytest.mark.grid
 def test_stream_blocks_yields_the_ids_of_generate_blocks():
     call = functools.partial(
         generation.stream_blocks, model(), max_new_tokens=10, mask_id=MASK, steps=2, example=1, key=jax.random.key(3)

@@ -159,7 +159,7 @@ def test_bad_arguments_are_refused():
         call(recurrent, mask_id=MASK)
 
 
-@pytest.mark.by_default("random")
+@pytest.mark.grid
 @pytest.mark.parametrize("order", ["confidence", "random"])
 def test_logits_that_are_no_numbers_and_rows_without_candidates_end_the_loop(order):
     """Their priorities are NaN, so no token of such a row is filled in a pass."""

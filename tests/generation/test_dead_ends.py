@@ -29,7 +29,7 @@ def with_nan(logits, history):
     return logits.at[1, 3].set(jnp.nan)
 
 
-@pytest.mark.by_default("transforms1")
+@pytest.mark.grid
 @pytest.mark.parametrize("transforms", [(until_six,), (GREEDY, until_six), (with_nan,)])
 def test_a_row_without_a_token_is_an_error(model, transforms, monkeypatch):
     given = {"max_new_tokens": 5, "transforms": transforms, "key": KEY}

@@ -139,6 +139,7 @@ def test_frequencies_that_depend_on_the_length(kind):
     np.testing.assert_allclose(logits["steps"][:5], logits["prefixes"][:5], atol=ROUNDING)
 
 
+@pytest.mark.grid
 def test_in_a_single_layer_each_prefix_read_afresh_is_met_at_any_length():
     model = make_model("dynamic scaling", layers=1)
     logits = {way: np.asarray(x) for way, x in quickly(ways_by_length, model).items()}

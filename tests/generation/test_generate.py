@@ -106,7 +106,8 @@ def test_a_row_alone_samples_what_it_samples_in_a_batch(model, sampled):
         assert alone[1].new_ids()[0] != sampled.new_ids()[number]
 
 
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.grid), 5])
+@pytest.mark.grid
+@pytest.mark.parametrize("stride", [1, 5])
 def test_a_stream_is_the_text_of_generate(model, sampled, stride):
     transforms = generation.sampling(**SETTINGS)
     ids = generation.stream(

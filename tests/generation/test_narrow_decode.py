@@ -2,10 +2,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from eqformer import generation, models, nn
 
 
+@pytest.mark.grid
 def test_a_model_in_16_bits_decodes_rows_side_by_side():
     """Two rows at once, of which XLA has products with float32 sums that a CPU must know how to compute."""
     config = models.LlamaConfig(vocab=48, embed=32, layers=2, heads=4, kv_heads=2, mlp=48)

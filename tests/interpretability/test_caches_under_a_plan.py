@@ -70,6 +70,7 @@ def check_without_cache(results, whole, paths, calls=PREFILL_AND_STEPS):
             np.testing.assert_allclose(actual, wanted, atol=1e-5)
 
 
+@pytest.mark.grid
 def test_cached_values_under_a_plan_are_those_of_a_pass_without_a_cache():
     plan, model, paths = make_plan({"context": 2}, {}), make_model(layers=2), [STREAM, WEIGHTS]
     calls = (0, 4), (4, 8)  # of one shape, so that they share a program

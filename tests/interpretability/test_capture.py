@@ -111,6 +111,7 @@ def test_a_model_that_nobody_looks_into_compiles_to_the_same_program(model):
     assert lowered(patch(model, {STREAM: lambda x, layer: 2 * x})) != before
 
 
+@pytest.mark.grid
 def test_routers_of_a_model_a_stack_and_a_block_can_be_captured():
     def mixture(key):
         router = nn.TopKRouter(embed=4, experts=2, top_k=1, key=key)

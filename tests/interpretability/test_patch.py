@@ -122,6 +122,7 @@ class WithIdle(nn.LinearWrapper):
         return self.inner.product(x, dtype)
 
 
+@pytest.mark.grid
 def test_a_patch_that_a_call_does_not_run_is_refused(model):
     linear, norm = nn.Linear("embed -> vocab", embed=4, vocab=7, key=jax.random.key(1)), nn.RMSNorm("embed", embed=4)
     with_head = eqx.tree_at(lambda m: m.head, model, WithIdle(linear, norm), is_leaf=lambda x: x is None)

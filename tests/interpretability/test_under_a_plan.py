@@ -85,6 +85,7 @@ def check_plan(sizes, options, paths, is_routed=False):
     assert compare(values, expected_values(is_routed), paths) == set()
 
 
+@pytest.mark.grid
 def test_values_under_a_plan_are_those_of_one_device():
     plan, model, paths = make_plan({"context": 2, "tensor": 2}, {}), make_model(layers=2), [STREAM, WEIGHTS]
     values, expected = (run(capture(m, paths, plan=p), IDS) for m, p in ((plan.shard(model), plan), (model, None)))

@@ -19,7 +19,8 @@ SPLASH = kernels.RequiredKernel("tpu", kernels.SplashAttention())
 CUDNN = kernels.RequiredKernel("cuda", kernels.CudnnAttention())
 
 
-@pytest.mark.parametrize("name", [next(iter(CASES)), *(pytest.param(n, marks=pytest.mark.grid) for n in [*CASES][1:])])
+@pytest.mark.grid
+@pytest.mark.parametrize("name", CASES)
 def test_splash_attention_is_the_reference_over_devices_with_types_checked(name):
     case = CASES[name]
     arrays, tokens = inputs(case), tokens_of(case)

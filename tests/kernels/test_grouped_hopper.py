@@ -130,6 +130,7 @@ def kernels(experts, platform="cuda", gpu="NVIDIA H100", **load):
     return len(re.findall("@mosaic_gpu", text))
 
 
+@pytest.mark.grid
 def test_programs_for_hopper_have_kernels_and_no_others(with_compiler):
     """Of a gated layer two products forward, as its output is not read, and six of their gradients."""
     assert kernels(gated()) == 9 and kernels(gated(), gpu="NVIDIA B200") == 0

@@ -69,6 +69,7 @@ def test_it_is_the_plain_step(name, monkeypatch):
     assert not close(np.asarray(reference(begun)[0][0]), answer[0], 1e-2)
 
 
+@pytest.mark.grid
 def test_tpus_step_by_it_in_a_stack():
     """One call, of all layers' states, which its result stands for; more tokens at once are read by chunks."""
     config = models.Mamba2Config(16, 32, 3, net_heads=4, net_kv_heads=1, net_head_dim=128, net_v_dim=64)

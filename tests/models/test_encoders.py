@@ -15,6 +15,7 @@ from test_published import close, compiled, write
 from eqformer import models, nn
 
 
+@pytest.mark.grid
 def test_packed_rows_of_an_encoder_are_as_each_alone_and_no_cache_is_made(tmp_path):
     """Ten and fourteen tokens in one row, and each in a row of its own: windows of seven tokens, and whole rows."""
     write(tmp_path, "modernbert biased")

@@ -56,6 +56,7 @@ def logits_in(folder, **options):
     return np.asarray(run(model, ids_of(model.vocab)[:1]))
 
 
+@pytest.mark.grid
 def test_a_multimodal_folder_has_the_text_model(tmp_path):
     expected = logits_in(write(tmp_path / "text", recorded(), arrays_of()))
     inside = {f"language_model.{name}": array for name, array in arrays_of().items()}

@@ -125,6 +125,7 @@ def test_a_model_goes_back_out_with_its_predictor(case, tmp_path):
         assert models.load(into).predictor is None
 
 
+@pytest.mark.grid
 def test_predictors_that_are_not_there_or_not_the_models_own(tmp_path):
     arrays, into = folder_of(tmp_path / "in", "deepseek_v3 plain"), tmp_path / "in"
     store(into, arrays | {"model.layers.3.embed_tokens.weight": arrays["lm_head.weight"]})

@@ -249,6 +249,21 @@ LOGITS_IN_GRID = {
     "t5gemma unlike halves",
     "t5gemma2 even window",
     "kimi_k3_text groups",
+    "glm5_next_text plain",
+    "hy_v4 plain",
+    "qwen4_exp_text plain",
+    "qwen2_moe some dense",
+    "deepseek_v32 chosen keys",
+    "minimax_m2 plain",
+    "gte plain",
+    "hunyuan_v1_dense alpha",
+    "cohere normed",
+    "minicpm3 plain",
+    "nomic_bert wide heads",
+    "mpnet plain",
+    "nanochat tied",
+    "olmo2 grouped",
+    "sdar plain",
 }
 
 

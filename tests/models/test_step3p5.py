@@ -103,6 +103,7 @@ def test_bounds_of_other_layers_than_the_models_are_refused():
         models.shapes(dataclasses.replace(numbers_of(CASE), limits=(0.5,)))
 
 
+@pytest.mark.grid
 def test_arrays_by_the_publishers_names_are_read_and_predictors_are_not(tmp_path):
     folder = tmp_path / "step"
     config = models.preset("step3p5-byte-500k")

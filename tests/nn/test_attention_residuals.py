@@ -102,6 +102,7 @@ def test_in_float64_only_rounding_is_left():
         assert close(hidden, hidden_by_hand(transformer, IDS), 1e-12)
 
 
+@pytest.mark.grid
 def test_empty_slots_and_the_count_change_nothing():
     transformer = model()
     wanted, _, _ = eqx.filter_jit(transformer.encode)(IDS)
@@ -143,6 +144,7 @@ def test_gradients_are_those_of_differences():
         assert abs(jax.grad(value)(0.0) - slope) < 1e-7 * abs(slope)
 
 
+@pytest.mark.grid
 def test_tokens_one_by_one_are_those_of_the_whole_row():
     transformer = model(attention)
     wanted, _ = eqx.filter_jit(transformer)(IDS)

@@ -143,7 +143,8 @@ def test_chunks_of_queries_make_no_matrix_of_the_row():
     assert ["37,37]" in program for program in programs] == [True, False]
 
 
-@BY_DEFAULT
+@pytest.mark.grid
+@pytest.mark.parametrize("kind", KINDS)
 def test_left_padding_and_pieces_of_any_length_decode_alike(kind):
     layer, x = blocked(**KINDS[kind], chunk=4), normal(3, 2, 17, EMBED)
     # The first row has two tokens of padding on its left.

@@ -178,7 +178,8 @@ def test_chunks_of_queries_make_no_matrix_of_the_row():
     assert ["37,48]" in program for program in programs] == [True, False]
 
 
-@BY_DEFAULT
+@pytest.mark.grid
+@pytest.mark.parametrize("kind", KINDS)
 def test_left_padding_and_pieces_of_any_length_decode_alike(kind):
     layer, x = compressed(**KINDS[kind], chunk=4), normal(3, 2, 19, EMBED)
     # The first row has three tokens of padding on its left.

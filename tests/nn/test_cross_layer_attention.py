@@ -87,8 +87,8 @@ def test_vectors_of_each_layer_are_those_of_the_formula():
     assert close(eqx.filter_jit(gate)(x, vectors[..., 1, :]), by_hand, 1e-5)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("dtype", [None, pytest.param("int8", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("dtype", [None, "int8"])
 def test_layers_that_read_have_no_cache_and_decode_alike(dtype):
     model, ids = model_of(), jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, SEQ)), jnp.int32)
     call = eqx.filter_jit(lambda model, ids, tokens, cache: model(ids, tokens, cache))

@@ -90,6 +90,7 @@ def test_a_cache_is_of_one_size_and_exact():
     assert few.state.dtype == jnp.float32 and few.keys.dtype == jnp.bfloat16
 
 
+@pytest.mark.grid
 def test_what_a_cache_cannot_go_on_from_is_nan_and_a_new_document_is_not():
     token = lambda place: nn.Tokens(jnp.full((2, 1), place, jnp.int32))
     _, cache = run(NET, X[:, :3], nn.Tokens(jnp.array([[0, 1, 2], [0, 1, -1]])), NET.init_cache((2,), 8))

@@ -129,7 +129,7 @@ def experts_of(inputs: int, mlp: int) -> nn.Experts:
     )
 
 
-@pytest.mark.by_default("slots and blocks")
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["slots and blocks", "one takes all"])
 def test_the_loss_and_the_gradients_of_a_layer(name):
     """In float64, and without any rounding they are others."""
@@ -230,6 +230,7 @@ def test_other_chips_have_kernels_of_16_bits_and_groups_of_equal_sizes_those_of_
     )
 
 
+@pytest.mark.grid
 def test_adapters_stay_in_the_compute_dtype():
     """Of a LoRA beside an expert's map the map alone is of 8 bits, and its factors have gradients."""
     experts = nn.with_lora(experts_of(INPUTS, 20), ["up"], rank=2, key=jax.random.key(1))

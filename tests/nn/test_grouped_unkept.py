@@ -50,6 +50,7 @@ def test_a_bias_is_added_once():
     )
 
 
+@pytest.mark.grid
 def test_large_weights_and_many_rows():
     """Two groups of 8 MiB each, whose 64 rows have 40 slots: one group has more."""
     x, weight, sizes = normal(1, 64, 1024), normal(2, 2, 2048, 1024), [45, 17]

@@ -19,6 +19,7 @@ FACTORS = ("1e-4", "0.01", "0.5", "0.75", "1", "1.1", "1.25", "1.333", "1.5", "2
 PARTS = (1, 2, 3, 7, 8, 60, 64, 256, 512, 1000)
 
 
+@pytest.mark.grid
 def test_a_share_is_exact_for_any_count():
     """The factor as it is written, to the thousandth; numbers from 0 to the last that an index can be."""
     numbers = np.unique(

@@ -68,7 +68,8 @@ def model_of(kind):
 IDS = np.random.default_rng(0).integers(0, 11, (2, 7))
 
 
-@pytest.mark.parametrize("kind", ["plain", pytest.param("latent", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("kind", ["plain", "latent"])
 def test_all_layers_add_to_the_gradient_and_decode_alike(kind):
     model = model_of(kind)
     with jax.enable_x64(True):

@@ -125,6 +125,7 @@ def test_cached_decoding_sees_the_change_of_absorbed_weights():
     assert close(np.concatenate(found, 1), whole, 1e-4) and not close(found[-1], whole[:, :1], 1e-2)
 
 
+@pytest.mark.grid
 def test_layers_and_experts_have_factors_of_their_own():
     model = nn.with_lora(transformer(BLOCKS["sorted experts"]), ["gate", "query"], rank=2, key=KEY)
     gate = model.stacks[0].blocks.feed_forward.layer.experts.mlps.gate

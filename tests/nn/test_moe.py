@@ -259,6 +259,7 @@ def test_experts_of_a_latent_have_a_map_to_it_and_one_back():
         nn.MoE(SOFTMAX, experts_of(), latent_norm=norm)
 
 
+@pytest.mark.grid
 def test_the_sum_of_latent_experts_is_normalized_once():
     maps: dict[str, Any] = {"to_latent": nn.Linear("embed -> latent", embed=EMBED, latent=EMBED, key=KEY)}
     maps["from_latent"] = nn.Linear("latent -> embed", embed=EMBED, latent=EMBED, key=jax.random.key(1))

@@ -77,6 +77,7 @@ def all_close(one, other, tolerance=1e-5):
     return all(close(*pair, tolerance) for pair in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 
+@pytest.mark.grid
 def test_blocks_and_periods_hand_on_what_mixtures_tell(model):
     @eqx.filter_jit
     def run(period, x):
@@ -92,6 +93,7 @@ def test_blocks_and_periods_hand_on_what_mixtures_tell(model):
     assert aux.load.shape == (EXPERTS,) and aux.load.sum() == 2 * REAL and aux.dropped > 0
 
 
+@pytest.mark.grid
 def test_a_stack_puts_layers_in_front_of_what_they_tell(model):
     @eqx.filter_jit
     def run(stack, x):

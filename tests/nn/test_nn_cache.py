@@ -249,7 +249,7 @@ def test_layers_of_a_stack_write_their_tokens_alone():
     assert operations(net)[1] > 0  # the control
 
 
-@pytest.mark.by_default("grouped")
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_long_window_has_slots_of_whole_vectors(kind):
     """TPUs read them in place. What is kept beyond the window is not seen."""

@@ -28,6 +28,7 @@ def mixers(**options):
     return nn.ParallelResidual((first, nn.Residual(net, norm(2), output_norm=norm(3), scale=2.0, **options)), norm(1))
 
 
+@pytest.mark.grid
 def test_they_add_what_each_gives_of_one_input():
     module, x = mixers(), normal(1, 2, SEQ, EMBED)
 

@@ -143,7 +143,8 @@ def test_a_layer_reads_the_pools_that_an_earlier_one_selected():
     assert not np.allclose(run(second, x)[0], attended, atol=1e-2)
 
 
-@BY_DEFAULT
+@pytest.mark.grid
+@pytest.mark.parametrize("kind", KINDS)
 def test_left_padding_and_pieces_of_any_length_decode_alike(kind):
     layer, x = pooled(**KINDS[kind], chunk=4), normal(3, 2, 17, EMBED)
     shift = np.array([2, 0])  # The first row has two tokens of padding on its left.

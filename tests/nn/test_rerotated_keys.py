@@ -47,6 +47,7 @@ def read(cache: Any, spoil: Any = lambda cache: cache) -> tuple[list[tuple[jax.A
     return pairs, sets
 
 
+@pytest.mark.grid
 def test_rows_are_as_without_a_cache_whatever_set_they_have():
     pairs, sets = read(NET.init_cache((2,), 10))
     assert all(close(*pair) for pair in pairs) and all(found == due for found, due in sets)

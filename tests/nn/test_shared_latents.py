@@ -124,6 +124,7 @@ def block_of(layers):
 run = eqx.filter_jit(lambda block, x, tokens=None, cache=None: block(x, tokens, cache))
 
 
+@pytest.mark.grid
 def test_layers_read_latents_of_their_kind_and_the_last_selection():
     block, x = block_of(layers()), normal(1, 2, SEQ, EMBED)
     found = run(block, x)[0]

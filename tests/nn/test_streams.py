@@ -226,6 +226,7 @@ def test_in_bfloat16_weights_stay_float32():
     assert eqx.filter_eval_shape(transformer.encode, ids)[0].dtype == jnp.bfloat16
 
 
+@pytest.mark.grid
 def test_maps_of_layers_alone_are_quantized_and_adapted():
     quantized = eqx.filter_jit(nn.quantize)(model(), "int8")
     assert isinstance(quantized.stacks[0].blocks.sublayers[1].layer.up, nn.QuantizedLinear)

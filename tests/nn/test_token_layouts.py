@@ -88,7 +88,7 @@ def test_every_core_is_the_plain_one_on_any_tokens():
         assert all(np.max(worst) < 1e-5 for worst in found.values()), found
 
 
-@pytest.mark.quick
+@pytest.mark.grid
 def test_every_core_is_the_plain_one_on_slots_of_a_cache():
     draw = np.random.default_rng(0)
     slots = np.stack([draw.permutation(np.r_[0:18, np.full(KV_SEQ - 18, -1)]) for _ in range(ROWS)])
@@ -98,6 +98,7 @@ def test_every_core_is_the_plain_one_on_slots_of_a_cache():
     assert all(np.max(worst) < 1e-5 for worst in found.values()), found
 
 
+@pytest.mark.grid
 def test_whole_rows_are_as_the_mask_says_and_a_false_word_is_found_out():
     whole = nn.right_padded(jnp.asarray(np.r_[SEQ, 1:ROWS]), SEQ)
     found = differences(arrays_of(SEQ), whole, None)

@@ -78,7 +78,7 @@ def test_a_part_of_a_row_is_rotated_by_the_rows_length(kind):
         assert np.abs(run(part[0], nn.Tokens(part[1]), cache) - whole).max() > 1e-3
 
 
-@pytest.mark.by_default("latent-scaling1")
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("kind", "scaling"),
     [

@@ -71,6 +71,7 @@ def numbers(model):
     return randomised(eqx.filter_eval_shape(lambda: models.build(model, key=KEY)))
 
 
+@pytest.mark.grid
 def test_every_layer_reads_the_first_layers_input():
     model, ids = numbers(MODEL), token_ids(2, SEQ)
     hidden, _, _ = eqx.filter_jit(model.encode)(ids)
@@ -85,6 +86,7 @@ def test_every_layer_reads_the_first_layers_input():
     assert close(hidden, model.norm(x), 1e-5) and not close(hidden, model.norm(without), 1e-2)
 
 
+@pytest.mark.grid
 def test_decoding_by_a_cache_is_the_whole_call():
     model, ids = numbers(MODEL), token_ids(2, SEQ)
     call = eqx.filter_jit(lambda ids, tokens, cache: model(ids, tokens, cache))

@@ -54,6 +54,7 @@ def test_steps_equal_one_devices(case):
         assert leaf_differences(other.model, want.model, 1e-6, rounding=1e-11) != {}
 
 
+@pytest.mark.grid
 def test_scales_lie_beside_their_rows():
     """Where a mesh splits rows, each of its devices has the scale; where it splits other dims, so are the scales."""
     model = model_of("llama")

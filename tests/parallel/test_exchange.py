@@ -50,7 +50,7 @@ def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     without("exchange rounds", lambda x, axes, **_: jnp.ones_like(jax.lax.pmax(x, axes)))(monkeypatch)
 
 
-@pytest.mark.quick
+@pytest.mark.grid
 def test_a_layer_of_which_all_tokens_want_one_expert(monkeypatch):
     """Its output and gradients in float64: four rounds over four devices, with one they are others."""
     with jax.enable_x64(True):

@@ -78,6 +78,7 @@ def test_a_step_that_brings_nothing_near_is_refused(monkeypatch):
         stepped(step_of(states), states.init(), 1)
 
 
+@pytest.mark.grid
 def test_it_is_counted_where_it_lies():
     """By hand: two moments in float32 of every parameter, in halves, on the host; the step's number on the device."""
     here, away = (states_of(memory, {"fsdp": 2}, zero=1) for memory in ("device", "pinned_host"))

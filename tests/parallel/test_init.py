@@ -66,6 +66,7 @@ def test_what_runs_once_is_compiled_in_less_time_to_the_same_bits():
     assert (least != most).any()  # the control: without any of LLVM's passes, products are not fused with sums
 
 
+@pytest.mark.grid
 def test_what_is_drawn_is_not_held_step_by_step(monkeypatch):
     """By YNN's kernels, which `prepare` chooses for training, and which programs that draw do not get."""
     (ours,), draw = _prepare.format_flags(_prepare._CPU_FLAGS), lambda key: jax.random.normal(key, (64, 1024))

@@ -61,9 +61,8 @@ def counted(model, batch, key, tokens=None, vocabulary=None):
 AXES = ({"context": 2}, {"pipe": 2}, {"tensor": 2}, {"fsdp": 2})
 
 
-@pytest.mark.parametrize(
-    "axes", [*AXES[:1], *(pytest.param(axes, marks=pytest.mark.grid) for axes in AXES[1:])], ids=str
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("axes", AXES, ids=str)
 def test_a_loss_that_passes_on_what_it_is_given_runs(axes):
     for loss in (passing, counted):
         total, count, _ = traced(loss, plan_over(**axes), jax.random.key(0))

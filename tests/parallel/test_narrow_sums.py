@@ -88,7 +88,8 @@ def named(cases: list[Case], *marks: Any) -> list:
     return [pytest.param(case, id=case.name, marks=marks) for case in cases]
 
 
-@pytest.mark.parametrize("case", named(CASES[:1]) + named(CASES[1:] + WIDER, pytest.mark.grid))
+@pytest.mark.grid
+@pytest.mark.parametrize("case", named(CASES + WIDER))
 def test_a_step_in_mixed_precision_adds_up_in_float32(case):
     found = narrow_sums(program_of(case._replace(dtypes=("float32", "bfloat16"))))
     assert not_meant(found, MEANT) == []

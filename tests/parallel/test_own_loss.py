@@ -129,6 +129,7 @@ def test_half_a_group_is_refused():
         alone(model_of("llama"), pairs("llama"), loss, 8)
 
 
+@pytest.mark.grid
 def test_nats_of_rows_and_what_is_sent():
     model, batch, plan = model_of("llama"), pairs("llama"), CASES[0].plan
     nats = training.row_nats, lambda model, batch: training.evaluation_sums(model, batch)["nats"]

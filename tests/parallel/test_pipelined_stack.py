@@ -59,7 +59,7 @@ def plain_layers():
     return model, data, small.one_device(model, data)
 
 
-@pytest.mark.by_default("4-4-False", "2-8-True")
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "pipe,microbatches,splits_rows",
     [

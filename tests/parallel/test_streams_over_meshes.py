@@ -10,15 +10,13 @@ from eqformer.planning import sent_bytes, sum_by_cause
 
 
 ROUNDING = 250 * float(np.finfo(np.float32).eps)  # the gradient of a scale is one sum over all tokens
-EVERY_RUN = [
+EVERY_RUN = [Case("streams", {"tensor": 2}, {"residual": "feature"})]
+GRID = [
     Case(
         "streams",
         {"fsdp": 2, "pipe": 2, "tensor": 2},
         {"zero": 1, "residual": "feature", "schedule": "zb-h1", "microbatches": 2},
     ),
-]
-GRID = [
-    Case("streams", {"tensor": 2}, {"residual": "feature"}),
     Case("streams", {"fsdp": 2, "pipe": 2}, {"zero": 1, "schedule": "zb-h1", "microbatches": 2}),
     Case("streams", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "sequence"}),
     Case("streams", {"tensor": 4}, {"residual": "replicated"}, "products"),
@@ -47,7 +45,7 @@ def test_gradients_are_those_of_one_device(case):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("case", [GRID[0], GRID[6]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*EVERY_RUN, GRID[6]], ids=lambda case: case.name)
 def test_in_float64_the_difference_is_rounding(case):
     assert float64_differences(case) == {}
 

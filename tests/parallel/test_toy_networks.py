@@ -183,7 +183,7 @@ def worst(found, reference):
 LOSSES = {"data": data, "fully sharded": fully_sharded, "tensor": tensor, "both": fully_sharded_tensor}
 
 
-@pytest.mark.by_default("fully sharded", "both")
+@pytest.mark.by_default("fully sharded")
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_the_tutorials_network_equals_the_reference(loss, network, batch, reference):
     assert worst(eqx.filter_jit(eqx.filter_value_and_grad(loss))(network, batch), reference) < 1e-5

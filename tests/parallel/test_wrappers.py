@@ -117,6 +117,7 @@ def test_tensor_around_a_feed_forward_layer(mesh, residual):
     assert error(split, alone) < CLOSE
 
 
+@pytest.mark.grid
 def test_tensor_around_an_attention_of_shared_keys(mesh):
     """Two key heads on four devices: held whole, and each device reads the one of its query heads."""
     sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS, "kv_heads": 2, "head_dim": 4}

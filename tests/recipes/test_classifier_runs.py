@@ -64,6 +64,7 @@ def formula(logits, rows, names=LABELS) -> tuple[float, float]:
     return float(nats.mean()), float(np.mean(logits.argmax(-1) == labels))
 
 
+@pytest.mark.grid
 def test_a_run_learns_labels_and_its_folder_classifies(rows, tmp_path):
     """The first loss and the last validation are the formula's, where the last batch of the epoch is half padding."""
     _, train_rows, held_out = rows

@@ -73,6 +73,7 @@ def formula(vectors, temperature=0.1) -> float:
     return float(np.mean(np.log(np.exp(scores).sum(-1)) - scores[numbers, 2 * numbers]))
 
 
+@pytest.mark.grid
 def test_a_run_learns_groups_and_its_folder_embeds(rows, tmp_path):
     """The first loss and the last validation are the formula's, where the last batch of the epoch is half padding."""
     _, groups, held_out = rows

@@ -34,6 +34,7 @@ def text(*flags, devices=1):
     return made.stdout
 
 
+@pytest.mark.grid
 def test_a_run_goes_out_and_comes_back(place):
     assert {path.name for path in (place / "published").iterdir()} == {
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),

@@ -64,7 +64,8 @@ def test_each_group_has_its_rows(tmp_path):
     assert list((tmp_path / "gpu-profile").rglob("*.xplane.pb"))
 
 
-@pytest.mark.parametrize("form", ["int8", pytest.param("decoded", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("form", ["int8", "decoded"])
 def test_steps_of_quantized_weights(form, tmp_path, monkeypatch):
     """A step takes the difference of 4 tokens and 1, over 3; a contender that fails is a row that says why."""
     monkeypatch.setattr(_gpu_runs, "seconds_in_turn", lambda calls, rounds: {"one": [1.0, 3.0, 2.0], "all": [5.0]})

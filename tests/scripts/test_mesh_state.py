@@ -17,6 +17,7 @@ def live():
     return sum(x.nbytes for x in jax.live_arrays())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "zero,layers", [(0, 8), *(pytest.param(*case, marks=pytest.mark.grid) for case in [(1, 8), (1, 13)])]
 )

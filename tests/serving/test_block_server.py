@@ -26,6 +26,7 @@ def app(llm):
     return make_app(llm)
 
 
+@pytest.mark.grid
 def test_completions_are_the_texts_of_the_model_alone(llm, app):
     prompts = [SCRIPT[:length] for length in (3, 8, 17)]
     bodies = [{"prompt": prompt, "max_tokens": 11, "temperature": 0} for prompt in prompts]

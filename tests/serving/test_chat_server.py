@@ -167,6 +167,7 @@ def test_results_of_tools_are_rendered(tmp_path):
     assert response.json()["usage"]["prompt_tokens"] == len(prompt)
 
 
+@pytest.mark.grid
 @pytest.mark.skipif(not find_spec("llguidance"), reason="the extra `grammar` is not installed")
 def test_answers_follow_a_schema(tmp_path):
     llm = writer(template(tmp_path, TEMPLATE))

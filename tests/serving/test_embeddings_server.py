@@ -102,6 +102,7 @@ def test_vectors_are_those_of_the_encoder(encoder, app):
     assert whole.json()["object"] == "list" and whole.json()["model"] == "tiny"
 
 
+@pytest.mark.grid
 def test_requests_that_wait_share_batches_in_turn(encoder, service, monkeypatch):
     batches = record_batches(encoder, monkeypatch)
     many = [f"{'many' * (1 + number % 7)} {number}" for number in range(40)]

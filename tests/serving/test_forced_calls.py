@@ -97,8 +97,8 @@ def follows_schema(call):
     return is_forecast and arguments["city"] in FORECAST["$defs"]["city"]["enum"] and 1 <= arguments["days"] <= 9
 
 
+@pytest.mark.grid
 @needs_grammar
-@pytest.mark.by_default("tags after reasoning")
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_a_random_model_writes_valid_calls(tmp_path, form):
     app = make_chat(tmp_path, TEMPLATES[form])
@@ -143,6 +143,7 @@ def test_the_prompt_has_the_text_before_a_call(tmp_path):
     )  # A call that is cut off is text.
 
 
+@pytest.mark.grid
 def test_no_tool_is_shown_for_the_choice_none(tmp_path):
     app = make_chat(tmp_path, TEMPLATES["tags"])
     body = {"messages": ASK, "max_tokens": 3, "temperature": 0}
@@ -154,6 +155,7 @@ def test_no_tool_is_shown_for_the_choice_none(tmp_path):
     assert without.json()["choices"] == hidden.json()["choices"]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("form", UNKNOWN)
 def test_templates_of_other_formats_are_refused(tmp_path, form):
     app = make_chat(tmp_path, UNKNOWN[form])

@@ -21,7 +21,7 @@ def model():
     return filled(palm)
 
 
-@pytest.mark.by_default("2-4-rows-bidirectional-16_0")
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "x,y,attention,overlap,seq",
     [

@@ -31,7 +31,7 @@ def in_numpy(steps):
     return np.mean(losses)
 
 
-@pytest.mark.by_default("hybrid")
+@pytest.mark.grid
 @pytest.mark.parametrize("layout", regression.LAYOUTS)
 def test_every_layout_descends_as_numpy_does(layout):
     assert regression.train(layout, 1, STEPS) == pytest.approx([in_numpy(STEPS)], rel=1e-6)

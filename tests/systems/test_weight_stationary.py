@@ -61,7 +61,8 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("x,y,attention,overlap", CASES + [pytest.param(*c, marks=pytest.mark.grid) for c in ALL])
+@pytest.mark.grid
+@pytest.mark.parametrize("x,y,attention,overlap", CASES + ALL)
 def test_logits_are_one_devices(models, x, y, attention, overlap):
     """Of the prompt's next token and of the one after it, out of the cache."""
     model, want = models["palm"].model, models["palm"].logits

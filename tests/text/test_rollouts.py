@@ -105,6 +105,7 @@ def test_several_processes_need_a_plan(monkeypatch):
         rollouts_of()
 
 
+@pytest.mark.grid
 def test_the_greedy_reward_is_of_each_row_once():
     sizes = list[int]()
 

@@ -223,6 +223,7 @@ def test_a_text_may_fill_its_row(llm, engine):
     assert engine.cache_bytes == 0  # a scripted model has no caches
 
 
+@pytest.mark.grid
 def test_a_draft_reads_the_same_ids(llm):
     draft = dataclasses.replace(llm, tokenizer=data.ByteTokenizer())
     engine = llm.engine(draft=draft, draft_tokens=2, **SIZES)

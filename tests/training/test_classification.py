@@ -76,7 +76,7 @@ CASES = {
 }
 
 
-@pytest.mark.by_default("llama, tensor")
+@pytest.mark.grid
 @pytest.mark.parametrize("name", CASES)
 def test_any_mesh_has_the_gradients_of_one_device(name):
     config, mesh, choices = CASES[name]

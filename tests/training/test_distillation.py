@@ -80,6 +80,7 @@ def check_gradients(run: Any, model: Table, batch: Any, want: Any) -> float:
     return float(total)
 
 
+@pytest.mark.by_default("forward-kl")
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_loss_and_gradients_are_the_formula(divergence):
     with jax.enable_x64(True):

@@ -84,6 +84,7 @@ def check_scaled(part, before, factors):
         np.testing.assert_allclose(new[0], np.float64(old[0]) * by, rtol=1e-9)
 
 
+@pytest.mark.grid
 def test_heads_that_share_a_key_head_are_clipped_by_their_largest_logit():
     with jax.enable_x64(True):
         model = eqx.filter_jit(nn.Precision("float64", "float64").apply)(model_of(attention))

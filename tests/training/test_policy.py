@@ -77,7 +77,7 @@ def formula(
     return total, {"dapo": LENGTHS.sum(), "dr_grpo": rows * 9}.get(name, rows)
 
 
-@pytest.mark.by_default("grpo", "gspo")  # all of them beside TRL's in test_policy_of_trl.py
+@pytest.mark.by_default("grpo")  # all of them beside TRL's in test_policy_of_trl.py
 @pytest.mark.parametrize("name", SETTINGS)
 def test_each_loss_and_its_gradients_are_the_formula(name):
     with jax.enable_x64(True):

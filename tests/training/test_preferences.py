@@ -142,6 +142,7 @@ def test_what_is_refused():
         training.preference_loss("dpo", beta=0.0)
 
 
+@pytest.mark.grid
 def test_a_kto_step_computes_its_baseline_before_it_steps():
     """On one device as a mesh, with a model whose nats differ from the reference's."""
     build = lambda: models.build(SMALL, key=jax.random.key(0))

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from nn_reference import random_module
 
 from eqformer import data, kernels, models, nn, training
@@ -17,6 +18,7 @@ from eqformer.parallel import make_mesh, Plan
 SMALL = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=1, heads=4, kv_heads=2, mlp=64)
 
 
+@pytest.mark.grid
 def test_stored_arrays_are_those_of_each_batch(tmp_path):
     build = lambda: models.build(SMALL, key=jax.random.key(0))
     reference = random_module(lambda: nn.with_execution(build(), core=kernels.ReferenceAttention()))

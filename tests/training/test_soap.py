@@ -74,7 +74,9 @@ class Maps(eqx.Module):
         self.table = nn.Embedding(vocab=7, embed=5, key=key)
 
 
-@pytest.mark.parametrize("options", [{"frequency": 3}, {"frequency": 3, "max_size": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"frequency": 3}, pytest.param({"frequency": 3, "max_size": 5}, marks=pytest.mark.grid)], ids=str
+)
 def test_each_matrix_is_updated_as_the_algorithm_says(options):
     with jax.enable_x64(True):
         draw = np.random.default_rng(0)

@@ -69,6 +69,7 @@ def without(fitted, *left_out: int):
     return training.train(step, first(), source, KEY, steps=STEPS).state
 
 
+@pytest.mark.grid
 def test_the_run_goes_back_and_leaves_out_the_batches_since(fitted, tmp_path):
     run, spikes, noted = trained(fitted, tmp_path, batches(7))
     assert spikes.skipped_batches == ((6, 7),)  # the spike is in step 8, and the checkpoint of step 6

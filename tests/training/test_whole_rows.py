@@ -102,7 +102,7 @@ def test_rows_in_another_order_are_no_longer_whole():
     assert not tokens.are_whole_rows and np.all(tokens.lengths == SEQ)
 
 
-@pytest.mark.by_default("mesh0-ring")
+@pytest.mark.grid
 @pytest.mark.parametrize(("mesh", "method"), [({"fsdp": 2, "tensor": 2}, "ring"), ({"context": 2, "pipe": 2}, "heads")])
 def test_packed_documents_stay_known_over_devices(monkeypatch, mesh, method):
     seen, choose = [], kernels.Op.choose
