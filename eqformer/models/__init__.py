@@ -80,13 +80,14 @@ from .families._glm import (
     SolarOpenConfig as SolarOpenConfig,
 )
 from .families._glm5_next import GLM5NextConfig as GLM5NextConfig
-from .families._gpt2 import GPT2Config as GPT2Config
+from .families._gpt2 import GPT2Config as GPT2Config, GPTBigCodeConfig as GPTBigCodeConfig, GPTNeoConfig as GPTNeoConfig
 from .families._gpt_neox import (
     GPTNeoXConfig as GPTNeoXConfig,
     Jais2Config as Jais2Config,
     StarCoder2Config as StarCoder2Config,
 )
 from .families._gpt_oss import GPTOSSConfig as GPTOSSConfig
+from .families._gptj import CodeGenConfig as CodeGenConfig, GPTJConfig as GPTJConfig
 from .families._granite import (
     GraniteConfig as GraniteConfig,
     GraniteHybridConfig as GraniteHybridConfig,

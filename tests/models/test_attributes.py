@@ -58,6 +58,9 @@ UNUSED = {
     "gemma3_text": {"_sliding_window_pattern", "attn_logit_softcapping"},
     "gpt2": {f"summary_{name}" for name in ("type", "first_dropout", "activation", "use_proj", "proj_to_labels")}
     | {"reorder_and_upcast_attn"},  # of rounding
+    "gpt_bigcode": {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"},  # of rounding
+    "gpt_neo": {"classifier_dropout"},
+    "codegen": {"n_ctx"},
     "glm5_next_text": {"head_dim", "qk_head_dim"},
     "glm_moe_dsa": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
     "glm4_moe": {"num_nextn_predict_layers"},
@@ -206,6 +209,7 @@ def test_the_recorded_bookkeeping_is_that_of_the_installed_transformers():
 def test_an_activation_that_the_family_has_not_is_refused(family):
     config = next(one["config"] for name, one in RECORDED.items() if name.split()[0] == family)
     others = {"gpt2": "activation_function", "modernbert": "hidden_activation", "nemotron_h": "mlp_hidden_act"}
+    others |= dict.fromkeys(("codegen", "gpt_bigcode", "gpt_neo", "gptj"), "activation_function")
     others |= {"distilbert": "activation", "t5": "feed_forward_proj", "muse_glimmer_text": "hidden_activation"}
     name = others.get(family, "hidden_activation" if "gemma" in family else "hidden_act")
     wrong = {name: "gated-helix" if family == "t5" else "helix"}

@@ -163,6 +163,11 @@ LEFT_OVER: dict[str, dict[str, Any]] = {
     | {"use_qk_norm": False},
     "gemma2-9b": {"sliding_window_size": 4096},
     "gpt2-large": {"n_special": 0, "predict_special_tokens": True},
+    "gpt-j-6b": {"rotary": True, "scale_attn_weights": True, "summary_type": "cls_index", "summary_first_dropout": 0.1}
+    | dict.fromkeys(("summary_proj_to_labels", "summary_use_proj"), True),
+    "gpt-neo-125m": {"attention_layers": ["global", "local"] * 6, "summary_type": "cls_index", "attention_dropout": 0},
+    "starcoder": {"inference_runner": 0, "max_batch_size": None, "max_sequence_length": None, "pad_key_length": True}
+    | {"pre_allocate_kv_cache": False, "validate_runner_input": True, "attention_softmax_in_fp32": True},
     "nemotron-h-8b": {"attention_head_dim": 128},
     "smollm3-3b": {"max_window_layers": 28},
     "starcoder2-7b": {"activation_function": "gelu", "layer_norm_epsilon": 1e-5}

@@ -112,6 +112,8 @@ class DecoderEnds(TypedDict, total=False):
 
     embedding_norm: nn.Norm | None
     """A norm of the embeddings; by default none."""
+    dropout: nn.RandomMask | None
+    """Dropout of the embeddings; by default none."""
     final_norm: nn.Norm | Callable[[Array], Array]
     """The norm before the head; by default an `RMSNorm` of the config's `eps`."""
     embedding_scale: float | None
@@ -470,6 +472,7 @@ def decoder(
         ),
         stacks=stacks,
         embedding_norm=ends.get("embedding_norm"),
+        dropout=ends.get("dropout"),
         norm=ends["final_norm"] if "final_norm" in ends else norm(config),
         head=None if config.tied else nn.Linear("embed -> vocab", embed=embed, vocab=vocab, bias=bias, key=head_key),
         logit_bias=jnp.zeros(vocab, jnp.float32) if bias and config.tied else None,

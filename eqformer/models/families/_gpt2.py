@@ -1,21 +1,29 @@
-"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases everywhere, tied embedding."""
+"""GPT-2 (Radford et al. 2019), GPT-Neo (Black et al. 2021), and GPTBigCode, the family of StarCoder (Li et al. 2023).
+
+Their positions are learned, their norms are `LayerNorm`s with biases, and their feed-forward layers have no gates. The
+embedding is tied to the head. In GPT-Neo, layers with and without a window alternate. GPTBigCode has one key head.
+"""
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
 from ... import nn
-from .._attributes import Activation, Attribute, Entry, Expect, Ignore
-from .._config_types import LayerCount, Length, NotNegative, Rate, Size
+from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore
+from .._config_types import Attributes, Index, LayerCount, Length, NotNegative, PublishedConfig, Rate, Size
 from .._family import Family, ModelConfig, OLDER_DECODER_CLASSIFIER
+from .._layer_attributes import every
 from .._weight_rules import Rule
-from ._common import leaf_paths
-from ._decoder import activation_of, stacks_of
+from ._common import attention_weights, INTO_HEADS, leaf_paths, OF_HEADS, OUT_OF_HEADS, weight_and_bias
+from ._decoder import activation_of, causal_mask, layer_windows, stacks_of
 
 
-_SUMMARY = tuple(f"summary_{x}" for x in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))
+SUMMARY = tuple(f"summary_{x}" for x in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))
+"""Attributes of a head for multiple choice, which older configurations have and other models do not read."""
 ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("vocab", "vocab_size", 50_257),
     Attribute("embed", "n_embd", 768),
@@ -25,51 +33,50 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("mlp", "n_inner", None),
     Attribute("eps", "layer_norm_epsilon", 1e-5),
     Attribute("dropout", "resid_pdrop", 0.1, written=("resid_pdrop", "embd_pdrop")),
-    Activation("gelu_new", "activation_function"),
     Attribute("score_scale", "scale_attn_weights", True),
     Attribute("tied", "tie_word_embeddings", True),
-    Attribute("layer_scales", "scale_attn_by_inverse_layer_idx", False),
     Expect("add_cross_attention", False, written=False),
-    Ignore(
-        "reorder_and_upcast_attn"
-    ),  # This attribute changes only rounding, and here scores are computed in float32 at least.
-    Ignore("n_ctx", "predict_special_tokens", *_SUMMARY, attn_pdrop=0.0),
+    Ignore(*SUMMARY, attn_pdrop=0.0),
 )
 
-_LAYER, _TURNED = "transformer.h.{layer}.", "inputs outputs -> outputs inputs"
+LAYER_H, _TURNED = "transformer.h.{layer}.", "inputs outputs -> outputs inputs"
 _QKV = ("query", "key", "value")
-# Weights of maps are published with inputs before outputs; queries, keys and values are one array, side by side.
-WEIGHTS = (
+# The tables of tokens and positions, the last norm and, if it is not tied, the head.
+_ENDS = (
     Rule("transformer.wte.weight", "embedding.weight"),
     Rule("lm_head.weight", "head.weight"),
     Rule("transformer.wpe.weight", "positions.weight"),
-    *(Rule(f"{_LAYER}ln_1.{leaf}", f"mixer.norm.{leaf}") for leaf in ("weight", "bias")),
-    Rule(f"{_LAYER}attn.c_attn.weight", leaf_paths(_QKV, "weight"), "embed (h d) -> h d embed", axis=1),
-    Rule(f"{_LAYER}attn.c_attn.bias", leaf_paths(_QKV, "bias"), "(h d) -> h d"),
-    Rule(f"{_LAYER}attn.c_proj.weight", "mixer.layer.output.weight", "(h d) embed -> embed h d"),
-    Rule(f"{_LAYER}attn.c_proj.bias", "mixer.layer.output.bias"),
-    *(Rule(f"{_LAYER}ln_2.{leaf}", f"feed_forward.norm.{leaf}") for leaf in ("weight", "bias")),
-    Rule(f"{_LAYER}mlp.c_fc.weight", "feed_forward.layer.up.weight", _TURNED),
-    Rule(f"{_LAYER}mlp.c_fc.bias", "feed_forward.layer.up.bias"),
-    Rule(f"{_LAYER}mlp.c_proj.weight", "feed_forward.layer.down.weight", _TURNED),
-    Rule(f"{_LAYER}mlp.c_proj.bias", "feed_forward.layer.down.bias"),
-    *(Rule(f"transformer.ln_f.{leaf}", f"norm.{leaf}") for leaf in ("weight", "bias")),
+    *weight_and_bias("transformer.ln_f", "norm"),
+)
+_NORMS = (
+    *weight_and_bias(f"{LAYER_H}ln_1", "mixer.norm"),
+    *weight_and_bias(f"{LAYER_H}ln_2", "feed_forward.norm"),
+)
+# GPT-2's maps are published with inputs before outputs; queries, keys and values are one array, side by side.
+WEIGHTS = (
+    *_ENDS,
+    *_NORMS,
+    Rule(f"{LAYER_H}attn.c_attn.weight", leaf_paths(_QKV, "weight"), "embed (h d) -> h d embed", axis=1),
+    Rule(f"{LAYER_H}attn.c_attn.bias", leaf_paths(_QKV, "bias"), "(h d) -> h d"),
+    *weight_and_bias(f"{LAYER_H}attn.c_proj", "mixer.layer.output", "(h d) embed -> embed h d"),
+    *weight_and_bias(f"{LAYER_H}mlp.c_fc", "feed_forward.layer.up", _TURNED),
+    *weight_and_bias(f"{LAYER_H}mlp.c_proj", "feed_forward.layer.down", _TURNED),
     # GGUF files have maps with outputs first.
-    Rule(f"{_LAYER}attn.c_attn.linear.weight", leaf_paths(_QKV, "weight"), "(h d) embed -> h d embed", variant=True),
-    Rule(f"{_LAYER}attn.c_proj.linear.weight", "mixer.layer.output.weight", "embed (h d) -> embed h d", variant=True),
-    Rule(f"{_LAYER}mlp.c_fc.linear.weight", "feed_forward.layer.up.weight", variant=True),
-    Rule(f"{_LAYER}mlp.c_proj.linear.weight", "feed_forward.layer.down.weight", variant=True),
+    Rule(f"{LAYER_H}attn.c_attn.linear.weight", leaf_paths(_QKV, "weight"), "(h d) embed -> h d embed", variant=True),
+    Rule(f"{LAYER_H}attn.c_proj.linear.weight", "mixer.layer.output.weight", "embed (h d) -> embed h d", variant=True),
+    Rule(f"{LAYER_H}mlp.c_fc.linear.weight", "feed_forward.layer.up.weight", variant=True),
+    Rule(f"{LAYER_H}mlp.c_proj.linear.weight", "feed_forward.layer.down.weight", variant=True),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class GPT2Config(ModelConfig):
-    """The config of a GPT-2. Dropout acts on the embeddings and on both residual additions, not inside the softmax."""
+class OlderDecoderConfig(ModelConfig):
+    """Base class of configs with the fields of GPT-2 that its successors share."""
 
     layers: LayerCount
     """The number of layers."""
     heads: Size
-    """The number of heads."""
+    """The number of query heads, a divisor of `embed`; each head has `embed / heads` channels."""
     max_seq: Length = 1024
     """The number of learned positions, which is the length of the longest rows, in tokens."""
     mlp: Size | None = None
@@ -78,64 +85,132 @@ class GPT2Config(ModelConfig):
     """The activation of a feed-forward layer's features: a name of `nn.ACTIVATIONS`."""
     eps: NotNegative = 1e-5
     """The epsilon of norms, which is added to the mean square before the root."""
-    score_scale: bool = True
-    """Whether scores are divided by the root of a head's channels."""
-    layer_scales: bool = False
-    """Whether scores are also divided by the layer's number, counted from 1."""
     tied: bool = True
     """Whether the embedding's table is the head too."""
     dropout: Rate = 0.0
     """The rate of dropout on the embeddings and on both residual additions."""
 
+    @property
+    def head_size(self) -> int:
+        """Channels of a head; raises a `ValueError` if the heads do not divide `embed`."""
+        if self.embed % self.heads:
+            name = type(self).__name__
+            raise ValueError(f"{name}(embed={self.embed}, heads={self.heads}): heads must divide embed.")
+        return self.embed // self.heads
+
+    @property
+    def mlp_size(self) -> int:
+        """Hidden features of a feed-forward layer."""
+        return self.mlp or 4 * self.embed
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config(OlderDecoderConfig):
+    """The config of a GPT-2. Dropout acts on the embeddings and on both residual additions, not inside the softmax."""
+
+    score_scale: bool = True
+    """Whether scores are divided by the root of a head's channels."""
+    layer_scales: bool = False
+    """Whether scores are also divided by the layer's number, counted from 1."""
+
 
 def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a GPT-2 with random weights."""
-    embed, mlp = config.embed, config.mlp or 4 * config.embed
-    head_dim, remainder = divmod(embed, config.heads)
-    if remainder:
-        raise ValueError(f"GPT2Config(embed={embed}, heads={config.heads}): heads must divide embed.")
-    damping = (2 * config.layers) ** -0.5
-    dropout = nn.Dropout(config.dropout) if config.dropout else None
-
-    def norm() -> nn.LayerNorm:
-        return nn.LayerNorm("embed", embed=embed, eps=config.eps)
 
     def block(number: int, key: Key[Array, ""]) -> nn.Block:
-        mixer_key, feed_forward_key = jax.random.split(key)
-        attention = nn.Attention(
-            embed=embed,
-            heads=config.heads,
-            head_dim=head_dim,
-            bias=True,
-            output_std=damping * embed**-0.5,
-            scores=nn.Scores((head_dim**-0.5 if config.score_scale else 1.0) / number),
-            key=mixer_key,
-        )
-        feed_forward = nn.MLP(
-            embed=embed,
-            mlp=mlp,
-            activation=activation_of(config),
-            bias=True,
-            output_std=damping * mlp**-0.5,
-            key=feed_forward_key,
-        )
-        return nn.Block(
-            nn.Residual(attention, norm(), dropout=dropout), nn.Residual(feed_forward, norm(), dropout=dropout)
-        )
+        return older_block(config, score_scale=_score_scale(config, config.score_scale) / number, key=key)
 
-    embedding_key, positions_key, stack_key = jax.random.split(key, 3)
     if config.layer_scales:
-        stacks = stacks_of(block, range(1, config.layers + 1), key=stack_key)
+        return _older_decoder(config, block, range(1, config.layers + 1), key=key)
+    return _older_decoder(config, functools.partial(block, 1), key=key)
+
+
+def _score_scale(config: OlderDecoderConfig, is_scaled: bool) -> float:
+    return config.head_size**-0.5 if is_scaled else 1.0
+
+
+def layer_norm(config: OlderDecoderConfig) -> nn.LayerNorm:
+    """Return a `LayerNorm` of the residual stream."""
+    return nn.LayerNorm("embed", embed=config.embed, eps=config.eps)
+
+
+def older_mlp(config: OlderDecoderConfig, *, key: Key[Array, ""]) -> nn.MLP:
+    """Return a feed-forward layer without gates, with biases."""
+    return nn.MLP(
+        embed=config.embed,
+        mlp=config.mlp_size,
+        activation=activation_of(config),
+        bias=True,
+        output_std=(2 * config.layers) ** -0.5 * config.mlp_size**-0.5,
+        key=key,
+    )
+
+
+def older_block(
+    config: OlderDecoderConfig,
+    *,
+    score_scale: float,
+    kv_heads: int | None = None,
+    bias: bool = True,
+    window: int | None = None,
+    key: Key[Array, ""],
+) -> nn.Block:
+    """Return a layer of GPT-2 or of one of its successors.
+
+    Args:
+        config: The config.
+        score_scale: The factor of the scores.
+        kv_heads: Heads of keys and values; None: as many as query heads.
+        bias: Whether queries, keys and values have biases.
+        window: The number of tokens that each token sees; None: all tokens before it.
+        key: Random key for the weights.
+    """
+    mixer_key, feed_forward_key = jax.random.split(key)
+    dropout = nn.Dropout(config.dropout) if config.dropout else None
+    attention = nn.Attention(
+        embed=config.embed,
+        heads=config.heads,
+        head_dim=config.head_size,
+        kv_heads=kv_heads,
+        bias=bias,
+        output_bias=True,
+        output_std=(2 * config.layers) ** -0.5 * config.embed**-0.5,
+        scores=nn.Scores(score_scale),
+        mask=causal_mask(window),
+        key=mixer_key,
+    )
+    feed_forward = older_mlp(config, key=feed_forward_key)
+    return nn.Block(
+        nn.Residual(attention, layer_norm(config), dropout=dropout),
+        nn.Residual(feed_forward, layer_norm(config), dropout=dropout),
+    )
+
+
+def _older_decoder(
+    config: OlderDecoderConfig,
+    block: Callable[..., nn.Layer],
+    kinds: Sequence[int | None] | None = None,
+    *,
+    key: Key[Array, ""],
+) -> nn.Transformer:
+    """Return a decoder with learned positions.
+
+    With `kinds`, `block(kind, key)` builds each layer, otherwise `block(key)`.
+    """
+    embedding_key, positions_key, stack_key = jax.random.split(key, 3)
+    embed, vocab = config.embed, config.vocab
+    if kinds is None:
+        stacks = (nn.Stack(block, config.layers, key=stack_key),)
     else:
-        stacks = (nn.Stack(functools.partial(block, 1), config.layers, key=stack_key),)
-    head = nn.Linear("embed -> vocab", embed=embed, vocab=config.vocab, key=jax.random.fold_in(key, 3))
+        stacks = stacks_of(block, kinds, key=stack_key)
+    head = nn.Linear("embed -> vocab", embed=embed, vocab=vocab, key=jax.random.fold_in(key, 3))
     return nn.Transformer(
-        embedding=nn.Embedding(vocab=config.vocab, embed=embed, key=embedding_key),
+        embedding=nn.Embedding(vocab=vocab, embed=embed, key=embedding_key),
         positions=nn.LearnedPositions(max_seq=config.max_seq, embed=embed, key=positions_key),
         stacks=stacks,
-        norm=norm(),
+        norm=layer_norm(config),
         head=None if config.tied else head,
-        dropout=dropout,
+        dropout=nn.Dropout(config.dropout) if config.dropout else None,
     )
 
 
@@ -149,9 +224,197 @@ _PRESETS = {
 
 GPT2 = Family(
     *("gpt2", GPT2Config, build_gpt2, _PRESETS, "GPT2LMHeadModel", "gpt2"),
-    ATTRIBUTES,
+    (
+        *ATTRIBUTES,
+        Activation("gelu_new", "activation_function"),
+        Attribute("layer_scales", "scale_attn_by_inverse_layer_idx", False),
+        # This attribute changes only rounding, and here scores are computed in float32 at least.
+        Ignore("reorder_and_upcast_attn"),
+        Ignore("n_ctx", "predict_special_tokens"),
+    ),
     WEIGHTS,
     ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
     is_bare=True,
+    classifier=OLDER_DECODER_CLASSIFIER,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTNeoConfig(OlderDecoderConfig):
+    """The config of a GPT-Neo."""
+
+    window_layers: tuple[Index, ...]
+    """The layers with a window."""
+    window: Length = 256
+    """The number of tokens that the layers of `window_layers` see."""
+    max_seq: Length = 2048
+
+
+def build_gpt_neo(config: GPTNeoConfig, *, key: Key[Array, ""]) -> nn.Transformer:
+    """Return a GPT-Neo with random weights."""
+
+    def block(window: int | None, key: Key[Array, ""]) -> nn.Block:
+        return older_block(config, score_scale=1.0, bias=False, window=window, key=key)
+
+    return _older_decoder(config, block, layer_windows(config), key=key)
+
+
+_TYPES = ("global", "local")
+
+
+class _AttentionTypes(Entry):
+    """The layers with a window, from a list of patterns with their repetitions, or from the type of each layer."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `window_layers`; refuse lists of other lengths and types, and lists that contradict each other."""
+        layers, types = published.read("num_layers", LayerCount), published.listed("attention_layers", str)
+        patterns = published.listed("attention_types", list)
+        if patterns is not None or types is None:
+            expanded = self._expand(published, layers, [[[*_TYPES], 12]] if patterns is None else patterns)
+            if types is not None and types != expanded:
+                published.refuse(
+                    f"attention_layers={types}, but attention_types={patterns} are {expanded}; give one of them."
+                )
+            types = expanded
+        if len(types) != layers or {*types} - {*_TYPES}:
+            published.refuse(f"attention_layers={types} must have {layers} items, each one of {list(_TYPES)}.")
+        return {"window_layers": tuple(layer for layer, name in enumerate(types) if name == "local")}
+
+    def _expand(self, published: PublishedConfig, layers: int, patterns: Sequence[list[Any]]) -> list[str]:
+        """Return the type of each layer; refuse patterns that have another number of layers together."""
+        pairs = [
+            published.checked("attention_types", tuple(pattern), tuple[list[str], LayerCount]) for pattern in patterns
+        ]
+        if sum(len(pattern) * times for pattern, times in pairs) != layers:
+            published.refuse(
+                f"attention_types={patterns}: with their repetitions, the patterns must have {layers} layers "
+                "(num_layers)."
+            )
+        return [name for pattern, times in pairs for name in pattern * times]
+
+    def write(self, config: GPTNeoConfig) -> Attributes:
+        """Return one pattern of all layers."""
+        pattern = ["local" if layer in config.window_layers else "global" for layer in range(config.layers)]
+        return {"attention_types": [[pattern, 1]]}
+
+
+def _gpt_neo(embed: int, layers: int, heads: int) -> GPTNeoConfig:
+    return GPTNeoConfig(vocab=50_257, embed=embed, layers=layers, heads=heads, window_layers=every(2, layers))
+
+
+_GPT_NEO_PRESETS = {
+    "gpt-neo-byte-500k": GPTNeoConfig(
+        vocab=256, embed=96, layers=4, heads=6, max_seq=512, window=64, window_layers=every(2, 4)
+    ),
+    "tinystories-33m": _gpt_neo(768, 4, 16),
+    "gpt-neo-125m": _gpt_neo(768, 12, 12),
+    "gpt-neo-1.3b": _gpt_neo(2048, 24, 16),
+    "gpt-neo-2.7b": _gpt_neo(2560, 32, 20),
+}
+
+GPT_NEO = Family(
+    *("gpt_neo", GPTNeoConfig, build_gpt_neo, _GPT_NEO_PRESETS, "GPTNeoForCausalLM", "gpt_neo"),
+    (
+        Attribute("vocab", "vocab_size", 50_257),
+        Attribute("embed", "hidden_size", 2048),
+        Attribute("layers", "num_layers", 24),
+        Attribute("heads", "num_heads", 16),
+        Attribute("max_seq", "max_position_embeddings", 2048),
+        Attribute("mlp", "intermediate_size", None),
+        Attribute("eps", "layer_norm_epsilon", 1e-5),
+        Attribute("dropout", "resid_dropout", 0.0, written=("resid_dropout", "embed_dropout")),
+        Attribute("window", "window_size", 256),
+        _AttentionTypes(),
+        Activation("gelu_new", "activation_function"),
+        Attribute("tied", "tie_word_embeddings", True),
+        Ignore(*SUMMARY, "classifier_dropout"),
+    ),
+    (
+        *(*_ENDS, *_NORMS, *attention_weights(prefix=f"{LAYER_H}attn.attention.", output="out")),
+        *weight_and_bias(f"{LAYER_H}mlp.c_fc", "feed_forward.layer.up"),
+        *weight_and_bias(f"{LAYER_H}mlp.c_proj", "feed_forward.layer.down"),
+    ),
+    ignored_suffixes=(".attention.bias", ".attention.masked_bias"),
+    classifier=OLDER_DECODER_CLASSIFIER,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTBigCodeConfig(OlderDecoderConfig):
+    """The config of a GPTBigCode. Dropout acts on the embeddings and on both residual additions."""
+
+    kv_heads: Size = 1
+    """The number of key heads: 1, or as many as query heads."""
+    score_scale: bool = True
+    """Whether scores are divided by the root of a head's channels."""
+    max_seq: Length = 8192
+
+    def __post_init__(self):
+        if self.kv_heads not in (1, self.heads):
+            raise ValueError(
+                f"GPTBigCodeConfig(heads={self.heads}, kv_heads={self.kv_heads}): a published GPTBigCode has 1 key "
+                "head, or as many as query heads; give one of these two numbers."
+            )
+
+
+def build_gpt_bigcode(config: GPTBigCodeConfig, *, key: Key[Array, ""]) -> nn.Transformer:
+    """Return a GPTBigCode with random weights."""
+    scale = _score_scale(config, config.score_scale)
+    block = functools.partial(older_block, config, score_scale=scale, kv_heads=config.kv_heads)
+    return _older_decoder(config, lambda key: block(key=key), key=key)
+
+
+class _MultiQuery(Entry):
+    """The number of key heads, by `multi_query`: 1 if it is true, or as many as query heads."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `kv_heads`; refuse a `num_key_value_heads`, which transformers writes too, of another value."""
+        kv_heads = 1 if published.flag("multi_query", True) else published.read("n_head", Size)
+        published.expect("num_key_value_heads", kv_heads)
+        return {"kv_heads": kv_heads}
+
+    def write(self, config: GPTBigCodeConfig) -> Attributes:
+        """Return the attribute."""
+        return {"multi_query": config.kv_heads == 1}
+
+
+def _starcoder(embed: int, layers: int, heads: int, activation: str = "gelu_tanh") -> GPTBigCodeConfig:
+    return GPTBigCodeConfig(
+        vocab=49_152, embed=embed, layers=layers, heads=heads, mlp=4 * embed, activation=activation, dropout=0.1
+    )
+
+
+_GPT_BIGCODE_PRESETS = {
+    "gpt-bigcode-byte-500k": GPTBigCodeConfig(vocab=256, embed=96, layers=4, heads=6, max_seq=512),
+    "tiny-starcoder-py": _starcoder(768, 20, 12),
+    "santacoder": dataclasses.replace(_starcoder(2048, 24, 16), vocab=49_280, max_seq=2048),
+    "starcoderbase-1b": _starcoder(2048, 24, 16),
+    "starcoderbase-3b": _starcoder(2816, 36, 22),
+    "starcoderbase-7b": _starcoder(4096, 42, 32),
+    "starcoder": _starcoder(6144, 40, 48, "gelu"),
+}
+
+GPT_BIGCODE = Family(
+    *("gpt_bigcode", GPTBigCodeConfig, build_gpt_bigcode, _GPT_BIGCODE_PRESETS, "GPTBigCodeForCausalLM", "gpt_bigcode"),
+    (
+        *ATTRIBUTES,
+        Activation("gelu_pytorch_tanh", "activation_function"),
+        _MultiQuery(),
+        # These attributes change only rounding, and here scores are computed in float32 at least.
+        Ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+        # Settings of the publisher's own program for inference.
+        Ignore("inference_runner", "pad_key_length", "pre_allocate_kv_cache", "validate_runner_input"),
+        Ignore("max_batch_size", "max_sequence_length"),
+    ),
+    (
+        *(*_ENDS, *_NORMS),
+        # With one key head, all queries are before the key; otherwise, each head's query is before the head's key.
+        Rule(f"{LAYER_H}attn.c_attn.weight", leaf_paths(_QKV, "weight"), INTO_HEADS, groups="kv_heads"),
+        Rule(f"{LAYER_H}attn.c_attn.bias", leaf_paths(_QKV, "bias"), OF_HEADS, groups="kv_heads"),
+        *weight_and_bias(f"{LAYER_H}attn.c_proj", "mixer.layer.output", OUT_OF_HEADS),
+        *weight_and_bias(f"{LAYER_H}mlp.c_fc", "feed_forward.layer.up"),
+        *weight_and_bias(f"{LAYER_H}mlp.c_proj", "feed_forward.layer.down"),
+    ),
+    ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
     classifier=OLDER_DECODER_CLASSIFIER,
 )
