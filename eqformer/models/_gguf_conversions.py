@@ -191,11 +191,11 @@ def read_latents(config: JsonObject, file: GGUF) -> JsonObject:
     suffix = "_mla"
     if key is None or value is None:  # Older files state head widths under the keys that now hold latent widths.
         suffix = ""
-        key, value = (file.values.get(f"deepseek2.attention.{part}_length") for part in ("key", "value"))
+        key, value = (file.values.get(f"{file.kind}.attention.{part}_length") for part in ("key", "value"))
     # `key` counts all channels of a head; `rope_dim` of them are rotated.
     if type(key) is not int or type(value) is not int or key <= rope_dim:
         raise ValueError(
-            f"{file.call}: deepseek2.attention.key_length{suffix}={key}, value_length{suffix}={value}: they must be "
+            f"{file.call}: {file.kind}.attention.key_length{suffix}={key}, value_length{suffix}={value}: they must be "
             f"whole numbers, the first above rope.dimension_count={rope_dim}."
         )
     scaling, strength = config.get("rope_scaling"), config["mscale_all_dim"]
@@ -219,6 +219,26 @@ def read_latents_of_v2(config: JsonObject, file: GGUF) -> JsonObject:
     """Return the attributes of DeepSeek-V2, in which a token chooses among all experts, or only in its best groups."""
     attributes = read_latents(config, file)
     return attributes | {"topk_method": "greedy" if attributes["n_group"] == 1 else "group_limited_greedy"}
+
+
+def read_growing_latents(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the attributes of Mistral 4: those of latent attention, and the growth of scores with the position.
+
+    llama.cpp's converter leaves out the growth, and llama.cpp's scores of such a file do not grow. Raises a
+    `ValueError` for a growth whose length is not the original length of the rotary scaling.
+    """
+    attributes, growth = read_latents(config, file), config["llama_4_scaling_beta"]
+    scaling = {"rope_type": "default"} | (attributes["rope_scaling"] or {})
+    name = f"{file.kind}.attention.temperature_length"
+    original = scaling.get("original_max_position_embeddings")
+    every = file.values.get(name, original)
+    if growth and every != original:
+        raise ValueError(
+            f"{file.call}: {name}={every}: it must be rope.scaling.original_context_length={original}, because "
+            "configurations have one length for both."
+        )
+    added = {"llama_4_scaling_beta": growth} if growth else {}
+    return attributes | {"rope_scaling": scaling | added, "llama_4_scaling_beta": None}
 
 
 def read_oss_scaling(config: JsonObject, file: GGUF) -> JsonObject:

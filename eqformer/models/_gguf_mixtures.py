@@ -11,6 +11,7 @@ from ._gguf_conversions import (
     read_ernie_layers,
     read_gemma4,
     read_glm_options,
+    read_growing_latents,
     read_latents,
     read_latents_of_v2,
     read_llama4,
@@ -167,6 +168,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         lists=("attention.head_count_kv", "feed_forward_length", "attention.sliding_window_pattern"),
     ),
     "deepseek2": _DEEPSEEK2,
+    "mistral4": dataclasses.replace(
+        _DEEPSEEK2,
+        model_type="mistral4",
+        layer={**_DEEPSEEK2.layer, "ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj"},
+        numbers={**_DEEPSEEK2.numbers, "attention.temperature_scale": "llama_4_scaling_beta"},
+        implied=read_growing_latents,
+        unread=(*_DEEPSEEK2.unread, "attention.temperature_length"),  # `read_growing_latents` reads this
+        has_predictors=False,
+    ),
     "gpt-oss": Architecture(
         "gpt_oss",
         {

@@ -15,6 +15,7 @@ from test_published import FIXTURES
 
 from eqformer import models
 from eqformer.models._gguf_conversions import (
+    read_growing_latents,
     read_latents,
     read_llama4,
     read_mamba2,
@@ -244,6 +245,10 @@ def header(kind: str, **values: Any) -> Any:
 
 SIZES = {"num_hidden_layers": 2, "sliding_window": 4, "hidden_size": 8, "mamba_n_heads": 3, "mamba_d_head": 16}
 LATENTS = {"qk_rope_head_dim": 4, "qk_nope_head_dim": None, "v_head_dim": None, "rope_scaling": None}
+GROWING = LATENTS | {"qk_nope_head_dim": 6, "v_head_dim": 4, "num_attention_heads": 2, "llama_4_scaling_beta": 0.5}
+GROWING |= {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 4}, "norm_topk_prob": None}
+GROWING |= dict.fromkeys(("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "mscale_all_dim"))
+GROWING |= {"first_k_dense_replace": 0}
 UNFIT = {
     "a pattern that is no number": (
         lambda: read_windows(SIZES, header("cohere2", attention__sliding_window_pattern=True)),
@@ -271,6 +276,10 @@ UNFIT = {
     "widths of an older DeepSeek": (
         lambda: read_latents(LATENTS, header("deepseek2", attention__key_length=4, attention__value_length=4)),
         "deepseek2.attention.key_length=4, value_length=4: they must be whole numbers",
+    ),
+    "a growth of another length than the scaling": (
+        lambda: read_growing_latents(GROWING, header("mistral4", attention__temperature_length=8)),
+        "mistral4.attention.temperature_length=8: it must be rope.scaling.original_context_length=4",
     ),
 }
 

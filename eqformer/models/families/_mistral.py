@@ -32,7 +32,7 @@ from .._weight_rules import Rule
 from . import _common as tables
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 from ._deepseek import build_latent, latent_attributes, LATENT_BYTE, LATENT_WEIGHTS, LatentConfig
-from ._mixtures import FUSED, mixture, mixture_beside_shared
+from ._mixtures import FUSED, FUSED_BY_EXPERT, mixture, mixture_beside_shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -297,8 +297,9 @@ MISTRAL4 = Family(
     ),
     # The experts of a layer are published as one array.
     (
-        *(rule for rule in LATENT_WEIGHTS if "{expert}" not in rule.name),
+        *(rule for rule in LATENT_WEIGHTS if ".mlp.experts." not in rule.name),
         *(dataclasses.replace(rule, variant=False) for rule in FUSED),
+        *FUSED_BY_EXPERT,
     ),
     multimodal=(MultimodalModel("mistral3"),),
 )

@@ -411,6 +411,15 @@ FUSED = (
     ),
     Rule(f"{LAYER}mlp.experts.down_proj", f"{_EXPERTS}.down.weight", variant=True),
 )
+# GGUF files have separate arrays for each expert.
+FUSED_BY_EXPERT = (
+    Rule(
+        f"{LAYER}mlp.experts.{{expert}}.gate_up_proj.weight",
+        (f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"),
+        variant=True,
+    ),
+    Rule(f"{LAYER}mlp.experts.{{expert}}.down_proj.weight", f"{_EXPERTS}.down.weight", variant=True),
+)
 # Arrays of `FUSED` with inputs before outputs: `gate` and `up` are joined along dim 2 instead of dim 1. A folder
 # of a multimodal model may have either layout.
 TRANSPOSED = tuple(
