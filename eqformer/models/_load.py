@@ -6,6 +6,7 @@ converts and places the leaves of one rule after another.
 
 import dataclasses
 import math
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -151,7 +152,7 @@ def _open_model(
         published = dataclasses.replace(published, predictor=True)
     arrays = PublishedArrays(source, published)
     _check_sizes(arrays, published.config)
-    shapes = model_shapes(published.config, predictor=predictor, classifier=published.classifier)
+    shapes = _build_shapes(published, source.call)
     all_rules = published.family.rules(published.config, shapes, arrays.shapes, published.multimodal)
     left_out = [rule for rule in all_rules if not head and published.family.is_of_head(rule)]
     absent = [rule for rule in all_rules if head and _is_absent_head(arrays, published, rule)]
@@ -213,6 +214,27 @@ def _layer_numbers(shapes: nn.Transformer, sharding_of: Mapping[str, Sharding]) 
     return {
         path: jax.device_put(np.arange(leaf.size, dtype=leaf.dtype), sharding_of[path]) for path, leaf in leaves.items()
     }
+
+
+def _build_shapes(published: PublishedModel, call: str) -> nn.Transformer:
+    """Return the shapes of a published model.
+
+    Raises a `ValueError` that names the attributes of `config.json` if no model has such a config.
+    """
+    config = published.config
+    try:
+        return model_shapes(config, predictor=published.predictor, classifier=published.classifier)
+    except ValueError as error:
+        fields: dict[str, str] = {}
+        for name, value in re.findall(r"\b(\w+)=(\d[\d.e-]*)", str(error)):
+            if hasattr(config, name):
+                fields.setdefault(name, value)
+        # If a number differs from the config's field of this name, the error is about another part of the model.
+        is_of_config = all(value == str(getattr(config, name)) for name, value in fields.items())
+        attributes = {_attribute_of(config, name): value for name, value in fields.items() if is_of_config}
+        stated = [f"{name}={value}" for name, value in attributes.items() if name not in fields]
+        note = f"config.json states {', '.join(stated)}: " if stated and published.table_name_of is None else ""
+        raise ValueError(f"{call}: {note}{error}") from error
 
 
 # Models up to these sizes are traced quickly, so their sizes are not compared with the folder's arrays.

@@ -1,6 +1,7 @@
 """Loading onto meshes: the shards that each device holds, and the memory that loading takes."""
 
 import functools
+import json
 import tracemalloc
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from nn_reference import random_module
 from safetensors.numpy import load_file, save_file
+from test_published import RECORDED, write
 
 from eqformer import models, nn
 from eqformer.models import _folder
@@ -24,6 +26,13 @@ def tiny(**changes):
     """A model whose arrays are large beside what loading makes otherwise: 30 of 256 KiB among them."""
     config = models.LlamaConfig(vocab=512, embed=128, layers=8, heads=4, kv_heads=2, mlp=512, **changes)
     return config, random_module(models.build, config, key=jax.random.key(0))
+
+
+def write_published(folder, name, **changes):
+    """Write a case's folder with changed attributes."""
+    folder.mkdir()
+    write(folder, name)
+    (folder / "config.json").write_text(json.dumps(RECORDED[name]["config"] | changes))
 
 
 def arrays_of(model):
@@ -131,3 +140,15 @@ def test_a_process_makes_the_parts_of_its_own_devices_alone():
     assert len({id(part) for part in sharded}) == 8 and all(part.holds((3,)) for part in sharded)
     replicated = _empty_shards(leaf, NamedSharding(make_mesh(fsdp=8), P()).devices_indices_map(leaf.shape)).values()
     assert len(replicated) == 8 and len({id(part) for part in replicated}) == 1
+
+
+@pytest.mark.grid
+def test_a_config_of_no_model_is_refused_by_its_folder_and_attributes(tmp_path):
+    """A number of another part of the model is not named: a delta net's heads are not those of the attention."""
+    write_published(tmp_path / "mixture", "deepseek_v3 kimi k2", n_group=4, topk_group=1)
+    stated = "config.json states n_routed_experts=8, num_experts_per_tok=3: "
+    with pytest.raises(ValueError, match=rf"^load\('.*'\): {stated}TopKRouter\(experts=8, top_k=3, .*choose more"):
+        models.load_shapes(tmp_path / "mixture")
+    write_published(tmp_path / "net", "qwen3_next plain", linear_num_key_heads=16)
+    with pytest.raises(ValueError, match=r"^load\('.*'\): GatedDeltaNet\(heads=4, kv_heads=16\)"):
+        models.load_shapes(tmp_path / "net")

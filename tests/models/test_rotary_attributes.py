@@ -144,3 +144,14 @@ def test_phi_moe_has_longrope_of_one_magnitude():
     unscaled = dataclasses.replace(numbers_of(config), scaling=nn.LinearScaling(4.0))
     with pytest.raises(ValueError, match=r"save\(config=PhiMoEConfig\(scaling=Linear.*with a magnitude"):
         models.FAMILIES["phimoe"].write(unscaled)
+
+
+def test_a_fraction_that_transformers_replaces_is_refused():
+    """Bamba's configuration class sets the fraction outside of `rope_parameters` to one half."""
+    config, of_half = without("bamba"), {"partial_rotary_factor": 0.5}
+    inside = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}
+    assert numbers_of(config).rotary_fraction == numbers_of(config | of_half).rotary_fraction == 0.5
+    assert numbers_of(config | inside).rotary_fraction == numbers_of(config | inside | of_half).rotary_fraction == 0.25
+    for rotary in ({}, {"rope_scaling": LINEAR}, {"rope_parameters": {"rope_type": "default"}}):
+        with pytest.raises(ValueError, match=r"partial_rotary_factor=1.0: transformers takes 0.5 unless rope_param"):
+            numbers_of(config | rotary | {"partial_rotary_factor": 1.0})

@@ -30,6 +30,7 @@ from .._config_types import (
 from .._family import DecoderConfig, Family, ModelConfig
 from .._layer_attributes import ListedLayers
 from .._rotary_attributes import RotaryFraction
+from .._rotary_scaling import either_rotary_parameters
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, gated_weights, LAYER, leaf_paths, norm_weights
 from ._decoder import activation_of, attention, damping, decoder, gated_mlp, norm, part_rotary, pre_norm_block
@@ -350,6 +351,22 @@ _BAMBA_PRESETS = {
     "bamba-9b": BambaConfig(128_256, 4096, 32, 32, 8, 14_336, net_heads=128, attention_layers=(9, 18, 27)),
 }
 
+
+@dataclasses.dataclass(frozen=True)
+class _StatedInside(RotaryFraction):
+    """The rotated fraction of a head, which transformers reads from `rope_parameters` alone."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `rotary_fraction`; refuse a fraction outside of `rope_parameters` that transformers would replace."""
+        fields, fraction = super().read(published), self.default
+        if either_rotary_parameters(published).get(self.published) is None and fields["rotary_fraction"] != fraction:
+            published.refuse(
+                f"{self.published}={fields['rotary_fraction']}: transformers takes {fraction} unless rope_parameters "
+                "state another fraction; state it there."
+            )
+        return fields
+
+
 BAMBA = Family(
     "bamba",
     BambaConfig,
@@ -361,7 +378,7 @@ BAMBA = Family(
         *decoder_attributes(kv_heads=8, max_seq=262_144),
         *MAMBA_ATTRIBUTES,
         ListedLayers("attention_layers", "attn_layer_indices", lambda published, layers: ()),
-        RotaryFraction(0.5, inside=True),
+        _StatedInside(0.5, inside=True),
         Attribute("bias", "attention_bias", False),
         Attribute("mlp_bias", "mlp_bias", False),
         Activation(),
