@@ -296,6 +296,16 @@ def test_the_base_that_qwen_leaves_out_is_what_transformers_takes(name, tmp_path
         assert models.read_config(tmp_path).theta == want  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_heads_whose_size_a_mixture_of_qwen_leaves_out_share_the_width(tmp_path):
+    write(tmp_path, "qwen3_vl_moe")
+    said = json.loads((tmp_path / "config.json").read_text())
+    text = said["text_config"]
+    assert text.pop("head_dim") != text["hidden_size"] // text["num_attention_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    config: Any = models.read_config(tmp_path)
+    assert config.head_size == text["hidden_size"] // text["num_attention_heads"]
+
+
 TEXT = RECORDED[SMALLEST]["config"]["text_config"]
 WRONG = {
     "an attribute of no part": (

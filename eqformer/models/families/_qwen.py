@@ -249,7 +249,7 @@ _QWEN3_MOE_PRESETS = {
 
 # Transformers' defaults for the text model of Qwen3-VL's mixtures.
 _MISSING = {"num_key_value_heads": 16, "moe_intermediate_size": 1408, "num_local_experts": 60, "num_experts_per_tok": 4}
-_MISSING |= {"rope_theta": 500_000.0, "max_position_embeddings": 128_000, "head_dim": 128}
+_MISSING |= {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}
 QWEN3_MOE = Family(
     "qwen3_moe",
     Qwen3MoEConfig,
