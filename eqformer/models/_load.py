@@ -90,8 +90,9 @@ def load(
         leaves |= read_leaves(source.arrays, group, sharding_of)
         done += group.nbytes
         progress(done, total)
-    leaves |= _initialize_head(source, predictor, sharding_of)
     leaves |= _layer_numbers(source.shapes, sharding_of)
+    unread = [path for path in flatten_model(source.shapes) if path not in {*leaves, *source.left_out}]
+    leaves |= _initialize_leaves(source, unread, predictor, sharding_of)
     model = _assemble_model(source, leaves)
     return dataclasses.replace(model, compute_dtype=source.compute_dtype)
 
@@ -193,18 +194,24 @@ def _note_on_head(absent: Sequence[ResolvedRule], arrays: PublishedArrays) -> st
     )
 
 
-def _initialize_head(source: _ModelSource, predictor: bool, sharding_of: Mapping[str, Sharding]) -> dict[str, Array]:
-    """Return the leaves of a head that the folder lacks, as `build` initializes them with a fixed key."""
-    if not source.absent:
+def _initialize_leaves(
+    source: _ModelSource, paths: Sequence[str], predictor: bool, sharding_of: Mapping[str, Sharding]
+) -> dict[str, Array]:
+    """Return leaves that no array of the folder fills, as `build` initializes them with a fixed key.
+
+    These are a head that the folder lacks, and constants, such as the numbers of the heads of an `nn.ALiBi`.
+    """
+    if not paths:
         return {}
 
     def initial() -> dict[str, Array]:
         published, key = source.published, jax.random.key(0)
         model = build(published.config, predictor=predictor, classifier=published.classifier, key=key)
         leaves = flatten_model(model)
-        return {path: leaves[path].astype(source.compute_dtype) for path in source.absent}
+        dtypes = {path: source.compute_dtype if nn.is_trainable(leaves[path]) else leaves[path].dtype for path in paths}
+        return {path: leaves[path].astype(dtype) for path, dtype in dtypes.items()}
 
-    return jax.jit(initial, out_shardings={path: sharding_of[path] for path in source.absent})()
+    return jax.jit(initial, out_shardings={path: sharding_of[path] for path in paths})()
 
 
 def _layer_numbers(shapes: nn.Transformer, sharding_of: Mapping[str, Sharding]) -> dict[str, Array]:

@@ -285,6 +285,7 @@ from .attention._rotary import (
     YarnScaling as YarnScaling,
 )
 from .attention._scores import (
+    ALiBi as ALiBi,
     HeadLogTemperature as HeadLogTemperature,
     LogTemperature as LogTemperature,
     QueryTemperature as QueryTemperature,

@@ -114,7 +114,9 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over named dims (Ba, Kiros and Hinton 2016).
+    """`(x - mean(x)) / sqrt(var(x) + eps) * (offset + weight) + bias` over named dims (Ba, Kiros and Hinton 2016).
+
+    With `offset=1`, weight decay pulls the factor `offset + weight` towards 1 instead of 0 (Nemotron).
 
     With `over`, mean and variance are taken over some of the trailing dims only: `LayerNorm("heads head_dim",
     over="head_dim", ...)` normalizes each head by itself and scales it by its own weights (Command R+).
@@ -123,6 +125,7 @@ class LayerNorm(Norm):
     dims: tuple[str, ...] = eqx.field(static=True)
     over: int = eqx.field(static=True)
     eps: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
     weight: Float[Array, "..."] | None = named_by("dims")
     bias: Float[Array, "..."] | None = named_by("dims")
 
@@ -131,16 +134,18 @@ class LayerNorm(Norm):
         dims: str,
         *,
         eps: float = 1e-5,
+        offset: float = 0.0,
         scale: bool = True,
         bias: bool = True,
         over: str | None = None,
         **sizes: int,
     ):
-        """Initialize weights of 1 and biases of 0.
+        """Initialize weights of `1 - offset` and biases of 0.
 
         Args:
             dims: The names of the last dims of the input.
             eps: Added to the variance.
+            offset: Added to the weights.
             scale: Whether there are weights.
             bias: Whether there are biases.
             over: The names of the trailing dims over which mean and variance are taken; None: all dims.
@@ -148,8 +153,8 @@ class LayerNorm(Norm):
         """
         self.dims, shape = _named_shape("LayerNorm", dims, sizes)
         self.over = _count_reduced("LayerNorm", self.dims, over)
-        self.eps = eps
-        self.weight = jnp.ones(shape, jnp.float32) if scale else None
+        self.eps, self.offset = eps, offset
+        self.weight = jnp.full(shape, 1.0 - offset, jnp.float32) if scale else None
         self.bias = jnp.zeros(shape, jnp.float32) if bias else None
 
     @property
@@ -164,7 +169,8 @@ class LayerNorm(Norm):
         centered = wide - mean(wide, "means")
         y = centered * jax.lax.rsqrt(mean(centered * centered, "squares") + self.eps)
         if self.weight is not None:
-            y = y * self.weight.astype(y.dtype)
+            weight = self.weight.astype(y.dtype)
+            y = y * (weight + self.offset if self.offset else weight)
         if self.bias is not None:
             y = y + self.bias.astype(y.dtype)
         return y.astype(x.dtype)

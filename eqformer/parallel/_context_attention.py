@@ -105,7 +105,8 @@ class ContextAttention(kernels.PiecewiseAttention):
         if (ring_kernels := choose_ring_kernels(self.inner, ring.devices, call)) is not None:
             return flash_ring_attend(ring_kernels, ring, call)
         settings = require_blockwise(self.inner).settings(call)
-        output, logsum = ring_attend(settings, ring, call.query, call.key, call.value, call.tokens)
+        arrays = call.query, call.key, call.value, call.tokens, call.alibi_slopes
+        output, logsum = ring_attend(settings, ring, *arrays)
         return output if call.sinks is None else kernels.blockwise.with_sinks(output, logsum, call.sinks)
 
     def _gather(self, call: kernels.AttentionCall) -> Array:
@@ -129,11 +130,13 @@ class ContextAttention(kernels.PiecewiseAttention):
 
         query, key, value = swap(call.query), *(swap(_repeat_heads(x, copies)) for x in (call.key, call.value))
         tokens = _gather_tokens(call.tokens)
-        sinks = call.sinks
-        if sinks is not None:
+
+        def slice_heads(x: Float[Array, "heads"] | None) -> Float[Array, "_"] | None:
             first = jax.lax.axis_index(CONTEXT) * (heads // size)
-            sinks = jax.lax.dynamic_slice_in_dim(sinks, first, heads // size)
-        output = self.inner(dataclasses.replace(call, query=query, key=key, value=value, tokens=tokens, sinks=sinks))
+            return None if x is None else jax.lax.dynamic_slice_in_dim(x, first, heads // size)
+
+        by_head = {"sinks": slice_heads(call.sinks), "alibi_slopes": slice_heads(call.alibi_slopes)}
+        output = self.inner(dataclasses.replace(call, query=query, key=key, value=value, tokens=tokens, **by_head))
         return checkpoint_name(send.all_to_all("heads to tokens", output, CONTEXT, seq, head), "attended")
 
 
@@ -344,7 +347,7 @@ class SplitCacheAttention(kernels.PiecewiseAttention):
             mask, call.scale, call.softcap, require_blockwise(self.inner).block
         )
         tokens = kernels.TokenPositions(call.tokens.positions)
-        arrays = vary((call.query, call.key, call.value, tokens, call.kv_tokens), (CONTEXT,))
+        arrays = vary((call.query, call.key, call.value, tokens, call.kv_tokens, call.alibi_slopes), (CONTEXT,))
         output, logsum = kernels.blockwise.attend(settings, *arrays)
         # The combined output does not depend on `peak`, so `peak` needs no gradient.
         peak = send.pmax("split cache maxima", jax.lax.stop_gradient(logsum), CONTEXT)

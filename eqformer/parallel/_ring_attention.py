@@ -37,6 +37,7 @@ def ring_attend(
     key: Float[Array, "*batch seq kv_heads head_dim"],
     value: Float[Array, "*batch seq kv_heads v_dim"],
     tokens: TokenPositions,
+    alibi_slopes: Float[Array, "heads"] | None = None,
 ) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
     """Return output and logsumexp of the attention to the keys of all devices (Liu et al., arXiv:2310.01889).
 
@@ -48,18 +49,25 @@ def ring_attend(
     the arrays.
     """
     arrays = blockwise.group_heads(query, key, value, tokens, None)
-    arrays = vary(vary_like(arrays, arrays), (ring.axis,))
-    output, logsum = _block_ring(settings, ring, *arrays[:4])
+    arrays = *arrays[:4], blockwise.group_slopes(alibi_slopes, key.shape[-2])
+    output, logsum = _block_ring(settings, ring, *vary(vary_like(arrays, arrays), (ring.axis,)))
     batch = query.shape[:-3]
     return blockwise.ungroup_heads(output, batch), blockwise.ungroup_heads(logsum[..., None], batch)[..., 0]
 
 
 def _block_ring_primal(
-    settings: blockwise.BlockwiseSettings, ring: Ring, query: Array, key: Array, value: Array, positions: TokenPositions
+    settings: blockwise.BlockwiseSettings,
+    ring: Ring,
+    query: Array,
+    key: Array,
+    value: Array,
+    positions: TokenPositions,
+    slopes: Array | None,
 ) -> tuple[Array, Array]:
     def attend_piece(result: tuple[Array, Array], piece: tuple) -> tuple[Array, Array]:
         (output, logsum), (key, value, kv_positions) = result, piece
-        piece_output, piece_logsum = blockwise.attend_forward(settings, query, key, value, positions, kv_positions)
+        arrays = query, key, value, positions, kv_positions, slopes
+        piece_output, piece_logsum = blockwise.attend_forward(settings, *arrays)
         share = jax.nn.sigmoid(piece_logsum - logsum)[..., None]
         return output + share * (piece_output.astype(output.dtype) - output), jnp.logaddexp(logsum, piece_logsum)
 
@@ -81,22 +89,28 @@ _block_ring = jax.custom_vjp(_block_ring_primal, nondiff_argnums=(0, 1))
 
 
 def _block_ring_forward(
-    settings: blockwise.BlockwiseSettings, ring: Ring, query: Array, key: Array, value: Array, positions: TokenPositions
+    settings: blockwise.BlockwiseSettings,
+    ring: Ring,
+    query: Array,
+    key: Array,
+    value: Array,
+    positions: TokenPositions,
+    slopes: Array | None,
 ):
-    results = _block_ring(settings, ring, query, key, value, positions)
+    results = _block_ring(settings, ring, query, key, value, positions, slopes)
     output, logsum = (checkpoint_name(x, "attended") for x in results)  # Remat policies save this name.
-    return (output, logsum), (query, key, value, positions, output, logsum)
+    return (output, logsum), (query, key, value, positions, slopes, output, logsum)
 
 
 def _block_ring_backward(
     settings: blockwise.BlockwiseSettings, ring: Ring, residuals: tuple, gradients: tuple[Array, Array]
 ):
-    query, key, value, positions, output, logsum = residuals
+    query, key, value, positions, slopes, output, logsum = residuals
     sum_dtype = kernels.at_least_float32(query.dtype)
 
     def piece_gradients(piece: tuple) -> tuple[Array, tuple[Array, ...]]:
         query_grad, *piece_grads = blockwise.attend_backward(
-            settings, (query, *piece[:2], positions, piece[2], output, logsum), gradients
+            settings, (query, *piece[:2], positions, piece[2], slopes, output, logsum), gradients
         )
         return query_grad.astype(sum_dtype), tuple(piece_grads)
 
@@ -111,7 +125,7 @@ def _block_ring_backward(
     piece, size = (key, value, positions), ring.devices
     if size == 1:
         query_grad, local_grads = piece_gradients(piece)
-        return query_grad.astype(query.dtype), *local_grads, None
+        return query_grad.astype(query.dtype), *local_grads, None, None
     next_piece = _send_on(ring, piece)
     query_grad, local_grads = piece_gradients(piece)
     piece, arrived_grads = next_piece, None
@@ -124,7 +138,7 @@ def _block_ring_backward(
     query_grad_part, piece_grads = piece_gradients(piece)
     piece_grads = piece_grads if arrived_grads is None else jax.tree.map(jnp.add, arrived_grads, piece_grads)
     returned_grads = jax.tree.map(jnp.add, local_grads, _send_on(ring, piece_grads))
-    return (query_grad + query_grad_part).astype(query.dtype), *returned_grads, None
+    return (query_grad + query_grad_part).astype(query.dtype), *returned_grads, None, None
 
 
 _block_ring.defvjp(_block_ring_forward, _block_ring_backward)

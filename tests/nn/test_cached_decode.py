@@ -92,6 +92,10 @@ KINDS = {
     "sinks": lambda: attention(
         scores=nn.Scores(softcap=3.0, sinks=jnp.zeros(4)), core=kernels.ReferenceAttention(), mask=nn.sliding_window(4)
     ),
+    "alibi": lambda: attention(rotary=None, scores=nn.Scores(alibi=nn.ALiBi(heads=4))),
+    "alibi in a window": lambda: attention(
+        rotary=None, scores=nn.Scores(softcap=3.0, alibi=nn.ALiBi(heads=4)), mask=nn.sliding_window(3)
+    ),
     "window": lambda: attention(mask=nn.sliding_window(3)),
     "window of one": lambda: attention(mask=nn.sliding_window(1)),
     "window beyond capacity": lambda: attention(mask=nn.sliding_window(100)),
@@ -145,6 +149,7 @@ def agree(module, spoil=lambda cache: cache, capacity=10):
 
 # The rules of the grid's cases are rules of these cases, of the layer's own tests or of models in `tests/generation`.
 BY_DEFAULT = {
+    "alibi",
     "an encoding of one's own, by lengths",
     "longrope in a window",
     "delta net",

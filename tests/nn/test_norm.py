@@ -28,13 +28,13 @@ def test_rms_norm_over_several_dims_is_not_over_each():
     assert not close(module(x)[..., 0, :], per_head(x)[..., 0, :], 1e-2)
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"scale": False, "bias": False}, {"eps": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"scale": False, "bias": False}, {"eps": 0.5, "offset": 1.0}])
 def test_layer_norm(options):
     module = randomised(nn.LayerNorm("embed", embed=6, **options))
     x = 3 + normal(1, 2, 3, 6)
     centred = wide(x) - wide(x).mean(-1, keepdims=True)
     expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + module.eps)
-    expected = expected if module.weight is None else expected * wide(module.weight)
+    expected = expected if module.weight is None else expected * (module.offset + wide(module.weight))
     expected = expected if module.bias is None else expected + wide(module.bias)
     assert close(module(x), expected)
     assert not close(module(x), rms(wide(x), nn.RMSNorm("embed", embed=6)), 1e-2)

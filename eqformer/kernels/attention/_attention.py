@@ -50,7 +50,7 @@ class DotProductAttention(Implementation[AttentionCall, Array]):
 
     def supports(self, call: AttentionCall) -> str | None:
         """Return the option of the call that `jax.nn.dot_product_attention` lacks, or None."""
-        options = {"softcap": call.softcap, "sinks": call.sinks, "bias of scores": call.bias}
+        options = {"softcap": call.softcap, "sinks": call.sinks, "bias of scores": call.has_bias or None}
         if missing := [name for name, value in options.items() if value is not None]:
             return f"jax.nn.dot_product_attention has no {' and no '.join(missing)}"
         return None
@@ -215,12 +215,11 @@ def blockwise_of(core: Operation) -> BlockwiseAttention | None:
 
 
 def unsupported_options(core: Operation, options: Sequence[str]) -> tuple[str, ...]:
-    """Return which options (`softcap`, `sinks` and `bias`) `core` does not support, by asking `core` about small calls.
+    """Return the options (such as `softcap`) that `core` does not support, by asking `core` about small calls.
 
     If `core` refuses even the small call without options, nothing is known about options, and the result is empty.
     """
-    values = {"softcap": 1.0, "sinks": jnp.zeros(1), "bias": jnp.zeros((1, 128, 128))}
-
+    values = {"softcap": 1.0, "sinks": jnp.zeros(1), "bias": jnp.zeros((1, 128, 128)), "alibi_slopes": jnp.zeros(1)}
     array = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
     tokens = TokenPositions(jnp.arange(128, dtype=jnp.int32)[None], whole_rows=128)
     call = AttentionCall(array, array, array, mask=Mask(), tokens=tokens, scale=1.0)

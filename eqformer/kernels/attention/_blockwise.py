@@ -18,7 +18,16 @@ from ..._mask import ChosenKeys, Mask
 from .._decode_attention import DECODE_ATTENTION
 from .._op import Implementation, Op
 from .._platform import at_least_float32, compilers, Result, varying_zero
-from ._call import apply_softcap, AttentionCall, DecodeCall, lowest, possible_pairs, spans, TokenPositions
+from ._call import (
+    alibi_distances,
+    apply_softcap,
+    AttentionCall,
+    DecodeCall,
+    lowest,
+    possible_pairs,
+    spans,
+    TokenPositions,
+)
 from ._flash import Gradients, LogSum, Output, scale_output
 
 
@@ -63,7 +72,8 @@ class BlockwiseAttention(Implementation[AttentionCall, Array]):
         """Compute the call."""
         if call.kv_tokens is not None and call.query.shape[-3] <= FEW:
             return self.decode(decode_call(call))
-        output, logsum = attend(self.settings(call), call.query, call.key, call.value, call.tokens, call.kv_tokens)
+        arrays = call.query, call.key, call.value, call.tokens, call.kv_tokens, call.alibi_slopes
+        output, logsum = attend(self.settings(call), *arrays)
         return output if call.sinks is None else with_sinks(output, logsum, call.sinks)
 
     def settings(self, call: AttentionCall) -> "BlockwiseSettings":
@@ -72,7 +82,7 @@ class BlockwiseAttention(Implementation[AttentionCall, Array]):
 
     def forward(self, call: AttentionCall) -> tuple[Output, LogSum]:
         """Return output and logsumexp, as `FlashAttention.forward` does."""
-        output, logsum = attend_forward(self.settings(call), *_grouped_arrays(call))
+        output, logsum = attend_forward(self.settings(call), *_grouped_arrays(call), *_grouped_slopes(call))
         return _tokens_first(output), logsum.reshape(logsum.shape[0], -1, logsum.shape[-1])
 
     def backward(self, call: AttentionCall, output: Output, logsum: LogSum, output_grad: Output) -> Gradients:
@@ -81,7 +91,7 @@ class BlockwiseAttention(Implementation[AttentionCall, Array]):
         rows = arrays[0].shape[:-1]
         output, output_grad = (x.swapaxes(1, 2).reshape(*rows, -1) for x in (output, output_grad))
         logsum = logsum.reshape(rows)
-        residuals = (*arrays, output, logsum)
+        residuals = (*arrays, *_grouped_slopes(call), output, logsum)
         gradients = attend_backward(self.settings(call), residuals, (output_grad, jnp.zeros_like(logsum)))
         query_grad, key_grad, value_grad = gradients
         return _tokens_first(query_grad), key_grad.swapaxes(1, 2), value_grad.swapaxes(1, 2)
@@ -98,13 +108,18 @@ def decode_call(call: AttentionCall) -> DecodeCall:
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks,
-        bias=call.bias,
+        bias=call.total_bias,
     )
 
 
 def _grouped_arrays(call: AttentionCall) -> tuple[Array, Array, Array, TokenPositions, TokenPositions]:
     """Return the arrays of a call in the form of `group_heads`."""
     return group_heads(call.query, call.key, call.value, call.tokens, call.kv_tokens)
+
+
+def _grouped_slopes(call: AttentionCall) -> tuple[Array | None]:
+    """Return the ALiBi slopes of a call in the form of `group_slopes`."""
+    return (group_slopes(call.alibi_slopes, call.key.shape[-2]),)
 
 
 def _tokens_first(x: Float[Array, "batch kv_heads group seq head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
@@ -139,6 +154,7 @@ def attend(
     value: Float[Array, "*batch kv_seq kv_heads v_dim"],
     tokens: TokenPositions,
     kv_tokens: TokenPositions | None,
+    alibi_slopes: Float[Array, "heads"] | None = None,
 ) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
     """Return the output and the logsumexp of each query's scores.
 
@@ -152,8 +168,9 @@ def attend(
         value: The values.
         tokens: Positions and segments of the queries.
         kv_tokens: Positions and segments of the keys; None if queries and keys have the same tokens.
+        alibi_slopes: The slope of each query head, as in `AttentionCall`; None for no ALiBi.
     """
-    arrays = group_heads(query, key, value, tokens, kv_tokens)
+    arrays = *group_heads(query, key, value, tokens, kv_tokens), group_slopes(alibi_slopes, key.shape[-2])
     # Under `shard_map` the arrays may vary over different mesh axes, for example if key heads are replicated and query
     # heads are split. A custom gradient must vary over the axes of its argument. So add to each array a zero that
     # varies over the axes of all arrays; XLA removes the addition.
@@ -169,6 +186,7 @@ def attend_forward(
     value: Float[Array, "batch kv_heads kv_seq v_dim"],
     tokens: TokenPositions,
     kv_tokens: TokenPositions,
+    slopes: Float[Array, "kv_heads _ 1 1"] | None,
 ) -> tuple[Float[Array, "batch kv_heads _ seq v_dim"], Float[Array, "batch kv_heads _ seq"]]:
     """Return the results of `attend` without a derivative, for arrays in the form of `group_heads`.
 
@@ -181,8 +199,9 @@ def attend_forward(
         value: The values.
         tokens: Positions and segments of the queries.
         kv_tokens: Positions and segments of the keys.
+        slopes: The ALiBi slopes, in the form of `group_slopes`.
     """
-    return _by_block(_forward_in_blocks, settings, query, key, value, tokens, kv_tokens)
+    return _by_block(_forward_in_blocks, settings, query, key, value, tokens, kv_tokens, slopes)
 
 
 def _by_block(attend: Callable[..., Result], settings: BlockwiseSettings, *arrays: PyTree) -> Result:
@@ -203,6 +222,7 @@ def _forward_in_blocks(
     value: Array,
     tokens: TokenPositions,
     kv_tokens: TokenPositions,
+    slopes: Array | None,
 ) -> tuple[Array, Array]:
     queries, keys, token_blocks, kv_token_blocks, zero = split_into_blocks(
         block, query, (key, value), tokens, kv_tokens
@@ -215,7 +235,11 @@ def _forward_in_blocks(
             output, peak, total = carry
             (key_block, value_block), key_tokens = select_block((keys, kv_token_blocks), index)
             visible = settings.mask(query_tokens, key_tokens)[:, None, None]
-            scores = jnp.where(visible, _scores(settings, query_block, key_block), lowest(zero.dtype))
+            scores = _scores(settings, query_block, key_block)
+            if slopes is not None:
+                distances = alibi_distances(query_tokens, key_tokens, scores.dtype)
+                scores -= slopes.astype(scores.dtype) * distances[:, None, None]
+            scores = jnp.where(visible, scores, lowest(zero.dtype))
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
             weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0)
             values = jnp.einsum(
@@ -251,10 +275,11 @@ def _attend_forward(
     value: Array,
     tokens: TokenPositions,
     kv_tokens: TokenPositions,
+    slopes: Array | None,
 ):
-    results = _attend(settings, query, key, value, tokens, kv_tokens)
+    results = _attend(settings, query, key, value, tokens, kv_tokens, slopes)
     output, logsum = (checkpoint_name(x, "attended") for x in results)  # Remat policies may save both by this name.
-    return (output, logsum), (query, key, value, tokens, kv_tokens, output, logsum)
+    return (output, logsum), (query, key, value, tokens, kv_tokens, slopes, output, logsum)
 
 
 def attend_backward(
@@ -281,6 +306,7 @@ def _backward_in_blocks(
     value: Array,
     tokens: TokenPositions,
     kv_tokens: TokenPositions,
+    slopes: Array | None,
     *outputs_and_grads: Array,
 ) -> tuple[Array, Array, Array]:
     output, logsum, output_grad, logsum_grad = outputs_and_grads
@@ -299,7 +325,11 @@ def _backward_in_blocks(
             query_grad, key_grad, value_grad = carry
             rows, query_tokens = select_block((queries, token_blocks), index)
             visible = settings.mask(query_tokens, key_tokens).swapaxes(-1, -2)[:, None, :, None]
-            parts = _block_gradients(settings, rows, columns, visible)
+            penalties = None
+            if slopes is not None:
+                distances = alibi_distances(query_tokens, key_tokens, zero.dtype).swapaxes(-1, -2)
+                penalties = slopes.astype(zero.dtype)[:, None, ..., 0] * distances[:, None, :, None]
+            parts = _block_gradients(settings, rows, columns, visible, penalties)
             updated = jax.lax.dynamic_index_in_dim(query_grad, index, keepdims=False) + parts[0]
             query_grad = jax.lax.dynamic_update_index_in_dim(query_grad, updated, index, 0)
             return query_grad, key_grad + parts[1], value_grad + parts[2]
@@ -316,7 +346,7 @@ def _backward_in_blocks(
 
 
 def _attend_backward(settings: BlockwiseSettings, residuals: tuple, gradients: tuple[Array, Array]):
-    return *attend_backward(settings, residuals, gradients), None, None
+    return *attend_backward(settings, residuals, gradients), None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -332,12 +362,13 @@ def _block_gradients(
     rows: tuple[Array, Array, Array, Array],
     columns: tuple[Array, Array, Array],
     visible: Bool[Array, "batch 1 kv_seq 1 seq"],
+    penalties: Float[Array, "batch kv_heads kv_seq group seq"] | None,
 ) -> tuple[Array, Array, Array]:
     """Return the terms of a pair of blocks in the gradients of queries, keys and values.
 
     The queries' gradient has channels before tokens. The scores have keys before queries, and `columns` includes a
     transposed copy of the keys. So each product contracts the last dim of its left factor, which is fastest on CPUs,
-    and no array of the scores' size is transposed.
+    and no array of the scores' size is transposed. `penalties` are subtracted from the scores.
     """
     (query, output_grad, logsum, row_sums), (key, key_transposed, value) = rows, columns
     wide, (group, seq) = logsum.dtype, logsum.shape[-2:]
@@ -350,7 +381,8 @@ def _block_gradients(
         return product("bksd,bkrd->bksr", keys, merge_group(rows)).reshape(*keys.shape[:3], group, seq)
 
     scores = apply_softcap(by_key(key, query) * settings.scale, settings.softcap)
-    weights = jnp.where(visible, jnp.exp(scores - logsum[:, :, None]), 0)
+    biased_scores = scores if penalties is None else scores - penalties
+    weights = jnp.where(visible, jnp.exp(biased_scores - logsum[:, :, None]), 0)
     scores_grad = weights * (by_key(value, output_grad) - row_sums[:, :, None])
     if settings.softcap is not None:
         scores_grad *= 1 - jnp.square(scores / settings.softcap)
@@ -378,6 +410,11 @@ def group_heads(
     values = value.reshape(-1, kv_seq, kv_heads, value.shape[-1]).transpose(0, 2, 1, 3)
     merged = _merge_batch(tokens, batch, seq)
     return queries, keys, values, merged, merged if kv_tokens is None else _merge_batch(kv_tokens, batch, kv_seq)
+
+
+def group_slopes(alibi_slopes: Float[Array, "heads"] | None, kv_heads: int) -> Float[Array, "kv_heads _ 1 1"] | None:
+    """Return the slope of each query head with the dims of scores, grouped as `group_heads` groups queries."""
+    return None if alibi_slopes is None else alibi_slopes.reshape(kv_heads, -1, 1, 1)
 
 
 def ungroup_heads(

@@ -88,6 +88,9 @@ class AttentionCall(Call):
     """A further score per head, which is in the softmax but has no value (gpt-oss); None for no sinks."""
     bias: Float[Array, "*#batch heads seq kv_seq"] | None = eqx.field(kw_only=True, default=None)
     """Terms to add to the scores, before the mask; None to add nothing."""
+    alibi_slopes: Float[Array, "heads"] | None = eqx.field(kw_only=True, default=None)
+    """A slope per head: `-slope * |query position - key position|` is added to the scores (ALiBi, arXiv:2108.12409).
+    The slopes are constants, which get no gradient; None to add nothing."""
     piece: Literal["own", "past"] | None = eqx.field(kw_only=True, static=True, default=None)
     """The keys' piece of the rows, if devices split rows: `own` if it is also the queries' piece, `past` if all its
     keys are before all queries. None if rows are not split."""
@@ -113,6 +116,20 @@ class AttentionCall(Call):
         return None if self.tokens.segments is None else self.tokens.documents
 
     @property
+    def has_bias(self) -> bool:
+        """Whether terms are added to the scores: `bias`, or the terms of `alibi_slopes`."""
+        return self.bias is not None or self.alibi_slopes is not None
+
+    @property
+    def total_bias(self) -> Float[Array, "*#batch heads seq kv_seq"] | None:
+        """`bias` and the terms of `alibi_slopes` together, as a matrix for each head; None if both are None."""
+        if self.alibi_slopes is None:
+            return self.bias
+        distances = alibi_distances(self.tokens, self.key_tokens, self.alibi_slopes.dtype)
+        terms = -jax.lax.stop_gradient(self.alibi_slopes)[:, None, None] * distances[..., None, :, :]
+        return terms if self.bias is None else terms + self.bias
+
+    @property
     def unknown_rows(self) -> str | None:
         """Reason why the mask cannot be computed from the order of tokens in the arrays alone, or None if it can."""
         if self.kv_tokens is not None and self.piece is None:
@@ -131,6 +148,13 @@ class AttentionCall(Call):
             f"query {self.query.dtype}{list(self.query.shape)}, key {list(self.key.shape)} and value "
             f"{list(self.value.shape)} under {self.mask}"
         )
+
+
+def alibi_distances(
+    queries: TokenPositions, keys: TokenPositions, dtype: jnp.dtype
+) -> Float[Array, "*batch seq kv_seq"]:
+    """Return `|query position - key position|` for each query and key, subtracted in whole numbers."""
+    return jnp.abs(queries.positions[..., :, None] - keys.positions[..., None, :]).astype(dtype)
 
 
 def with_one_batch_dim(call: AttentionCall) -> AttentionCall:

@@ -40,7 +40,7 @@ class CudnnAttention(FlashAttention):
         if self.capabilities is not None and capability not in self.capabilities:
             known = ", ".join(map(str, self.capabilities))
             return f"it is limited to GPUs of compute capability {known}, not {capability}"
-        if call.bias is not None:
+        if call.has_bias:
             return "it supports no score bias"
         if (reason := call.unknown_rows) is not None:
             return reason

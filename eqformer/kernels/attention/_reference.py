@@ -72,7 +72,7 @@ def _probabilities(
     scores = products(call.query, call.key, key_scales)
     scores = scores if rotated is None else scores + products(*rotated)
     scores = apply_softcap(scores * call.scale, call.softcap)
-    if (bias := call.bias) is not None:
+    if (bias := call.total_bias) is not None:
         scores = scores + bias.reshape(*bias.shape[:-3], kv_heads, -1, *bias.shape[-2:]).astype(wide)
     visible = call.mask(call.tokens, call.key_tokens)
     sinks = None if call.sinks is None else call.sinks.astype(wide).reshape(kv_heads, heads // kv_heads, 1, 1)

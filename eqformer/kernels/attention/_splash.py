@@ -36,7 +36,7 @@ class SplashAttention(FlashAttention):
     def supports(self, call: AttentionCall) -> str | None:
         """Return the reason why the kernel cannot compute the call, or None."""
         query, key = call.query, call.key
-        if call.bias is not None:
+        if call.has_bias:
             return "it supports no score bias"
         if (reason := call.unknown_rows) is not None:
             return reason

@@ -181,7 +181,7 @@ class BlockSelection(Operation[AttentionCall, Array]):
 
     def supports(self, call: AttentionCall) -> str | None:
         """Return the reason why the call cannot be computed, or None if it can."""
-        if call.sinks is not None or call.bias is not None:
+        if call.sinks is not None or call.has_bias:
             return "attention to selected blocks has no sinks and no bias"
         return None
 
@@ -244,7 +244,7 @@ class BlockIndexedAttention(IndexedAttention):
 
     def _check_scores(self) -> None:
         """Raise a `ValueError` for scores that attention to selected blocks cannot compute."""
-        if self.scores.bias or self.scores.sinks is not None:
+        if self.scores.has_bias or self.scores.sinks is not None:
             raise ValueError(
                 f"BlockIndexedAttention(scores={self.scores}): attention to selected blocks has no sinks and no bias; "
                 "leave them out of the scores."

@@ -138,7 +138,7 @@ class MergedAttention(Mixer):
             "gate": attention.gate is not None,
             "sinks": scores.sinks is not None,
             "keys as values": attention.value is None,
-            "score bias": scores.bias,
+            "score bias": scores.has_bias,
             "a rotary with norms after it or with frequencies that depend on the length": has_other_encoding,
         }
         if attention.value is None or any(unsupported.values()):

@@ -53,7 +53,7 @@ class IndexedAttention(Attention):
 
     def _check_scores(self) -> None:
         """Raise a `ValueError` for scores that attention to selected keys cannot compute."""
-        if self.scores.softcap is not None or self.scores.bias:
+        if self.scores.softcap is not None or self.scores.has_bias:
             raise ValueError(
                 f"IndexedAttention(scores={self.scores}): attention to selected keys has no softcap and no bias; leave "
                 "them out of the scores."

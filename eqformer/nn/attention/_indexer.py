@@ -58,7 +58,7 @@ class SelectedKeys(Operation[AttentionCall, Array]):
 
     def supports(self, call: AttentionCall) -> str | None:
         """Return the reason why the call cannot be computed, or None if it can."""
-        if call.softcap is not None or call.bias is not None:
+        if call.softcap is not None or call.has_bias:
             return "attention to selected keys has no softcap and no bias"
         return None
 

@@ -77,6 +77,45 @@ def multiply_temperature(
     return multiply_float32(query, temperature.factors(tokens.positions, query.dtype)[..., None])
 
 
+class ALiBi(Module):
+    """Attention with linear biases: `-slope * |query position - key position|` is added to each score.
+
+    Head `h` (from 1) of `2^n` heads has the slope `scale * 2^(-max_bias * h / 2^n)`. If the number of heads is between
+    `2^n` and `2^(n+1)`, the slopes of `2^n` heads come first, then the first, third, fifth, ... slope of `2^(n+1)`
+    heads (Press, Smith and Lewis 2021, arXiv:2108.12409).
+
+    The module holds the number of each head, so that on a slice of the heads, heads keep their slopes. The slopes are
+    computed from these numbers in each call. So they are never trained, and not rounded with the model's weights.
+    """
+
+    numbers: Int[Array, "heads"]
+    """The number of each head, from 0."""
+    heads: int = eqx.field(static=True)
+    """The number of heads of the whole model."""
+    max_bias: float = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
+
+    def __init__(self, *, heads: int, max_bias: float = 8.0, scale: float = 1.0):
+        """Number the heads.
+
+        Args:
+            heads: Heads of queries.
+            max_bias: The negative exponent of two of the smallest slope (MPT's `alibi_bias_max`).
+            scale: A factor of all slopes.
+        """
+        if heads < 1:
+            raise ValueError(f"ALiBi(heads={heads}): give the number of the attention's query heads, at least 1.")
+        self.numbers = jnp.arange(heads, dtype=jnp.int32)
+        self.heads, self.max_bias, self.scale = heads, max_bias, scale
+
+    def slopes(self, dtype: jax.typing.DTypeLike) -> Float[Array, "heads"]:
+        """Return the slope of each head that this module holds, in `dtype` but at least float32."""
+        power = 2 ** (self.heads.bit_length() - 1)
+        exponents = [*range(2, 2 * power + 1, 2), *range(1, 2 * power, 2)][: self.heads]
+        table = self.scale * 2.0 ** (-self.max_bias * np.array(exponents) / (2 * power))
+        return jnp.asarray(table, at_least_float32(jnp.dtype(dtype)))[self.numbers]
+
+
 class Scores(Module):
     """The scores of an attention, `softcap(scale * temperature * query . key) + bias`; a softmax follows."""
 
@@ -90,12 +129,20 @@ class Scores(Module):
     """Whether the model's `ScoreBias` is added."""
     sinks: Float[Array, "heads"] | None = None
     """A learned score of each head that joins the softmax and is then dropped (gpt-oss); None: no sinks."""
+    alibi: ALiBi | None = None
+    """A bias of each head that is linear in the distance of query and key; None: no such bias."""
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options among `softcap`, `sinks` and `bias` that the core must compute."""
+        """The options among `softcap`, `sinks`, `bias` and `alibi_slopes` that the core must compute."""
         is_set = {"softcap": self.softcap is not None, "sinks": self.sinks is not None, "bias": self.bias}
+        is_set |= {"alibi_slopes": self.alibi is not None}
         return tuple(name for name, value in is_set.items() if value)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether terms are added to the scores: the model's `ScoreBias`, or `alibi`."""
+        return self.bias or self.alibi is not None
 
     def scale_of(self, channels: int) -> float:
         """Return the factor of scores, for queries with this number of channels."""
@@ -138,6 +185,7 @@ class Scores(Module):
             softcap=self.softcap,
             sinks=self.sinks,
             bias=_bias_of(tokens, kv_tokens) if self.bias else None,
+            alibi_slopes=None if self.alibi is None else self.alibi.slopes(query.dtype),
         )
 
 
@@ -177,7 +225,7 @@ def compute_attention(
             scale=call.scale,
             softcap=call.softcap,
             sinks=call.sinks,
-            bias=call.bias,
+            bias=call.total_bias,
             stored=kernels.StoredArrays(
                 cache.layer, cache.keys, cache.values, key_scales=cache.key_scales, value_scales=cache.value_scales
             ),
