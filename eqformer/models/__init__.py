@@ -57,12 +57,14 @@ from .families._bert import (
     MPNetConfig as MPNetConfig,
     RoBERTaConfig as RoBERTaConfig,
 )
+from .families._bloom import BloomConfig as BloomConfig, MPTConfig as MPTConfig
 from .families._cohere import Cohere2Config as Cohere2Config, CohereConfig as CohereConfig
 from .families._deepseek import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config, DeepSeekV32Config as DeepSeekV32Config
 from .families._deepseek_v4 import DeepSeekV4Config as DeepSeekV4Config
 from .families._ernie45 import Ernie45Config as Ernie45Config, Ernie45MoEConfig as Ernie45MoEConfig
 from .families._exaone4 import Exaone4Config as Exaone4Config, ExaoneMoEConfig as ExaoneMoEConfig
+from .families._falcon import FalconConfig as FalconConfig
 from .families._falcon_h1 import FalconH1Config as FalconH1Config
 from .families._gemma import (
     Gemma2Config as Gemma2Config,
@@ -133,6 +135,7 @@ from .families._mistral_large4 import MistralLarge4Config as MistralLarge4Config
 from .families._modernbert import ModernBERTConfig as ModernBERTConfig
 from .families._muse_glimmer import MuseGlimmerConfig as MuseGlimmerConfig
 from .families._nanochat import NanoChatConfig as NanoChatConfig, SpeedrunConfig as SpeedrunConfig
+from .families._nemotron import NemotronConfig as NemotronConfig
 from .families._nemotron_h import NemotronHConfig as NemotronHConfig
 from .families._nomic_bert import GTEConfig as GTEConfig, NomicBERTConfig as NomicBERTConfig
 from .families._olmo import (

@@ -237,7 +237,8 @@ class Attends(NamedTuple):
     output: Channels
     """Heads and channels of the output."""
     needs: tuple[str, ...] = ()
-    """Options that the core must support: `softcap`, `sinks`, `bias`, and `source` for keys of another sequence."""
+    """Options that the core must support: `softcap`, `sinks`, `bias`, `alibi_slopes`, and `source` for keys of another
+    sequence."""
 
 
 @dataclasses.dataclass(frozen=True)

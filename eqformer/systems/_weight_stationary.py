@@ -202,8 +202,11 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
 
 def _check_attention(call: str, attention: nn.Attention) -> None:
     """Raise a `ValueError` for an attention with parts that the layout cannot split."""
-    if attention.gate is not None or attention.scores.sinks is not None:
-        raise ValueError(f"{call}: an attention has a gate or sinks, which the layout cannot split; use ShardedModel.")
+    scores = attention.scores
+    if attention.gate is not None or scores.sinks is not None or scores.alibi is not None:
+        raise ValueError(
+            f"{call}: an attention has a gate, sinks or ALiBi, which the layout cannot split; use ShardedModel."
+        )
     if attention.value is None or attention.value_norm is not None:
         raise ValueError(
             f"{call}: an attention uses its keys as values, or normalizes its values, which the layout does not "

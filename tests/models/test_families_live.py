@@ -116,6 +116,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     **dict.fromkeys(("glm4_moe", "hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 128}),
+    "nemotron": {"num_key_value_heads": 8},
     "kimi_k3_text": dict.fromkeys(("mla_use_nope", "mla_use_output_gate", "latent_moe_use_norm"), True)
     | {"num_hidden_layers": 3, "attn_res_block_size": 1, "num_experts": 16, "routed_expert_hidden_size": 32}
     | {"activation_situ_beta": 4.0}
@@ -131,6 +132,8 @@ DEFAULTS = {
     "bert": "bert-base-uncased",
     "distilbert": "distilbert-base-uncased",
     "cohere": "command-r",
+    "falcon": "falcon-7b",
+    "nemotron": "nemotron-4-15b",
     "deepseek_v3": "deepseek-v3",
     "deepseek_v32": "deepseek-v3.2",
     "ernie4_5": "ernie4.5-0.3b",

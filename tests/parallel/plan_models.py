@@ -92,6 +92,7 @@ FAMILIES: dict[str, Any] = {
         scaling=None,
         eps=0.1,
     ),
+    "alibi": models.BloomConfig(vocab=50, embed=EMBED, layers=4, heads=HEADS),
     "bert": models.BERTConfig(vocab=50, embed=EMBED, layers=4, heads=HEADS, mlp=MLP, max_seq=32),
     "long table": models.GPT2Config(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
 }
@@ -142,9 +143,10 @@ def filled(build: Callable[[], Any], seed: int = 0) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         if jnp.issubdtype(leaf.dtype, jnp.integer):
-            if leaf.ndim > 1:  # a table with some of eight experts for each token id
-                return put(np.argsort(draw.random((*leaf.shape[:-1], 8)))[..., : leaf.shape[-1]], leaf.dtype)
-            return put(np.arange(leaf.shape[0]), leaf.dtype)
+            if leaf.ndim == 1 or jax.tree_util.keystr(path).endswith("alibi.numbers"):
+                return put(np.broadcast_to(np.arange(leaf.shape[-1]), leaf.shape), leaf.dtype)
+            # a table with some of eight experts for each token id
+            return put(np.argsort(draw.random((*leaf.shape[:-1], 8)))[..., : leaf.shape[-1]], leaf.dtype)
         fan_in = np.sqrt(leaf.shape[-1]) if leaf.ndim > 2 else 4.0
         is_scale = any(name in jax.tree_util.keystr(path) for name in ("norm", "factor"))
         numbers = is_scale + draw.normal(size=leaf.shape) / fan_in

@@ -168,7 +168,7 @@ def test_controls(models, monkeypatch, what):
                 2,
                 4,
             ),
-            "a gate or sinks",
+            "a gate, sinks or ALiBi",
         ),
         (
             lambda m: stationary(of_block(m, lambda b: nn.Block(b.mixer)), 2, 4),
