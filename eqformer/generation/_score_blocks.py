@@ -51,7 +51,7 @@ def score_blocks(
     continuation, the term of the block is the mean over `l = 1, ..., n` and over all choices of `l` of these tokens, of
     `n / l` times the log-probabilities of the chosen tokens. The model gives these log-probabilities after it has read
     all earlier blocks and the block with the chosen tokens masked. The term equals the negative integral over times in
-    BD3-LM (arXiv:2503.09573, equation 8), and is the estimator of LLaDA (arXiv:2502.09992, appendix A) for a single
+    BD3-LM (arXiv:2503.09573, equation 8), and is the estimator of LLaDA (arXiv:2502.09992, section 2.4) for a single
     block. The log-probability of one id is the id's part of the sum. It is not a probability by itself.
 
     If a block has at most `samples` choices (`2**block - 1`), the model reads every choice, and the bound is exact.

@@ -14,7 +14,8 @@ from nn_reference import random_module
 from script_helpers import losses, rows, run_here
 from text_cases import CONFIG, published_folder, small_model, TEMPLATE
 
-from eqformer import data, models
+import eqformer
+from eqformer import data, generation, models
 from eqformer.recipes import RECIPES
 from eqformer.text import load_run_encoder
 
@@ -271,3 +272,47 @@ def test_the_command_trains_an_embedder(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "nats a group in training" in done.stdout and "of positives found" in done.stdout
     assert load_run_encoder(tmp_path / "run").embed("text").shape == (64,)
+
+
+# The ends of these answers are the last, the third and the only token of their blocks of four tokens.
+ANSWERS = {"How?": "So and so.", "Why?": "For that.", "Who?": "So one."}
+
+
+def write_block_model(folder):
+    """Publish a small SDAR with a chat template and a tokenizer whose byte 3 is the mask token; return its folder."""
+    config = models.SDARConfig(256, 32, 2, 4, 2, 64, head_dim=8, block=4)
+    files = data.tokenizer_files(data.ByteTokenizer(), max_length=64)
+    tokenizer = json.loads(files["tokenizer.json"])
+    token = tokenizer["added_tokens"][0] | {"id": 3, "content": "<|MASK|>", "special": True}
+    tokenizer["added_tokens"].append(token)
+    vocab = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {("<|MASK|>" if number == 3 else name): number for name, number in vocab.items()}
+    files |= {"tokenizer.json": json.dumps(tokenizer), "chat_template.jinja": TEMPLATE}
+    models.save(eqx.filter_jit(models.build)(config, key=jax.random.key(0)), folder, config=config, files=files)
+    return folder
+
+
+@pytest.mark.grid
+def test_a_model_of_block_diffusion_learns_the_answers_of_chats_and_gives_them(tmp_path):
+    model, chats = write_block_model(tmp_path / "model"), tmp_path / "chats.jsonl"
+    asked = lambda question: {"role": "user", "content": question}
+    rows = [{"messages": [asked(q), {"role": "assistant", "content": answer}]} for q, answer in ANSWERS.items()]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows * 20))
+    flags = (
+        "--loss block-diffusion --seq 48 --batch 8 --steps 200 --log-every 50 --checkpoint-every 200 "
+        "--validate-every 200 --validation-batches 1 --sample-every 0 --simulate 1 --optimizer.name adamw "
+        "--optimizer.learning-rate 1e-2 --optimizer.warmup 5"
+    ).split()
+    done = run_here("pretrain.py", "--model", model, "--data", chats, *flags, "--run-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    before, after = eqformer.load(model), eqformer.load(tmp_path / "run")
+    assert before.sampler == after.sampler == generation.BlockSampler(mask_id=3)
+    answers = [after.chat([asked(question)], max_new_tokens=24, temperature=0) for question in ANSWERS]
+    assert answers == list(ANSWERS.values())
+    settings = ["--prompt", "Why?", "--temperature", 0, "--tokens", 24]
+    sampled = run_here("sample.py", "--run-dir", tmp_path / "run", *settings)
+    assert sampled.returncode == 0 and "For that." in sampled.stdout, sampled.stderr
+    # The controls: the published model does not know the answers, and the run did not learn the questions.
+    assert before.chat([asked("How?")], max_new_tokens=24, temperature=0) != ANSWERS["How?"]
+    question, answer = after.log_likelihood(["<user>", "<user>How?<assistant>"], ["How?", ANSWERS["How?"]])
+    assert question < -8 and answer > -1
