@@ -1,7 +1,7 @@
 """Architectures of GGUF files: each architecture's family, and llama.cpp's names of settings and arrays.
 
-This file has dense decoders. `_gguf_encoders` has text encoders, `_gguf_recurrent` models with recurrent layers, and
-`_gguf_mixtures` models with experts.
+This file has dense decoders, and names that several architectures share. `_gguf_encoders` has text encoders,
+`_gguf_recurrent` models with recurrent layers, and `_gguf_mixtures` other models with experts.
 """
 
 import dataclasses
@@ -72,6 +72,9 @@ class Architecture:
     """A function that returns the published values of an array of one dim, given its name."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """For an array from which files leave out a dim of size 1: the dim's index, by the array's name."""
+    unit_dims: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """For an array of which files have other dims of size 1 than published folders: the indices of its published dims
+    of size 1, by the array's name with `.weight` or `.bias`."""
     scalars: tuple[str, ...] = ()
     """Names of arrays that have no dims in published folders, and one dim of size 1 in files."""
     layer_lists: tuple[str, ...] = ()
@@ -84,6 +87,9 @@ class Architecture:
     """Published names of arrays outside of the layers that not all architectures have."""
     prefix: str = "model.layers."
     """The published names of a layer's arrays before the layer's number."""
+    stacks: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """For a model with several stacks of layers: `prefix` by the name of the stack in files, for example `enc`. The
+    name of the stack also begins the names in `layer`."""
     lists: tuple[str, ...] = ()
     """Sizes that may be lists with a size for each layer; the largest one is read, and `implied` reads the others."""
     has_attention: bool = True
@@ -115,6 +121,63 @@ SCALES = {
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
 HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+
+
+def expert_names(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the published names of a router and of experts, which begin with `prefix`; `names` are the maps' names."""
+    maps = {f"ffn_{name}_exps": f"{prefix}experts.{{}}.{published}" for name, published in names.items()}
+    return {"ffn_gate_inp": f"{prefix}gate"} | maps
+
+
+EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+ROUTED = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+ROUTED_OPTIONS = {
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+SIGMOID = {"expert_gating_func": 2}
+EXPERT_MAPS = {name: f"{name}_proj" for name in MAPS}
+SHARED_EXPERTS = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in MAPS}
+GRANITE_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **{f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{name}_proj" for name in MAPS},
+    **{f"ffn_{name}_shexp": f"shared_mlp.{name}_proj" for name in MAPS},
+}
+QWEN_EXPERTS = {
+    **expert_names("mlp.", EXPERT_MAPS),
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in MAPS},
+}
+QWEN_EXPERT_SIZES = {
+    **EXPERTS,
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+LATENT_NAMES = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj.{}",
+    "attn_v_b": "self_attn.v_b_proj.{}",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+}
+LATENT_OPTIONS = {
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.key_length_mla": "qk_nope_head_dim",
+    "attention.value_length_mla": "v_head_dim",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+}
 DENSE: Mapping[str, Architecture] = {
     "llama": Architecture("llama", order=order_rotated_pairs),
     "arcee": Architecture("arcee", order=order_rotated_pairs, implied=read_biases),

@@ -241,6 +241,19 @@ def read_growing_latents(config: JsonObject, file: GGUF) -> JsonObject:
     return attributes | {"rope_scaling": scaling | added, "llama_4_scaling_beta": None}
 
 
+def read_kimi(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the attributes of Kimi Linear that files state in another way, or that llama.cpp sets itself.
+
+    Delta nets have as many heads as attention, and the weights of a token's experts add up to 1.
+    """
+    return {
+        **read_latents(config, file),
+        "layer_types": _attention_types(config, file, "linear_attention"),
+        "linear_num_heads": config["num_attention_heads"],
+        "norm_topk_prob": True,
+    }
+
+
 def read_oss_scaling(config: JsonObject, file: GGUF) -> JsonObject:
     """Return gpt-oss's YaRN scaling, whose bounds are not rounded."""
     scaling = config.get("rope_scaling")

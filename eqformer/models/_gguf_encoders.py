@@ -1,4 +1,4 @@
-"""Text encoders in GGUF files: their architectures, and how the vector of a text is made."""
+"""Text encoders and T5 in GGUF files: their architectures, and how the vector of a text is made."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -148,6 +148,82 @@ DISTILBERT = Architecture(
     prefix="distilbert.transformer.layer.",
     eps=_NORM_EPS,
 )
+
+
+_T5_STACKS = {"enc": "encoder.block.", "dec": "decoder.block."}
+# T5's sublayers by the beginning of their names in files: the published number of the sublayer, and its name.
+_T5_ATTENTION = {
+    "enc.attn": ("layer.0", "SelfAttention"),
+    "dec.attn": ("layer.0", "SelfAttention"),
+    "dec.cross_attn": ("layer.1", "EncDecAttention"),
+}
+_T5_FEED_FORWARD = {"enc.ffn": "layer.1", "dec.ffn": "layer.2"}
+_T5_LAYER = {
+    **{
+        f"{name}_{part}": f"{number}.{attention}.{part}"
+        for name, (number, attention) in _T5_ATTENTION.items()
+        for part in "qkvo"
+    },
+    **{
+        f"{name}_rel_b": f"{number}.{attention}.relative_attention_bias"
+        for name, (number, attention) in _T5_ATTENTION.items()
+    },
+    **{f"{name}_norm": f"{number}.layer_norm" for name, (number, _) in _T5_ATTENTION.items()},
+    **{f"{name}_norm": f"{number}.layer_norm" for name, number in _T5_FEED_FORWARD.items()},
+    **{f"{name}_down": f"{number}.DenseReluDense.wo" for name, number in _T5_FEED_FORWARD.items()},
+}
+
+
+def _t5_maps(names: Mapping[str, str]) -> dict[str, str]:
+    """Return T5's names of layers' arrays, with these published names of the maps of feed-forward layers."""
+    maps = {
+        f"{stack}_{name}": f"{number}.DenseReluDense.{published}"
+        for stack, number in _T5_FEED_FORWARD.items()
+        for name, published in names.items()
+    }
+    return {**_T5_LAYER, **maps}
+
+
+def _read_t5(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return T5's attributes.
+
+    In all published models, feed-forward layers with a gate have GELUs, and others have ReLUs, as llama.cpp takes them.
+    Without gates, hidden vectors are divided by the root of their channels before the head; llama.cpp leaves this out.
+    """
+    has_gates = file.has("ffn_gate.weight")
+    names = {
+        "d_model": "hidden_size",
+        "d_ff": "intermediate_size",
+        "d_kv": "head_dim",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+    }
+    unknown = ("num_key_value_heads", "rope_theta", "max_position_embeddings")
+    return {
+        **{name: config[known] for name, known in names.items()},
+        **dict.fromkeys((*names.values(), *unknown)),
+        "num_decoder_layers": config["num_decoder_layers"] or config["num_hidden_layers"],
+        "feed_forward_proj": "gated-gelu" if has_gates else "relu",
+        "scale_decoder_outputs": not has_gates,
+    }
+
+
+T5 = Architecture(
+    "t5",
+    _t5_maps({"up": "wi"}),
+    sizes={"attention.relative_buckets_count": "relative_attention_num_buckets"},
+    numbers={"decoder_block_count": "num_decoder_layers", "decoder_start_token_id": "decoder_start_token_id"},
+    implied=_read_t5,
+    unread=("attention.layer_norm_rms_epsilon",),  # repeats the other epsilon
+    edges={
+        "token_embd": "shared",
+        "enc.output_norm": "encoder.final_layer_norm",
+        "dec.output_norm": "decoder.final_layer_norm",
+    },
+    stacks=_T5_STACKS,
+    eps=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+)
+GATED_T5 = dataclasses.replace(T5, layer=_t5_maps({"gate": "wi_0", "up": "wi_1"}))
 
 
 def states_encoder(file: GGUF) -> bool:

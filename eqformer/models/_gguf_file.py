@@ -58,6 +58,11 @@ class _TensorEntry:
     start: int
     stop: int
 
+    @property
+    def experts(self) -> int:
+        """The number of experts that the array holds; 0 for an array without experts."""
+        return self.shape[0] if len(self.shape) == 3 and self.shape[1] != 1 else 0
+
 
 class GGUF:
     """A GGUF file: the header's numbers and texts by name (lists only by length), and the arrays.
@@ -66,7 +71,7 @@ class GGUF:
     names `blk.0.xielu.beta`, `blk.1.xielu.beta` and so on.
 
     An array of experts has three dims. It is read as one array of two dims for each expert, with names that end in
-    `.0`, `.1` and so on.
+    `.0`, `.1` and so on. An array of three dims whose middle dim has size 1 is a convolution's, and stays one array.
 
     Raises a `ValueError` for a file that is cut short, has overlapping arrays, or has an unknown type. Every count and
     size is compared with the remaining bytes before memory of that size is allocated.
@@ -95,7 +100,7 @@ class GGUF:
         start = -(-self._at // alignment) * alignment
         entries = [self._entry(name, shape, kind, start + offset) for name, shape, kind, offset in infos]
         self._check_overlaps(entries)
-        if (count := sum(entry.shape[0] if len(entry.shape) == 3 else 1 for entry in entries)) > _MAX_ARRAYS:
+        if (count := sum(entry.experts or 1 for entry in entries)) > _MAX_ARRAYS:
             self._refuse(f"it has {count} arrays, counted for each expert, but at most {_MAX_ARRAYS} are read")
         self.tensors: dict[str, Tensor] = {}
         for entry in entries:
@@ -280,7 +285,7 @@ class GGUF:
         """Return the array, or the array of each expert, by name."""
         width = entry.shape[-1] // entry.form.numbers * entry.form.octets
         rows = self._bytes[entry.start : entry.stop].reshape(-1, width)
-        if len(entry.shape) != 3:
+        if not entry.experts:
             return {entry.name: Tensor(entry.form, entry.shape, rows)}
         experts = rows.reshape(entry.shape[0], -1, width)
         names = (f"{entry.name}.{number}" for number in range(len(experts)))

@@ -3,11 +3,32 @@
 import dataclasses
 from collections.abc import Mapping
 
-from ._gguf_architectures import Architecture, DENSE, FOUR_NORMS, HUNYUAN, MAPS, NUMBERED_MAPS, SCALES, WINDOW
+from ._gguf_architectures import (
+    Architecture,
+    DENSE,
+    EXPERT_MAPS,
+    expert_names,
+    EXPERTS,
+    FOUR_NORMS,
+    GRANITE_EXPERTS,
+    HUNYUAN,
+    LATENT_NAMES,
+    LATENT_OPTIONS,
+    LOCAL_EXPERTS,
+    MAPS,
+    NUMBERED_MAPS,
+    QWEN_EXPERT_SIZES,
+    QWEN_EXPERTS,
+    ROUTED,
+    ROUTED_OPTIONS,
+    SCALES,
+    SHARED_EXPERTS,
+    SIGMOID,
+    WINDOW,
+)
 from ._gguf_conversions import (
     order_rotated_pairs,
     read_attention_bias,
-    read_conv_layers,
     read_ernie_layers,
     read_gemma4,
     read_glm_options,
@@ -16,90 +37,33 @@ from ._gguf_conversions import (
     read_latents_of_v2,
     read_llama4,
     read_magnitudes,
-    read_mamba2,
     read_mixture,
-    read_nemotron_layers,
     read_oss_scaling,
     read_partial_rotary,
     read_positions_by_type,
     read_windows,
-    restore_decay,
 )
-from ._gguf_encoders import DISTILBERT, ENCODERS
+from ._gguf_encoders import DISTILBERT, ENCODERS, GATED_T5, T5
 from ._gguf_file import GGUF
-from ._gguf_recurrent import MAMBA, MAMBA_SIZES, RECURRENT
+from ._gguf_recurrent import RECURRENT
 
 
-def _experts(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
-    maps = {f"ffn_{name}_exps": f"{prefix}experts.{{}}.{published}" for name, published in names.items()}
-    return {"ffn_gate_inp": f"{prefix}gate"} | maps
-
-
-_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-_LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-_ROUTED = {
-    "expert_count": "n_routed_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
-_ROUTED_OPTIONS = {
-    "expert_shared_count": "n_shared_experts",
-    "leading_dense_block_count": "first_k_dense_replace",
-    "expert_weights_scale": "routed_scaling_factor",
-    "expert_weights_norm": "norm_topk_prob",
-    "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group",
-}
-_SIGMOID = {"expert_gating_func": 2}
-_EXPERT_MAPS = {name: f"{name}_proj" for name in MAPS}
-_SHARED_EXPERTS = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in MAPS}
-_GRANITE_EXPERTS = {
-    "ffn_gate_inp": "block_sparse_moe.router.layer",
-    **{f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{name}_proj" for name in MAPS},
-    **{f"ffn_{name}_shexp": f"shared_mlp.{name}_proj" for name in MAPS},
-}
-_QWEN_EXPERTS = {
-    **_experts("mlp.", _EXPERT_MAPS),
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in MAPS},
-}
-_QWEN_EXPERT_SIZES = {
-    **_EXPERTS,
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
-_QWEN35_MOE = dataclasses.replace(
-    RECURRENT["qwen35"],
-    model_type="qwen3_5_moe_text",
-    layer={**RECURRENT["qwen35"].layer, **_QWEN_EXPERTS},
-    sizes={**RECURRENT["qwen35"].sizes, **_QWEN_EXPERT_SIZES},
-)
 _DEEPSEEK2 = Architecture(
     "deepseek_v2",
     {
-        **_experts("mlp.", _EXPERT_MAPS),
-        "attn_q_a": "self_attn.q_a_proj",
-        "attn_q_b": "self_attn.q_b_proj",
-        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-        "attn_kv_b": "self_attn.kv_b_proj",
-        "attn_k_b": "self_attn.k_b_proj.{}",
-        "attn_v_b": "self_attn.v_b_proj.{}",
-        "attn_q_a_norm": "self_attn.q_a_layernorm",
-        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        **expert_names("mlp.", EXPERT_MAPS),
+        **LATENT_NAMES,
         "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-        **_SHARED_EXPERTS,
+        **SHARED_EXPERTS,
     },
     sizes={
         "attention.kv_lora_rank": "kv_lora_rank",
         "rope.dimension_count": "qk_rope_head_dim",
-        **_ROUTED,
+        **ROUTED,
     },
     numbers={
-        "attention.q_lora_rank": "q_lora_rank",
-        "attention.key_length_mla": "qk_nope_head_dim",
-        "attention.value_length_mla": "v_head_dim",
-        "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
-        **_ROUTED_OPTIONS,
+        **LATENT_OPTIONS,
+        **ROUTED_OPTIONS,
     },
     implied=read_latents_of_v2,
     unread=("attention.key_length", "attention.value_length"),  # widths of latents, which follow from other sizes
@@ -110,25 +74,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **DENSE,
     **ENCODERS,
     **RECURRENT,
+    "t5": T5,
     "qwen2moe": Architecture(
         "qwen2_moe",
-        _QWEN_EXPERTS,
-        sizes=_QWEN_EXPERT_SIZES,
+        QWEN_EXPERTS,
+        sizes=QWEN_EXPERT_SIZES,
         left_out={"ffn_gate_inp_shexp": 0},
     ),
     "qwen3moe": Architecture(
         "qwen3_moe",
-        _experts("mlp.", _EXPERT_MAPS),
-        numbers={**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+        expert_names("mlp.", EXPERT_MAPS),
+        numbers={**EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
         implied=lambda config, file: {"norm_topk_prob": True},
-    ),
-    "qwen35moe": _QWEN35_MOE,
-    "qwen3next": dataclasses.replace(
-        _QWEN35_MOE,
-        model_type="qwen3_next",
-        layer={**_QWEN35_MOE.layer, "ssm_ba": "linear_attn.in_proj_ba"},
-        order=lambda file, name: (None, None),
-        unread=("attention.recurrent_layers",),
     ),
     "gemma4": Architecture(
         "gemma4_text",
@@ -180,86 +137,39 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt-oss": Architecture(
         "gpt_oss",
         {
-            **_experts("mlp.", _EXPERT_MAPS),
+            **expert_names("mlp.", EXPERT_MAPS),
             "post_attention_norm": "post_attention_layernorm",
             "ffn_gate_inp": "mlp.router",
             "attn_sinks.weight": "self_attn.sinks",
             **{f"ffn_{name}_exps.bias": f"mlp.experts.{name}_proj_bias" for name in MAPS},
         },
-        sizes={**_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size"},
+        sizes={**LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size"},
         numbers=WINDOW,
         implied=read_oss_scaling,
     ),
     "llama4": Architecture(
         "llama4_text",
         {
-            **_experts("feed_forward.", _EXPERT_MAPS),
+            **expert_names("feed_forward.", EXPERT_MAPS),
             "ffn_gate_inp": "feed_forward.router",
             **{f"ffn_{name}_shexp": f"feed_forward.shared_expert.{name}_proj" for name in MAPS},
             **{f"ffn_{name}": f"feed_forward.{name}_proj" for name in MAPS},
         },
         sizes={
-            **_LOCAL_EXPERTS,
+            **LOCAL_EXPERTS,
             "interleave_moe_layer_step": "interleave_moe_layer_step",
             "expert_feed_forward_length": "intermediate_size_moe",
         },
         implied=read_llama4,
     ),
-    "lfm2moe": dataclasses.replace(
-        RECURRENT["lfm2"],
-        model_type="lfm2_moe",
-        layer={
-            **RECURRENT["lfm2"].layer,
-            **_experts("feed_forward.", NUMBERED_MAPS),
-            "exp_probs_b.bias": "feed_forward.expert_bias",
-        },
-        sizes={**RECURRENT["lfm2"].sizes, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
-        numbers={"leading_dense_block_count": "num_dense_layers"},
-        implied=lambda config, file: (
-            read_conv_layers(config, file)
-            | {
-                "num_dense_layers": config["num_dense_layers"] or 0,
-                "use_expert_bias": file.has("exp_probs_b.bias"),
-            }
-        ),
-        expected=_SIGMOID,
-    ),
-    "nemotron_h_moe": dataclasses.replace(
-        RECURRENT["nemotron_h"],
-        layer={
-            **RECURRENT["nemotron_h"].layer,
-            "ffn_gate_inp": "mixer.gate",
-            "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
-            **{f"ffn_{name}_exps": f"mixer.experts.{{}}.{name}_proj" for name in ("up", "down")},
-            **{f"ffn_{name}_shexp": f"mixer.shared_experts.{name}_proj" for name in ("up", "down")},
-            "ffn_latent_down": "mixer.fc1_latent_proj",
-            "ffn_latent_up": "mixer.fc2_latent_proj",
-        },
-        sizes={
-            **RECURRENT["nemotron_h"].sizes,
-            **_ROUTED,
-            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
-        },
-        numbers={
-            "moe_latent_size": "moe_latent_size",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-        },
-        implied=lambda config, file: (
-            read_nemotron_layers(config, file) | {"norm_topk_prob": config["norm_topk_prob"] is True}
-        ),
-        expected={**_SIGMOID, "expert_shared_count": 1},
-    ),
     "exaone-moe": Architecture(
         "exaone_moe",
         {
-            **_experts("mlp.", _EXPERT_MAPS),
-            **_SHARED_EXPERTS,
+            **expert_names("mlp.", EXPERT_MAPS),
+            **SHARED_EXPERTS,
             "exp_probs_b.bias": "mlp.e_score_correction_bias",
         },
-        sizes={**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+        sizes={**EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
         numbers={
             **WINDOW,
             "expert_shared_count": "num_shared_experts",
@@ -275,21 +185,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             | {name: config[name] or 1 for name in ("n_group", "topk_group", "routed_scaling_factor")}
             | {name: config[name] or 0 for name in ("num_shared_experts", "first_k_dense_replace")}
         ),
-        expected=_SIGMOID,
+        expected=SIGMOID,
         # The shared width is the product of other numbers.
         unread=("attention.sliding_window_pattern", "expert_shared_feed_forward_length"),
         has_predictors=True,
     ),
     "olmoe": Architecture(
         "olmoe",
-        _experts("mlp.", _EXPERT_MAPS),
-        sizes=_EXPERTS,
+        expert_names("mlp.", EXPERT_MAPS),
+        sizes=EXPERTS,
         implied=lambda config, file: read_attention_bias(config, file) | {"norm_topk_prob": False},
     ),
     "phimoe": Architecture(
         "phimoe",
-        _experts("block_sparse_moe.", NUMBERED_MAPS),
-        sizes=_LOCAL_EXPERTS,
+        expert_names("block_sparse_moe.", NUMBERED_MAPS),
+        sizes=LOCAL_EXPERTS,
         numbers=WINDOW,
         implied=lambda config, file: (
             read_attention_bias(config, file)
@@ -299,43 +209,28 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "granitemoe": Architecture(
         "granitemoe",
-        _GRANITE_EXPERTS,
-        sizes=_LOCAL_EXPERTS,
+        GRANITE_EXPERTS,
+        sizes=LOCAL_EXPERTS,
         numbers=SCALES,
         implied=read_attention_bias,
         order=order_rotated_pairs,
     ),
-    "granitehybrid": Architecture(
-        "granitemoehybrid",
-        {**_GRANITE_EXPERTS, **MAMBA, **{f"ffn_{name}": f"shared_mlp.{name}_proj" for name in MAPS}},
-        sizes={"expert_shared_feed_forward_length": "shared_intermediate_size", **MAMBA_SIZES},
-        numbers={
-            **SCALES,
-            **_LOCAL_EXPERTS,
-        },
-        implied=read_mamba2,
-        order=order_rotated_pairs,
-        restore=restore_decay,
-        left_out={"ssm_conv1d": 1},
-        flat=("ssm_a", "ssm_d", "ssm_norm"),
-        lists=("attention.head_count_kv",),
-    ),
     "minimax-m2": Architecture(
         "minimax_m2",
         {
-            **_experts("block_sparse_moe.", NUMBERED_MAPS),
+            **expert_names("block_sparse_moe.", NUMBERED_MAPS),
             "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
         },
-        sizes=_LOCAL_EXPERTS,
+        sizes=LOCAL_EXPERTS,
         implied=read_partial_rotary,
-        expected=_SIGMOID,
+        expected=SIGMOID,
         unread=("expert_feed_forward_length",),  # repeats the width
     ),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe",
         {
-            **_experts("mlp.", _EXPERT_MAPS),
-            **_SHARED_EXPERTS,
+            **expert_names("mlp.", EXPERT_MAPS),
+            **SHARED_EXPERTS,
             "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
         },
         sizes={
@@ -354,22 +249,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "dots1": Architecture(
         "dots1",
         {
-            **_experts("mlp.", _EXPERT_MAPS),
-            **_SHARED_EXPERTS,
+            **expert_names("mlp.", EXPERT_MAPS),
+            **SHARED_EXPERTS,
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
         },
-        sizes=_ROUTED,
-        numbers=_ROUTED_OPTIONS,
+        sizes=ROUTED,
+        numbers=ROUTED_OPTIONS,
         implied=lambda config, file: (
             read_attention_bias(config, file) | read_mixture(config, file) | {"sliding_window": None}
         ),
-        expected=_SIGMOID,
+        expected=SIGMOID,
     ),
     "hunyuan-moe": Architecture(
         "hunyuan_v1_moe",
         {
             **HUNYUAN,
-            **_experts("mlp.", _EXPERT_MAPS),
+            **expert_names("mlp.", EXPERT_MAPS),
             "ffn_gate_inp": "mlp.gate.wg",
             **{f"ffn_{name}_shexp": f"mlp.shared_mlp.{name}_proj" for name in MAPS},
         },
@@ -385,8 +280,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "afmoe": Architecture(
         "afmoe",
         {
-            **_experts("mlp.", _EXPERT_MAPS),
-            **_SHARED_EXPERTS,
+            **expert_names("mlp.", EXPERT_MAPS),
+            **SHARED_EXPERTS,
             "ffn_gate_inp": "mlp.router.gate",
             "exp_probs_b.bias": "mlp.expert_bias",
             "attn_gate": "self_attn.gate_proj",
@@ -394,7 +289,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "ffn_norm": "pre_mlp_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",
         },
-        sizes={**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+        sizes={**EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
         numbers={
             **WINDOW,
             "expert_shared_count": "num_shared_experts",
@@ -407,28 +302,28 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             # llama.cpp multiplies embeddings by the root of their width.
             | {"route_scale": config["route_scale"] or 1.0, "mup_enabled": True}
         ),
-        expected=_SIGMOID,
+        expected=SIGMOID,
         unread=("attention.sliding_window_pattern",),
     ),
     "glm4moe": Architecture(
         "glm4_moe",
         {
-            **_experts("mlp.", _EXPERT_MAPS),
+            **expert_names("mlp.", EXPERT_MAPS),
             "post_attention_norm": "post_attention_layernorm",
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-            **_SHARED_EXPERTS,
+            **SHARED_EXPERTS,
         },
-        sizes=_ROUTED,
-        numbers=_ROUTED_OPTIONS,
+        sizes=ROUTED,
+        numbers=ROUTED_OPTIONS,
         implied=read_glm_options,
-        expected=_SIGMOID,
+        expected=SIGMOID,
         has_predictors=True,
     ),
 }
 _MIXTRAL = Architecture(
     "mixtral",
-    _experts("block_sparse_moe.", NUMBERED_MAPS),
-    numbers=_LOCAL_EXPERTS,
+    expert_names("block_sparse_moe.", NUMBERED_MAPS),
+    numbers=LOCAL_EXPERTS,
     order=order_rotated_pairs,
 )
 _GRANITE_MOE_SHARED = dataclasses.replace(
@@ -436,7 +331,7 @@ _GRANITE_MOE_SHARED = dataclasses.replace(
     model_type="granitemoeshared",
     numbers={**SCALES, "expert_shared_feed_forward_length": "shared_intermediate_size"},
 )
-_DEEPSEEK_V3 = dataclasses.replace(_DEEPSEEK2, model_type="deepseek_v3", implied=read_latents, expected=_SIGMOID)
+_DEEPSEEK_V3 = dataclasses.replace(_DEEPSEEK2, model_type="deepseek_v3", implied=read_latents, expected=SIGMOID)
 _OLMO3 = dataclasses.replace(
     DENSE["olmo2"],
     model_type="olmo3",
@@ -454,7 +349,8 @@ def architecture_of(file: GGUF) -> Architecture:
 
     GGUF has one name for some pairs of architectures: a "llama" with an `expert_count` above 0 is Mixtral; a
     "deepseek2" whose router has a selection bias is DeepSeek-V3; an "olmo2" with windows is OLMo 3; a "granitemoe" with
-    a shared expert is `granitemoeshared`; and a "bert" without token types is DistilBERT.
+    a shared expert is `granitemoeshared`; a "t5" may have gates in its feed-forward layers; and a "bert" without token
+    types is DistilBERT.
     """
     kind = file.kind
     if kind == "llama" and file.values.get("llama.expert_count"):
@@ -465,6 +361,8 @@ def architecture_of(file: GGUF) -> Architecture:
         return _OLMO3
     if kind == "granitemoe" and file.values.get("granitemoe.expert_shared_feed_forward_length"):
         return _GRANITE_MOE_SHARED
+    if kind == "t5" and "enc.blk.0.ffn_gate.weight" in file.tensors:
+        return GATED_T5
     if kind == "bert" and "token_types.weight" not in file.tensors:
         return DISTILBERT
     return ARCHITECTURES[kind]

@@ -16,7 +16,8 @@ from .formats import Coded
 
 
 _EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?(?:\.(\d+))?")  # layer, kind, part, expert
+# The stack of layers (for example `enc`), the layer, the kind, the part, and the expert.
+_NAME = re.compile(r"(?:(?:(enc|dec)\.)?blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?(?:\.(\d+))?")
 
 
 def table_names_of(file: GGUF) -> dict[str, str | None]:
@@ -27,10 +28,15 @@ def table_names_of(file: GGUF) -> dict[str, str | None]:
 
     def published_name(name: str) -> str | None:
         match = _NAME.fullmatch(name)
-        layer, kind, part, expert = match.groups() if match else (None, "", None, None)
+        stack, layer, kind, part, expert = match.groups() if match else (None, None, "", None, None)
         if layer is not None and architecture.has_predictors and int(layer) >= layers:
             return None
-        names, prefix = (edges, "") if layer is None else (table, f"{architecture.prefix}{layer}.")
+        kind = kind if stack is None else f"{stack}.{kind}"
+        names, prefix = (
+            (edges, "")
+            if layer is None
+            else (table, f"{architecture.stacks.get(stack or '', architecture.prefix)}{layer}.")
+        )
         whole_name = names.get(kind if part is None else f"{kind}.{part}")
         if whole_name is not None and expert is None:
             return f"{prefix}{whole_name}"
@@ -55,14 +61,19 @@ def _layers(file: GGUF, architecture: Architecture) -> int:
 def _axis_left_out(file: GGUF, name: str) -> int | None:
     """Return the index of the dim of size 1 that the file leaves out; None if the file has all published dims."""
     match = _NAME.fullmatch(name)
-    axis = architecture_of(file).left_out.get(match[2] if match else "")
+    axis = architecture_of(file).left_out.get(match[3] if match else "")
     return axis if axis is not None and len(file.tensors[name].shape) == axis + 1 else None
 
 
 def _is_flat(file: GGUF, name: str) -> bool:
     """Return whether an array has one dim in published folders, whatever dims it has in the file."""
     match = _NAME.fullmatch(name)
-    return match is not None and match[2] in architecture_of(file).flat
+    return match is not None and match[3] in architecture_of(file).flat
+
+
+def _name_in_layer(name: str) -> str:
+    """Return the name of a layer's array without the layer: `ssm_a` for `blk.3.ssm_a`."""
+    return name.partition(".")[2].partition(".")[2]
 
 
 def shape_of(file: GGUF, name: str) -> tuple[int, ...]:
@@ -70,17 +81,26 @@ def shape_of(file: GGUF, name: str) -> tuple[int, ...]:
     shape, axis = file.tensors[name].shape, _axis_left_out(file, name)
     if _is_flat(file, name):
         return (math.prod(shape),)
-    if shape == (1,) and name.partition(".")[2].partition(".")[2] in architecture_of(file).scalars:
+    if shape == (1,) and _name_in_layer(name) in architecture_of(file).scalars:
         return ()
+    if dims := architecture_of(file).unit_dims.get(_name_in_layer(name)):
+        sizes = [size for size in shape if size != 1]
+        for dim in dims:
+            sizes.insert(dim, 1)
+        return tuple(sizes)
     return shape if axis is None else (*shape[:axis], 1, *shape[axis:])
 
 
 def coded_of(file: GGUF, name: str) -> Coded | None:
     """Return an array of two dims as codes, which are decoded when the array is read; None for other arrays."""
     tensor = file.tensors[name]
-    if len(tensor.shape) != 2 or _axis_left_out(file, name) is not None or _is_flat(file, name):
+    architecture = architecture_of(file)
+    is_reshaped = (
+        _axis_left_out(file, name) is not None or _is_flat(file, name) or _name_in_layer(name) in architecture.unit_dims
+    )
+    if len(tensor.shape) != 2 or is_reshaped:
         return None
-    return Coded(tensor.form, tensor.parts(architecture_of(file).order(file, name)), tensor.shape, DTYPE)
+    return Coded(tensor.form, tensor.parts(architecture.order(file, name)), tensor.shape, DTYPE)
 
 
 def plain_of(file: GGUF, name: str) -> Shaped[np.ndarray, "*dims"]:
