@@ -35,6 +35,7 @@ from ._published_model import (
     is_classifier as is_classifier,
     is_encoder as is_encoder,
     read_classifier as read_classifier,
+    read_label_attributes as read_label_attributes,
 )
 from ._registry import (
     build as build,

@@ -85,6 +85,8 @@ class Architecture:
     """The name of the epsilon of norms, in files and as published."""
     edges: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Published names of arrays outside of the layers that not all architectures have."""
+    classifier: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Published names of the arrays of a classifier of texts. Empty: classifiers are refused."""
     prefix: str = "model.layers."
     """The published names of a layer's arrays before the layer's number."""
     stacks: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -208,7 +210,7 @@ DENSE: Mapping[str, Architecture] = {
         implied=lambda config, file: {"use_bias": "blk.0.attn_q.bias" in file.tensors},
     ),
     "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
+    "qwen3": Architecture("qwen3", classifier={"cls.output": "score"}),
     "gemma": Architecture("gemma", restore=subtract_one),
     "gemma2": Architecture(
         "gemma2", FOUR_NORMS, numbers={**WINDOW, **_SOFTCAPS}, implied=read_gemma_scores, restore=subtract_one

@@ -9,8 +9,9 @@ from ._gguf_conversions import read_windows
 from ._gguf_file import GGUF
 
 
-# sentence-transformers' names of poolings, by llama.cpp's codes; the code 0 means no pooling.
-_POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
+# sentence-transformers' names of poolings, by llama.cpp's codes. The code 0 means no pooling, and `_RANK` a classifier.
+_MEAN, _RANK = 1, 4
+_POOLINGS = {_MEAN: "mean", 2: "cls", 3: "lasttoken"}
 _NO_ROTARY = dict.fromkeys(("rope_theta", "head_dim", "num_key_value_heads"))
 _BIDIRECTIONAL = {"attention.causal": False}
 _NORM_EPS = ("attention.layer_norm_epsilon", "layer_norm_eps")
@@ -85,6 +86,8 @@ ENCODERS: Mapping[str, Architecture] = {
         implied=lambda config, file: _NO_ROTARY | _read_types(config, file),
         expected=_BIDIRECTIONAL,
         edges=_table_names("bert"),
+        # RoBERTa's head, as BERT's classifiers name it: both have a dense layer with a tanh.
+        classifier={"cls": "bert.pooler.dense", "cls.output": "classifier"},
         prefix="bert.encoder.layer.",
         eps=_NORM_EPS,
     ),
@@ -125,6 +128,7 @@ ENCODERS: Mapping[str, Architecture] = {
             "token_embd_norm": "model.embeddings.norm",
             "output_norm": "model.final_norm",
         },
+        classifier={"cls": "head.dense", "cls.norm": "head.norm", "cls.output": "classifier"},
         eps=("attention.layer_norm_epsilon", "norm_eps"),
     ),
     "eurobert": Architecture(
@@ -232,6 +236,43 @@ def states_encoder(file: GGUF) -> bool:
     return kind in ENCODERS or bool(file.values.get(f"{kind}.pooling_type"))
 
 
+def has_classifier(file: GGUF) -> bool:
+    """Return whether a file holds a classifier or a reranker of texts."""
+    return any(name.startswith("cls.") for name in file.tensors)
+
+
+def classifier_attributes(file: GGUF, architecture: Architecture) -> JsonObject:
+    """Return the attributes of a file's classifier of texts: its class, its pooling and its labels; none without a
+    classifier.
+
+    Raises a `ValueError` for an architecture whose classifiers are not supported, and for a file without all arrays: of
+    `BertForSequenceClassification`, for example, llama.cpp's converter leaves out the pooler.
+    """
+    if not has_classifier(file):
+        return {}
+    stored = {name.rpartition(".")[0] for name in file.tensors if name.startswith("cls.")}
+    if stored != architecture.classifier.keys():
+        raise ValueError(
+            f"{file.call}: the classifier has the arrays {sorted(stored)}, but of a {file.kind} only a classifier of "
+            f"{sorted(architecture.classifier)} is supported."
+        )
+    labels, count = file.listed(f"{file.kind}.classifier.output_labels"), file.shape("cls.output.weight")[0]
+    if labels and len(labels) != count:
+        raise ValueError(
+            f"{file.call}: {file.kind}.classifier.output_labels has {len(labels)} labels, but cls.output.weight has "
+            f"{count} rows."
+        )
+    labels = labels or [f"LABEL_{number}" for number in range(count)]
+    pooling = file.values.get(f"{file.kind}.classifier.pooling_type", _MEAN)
+    if pooling not in _POOLINGS:
+        raise ValueError(f"{file.call}: {file.kind}.classifier.pooling_type={pooling!r} is not supported.")
+    attributes = {"classifier_pooling": _POOLINGS[pooling]} if architecture.model_type == "modernbert" else {}
+    return attributes | {
+        "architectures": [f"{architecture.model_type}ForSequenceClassification"],
+        "id2label": {str(number): label for number, label in enumerate(labels)},
+    }
+
+
 def context_length(file: GGUF) -> int:
     """Return the length to which texts are cut, in tokens."""
     name = f"{file.kind}.context_length"
@@ -245,12 +286,12 @@ def sentence_files(file: GGUF) -> dict[str, object]:
     """Return the contents of sentence-transformers' files, by name; none if the file does not state a pooling.
 
     GGUF files do not state whether vectors are divided by their length. The contents say that they are, because
-    llama.cpp's programs divide them by default. Raises a `ValueError` for a pooling of another kind, such as a
-    reranker's.
+    llama.cpp's programs divide them by default. A classifier or reranker has no such files. Raises a `ValueError` for a
+    pooling of another kind.
     """
     name = f"{file.kind}.pooling_type"
     pooling = file.values.get(name, 0)
-    if pooling == 0:
+    if pooling == 0 or (pooling == _RANK and has_classifier(file)):
         return {}
     if pooling not in _POOLINGS:
         known = ", ".join(f"{number} ({kind})" for number, kind in _POOLINGS.items())

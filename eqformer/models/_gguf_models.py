@@ -10,6 +10,7 @@ from jaxtyping import Shaped
 from .._files import JsonObject
 from ._config_types import LayerCount, PublishedConfig
 from ._gguf_architectures import Architecture, LAYER
+from ._gguf_encoders import classifier_attributes
 from ._gguf_file import DIVISORS, DTYPE, GGUF
 from ._gguf_mixtures import architecture_of, ARCHITECTURES
 from .formats import Coded
@@ -24,7 +25,7 @@ def table_names_of(file: GGUF) -> dict[str, str | None]:
     """Return the name in the family's table of each array; None for the arrays of predictors, which are not read."""
     architecture = architecture_of(file)
     table, layers = {**LAYER, **architecture.layer}, _layers(file, architecture)
-    edges = {**_EDGES, **architecture.edges}
+    edges = {**_EDGES, **architecture.edges, **architecture.classifier}
 
     def published_name(name: str) -> str | None:
         match = _NAME.fullmatch(name)
@@ -152,7 +153,7 @@ def configuration_of(file: GGUF) -> JsonObject:
         published.take(f"{kind}.{name}", None)
     for name in architecture.layer_lists:
         published.take(name, None)
-    config |= architecture.implied(config, file)
+    config |= architecture.implied(config, file) | classifier_attributes(file, architecture)
     published.expect(f"{kind}.vocab_size", table.shape[0])
     published.finish_strictly(lambda name, value: _is_without_effect(name.removeprefix(f"{kind}."), value))
     return config
@@ -213,11 +214,11 @@ class _SizeReader:
 
 
 # Keys that are not read here. They state who made the file, how its arrays were rounded, its tokenizer and pooling
-# (which `gguf_companion_files` reads), the order of the parts of a split file, whether a rotary scaling was trained,
-# and the order of arrays in files of old converters.
+# (which `gguf_companion_files` reads), the labels of a classifier (which `classifier_attributes` reads), the order of
+# the parts of a split file, whether a rotary scaling was trained, and the order of arrays in files of old converters.
 _UNREAD = re.compile(
     r"(general|tokenizer|quantize|imatrix)\..+|split\.(no|tensors\.count)|rope\.scaling\.finetuned|tensor_data_layout"
-    r"|(classifier\.)?pooling_type"
+    r"|(classifier\.)?pooling_type|classifier\.output_labels"
 )
 # Keys that llama.cpp reads for other architectures, and the values of each key that have no effect. Other values of
 # these keys are refused.

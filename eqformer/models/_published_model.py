@@ -11,6 +11,7 @@ from ..nn import Transformer, without_head
 from ._config_types import private_names, PublishedConfig
 from ._family import Classifier, classifier_of, Family, ModelConfig, MultimodalModel, names_classifier, TEXT
 from ._folder import CONFIG, FLOATS, Folder, INDEX, MODELOPT, SINGLE
+from ._gguf_encoders import has_classifier
 from ._gguf_file import GGUF
 from ._gguf_models import configuration_of, model_type_of, table_names_of
 from ._registry import FAMILIES, family_of, shapes as model_shapes
@@ -182,7 +183,8 @@ def _describe_file(path: Path, file: GGUF) -> PublishedModel:
     family, _ = _find_family(published)
     config = family.read(published)
     published.finish()
-    return PublishedModel(family, config, None, attributes, table_name_of=table_names_of(file))
+    classifier = _read_classifier(family, attributes, str(path))
+    return PublishedModel(family, config, None, attributes, table_name_of=table_names_of(file), classifier=classifier)
 
 
 def is_encoder(path: str | Path) -> bool:
@@ -199,21 +201,33 @@ def is_encoder(path: str | Path) -> bool:
     return any(model_type in (family.model_type, *family.aliases) for family in families)
 
 
-def is_classifier(folder: str | Path) -> bool:
-    """Return whether a published folder is of a classifier of texts or tokens, by its `architectures` alone."""
-    file = Path(folder) / CONFIG
+def is_classifier(path: str | Path) -> bool:
+    """Return whether a published folder, or a GGUF file, is of a classifier of texts or tokens.
+
+    A folder's `architectures` alone decide, or the names of a file's arrays.
+    """
+    if Path(path).is_file():
+        return has_classifier(GGUF(Path(path)))
+    file = Path(path) / CONFIG
     return file.exists() and names_classifier(_read_architecture(read_json(file)))
 
 
-def read_classifier(folder: str | Path) -> Classifier:
-    """Return the sizes of the classifier of a published folder; raise a `ValueError` for a folder of another model."""
-    classifier = describe_model(Path(folder)).classifier
+def read_classifier(path: str | Path) -> Classifier:
+    """Return the sizes of the classifier of a published folder or a GGUF file; raise a `ValueError` for another
+    model."""
+    classifier = describe_model(Path(path)).classifier
     if classifier is None:
         raise ValueError(
-            f"read_classifier({str(folder)!r}): the folder's config.json names no model ForSequenceClassification or "
+            f"read_classifier({str(path)!r}): the folder's config.json names no model ForSequenceClassification or "
             "ForTokenClassification; give the folder of a classifier."
         )
     return classifier
+
+
+def read_label_attributes(path: str | Path) -> JsonObject:
+    """Return the attributes of a published classifier: the content of `config.json`, or the same attributes of a GGUF
+    file."""
+    return describe_model(Path(path)).attributes
 
 
 def has_weights(folder: Path) -> bool:

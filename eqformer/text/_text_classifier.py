@@ -193,8 +193,8 @@ def load_classifier(
     """Load a classifier of texts or of tokens with its tokenizer and its labels.
 
     Args:
-        source: A folder of transformers' `ForSequenceClassification` or `ForTokenClassification` model, or the name of
-            such a model of the hub.
+        source: A folder of transformers' `ForSequenceClassification` or `ForTokenClassification` model, the name of
+            such a model of the hub, or a GGUF file of a classifier or reranker.
         answers: Two tokens by which a language model classifies a text, such as `("yes", "no")` of Qwen3-Reranker;
             None: the folder holds a classifier. The text must end where the model's answer begins. The score of the
             text is the logit of the first token minus the logit of the second; the sigmoid of the score is the
@@ -210,24 +210,24 @@ def load_classifier(
     path, call = models.local_path(source), f"load_classifier({str(source)!r})"
     if answers is not None:
         return _load_answers(source, path, answers, plan, dtype, weights, progress)
-    if not path.is_dir() or not models.is_classifier(path):
+    if not path.exists() or not models.is_classifier(path):
         raise ValueError(
             f"{call}: the folder's config.json names no model ForSequenceClassification or "
             "ForTokenClassification; take text.load_encoder or text.load_llm, or give answers= of a language model."
         )
     model = models.load(path, plan=plan, dtype=dtype, weights=weights, progress=progress)
     model = model if plan is None else plan.shard(model)
-    attributes, max_length = read_json(path / "config.json"), read_lengths(path)[0]
+    attributes, folder = models.read_label_attributes(path), models.companion_folder(path)
     assert model.classifier is not None
     (count,) = model.classifier.output.output_shape
     return TextClassifier(
         model,
-        load_text_tokenizer(call, path),
+        load_text_tokenizer(call, folder),
         _label_names(attributes, count),
-        max_length=limit_length(model, max_length, path),
+        max_length=limit_length(model, read_lengths(folder)[0], folder),
         is_multi_label=attributes.get("problem_type") == "multi_label_classification",
-        activation=_read_activation(path, attributes, count),
-        reads_types=reads_token_types(path),
+        activation=_read_activation(folder, attributes, count),
+        reads_types=reads_token_types(folder),
         pad_id=_read_pad_id(model, attributes),
         plan=plan,
     )
@@ -268,7 +268,7 @@ def _load_answers(
 
 def read_label_names(folder: str | Path) -> tuple[str, ...]:
     """Return the names of the labels of a published classifier; raise a `ValueError` for a folder of another model."""
-    return _label_names(read_json(Path(folder) / "config.json"), models.read_classifier(folder).labels)
+    return _label_names(models.read_label_attributes(folder), models.read_classifier(folder).labels)
 
 
 def _label_names(attributes: JsonObject, count: int) -> tuple[str, ...]:

@@ -5,18 +5,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_gguf import checksum, made
+from test_gguf import checksum, made, SAID
 from test_published import FIXTURES
 from tokenizers.normalizers import Precompiled
 
 import eqformer
-from eqformer import models
+from eqformer import models, nn
 from eqformer.models._gguf_file import GGUF
 from eqformer.models._gguf_tokenizer import _is_charsmap
-from eqformer.text import TextEncoder
+from eqformer.text import TextClassifier, TextEncoder
 
 
 RECORDED = json.loads((FIXTURES / "gguf_encoders.json").read_text())
@@ -158,6 +159,54 @@ def test_a_decoder_that_states_its_pooling_is_a_text_encoder(tmp_path):
     assert isinstance(encoder, TextEncoder) and encoder.max_length == 64
     assert eqformer.text.read_pooling(path) == "mean" and encoder.tokenizer.encode_prompt("ab").tolist() == [2, 11]
     assert np.allclose(np.linalg.norm(encoder.embed(["ab"]), axis=1), 1, atol=1e-6)
+
+
+CLASSIFIERS = ("bert", "bert labels", "modern-bert", "modern-bert labels", "qwen3")
+
+
+@pytest.mark.by_default("bert")
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_classifier_has_the_logits_of_transformers(name, tmp_path):
+    """The reranker of Qwen3 has the logits of its two answers, in the order of the file's labels."""
+    path = tmp_path / "a.gguf"
+    with np.load(FIXTURES / "gguf_classifiers.npz") as arrays:
+        path.write_bytes(arrays[name].tobytes())
+        expected = arrays[f"{name} logits"]
+    model: Any = models.load(path)
+    ids = jax.numpy.array([[0, 7, 3, 20, 9, 9, 14, 2, 30, 5, 11, 2]])
+    tokens = nn.positions_like(ids.shape)
+    with jax.default_matmul_precision("highest"):
+        hidden = model.encode(ids, tokens)[0]
+        logits, others = (np.asarray(model.classify(rows, tokens)[0]) for rows in (hidden, hidden[:, ::-1] + 1))
+    assert np.abs(logits - expected).max() < 1e-5 and np.abs(others - expected).max() > 1e-2
+    names = ["yes", "no"] if name == "qwen3" else ["bad", "fair", "good"] if "labels" in name else ["LABEL_0"]
+    assert [*models.read_label_attributes(path)["id2label"].values()] == names
+    assert models.is_classifier(path) and models.read_classifier(path).labels == len(names)
+
+
+_OF_QWEN = {f"qwen3.{key.removeprefix('llama.')}": value for key, value in SAID.items() if key.startswith("llama.")}
+_OF_QWEN |= dict.fromkeys(key for key in SAID if key.startswith("llama.")) | {"general.architecture": "qwen3"}
+_OF_QWEN |= {"tokenizer.ggml.tokens": ["a", "b", "ab", *(f"<{number}>" for number in range(9))]}
+_OF_QWEN |= {"tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.eos_token_id": 11}
+_OF_QWEN |= {"qwen3.pooling_type": 4, "qwen3.classifier.output_labels": ["yes", "no"]}
+
+
+def test_a_file_with_labels_is_a_classifier_of_texts(tmp_path):
+    norms = {f"blk.0.attn_{name}_norm.weight": np.ones(4, np.float32) for name in "qk"}
+    rows, path = np.array([[1] * 8, [-1] * 8], np.float32), tmp_path / "a.gguf"
+    for label, stored in (("yes", rows), ("no", rows[::-1])):
+        path.write_bytes(made(_OF_QWEN, norms | {"cls.output.weight": np.ascontiguousarray(stored)}))
+        classifier = eqformer.load(path)
+        assert isinstance(classifier, TextClassifier) and classifier.labels == ("yes", "no")
+        classification: Any = classifier.classify("ab")
+        assert classification.label == label
+    path.write_bytes(made(_OF_QWEN, norms | {"cls.output.weight": rows, "cls.weight": np.ones((8, 8), np.float32)}))
+    with pytest.raises(ValueError, match=r"the classifier has the arrays \['cls', 'cls.output'\], but of a qwen3 only"):
+        models.read_config(path)
+    labels = {"qwen3.classifier.output_labels": ["yes", "no", "perhaps"]}
+    path.write_bytes(made(_OF_QWEN | labels, norms | {"cls.output.weight": rows}))
+    with pytest.raises(ValueError, match=r"output_labels has 3 labels, but cls.output.weight has 2 rows"):
+        models.read_config(path)
 
 
 _PIECES = {"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": ["<pad>", "</s>", "<unk>", "▁a", "b"]}
