@@ -64,7 +64,11 @@ from .families._deepseek import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config, DeepSeekV32Config as DeepSeekV32Config
 from .families._deepseek_v4 import DeepSeekV4Config as DeepSeekV4Config
 from .families._ernie45 import Ernie45Config as Ernie45Config, Ernie45MoEConfig as Ernie45MoEConfig
-from .families._exaone4 import Exaone4Config as Exaone4Config, ExaoneMoEConfig as ExaoneMoEConfig
+from .families._exaone4 import (
+    Exaone4Config as Exaone4Config,
+    ExaoneConfig as ExaoneConfig,
+    ExaoneMoEConfig as ExaoneMoEConfig,
+)
 from .families._falcon import FalconConfig as FalconConfig
 from .families._falcon_h1 import FalconH1Config as FalconH1Config
 from .families._gemma import (
@@ -104,6 +108,7 @@ from .families._hunyuan import (
     Hy3Config as Hy3Config,
 )
 from .families._hy4 import Hy4Config as Hy4Config
+from .families._hyperclovax import HyperCLOVAXConfig as HyperCLOVAXConfig
 from .families._jaxformer import JAXformerConfig as JAXformerConfig
 from .families._kimi_k3 import KimiK3Config as KimiK3Config
 from .families._kimi_linear import KimiLinearConfig as KimiLinearConfig
@@ -115,6 +120,7 @@ from .families._llama import (
     EuroBERTConfig as EuroBERTConfig,
     HeliumConfig as HeliumConfig,
     InternLM3Config as InternLM3Config,
+    IQuestCoderConfig as IQuestCoderConfig,
     LlamaConfig as LlamaConfig,
     SeedOSSConfig as SeedOSSConfig,
     SmolLM3Config as SmolLM3Config,
@@ -128,6 +134,7 @@ from .families._minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
 from .families._minimax_m3 import MiniMaxM3Config as MiniMaxM3Config
 from .families._mistral import (
     Ministral3Config as Ministral3Config,
+    MinistralConfig as MinistralConfig,
     Mistral4Config as Mistral4Config,
     MistralConfig as MistralConfig,
     MixtralConfig as MixtralConfig,

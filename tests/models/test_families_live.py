@@ -115,7 +115,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
 CHOSEN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    **dict.fromkeys(("glm4_moe", "hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 128}),
+    **dict.fromkeys(("glm4_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 128}),
     "nemotron": {"num_key_value_heads": 8},
     "kimi_k3_text": dict.fromkeys(("mla_use_nope", "mla_use_output_gate", "latent_moe_use_norm"), True)
     | {"num_hidden_layers": 3, "attn_res_block_size": 1, "num_experts": 16, "routed_expert_hidden_size": 32}
@@ -141,6 +141,8 @@ DEFAULTS = {
     "gemma": "gemma-7b",
     "gemma2": "gemma2-2b",
     "cwm": "cwm-32b",
+    "exaone": "exaone-3.0-7.8b",
+    "iquestcoder": "iquest-coder-v1-40b",
     "flex_olmo": "flex-olmo-7x7b",
     "glm": "glm-4-9b",
     "glm4": "glm4-9b",

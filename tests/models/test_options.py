@@ -216,3 +216,17 @@ def test_two_names_of_activations_that_differ_are_refused():
         ValueError, match=r"hidden_activation='gelu_pytorch_tanh' is not supported .* supports 'relu'\.$"
     ):
         numbers_of(case("gemma") | {"hidden_act": "relu", "hidden_activation": "gelu_pytorch_tanh"})
+
+
+def test_exaones_older_names_of_attributes_are_read():
+    """The publisher's own program has three names that transformers' configurations do not have."""
+    older = {
+        "num_hidden_layers": "num_layers",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+    }
+    config: dict[str, Any] = RECORDED["exaone biased"]["config"]
+    renamed = {older.get(name, name): value for name, value in config.items()}
+    assert numbers_of(renamed) == numbers_of(config) != numbers_of(renamed | {"layer_norm_epsilon": 0.5})
+    with pytest.raises(ValueError, match="attributes that this family does not know: .*hidden_act="):
+        numbers_of(renamed | {"hidden_act": "silu"})

@@ -1,7 +1,8 @@
-"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after sublayers.
+"""Models of LG AI Research.
 
-If a model has windows, only layers with a window have rotary positions. K-EXAONE (LG AI Research 2026) has norms before
-sublayers, and DeepSeek-V3's mixtures.
+EXAONE 3.0, 3.5 and Deep (2024 and 2025, arXiv:2408.03541, arXiv:2412.04862) are Llamas under other names of arrays.
+EXAONE 4 (2025, arXiv:2507.11407) has norms after sublayers. If a model of EXAONE 4 has windows, only layers with a
+window have rotary positions. K-EXAONE (2026) has norms before sublayers, and DeepSeek-V3's mixtures.
 """
 
 import dataclasses
@@ -10,11 +11,29 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Attention, Block, Llama3Scaling, Transformer
-from .._attributes import Activation, Attribute, Count, Expect, Ignore
+from .._attributes import Activation, Attribute, Count, Expect, Fields, Ignore
 from .._config_types import Index, Length, NotNegative, Number, Positive, PublishedConfig
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, NullableWindows, Period
-from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, LAYER, LLAMA_WEIGHTS, POST_NORMS
+from .._rotary_attributes import RotaryPositions
+from .._weight_rules import Rule
+from ._common import (
+    ATTENTION,
+    attention_weights,
+    decoder_attributes,
+    EDGES,
+    GATED,
+    gated_weights,
+    head_norm_weights,
+    HeadSize,
+    KeyHeads,
+    LAYER,
+    LLAMA_WEIGHTS,
+    OUT_OF_HEADS,
+    POST_NORMS,
+    weight_and_bias,
+    WIDTH,
+)
 from ._decoder import (
     attention,
     damping,
@@ -26,7 +45,69 @@ from ._decoder import (
     pre_norm_block,
     rotary_of,
 )
+from ._llama import build_llama, LlamaConfig
 from ._mixtures import DenseLayersConfig, LayerMixtures, MIXTURE, SELECTION_BIAS, SHARED, SigmoidMoEConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExaoneConfig(LlamaConfig):
+    """The config of an EXAONE 3.0, 3.5 or Deep."""
+
+    theta: Positive = 1_000_000.0
+    max_seq: Length = 32_768
+
+
+class _RenamedActivation(Activation):
+    """The activation, as `hidden_act` or as `activation_function`."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `activation`."""
+        is_stated = published.take(_ACTIVATION.published, None) is not None
+        return _ACTIVATION.read(published) if is_stated else super().read(published)
+
+
+_ACTIVATION = Activation(published="activation_function")
+_SCALING = Llama3Scaling(8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192)
+_EXAONE_PRESETS = {
+    "exaone-byte-500k": ExaoneConfig(256, 96, 4, 6, 2, 256, theta=10_000.0, tied=True),
+    "exaone-3.0-7.8b": ExaoneConfig(102_400, 4096, 32, 32, 8, 14_336, theta=500_000.0, max_seq=4096),
+    "exaone-3.5-2.4b": ExaoneConfig(102_400, 2560, 30, 32, 8, 7168, scaling=_SCALING, tied=True),
+    "exaone-3.5-7.8b": ExaoneConfig(102_400, 4096, 32, 32, 8, 14_336, scaling=_SCALING),
+    "exaone-3.5-32b": ExaoneConfig(102_400, 5120, 64, 40, 8, 27_392, scaling=_SCALING),
+}
+
+_EXAONE_LAYER = "transformer.h.{layer}."
+EXAONE = Family(
+    "exaone",
+    ExaoneConfig,
+    build_llama,
+    _EXAONE_PRESETS,
+    "ExaoneForCausalLM",
+    "exaone",
+    (
+        Count("vocab", "vocab_size", 102_400),
+        Count("embed", "hidden_size", 4096),
+        Count("layers", ("num_hidden_layers", "num_layers"), 32),
+        Count("heads", "num_attention_heads", 32),
+        *(WIDTH, KeyHeads(8), HeadSize(), RotaryPositions(500_000.0)),
+        Attribute("eps", ("rms_norm_eps", "layer_norm_epsilon"), 1e-5),
+        Attribute("tied", "tie_word_embeddings", False),
+        Attribute("max_seq", "max_position_embeddings", 4096),
+        *(Attribute("bias", "attention_bias", False), Attribute("mlp_bias", "mlp_bias", False)),
+        _RenamedActivation(),
+        Ignore("embed_dropout"),  # a rate of dropout in training
+    ),
+    (
+        Rule("transformer.wte.weight", "embedding.weight"),
+        Rule("transformer.ln_f.weight", "norm.weight"),
+        Rule("lm_head.weight", "head.weight"),
+        *(rule for rule in attention_weights(prefix=f"{_EXAONE_LAYER}attn.attention.") if "o_proj" not in rule.name),
+        *weight_and_bias(f"{_EXAONE_LAYER}attn.attention.out_proj", "mixer.layer.output", OUT_OF_HEADS),
+        Rule(f"{_EXAONE_LAYER}ln_1.weight", "mixer.norm.weight"),
+        Rule(f"{_EXAONE_LAYER}ln_2.weight", "feed_forward.norm.weight"),
+        *gated_weights(prefix=f"{_EXAONE_LAYER}mlp.", names=("c_fc_0", "c_fc_1", "c_proj"), bias=True),
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

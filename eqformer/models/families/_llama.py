@@ -5,6 +5,7 @@ rotates neighboring channels together, and the Code World Model (Meta FAIR 2025)
 SmolLM3 (Bakouch et al. 2025) has no rotary positions in every fourth layer (arXiv:2501.18795), and Seed-OSS (ByteDance
 Seed 2025) has biases of queries, keys and values. InternLM3 (Shanghai AI Laboratory 2025) has biases of all maps or no
 biases, and EuroBERT (Boizard et al. 2025, arXiv:2503.05500) is an encoder that is trained on masked tokens.
+IQuest-Coder (IQuest Lab 2026) is a Llama of other sizes.
 """
 
 import dataclasses
@@ -97,6 +98,29 @@ LLAMA = Family(
         *_BIASES,
         Activation(),
         Ignore("is_llama_config"),  # SmolLM2 has it
+    ),
+    LLAMA_WEIGHTS,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IQuestCoderConfig(LlamaConfig):
+    """The config of an IQuest-Coder."""
+
+    head_dim: Size | None = 128
+    max_seq: Length = 131_072
+
+
+_IQUEST_CODER_PRESETS = {
+    "iquest-coder-byte-500k": IQuestCoderConfig(256, 96, 4, 6, 2, 256, head_dim=16, tied=True),
+    "iquest-coder-v1-40b": IQuestCoderConfig(76_800, 5120, 80, 40, 8, 27_648, theta=500_000.0),
+}
+
+IQUEST_CODER = Family(
+    *("iquest_coder", IQuestCoderConfig, build_llama, _IQUEST_CODER_PRESETS, "IQuestCoderForCausalLM", "iquestcoder"),
+    (
+        *(*decoder_attributes(kv_heads=8, max_seq=131_072), StatedHeadSize(128), *_BIASES, Activation()),
+        *(Expect("clip_qkv", None, written=False), Expect("use_sliding_window", False, written=False)),
     ),
     LLAMA_WEIGHTS,
 )

@@ -1,9 +1,10 @@
 """Models of Mistral AI.
 
 Mistral (Jiang et al. 2023, arXiv:2310.06825) is a Llama; in its first version every layer has a sliding window.
-Ministral 3 (2025) is a Mistral with YaRN, and with a factor of the queries that grows with the position. Mixtral (Jiang
-et al. 2024, arXiv:2401.04088) is a Mistral whose feed-forward layers are mixtures of gated experts. Mistral 4 (2026)
-has DeepSeek's latent attention with the queries' factor of Ministral 3, and experts chosen by softmax.
+Ministral 8B (2024) is a Mistral with a window in three of four layers. Ministral 3 (2025) is a Mistral with YaRN, and
+with a factor of the queries that grows with the position. Mixtral (Jiang et al. 2024, arXiv:2401.04088) is a Mistral
+whose feed-forward layers are mixtures of gated experts. Mistral 4 (2026) has DeepSeek's latent attention with the
+queries' factor of Ministral 3, and experts chosen by softmax.
 """
 
 import dataclasses
@@ -27,10 +28,11 @@ from .._config_types import (
     Size,
 )
 from .._family import DecoderConfig, Family, MultimodalModel
+from .._layer_attributes import NullableWindows
 from .._rotary_attributes import RotaryPositions, RotaryWithGrowth, RotaryWithTemperature
 from .._weight_rules import Rule
 from . import _common as tables
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._decoder import attention, decoder, gated_mlp, layer_windows, pre_norm_block
 from ._deepseek import build_latent, latent_attributes, LATENT_BYTE, LATENT_WEIGHTS, LatentConfig
 from ._mixtures import FUSED, FUSED_BY_EXPERT, mixture, mixture_beside_shared
 
@@ -77,6 +79,58 @@ MISTRAL = Family(
     (*tables.decoder_attributes(kv_heads=8, max_seq=131_072), Nullable("window", "sliding_window", 4096), Activation()),
     tables.LLAMA_WEIGHTS,
     multimodal=(MultimodalModel("mistral3"),),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MinistralConfig(DecoderConfig):
+    """The config of a Ministral 8B of 2024."""
+
+    window_layers: tuple[Index, ...]
+    """The indices of the layers that see a `window`; all other layers see whole rows."""
+    window: Length = 32_768
+    """The number of tokens that the layers of `window_layers` see."""
+    theta: Positive = 100_000_000.0
+    eps: NotNegative = 1e-5
+
+
+def build_ministral(config: MinistralConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Ministral of 2024 with random weights."""
+
+    def block(window: int | None, key: Key[Array, ""]) -> Block:
+        mixer_key, feed_forward_key = jax.random.split(key)
+        return pre_norm_block(
+            config, attention(config, window=window, key=mixer_key), gated_mlp(config, key=feed_forward_key)
+        )
+
+    return decoder(config, block, layer_windows(config), key=key)
+
+
+_MINISTRAL_PRESETS = {
+    "ministral-byte-500k": MinistralConfig(
+        256, 96, 4, 6, 2, 320, head_dim=16, window_layers=(1, 2, 3), window=64, theta=10_000.0, tied=True, max_seq=512
+    ),
+    "ministral-8b": MinistralConfig(
+        *(131_072, 4096, 36, 32, 8, 12_288),
+        head_dim=128,
+        window_layers=tuple(layer for layer in range(36) if layer % 4),
+    ),
+}
+
+MINISTRAL = Family(
+    "ministral",
+    MinistralConfig,
+    build_ministral,
+    _MINISTRAL_PRESETS,
+    "MinistralForCausalLM",
+    "ministral",
+    (
+        *tables.decoder_attributes(kv_heads=8, max_seq=131_072),
+        tables.StatedHeadSize(),  # transformers 5.24 fails without a number
+        NullableWindows(4096, lambda published, layers: range(layers)),
+        Activation(),
+    ),
+    tables.LLAMA_WEIGHTS,
 )
 
 
