@@ -20,6 +20,7 @@ from .._files import check_regular, few_names, is_there, map_bytes, parse_json, 
 from ._config_types import as_list, format_value, Index
 
 
+GENERATION_CONFIG = "generation_config.json"
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 MODELOPT = "hf_quant_config.json"  # where ModelOpt states the format of quantized weights
@@ -322,7 +323,7 @@ def read_eos_token_ids(folder: str | Path) -> list[int]:
     The ids are the attribute `eos_token_id` of `generation_config.json` or, if that file lacks the attribute, of
     `config.json`.
     """
-    for name in ("generation_config.json", CONFIG):
+    for name in (GENERATION_CONFIG, CONFIG):
         file = Path(folder) / name
         stated = read_json(file).get("eos_token_id") if is_there(file) else None
         if stated is None:

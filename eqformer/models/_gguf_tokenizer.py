@@ -19,7 +19,7 @@ import numpy as np
 from .._annotation_checks import fits
 from .._files import JsonObject
 from ._config_types import PublishedConfig
-from ._folder import CONFIG
+from ._folder import CONFIG, GENERATION_CONFIG
 from ._gguf_encoders import context_length, sentence_files, states_encoder
 from ._gguf_file import GGUF
 from ._gguf_pre_tokenizers import GPT2_PATTERN, PRE_TOKENIZERS, PreTokenizer
@@ -94,7 +94,7 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
         settings["chat_template"] = template
     stops = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None))
     files: dict[str, object] = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
-    files["generation_config.json"] = {"eos_token_id": stops} if stops else {}
+    files[GENERATION_CONFIG] = {"eos_token_id": stops} if stops else {}
     if states_encoder(file):
         settings["model_max_length"] = context_length(file)
         files |= sentence_files(file)

@@ -7,13 +7,13 @@ from pathlib import Path
 from .._failures import explain_error, load_extra
 from .._files import read_json
 from .._hub import find_repository, is_hub_name
-from ._folder import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, MODELOPT, SINGLE
+from ._folder import ADAPTER, ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, INDEX, MODELOPT, SINGLE
 
 
 # The files of a published folder beside its configuration and weights.
 COMPANION_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION_CONFIG),
 )
 # Patterns of the files of sentence-transformers, which state the pooling and the prompts of a text encoder.
 ENCODER_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,17 +13,19 @@ import jax
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from .._files import JsonObject, read_bytes
+from .._files import JsonObject, parse_json, read_bytes
 from ..nn import LoRA, modules, named_modules, QuantizedLinear, Transformer
 from . import _published_model as published_model
+from ._config_types import PublishedConfig
 from ._family import Family, ModelConfig, TEXT
-from ._folder import CONFIG, Folder, new_folder, write_folder
+from ._folder import CONFIG, Folder, GENERATION_CONFIG, new_folder, write_folder
 from ._hub import COMPANION_FILES
 from ._published_arrays import names_as_stored, plain_shapes, PublishedArrays
 from ._weight_rules import flatten_model, NOTHING_STORED, ResolvedRule, StoredShapes
 
 
-_TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
+_END = "eos_token_id"
+_TOKENS = "bos_token_id", _END, "pad_token_id"
 _WEIGHTS = ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf"
 _NOTHING: Mapping[str, Never] = MappingProxyType({})
 
@@ -54,14 +57,16 @@ def save(
             arrays, the configuration and all other files are copied. Codes and scales that the model still has are
             copied from the folder.
         config: The config from which the model was built, if it did not come from a folder.
-        attributes: Attributes that are added to the configuration (`eos_token_id`).
+        attributes: Attributes that are added to the configuration (`pad_token_id`). If the config states another
+            `eos_token_id` (Qwen4-Exp), `generation_config.json` has the added one, and `config.json` the config's.
         files: Files that are added to the folder, by name.
         shard_bytes: The size above which weights are written as several files.
 
     Raises:
         ValueError: Before anything is written. `path` exists; the model has `LoRA`s; the model is not of this config;
-            the published format cannot express a field of the config, or the pooling of the classifier; with `whole`,
-            the folder lacks arrays of the model; or the model holds codes that the folder does not have.
+            the published format cannot express a field of the config, or the pooling of the classifier; an attribute
+            would change the config; with `whole`, the folder lacks arrays of the model; or the model holds codes that
+            the folder does not have.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():
@@ -87,6 +92,8 @@ def save(
         if published.classifier is None:
             configuration |= _classifier_attributes(call, family, model)
         files = _copied_files(Path(like), whole) | dict(files)
+    if attributes and TEXT not in configuration:
+        attributes, files = _check_attributes(call, family, configuration, attributes, files)
     plain = plain_shapes(model)
     if published_model.lacks_head(plain, config):
         configuration = configuration | {"architectures": [_base_architecture(family.architecture)]}
@@ -124,6 +131,36 @@ def _classifier_attributes(call: str, family: Family, model: Transformer) -> Jso
     if model.classifier is None or family.classifier is None:
         return {}
     return family.classifier.write(call, family.architecture, model)
+
+
+def _check_attributes(
+    call: str,
+    family: Family,
+    configuration: JsonObject,
+    attributes: Mapping[str, object],
+    files: Mapping[str, str | bytes],
+) -> tuple[Mapping[str, object], Mapping[str, str | bytes]]:
+    """Return the attributes to add to a configuration, and the files; refuse attributes that change the config.
+
+    An `eos_token_id` that would change the config is added to `generation_config.json` instead, where it only says
+    which id ends a generated text.
+    """
+    before = vars(family.read(PublishedConfig(configuration, call)))
+
+    def changes(added: Mapping[str, object]) -> list[str]:
+        after = vars(family.read(PublishedConfig({**configuration, **added}, call)))
+        return [f"{name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
+
+    if _END in attributes and changes({_END: attributes[_END]}):
+        generation = dict(parse_json(files.get(GENERATION_CONFIG, "{}"))) | {_END: attributes[_END]}
+        files = {**files, GENERATION_CONFIG: json.dumps(generation, indent=2)}
+        attributes = {name: value for name, value in attributes.items() if name != _END}
+    if changed := changes(attributes):
+        raise ValueError(
+            f"{call}: the attributes {dict(attributes)} would change the config of the saved model ({changed[0]}); "
+            "leave them out, or save a model of the changed config."
+        )
+    return attributes, files
 
 
 def _base_architecture(architecture: str) -> str:

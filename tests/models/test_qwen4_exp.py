@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from haste import same_trees
 from safetensors.numpy import save_file
 from test_attributes import numbers_of
 from test_options import back
@@ -122,3 +124,27 @@ def test_a_folder_of_the_multimodal_model_is_read(tmp_path):
     whole = {"model_type": "qwen4_exp", "text_config": recorded("plain"), "vision_config": {}, "image_token_id": 3}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert np.array_equal(table_of(models.load(tmp_path)), expected)
+
+
+def test_an_added_end_of_text_leaves_the_hash_as_it_is(tmp_path):
+    """The ids of n-grams follow from the config's `end_id`; a tokenizer may end a text with another id."""
+    write(tmp_path, "qwen4_exp_text plain")
+    model, config = models.load(tmp_path), models.read_config(tmp_path)
+    names = iter("abc")
+
+    def save(**options: Any) -> Path:
+        models.save(model, folder := tmp_path / next(names), config=config, **options)
+        return folder
+
+    files = {"generation_config.json": '{"top_k": 3}'}
+    other = save(attributes={"eos_token_id": 5, "pad_token_id": None}, files=files)
+    assert models.read_config(other) == config and models.read_eos_token_ids(other) == [5]
+    assert json.loads((other / "generation_config.json").read_text()) == {"top_k": 3, "eos_token_id": 5}
+    assert same_trees(models.load(other), model)
+    # A list whose first id is the config's stays in one file; the control is a config of the other id.
+    equal = save(attributes={"eos_token_id": [33, 5]})
+    assert models.read_eos_token_ids(equal) == [33, 5] and not (equal / "generation_config.json").exists()
+    assert numbers_of(recorded("plain") | {"eos_token_id": 5}) != config
+    with pytest.raises(ValueError, match=r"^save\(model, '.*c'\): .*ngram_size.*change the config .*\(ngram: 3 -> 4\)"):
+        save(attributes={"ngram_size": 4})
+    assert not (tmp_path / "c").exists()
