@@ -94,6 +94,8 @@ def test_attributes_that_no_model_has_are_refused(changes, message):
             r"memory_layers=\(1,\)\): layers \[1\] are not among the 3 layers, or have",
         ),
         ({"memory_layers": (0, 0, 2)}, "a layer has one memory; list each layer once"),
+        ({"streams": 1}, r"^build\(.*\): streams=1: it must be a whole number of at least 2"),
+        ({"ngram": 1}, r"^build\(.*\): ngram=1: it must be a whole number of at least 2"),
         ({"end_id": None}, r"Qwen4ExpConfig\(memory_layers=\(0, 2\), end_id=None\)"),
         ({"memory_dim": 18}, r"4 vectors have 18 channels together; give a memory_dim that is a multiple of 4"),
         ({"index_top_k": 7}, r"index_top_k=7, index_pool=3\): attention has an indexer"),

@@ -7,7 +7,7 @@ of its own and adds them to all streams. Attention reads the keys that an indexe
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._attributes import Attribute, Count, Entry, Expect, Fields, Ignore
-from .._config_types import Attributes, Index, Length, NotNegative, PublishedConfig, Size
+from .._config_types import Attributes, Index, LARGEST_INT, Length, NotNegative, PublishedConfig, Range, Size
 from .._family import Family, MultimodalModel
 from .._layer_attributes import every, layers_of, LayerTypes, Period
 from .._rotary_attributes import RotaryFraction, RotaryPositions
@@ -24,6 +24,9 @@ from . import _delta_nets as delta_nets
 from ._common import decoder_attributes, EDGES, head_norm_weights, LAYER
 from ._decoder import damping, decoder, head_norms, norm, part_rotary
 from ._mixtures import FUSED, GATED_SHARED, MIXTURE, mixture_beside_gated_shared, router_attributes
+
+
+_AtLeastTwo = Annotated[int, Range(2, LARGEST_INT, counts="entries")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,7 @@ class Qwen4ExpConfig(delta_nets.NetConfig):
     """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     gate_activation: str | None = None
     """The activation of the output gates of delta nets, `"silu"` or `"sigmoid"`; None: `activation`."""
-    streams: Size = 4
+    streams: _AtLeastTwo = 4
     """Residual streams of a token."""
     stream_rank: Size = 320
     """Channels between the two maps of the gates of streams."""
@@ -60,8 +63,8 @@ class Qwen4ExpConfig(delta_nets.NetConfig):
     """The sum of the channels of a token's vectors; None: `embed`."""
     memory_taps: Size = 4
     """The number of tokens that the convolution of a memory reads."""
-    ngram: Size = 3
-    """Tokens of the longest n-gram, at least 2."""
+    ngram: _AtLeastTwo = 3
+    """Tokens of the longest n-gram."""
     ngram_heads: Size = 8
     """The number of vectors for each length of n-grams."""
     ngram_rows: Size = 20_000_000
