@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import pytest
 from family_weights import ids_of, source_of, weight
@@ -84,6 +85,24 @@ def test_from_transformers_and_back(name, tmp_path):
     # `gelu_new` goes back out as `gelu_pytorch_tanh`, the same function, of which transformers rounds other steps.
     is_renamed, found = "gelu_new" in json.dumps(RECORDED[name]["config"]), logits_of(back, ids)
     assert unlike(theirs, back) == set() and ((found == want).all() or (is_renamed and close(found, want, 5e-6)))
+
+
+def test_a_qwen4_exp_without_attention_goes_to_transformers(tmp_path):
+    """It has no indexer, and no attribute of one."""
+    model = {"layer_types": ["linear_attention"] * 3} | {name: None for name in SIZES_OF_INDEXER}
+    config = numbers_of(RECORDED["qwen4_exp_text plain"]["config"] | model)
+    ours = models.build(config, key=jax.random.key(0))
+    models.save(ours, tmp_path / "model", config=config, attributes={"pad_token_id": None})
+    ids = ids_of(config.vocab)
+    assert close(run(ours, jnp.asarray(ids, jnp.int32)), logits_of(opened(tmp_path / "model"), ids))
+    (tmp_path / "wrong").mkdir()  # the control
+    wrong = json.loads((tmp_path / "model" / "config.json").read_text()) | {"indexer_kv_heads": 1}
+    (tmp_path / "wrong" / "config.json").write_text(json.dumps(wrong))
+    with pytest.raises(Exception, match="QSA config is missing required fields"):
+        transformers.AutoConfig.from_pretrained(tmp_path / "wrong")
+
+
+SIZES_OF_INDEXER = tuple(f"indexer_{name}" for name in "n_heads kv_heads head_dim budget compress_ratio".split())
 
 
 def test_an_encoders_vectors_are_those_of_transformers(tmp_path):

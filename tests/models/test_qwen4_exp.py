@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from haste import same_trees
 from safetensors.numpy import save_file
-from test_attributes import numbers_of
+from test_attributes import numbers_of, PUBLISHED
 from test_options import back
 from test_published import RECORDED, write
 
@@ -18,6 +18,7 @@ from eqformer import models, nn
 from eqformer.parallel import make_mesh, Plan
 
 
+QWEN4_EXP = PUBLISHED["qwen4_exp_text"]
 PLE = "model.layers.0.ple.ple_embedding."
 
 
@@ -100,6 +101,7 @@ def test_attributes_that_no_model_has_are_refused(changes, message):
         ({"memory_dim": 18}, r"4 vectors have 18 channels together; give a memory_dim that is a multiple of 4"),
         ({"index_top_k": 7}, r"index_top_k=7, index_pool=3\): attention has an indexer"),
         ({"index_heads": None}, r"index_heads=None, .*give all four sizes"),
+        ({"attention_layers": (), "index_heads": None}, r"index_heads=None, .*give all four sizes"),
         ({"activation": "gelu"}, r"activation='gelu', gate_activation=None\): the output gates"),
         ({"ngram_rows": 2**30}, r"splitmix_hash\(.*give other numbers"),
         ({"ngram_heads": 2**20, "memory_dim": 2**22}, r"splitmix_hash\(.*at most 4096 heads"),
@@ -116,6 +118,18 @@ def test_the_first_of_several_ends_counts_and_full_attention_is_indexed():
     assert config["eos_token_id"] == [33, 13] and numbers.end_id == 33 and back("qwen4_exp_text", numbers) == numbers
     types = [name.replace("indexed", "full") for name in config["layer_types"]]
     assert types != config["layer_types"] and numbers_of(config | {"layer_types": types}) == numbers
+
+
+def test_a_config_without_indexers_states_none_of_their_attributes():
+    """transformers refuses a configuration that states some of them."""
+    names = [f"indexer_{name}" for name in ("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio")]
+    config = numbers_of(recorded("plain"))
+    written = QWEN4_EXP.write(config)
+    assert {name: written[name] for name in names} == {name: recorded("plain")[name] for name in names}
+    sizes = dict.fromkeys(("index_heads", "index_dim", "index_top_k", "index_pool"))
+    without = dataclasses.replace(config, attention_layers=(), **sizes)
+    assert {QWEN4_EXP.write(without)[name] for name in names} == {None}
+    assert back("qwen4_exp_text", without) == without and not nn.modules(models.shapes(without), nn.IndexedAttention)
 
 
 def test_a_folder_of_the_multimodal_model_is_read(tmp_path):

@@ -7,14 +7,14 @@ of its own and adds them to all streams. Attention reads the keys that an indexe
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Key
 
 from ... import nn
-from .._attributes import Attribute, Count, Entry, Expect, Fields, Ignore
+from .._attributes import Attribute, Count, Entry, Fields, Ignore
 from .._config_types import Attributes, Index, LARGEST_INT, Length, NotNegative, PublishedConfig, Range, Size
 from .._family import Family, MultimodalModel
 from .._layer_attributes import every, layers_of, LayerTypes, Period
@@ -50,7 +50,8 @@ class Qwen4ExpConfig(delta_nets.NetConfig):
     stream_rank: Size = 320
     """Channels between the two maps of the gates of streams."""
     index_heads: Size | None = None
-    """The number of the indexer's heads; needed if there are attention layers, like the next three fields."""
+    """The number of the indexer's heads; needed if there are attention layers, like the next three fields. Either all
+    four or none must be given."""
     index_dim: Size | None = None
     """Channels of a head of the indexer."""
     index_top_k: Size | None = None
@@ -115,6 +116,7 @@ class _LayerKind(NamedTuple):
 def build_qwen4_exp(config: Qwen4ExpConfig, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a Qwen4-Exp with random weights."""
     _check_memories(config)
+    _indexer_sizes(config)  # Refuse wrong sizes also in models without attention, whose folders would state them.
     sizes = {"streams": config.streams, "embed": config.embed, "rank": config.stream_rank, "eps": config.eps}
     connect = functools.partial(nn.GatedConnection, **sizes)
 
@@ -157,24 +159,28 @@ def _check_memories(config: Qwen4ExpConfig) -> None:
         )
 
 
-def _attention(config: Qwen4ExpConfig, key: Key[Array, ""]) -> nn.IndexedAttention:
-    """Return the attention of a layer."""
+def _indexer_sizes(config: Qwen4ExpConfig) -> dict[str, Any]:
+    """Return the sizes of `nn.MeanPoolIndexer`, none if there is no indexer; raise a `ValueError` for wrong sizes."""
     sizes = {name: getattr(config, name) for name in ("index_heads", "index_dim", "index_top_k", "index_pool")}
     heads, dim, top_k, pool = sizes.values()
+    if not config.attention_layers and {*sizes.values()} == {None}:
+        return {}
     if None in sizes.values() or top_k % pool:
         raise ValueError(
             f"Qwen4ExpConfig({', '.join(f'{name}={size}' for name, size in sizes.items())}): attention has an indexer, "
             "which selects whole pools of index_pool keys; give all four sizes, and an index_top_k that is a multiple "
             "of index_pool."
         )
+    return {"heads": heads, "dim": dim, "pool_size": pool, "top_k": top_k // pool}
+
+
+def _attention(config: Qwen4ExpConfig, key: Key[Array, ""]) -> nn.IndexedAttention:
+    """Return the attention of a layer."""
     mixer, index = jax.random.split(key)
     rotary = part_rotary(config)
     indexer = nn.MeanPoolIndexer(
         embed=config.embed,
-        heads=heads,
-        dim=dim,
-        pool_size=pool,
-        top_k=top_k // pool,
+        **_indexer_sizes(config),
         query_norm=norm(config, "index_dim", offset=1.0),
         key_norm=norm(config, "index_dim", offset=1.0),
         rotary=rotary,
@@ -241,6 +247,19 @@ class _GateActivation(Entry):
     def write(self, config: Qwen4ExpConfig) -> Attributes:
         """Return the attribute."""
         return {"output_gate_type": config.gate_activation}
+
+
+class _IndexerHeads(Entry):
+    """`indexer_n_heads`, and `indexer_kv_heads`, which is 1; transformers expects both to be null without indexers."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `index_heads`; refuse several key heads."""
+        published.expect("indexer_kv_heads", 1, None)
+        return {"index_heads": published.take("indexer_n_heads", None)}
+
+    def write(self, config: Qwen4ExpConfig) -> Attributes:
+        """Return the attributes."""
+        return {"indexer_n_heads": config.index_heads, "indexer_kv_heads": None if config.index_heads is None else 1}
 
 
 class _MemoryLayers(Entry):
@@ -441,11 +460,10 @@ QWEN4_EXP = Family(
         _GateActivation(),
         Count("streams", "hc_count", 4, minimum=2),
         Count("stream_rank", "hc_lowrank", 320),
-        Attribute("index_heads", "indexer_n_heads", None),
+        _IndexerHeads(),
         Attribute("index_dim", "indexer_head_dim", None),
         Attribute("index_top_k", "indexer_budget", None),
         Attribute("index_pool", "indexer_compress_ratio", None),
-        Expect("indexer_kv_heads", 1, None),
         _MemoryLayers(),
         _MemoryDim(),
         Count("memory_taps", "ple_conv_kernel_size", 4),
