@@ -165,7 +165,12 @@ def splitmix_hash(
             "n-gram must have at least 2 tokens, each length at least 1 head, the heads of a table together at most "
             f"{_LARGEST_ID} rows, and all tables together at most {_MOST_HEADS} heads; give other numbers."
         )
-    bound = max(1, _INT64 // max(vocab, 1) // 2)
+    if not 0 <= end_id < vocab:
+        raise ValueError(
+            f"splitmix_hash(vocab={vocab}, end_id={end_id}): the id that ends a text must be one of the ids from 0 to "
+            f"{vocab - 1}; give another end_id."
+        )
+    bound = max(1, _INT64 // vocab // 2)
     start = seed + 10_007 * number
     multipliers = tuple(
         2 * (_splitmix64(start + _SPLITMIX_GAMMA * (index + 1)) % bound) + 1 for index in range(longest)

@@ -103,6 +103,7 @@ def test_attributes_that_no_model_has_are_refused(changes, message):
         ({"index_heads": None}, r"index_heads=None, .*give all four sizes"),
         ({"attention_layers": (), "index_heads": None}, r"index_heads=None, .*give all four sizes"),
         ({"activation": "gelu"}, r"activation='gelu', gate_activation=None\): the output gates"),
+        ({"end_id": 61}, r"splitmix_hash\(vocab=61, end_id=61\): the id that ends a text must be one of the ids"),
         ({"ngram_rows": 2**30}, r"splitmix_hash\(.*give other numbers"),
         ({"ngram_heads": 2**20, "memory_dim": 2**22}, r"splitmix_hash\(.*at most 4096 heads"),
     ],

@@ -165,6 +165,9 @@ def test_what_cannot_be_is_refused():
         nn.splitmix_hash(vocab=VOCAB, longest=1, heads=2, smallest=7, end_id=0)
     with pytest.raises(ValueError, match=r"splitmix_hash\(.*smallest=1000000000000, number=0\)"):
         nn.splitmix_hash(vocab=VOCAB, longest=3, heads=2, smallest=10**12, end_id=0)
+    for end in (-1, VOCAB):
+        with pytest.raises(ValueError, match=rf"splitmix_hash\(vocab=13, end_id={end}\): .* ids from 0 to 12; give an"):
+            nn.splitmix_hash(vocab=VOCAB, longest=3, heads=2, smallest=7, end_id=end)
     with pytest.raises(ValueError, match=r"NGramHash: there are 3 heads, and n-grams of 2 to 3 tokens"):
         nn.NGramHash((1, 3, 5), (7, 7, 7), 0)
     with pytest.raises(ValueError, match=r"NGramHash: the heads have 4294967296 rows"):
