@@ -142,9 +142,9 @@ class NGramHash:
 
 
 def splitmix_hash(
-    *, vocab: int, longest: int, heads: int, smallest: int, end_id: int, number: int = 0, seed: int = 1234
+    *, vocab: int, longest: int, heads: int, smallest: int, end_id: int, table_index: int = 0, seed: int = 1234
 ) -> NGramHash:
-    """Return the hash of Qwen4-Exp for the table of this `number`, counted over the layers that have a table.
+    """Return the hash of Qwen4-Exp for one of the layers' tables.
 
     The multipliers are odd numbers that SplitMix64 (Steele, Lea and Flood 2014) draws; their products with ids are
     below `2^63`. The sizes of the heads are primes from `smallest` on, and all heads of all tables differ in size.
@@ -155,15 +155,15 @@ def splitmix_hash(
         heads: Heads of each length of n-grams.
         smallest: A lower bound of the number of rows of a head.
         end_id: The id that ends a text.
-        number: The number of the table.
+        table_index: The index of the table among the tables of all layers, counted from 0.
         seed: The seed of the multipliers.
     """
     count = (longest - 1) * heads
-    if longest < 2 or heads < 1 or count * smallest > _LARGEST_ID or (number + 1) * count > _MOST_HEADS:
+    if longest < 2 or heads < 1 or count * smallest > _LARGEST_ID or (table_index + 1) * count > _MOST_HEADS:
         raise ValueError(
-            f"splitmix_hash(longest={longest}, heads={heads}, smallest={smallest}, number={number}): the longest "
-            "n-gram must have at least 2 tokens, each length at least 1 head, the heads of a table together at most "
-            f"{_LARGEST_ID} rows, and all tables together at most {_MOST_HEADS} heads; give other numbers."
+            f"splitmix_hash(longest={longest}, heads={heads}, smallest={smallest}, table_index={table_index}): the "
+            "longest n-gram must have at least 2 tokens, each length at least 1 head, the heads of a table together at "
+            f"most {_LARGEST_ID} rows, and all tables together at most {_MOST_HEADS} heads; give other numbers."
         )
     if not 0 <= end_id < vocab:
         raise ValueError(
@@ -171,12 +171,12 @@ def splitmix_hash(
             f"{vocab - 1}; give another end_id."
         )
     bound = max(1, _INT64 // vocab // 2)
-    start = seed + 10_007 * number
+    start = seed + 10_007 * table_index
     multipliers = tuple(
         2 * (_splitmix64(start + _SPLITMIX_GAMMA * (index + 1)) % bound) + 1 for index in range(longest)
     )
-    primes = _primes_from(smallest, (number + 1) * count)
-    return NGramHash(multipliers, tuple(primes[number * count :]), end_id)
+    primes = _primes_from(smallest, (table_index + 1) * count)
+    return NGramHash(multipliers, tuple(primes[table_index * count :]), end_id)
 
 
 _UINT64 = 2**64 - 1

@@ -52,7 +52,7 @@ def rows_by_hand(hash_: nn.NGramHash, ids: np.ndarray) -> list[list[int]]:
     "hash_",
     [
         HASH,
-        nn.splitmix_hash(vocab=248_320, longest=3, heads=8, smallest=20_000_000, end_id=77, number=1),
+        nn.splitmix_hash(vocab=248_320, longest=3, heads=8, smallest=20_000_000, end_id=77, table_index=1),
         nn.NGramHash((2**63 - 1, 2**40 + 3, 1, 2**62), (1, 2**30 + 5, 2**31 - 2**30 - 9), 4),
     ],
 )
@@ -68,8 +68,8 @@ def test_rows_are_remainders_of_64_bit_numbers(hash_):
 
 def test_the_published_hash_has_the_numbers_of_transformers():
     tables = [
-        nn.splitmix_hash(vocab=248_320, longest=3, heads=8, smallest=20_000_000, end_id=0, number=number)
-        for number in (0, 2)
+        nn.splitmix_hash(vocab=248_320, longest=3, heads=8, smallest=20_000_000, end_id=0, table_index=index)
+        for index in (0, 2)
     ]
     multipliers = (23703573157769, 20109073645365, 8052911324071), (35243655749357, 23198521423797, 25737225394503)
     assert tuple(table.multipliers for table in tables) == multipliers
@@ -163,7 +163,7 @@ def test_what_cannot_be_is_refused():
         memory()(normal(1, 1, STREAMS, 4, EMBED))
     with pytest.raises(ValueError, match=r"splitmix_hash\(longest=1, heads=2"):
         nn.splitmix_hash(vocab=VOCAB, longest=1, heads=2, smallest=7, end_id=0)
-    with pytest.raises(ValueError, match=r"splitmix_hash\(.*smallest=1000000000000, number=0\)"):
+    with pytest.raises(ValueError, match=r"splitmix_hash\(.*smallest=1000000000000, table_index=0\)"):
         nn.splitmix_hash(vocab=VOCAB, longest=3, heads=2, smallest=10**12, end_id=0)
     for end in (-1, VOCAB):
         with pytest.raises(ValueError, match=rf"splitmix_hash\(vocab=13, end_id={end}\): .* ids from 0 to 12; give an"):

@@ -98,7 +98,7 @@ class Qwen4ExpConfig(delta_nets.NetConfig):
             heads=self.ngram_heads,
             smallest=self.ngram_rows,
             end_id=self.end_id,
-            number=sorted(self.memory_layers).index(layer),
+            table_index=sorted(self.memory_layers).index(layer),
             seed=self.hash_seed,
         )
 
