@@ -7,7 +7,7 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._attributes import Activation, Attribute, Entry
-from .._config_types import Fraction, Index, Length, Positive, Size
+from .._config_types import Fraction, Index, Length, NotNegative, Positive, Size
 from .._family import DecoderConfig
 from .._layer_attributes import LayerTypes, Period
 from .._rotary_attributes import RotaryFraction
@@ -49,6 +49,25 @@ class NetConfig(NetSizesConfig):
     """Whether the attention's maps have biases."""
     theta: Positive = 10_000_000.0
     max_seq: Length = 262_144
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetMixtureConfig(NetConfig):
+    """Base class of the configs of Qwen's hybrids in which all layers have experts; `mlp` is the width of an expert."""
+
+    shared_mlp: Size
+    """Hidden features of the shared expert."""
+    experts: Size
+    """The number of experts of a layer."""
+    top_k: Size
+    """The number of experts that each token chooses."""
+    balance: NotNegative = 0.001
+    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
+
+    @property
+    def expert_mlp(self) -> int:
+        """Hidden features of an expert."""
+        return self.mlp
 
 
 def gated_attention(config: NetConfig, key: Key[Array, ""]) -> nn.Attention:

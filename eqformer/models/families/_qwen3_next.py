@@ -11,7 +11,7 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Attribute, Count, Entry, Expect, Ignore
-from .._config_types import Length, NotNegative, Positive, Size
+from .._config_types import Length, Positive, Size
 from .._family import Family, MultimodalModel
 from .._layer_attributes import every
 from .._rotary_attributes import RotaryPositions
@@ -165,22 +165,11 @@ QWEN3_5 = Family(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen35MoEConfig(delta_nets.NetConfig):
+class Qwen35MoEConfig(delta_nets.NetMixtureConfig):
     """The config of a Qwen3.5 with experts; `mlp` is the width of an expert."""
 
-    shared_mlp: Size
-    """Hidden features of the shared expert."""
     experts: Size = 256
-    """The number of experts of a layer."""
     top_k: Size = 8
-    """The number of experts that each token chooses."""
-    balance: NotNegative = 0.001
-    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
-
-    @property
-    def expert_mlp(self) -> int:
-        """Hidden features of an expert."""
-        return self.mlp
 
     @property
     def normalize(self) -> bool:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._attributes import Attribute, Count, Entry, Fields, Ignore
-from .._config_types import Attributes, Index, LARGEST_INT, Length, NotNegative, PublishedConfig, Range, Size
+from .._config_types import Attributes, Index, LARGEST_INT, Length, PublishedConfig, Range, Size
 from .._family import Family, MultimodalModel
 from .._layer_attributes import every, layers_of, LayerTypes, Period
 from .._rotary_attributes import RotaryFraction, RotaryPositions
@@ -30,19 +30,13 @@ _AtLeastTwo = Annotated[int, Range(2, LARGEST_INT, counts="entries")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen4ExpConfig(delta_nets.NetConfig):
+class Qwen4ExpConfig(delta_nets.NetMixtureConfig):
     """The config of a Qwen4-Exp; `mlp` is the width of an expert."""
 
-    shared_mlp: Size
-    """Hidden features of the shared expert."""
     experts: Size = 512
-    """The number of experts of a layer."""
     top_k: Size = 10
-    """The number of experts that each token chooses."""
     normalize: bool = True
     """Whether the weights of a token's experts are normalized to add up to 1."""
-    balance: NotNegative = 0.001
-    """The weight of the loss `LoadBalance`, which is computed over the whole batch."""
     gate_activation: str | None = None
     """The activation of the output gates of delta nets, `"silu"` or `"sigmoid"`; None: `activation`."""
     streams: _AtLeastTwo = 4
@@ -79,11 +73,6 @@ class Qwen4ExpConfig(delta_nets.NetConfig):
     table_shards: Length = 512
     """The number of arrays in which a table is published."""
     max_seq: Length = 32_768
-
-    @property
-    def expert_mlp(self) -> int:
-        """Hidden features of an expert."""
-        return self.mlp
 
     def hash_of(self, layer: int) -> nn.NGramHash:
         """Return the hash of the memory of this layer."""
