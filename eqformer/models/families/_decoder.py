@@ -77,6 +77,16 @@ class _HeadNorms(TypedDict):
     key_norm: nn.Norm
 
 
+class _AttentionSizes(TypedDict):
+    """Arguments of `nn.Attention` for its sizes, and for the weights of its output map."""
+
+    embed: int
+    heads: int
+    head_dim: int
+    kv_heads: int
+    output_std: float
+
+
 class _AttentionOptions(TypedDict, total=False):
     """Arguments of `nn.Attention` that a family may choose; `attention` computes the others from the config."""
 
@@ -266,6 +276,18 @@ def head_layer_norm(config: DecoderConfig, heads: str) -> nn.LayerNorm:
     return nn.LayerNorm(f"{heads} head_dim", over="head_dim", bias=False, eps=config.eps, **sizes)
 
 
+def attention_sizes(config: DecoderConfig) -> _AttentionSizes:
+    """Return an `Attention`'s sizes, and the standard deviation of the weights that write to the residual stream."""
+    heads, size = config.heads, config.head_size
+    return {
+        "embed": config.embed,
+        "heads": heads,
+        "head_dim": size,
+        "kv_heads": config.kv_heads,
+        "output_std": damping(config) * (heads * size) ** -0.5,
+    }
+
+
 def attention(
     config: DecoderConfig,
     *,
@@ -274,17 +296,9 @@ def attention(
     **options: Unpack[_AttentionOptions],
 ) -> nn.Attention:
     """Return causal attention with rotary positions; `options` override its other arguments."""
-    size = config.head_size
-    arguments: _AttentionOptions = {
-        "heads": config.heads,
-        "head_dim": size,
-        "kv_heads": config.kv_heads,
-        "output_std": damping(config) * (config.heads * size) ** -0.5,
-        "mask": causal_mask(window),
-    }
     if "rotary" not in options:
-        arguments["rotary"] = rotary_of(config, size, scaling=config.scaling)
-    return nn.Attention(embed=config.embed, **(arguments | options), key=key)
+        options["rotary"] = rotary_of(config, config.head_size, scaling=config.scaling)
+    return nn.Attention(**{**attention_sizes(config), "mask": causal_mask(window), **options}, key=key)
 
 
 def causal_mask(window: int | None) -> nn.Mask:

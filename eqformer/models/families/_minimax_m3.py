@@ -39,7 +39,7 @@ from ._common import (
     LAYER,
     PRE_NORMS,
 )
-from ._decoder import attention, damping, decoder, gated_mlp, head_norms, norm, part_rotary, pre_norm_block
+from ._decoder import attention, attention_sizes, decoder, gated_mlp, head_norms, norm, part_rotary, pre_norm_block
 from ._mixtures import DenseLayersConfig, FlaggedMixtures, FUSED, mixture, SELECTION_BIAS
 
 
@@ -135,17 +135,7 @@ def _attention(config: MiniMaxM3Config, is_sparse: bool, key: Key[Array, ""]) ->
         rotary=rotary,
         key=indexer_key,
     )
-    return nn.BlockIndexedAttention(
-        indexer,
-        embed=config.embed,
-        heads=config.heads,
-        head_dim=config.head_size,
-        kv_heads=config.kv_heads,
-        output_std=damping(config) * (config.heads * config.head_size) ** -0.5,
-        rotary=rotary,
-        **norms,
-        key=mixer_key,
-    )
+    return nn.BlockIndexedAttention(indexer, **attention_sizes(config), rotary=rotary, **norms, key=mixer_key)
 
 
 _FULL, _SPARSE, _NESTED = "full_attention", "minimax_m3_sparse", "sparse_attention_config"

@@ -22,7 +22,7 @@ from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weight_rules import Rule
 from . import _delta_nets as delta_nets
 from ._common import decoder_attributes, EDGES, head_norm_weights, LAYER
-from ._decoder import damping, decoder, head_norms, norm, part_rotary
+from ._decoder import attention_sizes, decoder, head_norms, norm, part_rotary
 from ._mixtures import FUSED, GATED_SHARED, MIXTURE, mixture_beside_gated_shared, router_attributes
 
 
@@ -177,12 +177,8 @@ def _attention(config: Qwen4ExpConfig, key: Key[Array, ""]) -> nn.IndexedAttenti
     )
     return nn.IndexedAttention(
         indexer,
-        embed=config.embed,
-        heads=config.heads,
-        head_dim=config.head_size,
-        kv_heads=config.kv_heads,
+        **attention_sizes(config),
         bias=config.bias,
-        output_std=damping(config) * (config.heads * config.head_size) ** -0.5,
         rotary=rotary,
         gate=True,
         **head_norms(config, offset=1.0),
