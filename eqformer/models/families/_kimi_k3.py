@@ -31,7 +31,7 @@ from ._common import gated_weights, LAYER, SIZES, WIDTH
 from ._decoder import activation_of, damping, decoder, norm
 from ._deepseek import EqualKeyHeads, latent_attention, LATENT_BYTE
 from ._kimi_linear import IS_NET, KIMI_WEIGHTS, LatentNetConfig, unrotated
-from ._mixtures import mixture
+from ._mixtures import mixture, sigmoid_router
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,13 +155,9 @@ def _mixture(config: KimiK3Config, key: Key[Array, ""]) -> nn.MoE:
             nn.Linear("latent -> embed", embed=embed, latent=latent, key=up),
         ),
         latent_norm=nn.RMSNorm("expert_latent", expert_latent=latent, eps=config.eps),
-        groups=nn.ExpertGroups(config.groups, config.kept_groups, "top2"),
-        score="sigmoid",
-        normalize=config.normalize,
-        scale=config.scale,
-        balanced=True,
         router=router,
         experts=experts,
+        **sigmoid_router(config),
     )
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from ...nn import Attention, Block, ExpertGroups, GatedMLP, MoE, Residual, RotaryScaling, Scores, Transformer
+from ...nn import Attention, Block, GatedMLP, MoE, Residual, RotaryScaling, Scores, Transformer
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Nullable, Unpublished
 from .._config_types import (
     Attributes,
@@ -38,6 +38,7 @@ from ._mixtures import (
     MIXTURE,
     mixture,
     SELECTION_BIAS,
+    sigmoid_router,
     SigmoidMoEConfig,
     small_expert,
 )
@@ -118,13 +119,9 @@ def _feed_forward(config: MiMoV2FlashConfig, is_mixture: bool, key: Key[Array, "
         functools.partial(small_expert, config),
         balance_per="sequence",
         balance_normalize=True,
-        groups=ExpertGroups(config.groups, config.kept_groups, "top2"),
-        score="sigmoid",
-        normalize=config.normalize,
-        scale=config.scale,
-        balanced=True,
         router=router_key,
         experts=experts_key,
+        **sigmoid_router(config),
     )
 
 

@@ -139,6 +139,20 @@ class WithShared(WithSmallExperts, Protocol):
 
 
 @runtime_checkable
+class WithSigmoidRouter(Protocol):
+    """Fields of a config whose routers are those of `sigmoid_router`."""
+
+    @property
+    def groups(self) -> int: ...
+    @property
+    def kept_groups(self) -> int: ...
+    @property
+    def normalize(self) -> bool: ...
+    @property
+    def scale(self) -> float: ...
+
+
+@runtime_checkable
 class WithDenseLayers(Protocol):
     """Fields of a config in which some layers have experts."""
 
@@ -160,6 +174,27 @@ class _RouterOptions(TypedDict, total=False):
     norm: nn.Norm | None
     logit_scale: float
     scales_experts: bool
+
+
+class _SigmoidRouterOptions(TypedDict):
+    """Arguments of `mixture` for a router that chooses by biased sigmoids."""
+
+    groups: nn.ExpertGroups
+    score: str
+    normalize: bool
+    scale: float
+    balanced: bool
+
+
+def sigmoid_router(config: WithSigmoidRouter) -> _SigmoidRouterOptions:
+    """Return arguments of `mixture`: experts are chosen by biased sigmoids, in the best groups (DeepSeek-V3)."""
+    return {
+        "groups": nn.ExpertGroups(config.groups, config.kept_groups, "top2"),
+        "score": "sigmoid",
+        "normalize": config.normalize,
+        "scale": config.scale,
+        "balanced": True,
+    }
 
 
 def mixture(

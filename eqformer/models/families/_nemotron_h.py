@@ -6,7 +6,7 @@ import math
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, ExpertGroups, GateNorm, Layer, Linear, Mamba2Mixer, MLP, MoE, Residual, Transformer
+from ...nn import Block, GateNorm, Layer, Linear, Mamba2Mixer, MLP, MoE, Residual, Transformer
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Nullable
 from .._config_types import Attributes, LayerCount, NotNegative, Number, PublishedConfig, Size
 from .._family import DecoderConfig, Family
@@ -14,7 +14,7 @@ from .._weight_rules import Rule
 from ._common import attention_weights, KeyHeads
 from ._decoder import activation_of, attention, damping, decoder, norm
 from ._mamba2 import beside_mamba, mamba2, mamba_weights, NetSizes, STEP_LIMITS, StepLimits
-from ._mixtures import mixture
+from ._mixtures import mixture, sigmoid_router
 
 
 # The letter of each kind of layer, by the kind's name in newer and in older configurations.
@@ -192,13 +192,9 @@ def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transfo
             lambda key: mlp(config.expert_mlp, key, embed=config.expert_latent or config.embed, bias=False),
             shared=mlp(config.shared_mlp, shared_key),
             latent=latent(*jax.random.split(jax.random.fold_in(key, 3))),
-            groups=ExpertGroups(config.groups, config.kept_groups, "top2"),
-            score="sigmoid",
-            normalize=config.normalize,
-            scale=config.scale,
-            balanced=True,
             router=router_key,
             experts=experts_key,
+            **sigmoid_router(config),
         )
 
     def recurrent(key: Key[Array, ""]) -> Mamba2Mixer:
