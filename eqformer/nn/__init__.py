@@ -239,7 +239,7 @@ from .attention._attention import (
     ValueEmbedding as ValueEmbedding,
 )
 from .attention._block_indexer import BlockIndexedAttention as BlockIndexedAttention, BlockIndexer as BlockIndexer
-from .attention._blocks_of_tokens import (
+from .attention._block_masks import (
     block_of as block_of,
     only_attends as only_attends,
     with_blocks as with_blocks,
