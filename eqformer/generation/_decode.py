@@ -76,9 +76,11 @@ class Alternatives(eqx.Module):
         """
         count = self.ids.shape[2]
         shape = (*logits.shape[:2], count)
-        # `find` computes the log-probabilities of all ids itself, because an argument of `cond` would be written to
-        # memory even in steps that run `skip`.
-        find = lambda: tuple(jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), count))
+
+        def find() -> tuple[Array, Array]:
+            likeliest, ids = jax.lax.top_k(logits, count)
+            return log_probabilities_of(likeliest, logits), ids
+
         skip = lambda: (jnp.zeros(shape, logits.dtype), jnp.zeros(shape, jnp.int32))
         log_probabilities, ids = jax.lax.cond(jnp.any(self.wanted & ~done), find, skip)
         return Alternatives(
@@ -86,6 +88,17 @@ class Alternatives(eqx.Module):
             self.ids.at[index].set(ids, mode="drop"),
             self.log_probabilities.at[index].set(log_probabilities, mode="drop"),
         )
+
+
+def log_probabilities_of(
+    chosen: Float[Array, "*batch top"], logits: Float[Array, "*batch vocab"]
+) -> Float[Array, "*batch top"]:
+    """Return the log-probabilities of a few of the ids, whose logits are `chosen`.
+
+    The results have the bits of `jax.nn.log_softmax`, which would make an array as large as the logits.
+    """
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    return chosen - highest - jnp.log(jnp.sum(jnp.exp(logits - highest), axis=-1, keepdims=True))
 
 
 class Rows(eqx.Module):
@@ -255,7 +268,8 @@ def append_tokens(
     log_probabilities, alternatives = rows.log_probabilities, rows.alternatives
     if log_probabilities is not None:
         wide_logits = logits.astype(log_probabilities.dtype)
-        values = jnp.take_along_axis(jax.nn.log_softmax(wide_logits, axis=-1), new_ids[..., None], axis=-1)[..., 0]
+        chosen = jnp.take_along_axis(wide_logits, new_ids[..., None], axis=-1)
+        values = log_probabilities_of(chosen, wide_logits)[..., 0]
         log_probabilities = log_probabilities.at[index].set(values, mode="drop")
         alternatives = None if alternatives is None else alternatives.append(wide_logits, index, rows.done)
     has_candidates = rows.has_candidates & ~jnp.any((new_ids < 0) & appended, axis=1)

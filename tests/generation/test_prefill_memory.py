@@ -1,4 +1,4 @@
-"""Memory of prefill beside the model, by the compiler's count: a constant number of bytes per token."""
+"""Memory of prefill and of samples beside the model, by the compiler's count."""
 
 import equinox as eqx
 import jax
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from eqformer import kernels, models, nn
-from eqformer.generation._decode import prefill
+from eqformer.generation import _decode as decoding
 from eqformer.generation._generate import make_sampling_state
 from eqformer.generation._prompts import pad_prompts
 
@@ -25,7 +25,7 @@ def held(prompt: int, prefill_chunk: int | None = None, core=None) -> int:
 
     def run(arrays, ids, lengths, samples):
         model = eqx.combine(arrays, rest)
-        return prefill(
+        return decoding.prefill(
             model, ids, lengths, jnp.asarray(8, jnp.int32), samples, sizes=given.sizes, log_probabilities=False
         )
 
@@ -54,3 +54,37 @@ def test_long_prompts_are_read_in_even_chunks():
     for length, width, chunk in ((3, 64, None), (1024, 1024, None), (1025, 1152, 576), (3000, 3072, 1024)):
         given = pad_prompts(model, [np.zeros(length, int)], None, 8, None)
         assert (given.ids.shape[1], given.sizes.chunk) == (width, chunk)
+
+
+def test_log_probabilities_of_samples_hold_no_array_of_the_vocabulary(monkeypatch):
+    """They have the bits of a whole `log_softmax`, which is the control."""
+    batch, vocab, top = 4, 8_000, 5
+    logits = 9 * np.random.default_rng(0).normal(size=(batch, 1, vocab)).astype(np.float32)
+    new_ids, lengths = np.arange(batch, dtype=np.int32)[:, None], np.full(batch, 2, np.int32)
+    alternatives = decoding.Alternatives(
+        jnp.ones(batch, bool), jnp.zeros((batch, 8, top), jnp.int32), jnp.zeros((batch, 8, top), jnp.float32)
+    )
+    ids = jnp.zeros((batch, 8), jnp.int32)
+    rows = decoding.new_rows(ids, jnp.asarray(lengths), jnp.asarray(lengths + 3), (), alternatives=alternatives)
+    sampling = make_sampling_state(models.shapes("llama-byte-1m"), batch, (), None, None, jax.random.key(0))
+
+    def append():
+        run = lambda *inputs: decoding.append_tokens(*inputs, (), sampling)
+        compiled = jax.jit(run).lower(rows, new_ids, logits, jnp.ones(batch, jnp.int32)).compile()
+        result = compiled(rows, new_ids, logits, jnp.ones(batch, jnp.int32))
+        analysis = compiled.memory_analysis()
+        assert analysis is not None and result.alternatives is not None and result.log_probabilities is not None
+        likely = result.alternatives
+        return analysis.temp_size_in_bytes, (result.log_probabilities, likely.ids, likely.log_probabilities)
+
+    held, values = append()
+    whole = lambda chosen, logits: jnp.take_along_axis(
+        jax.nn.log_softmax(logits), jnp.argmax(logits[..., None, :] == chosen[..., None], axis=-1), axis=-1
+    )
+    monkeypatch.setattr(decoding, "log_probabilities_of", whole)
+    held_by_whole, expected = append()
+    assert held < logits.nbytes <= held_by_whole
+    assert all(np.array_equal(value, other) for value, other in zip(values, expected, strict=True))
+    wide = logits[:, 0].astype(np.float64)
+    normalizers = np.log(np.exp(wide).sum(-1))
+    assert np.allclose(values[0][:, 2], wide[np.arange(batch), np.arange(batch)] - normalizers, rtol=0, atol=1e-5)
