@@ -4,6 +4,7 @@ No device gathers such a table or its gradient. If the number of `fsdp` devices 
 not split, and each device holds all of it.
 """
 
+import functools
 import math
 
 import equinox as eqx
@@ -27,6 +28,11 @@ grow with the tokens of all devices.
 """
 
 
+EXCHANGED_BYTES = 2**28
+"""Bytes of vectors up to which a device looks up the vectors of all devices' ids at once; more are looked up in
+pieces."""
+
+
 class SplitTable(nn.Module):
     """Wrapper of a table inside of a layer, with this device's rows of the table.
 
@@ -34,7 +40,10 @@ class SplitTable(nn.Module):
     the ids whose rows it holds; the vectors of other ids are zeros. A reduce-scatter adds up the vectors of all devices
     and returns to each device the vectors of its own tokens. In the backward pass, each device receives the gradients
     of all vectors, and sums the gradients of its rows. Vectors and their gradients are sent in `dtype`, and vectors are
-    added up in the `steps` of `Placement.torus_steps`. A device holds the vectors of all devices' tokens at a time.
+    added up in the `steps` of `Placement.torus_steps`.
+
+    The vectors of all devices' ids would need a multiple of the memory of the device's own vectors. A loop therefore
+    looks them up in pieces of at most `EXCHANGED_BYTES`, and receives their gradients in the same pieces.
     """
 
     inner: nn.EmbeddingTable
@@ -44,15 +53,68 @@ class SplitTable(nn.Module):
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "..."]:
         """Return a vector for each id, NaN for an id outside of the table."""
         rows = self.inner.weight
-        count = len(rows)
         ids = vary_like(ids, rows)
+        devices = jax.lax.axis_size(FSDP)
         all_ids = send.all_gather("table ids over fsdp", ids, FSDP, stacks=True)
-        vectors = lookup_local_rows(rows, all_ids, FSDP).astype(self.dtype)
-        sums = send.psum_scatter("looked-up vectors over fsdp", vectors, FSDP, steps=self.steps.scatter)
-        local_vectors = sums[0].astype(rows.dtype)
-        is_in_table = (ids >= 0) & (ids < count * jax.lax.axis_size(FSDP))
+        pieces = count_pieces(ids.size, devices * math.prod(rows.shape[1:]) * rows.dtype.itemsize)
+        ids_of_pieces = jnp.swapaxes(all_ids.reshape(devices, pieces, ids.size // pieces), 0, 1)
+        vectors: Array = _exchange(self.dtype, self.steps, vary_like(rows, ids), ids_of_pieces)
+        local_vectors = vectors.reshape(*ids.shape, *rows.shape[1:]).astype(rows.dtype)
+        is_in_table = (ids >= 0) & (ids < len(rows) * devices)
         is_in_table = jax.lax.expand_dims(is_in_table, range(ids.ndim, local_vectors.ndim))
         return self.inner.transform(jnp.where(is_in_table, local_vectors, jnp.full_like(local_vectors, jnp.nan)))
+
+
+def count_pieces(ids: int, bytes_per_id: int) -> int:
+    """Return the smallest number of equal pieces of a device's ids with at most `EXCHANGED_BYTES` each."""
+    fewest = max(1, -(-ids * bytes_per_id // EXCHANGED_BYTES))
+    return next((pieces for pieces in range(fewest, ids) if ids % pieces == 0), max(ids, 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _exchange(
+    dtype: str, steps: TorusSteps, rows: Float[Array, "rows *row"], ids: Int[Array, "pieces devices ids"]
+) -> Float[Array, "pieces ids *row"]:
+    """Return the vectors of this device's ids, given this device's rows and the ids of all devices.
+
+    A derivative of the loop would make a dense gradient of the rows for each piece, so `_exchange_backward` adds the
+    gradients of all pieces to one array.
+    """
+    return jax.lax.map(lambda ids: _sum_vectors(steps, lookup_local_rows(rows, ids, FSDP).astype(dtype)), ids)
+
+
+def _sum_vectors(steps: TorusSteps, vectors: Float[Array, "devices ids *row"]) -> Float[Array, "ids *row"]:
+    """Return the sums of all devices' vectors for this device's ids."""
+    return send.psum_scatter("looked-up vectors over fsdp", vectors, FSDP, steps=steps.scatter)[0]
+
+
+def _exchange_forward(
+    dtype: str, steps: TorusSteps, rows: Float[Array, "rows *row"], ids: Int[Array, "pieces devices ids"]
+) -> tuple[Float[Array, "pieces ids *row"], tuple[Array, Array]]:
+    return _exchange(dtype, steps, rows, ids), (rows, ids)
+
+
+def _exchange_backward(
+    dtype: str, steps: TorusSteps, residuals: tuple[Array, Array], gradients: Float[Array, "pieces ids *row"]
+) -> tuple[Float[Array, "rows *row"], None]:
+    rows, ids = residuals
+    vectors = vary_like(jnp.zeros((*ids.shape[1:], *rows.shape[1:]), dtype), rows)
+    _, gather_gradients = jax.vjp(functools.partial(_sum_vectors, steps), vectors)
+
+    def add_piece(total: Array, piece: tuple[Array, Array]) -> tuple[Array, None]:
+        piece_ids, piece_gradients = piece
+        local_ids = piece_ids - jax.lax.axis_index(FSDP) * len(rows)
+        # An index behind the end is dropped; a negative index would count from the end.
+        indices = jnp.where(local_ids < 0, len(rows), local_ids)
+        (all_gradients,) = gather_gradients(piece_gradients)
+        return total.at[indices].add(all_gradients.astype(total.dtype), mode="drop"), None
+
+    zeros = vary_like(jnp.zeros(rows.shape, nn.at_least_float32(rows.dtype)), rows)
+    total, _ = jax.lax.scan(add_piece, zeros, (ids, gradients))
+    return total.astype(rows.dtype), None
+
+
+_exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
 def keeps_split(leaf: Leaf, size: int) -> bool:

@@ -47,8 +47,9 @@ GRID = [
 
 @pytest.fixture
 def split(monkeypatch):
-    """Keep the rows of all tables of layers split."""
+    """Keep the rows of all tables of layers split, and look up vectors in several pieces."""
     monkeypatch.setattr(_layer_tables, "WHOLE_TABLE_BYTES", 0)
+    monkeypatch.setattr(_layer_tables, "EXCHANGED_BYTES", 2**11)
 
 
 @pytest.mark.grid
@@ -113,15 +114,14 @@ def looked_up(dtype: str, sent: str) -> tuple[Any, Any, np.ndarray, np.ndarray]:
     return np.asarray(vectors, "float64"), np.asarray(gradient, "float64"), expected_vectors, expected
 
 
-@pytest.mark.parametrize(
-    "dtype,sent",
-    [
-        ("float32", "float32"),
-        *(pytest.param(dtype, "bfloat16", marks=pytest.mark.grid) for dtype in ("float32", "bfloat16")),
-    ],
-)
-def test_vectors_and_gradients_are_those_of_the_whole_table(dtype, sent):
+@pytest.mark.by_default("float32-float32-5")
+@pytest.mark.parametrize("pieces", [1, 5])
+@pytest.mark.parametrize("dtype,sent", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")])
+def test_vectors_and_gradients_are_those_of_the_whole_table(dtype, sent, pieces, monkeypatch):
     """Vectors are bit for bit those of the table, and NaN outside of it; gradients of such ids are dropped."""
+    bytes_per_id = 4 * DIM * np.dtype(dtype).itemsize
+    monkeypatch.setattr(_layer_tables, "EXCHANGED_BYTES", 10 // pieces * bytes_per_id)
+    assert _layer_tables.count_pieces(10, bytes_per_id) == pieces
     vectors, gradient, expected_vectors, expected = looked_up(dtype, sent)
     tolerance = 1e-6 if sent == "float32" else 0.05
     np.testing.assert_allclose(vectors, expected_vectors, rtol=0 if sent == "float32" else 2**-8)
@@ -136,6 +136,40 @@ def test_a_lookup_needs_both_collectives(name, replacement, monkeypatch):
     vectors, gradient, expected_vectors, expected = looked_up("float32", "float32")
     assert not np.allclose(vectors, expected_vectors, atol=1e-2, equal_nan=True)
     assert not np.allclose(gradient, expected, atol=1e-2)
+
+
+def test_pieces_are_the_fewest_that_fit_and_are_equal():
+    limit = _layer_tables.EXCHANGED_BYTES
+    for ids, bytes_per_id, pieces in ((12, limit // 12, 1), (12, limit // 5, 3), (12, limit, 12), (7, limit // 3, 7)):
+        assert _layer_tables.count_pieces(ids, bytes_per_id) == pieces
+    assert (_layer_tables.count_pieces(2, 2 * limit), _layer_tables.count_pieces(0, 1)) == (2, 1)
+
+
+def test_vectors_of_all_devices_tokens_are_not_held_at_once(monkeypatch):
+    """At the published size, with 16,384 tokens on each of 8 devices; the control looks up all vectors at once."""
+    mesh, split, dims = make_mesh(fsdp=8), P("fsdp"), (16, 128)
+
+    def run(rows, ids, gradients):
+        table = nn.NGramTable(rows=1, dim=1, heads=dims[0], key=jax.random.key(0))
+        look_up = lambda rows: _layer_tables.SplitTable(
+            eqx.tree_at(lambda t: t.weight, table, rows), "bfloat16", TorusSteps()
+        )(ids)
+        vectors, pull = jax.vjp(look_up, vary(rows, ["fsdp"]))
+        return vectors, pull(gradients)[0]
+
+    def held() -> int:
+        place = jax.sharding.NamedSharding(mesh, split)
+        shapes = ((320_000_000, 128), jnp.float32), ((8, 16_384, 16), jnp.int32), ((8, 16_384, *dims), jnp.float32)
+        mapped = jax.jit(filter_shard_map(run, mesh, (split,) * 3, (split, split)))
+        inputs = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
+        analysis = mapped.lower(*inputs).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    own_vectors = 4 * 16_384 * 16 * 128
+    assert held() < 5 * own_vectors
+    monkeypatch.setattr(_layer_tables, "EXCHANGED_BYTES", 2**40)
+    assert held() > 16 * own_vectors
 
 
 def shapes_in(program: Any) -> set[tuple[int, ...]]:
