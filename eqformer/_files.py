@@ -223,6 +223,7 @@ def _unreadable(path: str | os.PathLike[str], error: OSError | ValueError) -> Va
     return ValueError(f"{os.fspath(path)}: it cannot be read ({reason}).")
 
 
+_FORMER_NAME = "former name"  # The key of a field's metadata.
 _FLOAT = "__float__"  # The key that transformers writes for numbers that JSON does not have.
 
 
@@ -252,6 +253,11 @@ def dataclass_to_json(value: Any) -> Any:
             return value
 
 
+def renamed_field(former_name: str, *, default: Any) -> Any:
+    """Return a field of a dataclass that had another name; `dataclass_from_json` also reads the former name."""
+    return dataclasses.field(default=default, metadata={_FORMER_NAME: former_name})
+
+
 def dataclass_from_json(value: Any, classes: Mapping[str, type], source: str) -> Any:
     """Return the value that `dataclass_to_json` wrote.
 
@@ -277,6 +283,8 @@ def _make_dataclass(value: Mapping[str, Any], classes: Mapping[str, type], sourc
     if kind is None:
         raise UnknownKindError(value.get("kind"), classes, source)
     known = {field.name: field for field in dataclasses.fields(kind)}
+    new_names = {field.metadata.get(_FORMER_NAME): name for name, field in known.items()}
+    fields = {name if name in known else new_names.get(name, name): value for name, value in fields.items()}
     if unknown := sorted(fields.keys() - known.keys()):
         raise ValueError(
             f"{source}: {kind.__name__} has no fields {unknown}; it was written by another version of eqformer; "

@@ -40,7 +40,7 @@ def read(folder: Path, **attributes: Any) -> Any:
 def test_older_attributes_are_read(tmp_path):
     config = read(tmp_path)
     assert (config.sparse_layers, config.heavy_layers, config.hash_layers) == ((2, 4), (3, 5), (0, 1))
-    assert (config.sparse_rate, config.heavy_rate, config.rope_dim) == (8, 128, 64)
+    assert (config.sparse_block_size, config.heavy_block_size, config.rope_dim) == (8, 128, 64)
     assert (config.theta, config.compressed_theta) == (10_000.0, 160_000.0)
     assert config.scaling == nn.YarnScaling(16.0, 256, magnitude=1.0)
     default = read(tmp_path, compress_ratios=None, num_hash_layers=None, rope_scaling=None)

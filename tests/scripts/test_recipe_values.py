@@ -223,3 +223,14 @@ def test_a_recipe_with_former_names_of_classes_is_read():
     assert from_json(json.loads(written.replace('"ParallelConfig"', '"Choices"'))) == recipe
     with pytest.raises(ValueError, match="kind 'Choicess' is unknown"):
         from_json(json.loads(written.replace('"ParallelConfig"', '"Choicess"')))
+
+
+def test_a_recipe_with_former_names_of_fields_is_read():
+    """DeepSeek-V4's sizes of blocks were named rates."""
+    model = dataclasses.replace(models.preset("deepseek-v4-byte-500k"), sparse_block_size=8)
+    recipe = Recipe(model=model)
+    written = json.dumps(dataclass_to_json(recipe))
+    former = written.replace('"heavy_block_size"', '"heavy_rate"').replace('"sparse_block_size"', '"sparse_rate"')
+    assert former != written and from_json(json.loads(former)) == recipe == from_json(json.loads(written))
+    with pytest.raises(ValueError, match=r"DeepSeekV4Config has no fields \['heavy_rates'\]"):
+        from_json(json.loads(written.replace('"heavy_block_size"', '"heavy_rates"')))

@@ -12,6 +12,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ... import nn
+from ..._files import renamed_field
 from .._attributes import Attribute, Count, Entry, Expect, Fields, Ignore
 from .._config_types import (
     Attributes,
@@ -66,9 +67,9 @@ class DeepSeekV4Config(ModelConfig):
     """The indices of the layers with compressed keys of all blocks."""
     sparse_layers: tuple[Index, ...] = ()
     """The indices of the layers with an indexer, which selects among compressed keys of overlapping blocks."""
-    heavy_rate: Size = 128
+    heavy_block_size: Size = renamed_field("heavy_rate", default=128)
     """Tokens of a block in heavy layers."""
-    sparse_rate: Size = 4
+    sparse_block_size: Size = renamed_field("sparse_rate", default=4)
     """Tokens of a block in sparse layers."""
     index_heads: Size = 64
     """The number of the indexer's heads."""
@@ -178,7 +179,7 @@ def _attention(config: DeepSeekV4Config, blocks: str, key: Key[Array, ""]) -> nn
     compress = functools.partial(
         nn.KeyCompressor,
         embed=config.embed,
-        block_size=config.sparse_rate if is_sparse else config.heavy_rate,
+        block_size=config.sparse_block_size if is_sparse else config.heavy_block_size,
         series=2 if is_sparse else 1,
         rotary=rotary,
         norm_eps=config.eps,
@@ -287,7 +288,7 @@ class _Rates(Entry):
     """`compress_rates`, the number of tokens of a block by type of layer, or an older attribute for each type."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `heavy_rate` and `sparse_rate`; an older attribute replaces the newer one."""
+        """Return `heavy_block_size` and `sparse_block_size`; an older attribute replaces the newer one."""
         stated, rates = published.nested("compress_rates"), {}
         if unknown := {*stated} - {*_TYPES.values()}:
             published.refuse(f"compress_rates={stated}: {sorted(unknown)} are not types of layer.")
@@ -296,12 +297,12 @@ class _Rates(Entry):
             if stated and kind not in stated:
                 published.refuse(f"compress_rates={stated} have no {kind!r}; give the rates of both types.")
             rate = published.checked(f"compress_rates.{kind}", stated.get(kind, default), Size)
-            rates[f"{blocks}_rate"] = published.count(older, rate)
+            rates[f"{blocks}_block_size"] = published.count(older, rate)
         return rates
 
     def write(self, config: DeepSeekV4Config) -> Attributes:
         """Return the rates by type of layer."""
-        return {"compress_rates": {_TYPES["sparse"]: config.sparse_rate, _TYPES["heavy"]: config.heavy_rate}}
+        return {"compress_rates": {_TYPES[kind]: getattr(config, f"{kind}_block_size") for kind in ("sparse", "heavy")}}
 
 
 class _TwoRotaries(Entry):
@@ -371,7 +372,7 @@ class _TwoRotaries(Entry):
 _BYTE: dict[str, Any] = {
     **{"vocab": 256, "embed": 64, "layers": 4, "heads": 4, "head_dim": 32, "rope_dim": 8, "q_latent": 32},
     **{"groups": 2, "group_rank": 32, "window": 32, "sparse_layers": (1, 3), "heavy_layers": (2,)},
-    **{"heavy_rate": 16, "index_heads": 8, "index_dim": 16, "index_top_k": 16, "expert_mlp": 32, "experts": 12},
+    **{"heavy_block_size": 16, "index_heads": 8, "index_dim": 16, "index_top_k": 16, "expert_mlp": 32, "experts": 12},
     **{"top_k": 3, "hash_layers": (0,), "streams": 2, "tied": True},
 }
 _PRESETS = {
