@@ -101,20 +101,26 @@ def log_probabilities_of(
     return chosen - highest - jnp.log(jnp.sum(jnp.exp(logits - highest), axis=-1, keepdims=True))
 
 
-class Rows(eqx.Module):
-    """State of the decoding loop: each row's last token has been sampled, but the model has not read it yet."""
+class RowState(eqx.Module):
+    """State of rows that a loop writes, whether it decodes tokens or denoises blocks."""
 
     ids: Int[Array, "batch seq"]
     lengths: Int[Array, "batch"]
+    """The number of ids of the prompt and of the text so far."""
     limits: Int[Array, "batch"]
-    """The length at which a row ends."""
+    """The length at which a row ends at the latest."""
     done: Bool[Array, "batch"]
     logits_are_numbers: Bool[Array, "batch"]
     """Whether no logits of a row have been NaN so far."""
     has_candidates: Bool[Array, "batch"]
     """Whether the transforms have left a row at least one token to sample so far."""
-    log_probabilities: Float[Array, "batch seq"] | None
     cache: PyTree
+
+
+class Rows(RowState):
+    """State of the decoding loop: each row's last token has been sampled, but the model has not read it yet."""
+
+    log_probabilities: Float[Array, "batch seq"] | None
     alternatives: Alternatives | None = None
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..nn import Tokens, with_causal_masks
-from ._decode import draw_ids, SamplingState
+from ._decode import draw_ids, RowState, SamplingState
 from ._model import Model
 from ._transforms import History
 
@@ -31,22 +31,13 @@ class DenoisingRule(eqx.Module):
     """The probability above which a sampled token is filled at once."""
 
 
-class BlockRows(eqx.Module):
+class BlockRows(RowState):
     """State of the loop over blocks: all ids before `starts` are final, and their keys and values are cached."""
 
-    ids: Int[Array, "batch seq"]
     starts: Int[Array, "batch"]
     """The position of the first token of each row's next block."""
-    lengths: Int[Array, "batch"]
-    """Number of ids of the prompt and of the text so far."""
-    limits: Int[Array, "batch"]
-    """The length at which a row ends at the latest."""
-    done: Bool[Array, "batch"]
     is_greedy: Bool[Array, "batch"]
     """Whether the row's transforms leave the likeliest id only, so that probabilities are the model's own."""
-    logits_are_numbers: Bool[Array, "batch"]
-    has_candidates: Bool[Array, "batch"]
-    cache: PyTree
 
 
 def read_whole_blocks(
