@@ -1,7 +1,7 @@
 """Large tables inside of layers, whose rows stay split over `fsdp` under `zero=3`.
 
-No device gathers such a table or its gradient. If the number of `fsdp` devices does not divide the rows, the table is
-not split, and each device holds all of it.
+No device gathers such a table or its gradient. If the number of `fsdp` devices does not divide the rows, each device
+needs the whole table, and `summary` says so.
 """
 
 import functools
@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
 from . import _collectives as send
-from ._mesh import FSDP, TorusSteps
-from ._placement import Leaf
+from ._mesh import axes_by_dim, FSDP, TENSOR, TorusSteps
+from ._placement import Leaf, Placement
 from ._shard_map import vary_like
 from .tensor._vocabulary import lookup_local_rows
 
@@ -125,6 +125,21 @@ def keeps_split(leaf: Leaf, size: int) -> bool:
     """
     is_split_by_rows = leaf.fsdp_dim == 1  # Dim 0 is the dim of layers.
     return is_split_by_rows and size * 4 > WHOLE_TABLE_BYTES
+
+
+def describe_whole_tables(plan: Placement, model: nn.LanguageModel) -> list[str]:
+    """Return a phrase for each large table of layers that a plan leaves whole on each device of an axis."""
+    specs = plan.parameter_specs(model)
+    phrases: dict[str, None] = {}
+    for table, spec in zip(*(nn.modules(tree.stacks, nn.EmbeddingTable) for tree in (model, specs)), strict=True):
+        rows, axes = table.weight.shape[1], axes_by_dim(spec.weight)
+        if math.prod(table.weight.shape[1:]) * 4 <= WHOLE_TABLE_BYTES:
+            continue
+        if plan.zero == 3 and plan.size(FSDP) > 1 and FSDP not in axes[1]:
+            phrases[f"a layer's table whole on each device, because fsdp does not divide its {rows} rows"] = None
+        if plan.size(TENSOR) > 1 and not any(TENSOR in dim_axes for dim_axes in axes):
+            phrases[f"a layer's table of {rows} rows not split over tensor"] = None
+    return list(phrases)
 
 
 def split_tables(blocks: PyTree, leaves: PyTree, steps: TorusSteps) -> tuple[PyTree, list[Leaf]]:

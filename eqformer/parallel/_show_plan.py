@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .. import nn
 from .._failures import Axes, load_extra
+from ._layer_tables import describe_whole_tables
 from ._mesh import axes_by_dim, axes_of, axis_sizes, BATCH_AXES, CONTEXT, EXPERT, FSDP, is_spec, PIPE, REPLICA, TENSOR
 from ._placement import Placement
 from .pipeline._simulate import simulate
@@ -21,6 +22,7 @@ from .pipeline._simulate import simulate
 def summary(plan: Placement, model: nn.LanguageModel, *, rows: int, seq: int) -> str:
     """Return a line with the mesh, the fields of the plan that matter on the mesh, and a pipeline's bubble.
 
+    The line also names large tables of layers that stay whole on each device of an axis.
     `rows` and `seq` are the numbers of rows and tokens of a batch of the model.
     """
     devices, sizes = plan.mesh.size, axis_sizes(plan.mesh)
@@ -46,6 +48,7 @@ def summary(plan: Placement, model: nn.LanguageModel, *, rows: int, seq: int) ->
         parts.append(f"{schedule.name}, {plan.microbatches} microbatches{chunks}, {bubble}")
     elif plan.microbatches > 1:
         parts.append(f"{plan.microbatches} microbatches one after another")
+    parts += describe_whole_tables(plan, model)
     return "; ".join(parts)
 
 

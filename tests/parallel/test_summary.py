@@ -1,9 +1,13 @@
 import dataclasses
+from typing import Any
 
-from plan_models import BLOCKS, of_blocks, shapes
+import jax
+from plan_blocks import ngrams
+from plan_models import BLOCKS, of_blocks, shapes, with_streams
 from plan_parts import EMBED
 
-from eqformer import parallel
+from eqformer import nn, parallel
+from eqformer.parallel import _layer_tables
 
 
 def test_a_plan_is_told_in_one_line():
@@ -25,3 +29,22 @@ def test_how_tokens_reach_experts_goes_by_sizes():
     assert [told(mixture, size).split()[-1] for size in (max_tokens, 2 * max_tokens)] == ["gather", "exchange"]
     assert told(mixture, 1, expert_method="exchange").endswith("experts by exchange")
     assert told(slots, 128, expert_method="exchange").endswith("experts by gather")  # experts choose
+
+
+def test_large_tables_that_stay_whole_are_told(monkeypatch):
+    model = shapes(lambda: with_streams(of_blocks(ngrams)))
+    rows = nn.modules(model, nn.NGramTable)[0].weight.shape[1]
+    assert rows % 2 == 0 and rows % 7
+
+    def told(zero: Any = 3, **axes: int) -> list[str]:
+        mesh = parallel.make_mesh(**axes, devices=jax.devices()[: axes.get("fsdp", 1) * axes.get("tensor", 1)])
+        plan = parallel.Plan(mesh, zero=zero, smallest=1)
+        return [part for part in parallel.summary(plan, model, rows=6, seq=16).split("; ") if "table" in part]
+
+    meshes = {"fsdp": 7}, {"fsdp": 2, "tensor": 2}, {"fsdp": 2}
+    assert [told(**mesh) for mesh in meshes] == [[], [], []]  # small tables are gathered
+    monkeypatch.setattr(_layer_tables, "WHOLE_TABLE_BYTES", 0)
+    indivisible = f"a layer's table whole on each device, because fsdp does not divide its {rows} rows"
+    over_tensor = f"a layer's table of {rows} rows not split over tensor"
+    assert [told(**mesh) for mesh in meshes] == [[indivisible], [over_tensor], []]
+    assert told(zero=1, fsdp=7) == []  # all parameters are whole under zero=1
