@@ -154,6 +154,7 @@ from .families._olmo import (
     OLMoEConfig as OLMoEConfig,
 )
 from .families._olmo_hybrid import OlmoHybridConfig as OlmoHybridConfig
+from .families._opt import OPTConfig as OPTConfig
 from .families._phi import Phi3Config as Phi3Config, PhiMoEConfig as PhiMoEConfig
 from .families._phi2 import Phi2Config as Phi2Config
 from .families._qwen import (

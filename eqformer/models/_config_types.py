@@ -228,6 +228,10 @@ class PublishedConfig:
         finally:
             self._names_read = earlier + self._names_read
 
+    def has_read(self, name: str) -> bool:
+        """Return whether the attribute was read."""
+        return name in self._names_read
+
     def names_with_value(self, names: Iterable[str], value: object) -> list[str]:
         """Return the attributes out of `names` whose value is this object (`is`, not `==`), without duplicates."""
         return [name for name in dict.fromkeys(names) if self._values.get(name) is value]

@@ -76,7 +76,8 @@ class ClassifierTable:
     def add_to(self, model: Transformer, config: Any, classifier: Classifier, *, key: Key[Array, ""]) -> Transformer:
         """Return the model with a classifier of random weights in the place of its head."""
         dense_key, output_key = jax.random.split(key)
-        options, embed = self.token_dense if classifier.classifies_tokens else self.dense, config.embed
+        options = self.token_dense if classifier.classifies_tokens else self.dense
+        embed = model.embedding.weight.shape[-1]  # `encode` returns as many channels as the embedding table has.
         pooling = None if classifier.classifies_tokens else Pooling((classifier.pooling or self.pooling,))
         bias = classifier.classifies_tokens or self.bias
         output = Linear("embed -> labels", bias=bias, embed=embed, labels=classifier.labels, key=output_key)

@@ -147,7 +147,7 @@ def describe_model(path: Path, source: Folder | GGUF | None = None) -> Published
         published = PublishedConfig(text, f"{config_file}: {TEXT}")
     config = family.read(published)
     published.finish()
-    private = ", ".join(private_names(attributes))
+    private = ", ".join(name for name in private_names(attributes) if not published.has_read(name))
     notes = (f"{config_file}: private attributes are passed over: {private}.",) if private else ()
     form = _read_format(quantization, config_file) or _read_modelopt(path)
     classifier = _read_classifier(family, attributes, config_file)

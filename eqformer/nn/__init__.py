@@ -228,6 +228,7 @@ from ._tokens import (
 )
 from ._transformer import (
     Encoder as Encoder,
+    MappedNorm as MappedNorm,
     PredictionHead as PredictionHead,
     Predictor as Predictor,
     Transformer as Transformer,

@@ -334,6 +334,11 @@ class LanguageModel(Module):
         return self.embedding.weight.shape[0]
 
     @property
+    def stream_channels(self) -> int:
+        """Channels of the residual stream, by default those of the embedding table."""
+        return self.embedding.weight.shape[-1]
+
+    @property
     def depth(self) -> int:
         """The number of layers in all stacks; a super-block counts as one."""
         return sum(len(stack) for stack in self.stacks)

@@ -100,6 +100,22 @@ class PredictionHead(Module):
         return self.output_norm(self.activation(self.dense(self.norm(x))))
 
 
+class MappedNorm(Module):
+    """A norm followed by a linear map, in the place of a model's `norm` (OPT 350M).
+
+    The map leads from the channels of the residual stream to those of the embedding table, which computes the logits.
+    """
+
+    norm: Norm
+    """Norm of the last layer's output; `IdentityNorm()` for none."""
+    map: LinearMap
+    """The map `hidden -> embed` from the stream's channels to the table's."""
+
+    def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch embed"]:
+        """Normalize and map each token."""
+        return self.map(self.norm(x))
+
+
 def without_head(model: "Transformer") -> "Transformer":
     """Return the model without its head: `encode` returns the last layer's output, after the last norm if there is one.
 
@@ -175,6 +191,10 @@ class Transformer(LanguageModel):
     """A table of position embeddings, added to the token embeddings."""
     embedding_norm: Norm | None = None
     """Norm of the embeddings (ModernBERT)."""
+    embedding_map: LinearMap | None = None
+    """A map `embed -> hidden` of the looked-up vectors to the channels of the residual stream, before positions are
+    added, if the table has other channels (OPT 350M); `norm` must then be a `MappedNorm`, which leads back. None: no
+    map."""
     logit_bias: Float[Array, "vocab"] | None = None
     """A bias of the logits, beside a head's own bias (ModernBERT, whose head is the embedding's table)."""
     dropout: RandomMask | None = None
@@ -212,6 +232,13 @@ class Transformer(LanguageModel):
                     f"Transformer(expand=..., {name}=...): this part reads a single residual stream, and the embedding "
                     "is expanded into several; leave one of the two out."
                 )
+
+    @property
+    def stream_channels(self) -> int:
+        """Channels of the residual stream: those of the table, or of the result of `embedding_map`."""
+        if self.embedding_map is not None:
+            return self.embedding_map.output_shape[-1]
+        return self.embedding.weight.shape[-1]
 
     @property
     def start(self) -> int | None:
@@ -275,6 +302,7 @@ class Transformer(LanguageModel):
         """Return the input of the first stack: token embeddings plus embeddings of token types and of positions, if
         the model has such tables."""
         x = self.embedding(ids).astype(self.compute_dtype)
+        x = x if self.embedding_map is None else self.embedding_map(x)
         if self.token_types is not None:
             types = jnp.zeros_like(tokens.positions) if tokens.types is None else tokens.types
             x = add_float32(x, self.token_types(types))

@@ -171,7 +171,7 @@ class Placement(ParallelConfig):
         facts = moe.router.facts()
         if facts.expert_choice:
             return "gather"
-        row_bytes = moe.expert_width(model.embedding.weight.shape[-1]) * jnp.dtype(model.compute_dtype).itemsize
+        row_bytes = moe.expert_width(model.stream_channels) * jnp.dtype(model.compute_dtype).itemsize
         sizes = {"devices": self.size(EXPERT), "exchange": self.exchange, "row_bytes": row_bytes}
         return choose_expert_method(self.expert_method, tokens=tokens, top_k=int(facts.choices), **sizes)
 

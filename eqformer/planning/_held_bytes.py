@@ -155,7 +155,7 @@ def activation_bytes(plan: parallel.Plan, model: nn.LanguageModel, *, rows: int,
         if stack.remat.endswith("_on_host"):
             continue
         is_whole = plan.stream is None or plan.stream.is_whole
-        values_per_token += len(stack) * model.streams * model.embedding.weight.shape[-1] / (1 if is_whole else tensor)
+        values_per_token += len(stack) * model.streams * model.stream_channels / (1 if is_whole else tensor)
         # With LoRA, the sum of a map and its LoRA may be stored instead of both outputs.
         if stack.remat == "full" or nn.modules(stack, nn.LoRA):
             continue

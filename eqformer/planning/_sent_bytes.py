@@ -268,7 +268,7 @@ def _tensor_layers(
     gathered = [layer for layer in replicated if _is_gathered(layer, stream, slices)]
     sublayers = nn.modules(stack, (nn.Mixer, nn.FeedForward, nn.Experts))
     split = [layer for layer in sublayers if not any(layer is whole_layer for whole_layer in replicated)]
-    values = _count_layer_values(plan, stream, model.embedding.weight.shape[-1], stack, gathered, split)
+    values = _count_layer_values(plan, stream, model.stream_channels, stack, gathered, split)
     slice_sends = 3 if stack.remat != "none" or plan.reruns_stages else 2
     slices_sent = sum(slices.values()) / len(stack) * slice_sends
     size = tokens * values * _activation_bytes(model) + slices_sent
@@ -339,7 +339,7 @@ def _layer_inputs(
     plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.LanguageModel, tokens: float
 ) -> float:
     """Return the bytes to gather the stream for `PerLayerInputs`, once for all layers, and to scatter its gradient."""
-    embed = model.embedding.weight.shape[-1]
+    embed = model.stream_channels
     maps = nn.linear_maps(model.parts.layer_inputs)
     values = sum(_scattered_outputs(plan, linear) if stream.splits_features else embed for linear in maps)
     return plan.microbatches * gather_bytes(2 * tokens * values * _activation_bytes(model), plan.size(TENSOR))
@@ -420,7 +420,7 @@ def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
     devices = plan.size(EXPERT)
     for moe in nn.modules(stack, (nn.ExpertMixture,)):
         facts = moe.router.facts()
-        vector_bytes = moe.expert_width(model.embedding.weight.shape[-1]) * _activation_bytes(model)
+        vector_bytes = moe.expert_width(model.stream_channels) * _activation_bytes(model)
         top_k = 0 if facts.expert_choice else int(facts.choices)  # If experts choose tokens, no choices are sent.
         method = plan.expert_method_of(model, moe, int(tokens))
         if method == "exchange":
@@ -451,7 +451,7 @@ def _pipeline(plan: parallel.Plan, model: nn.LanguageModel, tokens: float) -> fl
     else:
         rounds = sum(parallel.count_link_ticks(plan.timetable()).values()) / 2
     slices = 1 if plan.stream is None or plan.stream.is_whole else plan.size(TENSOR)
-    embed = model.embedding.weight.shape[-1] * model.streams
+    embed = model.stream_channels * model.streams
     return pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_activation_bytes(model))
 
 

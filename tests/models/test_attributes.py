@@ -91,6 +91,7 @@ UNUSED = {
     | {"mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "num_nextn_predict_layers"}
     | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},
     "olmo_hybrid": {f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")},
+    "opt": {"init_std", "layerdrop"},
     "phimoe": {"input_jitter_noise"},
     "qwen4_exp_text": {"number_of_conv_states"},
     "sarvam_mla": {"head_dim", "num_nextn_predict_layers", "qk_head_dim"},
@@ -212,7 +213,7 @@ def test_the_recorded_bookkeeping_is_that_of_the_installed_transformers():
 def test_an_activation_that_the_family_has_not_is_refused(family):
     config = next(one["config"] for name, one in RECORDED.items() if name.split()[0] == family)
     others = {"gpt2": "activation_function", "modernbert": "hidden_activation", "nemotron_h": "mlp_hidden_act"}
-    others |= dict.fromkeys(("codegen", "gpt_bigcode", "gpt_neo", "gptj"), "activation_function")
+    others |= dict.fromkeys(("codegen", "gpt_bigcode", "gpt_neo", "gptj", "opt"), "activation_function")
     others |= {"distilbert": "activation", "falcon": "activation", "t5": "feed_forward_proj"}
     others |= {"muse_glimmer_text": "hidden_activation"}
     name = others.get(family, "hidden_activation" if "gemma" in family else "hidden_act")

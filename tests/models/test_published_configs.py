@@ -169,6 +169,7 @@ LEFT_OVER: dict[str, dict[str, Any]] = {
     "starcoder": {"inference_runner": 0, "max_batch_size": None, "max_sequence_length": None, "pad_key_length": True}
     | {"pre_allocate_kv_cache": False, "validate_runner_input": True, "attention_softmax_in_fp32": True},
     "nemotron-h-8b": {"attention_head_dim": 128},
+    "opt-350m": {"activation_dropout": 0.0, "attention_dropout": 0.0, "prefix": "</s>", "layerdrop": 0.0},
     "smollm3-3b": {"max_window_layers": 28},
     "starcoder2-7b": {"activation_function": "gelu", "layer_norm_epsilon": 1e-5}
     | {"norm_type": "layer_norm", "mlp_type": "default"}

@@ -164,3 +164,24 @@ def test_messages(untied):
         untied.init_cache(2, 7)
     with pytest.raises(ValueError, match=r"Transformer\(ids of float32 .* must hold integers"):
         untied(IDS.astype(jnp.float32))
+
+
+def test_a_table_of_fewer_channels_is_mapped_to_the_stream_and_back():
+    """`LN(E[ids] A^T + P) B^T E^T`, in float64; another map back is seen."""
+    keys = iter(jax.random.split(jax.random.key(3), 5))
+    to_table = nn.Linear("hidden -> embed", hidden=6, embed=4, key=next(keys))
+    to_stream = nn.Linear("embed -> hidden", hidden=6, embed=4, key=next(keys))
+    embedding = nn.Embedding(vocab=7, embed=4, key=next(keys))
+    learned = nn.LearnedPositions(max_seq=5, embed=6, key=next(keys))
+    norm = nn.MappedNorm(nn.LayerNorm("embed", embed=6), to_table)
+    model = nn.Transformer(embedding, (), norm, positions=learned, embedding_map=to_stream)
+    ids = np.array([[3, 0, 6, 2]])
+    arrays = embedding.weight, to_stream.weight, learned.weight, to_table.weight
+    table, enter, positions, leave = (np.asarray(x, np.float64) for x in arrays)
+    x = table[ids] @ enter.T + positions[:4]
+    centered = x - x.mean(-1, keepdims=True)
+    want = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5) @ leave.T @ table.T
+    logits = model(jnp.asarray(ids, jnp.int32))[0]
+    assert model.stream_channels == 6 and np.allclose(logits, want, rtol=1e-5, atol=1e-6)
+    other = eqx.tree_at(lambda m: m.norm, model, nn.MappedNorm(norm.norm, replaced(to_table, weight=-to_table.weight)))
+    assert not np.allclose(other(jnp.asarray(ids, jnp.int32))[0], want, rtol=1e-2)

@@ -134,13 +134,13 @@ def layer_norm(config: OlderDecoderConfig) -> nn.LayerNorm:
     return nn.LayerNorm("embed", embed=config.embed, eps=config.eps)
 
 
-def older_mlp(config: OlderDecoderConfig, *, key: Key[Array, ""]) -> nn.MLP:
-    """Return a feed-forward layer without gates, with biases."""
+def older_mlp(config: OlderDecoderConfig, *, bias: bool = True, key: Key[Array, ""]) -> nn.MLP:
+    """Return a feed-forward layer without gates; `bias` says whether its maps have biases."""
     return nn.MLP(
         embed=config.embed,
         mlp=config.mlp_size,
         activation=activation_of(config),
-        bias=True,
+        bias=bias,
         output_std=(2 * config.layers) ** -0.5 * config.mlp_size**-0.5,
         key=key,
     )
