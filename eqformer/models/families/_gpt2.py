@@ -269,8 +269,10 @@ class _AttentionTypes(Entry):
         """Return `window_layers`; refuse lists of other lengths and types, and lists that contradict each other."""
         layers, types = published.read("num_layers", LayerCount), published.listed("attention_layers", str)
         patterns = published.listed("attention_types", list)
-        if patterns is not None or types is None:
-            expanded = self._expand(published, layers, [[[*_TYPES], 12]] if patterns is None else patterns)
+        # Transformers writes its default patterns if only `attention_layers` was stated, and reads the latter.
+        default = [[[*_TYPES], 12]]
+        if types is None or patterns not in (None, default):
+            expanded = self._expand(published, layers, default if patterns is None else patterns)
             if types is not None and types != expanded:
                 published.refuse(
                     f"attention_layers={types}, but attention_types={patterns} are {expanded}; give one of them."
