@@ -14,7 +14,7 @@ from ..text import make_llm, read_chat_template
 from ._recipe import Recipe
 from ._report import print_warnings
 from ._run_directory import RunDirectory
-from ._texts import published_files, Tokenizer
+from ._texts import published_files, run_mask_id, Tokenizer
 
 
 def open_evaluator(recipe: Recipe) -> Evaluator | None:
@@ -97,7 +97,7 @@ def make_scores(
             "model."
         )
 
-    mask_id = data.find_mask_id(tokenizer, recipe.masking.token)
+    mask_id = run_mask_id(recipe, tokenizer, directory)
 
     def score_model(model: PyTree) -> dict[str, float]:
         llm = make_llm(model, tokenizer, folder, recipe.seq, special_tokens=published is not None, mask_id=mask_id)

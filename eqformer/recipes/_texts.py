@@ -13,7 +13,14 @@ from typing import Any
 from .. import data, models, nn
 from .._files import dataclass_differences, read_json, write_atomic
 from .._prepare import token_cache
-from ..text import load_conversation_encoder, load_tokenizer, read_label_names, read_pooling, reads_token_types
+from ..text import (
+    load_conversation_encoder,
+    load_tokenizer,
+    read_label_names,
+    read_mask_id,
+    read_pooling,
+    reads_token_types,
+)
 from ..training import Optimization
 from ._recipe import Labels, Recipe
 from ._report import print_warnings, Screen
@@ -145,7 +152,7 @@ def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
         if recipe.loss != loss and options != default:
             raise ValueError(f"--loss {recipe.loss}: --{field} is for --loss {loss}; leave --{field} out.")
     if recipe.loss == "block-diffusion":
-        mask_id(recipe, recipe_tokenizer(recipe, directory))
+        known_mask_id(recipe, recipe_tokenizer(recipe, directory), directory)
     if recipe.writes_text:
         return
     if recipe.evaluate_every:
@@ -157,7 +164,7 @@ def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
             raise ValueError(
                 f"--masking.share {recipe.masking.share}: the share must be above 0 and at most 1; 0.3 is usual."
             )
-        mask_id(recipe, recipe_tokenizer(recipe, directory))
+        known_mask_id(recipe, recipe_tokenizer(recipe, directory), directory)
         return
     if recipe.text.hub or recipe.optimizer.z_loss:
         rows = "groups of texts" if recipe.loss == "contrastive" else "labelled texts"
@@ -306,10 +313,17 @@ def row_encoder(recipe: Recipe, tokenizer: Tokenizer, directory: RunDirectory | 
     return chat_encoder(recipe, tokenizer, directory)
 
 
-def mask_id(recipe: Recipe, tokenizer: Tokenizer) -> int:
-    """Return the id of the mask token; raises a `ValueError` for a tokenizer without a mask token."""
+def run_mask_id(recipe: Recipe, tokenizer: Tokenizer, directory: RunDirectory | None) -> int | None:
+    """Return the id of the mask token: of `--masking.token`, of the published model or of the tokenizer."""
+    published = published_files(recipe, directory)
+    folder = None if published is None else models.companion_folder(published)
+    return read_mask_id(folder, tokenizer, recipe.masking.token)
+
+
+def known_mask_id(recipe: Recipe, tokenizer: Tokenizer, directory: RunDirectory | None) -> int:
+    """Return the id of the mask token; raises a `ValueError` if nothing names a mask token."""
     token = recipe.masking.token
-    found_id = data.find_mask_id(tokenizer, token)
+    found_id = run_mask_id(recipe, tokenizer, directory)
     if found_id is None:
         raise ValueError(
             f"--masking.token {token}: the tokenizer has no special token "

@@ -47,11 +47,12 @@ from ._setup import (
 from ._texts import (
     complete_recipe,
     copy_published_files,
-    mask_id,
+    known_mask_id,
     open_sources,
     open_texts,
     recipe_tokenizer,
     row_encoder,
+    run_mask_id,
     sample_prompt,
 )
 
@@ -328,7 +329,7 @@ class Trainer:
         reads the same batches, on any mesh.
         """
         recipe, tokenizer = self.recipe, self.tokenizer
-        mask, key = mask_id(recipe, tokenizer), jax.random.key(recipe.seed)
+        mask, key = known_mask_id(recipe, tokenizer, self.directory), jax.random.key(recipe.seed)
         if recipe.loss == "block-diffusion":
             block = training.check_block_diffusion(self.shapes)
             noise = functools.partial(training.noise_blocks, key=key, mask_id=mask, block=block)
@@ -478,7 +479,7 @@ class Trainer:
     def _write_sample(self, model: Any, step: int) -> None:
         prompt, ends = sample_prompt(self.recipe, self.tokenizer, self.encoder)
         prompt, max_new_tokens = generation.fit_to_positions(model, prompt, 160)
-        sampler = generation.sampler_of(model, data.find_mask_id(self.tokenizer, self.recipe.masking.token))
+        sampler = generation.sampler_of(model, run_mask_id(self.recipe, self.tokenizer, self.directory))
         output = sampler.generate(
             model,
             [prompt],

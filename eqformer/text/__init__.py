@@ -5,6 +5,7 @@ from ._companions import (
     load_conversation_encoder as load_conversation_encoder,
     load_tokenizer as load_tokenizer,
     read_chat_template as read_chat_template,
+    read_mask_id as read_mask_id,
     read_pooling as read_pooling,
 )
 from ._generate_texts import (

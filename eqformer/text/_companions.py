@@ -77,12 +77,21 @@ def read_begin_id(folder: Path, tokenizer: data.ByteTokenizer | data.FileTokeniz
     return int(ids[0]) if len(ids) == 1 else None
 
 
-def read_mask_id(folder: Path, tokenizer: data.ByteTokenizer | data.FileTokenizer) -> int | None:
-    """Return the id of the mask token with which a published model was trained; None if its files name none.
+def read_mask_id(
+    folder: Path | None, tokenizer: data.ByteTokenizer | data.FileTokenizer, token: str | None = None
+) -> int | None:
+    """Return the id of a model's mask token; None if neither the model's files nor the tokenizer name one.
 
-    The id is `mask_token_id` of `config.json`, the `mask_token` that the folder names, or a mask token of the
-    tokenizer.
+    The id is that of `token`, if given. Otherwise it is `mask_token_id` of `config.json`, the `mask_token` that the
+    folder names, or a mask token of the tokenizer.
+
+    Args:
+        folder: The folder of the published model that is used or was trained; None: the model was never published.
+        tokenizer: The tokenizer of the model.
+        token: The name of the mask token, as the recipe of a run gives it.
     """
+    if token is not None or folder is None:
+        return data.find_mask_id(tokenizer, token)
     config = folder / "config.json"
     stated = read_json(config).get("mask_token_id") if config.exists() else None
     if fits(stated, int):

@@ -184,7 +184,7 @@ def _load_run(path: Path, plan: parallel.Plan | None, weights: str, throughput: 
         published,
         recipe.seq,
         special_tokens=is_published,
-        mask_id=data.find_mask_id(tokenizer, recipe.mask_token),
+        mask_id=read_mask_id(published if is_published else None, tokenizer, recipe.mask_token),
     )
 
 
@@ -238,7 +238,7 @@ class RunRecipe(NamedTuple):
     loss: str = "next-token"
     """The loss of the run."""
     mask_token: str | None = None
-    """The name of the mask token; None: as `data.find_mask_id` finds it."""
+    """The name of the mask token; None: as `read_mask_id` finds it."""
     pooling: str = "mean"
     """How a text encoder makes the vector of a text."""
     similarity: str = "cosine"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from typing import Any
 
 import equinox as eqx
@@ -11,9 +12,9 @@ import pytest
 from encoder_runs import losses, run_of, SGD, SIZES
 
 import eqformer
-from eqformer import data, evaluation, models, training
+from eqformer import data, evaluation, generation, models, training
 from eqformer.recipes import check, Masking, Mesh, Recipe
-from eqformer.text import load_run_model
+from eqformer.text import load_run_model, load_tokenizer
 
 
 CONFIG = models.SDARConfig(256, 16, 2, 2, 1, 24, head_dim=8, block=3)
@@ -99,6 +100,44 @@ def test_a_run_is_evaluated_by_blocks(corpus, mesh, tmp_path):
     assert rows[-1][name] == pytest.approx(expected.bits_per_byte, rel=1e-5)
     # The control: the model of the first step has another score.
     assert rows[0][name] != pytest.approx(rows[-1][name], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A published SDAR whose configuration names the mask token 5, and whose tokenizer names none."""
+    path = tmp_path_factory.mktemp("published") / "model"
+    files = data.tokenizer_files(data.ByteTokenizer(), max_length=24)
+    model = eqx.filter_jit(models.build)(CONFIG, key=jax.random.key(0))
+    models.save(model, path, config=CONFIG, files=files, attributes={"mask_token_id": 5})
+    return path
+
+
+def published_recipe(corpus, folder) -> Recipe:
+    return recipe_of(corpus, model=models.read_config(folder), published=folder)
+
+
+def test_the_configuration_of_a_published_model_names_the_mask_token(corpus, published, tmp_path):
+    check(published_recipe(corpus, published))
+    shutil.copytree(published, tmp_path / "model")
+    config = json.loads((published / "config.json").read_text())
+    del config["mask_token_id"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"--masking.token None: the tokenizer has no special token"):
+        check(published_recipe(corpus, tmp_path / "model"))
+
+
+@pytest.mark.grid
+def test_a_run_masks_by_the_token_of_its_published_model(corpus, published, tmp_path):
+    run = run_of(published_recipe(corpus, published), tmp_path / "run")
+    tokenizer, folder = load_tokenizer(published), tmp_path / "tokens"
+    folder.mkdir()
+    texts = data.open_corpus({"corpus": data.files(corpus)}, tokenizer, folder, seq=24, batch=8, seed=0)
+    model, batch = models.load(published), texts.train.batch(0)
+    loss = eqx.filter_jit(training.block_diffusion_loss)
+    of_mask = lambda mask: loss(model, training.noise_blocks(batch, jax.random.key(0), mask_id=mask, block=3))[0]
+    assert losses(run)[0] == pytest.approx(float(of_mask(5)) / (8 * 24), rel=1e-5)
+    assert losses(run)[0] != pytest.approx(float(of_mask(1)) / (8 * 24), rel=1e-5)
+    assert eqformer.load(run.folder).sampler == generation.BlockSampler(mask_id=5)
 
 
 def test_recipes_that_cannot_work_are_refused(corpus):
