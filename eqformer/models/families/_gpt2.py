@@ -262,7 +262,7 @@ def build_gpt_neo(config: GPTNeoConfig, *, key: Key[Array, ""]) -> nn.Transforme
 _TYPES = ("global", "local")
 
 
-class _AttentionTypes(Entry):
+class _GlobalAndLocal(Entry):
     """The layers with a window, from a list of patterns with their repetitions, or from the type of each layer."""
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -326,7 +326,7 @@ GPT_NEO = Family(
         Attribute("eps", "layer_norm_epsilon", 1e-5),
         Attribute("dropout", "resid_dropout", 0.0, written=("resid_dropout", "embed_dropout")),
         Attribute("window", "window_size", 256),
-        _AttentionTypes(),
+        _GlobalAndLocal(),
         Activation("gelu_new", "activation_function"),
         Attribute("tied", "tie_word_embeddings", True),
         Ignore(*SUMMARY, "classifier_dropout"),

@@ -82,7 +82,7 @@ def build_opt(config: OPTConfig, *, key: Key[Array, ""]) -> nn.Transformer:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Width(Entry):
+class _DefaultedWidth(Entry):
     """A number of channels, which is None in the config if it is `times` the stream's channels."""
 
     name: str
@@ -142,12 +142,12 @@ OPT = Family(
         Count("embed", "hidden_size", 768),
         Attribute("layers", "num_hidden_layers", 12),
         Attribute("heads", "num_attention_heads", 12),
-        _Width("mlp", "ffn_dim", 4, default=3072),
+        _DefaultedWidth("mlp", "ffn_dim", 4, default=3072),
         Attribute("max_seq", "max_position_embeddings", 2048),
         Attribute("dropout", "dropout", 0.1),
         Attribute("pre_norm", "do_layer_norm_before", True),
         _FinalNorm(),
-        _Width("table_channels", "word_embed_proj_dim", 1),
+        _DefaultedWidth("table_channels", "word_embed_proj_dim", 1),
         Attribute("bias", "enable_bias", True),
         Attribute("norm_weights", "layer_norm_elementwise_affine", True),
         Unpublished("eps", 1e-5, "all models of this family have this epsilon"),
