@@ -155,3 +155,11 @@ def test_a_fraction_that_transformers_replaces_is_refused():
     for rotary in ({}, {"rope_scaling": LINEAR}, {"rope_parameters": {"rope_type": "default"}}):
         with pytest.raises(ValueError, match=r"partial_rotary_factor=1.0: transformers takes 0.5 unless rope_param"):
             numbers_of(config | rotary | {"partial_rotary_factor": 1.0})
+
+
+def test_a_scaling_beside_no_rotary_positions_is_refused():
+    """Transformers takes an older `rope_scaling` before `rope_parameters`, and rotates with its default base."""
+    config = without("olmo_hybrid") | {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+    assert not numbers_of(config).rotary and not numbers_of(config | {"rope_scaling": None}).rotary
+    with pytest.raises(ValueError, match=r"rope_scaling=\{.*yarn.*in place of rope_parameters, .* give one of them"):
+        numbers_of(config | {"rope_scaling": YARN})

@@ -70,6 +70,11 @@ class _RotaryOrNone(Entry):
                     f"rope_type={rope_type!r}: a rope_theta of null means no rotary positions, which cannot be scaled; "
                     "give a rope_theta, or rope_type='default'."
                 )
+            if (older := published.nested("rope_scaling")) not in ({}, parameters):
+                published.refuse(
+                    f"rope_scaling={older}: transformers reads it in place of rope_parameters, whose rope_theta of "
+                    "null means no rotary positions; give one of them."
+                )
             return {"rotary": False, "theta": 500_000.0, "scaling": None}
         return self._positions.read(published) | {"rotary": True}
 
