@@ -84,6 +84,15 @@ def as_tuple(values: T | Iterable[T]) -> tuple[T, ...]:
     return tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else cast(tuple[T], (values,))
 
 
+def count_pieces(count: int, total_bytes: int, piece_bytes: int) -> int:
+    """Return the smallest number of equal pieces of `count` items so that a piece takes at most `piece_bytes`.
+
+    If a single item takes more, the number is `count`; it is at least 1. `total_bytes` are the bytes of all items.
+    """
+    fewest = max(1, -(-total_bytes // piece_bytes))
+    return next((pieces for pieces in range(fewest, count) if count % pieces == 0), max(count, 1))
+
+
 def next_power_of_two(number: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least the number and at least `least`, which is a power of two.
 

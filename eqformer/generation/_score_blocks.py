@@ -15,7 +15,7 @@ from ._blocks import check_block_model, make_rule
 from ._denoise import choose_filled, DenoisingRule, read_whole_blocks
 from ._model import Model
 from ._prompts import BUCKET, round_up
-from ._score_tokens import check_rows, Ids, repeat_last, TokenScores
+from ._score_tokens import check_scored_rows, Ids, repeat_last, TokenScores
 from ._transforms import likeliest_ids
 
 
@@ -83,7 +83,7 @@ def score_blocks(
     for name, value in {"samples": samples, "batch_size": batch_size}.items():
         if value is not None and value < 1:
             raise ValueError(f"score_blocks({name}={value}): {name} must be at least 1.")
-    check_rows("score_blocks", model, prompts, continuations, reads_last=True)
+    check_scored_rows("score_blocks", model, prompts, continuations, reads_last=True)
     lengths = [len(prompt) + len(new) for prompt, new in zip(prompts, continuations)]
     longest_first = sorted(range(len(prompts)), key=lambda row: -lengths[row])
     size = batch_size or max(1, len(prompts))

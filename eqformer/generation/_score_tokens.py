@@ -71,7 +71,7 @@ def score_tokens(
             "score_tokens(model): with masks of blocks a token sees later tokens, so a model of block diffusion gives "
             "no probability of a token after the tokens before it; call score_blocks, which estimates a bound."
         )
-    check_rows("score_tokens", model, prompts, continuations)
+    check_scored_rows("score_tokens", model, prompts, continuations)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"score_tokens(batch_size={batch_size}): a batch must have at least 1 row.")
     if alternatives < 0:
@@ -282,7 +282,7 @@ def _pad(rows: Sequence[Ids], limit: int | None) -> tuple[Int[Array, "batch seq"
     return jnp.asarray(ids), jnp.asarray(lengths, jnp.int32)
 
 
-def check_rows(
+def check_scored_rows(
     function: str, model: Model, prompts: Sequence[Ids], continuations: Sequence[Ids], *, reads_last: bool = False
 ) -> None:
     """Raise a `ValueError`, which names the `function`, for prompts and continuations that the model cannot read.

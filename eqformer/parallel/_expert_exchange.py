@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
+from .._shapes import count_pieces
 from ..program import FURTHER_ROUNDS
 from . import _collectives as send
 from ._collectives import Runs
@@ -91,16 +92,13 @@ def choose_expert_method(
     return "exchange" if LEAST_SLOTS * devices <= sent <= devices * tokens * (1 + is_large) else "gather"
 
 
-def count_pieces(tokens: int, gathered_bytes: int) -> int:
-    """Return the number of equal pieces of the tokens: the smallest with `MAX_GATHERED_BYTES` or less for each piece.
+def count_gathered_pieces(tokens: int, gathered_bytes: int) -> int:
+    """Return the smallest number of equal pieces of the tokens with at most `MAX_GATHERED_BYTES` for each piece.
 
     If a single token takes more, return one piece per token. `gathered_bytes` are the bytes of a gather of all tokens
     at once.
     """
-    for pieces in range(1, tokens):
-        if tokens % pieces == 0 and gathered_bytes <= MAX_GATHERED_BYTES * pieces:
-            return pieces
-    return tokens
+    return count_pieces(tokens, gathered_bytes, MAX_GATHERED_BYTES)
 
 
 # The exchange.

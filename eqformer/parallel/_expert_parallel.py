@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from .. import nn
 from . import _collectives as send
-from ._expert_exchange import choose_expert_method, count_pieces, Exchange, exchange_choices
+from ._expert_exchange import choose_expert_method, count_gathered_pieces, Exchange, exchange_choices
 from ._fully_sharded import gather_parameter
 from ._mesh import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from ._shard_map import vary
@@ -187,7 +187,7 @@ class SplitMixture(nn.Routed):
         by piece."""
         experts = self._device_experts()
         rows = jax.lax.axis_size(EXPERT) * choices.size  # The choices of all devices may be for this device's experts.
-        pieces = count_pieces(len(x), rows * x.shape[-1] * x.dtype.itemsize)
+        pieces = count_gathered_pieces(len(x), rows * x.shape[-1] * x.dtype.itemsize)
         if pieces == 1:
             return self._run_piece(experts, x, choices, weights)
         # Run one piece after another. The backward pass recomputes each piece, and sums the gradients of the experts in

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
+from .._shapes import count_pieces
 from . import _collectives as send
 from ._mesh import axes_by_dim, FSDP, TENSOR, TorusSteps
 from ._placement import Leaf, Placement
@@ -56,19 +57,14 @@ class SplitTable(nn.Module):
         ids = vary_like(ids, rows)
         devices = jax.lax.axis_size(FSDP)
         all_ids = send.all_gather("table ids over fsdp", ids, FSDP, stacks=True)
-        pieces = count_pieces(ids.size, devices * math.prod(rows.shape[1:]) * rows.dtype.itemsize)
+        exchanged_bytes = devices * ids.size * math.prod(rows.shape[1:]) * rows.dtype.itemsize
+        pieces = count_pieces(ids.size, exchanged_bytes, EXCHANGED_BYTES)
         ids_of_pieces = jnp.swapaxes(all_ids.reshape(devices, pieces, ids.size // pieces), 0, 1)
         vectors: Array = _exchange(self.dtype, self.steps, vary_like(rows, ids), ids_of_pieces)
         local_vectors = vectors.reshape(*ids.shape, *rows.shape[1:]).astype(rows.dtype)
         is_in_table = (ids >= 0) & (ids < len(rows) * devices)
         is_in_table = jax.lax.expand_dims(is_in_table, range(ids.ndim, local_vectors.ndim))
         return self.inner.transform(jnp.where(is_in_table, local_vectors, jnp.full_like(local_vectors, jnp.nan)))
-
-
-def count_pieces(ids: int, bytes_per_id: int) -> int:
-    """Return the smallest number of equal pieces of a device's ids with at most `EXCHANGED_BYTES` each."""
-    fewest = max(1, -(-ids * bytes_per_id // EXCHANGED_BYTES))
-    return next((pieces for pieces in range(fewest, ids) if ids % pieces == 0), max(ids, 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

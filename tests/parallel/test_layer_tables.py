@@ -21,6 +21,7 @@ from test_gathered_pieces import equations
 from test_narrow_sums import program_of
 
 from eqformer import nn, training
+from eqformer._shapes import count_pieces
 from eqformer.parallel import _layer_tables, filter_shard_map, make_mesh, ShardedModel, vary
 from eqformer.parallel._mesh import TorusSteps
 from eqformer.planning import batch_shapes, sent_bytes, sum_by_cause, temporary_bytes
@@ -121,7 +122,7 @@ def test_vectors_and_gradients_are_those_of_the_whole_table(dtype, sent, pieces,
     """Vectors are bit for bit those of the table, and NaN outside of it; gradients of such ids are dropped."""
     bytes_per_id = 4 * DIM * np.dtype(dtype).itemsize
     monkeypatch.setattr(_layer_tables, "EXCHANGED_BYTES", 10 // pieces * bytes_per_id)
-    assert _layer_tables.count_pieces(10, bytes_per_id) == pieces
+    assert count_pieces(10, 10 * bytes_per_id, _layer_tables.EXCHANGED_BYTES) == pieces
     vectors, gradient, expected_vectors, expected = looked_up(dtype, sent)
     tolerance = 1e-6 if sent == "float32" else 0.05
     np.testing.assert_allclose(vectors, expected_vectors, rtol=0 if sent == "float32" else 2**-8)
@@ -139,10 +140,8 @@ def test_a_lookup_needs_both_collectives(name, replacement, monkeypatch):
 
 
 def test_pieces_are_the_fewest_that_fit_and_are_equal():
-    limit = _layer_tables.EXCHANGED_BYTES
-    for ids, bytes_per_id, pieces in ((12, limit // 12, 1), (12, limit // 5, 3), (12, limit, 12), (7, limit // 3, 7)):
-        assert _layer_tables.count_pieces(ids, bytes_per_id) == pieces
-    assert (_layer_tables.count_pieces(2, 2 * limit), _layer_tables.count_pieces(0, 1)) == (2, 1)
+    for count, bytes_each, pieces in ((12, 5, 1), (12, 12, 3), (12, 60, 12), (7, 20, 7), (2, 120, 2), (0, 1, 1)):
+        assert count_pieces(count, count * bytes_each, 60) == pieces
 
 
 def test_vectors_of_all_devices_tokens_are_not_held_at_once(monkeypatch):
