@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from test_published import close, decoded, FIXTURES, float32s, RECORDED, run, WI
 from test_published_configs import meaning
 
 from eqformer import models
+from eqformer.models._attributes import Attribute
+from eqformer.models._config_types import PublishedConfig
 from eqformer.models._folder import Folder
 from eqformer.planning import parameter_count
 
@@ -197,6 +200,29 @@ DEFAULTS = {
 
 
 _READ = ("layer_scalar", "correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")
+
+
+def alternatives(family: models.Family) -> Iterator[tuple[Attribute, str, str]]:
+    """The pairs of names of each entry that reads one of several attributes, the name that is read first in front."""
+    for entry in family.attributes:
+        if isinstance(entry, Attribute):
+            for other in entry.published_names[1:]:
+                yield entry, entry.published_names[0], other
+
+
+@pytest.mark.parametrize("model_type", [name for name, family in PUBLISHED.items() if any(alternatives(family))])
+def test_of_two_names_of_an_attribute_transformers_name_is_read(model_type, tmp_path):
+    """If transformers has two names of one attribute, and a configuration gives them different values."""
+    config = next(case["config"] for case in RECORDED.values() if case["config"]["model_type"] == model_type)
+    for entry, first, other in alternatives(PUBLISHED[model_type]):
+        value = config.get(first, config.get(other, entry.default))
+        values = (not value, value) if isinstance(value, bool) else (value, 2 * value)
+        for both in ({first: values[0], other: values[1]}, {other: values[1], first: values[0]}):
+            rest = {name: value for name, value in config.items() if name not in entry.published_names}
+            (tmp_path / "config.json").write_text(json.dumps(rest | both))
+            theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+            if getattr(theirs, first, None) == getattr(theirs, other, None):  # one attribute
+                assert entry.read(PublishedConfig(both, "config.json"))[entry.name] == getattr(theirs, first), both
 
 
 def counted(config) -> int:

@@ -202,8 +202,8 @@ def test_layers_that_can_read_no_choice_are_refused(said):
         ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "max_bias", 16.0),
         ("mpt", {"attn_config": {"clip_qkv": 0}}, "clip", None),
         ("ernie4_5_moe", {"moe_k": 3, "num_experts_per_tok": 1}, "top_k", 1),
-        ("kimi_linear", {"num_experts_per_token": 3, "num_experts_per_tok": 1}, "top_k", 1),
-        ("kimi_linear", {"moe_renormalize": True, "norm_topk_prob": False}, "normalize", False),
+        ("kimi_linear", {"num_experts_per_token": 3, "num_experts_per_tok": 1}, "top_k", 3),
+        ("kimi_linear", {"moe_renormalize": True, "norm_topk_prob": False}, "normalize", True),
     ],
 )
 def test_an_option_is_read_and_written(family, said, field, value):

@@ -160,8 +160,8 @@ BLOOM = Family(
         Count("vocab", "vocab_size", 250_880),
         # The newer names are written, as transformers writes them; published configurations have the older ones.
         Attribute("embed", ("hidden_size", "n_embed"), 64),
-        Attribute("layers", ("n_layer", "num_hidden_layers"), 2),
-        Attribute("heads", ("n_head", "num_attention_heads"), 8),
+        Attribute("layers", ("num_hidden_layers", "n_layer"), 2, written=("n_layer",)),
+        Attribute("heads", ("num_attention_heads", "n_head"), 8, written=("n_head",)),
         Attribute("eps", "layer_norm_epsilon", 1e-5),
         Attribute("tied", "tie_word_embeddings", True),
         Attribute("max_seq", "seq_length", 2048),

@@ -87,10 +87,10 @@ EXAONE = Family(
     (
         Count("vocab", "vocab_size", 102_400),
         Count("embed", "hidden_size", 4096),
-        Count("layers", ("num_hidden_layers", "num_layers"), 32),
+        Count("layers", ("num_layers", "num_hidden_layers"), 32, written=("num_hidden_layers",)),
         Count("heads", "num_attention_heads", 32),
         *(WIDTH, KeyHeads(8), HeadSize(), RotaryPositions(500_000.0)),
-        Attribute("eps", ("rms_norm_eps", "layer_norm_epsilon"), 1e-5),
+        Attribute("eps", ("layer_norm_epsilon", "rms_norm_eps"), 1e-5, written=("rms_norm_eps",)),
         Attribute("tied", "tie_word_embeddings", False),
         Attribute("max_seq", "max_position_embeddings", 4096),
         *(Attribute("bias", "attention_bias", False), Attribute("mlp_bias", "mlp_bias", False)),

@@ -203,7 +203,7 @@ HUNYUAN_MOE = Family(
     (
         *_ATTRIBUTES,
         _ForEachLayer(),
-        Count("experts", ("num_experts", "num_local_experts"), 1),
+        Count("experts", ("num_local_experts", "num_experts"), 1, written=("num_experts",)),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         *(Expect(name, True, written=False) for name in ("norm_topk_prob", "use_mixed_mlp_moe")),
         # Attributes for images, which the published models do not read.
@@ -259,7 +259,7 @@ HY3 = Family(
     (
         *decoder_attributes(RotaryPositions(11_158_840.0), head_dim=128, kv_heads=8, max_seq=131_072),
         Count("expert_mlp", "moe_intermediate_size", 1536),
-        Count("experts", ("num_experts", "num_local_experts"), 192),
+        Count("experts", ("num_local_experts", "num_experts"), 192, written=("num_experts",)),
         Count("top_k", "num_experts_per_tok", 8),
         Count("shared", "num_shared_experts", 1),
         Attribute("scale", "router_scaling_factor", 2.826),

@@ -61,24 +61,18 @@ def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
     return tuple(range(4, layers, 4)) if numbers is None else tuple(number - 1 for number in numbers)
 
 
-def _either(name: str, written: str, other: str, default: int, minimum: int = 1) -> Count:
-    """Return the entry of a count that has two attributes: `other` takes precedence, and `written` is written."""
-    return Count(name, (other, written), default, written=(written,), minimum=minimum)
-
-
 KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     *(*SIZES, WIDTH, EqualKeyHeads(), _Net()),
     *(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
     LayerTypes("attention_layers", ("full_attention", "linear_attention"), _attention),
     Count("expert_mlp", "moe_intermediate_size", 1024),
-    # If a configuration has both names, transformers uses the second name.
-    _either("experts", "num_experts", "num_local_experts", 256),
-    _either("top_k", "num_experts_per_token", "num_experts_per_tok", 8),
-    _either("shared", "num_shared_experts", "n_shared_experts", 1, minimum=0),
+    Count("experts", ("num_experts", "num_local_experts"), 256),
+    Count("top_k", ("num_experts_per_token", "num_experts_per_tok"), 8),
+    Count("shared", ("num_shared_experts", "n_shared_experts"), 1, minimum=0),
     Attribute("scale", "routed_scaling_factor", 2.446),
-    _either("groups", "num_expert_group", "n_group", 1),
+    Count("groups", ("num_expert_group", "n_group"), 1),
     Count("kept_groups", "topk_group", 1),
-    Attribute("normalize", ("norm_topk_prob", "moe_renormalize"), True, written=("moe_renormalize",)),
+    Attribute("normalize", ("moe_renormalize", "norm_topk_prob"), True),
     Attribute("balance", "router_aux_loss_coef", 0.0001),
     *(Count("latent", "kv_lora_rank", 512), Nullable("q_latent", "q_lora_rank", None)),
     Count("head_dim", "qk_nope_head_dim", 128),

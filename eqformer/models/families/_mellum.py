@@ -97,7 +97,7 @@ MELLUM = Family(
     (
         *decoder_attributes(RotaryByType(500_000.0, 10_000.0, scaled=False), head_dim=128, kv_heads=4, max_seq=131_072),
         Windows(1024, lambda published, layers: ()),
-        *router_attributes(64, 8, normalize=True),
+        *router_attributes(64, 8, normalize=True, local_first=True),
         Count("expert_mlp", "moe_intermediate_size", 896),
         LayerMixtures(),
         Attribute("bias", "attention_bias", False),

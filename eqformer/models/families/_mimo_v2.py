@@ -206,7 +206,7 @@ MIMO_V2_FLASH = Family(
         Attribute("bias", "attention_bias", False),
         FlaggedMixtures(),
         Count("expert_mlp", "moe_intermediate_size", 2048),
-        Count("experts", ("n_routed_experts", "num_local_experts"), 256),
+        Count("experts", ("num_local_experts", "n_routed_experts"), 256, written=("n_routed_experts",)),
         Count("top_k", "num_experts_per_tok", 8),
         Attribute("scale", "routed_scaling_factor", 1.0),
         Attribute("normalize", "norm_topk_prob", True),

@@ -89,7 +89,7 @@ MINIMAX_M2 = Family(
     (
         *decoder_attributes(RotaryPositions(5_000_000.0), head_dim=128, kv_heads=8, max_seq=196_608),
         _Rotated(1.0),
-        Count("experts", ("num_local_experts", "num_experts"), 256),
+        Count("experts", ("num_experts", "num_local_experts"), 256, written=("num_local_experts",)),
         Count("top_k", "num_experts_per_tok", 8),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Attribute("jitter", "router_jitter_noise", 0.0),

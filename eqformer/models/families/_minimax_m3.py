@@ -263,7 +263,7 @@ MINIMAX_M3 = Family(
         _FractionAndChannels(1.0),
         _IndexerSizes(),
         FlaggedMixtures(),
-        Count("experts", ("num_local_experts", "num_experts"), 128),
+        Count("experts", ("num_experts", "num_local_experts"), 128, written=("num_local_experts",)),
         Count("top_k", "num_experts_per_tok", 4),
         Count("dense_mlp", "dense_intermediate_size", 12_288),
         Count("shared_mlp", "shared_intermediate_size", 3072),

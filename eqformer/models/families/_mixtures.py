@@ -399,21 +399,27 @@ class ExpertGroupCount(Count):
 
 
 def router_attributes(
-    experts: int, top_k: int, *, normalize: bool = False, balance: float = 0.001
+    experts: int, top_k: int, *, normalize: bool = False, balance: float = 0.001, local_first: bool = False
 ) -> tuple[Entry, ...]:
-    """Return the entries for the number of experts and the router; the arguments are transformers' defaults."""
+    """Return the entries for the number of experts and the router; the arguments are transformers' defaults.
+
+    `local_first` says whether transformers reads `num_local_experts` if a configuration has `num_experts` too.
+    """
+    names = ("num_experts", "num_local_experts")
     return (
-        Count("experts", ("num_experts", "num_local_experts"), experts),
+        Count("experts", names[::-1] if local_first else names, experts, written=("num_experts",)),
         Count("top_k", "num_experts_per_tok", top_k),
         Attribute("normalize", "norm_topk_prob", normalize),
         Attribute("balance", "router_aux_loss_coef", balance),
     )
 
 
-def mixture_attributes(experts: int, top_k: int, *, normalize: bool = False) -> tuple[Entry, ...]:
+def mixture_attributes(
+    experts: int, top_k: int, *, normalize: bool = False, local_first: bool = False
+) -> tuple[Entry, ...]:
     """Return the table entries for the fields of `QwenMoEConfig`; the arguments are transformers' defaults."""
     return (
-        *router_attributes(experts, top_k, normalize=normalize),
+        *router_attributes(experts, top_k, normalize=normalize, local_first=local_first),
         Count("expert_mlp", "moe_intermediate_size"),
         DenseLayers(),
         Count("moe_every", "decoder_sparse_step", 1),

@@ -196,7 +196,7 @@ FLEX_OLMO = Family(
     "flex_olmo",
     (
         *decoder_attributes(RotaryPositions(500_000.0), max_seq=4096),
-        *router_attributes(7, 5, balance=0.01),
+        *router_attributes(7, 5, balance=0.01, local_first=True),
         Attribute("bias", "attention_bias", False),
         Activation(),
     ),
@@ -323,7 +323,7 @@ OLMOE = Family(
     "olmoe",
     (
         *decoder_attributes(max_seq=4096),
-        *router_attributes(64, 8, balance=0.01),
+        *router_attributes(64, 8, balance=0.01, local_first=True),
         Attribute("bias", "attention_bias", False),
         Activation(),
         Attribute("clip", "clip_qkv", None),

@@ -259,7 +259,7 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     (
         *decoder_attributes(kv_heads=4, max_seq=32_768),
-        *mixtures.mixture_attributes(128, 8),
+        *mixtures.mixture_attributes(128, 8, local_first=True),
         SwitchedWindow(4096),
         Attribute("bias", "attention_bias", False),
         Activation(),

@@ -17,9 +17,9 @@ from ._mixtures import ExpertGroupCount, FIRST_DENSE, MIXTURE, SELECTION_BIAS, S
 # The publisher's own configurations call the experts by other names than transformers.
 _MIXTURE_ATTRIBUTES: tuple[Entry, ...] = (
     Count("expert_mlp", "moe_intermediate_size"),
-    Count("experts", ("n_routed_experts", "num_experts"), 128),
+    Count("experts", ("num_experts", "n_routed_experts"), 128, written=("n_routed_experts",)),
     Count("top_k", "num_experts_per_tok"),
-    Count("shared", ("n_shared_experts", "num_shared_experts"), 1, minimum=0),
+    Count("shared", ("num_shared_experts", "n_shared_experts"), 1, written=("n_shared_experts",), minimum=0),
     Attribute("scale", "routed_scaling_factor"),
     ExpertGroupCount("groups", "n_group", 1),
     ExpertGroupCount("kept_groups", "topk_group", 1),
@@ -63,7 +63,7 @@ SARVAM_MOE = Family(
         *_MIXTURE_ATTRIBUTES,
         RotaryFraction(1.0),
         Attribute("qk_norm", "use_qk_norm", True),
-        Attribute("bias", ("attention_bias", "use_qkv_bias"), False),
+        Attribute("bias", ("use_qkv_bias", "attention_bias"), False, written=("attention_bias",)),
         Activation(),
     ),
     (

@@ -363,16 +363,18 @@ STEP3P5 = Family(
     (
         _OlderAttributes(),
         *decoder_attributes(_UsedRotary((1e4, 1e4), (1.0, 1.0)), head_dim=128, max_seq=128_000),
-        Count("kv_heads", ("num_key_value_heads", "num_attention_groups"), 8),
+        Count("kv_heads", ("num_attention_groups", "num_key_value_heads"), 8, written=("num_key_value_heads",)),
         Attribute("eps", "rms_norm_eps", 1e-5),
         NullableWindows(None, lambda published, layers: ()),
         *(_LocalHeads(), _QueryScalar("query_scalar", "query_pre_attn_scalar"), LayerMixtures(), _HiddenBounds()),
         Attribute("bias", "attention_bias", False),
         Attribute("mlp_bias", "mlp_bias", False),
         Count("expert_mlp", "moe_intermediate_size", 1280),
-        Count("shared_mlp", ("share_expert_dim", "share_expert_dims"), 1280),
-        Count("experts", ("n_routed_experts", "num_local_experts", "moe_num_experts"), 288),
-        Count("top_k", ("num_experts_per_tok", "moe_top_k"), 8),
+        Count("shared_mlp", ("share_expert_dims", "share_expert_dim"), 1280, written=("share_expert_dim",)),
+        Count(
+            "experts", ("moe_num_experts", "n_routed_experts", "num_local_experts"), 288, written=("n_routed_experts",)
+        ),
+        Count("top_k", ("moe_top_k", "num_experts_per_tok"), 8, written=("num_experts_per_tok",)),
         Attribute("scale", "moe_router_scaling_factor", 1.0),
         Unpublished("activation", "silu", "all layers use silu"),
         Expect("hidden_act", "silu", "swigluoai"),
