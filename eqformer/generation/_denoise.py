@@ -171,12 +171,16 @@ def choose_filled(
     number: Int[Array, ""],
     rule: DenoisingRule,
 ) -> Bool[Array, "batch block"]:
-    """Return which masked tokens pass `number` fills: an equal part by priority, and all above the threshold."""
+    """Return which masked tokens pass `number` fills: an equal part by priority, and all above the threshold.
+
+    A priority that is NaN counts as 0, so that NaN logits do not leave tokens masked for ever.
+    """
     count = -(-jnp.sum(masked, axis=1, dtype=jnp.int32) // (rule.steps - number))
-    is_first = _rank(jnp.where(masked, priorities, -1.0)) < count[:, None]
+    priorities = jnp.where(jnp.isnan(priorities), 0, priorities)
+    is_first = rank(jnp.where(masked, priorities, -1.0)) < count[:, None]
     return masked & (is_first | (probabilities > rule.threshold.astype(probabilities.dtype)))
 
 
-def _rank(priorities: Float[Array, "batch block"]) -> Int[Array, "batch block"]:
+def rank(priorities: Float[Array, "batch block"]) -> Int[Array, "batch block"]:
     """Return each token's place by falling priority; of tokens with equal priority, the first comes first."""
     return jnp.argsort(jnp.argsort(-priorities, axis=1, stable=True), axis=1).astype(jnp.int32)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from ..nn import token_keys, Tokens
 from ._blocks import check_block_model, make_rule
-from ._denoise import choose_filled, DenoisingRule, read_whole_blocks
+from ._denoise import choose_filled, DenoisingRule, rank, read_whole_blocks
 from ._model import Model
 from ._prompts import BUCKET, round_up
 from ._score_tokens import check_scored_rows, Ids, repeat_last, TokenScores
@@ -217,6 +217,5 @@ def _choose_masked(
     # Choices are spread evenly over the interval from 0 to 1, from a random offset on, so that few choices suffice.
     shares = (draw(0, columns[:, :1])[:, 0] + number.astype(jnp.float32) / samples) % 1
     masked_count = jnp.clip(1 + (shares * count.astype(shares.dtype)).astype(jnp.int32), 1, jnp.maximum(count, 1))
-    order = jnp.where(is_scored, draw(number + 1, columns), 2.0)
-    ranks = jnp.argsort(jnp.argsort(order, axis=1), axis=1).astype(jnp.int32)
+    ranks = rank(jnp.where(is_scored, -draw(number + 1, columns), -2.0))
     return is_scored & (ranks < masked_count[:, None]), count / masked_count / samples

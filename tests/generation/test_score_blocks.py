@@ -12,6 +12,7 @@ import pytest
 from test_blocks import CONFIG, MASK, VOCAB
 
 from eqformer import generation, models, nn
+from eqformer.generation._denoise import choose_filled, DenoisingRule
 
 
 BLOCK, WIDTH = 3, 12
@@ -125,6 +126,26 @@ def test_texts_of_generate_blocks_are_greedy_and_other_texts_are_not():
     changed = [*new[:4], (new[4] + 1) % MASK, new[5]]
     one, other = estimate([PROMPTS[1]] * 2, [new, changed])
     assert one.is_greedy.all() and other.is_greedy[:4].all() and not other.is_greedy[4]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_passes_fill_tokens_whose_priority_is_nan(first):
+    """Each pass fills a token, also if all priorities are NaN and some tokens of the block are not masked."""
+    rule, masked = DenoisingRule(MASK, 3, 3, "confidence", jnp.asarray(1.0)), np.arange(3)[None] >= first
+    priorities = jnp.full((1, 3), jnp.nan)
+    for number in range(3):
+        is_filled = choose_filled(jnp.asarray(masked), priorities, priorities, jnp.asarray(number), rule)
+        assert not np.any(is_filled & ~masked) and (np.any(is_filled) or not masked.any())
+        masked &= ~np.asarray(is_filled)
+    assert not masked.any()
+
+
+@pytest.mark.grid
+def test_nan_logits_give_nan_scores():
+    """Before, the loop of greedy passes did not end if a block began with tokens of the prompt."""
+    broken = eqx.tree_at(lambda model: model.norm.weight, model(), jnp.full(CONFIG.embed, jnp.nan))
+    scores = generation.score_blocks(broken, PROMPTS, NEW, mask_id=MASK)
+    assert all(np.isnan(score.log_probabilities).all() for score in scores)
 
 
 def test_bad_input_is_refused():
