@@ -59,9 +59,10 @@ def score_blocks(
     The random numbers depend only on `seed`, the prompt, the position and the number of the choice, so continuations of
     one prompt are compared under the same choices.
 
-    `is_greedy` says whether greedy denoising of the block, after the true text before the continuation's tokens of the
-    block, fills in the id. Tokens of the highest probability are filled first, as by `generate_blocks`; tokens after
-    the end of the continuation do not exist.
+    `is_greedy` says whether greedy denoising fills in the id. Greedy denoising starts again in each block: the
+    continuation's tokens of the block are masked, and all tokens before them are those of the given text. Tokens of the
+    highest probability are filled first, as by `generate_blocks`; tokens after the end of the continuation do not
+    exist. If the model gives NaN logits, the log-probabilities are NaN.
 
     Raises a `ValueError` for a model that `generate_blocks` refuses, for prompts and continuations that are empty or
     hold unknown ids, for more tokens than learned positions, and for numbers that are out of range.
@@ -87,16 +88,18 @@ def score_blocks(
     lengths = [len(prompt) + len(new) for prompt, new in zip(prompts, continuations)]
     longest_first = sorted(range(len(prompts)), key=lambda row: -lengths[row])
     size = batch_size or max(1, len(prompts))
+    # If there are several batches, the last one is padded, so that all have one shape.
+    full_size = size if len(prompts) > size else None
     scores: dict[int, TokenScores] = {}
     for start in range(0, len(prompts), size):
         numbers = longest_first[start : start + size]
-        padded = repeat_last(numbers, size)
+        padded = repeat_last(numbers, full_size)
         rows = _join_rows([prompts[row] for row in padded], [continuations[row] for row in padded], block, seed)
         read = min(round_up(max(len(prompts[row]) for row in numbers), BUCKET), rows.ids.shape[1])
         log_probs, is_greedy = map(np.asarray, _score_batch(model, rows, rule, samples, read))
         for index, row in enumerate(numbers):
             new = slice(len(prompts[row]), lengths[row])
-            no_ids, no_scores = np.zeros((len(continuations[row]), 0), np.int32), log_probs[index, new, None][:, :0]
+            no_ids, no_scores = (np.zeros((len(continuations[row]), 0), dtype) for dtype in (np.int32, log_probs.dtype))
             scores[row] = TokenScores(log_probs[index, new], is_greedy[index, new], no_ids, no_scores)
         progress(len(scores), len(prompts))
     return [scores[number] for number in range(len(prompts))]

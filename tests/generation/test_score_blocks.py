@@ -12,6 +12,7 @@ import pytest
 from test_blocks import CONFIG, MASK, VOCAB
 
 from eqformer import generation, models, nn
+from eqformer.generation import _score_blocks
 from eqformer.generation._denoise import choose_filled, DenoisingRule
 
 
@@ -146,6 +147,20 @@ def test_nan_logits_give_nan_scores():
     broken = eqx.tree_at(lambda model: model.norm.weight, model(), jnp.full(CONFIG.embed, jnp.nan))
     scores = generation.score_blocks(broken, PROMPTS, NEW, mask_id=MASK)
     assert all(np.isnan(score.log_probabilities).all() for score in scores)
+
+
+@pytest.mark.parametrize("batch_size, sizes", [(None, [3]), (64, [3]), (2, [2, 2])])
+def test_only_the_last_of_several_batches_is_padded(batch_size, sizes, monkeypatch):
+    read_sizes = []
+
+    def score_batch(model, rows, *options):
+        read_sizes.append(len(rows.ids))
+        return np.zeros(rows.ids.shape, np.float32), np.zeros(rows.ids.shape, bool)
+
+    monkeypatch.setattr(_score_blocks, "_score_batch", score_batch)
+    scores = generation.score_blocks(model(), PROMPTS, NEW, mask_id=MASK, batch_size=batch_size)
+    assert read_sizes == sizes and [len(score.log_probabilities) for score in scores] == [6, 1, 4]
+    assert scores[0].alternative_log_probabilities.shape == (6, 0)
 
 
 def test_bad_input_is_refused():
