@@ -1,17 +1,23 @@
 """Attention with linear biases over meshes: each head keeps its slope, in gradients leaf by leaf and in texts."""
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract_cases import afresh, named, of_plan, texts_over
+from haste import put
+from jax.sharding import PartitionSpec as P
+from plan_models import filled
 from plan_parity import Case, differences, of_one_device
 
-from eqformer import nn
+from eqformer import kernels, nn
+from eqformer.parallel import filter_shard_map, Layout, make_mesh, partition_specs, vary
 
 
 ROUNDING = 100 * float(np.finfo(np.float32).eps)
-EVERY_RUN = [Case("alibi", {"tensor": 2}, {"residual": "replicated"})]
 GRID = [
+    Case("alibi", {"tensor": 2}, {"residual": "replicated"}),
     Case("alibi", {"context": 2, "tensor": 2}, {"context_method": "ring", "residual": "sequence"}),
     Case("alibi", {"context": 2, "tensor": 2}, {"context_method": "heads", "residual": "replicated"}),
     Case("alibi", {"context": 4}, {"context_method": "gather"}),
@@ -21,13 +27,36 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("case", named(EVERY_RUN, GRID))
+def test_split_heads_keep_their_slopes():
+    """The heads of an attention are split over two devices; the control numbers the heads of each device from 0."""
+    scores, draw = nn.Scores(alibi=nn.ALiBi(heads=4)), np.random.default_rng(1)
+    sizes = {"embed": 6, "heads": 4, "kv_heads": 2, "head_dim": 2, "core": kernels.ReferenceAttention()}
+    layer = filled(lambda: nn.Attention(scores=scores, key=jax.random.key(0), **sizes))
+    x, direction = (put(draw.normal(size=(1, 9, 6)), "float32") for _ in range(2))
+    tokens, mesh = nn.Tokens(put([range(9)], "int32")), make_mesh(tensor=2, devices=jax.devices()[:2])
+    specs = partition_specs(layer, Layout({"heads": "tensor", "kv_heads": "tensor"}), mesh)
+    sum_heads = lambda layer, x: jax.lax.psum(layer(vary(x, ["tensor"]), tokens)[0], "tensor")
+    split = filter_shard_map(sum_heads, mesh, (specs, P()), P())
+
+    def run(function, layer: nn.Attention) -> tuple:
+        output, pull_back = eqx.filter_vjp(lambda layer: function(layer, x), layer)
+        return output, pull_back(direction)[0].query.weight
+
+    run = eqx.filter_jit(run)
+    wrong = eqx.tree_at(lambda layer: layer.scores.alibi.numbers, layer, put([0, 1, 0, 1], "int32"))
+    expected = run(lambda layer, x: layer(x, tokens)[0], layer)
+    assert all(np.allclose(got, whole, atol=1e-6) for got, whole in zip(run(split, layer), expected))
+    assert not any(np.allclose(got, whole, atol=1e-3) for got, whole in zip(run(split, wrong), expected))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", named([], GRID))
 def test_gradients_are_those_of_one_device(case):
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("case", named([], [EVERY_RUN[0], GRID[0], GRID[1], GRID[3], GRID[4]]))
+@pytest.mark.parametrize("case", named([], [GRID[0], GRID[1], GRID[2], GRID[4], GRID[5]]))
 def test_slopes_that_count_the_heads_of_a_device_are_seen(case, monkeypatch):
     wanted, slopes = of_one_device(case), nn.ALiBi.slopes
 
