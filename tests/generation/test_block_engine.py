@@ -51,6 +51,7 @@ def run(requests) -> list[generation.Result]:
     return sorted(engine().run(requests), key=lambda result: result.number)
 
 
+@pytest.mark.grid
 def test_each_request_has_the_ids_of_generate_blocks_alone():
     expected = [alone(request) for request in REQUESTS]
     results = run(REQUESTS)

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from generation_reference import make_model, quickly
 
 from eqformer import generation, models, nn
@@ -22,6 +23,7 @@ def step(model):
     return jnp.concatenate([first, second], axis=1)
 
 
+@pytest.mark.grid
 def test_layers_apart_give_the_logits_of_the_stack():
     model = make_model("sliding window")
     apart = generation.unstack_layers(model)

@@ -275,6 +275,8 @@ LOGITS_IN_GRID = {
     "t5gemma unlike halves",
     "t5gemma2 even window",
     "kimi_k3_text groups",
+    "kimi_linear groups",
+    "llama4_text chosen layers",
     "glm5_next_text plain",
     "hy_v4 plain",
     "qwen4_exp_text plain",

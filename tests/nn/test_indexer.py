@@ -139,7 +139,7 @@ def _is_none(node):
     return node is None
 
 
-@pytest.mark.by_default("3")
+@pytest.mark.grid
 @pytest.mark.parametrize("chunk", [3, SEQ - 1])
 def test_chunks_of_queries_give_the_same(chunk):
     """Of packed rows, the last part not full: loss and gradients; and no matrix of the whole row is made."""

@@ -145,7 +145,8 @@ def test_layers_read_latents_of_their_kind_and_the_last_selection():
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient.sublayers[0].layer.indexer))
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_layers_that_read_latents_decode_alike_and_cache_their_indexers_keys_alone(dtype):
     block, x = block_of(layers()), normal(1, 2, SEQ, EMBED)
     stack = eqx.filter_jit(lambda block: nn.Stack(lambda _: block, 2, key=KEY))(block)

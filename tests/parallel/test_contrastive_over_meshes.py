@@ -45,6 +45,7 @@ def of_one_device(model: str, name: str, microbatches: int = 1) -> Any:
     return alone(model_of(model), batch_for(model), LOSSES[name], microbatches)
 
 
+@pytest.mark.grid
 def test_candidates_come_from_all_devices():
     name, case = "five layers", Case("five layers", {"fsdp": 2, "tensor": 2}, {"zero": 1})
     planned = under(case.plan, model_of(name), batch_for(name), LOSSES["mean"])

@@ -206,7 +206,8 @@ def test_parameters_gathered_for_the_moment_of_their_use(mesh, keeps):
     assert error(split, alone) < CLOSE
 
 
-@pytest.mark.parametrize("method", ["ring", *(pytest.param(m, marks=pytest.mark.grid) for m in ("gather", "heads"))])
+@pytest.mark.grid
+@pytest.mark.parametrize("method", ["ring", "gather", "heads"])
 def test_an_attention_of_pieces_of_rows(method):
     mesh = make_mesh(context=4, replica=2)
     order, back = (np.arange(SEQ),) * 2 if method == "heads" else (zigzag(SEQ, 4), zigzag_inverse(SEQ, 4))

@@ -24,6 +24,7 @@ def at_home(monkeypatch, tmp_path):
         jax.config.update(name, value)
 
 
+@pytest.mark.grid
 def test_a_second_process_compiles_nothing_anew(at_home, monkeypatch):
     code = """
 from support import environment
