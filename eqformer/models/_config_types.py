@@ -143,10 +143,10 @@ REQUIRED: object = object()
 # Attributes that do not change what a model computes: how it was trained or stored, or how it is to be run. A few
 # families read `max_window_layers` and `model_max_length`; in folders of other families these have no effect.
 _OF_MODELS = (
-    "attention_dropout attn_pdrop auto_map custom_pipelines embd_pdrop hidden_dropout initializer_range "
-    "keys_to_ignore_at_inference max_position_embeddings max_window_layers model_max_length output_router_logits "
-    "pretraining_tp resid_pdrop sbert_ce_default_activation_function sentence_transformers transformers.js_config "
-    "unsloth_fixed unsloth_version"
+    "attention_dropout attn_pdrop auto_map custom_pipelines embd_pdrop embed_dropout hidden_dropout "
+    "initializer_range keys_to_ignore_at_inference max_position_embeddings max_window_layers model_max_length "
+    "output_router_logits pretraining_tp resid_pdrop sbert_ce_default_activation_function sentence_transformers "
+    "transformers.js_config unsloth_fixed unsloth_version"
 )
 # Attributes that transformers puts, or has put, into the configuration of any model; `tests/fixtures/make_generic.py`
 # lists them. `add_cross_attention`, `is_decoder`, `is_encoder_decoder`, `per_layer_config`, `pruned_heads` and

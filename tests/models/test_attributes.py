@@ -21,7 +21,8 @@ PUBLISHED = {family.model_type: family for family in models.FAMILIES.values() if
 HARMLESS = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "output_router_logits"),
-    *("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop", "initializer_range"),
+    *("attention_dropout", "attn_pdrop", "embd_pdrop", "embed_dropout", "hidden_dropout", "resid_pdrop"),
+    "initializer_range",
     *("pretraining_tp", "keys_to_ignore_at_inference", "model_type"),
 }
 # What transformers writes whatever the model is, by `tests/fixtures/make_generic.py`.
@@ -309,6 +310,9 @@ def test_what_layers_are_counted_by_is_a_count(family, name):
         ("nemotron_h", {"layers_block_type": ["mamba", "lstm"]}),
         ("nemotron_h", {"n_shared_experts": 2}),
         ("deepseek_v3", {"num_key_value_heads": 1}),
+        ("gpt_neo", {"attention_types": [[["global", "narrow"], 2]]}),
+        ("gptj", {"rotary_dim": None}),
+        ("codegen", {"rotary_dim": 0}),
         ("falcon", {"num_ln_in_parallel_attn": 2}),
         ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}),
         ("falcon", {"num_kv_heads": 3, "multi_query": False}),

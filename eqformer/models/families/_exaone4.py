@@ -95,7 +95,6 @@ EXAONE = Family(
         Attribute("max_seq", "max_position_embeddings", 4096),
         *(Attribute("bias", "attention_bias", False), Attribute("mlp_bias", "mlp_bias", False)),
         _RenamedActivation(),
-        Ignore("embed_dropout"),  # a rate of dropout in training
     ),
     (
         Rule("transformer.wte.weight", "embedding.weight"),

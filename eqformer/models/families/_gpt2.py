@@ -269,7 +269,7 @@ class _GlobalAndLocal(Entry):
         """Return `window_layers`; refuse lists of other lengths and types, and lists that contradict each other."""
         layers, types = published.read("num_layers", LayerCount), published.listed("attention_layers", str)
         patterns = published.listed("attention_types", list)
-        # Transformers writes its default patterns if only `attention_layers` was stated, and reads the latter.
+        # Transformers saves its default patterns too if only `attention_layers` was stated, but reads the latter.
         default = [[[*_TYPES], 12]]
         if types is None or patterns not in (None, default):
             expanded = self._expand(published, layers, default if patterns is None else patterns)
@@ -283,10 +283,12 @@ class _GlobalAndLocal(Entry):
         return {"window_layers": tuple(layer for layer, name in enumerate(types) if name == "local")}
 
     def _expand(self, published: PublishedConfig, layers: int, patterns: Sequence[list[Any]]) -> list[str]:
-        """Return the type of each layer; refuse patterns that have another number of layers together."""
+        """Return the type of each layer; refuse unknown types, and patterns of another number of layers together."""
         pairs = [
             published.checked("attention_types", tuple(pattern), tuple[list[str], LayerCount]) for pattern in patterns
         ]
+        if unknown := {name for names, _ in pairs for name in names} - {*_TYPES}:
+            published.refuse(f"attention_types={patterns}: {sorted(unknown)} are not among {list(_TYPES)}.")
         if sum(len(pattern) * times for pattern, times in pairs) != layers:
             published.refuse(
                 f"attention_types={patterns}: with their repetitions, the patterns must have {layers} layers "

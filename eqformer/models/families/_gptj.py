@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ... import nn
-from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore
+from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore, Nullable
 from .._config_types import Attributes, Length, PublishedConfig, Size
 from .._family import DECODER_CLASSIFIER, Family
 from .._weight_rules import Rule
@@ -69,7 +69,7 @@ def _attributes() -> tuple[Entry, ...]:
         Attribute("heads", "n_head", 16),
         Attribute("max_seq", "n_positions", 2048),
         Attribute("mlp", "n_inner", None),
-        Count("rotary_dim", "rotary_dim", 64),
+        Nullable("rotary_dim", "rotary_dim", 64),
         Attribute("eps", "layer_norm_epsilon", 1e-5),
         Attribute("dropout", "resid_pdrop", 0.0, written=("resid_pdrop", "embd_pdrop")),
         Activation("gelu_new", "activation_function"),
