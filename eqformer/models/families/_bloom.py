@@ -15,7 +15,7 @@ from .._attributes import Attribute, Count, Entry, Expect, Fields, Ignore
 from .._config_types import Attributes, LayerCount, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import Family, ModelConfig, OLDER_DECODER_CLASSIFIER
 from .._weight_rules import Rule
-from ._common import INTO_HEADS, leaf_paths, OUT_OF_HEADS, weight_and_bias
+from ._common import INTO_HEADS, LAYER_H, leaf_paths, OF_HEADS, OUT_OF_HEADS, QKV, weight_and_bias
 from ._decoder import damping, decoder, DecoderSizes
 
 
@@ -148,7 +148,6 @@ _BLOOM_PRESETS = {
     "bloom": BloomConfig(250_880, 14_336, 70, 112),
 }
 
-_LAYER, _QKV = "transformer.h.{layer}.", ("query", "key", "value")
 BLOOM = Family(
     "bloom",
     BloomConfig,
@@ -176,15 +175,15 @@ BLOOM = Family(
         *weight_and_bias("transformer.word_embeddings_layernorm", "embedding_norm"),
         *weight_and_bias("transformer.ln_f", "norm"),
         Rule("lm_head.weight", "head.weight"),
-        *weight_and_bias(f"{_LAYER}input_layernorm", "mixer.norm"),
-        *weight_and_bias(f"{_LAYER}post_attention_layernorm", "feed_forward.norm"),
+        *weight_and_bias(f"{LAYER_H}input_layernorm", "mixer.norm"),
+        *weight_and_bias(f"{LAYER_H}post_attention_layernorm", "feed_forward.norm"),
         *(
-            Rule(f"{_LAYER}self_attention.query_key_value.{leaf}", leaf_paths(_QKV, leaf), pattern, groups="heads")
-            for leaf, pattern in (("weight", INTO_HEADS), ("bias", "(heads head_dim) -> heads head_dim"))
+            Rule(f"{LAYER_H}self_attention.query_key_value.{leaf}", leaf_paths(QKV, leaf), pattern, groups="heads")
+            for leaf, pattern in (("weight", INTO_HEADS), ("bias", OF_HEADS))
         ),
-        *weight_and_bias(f"{_LAYER}self_attention.dense", "mixer.layer.output", OUT_OF_HEADS),
-        *weight_and_bias(f"{_LAYER}mlp.dense_h_to_4h", "feed_forward.layer.up"),
-        *weight_and_bias(f"{_LAYER}mlp.dense_4h_to_h", "feed_forward.layer.down"),
+        *weight_and_bias(f"{LAYER_H}self_attention.dense", "mixer.layer.output", OUT_OF_HEADS),
+        *weight_and_bias(f"{LAYER_H}mlp.dense_h_to_4h", "feed_forward.layer.up"),
+        *weight_and_bias(f"{LAYER_H}mlp.dense_4h_to_h", "feed_forward.layer.down"),
     ),
     is_bare=True,
     classifier=OLDER_DECODER_CLASSIFIER,
@@ -271,7 +270,7 @@ MPT = Family(
         Rule("transformer.norm_f.weight", "norm.weight"),
         Rule("lm_head.weight", "head.weight"),
         Rule(f"{_BLOCK}norm_1.weight", "mixer.norm.weight"),
-        Rule(f"{_BLOCK}attn.Wqkv.weight", leaf_paths(_QKV, "weight"), INTO_HEADS),
+        Rule(f"{_BLOCK}attn.Wqkv.weight", leaf_paths(QKV, "weight"), INTO_HEADS),
         Rule(f"{_BLOCK}attn.out_proj.weight", "mixer.layer.output.weight", OUT_OF_HEADS),
         Rule(f"{_BLOCK}norm_2.weight", "feed_forward.norm.weight"),
         Rule(f"{_BLOCK}ffn.up_proj.weight", "feed_forward.layer.up.weight"),

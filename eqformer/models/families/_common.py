@@ -11,7 +11,8 @@ from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 
 
-LAYER = "model.layers.{layer}."
+LAYER, LAYER_H = "model.layers.{layer}.", "transformer.h.{layer}."
+QKV = ("query", "key", "value")
 SIZES: tuple[Entry, ...] = (
     Count("vocab", "vocab_size"),
     Count("embed", "hidden_size"),

@@ -246,12 +246,7 @@ def damping(config: DecoderSizes) -> float:
 
 
 def norm(
-    config: DecoderSizes,
-    dims: str = "embed",
-    *,
-    eps: float | None = None,
-    offset: float = 0.0,
-    scale: bool = True,
+    config: DecoderSizes, dims: str = "embed", *, eps: float | None = None, offset: float = 0.0, scale: bool = True
 ) -> nn.RMSNorm:
     """Return an `RMSNorm` over `dims`, whose sizes the config's fields state; `eps` is the config's by default."""
     sizes = {name: getattr(config, "head_size" if name == "head_dim" else name) for name in dims.split()}
@@ -389,6 +384,12 @@ def gated_mlp(
     return nn.GatedMLP(embed=config.embed, mlp=width, **(arguments | options), key=key)
 
 
+def mlp(config: WithMLP, *, bias: bool, key: Key[Array, ""]) -> nn.MLP:
+    """Return an `MLP` of the config's width; `bias` says whether its maps have biases."""
+    options = {"activation": activation_of(config), "output_std": damping(config) * config.mlp**-0.5}
+    return nn.MLP(embed=config.embed, mlp=config.mlp, bias=bias, **options, key=key)
+
+
 def pre_norm_block(
     config: DecoderSizes,
     mixer: nn.Mixer,
@@ -481,9 +482,7 @@ def decoder(
         stacks = stacks_of(block, kinds, key=layer_key)
     embed, vocab, bias = config.embed, config.vocab, ends.get("logit_bias", False)
     return nn.Transformer(
-        embedding=nn.Embedding(
-            vocab=config.vocab, embed=config.embed, scale=ends.get("embedding_scale"), key=embedding_key
-        ),
+        embedding=nn.Embedding(vocab=vocab, embed=embed, scale=ends.get("embedding_scale"), key=embedding_key),
         stacks=stacks,
         embedding_norm=ends.get("embedding_norm"),
         dropout=ends.get("dropout"),

@@ -28,10 +28,9 @@ from ._common import (
     HeadSize,
     KeyHeads,
     LAYER,
+    LAYER_H,
     LLAMA_WEIGHTS,
-    OUT_OF_HEADS,
     POST_NORMS,
-    weight_and_bias,
     WIDTH,
 )
 from ._decoder import (
@@ -76,7 +75,6 @@ _EXAONE_PRESETS = {
     "exaone-3.5-32b": ExaoneConfig(102_400, 5120, 64, 40, 8, 27_392, scaling=_SCALING),
 }
 
-_EXAONE_LAYER = "transformer.h.{layer}."
 EXAONE = Family(
     "exaone",
     ExaoneConfig,
@@ -100,11 +98,10 @@ EXAONE = Family(
         Rule("transformer.wte.weight", "embedding.weight"),
         Rule("transformer.ln_f.weight", "norm.weight"),
         Rule("lm_head.weight", "head.weight"),
-        *(rule for rule in attention_weights(prefix=f"{_EXAONE_LAYER}attn.attention.") if "o_proj" not in rule.name),
-        *weight_and_bias(f"{_EXAONE_LAYER}attn.attention.out_proj", "mixer.layer.output", OUT_OF_HEADS),
-        Rule(f"{_EXAONE_LAYER}ln_1.weight", "mixer.norm.weight"),
-        Rule(f"{_EXAONE_LAYER}ln_2.weight", "feed_forward.norm.weight"),
-        *gated_weights(prefix=f"{_EXAONE_LAYER}mlp.", names=("c_fc_0", "c_fc_1", "c_proj"), bias=True),
+        *attention_weights(prefix=f"{LAYER_H}attn.attention.", output="out"),
+        Rule(f"{LAYER_H}ln_1.weight", "mixer.norm.weight"),
+        Rule(f"{LAYER_H}ln_2.weight", "feed_forward.norm.weight"),
+        *gated_weights(prefix=f"{LAYER_H}mlp.", names=("c_fc_0", "c_fc_1", "c_proj"), bias=True),
     ),
 )
 

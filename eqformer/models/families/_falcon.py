@@ -1,8 +1,9 @@
 """Falcon 7B, 40B and 180B (Almazrouei et al. 2023, arXiv:2311.16867), Falcon 2 11B (2024), and Falcon RW.
 
-Most attentions have one key head, or few, and read the same input as the feed-forward layer. Falcon 40B has a norm for
-each of the two, Falcon 7B and 2 one norm for both. Falcon RW (Penedo et al. 2023, arXiv:2306.01116) has no rotary
-positions but `nn.ALiBi`, biases, and attention before the feed-forward layer.
+Falcon 7B has one key head, and the larger models have few. Attention and feed-forward layer read the same residual
+stream. In Falcon 40B and 180B, each of the two has a norm of its own. In Falcon 7B and Falcon 2, they share one norm.
+Falcon RW (Penedo et al. 2023, arXiv:2306.01116) has `nn.ALiBi` instead of rotary positions, as many key heads as query
+heads, biases, and attention before the feed-forward layer.
 """
 
 import dataclasses
@@ -10,14 +11,14 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import ALiBi, Block, LayerNorm, MLP, ParallelResidual, Residual, Scores, Transformer
+from ...nn import ALiBi, Block, LayerNorm, ParallelResidual, Residual, Scores, Transformer
 from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore
 from .._config_types import Attributes, Length, NotNegative, PublishedConfig, Size
 from .._family import DecoderConfig, Family, OLDER_DECODER_CLASSIFIER
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
-from ._common import leaf_paths, OUT_OF_HEADS, SIZES, weight_and_bias
-from ._decoder import activation_of, attention, damping, decoder, rotary_of
+from ._common import INTO_HEADS, LAYER_H, leaf_paths, OF_HEADS, OUT_OF_HEADS, QKV, SIZES, weight_and_bias
+from ._decoder import attention, decoder, mlp, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,19 +74,12 @@ def build_falcon(config: FalconConfig, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block | ParallelResidual:
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = attention(config, bias=config.bias, rotary=rotary, scores=scores, key=mixer_key)
-        mlp = MLP(
-            embed=config.embed,
-            mlp=config.mlp,
-            activation=activation_of(config),
-            bias=config.bias,
-            output_std=damping(config) * config.mlp**-0.5,
-            key=feed_forward_key,
-        )
+        feed_forward = mlp(config, bias=config.bias, key=feed_forward_key)
         if not config.parallel:
-            return Block(Residual(mixer, norm()), Residual(mlp, norm()))
+            return Block(Residual(mixer, norm()), Residual(feed_forward, norm()))
         if config.two_norms:
-            return ParallelResidual((Residual(mixer, norm()), Residual(mlp, norm())))
-        return ParallelResidual((Residual(mixer), Residual(mlp)), norm())
+            return ParallelResidual((Residual(mixer, norm()), Residual(feed_forward, norm())))
+        return ParallelResidual((Residual(mixer), Residual(feed_forward)), norm())
 
     return decoder(config, block, final_norm=norm(), key=key)
 
@@ -153,12 +147,10 @@ _PRESETS = {
     "falcon-rw-7b": dataclasses.replace(_RW, vocab=65_024, embed=4096, layers=36, heads=64, kv_heads=64, mlp=16_384),
 }
 
-_LAYER, _QKV = "transformer.h.{layer}.", ("query", "key", "value")
-
 
 def _norms(needs: str, **names: str) -> tuple[Rule, ...]:
     """Return the rules for norms of layers that have an attribute `needs`, given the published name of each norm."""
-    rules = (rule for path, name in names.items() for rule in weight_and_bias(f"{_LAYER}{name}", f"{path}.norm"))
+    rules = (rule for path, name in names.items() for rule in weight_and_bias(f"{LAYER_H}{name}", f"{path}.norm"))
     return tuple(dataclasses.replace(rule, needs=needs) for rule in rules)
 
 
@@ -185,25 +177,17 @@ FALCON = Family(
         Rule("transformer.word_embeddings.weight", "embedding.weight"),
         *weight_and_bias("transformer.ln_f", "norm"),
         Rule("lm_head.weight", "head.weight"),
-        *weight_and_bias(f"{_LAYER}input_layernorm", "norm"),  # the norm of a layer whose parts share one norm
+        *weight_and_bias(f"{LAYER_H}input_layernorm", "norm"),  # the norm of a layer whose parts share one norm
         *_norms("sublayers", mixer="input_layernorm", feed_forward="post_attention_layernorm"),
         *_norms("branches", mixer="ln_attn", feed_forward="ln_mlp"),
         # The query heads of each key head, then the key head and its value head.
-        Rule(
-            f"{_LAYER}self_attention.query_key_value.weight",
-            leaf_paths(_QKV, "weight"),
-            "(heads dim) embed -> heads dim embed",
-            groups="kv_heads",
+        *(
+            Rule(f"{LAYER_H}self_attention.query_key_value.{leaf}", leaf_paths(QKV, leaf), pattern, groups="kv_heads")
+            for leaf, pattern in (("weight", INTO_HEADS), ("bias", OF_HEADS))
         ),
-        Rule(
-            f"{_LAYER}self_attention.query_key_value.bias",
-            leaf_paths(_QKV, "bias"),
-            "(heads dim) -> heads dim",
-            groups="kv_heads",
-        ),
-        *weight_and_bias(f"{_LAYER}self_attention.dense", "mixer.layer.output", OUT_OF_HEADS),
-        *weight_and_bias(f"{_LAYER}mlp.dense_h_to_4h", "feed_forward.layer.up"),
-        *weight_and_bias(f"{_LAYER}mlp.dense_4h_to_h", "feed_forward.layer.down"),
+        *weight_and_bias(f"{LAYER_H}self_attention.dense", "mixer.layer.output", OUT_OF_HEADS),
+        *weight_and_bias(f"{LAYER_H}mlp.dense_h_to_4h", "feed_forward.layer.up"),
+        *weight_and_bias(f"{LAYER_H}mlp.dense_4h_to_h", "feed_forward.layer.down"),
     ),
     classifier=OLDER_DECODER_CLASSIFIER,
 )

@@ -18,8 +18,8 @@ from .._config_types import Attributes, Index, LayerCount, Length, NotNegative, 
 from .._family import Family, ModelConfig, OLDER_DECODER_CLASSIFIER
 from .._layer_attributes import every
 from .._weight_rules import Rule
-from ._common import attention_weights, INTO_HEADS, leaf_paths, OF_HEADS, OUT_OF_HEADS, weight_and_bias
-from ._decoder import activation_of, causal_mask, layer_windows, stacks_of
+from ._common import attention_weights, INTO_HEADS, LAYER_H, leaf_paths, OF_HEADS, OUT_OF_HEADS, QKV, weight_and_bias
+from ._decoder import activation_of, causal_mask, damping, layer_windows, stacks_of
 
 
 SUMMARY = tuple(f"summary_{x}" for x in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))
@@ -39,8 +39,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Ignore(*SUMMARY, attn_pdrop=0.0),
 )
 
-LAYER_H, _TURNED = "transformer.h.{layer}.", "inputs outputs -> outputs inputs"
-_QKV = ("query", "key", "value")
+_TURNED = "inputs outputs -> outputs inputs"
 # The tables of tokens and positions, the last norm and, if it is not tied, the head.
 _ENDS = (
     Rule("transformer.wte.weight", "embedding.weight"),
@@ -56,13 +55,13 @@ _NORMS = (
 WEIGHTS = (
     *_ENDS,
     *_NORMS,
-    Rule(f"{LAYER_H}attn.c_attn.weight", leaf_paths(_QKV, "weight"), "embed (h d) -> h d embed", axis=1),
-    Rule(f"{LAYER_H}attn.c_attn.bias", leaf_paths(_QKV, "bias"), "(h d) -> h d"),
+    Rule(f"{LAYER_H}attn.c_attn.weight", leaf_paths(QKV, "weight"), "embed (h d) -> h d embed", axis=1),
+    Rule(f"{LAYER_H}attn.c_attn.bias", leaf_paths(QKV, "bias"), "(h d) -> h d"),
     *weight_and_bias(f"{LAYER_H}attn.c_proj", "mixer.layer.output", "(h d) embed -> embed h d"),
     *weight_and_bias(f"{LAYER_H}mlp.c_fc", "feed_forward.layer.up", _TURNED),
     *weight_and_bias(f"{LAYER_H}mlp.c_proj", "feed_forward.layer.down", _TURNED),
     # GGUF files have maps with outputs first.
-    Rule(f"{LAYER_H}attn.c_attn.linear.weight", leaf_paths(_QKV, "weight"), "(h d) embed -> h d embed", variant=True),
+    Rule(f"{LAYER_H}attn.c_attn.linear.weight", leaf_paths(QKV, "weight"), "(h d) embed -> h d embed", variant=True),
     Rule(f"{LAYER_H}attn.c_proj.linear.weight", "mixer.layer.output.weight", "embed (h d) -> embed h d", variant=True),
     Rule(f"{LAYER_H}mlp.c_fc.linear.weight", "feed_forward.layer.up.weight", variant=True),
     Rule(f"{LAYER_H}mlp.c_proj.linear.weight", "feed_forward.layer.down.weight", variant=True),
@@ -141,7 +140,7 @@ def older_mlp(config: OlderDecoderConfig, *, bias: bool = True, key: Key[Array, 
         mlp=config.mlp_size,
         activation=activation_of(config),
         bias=bias,
-        output_std=(2 * config.layers) ** -0.5 * config.mlp_size**-0.5,
+        output_std=damping(config) * config.mlp_size**-0.5,
         key=key,
     )
 
@@ -174,7 +173,7 @@ def older_block(
         kv_heads=kv_heads,
         bias=bias,
         output_bias=True,
-        output_std=(2 * config.layers) ** -0.5 * config.embed**-0.5,
+        output_std=damping(config) * config.embed**-0.5,
         scores=nn.Scores(score_scale),
         mask=causal_mask(window),
         key=mixer_key,
@@ -413,8 +412,8 @@ GPT_BIGCODE = Family(
     (
         *(*_ENDS, *_NORMS),
         # With one key head, all queries are before the key; otherwise, each head's query is before the head's key.
-        Rule(f"{LAYER_H}attn.c_attn.weight", leaf_paths(_QKV, "weight"), INTO_HEADS, groups="kv_heads"),
-        Rule(f"{LAYER_H}attn.c_attn.bias", leaf_paths(_QKV, "bias"), OF_HEADS, groups="kv_heads"),
+        Rule(f"{LAYER_H}attn.c_attn.weight", leaf_paths(QKV, "weight"), INTO_HEADS, groups="kv_heads"),
+        Rule(f"{LAYER_H}attn.c_attn.bias", leaf_paths(QKV, "bias"), OF_HEADS, groups="kv_heads"),
         *weight_and_bias(f"{LAYER_H}attn.c_proj", "mixer.layer.output", OUT_OF_HEADS),
         *weight_and_bias(f"{LAYER_H}mlp.c_fc", "feed_forward.layer.up"),
         *weight_and_bias(f"{LAYER_H}mlp.c_proj", "feed_forward.layer.down"),

@@ -9,14 +9,14 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, LayerNorm, MLP, ParallelResidual, Residual, Transformer
+from ...nn import Block, LayerNorm, ParallelResidual, Residual, Transformer
 from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore
 from .._config_types import Attributes, Fraction, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family, OLDER_DECODER_CLASSIFIER
 from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weight_rules import Rule
-from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, leaf_paths, PRE_NORMS, SIZES, WIDTH
-from ._decoder import activation_of, attention, damping, decoder, part_rotary
+from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, leaf_paths, PRE_NORMS, QKV, SIZES, WIDTH
+from ._decoder import attention, decoder, mlp, part_rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def build_gpt_neox(config: GPTNeoXConfig, *, key: Key[Array, ""]) -> Transformer
     def block(key: Key[Array, ""]) -> Block | ParallelResidual:
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = Residual(attention(config, bias=config.bias, rotary=rotary, key=mixer_key), _norm(config))
-        feed_forward = Residual(_mlp(config, bias=True, key=feed_forward_key), _norm(config))
+        feed_forward = Residual(mlp(config, bias=True, key=feed_forward_key), _norm(config))
         return ParallelResidual((mixer, feed_forward)) if config.parallel else Block(mixer, feed_forward)
 
     return decoder(config, block, final_norm=_norm(config), key=key)
@@ -57,18 +57,6 @@ def build_gpt_neox(config: GPTNeoXConfig, *, key: Key[Array, ""]) -> Transformer
 
 def _norm(config: DecoderConfig) -> LayerNorm:
     return LayerNorm("embed", embed=config.embed, eps=config.eps)
-
-
-def _mlp(config: DecoderConfig, *, bias: bool, key: Key[Array, ""]) -> MLP:
-    output_std = damping(config) * config.mlp**-0.5
-    return MLP(
-        embed=config.embed,
-        mlp=config.mlp,
-        activation=activation_of(config),
-        bias=bias,
-        output_std=output_std,
-        key=key,
-    )
 
 
 _BOTH = ("weight", "bias")
@@ -125,7 +113,7 @@ _GPT_NEOX_PRESETS = {
     "gpt-neox-20b": dataclasses.replace(_gpt_neox(6144, 44, 64, 50_432), activation="gelu_tanh"),
 }
 
-_NEOX, _QKV = "gpt_neox.layers.{layer}.", ("query", "key", "value")
+_NEOX = "gpt_neox.layers.{layer}."
 _SUBLAYERS = (("input_layernorm", "mixer"), ("post_attention_layernorm", "feed_forward"))
 GPT_NEOX = Family(
     "gpt_neox",
@@ -157,13 +145,13 @@ GPT_NEOX = Family(
         *(Rule(f"{_NEOX}{name}.{leaf}", f"{path}.norm.{leaf}") for name, path in _SUBLAYERS for leaf in _BOTH),
         Rule(
             f"{_NEOX}attention.query_key_value.weight",
-            leaf_paths(_QKV, "weight"),
+            leaf_paths(QKV, "weight"),
             "(heads dim) embed -> heads dim embed",
             groups="heads",
         ),
         Rule(
             f"{_NEOX}attention.query_key_value.bias",
-            leaf_paths(_QKV, "bias"),
+            leaf_paths(QKV, "bias"),
             "(heads dim) -> heads dim",
             groups="heads",
         ),
@@ -197,7 +185,7 @@ def build_starcoder2(config: StarCoder2Config, *, key: Key[Array, ""]) -> Transf
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = attention(config, window=config.window, bias=config.bias, key=mixer_key)
-        feed_forward = _mlp(config, bias=config.bias, key=feed_forward_key)
+        feed_forward = mlp(config, bias=config.bias, key=feed_forward_key)
         return Block(Residual(mixer, _norm(config)), Residual(feed_forward, _norm(config)))
 
     return decoder(config, block, final_norm=_norm(config), key=key)
@@ -256,7 +244,7 @@ def build_jais2(config: Jais2Config, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = attention(config, bias=config.bias, key=mixer_key)
-        feed_forward = _mlp(config, bias=config.mlp_bias, key=feed_forward_key)
+        feed_forward = mlp(config, bias=config.mlp_bias, key=feed_forward_key)
         return Block(Residual(mixer, _norm(config)), Residual(feed_forward, _norm(config)))
 
     return decoder(config, block, final_norm=_norm(config), key=key)

@@ -14,9 +14,9 @@ from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore, 
 from .._config_types import Attributes, Length, PublishedConfig, Size
 from .._family import DECODER_CLASSIFIER, Family
 from .._weight_rules import Rule
-from ._common import attention_weights, INTO_HEADS, leaf_paths, LOGIT_BIAS, OUT_OF_HEADS, weight_and_bias
-from ._decoder import decoder, rotary_of
-from ._gpt2 import LAYER_H, layer_norm, older_mlp, OlderDecoderConfig, SUMMARY
+from ._common import attention_weights, INTO_HEADS, LAYER_H, leaf_paths, LOGIT_BIAS, OUT_OF_HEADS, weight_and_bias
+from ._decoder import damping, decoder, rotary_of
+from ._gpt2 import layer_norm, older_mlp, OlderDecoderConfig, SUMMARY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def build_gptj(config: GPTJConfig, *, key: Key[Array, ""]) -> nn.Transformer:
             embed=config.embed,
             heads=config.heads,
             head_dim=config.head_size,
-            output_std=(2 * config.layers) ** -0.5 * config.embed**-0.5,
+            output_std=damping(config) * config.embed**-0.5,
             rotary=rotary,
             key=mixer_key,
         )
@@ -86,7 +86,6 @@ _WEIGHTS = (
     *weight_and_bias("transformer.ln_f", "norm"),
     *(Rule("lm_head.weight", "head.weight"), *LOGIT_BIAS),
     *weight_and_bias(f"{LAYER_H}ln_1", "norm"),
-    Rule(f"{LAYER_H}attn.out_proj.weight", "mixer.layer.output.weight", OUT_OF_HEADS),
     *weight_and_bias(f"{LAYER_H}mlp.fc_in", "feed_forward.layer.up"),
     *weight_and_bias(f"{LAYER_H}mlp.fc_out", "feed_forward.layer.down"),
 )
@@ -96,7 +95,7 @@ _PRESETS = {
 }
 GPTJ = Family(
     *("gptj", GPTJConfig, build_gptj, _PRESETS, "GPTJForCausalLM", "gptj", _attributes()),
-    (*_WEIGHTS, *(rule for rule in attention_weights(prefix=f"{LAYER_H}attn.") if "o_proj" not in rule.name)),
+    (*_WEIGHTS, *attention_weights(prefix=f"{LAYER_H}attn.", output="out")),
     ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
     classifier=DECODER_CLASSIFIER,
 )
@@ -118,8 +117,8 @@ class CodeGenConfig(GPTJConfig):
             )
 
 
-class _NoProgramOfItsOwn(Entry):
-    """The attribute that names a publisher's own program, which CodeGen2 has and CodeGen has not."""
+class _AutoMap(Entry):
+    """`auto_map`, which names a publisher's own program. CodeGen2 has this attribute, and CodeGen does not."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return no field; refuse a CodeGen2."""
@@ -148,7 +147,7 @@ _CODEGEN_PRESETS = {
 }
 CODEGEN = Family(
     *("codegen", CodeGenConfig, build_gptj, _CODEGEN_PRESETS, "CodeGenForCausalLM", "codegen"),
-    (*_attributes(), _NoProgramOfItsOwn()),
+    (*_attributes(), _AutoMap()),
     (
         *_WEIGHTS,
         Rule(
@@ -157,6 +156,7 @@ CODEGEN = Family(
             INTO_HEADS,
             groups=_GROUPS,
         ),
+        Rule(f"{LAYER_H}attn.out_proj.weight", "mixer.layer.output.weight", OUT_OF_HEADS),
     ),
     ignored_suffixes=(".attn.causal_mask", ".attn.masked_bias"),
     classifier=None,

@@ -13,14 +13,14 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, DynamicScaling, Llama3Scaling, Mask, MLP, Transformer, YarnScaling
+from ...nn import Block, DynamicScaling, Llama3Scaling, Mask, Transformer, YarnScaling
 from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore
 from .._config_types import Attributes, Index, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import every, NoRotaryLayers, SwitchedWindows, Windows
 from .._rotary_attributes import RotaryPositions
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LLAMA_WEIGHTS, PRE_NORMS, StatedHeadSize
-from ._decoder import activation_of, attention, damping, decoder, gated_mlp, layer_windows, pre_norm_block, rotary_of
+from ._decoder import attention, decoder, gated_mlp, layer_windows, mlp, pre_norm_block, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,15 +139,8 @@ def build_arcee(config: ArceeConfig, *, key: Key[Array, ""]) -> Transformer:
 
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
-        mlp = MLP(
-            embed=config.embed,
-            mlp=config.mlp,
-            activation=activation_of(config),
-            bias=config.mlp_bias,
-            output_std=damping(config) * config.mlp**-0.5,
-            key=feed_forward_key,
-        )
-        return pre_norm_block(config, attention(config, bias=config.bias, key=mixer_key), mlp)
+        feed_forward = mlp(config, bias=config.mlp_bias, key=feed_forward_key)
+        return pre_norm_block(config, attention(config, bias=config.bias, key=mixer_key), feed_forward)
 
     return decoder(config, block, key=key)
 

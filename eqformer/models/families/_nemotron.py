@@ -9,13 +9,13 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, LayerNorm, MLP, Residual, Transformer
+from ...nn import Block, LayerNorm, Residual, Transformer
 from .._attributes import Activation, Attribute
 from .._config_types import Fraction, Length, NotNegative
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, weight_and_bias
-from ._decoder import activation_of, attention, damping, decoder, part_rotary
+from ._decoder import attention, decoder, mlp, part_rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,9 @@ def build_nemotron(config: NemotronConfig, *, key: Key[Array, ""]) -> Transforme
 
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
-        mlp = MLP(
-            embed=config.embed,
-            mlp=config.mlp,
-            activation=activation_of(config),
-            bias=config.mlp_bias,
-            output_std=damping(config) * config.mlp**-0.5,
-            key=feed_forward_key,
-        )
         mixer = attention(config, bias=config.bias, rotary=rotary, key=mixer_key)
-        return Block(Residual(mixer, norm()), Residual(mlp, norm()))
+        feed_forward = mlp(config, bias=config.mlp_bias, key=feed_forward_key)
+        return Block(Residual(mixer, norm()), Residual(feed_forward, norm()))
 
     return decoder(config, block, final_norm=norm(), key=key)
 

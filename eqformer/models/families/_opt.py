@@ -15,6 +15,7 @@ from .._config_types import Attributes, Length, PublishedConfig, Size
 from .._family import Family
 from .._weight_rules import Rule
 from ._common import attention_weights, weight_and_bias
+from ._decoder import damping
 from ._gpt2 import older_mlp, OlderDecoderConfig
 
 
@@ -57,7 +58,7 @@ def build_opt(config: OPTConfig, *, key: Key[Array, ""]) -> nn.Transformer:
             heads=config.heads,
             head_dim=config.head_size,
             bias=config.bias,
-            output_std=(2 * config.layers) ** -0.5 * embed**-0.5,
+            output_std=damping(config) * embed**-0.5,
             key=mixer_key,
         )
         return nn.Block(residual(attention), residual(older_mlp(config, bias=config.bias, key=feed_forward_key)))

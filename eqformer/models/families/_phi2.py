@@ -9,13 +9,13 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import LayerNorm, MLP, ParallelResidual, Residual, Transformer
+from ...nn import LayerNorm, ParallelResidual, Residual, Transformer
 from .._attributes import Activation, Expect, Ignore
 from .._config_types import Fraction, Length, NotNegative
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction
 from ._common import attention_weights, decoder_attributes, EDGES, LAYER, LOGIT_BIAS, OUT_OF_HEADS, weight_and_bias
-from ._decoder import activation_of, attention, damping, decoder, part_rotary
+from ._decoder import attention, decoder, mlp, part_rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,8 @@ def build_phi2(config: Phi2Config, *, key: Key[Array, ""]) -> Transformer:
 
     def block(key: Key[Array, ""]) -> ParallelResidual:
         mixer, feed_forward = jax.random.split(key)
-        mlp = MLP(
-            embed=config.embed,
-            mlp=config.mlp,
-            activation=activation_of(config),
-            bias=True,
-            output_std=damping(config) * config.mlp**-0.5,
-            key=feed_forward,
-        )
         attended = attention(config, bias=True, rotary=rotary, key=mixer)
-        return ParallelResidual((Residual(attended), Residual(mlp)), norm())
+        return ParallelResidual((Residual(attended), Residual(mlp(config, bias=True, key=feed_forward))), norm())
 
     return decoder(config, block, final_norm=norm(), logit_bias=True, key=key)
 
