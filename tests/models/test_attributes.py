@@ -311,6 +311,7 @@ def test_what_layers_are_counted_by_is_a_count(family, name):
         ("nemotron_h", {"n_shared_experts": 2}),
         ("deepseek_v3", {"num_key_value_heads": 1}),
         ("gpt_neo", {"attention_types": [[["global", "narrow"], 2]]}),
+        ("nemotron", {"rope_percent": 0.25}),
         ("gptj", {"rotary_dim": None}),
         ("codegen", {"rotary_dim": 0}),
         ("falcon", {"num_ln_in_parallel_attn": 2}),

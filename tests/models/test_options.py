@@ -198,6 +198,7 @@ def test_layers_that_can_read_no_choice_are_refused(said):
         ("gemma", {"hidden_act": "relu2", "hidden_activation": "relu2"}, "activation", "relu_squared"),
         ("nemotron_h", {"mamba_hidden_act": "swish"}, "net_activation", "silu"),
         ("nemotron_h", {"mamba_hidden_act": "tanh"}, "net_activation", "tanh"),
+        ("nemotron", {"rope_percent": 0.5}, "rotary_fraction", 1.0),  # not read by transformers
         ("gpt_neo", {"embed_dropout": 0.2, "resid_dropout": 0.1}, "dropout", 0.1),
         ("falcon", {"num_kv_heads": 3, "multi_query": True}, "kv_heads", 1),  # ignored with `multi_query`
         ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "max_bias", 16.0),

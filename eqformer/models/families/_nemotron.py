@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, LayerNorm, Residual, Transformer
-from .._attributes import Activation, Attribute
+from .._attributes import Activation, Attribute, Expect
 from .._config_types import Fraction, Length, NotNegative
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction
@@ -65,6 +65,8 @@ NEMOTRON = Family(
     (
         *decoder_attributes(eps="norm_eps", max_seq=4096),
         RotaryFraction(0.5),
+        # Other programs read the fraction under these names too. Transformers does not.
+        *(Expect(name, 0.5, written=False) for name in ("rope_percent", "rope_percentage")),
         Attribute("bias", "attention_bias", False),
         Attribute("mlp_bias", "mlp_bias", False),
         Activation("relu2"),
