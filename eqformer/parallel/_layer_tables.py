@@ -129,11 +129,12 @@ def describe_whole_tables(plan: Placement, model: nn.LanguageModel) -> list[str]
     phrases: dict[str, None] = {}
     for table, spec in zip(*(nn.modules(tree.stacks, nn.EmbeddingTable) for tree in (model, specs)), strict=True):
         rows, axes = table.weight.shape[1], axes_by_dim(spec.weight)
-        if math.prod(table.weight.shape[1:]) * 4 <= WHOLE_TABLE_BYTES:
-            continue
-        if plan.zero == 3 and plan.size(FSDP) > 1 and FSDP not in axes[1]:
-            phrases[f"a layer's table whole on each device, because fsdp does not divide its {rows} rows"] = None
-        if plan.size(TENSOR) > 1 and not any(TENSOR in dim_axes for dim_axes in axes):
+        is_over_tensor = any(TENSOR in dim_axes for dim_axes in axes)
+        table_bytes = math.prod(table.weight.shape[1:]) * 4
+        gathered_bytes = table_bytes // (plan.size(TENSOR) if is_over_tensor else 1)
+        if plan.zero == 3 and plan.size(FSDP) > 1 and FSDP not in axes[1] and gathered_bytes > WHOLE_TABLE_BYTES:
+            phrases[f"a layer's table whole on each device of fsdp, which does not divide its {rows} rows"] = None
+        if plan.size(TENSOR) > 1 and not is_over_tensor and table_bytes > WHOLE_TABLE_BYTES:
             phrases[f"a layer's table of {rows} rows not split over tensor"] = None
     return list(phrases)
 

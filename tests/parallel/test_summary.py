@@ -1,9 +1,10 @@
 import dataclasses
+import math
 from typing import Any
 
 import jax
 from plan_blocks import ngrams
-from plan_models import BLOCKS, of_blocks, shapes, with_streams
+from plan_models import BLOCKS, model_of, of_blocks, shapes, with_streams
 from plan_parts import EMBED
 
 from eqformer import nn, parallel
@@ -36,15 +37,22 @@ def test_large_tables_that_stay_whole_are_told(monkeypatch):
     rows = nn.modules(model, nn.NGramTable)[0].weight.shape[1]
     assert rows % 2 == 0 and rows % 7
 
-    def told(zero: Any = 3, **axes: int) -> list[str]:
-        mesh = parallel.make_mesh(**axes, devices=jax.devices()[: axes.get("fsdp", 1) * axes.get("tensor", 1)])
+    def told(zero: Any = 3, model: Any = model, fsdp: int = 1, tensor: int = 1) -> list[str]:
+        mesh = parallel.make_mesh(fsdp=fsdp, tensor=tensor, devices=jax.devices()[: fsdp * tensor])
         plan = parallel.Plan(mesh, zero=zero, smallest=1)
         return [part for part in parallel.summary(plan, model, rows=6, seq=16).split("; ") if "table" in part]
 
     meshes = {"fsdp": 7}, {"fsdp": 2, "tensor": 2}, {"fsdp": 2}
     assert [told(**mesh) for mesh in meshes] == [[], [], []]  # small tables are gathered
     monkeypatch.setattr(_layer_tables, "WHOLE_TABLE_BYTES", 0)
-    indivisible = f"a layer's table whole on each device, because fsdp does not divide its {rows} rows"
+    indivisible = f"a layer's table whole on each device of fsdp, which does not divide its {rows} rows"
     over_tensor = f"a layer's table of {rows} rows not split over tensor"
     assert [told(**mesh) for mesh in meshes] == [[indivisible], [over_tensor], []]
     assert told(zero=1, fsdp=7) == []  # all parameters are whole under zero=1
+    # Under both axes, a device gathers only its key heads' part of the table, which is small.
+    values = shapes(lambda: model_of("values by id"))
+    table = nn.modules(values, nn.ValueEmbedding)[0].weight
+    assert table.shape[1] % 3
+    monkeypatch.setattr(_layer_tables, "WHOLE_TABLE_BYTES", 4 * math.prod(table.shape[1:]) - 1)
+    indivisible = f"a layer's table whole on each device of fsdp, which does not divide its {table.shape[1]} rows"
+    assert [told(model=values, fsdp=3, tensor=size) for size in (1, 2)] == [[indivisible], []]
