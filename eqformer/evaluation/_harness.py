@@ -30,7 +30,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.llm, self.batch_size, self.max_length, self.progress = llm, batch_size, max_length, progress
         self.backend = "causal" if llm.model.start is None else "seq2seq"
-        # If the model does not read the last id of a row to score, one more id fits.
+        # A row to score may have one more id if the model does not read the last id of the row.
         self.max_scored_row = max_length + (not llm.sampler.reads_last_id)
 
     @property

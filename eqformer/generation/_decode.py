@@ -102,7 +102,7 @@ def log_probabilities_of(
 
 
 class RowState(eqx.Module):
-    """State of rows that a loop writes, whether it decodes tokens or denoises blocks."""
+    """State of the rows in a loop of generation, which decodes tokens or denoises blocks."""
 
     ids: Int[Array, "batch seq"]
     lengths: Int[Array, "batch"]

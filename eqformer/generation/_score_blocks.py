@@ -50,9 +50,10 @@ def score_blocks(
     the continuation after its prompt. The bound is a sum over blocks. If `n` tokens of a block belong to the
     continuation, the term of the block is the mean over `l = 1, ..., n` and over all choices of `l` of these tokens, of
     `n / l` times the log-probabilities of the chosen tokens. The model gives these log-probabilities after it has read
-    all earlier blocks and the block with the chosen tokens masked. The term equals the negative integral over times in
-    BD3-LM (arXiv:2503.09573, equation 8), and is the estimator of LLaDA (arXiv:2502.09992, section 2.4) for a single
-    block. The log-probability of one id is the id's part of the sum. It is not a probability by itself.
+    all earlier blocks and the block with the chosen tokens masked. As in training, the mask id has a part of the
+    probability. The term equals the negative integral over times in BD3-LM (arXiv:2503.09573, equation 8), and is the
+    estimator of LLaDA (arXiv:2502.09992, section 2.4) for a single block. The log-probability of one id is the id's
+    part of the sum. It is not a probability by itself.
 
     If a block has at most `samples` choices (`2**block - 1`), the model reads every choice, and the bound is exact.
     Otherwise, `samples` random choices estimate the bound without bias, and their `l` are spread evenly over 1 to `n`.

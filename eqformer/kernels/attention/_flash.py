@@ -47,8 +47,9 @@ class TwoPasses(Protocol):
 class FlashAttention(Implementation[AttentionCall, Array]):
     """Kernel of attention that has a backward pass.
 
-    Both passes get a call with one batch dim, without sinks and without a `bias`. Sinks are added to the logsumexp
-    after the forward pass (`add_sinks`). Under `jax.vmap` the kernel is called once, with a larger batch.
+    Both passes get a call with one batch dim and without sinks. Sinks are added to the logsumexp after the forward pass
+    (`add_sinks`). `supports` must refuse calls with `has_bias`, because a `bias` would get no gradient, and because
+    `jax.vmap` calls the kernel once, with a larger batch, although `alibi_slopes` have no batch.
     """
 
     @abc.abstractmethod
