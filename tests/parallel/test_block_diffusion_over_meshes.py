@@ -1,4 +1,4 @@
-"""The block diffusion loss, its gradients and its noise are the same over every axis as on one device."""
+"""Block diffusion over meshes: its loss, gradients, noise and scores are those of one device."""
 
 import functools
 
@@ -9,7 +9,8 @@ from loss_parity import CASES, fields_of_rows, ROUNDING
 from plan_models import model_of, plan_over
 from plan_parity import alone, Case, differences, total_under, under
 
-from eqformer import Batch, nn, training
+from eqformer import Batch, generation, nn, training
+from eqformer.parallel import ShardedModel
 
 
 METHODS = [
@@ -50,3 +51,20 @@ def test_rows_split_over_a_ring_have_one_device_s_loss():
     alone_total = float(jax.jit(lambda batch: loss(block_model("tied"), batch)[0])(batch))
     assert abs(total_under(plan, block_model("tied"), batch, loss) - alone_total) < ROUNDING * alone_total
     assert abs(total_under(plan, model_of("tied"), batch, loss) - alone_total) > 1e-3 * alone_total  # causal masks
+
+
+def scores_of(model: nn.LanguageModel | ShardedModel, samples: int) -> np.ndarray:
+    """Return the log-probabilities and the greedy ids of three rows, in two batches."""
+    prompts, new = [[3, 1, 4, 1], [9, 2, 6], [7]], [[5, 9, 2, 6, 5, 3], [5], [8, 9, 7, 9]]
+    scores = generation.score_blocks(model, prompts, new, mask_id=1, samples=samples, batch_size=2)
+    return np.concatenate([[score.log_probabilities, score.is_greedy] for score in scores], axis=1)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("samples", [7, 5], ids=["all choices", "random choices"])
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"fsdp": 2}, {"context": 2}, {"pipe": 2}], ids=str)
+def test_scores_are_those_of_one_device(mesh, samples):
+    model = block_model("llama")
+    split = scores_of(ShardedModel(plan_over(mesh).shard(model), plan_over(mesh)), samples)
+    assert np.allclose(split, scores_of(model, samples), atol=1e-4)
+    assert not np.allclose(split, scores_of(model, 12 - samples), atol=1e-2)  # other choices of masked tokens
