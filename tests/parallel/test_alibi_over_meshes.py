@@ -12,7 +12,15 @@ from plan_models import filled
 from plan_parity import Case, differences, of_one_device
 
 from eqformer import kernels, nn
-from eqformer.parallel import filter_shard_map, Layout, make_mesh, partition_specs, vary
+from eqformer.parallel import (
+    context_order,
+    ContextAttention,
+    filter_shard_map,
+    Layout,
+    make_mesh,
+    partition_specs,
+    vary,
+)
 
 
 ROUNDING = 100 * float(np.finfo(np.float32).eps)
@@ -74,3 +82,32 @@ def test_text_is_one_devices(mesh):
     texts = texts_over("alibi", mesh)
     assert np.array_equal(texts[0].ids, texts[1].ids) and len({*texts[1].ids[0].tolist()}) > 2
     assert np.allclose(texts[0].log_probabilities, texts[1].log_probabilities, atol=2e-5)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("method", ["ring", "gather", "heads"])
+def test_the_last_of_16384_split_tokens_have_exact_biases(method, window):
+    """Two devices hold a row of 16,384 tokens; the last 12 tokens are compared with the formula in float64."""
+    seq, order, draw = 16_384, context_order(method, 16_384, 2), np.random.default_rng(0)
+    query, key, value = (draw.normal(size=(1, seq, heads, 4)).astype("float32") for heads in (2, 1, 1))
+    slopes, mask = nn.ALiBi(heads=2).slopes("float32"), nn.causal() if window is None else nn.sliding_window(window)
+
+    def attend(*arrays: jax.Array) -> jax.Array:
+        options = {"mask": mask, "tokens": nn.Tokens(arrays[3]), "scale": 0.5, "alibi_slopes": slopes}
+        return ContextAttention(kernels.BlockwiseAttention(), method)(kernels.AttentionCall(*arrays[:3], **options))
+
+    mesh, row = make_mesh(context=2, devices=jax.devices()[:2]), P(None, "context")
+    arrays = (put(x[:, order], x.dtype.name) for x in (query, key, value, np.arange(seq, dtype=np.int32)[None]))
+    output = np.asarray(jax.jit(filter_shard_map(attend, mesh, (row,) * 4, row))(*arrays))[0, np.argsort(order)[-12:]]
+
+    def expected(slopes: np.ndarray) -> np.ndarray:
+        distances = np.arange(seq - 12, seq)[:, None] - np.arange(seq)
+        scores = 0.5 * np.einsum("qhd,sd->hqs", query[0, -12:].astype(float), key[0, :, 0].astype(float))
+        is_visible = (distances >= 0) & (distances < (window or seq))
+        weights = np.exp(np.where(is_visible, scores - slopes[:, None, None] * distances, -np.inf))
+        return np.einsum("hqs,sd->qhd", weights / weights.sum(-1, keepdims=True), value[0, :, 0])
+
+    exact = np.array([2.0**-4, 2.0**-8])
+    assert np.allclose(output, expected(exact), rtol=0, atol=2e-6)
+    assert not np.allclose(output, expected(exact[::-1]), rtol=0, atol=1e-2)
