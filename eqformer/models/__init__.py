@@ -59,9 +59,17 @@ from .families._bert import (
     RoBERTaConfig as RoBERTaConfig,
 )
 from .families._bloom import BloomConfig as BloomConfig, MPTConfig as MPTConfig
-from .families._cohere import Cohere2Config as Cohere2Config, CohereConfig as CohereConfig
+from .families._cohere import (
+    Cohere2Config as Cohere2Config,
+    Cohere2MoEConfig as Cohere2MoEConfig,
+    CohereConfig as CohereConfig,
+)
 from .families._deepseek import DeepSeekV2Config as DeepSeekV2Config
-from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config, DeepSeekV32Config as DeepSeekV32Config
+from .families._deepseek_v3 import (
+    AXK1Config as AXK1Config,
+    DeepSeekV3Config as DeepSeekV3Config,
+    DeepSeekV32Config as DeepSeekV32Config,
+)
 from .families._deepseek_v4 import DeepSeekV4Config as DeepSeekV4Config
 from .families._ernie45 import Ernie45Config as Ernie45Config, Ernie45MoEConfig as Ernie45MoEConfig
 from .families._exaone4 import (
@@ -159,6 +167,7 @@ from .families._phi import Phi3Config as Phi3Config, PhiMoEConfig as PhiMoEConfi
 from .families._phi2 import Phi2Config as Phi2Config
 from .families._qwen import (
     Dots1Config as Dots1Config,
+    FlintConfig as FlintConfig,
     Qwen2Config as Qwen2Config,
     Qwen2MoEConfig as Qwen2MoEConfig,
     Qwen3Config as Qwen3Config,

@@ -247,7 +247,7 @@ _UNREAD = re.compile(rf"(?:model\.)?(?:{'|'.join(_PARTS.split())})\.")
 # Attributes of a multimodal model that concern only the parts for images and sound.
 _OTHER_PARTS = re.compile(
     r"image|video|vision|audio|multi_?modal|projector|^projection_|^media_|^ignore_index$|^mm_|^spatial_|^out_hidden"
-    r"|^merged_hidden|^img_|^(boi|eoi|boa|eoa)_"
+    r"|^merged_hidden|^img_|^(boi|eoi|boa|eoa)_|^downsample_factor$|^alignment_"
 )
 
 

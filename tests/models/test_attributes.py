@@ -54,6 +54,8 @@ UNUSED = {
     "afmoe": {"global_attn_every_n_layers"},  # said again by layer_types
     "bailing_hybrid": {"first_k_dense_replace", "layer_group_size", "short_conv_kernel_size", "head_dim"}
     | {"qk_head_dim", "num_nextn_predict_layers", "mtp_loss_scaling_factor", "rope_theta"},  # many are said again
+    "axk1": {"head_dim", "qk_head_dim"},
+    "cohere2_moe": {"rope_theta", "sliding_window_pattern"},  # said again
     "bamba": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "exaone4": {"sliding_window_pattern"},  # said again by layer_types
     "exaone_moe": {"first_k_dense_replace", "sliding_window_pattern"},  # said again by lists of layers

@@ -27,7 +27,7 @@ def meaning(config: Any) -> dict[str, Any]:
 # Transformers takes so many, by which heads then cannot be divided: nothing computes with it.
 USELESS = {
     family: "num_key_value_heads"
-    for family in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "minicpm3", "youtu")
+    for family in ("axk1", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "minicpm3", "youtu")
 }
 USELESS |= dict.fromkeys(("bailing_hybrid", "glm4_moe_lite", "mistral4", "mistral_large4_text"), "num_key_value_heads")
 USELESS |= {"kimi_k3_text": "num_key_value_heads"}

@@ -217,6 +217,8 @@ PUBLISHED |= {"mpt-7b": 6_649_286_656, "mpt-7b-8k": 6_649_286_656, "mpt-7b-story
 PUBLISHED |= {"mpt-30b": 29_957_200_896}
 PUBLISHED |= {"exaone-3.0-7.8b": 7_818_448_896, "exaone-3.5-2.4b": 2_405_327_360, "exaone-3.5-32b": 32_003_200_000}
 PUBLISHED |= {"hyperclovax-seed-think-14b": 14_748_112_896, "iquest-coder-v1-40b": 39_794_283_520}
+PUBLISHED |= {"command-a-plus": 218_254_938_112, "north-mini-code-1.0": 30_484_303_872}
+PUBLISHED |= {"a.x-k1": 518_983_063_808, "flint": 39_785_287_456}  # of transformers' default sizes
 PUBLISHED |= {"exaone-3.5-7.8b": 7_818_448_896, "ministral-8b": 8_019_808_256}
 PUBLISHED |= {"minicpm3-4b": 4_073_875_968, "youtu-llm-2b": 1_961_560_064}
 PUBLISHED |= {"sarvam-30b": 32_152_650_368, "sarvam-105b": 106_031_767_424}
@@ -239,7 +241,10 @@ PUBLISHED |= {"flan-t5-xl": 2_849_757_184, "flan-t5-xxl": 11_135_332_352}
 
 # Of unlike layers, or of periods and layers left over: docs/families.md says of these that no pipeline carries them.
 SEVERAL_STACKS = (
+    "a.x-k1",
+    "flint",
     "kimi-k3",
+    "north-mini-code",
     "bamba-9b",
     "ling3-",
     "deepseek-",

@@ -163,6 +163,8 @@ DEFAULTS = {
     "gemma": "gemma-7b",
     "gemma2": "gemma2-2b",
     "cwm": "cwm-32b",
+    "axk1": "a.x-k1",
+    "flint": "flint",
     "exaone": "exaone-3.0-7.8b",
     "iquestcoder": "iquest-coder-v1-40b",
     "flex_olmo": "flex-olmo-7x7b",

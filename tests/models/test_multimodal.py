@@ -20,6 +20,7 @@ from eqformer import models
 
 RECORDED = json.loads((FIXTURES / "multimodal.json").read_text())
 UNREAD = {
+    "cohere2_vision": r"model\.multi_modal_projector\. \(4\), model\.vision_tower\. \(32\)\.$",
     "gemma3": r"multi_modal_projector\. \(2\), vision_tower\. \(32\)\.$",
     "gemma4": r"",
     "kimi_k25": r"model\.mm_projector\. \(\d+\), model\.vision_tower\. \(\d+\)\.$",
@@ -327,7 +328,7 @@ WRONG = {
     "a whole that is named by a list": ({"model_type": ["mistral3"]}, r"model_type=\['mistral3'\]: it must be a text"),
     "another whole": (
         {"model_type": "mistral9"},
-        r"model_type='mistral9' is not known.*whose text model can be read are gem",
+        r"model_type='mistral9' is not known.*whose text model can be read are co",
     ),
 }
 

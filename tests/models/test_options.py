@@ -1,13 +1,17 @@
 """Rare options of configurations are read as in transformers, and written so that they are read back equal."""
 
 import dataclasses
+import json
 import sys
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from family_weights import ids_of
+from safetensors.numpy import save_file
 from test_attributes import case, numbers_of, PUBLISHED
-from test_published import RECORDED
+from test_published import close, RECORDED, run, write
 
 from eqformer import models, nn
 
@@ -232,3 +236,65 @@ def test_exaones_older_names_of_attributes_are_read():
     assert numbers_of(renamed) == numbers_of(config) != numbers_of(renamed | {"layer_norm_epsilon": 0.5})
     with pytest.raises(ValueError, match="attributes that this family does not know: .*hidden_act="):
         numbers_of(renamed | {"hidden_act": "silu"})
+
+
+COMMAND_A_PLUS: dict[str, Any] = {
+    "model_type": "cohere2_moe",
+    **dict.fromkeys(("hidden_size", "intermediate_size", "sliding_window"), 4096),
+    **{"num_hidden_layers": 32, "num_attention_heads": 128, "num_key_value_heads": 8, "head_dim": 128},
+    **{"vocab_size": 262_144, "max_position_embeddings": 200_000, "layer_norm_eps": 1e-5, "rms_norm_eps": None},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "num_shared_experts": 4, "norm_topk_prob": True},
+    **{"expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "average", "rope_theta": 50_000},
+    **{"layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8, "first_k_dense_replace": 0},
+    **{"attention_bias": False, "logit_scale": 1.0, "hidden_act": "silu", "tie_word_embeddings": True},
+    # Attributes of the publisher's own program.
+    **{"norm_type": "layer_norm", "transformer_block_type": "parallel", "position_embedding_type": "rope_gptj"},
+    **{"rotary_pct": 1.0, "use_embedding_sharing": True, "use_parallel_block": True, "use_qk_norm": False},
+}
+
+
+def test_command_a_plus_is_read_with_its_publishers_attributes():
+    config = numbers_of(COMMAND_A_PLUS)
+    assert config == PUBLISHED["cohere2_moe"].presets["command-a-plus"]
+    assert config != numbers_of(COMMAND_A_PLUS | {"norm_topk_prob": False})
+    with_rms = COMMAND_A_PLUS | {"rms_norm_eps": 1e-6, "norm_type": "rms_norm"}
+    assert numbers_of(with_rms) == dataclasses.replace(config, rms_eps=1e-6)
+    for refused, changes in (
+        ("norm_type='layer_norm'", {"rms_norm_eps": 1e-6}),
+        ("norm_type='rms_norm'", {"norm_type": "rms_norm"}),
+        ("use_parallel_block=False", {"use_parallel_block": False}),
+        ("rope_scaling=.*", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ):
+        with pytest.raises(ValueError, match=f"{refused}(: transformers ignores it| is not supported)"):
+            numbers_of(COMMAND_A_PLUS | changes)
+
+
+@pytest.mark.grid
+def test_a_folder_of_ax_k1_is_read_as_it_is_published(tmp_path):
+    """Published folders have fused experts, no biases of choices, and norms after dense layers, which nothing reads."""
+    arrays, ids = write(tmp_path, "axk1 plain"), jnp.asarray(ids_of(61), jnp.int32)
+    with_biases, expert = run(models.load(tmp_path), ids), "model.layers.{}.mlp.experts.{}.{}_proj.weight"
+    biases = {name: np.zeros_like(array) for name, array in arrays.items() if name.endswith("correction_bias")}
+    save_file(arrays | biases, tmp_path / "model.safetensors")
+    with_zeros = run(models.load(tmp_path), ids)
+    published = {name: array for name, array in arrays.items() if name not in biases and ".experts." not in name}
+    published["model.layers.0.post_mlp_layernorm.weight"] = np.full(24, 2.0, np.float32)
+    experts = range(RECORDED["axk1 plain"]["config"]["n_routed_experts"])
+    for layer in range(1, RECORDED["axk1 plain"]["config"]["num_hidden_layers"]):
+        gates, ups, downs = (
+            np.stack([arrays[expert.format(layer, number, part)] for number in experts])
+            for part in ("gate", "up", "down")
+        )
+        published[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.concatenate([gates, ups], 1)
+        published[f"model.layers.{layer}.mlp.experts.down_proj"] = downs
+    save_file(published, tmp_path / "model.safetensors")
+    config = RECORDED["axk1 plain"]["config"] | {"model_type": "AXK1", "num_nextn_predict_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match=r"left unread: model.layers.0. \(1\)"):
+        model = models.load(tmp_path)
+    assert not models.read_config(tmp_path).balanced  # pyright: ignore[reportAttributeAccessIssue]
+    assert jnp.array_equal(run(model, ids), with_zeros) and not close(with_zeros, np.asarray(with_biases), 1e-2)
+    with pytest.raises(ValueError, match="model.layers.1.post_mlp_layernorm.weight"):
+        del published["model.layers.1.post_mlp_layernorm.weight"]
+        save_file(published, tmp_path / "model.safetensors")
+        models.load(tmp_path)

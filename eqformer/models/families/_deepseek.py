@@ -137,6 +137,7 @@ def build_latent(
     temperature: nn.LogTemperature | None = None,
     indexer: Callable[[Key[Array, ""]], nn.Indexer] | None = None,
     kinds: Sequence[LatentKind | Together[LatentKind]] | None = None,
+    mixture_norms: bool = False,
     key: Key[Array, ""],
 ) -> nn.Transformer:
     """Return a decoder with latent attention, and with gated layers or mixtures.
@@ -149,6 +150,7 @@ def build_latent(
         indexer: A function `indexer(key)` that builds the indexer of a layer, unless the layer reads the keys that an
             earlier layer selected; None: no layer has an indexer.
         kinds: The kinds of the layers; None: dense layers and mixtures as in the config, which share no selected keys.
+        mixture_norms: Whether there are norms after mixtures (A.X K1).
         key: The key of the weights.
     """
 
@@ -162,9 +164,10 @@ def build_latent(
             key=mixer_key,
         )
         layer = mixture(feed_forward_key) if kind.is_mixture else gated_mlp(config, key=feed_forward_key)
+        output_norm = norm(config) if mixture_norms and kind.is_mixture else None
         return nn.Block(
             nn.Residual(attention, norm(config), shares=kind.shares, reads=kind.reads),
-            nn.Residual(layer, norm(config)),
+            nn.Residual(layer, norm(config), output_norm=output_norm),
         )
 
     return decoder(config, block, kinds or [LatentKind(is_mixture) for is_mixture in config.mixtures], key=key)

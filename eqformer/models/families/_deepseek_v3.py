@@ -1,25 +1,33 @@
-"""DeepSeek-V3 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534) and DeepSeek-V3.2 (arXiv:2512.02556).
+"""DeepSeek-V3 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534), A.X K1 and DeepSeek-V3.2 (arXiv:2512.02556).
 
-All have latent attention, and experts chosen by biased sigmoids. DeepSeek-V3.2 adds an indexer that chooses the keys
-which each query sees.
+All have latent attention, and experts chosen by biased sigmoids. A.X K1 (SK Telecom 2026, arXiv:2601.09200) adds norms
+after mixtures. DeepSeek-V3.2 adds an indexer that chooses the keys which each query sees.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from jaxtyping import Array, Key
 
 from ...nn import Indexer, Rotary, Transformer, YarnScaling
 from .._attributes import Attribute, Count, Entry, Expect, Ignore
-from .._config_types import Length, Size
+from .._config_types import Index, Length, Size
 from .._family import Family, MultimodalModel
 from .._layer_attributes import AllLayers
 from .._weight_rules import NUMBERED_PREDICTOR, Rule
 from ._common import LAYER
 from ._decoder import rotary_of, Together
 from ._deepseek import build_latent, latent_attributes, LATENT_BYTE, LATENT_WEIGHTS, LatentKind, SigmoidLatentConfig
-from ._mixtures import FIRST_DENSE, LayerMixtures, SELECTION_BIAS, sigmoid_mixture_beside_shared
+from ._mixtures import (
+    FIRST_DENSE,
+    FUSED,
+    LayerMixtures,
+    mixture_beside_shared,
+    SELECTION_BIAS,
+    sigmoid_mixture_beside_shared,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +96,78 @@ DEEPSEEK_V3 = Family(
     predictor=NUMBERED_PREDICTOR,
     aliases=("kimi_k2",),
     multimodal=(MultimodalModel("kimi_k25"), MultimodalModel("kimi_k25", "kimi_k2")),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AXK1Config(DeepSeekV3Config):
+    """The config of an A.X K1."""
+
+    q_latent: Size
+    experts: Size = 192
+    first_dense: Index = 1
+    balanced: bool = True
+    """Whether the choice of experts has a bias. No attribute states it: a folder without biases is read as False."""
+    max_seq: Length = 32_768
+
+
+def build_axk1(config: AXK1Config, *, key: Key[Array, ""]) -> Transformer:
+    """Return an A.X K1 with random weights."""
+    mixture = functools.partial(
+        mixture_beside_shared,
+        config,
+        score="sigmoid",
+        normalize=config.normalize,
+        balanced=config.balanced,
+        group_score="top2",
+        balance_normalize=True,
+    )
+    return build_latent(config, mixture, interleaved=config.interleaved, mixture_norms=True, key=key)
+
+
+def _with_stored_biases(config: Any, names: Collection[str]) -> AXK1Config:
+    """Return the config without biases of the choice of experts if the folder has none."""
+    return dataclasses.replace(config, balanced=any(name.endswith("e_score_correction_bias") for name in names))
+
+
+_AXK1_PRESETS = {
+    "axk1-byte-500k": AXK1Config(
+        **LATENT_BYTE, q_latent=32, experts=16, top_k=4, first_dense=1, groups=4, kept_groups=2, tied=True
+    ),
+    "a.x-k1": AXK1Config(
+        *(163_840, 7168), layers=61, heads=64, mlp=18_432, expert_mlp=2048, q_latent=1536, theta=10_000.0
+    ),
+}
+
+_AFTER_MIXTURE = "post_mlp_layernorm."
+AXK1 = Family(
+    "axk1",
+    AXK1Config,
+    build_axk1,
+    _AXK1_PRESETS,
+    "AXK1ForCausalLM",
+    "axk1",
+    (
+        *latent_attributes(
+            mixtures=(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()), max_seq=32_768
+        ),
+        Attribute("normalize", "norm_topk_prob", True),
+        Attribute("interleaved", "rope_interleave", True),
+        Attribute("balance", "router_aux_loss_coef", 0.0001),
+        Expect("scoring_func", "sigmoid", written=False),
+        # Transformers chooses experts in the same way for all methods. Published folders have no predictors.
+        Ignore("topk_method", "num_nextn_predict_layers"),
+    ),
+    (
+        *(*LATENT_WEIGHTS, *FUSED, SELECTION_BIAS),
+        Rule(f"{LAYER}{_AFTER_MIXTURE}weight", "feed_forward.output_norm.weight"),
+    ),
+    # Published folders have norms after dense layers too, which the model does not use.
+    unread=lambda config: tuple(
+        f"model.layers.{layer}.{_AFTER_MIXTURE}" for layer, is_mixture in enumerate(config.mixtures) if not is_mixture
+    ),
+    aliases=("AXK1",),
+    as_stored=_with_stored_biases,
 )
 
 

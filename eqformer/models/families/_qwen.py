@@ -1,23 +1,27 @@
 """Qwen2 and Qwen2.5 (arXiv:2407.10671, 2412.15115), Qwen3 (arXiv:2505.09388), and their mixtures of experts.
 
 Qwen2 is a Llama with biased queries, keys and values; Qwen2-MoE has small experts beside a shared expert with a gate.
-Qwen3 is a Llama with norms of each head's queries and keys; Qwen3-MoE has mixtures in chosen layers.
+Qwen3 is a Llama with norms of each head's queries and keys; Qwen3-MoE has mixtures in chosen layers. Flint (RecursiveSI
+2026) is a Qwen3-MoE with windows, sinks, an ungated shared expert, and experts chosen by sigmoids; only its layers with
+a window have rotary positions.
 """
 
 import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from ...nn import Block, Transformer
-from .._attributes import Activation, Attribute, Expect
-from .._config_types import Index, Length, Positive, PublishedConfig, Size
+from ...nn import Block, GatedMLP, MoE, Scores, Transformer
+from .._attributes import Activation, Attribute, Count, Expect, Fields
+from .._config_types import Index, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family, MultimodalModel
-from .._layer_attributes import LaterLayers, LateWindows, NullableWindows, SwitchedWindow, SwitchedWindows
+from .._layer_attributes import LaterLayers, LateWindows, NullableWindows, SwitchedWindow, SwitchedWindows, Windows
+from .._weight_rules import Rule
 from . import _mixtures as mixtures
-from ._common import decoder_attributes, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, head_norms, layer_windows, pre_norm_block
+from ._common import decoder_attributes, gated_weights, LAYER, LLAMA_WEIGHTS
+from ._decoder import attention, decoder, gated_mlp, head_norms, layer_windows, pre_norm_block, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -342,4 +346,125 @@ DOTS1 = Family(
         Expect("moe_layer_freq", 1, written=False),
     ),
     (*LLAMA_WEIGHTS, *mixtures.MIXTURE, *mixtures.SHARED, mixtures.SELECTION_BIAS),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlintConfig(mixtures.QwenMoEConfig):
+    """The config of a Flint; `mlp` is the width of a dense layer, `expert_mlp` the width of an expert."""
+
+    window_layers: tuple[Index, ...]
+    """The indices of the layers with a `window` and rotary positions; the other layers have neither."""
+    window: Length = 513
+    """The number of tokens that the layers of `window_layers` see."""
+    shared_mlp: Size = 1024
+    """Hidden features of the shared expert."""
+    experts: Size = 256
+    top_k: Size = 6
+    normalize: bool = True
+    dense_layers: tuple[Index, ...] = (0, 1)
+    theta: Positive = 10_000.0
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    balance: NotNegative = 0.0005
+    max_seq: Length = 262_144
+
+
+def build_flint(config: FlintConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Flint with random weights."""
+    rotary = rotary_of(config, config.head_size, scaling=config.scaling)
+
+    def dense_or_mixture(is_mixture: bool, key: Key[Array, ""]) -> MoE | GatedMLP:
+        if not is_mixture:
+            return gated_mlp(config, key=key)
+        router_key, experts_key, shared_key = jax.random.split(key, 3)
+        return mixtures.mixture(
+            config,
+            functools.partial(mixtures.small_expert, config),
+            shared=gated_mlp(config, mlp=config.shared_mlp, key=shared_key),
+            score="sigmoid",
+            normalize=config.normalize,
+            router=router_key,
+            experts=experts_key,
+        )
+
+    def block(kind: tuple[int | None, bool], key: Key[Array, ""]) -> Block:
+        window, is_mixture = kind
+        mixer_key, feed_forward_key = jax.random.split(key)
+        mixer = attention(
+            config,
+            window=window,
+            bias=config.bias,
+            rotary=None if window is None else rotary,
+            scores=Scores(sinks=jnp.zeros(config.heads, jnp.float32)),
+            **head_norms(config),
+            key=mixer_key,
+        )
+        return pre_norm_block(config, mixer, dense_or_mixture(is_mixture, feed_forward_key))
+
+    kinds = list(zip(layer_windows(config), mixtures.mixture_flags(config), strict=True))
+    return decoder(config, block, kinds, key=key)
+
+
+def _flint_windows(published: PublishedConfig, layers: int) -> tuple[int, ...]:
+    """Return all layers except the first two, every fourth and the last, if `layer_types` is missing."""
+    return tuple(layer for layer in range(2, layers - 1) if layer % 4 != 1)
+
+
+class _FirstTwoDense(mixtures.DenseLayers):
+    """The indices of the layers without experts; the first two if the attribute is missing."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `dense_layers`."""
+        stated = published.listed("mlp_only_layers", Index)
+        return {"dense_layers": (0, 1) if stated is None else tuple(stated)}
+
+
+_FLINT_PRESETS = {
+    "flint-byte-500k": FlintConfig(
+        *(256, 64, 4, 4, 2, 96),
+        head_dim=16,
+        expert_mlp=32,
+        shared_mlp=48,
+        experts=12,
+        top_k=4,
+        dense_layers=(0,),
+        window_layers=(1, 2),
+        window=64,
+        tied=True,
+    ),
+    "flint": FlintConfig(
+        *(150_144, 2048, 49, 32, 4, 6144),
+        head_dim=128,
+        expert_mlp=512,
+        window_layers=tuple(layer for layer in range(2, 48) if layer % 4 != 1),
+    ),
+}
+
+FLINT = Family(
+    "flint",
+    FlintConfig,
+    build_flint,
+    _FLINT_PRESETS,
+    "FlintForCausalLM",
+    "flint",
+    (
+        *decoder_attributes(head_dim=128, kv_heads=4, max_seq=262_144),
+        *mixtures.router_attributes(256, 6, normalize=True, balance=0.0005),
+        Windows(513, _flint_windows),
+        _FirstTwoDense(),
+        Count("expert_mlp", "moe_intermediate_size", 512),
+        Count("shared_mlp", "shared_expert_intermediate_size", 1024),
+        Count("moe_every", "decoder_sparse_step", 1),
+        Attribute("bias", "attention_bias", False),
+        Activation(),
+    ),
+    (
+        *(
+            *LLAMA_WEIGHTS,
+            *mixtures.MIXTURE,
+            *gated_weights("feed_forward.layer.shared", prefix=f"{LAYER}mlp.shared_expert."),
+        ),
+        Rule(f"{LAYER}self_attn.softmax_offset", "mixer.layer.scores.sinks"),
+    ),
 )
