@@ -203,6 +203,9 @@ def test_layers_that_can_read_no_choice_are_refused(said):
         ("nemotron_h", {"mamba_hidden_act": "swish"}, "net_activation", "silu"),
         ("nemotron_h", {"mamba_hidden_act": "tanh"}, "net_activation", "tanh"),
         ("nemotron", {"rope_percent": 0.5}, "rotary_fraction", 1.0),  # not read by transformers
+        ("gpt_bigcode", {"num_attention_heads": 3, "n_head": None, "multi_query": False}, "kv_heads", 3),
+        ("gpt_neo", {"num_hidden_layers": 3, "num_layers": None}, "layers", 3),
+        ("bloom", {"n_embed": 48, "hidden_size": 24}, "embed", 48),
         ("gpt_neo", {"embed_dropout": 0.2, "resid_dropout": 0.1}, "dropout", 0.1),
         ("falcon", {"num_kv_heads": 3, "multi_query": True}, "kv_heads", 1),  # ignored with `multi_query`
         ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "max_bias", 16.0),

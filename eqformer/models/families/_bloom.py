@@ -138,6 +138,24 @@ def _mlp(config: _Sizes, activation: str, *, bias: bool, key: Key[Array, ""]) ->
     )
 
 
+class _SlowButExact(Entry):
+    """`slow_but_exact`: transformers sums `pretraining_tp` parts of each output map, and leaves out the map's bias."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return no field; refuse a sum over several parts."""
+        parts = published.read("pretraining_tp", Size, 1)
+        if published.flag("slow_but_exact", False) and parts > 1:
+            published.refuse(
+                f"slow_but_exact=True with pretraining_tp={parts}: transformers then leaves out the biases of output "
+                "maps; set slow_but_exact to false, with which all biases are added."
+            )
+        return {}
+
+    def write(self, config: BloomConfig) -> Attributes:
+        """Return no attribute."""
+        return {}
+
+
 _BLOOM_PRESETS = {
     "bloom-byte-500k": BloomConfig(256, 96, 4, 6),
     "bloom-560m": BloomConfig(250_880, 1024, 24, 16),
@@ -157,8 +175,8 @@ BLOOM = Family(
     "bloom",
     (
         Count("vocab", "vocab_size", 250_880),
-        # The newer names are written, as transformers writes them; published configurations have the older ones.
-        Attribute("embed", ("hidden_size", "n_embed"), 64),
+        # Transformers prefers the first of two names, and writes hidden_size, n_layer and n_head.
+        Attribute("embed", ("n_embed", "hidden_size"), 64, written=("hidden_size",)),
         Attribute("layers", ("num_hidden_layers", "n_layer"), 2, written=("n_layer",)),
         Attribute("heads", ("num_attention_heads", "n_head"), 8, written=("n_head",)),
         Attribute("eps", "layer_norm_epsilon", 1e-5),
@@ -166,8 +184,9 @@ BLOOM = Family(
         Attribute("max_seq", "seq_length", 2048),
         Expect("apply_residual_connection_post_layernorm", False),
         Expect("n_inner", None, written=False),
+        _SlowButExact(),
         # Settings of rounding and of the publishers' own training program.
-        Ignore("slow_but_exact", "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion"),
+        Ignore("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion"),
         Ignore("offset_alibi", "skip_bias_add", "skip_bias_add_qkv"),
     ),
     (
@@ -250,9 +269,10 @@ MPT = Family(
     "mpt",
     (
         Count("vocab", "vocab_size", 50_368),
-        Count("embed", "d_model", 2048),
-        Attribute("layers", "n_layers", 24),
-        Count("heads", "n_heads", 16),
+        # Transformers prefers the first of two names, and writes the second.
+        Count("embed", ("hidden_size", "d_model"), 2048, written=("d_model",)),
+        Attribute("layers", ("num_hidden_layers", "n_layers"), 24, written=("n_layers",)),
+        Count("heads", ("num_attention_heads", "n_heads"), 16, written=("n_heads",)),
         _AttentionConfig(),
         Attribute("eps", "layer_norm_epsilon", 1e-5),
         Attribute("tied", "tie_word_embeddings", True),

@@ -24,12 +24,14 @@ from ._decoder import activation_of, causal_mask, damping, layer_windows, stacks
 
 SUMMARY = tuple(f"summary_{x}" for x in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))
 """Attributes of a head for multiple choice, which older configurations have and other models do not read."""
+_HEADS, _NEO_LAYERS = 12, 24  # transformers' defaults
 ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("vocab", "vocab_size", 50_257),
-    Attribute("embed", "n_embd", 768),
-    Attribute("layers", "n_layer", 12),
-    Attribute("heads", "n_head", 12),
-    Attribute("max_seq", "n_positions", 1024),
+    # Transformers prefers the first of two names, and writes the second.
+    Attribute("embed", ("hidden_size", "n_embd"), 768, written=("n_embd",)),
+    Attribute("layers", ("num_hidden_layers", "n_layer"), 12, written=("n_layer",)),
+    Attribute("heads", ("num_attention_heads", "n_head"), _HEADS, written=("n_head",)),
+    Attribute("max_seq", ("max_position_embeddings", "n_positions"), 1024, written=("n_positions",)),
     Attribute("mlp", "n_inner", None),
     Attribute("eps", "layer_norm_epsilon", 1e-5),
     Attribute("dropout", "resid_pdrop", 0.1, written=("resid_pdrop", "embd_pdrop")),
@@ -266,8 +268,9 @@ class _GlobalAndLocal(Entry):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `window_layers`; refuse lists of other lengths and types, and lists that contradict each other."""
-        layers, types = published.read("num_layers", LayerCount), published.listed("attention_layers", str)
-        patterns = published.listed("attention_types", list)
+        layers = published.read("num_layers", LayerCount, _NEO_LAYERS)
+        layers = published.read("num_hidden_layers", LayerCount, layers)
+        types, patterns = published.listed("attention_layers", str), published.listed("attention_types", list)
         # Transformers saves its default patterns too if only `attention_layers` was stated, but reads the latter.
         default = [[[*_TYPES], 12]]
         if types is None or patterns not in (None, default):
@@ -320,8 +323,8 @@ GPT_NEO = Family(
     (
         Attribute("vocab", "vocab_size", 50_257),
         Attribute("embed", "hidden_size", 2048),
-        Attribute("layers", "num_layers", 24),
-        Attribute("heads", "num_heads", 16),
+        Attribute("layers", ("num_hidden_layers", "num_layers"), _NEO_LAYERS, written=("num_layers",)),
+        Attribute("heads", ("num_attention_heads", "num_heads"), 16, written=("num_heads",)),
         Attribute("max_seq", "max_position_embeddings", 2048),
         Attribute("mlp", "intermediate_size", None),
         Attribute("eps", "layer_norm_epsilon", 1e-5),
@@ -372,7 +375,8 @@ class _MultiQuery(Entry):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `kv_heads`; refuse a `num_key_value_heads`, which transformers writes too, of another value."""
-        kv_heads = 1 if published.flag("multi_query", True) else published.read("n_head", Size)
+        heads = published.read("num_attention_heads", Size, published.read("n_head", Size, _HEADS))
+        kv_heads = 1 if published.flag("multi_query", True) else heads
         published.expect("num_key_value_heads", kv_heads)
         return {"kv_heads": kv_heads}
 

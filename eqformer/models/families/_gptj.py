@@ -64,10 +64,11 @@ def build_gptj(config: GPTJConfig, *, key: Key[Array, ""]) -> nn.Transformer:
 def _attributes() -> tuple[Entry, ...]:
     return (
         Attribute("vocab", "vocab_size", 50_400),
-        Attribute("embed", "n_embd", 4096),
-        Attribute("layers", "n_layer", 28),
-        Attribute("heads", "n_head", 16),
-        Attribute("max_seq", "n_positions", 2048),
+        # Transformers prefers the first of two names, and writes the second.
+        Attribute("embed", ("hidden_size", "n_embd"), 4096, written=("n_embd",)),
+        Attribute("layers", ("num_hidden_layers", "n_layer"), 28, written=("n_layer",)),
+        Attribute("heads", ("num_attention_heads", "n_head"), 16, written=("n_head",)),
+        Attribute("max_seq", ("max_position_embeddings", "n_positions"), 2048, written=("n_positions",)),
         Attribute("mlp", "n_inner", None),
         Nullable("rotary_dim", "rotary_dim", 64),
         Attribute("eps", "layer_norm_epsilon", 1e-5),
