@@ -1,7 +1,8 @@
 """Architectures of GGUF files: each architecture's family, and llama.cpp's names of settings and arrays.
 
 This file has dense decoders, and names that several architectures share. `_gguf_encoders` has text encoders,
-`_gguf_recurrent` models with recurrent layers, and `_gguf_mixtures` other models with experts.
+`_gguf_older_decoders` GPT-2 and similar decoders, `_gguf_recurrent` models with recurrent layers, and `_gguf_mixtures`
+other models with experts.
 """
 
 import dataclasses
@@ -12,13 +13,12 @@ from jaxtyping import Shaped
 
 from .._files import JsonObject
 from ._gguf_conversions import (
-    order_joined_heads,
     order_rotated_pairs,
     read_attention_bias,
     read_biases,
     read_gemma_scores,
-    read_gpt2_sizes,
     read_growth,
+    read_nemotron_rotary,
     read_partial_rotary,
     read_windows,
     subtract_one,
@@ -121,7 +121,7 @@ SCALES = {
     "logit_scale": "logits_scaling",
 }
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-_LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
+LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
 HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 
 
@@ -239,7 +239,7 @@ DENSE: Mapping[str, Architecture] = {
             read_attention_bias(config, file)
             | {"use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors, "logit_scale": config["logit_scale"] or 1.0}
         ),
-        eps=_LAYER_NORM,
+        eps=LAYER_NORM,
     ),
     "cohere2": Architecture(
         "cohere2",
@@ -247,7 +247,7 @@ DENSE: Mapping[str, Architecture] = {
         numbers={"logit_scale": "logit_scale"},
         implied=lambda config, file: read_attention_bias(config, file) | read_windows(config, file, 4),
         unread=("attention.sliding_window_pattern",),
-        eps=_LAYER_NORM,
+        eps=LAYER_NORM,
     ),
     "glm4": Architecture(
         "glm4",
@@ -278,58 +278,28 @@ DENSE: Mapping[str, Architecture] = {
                 "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,
             }
         ),
-        eps=_LAYER_NORM,
+        eps=LAYER_NORM,
     ),
-    "gpt2": Architecture(
-        "gpt2",
+    "nemotron": Architecture(
+        "nemotron",
+        implied=read_nemotron_rotary,
+        unread=("attention.layer_norm_rms_epsilon",),  # the same number as the epsilon of the norms
+        restore=subtract_one,
+        eps=("attention.layer_norm_epsilon", "norm_eps"),
+    ),
+    "exaone": Architecture(
+        "exaone",
         {
             "attn_norm": "ln_1",
-            "attn_qkv.weight": "attn.c_attn.linear.weight",
-            "attn_qkv.bias": "attn.c_attn.bias",
-            "attn_output.weight": "attn.c_proj.linear.weight",
-            "attn_output.bias": "attn.c_proj.bias",
+            **{f"attn_{name}": f"attn.attention.{name}_proj" for name in "qkv"},
+            "attn_output": "attn.attention.out_proj",
             "ffn_norm": "ln_2",
-            "ffn_up.weight": "mlp.c_fc.linear.weight",
-            "ffn_up.bias": "mlp.c_fc.bias",
-            "ffn_down.weight": "mlp.c_proj.linear.weight",
-            "ffn_down.bias": "mlp.c_proj.bias",
+            **{"ffn_gate": "mlp.c_fc_0", "ffn_up": "mlp.c_fc_1", "ffn_down": "mlp.c_proj"},
         },
-        implied=read_gpt2_sizes,
-        edges={
-            "token_embd": "transformer.wte",
-            "position_embd": "transformer.wpe",
-            "output_norm": "transformer.ln_f",
-        },
+        edges={"token_embd": "transformer.wte", "output_norm": "transformer.ln_f"},
         prefix="transformer.h.",
-        eps=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
     ),
-    "gptneox": Architecture(
-        "gpt_neox",
-        {
-            "attn_norm": "input_layernorm",
-            "ffn_norm": "post_attention_layernorm",
-            "attn_qkv": "attention.query_key_value",
-            "attn_output": "attention.dense",
-            "ffn_up": "mlp.dense_h_to_4h",
-            "ffn_down": "mlp.dense_4h_to_h",
-        },
-        implied=lambda config, file: {
-            "rotary_pct": config.get("partial_rotary_factor", 1.0),
-            **dict.fromkeys(("partial_rotary_factor", "head_dim", "num_key_value_heads")),
-            "use_parallel_residual": file.values.get("gptneox.use_parallel_residual", True),
-            "attention_bias": "blk.0.attn_qkv.bias" in file.tensors,
-        },
-        unread=("use_parallel_residual",),
-        order=order_joined_heads,
-        edges={
-            "token_embd": "gpt_neox.embed_in",
-            "output_norm": "gpt_neox.final_layer_norm",
-            "output": "embed_out",
-        },
-        prefix="gpt_neox.layers.",
-        eps=_LAYER_NORM,
-    ),
-    "jais2": Architecture("jais2", implied=read_biases, eps=_LAYER_NORM),
+    "jais2": Architecture("jais2", implied=read_biases, eps=LAYER_NORM),
     "apertus": Architecture(
         "apertus",
         {

@@ -41,22 +41,6 @@ def order_rotated_pairs(file: GGUF, name: str) -> Order:
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1), None
 
 
-def order_joined_heads(file: GGUF, name: str) -> Order:
-    """Return the published order of the joined rows of queries, keys and values: head by head.
-
-    Files have the rows of all queries first, then the rows of all keys, then the rows of all values.
-    """
-    if ".attn_qkv." not in name:
-        return None, None
-    heads, rows = file.values[f"{file.kind}.attention.head_count"], file.tensors[name].shape[0]
-    if rows % (3 * heads):
-        raise ValueError(
-            f"{file.call}: {name} has {rows} rows, which must be a multiple of {3 * heads} (3 x {heads} heads, for "
-            "queries, keys and values)."
-        )
-    return np.arange(rows).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1), None
-
-
 def subtract_one(name: str, array: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
     """Subtract the 1 that files add to norms' scales."""
     return array - array.dtype.type(1) if name.endswith("norm.weight") else array
@@ -462,20 +446,21 @@ def read_ernie_layers(config: JsonObject, file: GGUF) -> JsonObject:
     }
 
 
-def read_gpt2_sizes(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the sizes under the names of GPT-2, which has no rotary positions."""
-    names = {
-        "n_embd": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-    }
-    width = config["intermediate_size"]
-    return {
-        **dict.fromkeys((*names.values(), "intermediate_size", "num_key_value_heads", "rope_theta", "head_dim")),
-        **{name: config[known] for name, known in names.items()},
-        "n_inner": None if width == 4 * config["hidden_size"] else width,
-    }
+def read_nemotron_rotary(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the rotated fraction of a Nemotron's channels, and whether maps have biases.
+
+    The converter computes the number of rotated channels as if the heads had all channels of the residual stream
+    together. Raises a `ValueError` if the heads have another number of channels, because the number is then wrong.
+    """
+    attributes = read_biases(config, file) | read_partial_rotary(config, file)
+    heads, embed, head_dim = config["num_attention_heads"], config["hidden_size"], attributes["head_dim"]
+    if heads * head_dim != embed:
+        raise ValueError(
+            f"{file.call}: nemotron.attention.key_length={head_dim}: it must be embedding_length / head_count = "
+            f"{embed} / {heads}, from which llama.cpp's converter computes rope.dimension_count; load the published "
+            "folder."
+        )
+    return attributes
 
 
 def read_recurrent_layers(config: JsonObject, file: GGUF) -> JsonObject:

@@ -45,6 +45,7 @@ from ._gguf_conversions import (
 )
 from ._gguf_encoders import DISTILBERT, ENCODERS, GATED_T5, T5
 from ._gguf_file import GGUF
+from ._gguf_older_decoders import FALCON_WITH_TWO_NORMS, OLDER
 from ._gguf_recurrent import RECURRENT
 
 
@@ -74,6 +75,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **DENSE,
     **ENCODERS,
     **RECURRENT,
+    **OLDER,
     "t5": T5,
     "qwen2moe": Architecture(
         "qwen2_moe",
@@ -349,8 +351,8 @@ def architecture_of(file: GGUF) -> Architecture:
 
     GGUF has one name for some pairs of architectures: a "llama" with an `expert_count` above 0 is Mixtral; a
     "deepseek2" whose router has a selection bias is DeepSeek-V3; an "olmo2" with windows is OLMo 3; a "granitemoe" with
-    a shared expert is `granitemoeshared`; a "t5" may have gates in its feed-forward layers; and a "bert" without token
-    types is DistilBERT.
+    a shared expert is `granitemoeshared`; a "t5" may have gates in its feed-forward layers; a "falcon" may have two
+    norms in each layer; and a "bert" without token types is DistilBERT.
     """
     kind = file.kind
     if kind == "llama" and file.values.get("llama.expert_count"):
@@ -363,6 +365,8 @@ def architecture_of(file: GGUF) -> Architecture:
         return _GRANITE_MOE_SHARED
     if kind == "t5" and "enc.blk.0.ffn_gate.weight" in file.tensors:
         return GATED_T5
+    if kind == "falcon" and "blk.0.attn_norm_2.weight" in file.tensors:
+        return FALCON_WITH_TWO_NORMS
     if kind == "bert" and "token_types.weight" not in file.tensors:
         return DISTILBERT
     return ARCHITECTURES[kind]

@@ -6,6 +6,7 @@ import resource
 import struct
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from eqformer.models._gguf_conversions import (
     read_llama4,
     read_mamba2,
     read_nemotron_layers,
+    read_nemotron_rotary,
     read_pure_mamba2,
     read_windows,
 )
@@ -32,6 +34,7 @@ from eqformer.models._gguf_models import (
     plain_of,
     table_names_of,
 )
+from eqformer.models._gguf_older_decoders import order_joined_heads, read_falcon, read_mpt, read_starcoder
 
 
 ONES = np.ones((8, 8), np.float32)
@@ -249,7 +252,42 @@ GROWING = LATENTS | {"qk_nope_head_dim": 6, "v_head_dim": 4, "num_attention_head
 GROWING |= {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 4}, "norm_topk_prob": None}
 GROWING |= dict.fromkeys(("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "mscale_all_dim"))
 GROWING |= {"first_k_dense_replace": 0}
+OLDER = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+OLDER |= {"alibi_bias_max": None, "clip_qkv": None, "head_dim": 6}
+
+
+def joined_heads(rows: int) -> Any:
+    """Return the order of joined rows of 4 query heads and 2 key heads, of which the file has this many rows."""
+    file, name = header("falcon", attention__head_count=4, attention__head_count_kv=2), "blk.0.attn_qkv.weight"
+    file.tensors = {name: SimpleNamespace(shape=(rows, 32))}
+    return order_joined_heads(file, name)[0]
+
+
 UNFIT = {
+    "a Falcon 2 of unknown base": (
+        lambda: read_falcon(OLDER, header("falcon")),
+        "falcon.rope.freq_base is missing. Layers with one norm and 2 key heads are those of Falcon 2",
+    ),
+    "an MPT with learned positions": (
+        lambda: read_mpt(OLDER | {"num_key_value_heads": 4}, header("mpt")),
+        "mpt.attention.head_count_kv=4, max_alibi_bias=None: there must be as many key heads as query heads",
+    ),
+    "an MPT with wide layers": (
+        lambda: read_mpt(OLDER | {"num_key_value_heads": 4, "alibi_bias_max": 8.0, "hidden_size": 16}, header("mpt")),
+        "mpt.feed_forward_length=128: it must be 4 x embedding_length=16",
+    ),
+    "a StarCoder of two key heads": (
+        lambda: read_starcoder(OLDER, header("starcoder")),
+        "starcoder.attention.head_count_kv=2: it must be 1",
+    ),
+    "a Nemotron whose heads have other widths": (
+        lambda: read_nemotron_rotary(OLDER, header("nemotron")),
+        "nemotron.attention.key_length=6: it must be embedding_length / head_count = 32 / 4",
+    ),
+    "joined rows of heads of no width": (
+        lambda: joined_heads(60),
+        "blk.0.attn_qkv.weight has 60 rows, which must be a multiple of 8",
+    ),
     "a pattern that is no number": (
         lambda: read_windows(SIZES, header("cohere2", attention__sliding_window_pattern=True)),
         "cohere2.attention.sliding_window_pattern=True: it must be a whole number or a list",
@@ -289,6 +327,13 @@ def test_numbers_that_do_not_fit_a_family_are_named(name):
     convert, words = UNFIT[name]
     with pytest.raises(ValueError, match=f"a.gguf: {words}"):
         convert()
+
+
+def test_joined_rows_are_ordered_by_key_heads():
+    queries, keys, values = np.split(np.arange(16).reshape(8, 2), [4, 6])  # heads of two rows
+    groups = [(queries[:2], keys[:1], values[:1]), (queries[2:], keys[1:], values[1:])]
+    rows = np.concatenate([part.reshape(-1) for group in groups for part in group])
+    assert np.array_equal(joined_heads(16), rows) and not np.array_equal(rows, np.arange(16))
 
 
 def test_windows_follow_a_list_or_a_period():
