@@ -206,7 +206,8 @@ LLAMA_CPP = np.load(FIXTURES / "gguf_logits.npz")
 LLAMA_CPP_IDS = jax.numpy.array([[3, 7, 1, 20, 9, 9, 14, 2, 30, 5, 11, 28]])
 # llama.cpp rounds the inputs of a GELU to 16 bits. T5's attention scores are not scaled, so they round more.
 BOUNDS = {"gemma4": 0.05, "gemma4 experts": 0.05, "gpt2": 3e-3, "gptneox": 3e-3, "starcoder2": 3e-3}
-BOUNDS |= dict.fromkeys(("bloom", "falcon", "falcon norms", "mpt", "mpt bias", "mpt clip", "starcoder"), 3e-3)
+BOUNDS |= dict.fromkeys(("bloom", "falcon", "falcon norms", "falcon one norm", "starcoder"), 3e-3)
+BOUNDS |= dict.fromkeys(("mpt", "mpt bias", "mpt clip"), 3e-3)
 BOUNDS |= {"t5 gates of transformers": 3e-5}
 
 
