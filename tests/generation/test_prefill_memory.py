@@ -69,7 +69,7 @@ def test_log_probabilities_of_samples_hold_no_array_of_the_vocabulary(monkeypatc
     sampling = make_sampling_state(models.shapes("llama-byte-1m"), batch, (), None, None, jax.random.key(0))
 
     def append():
-        run = lambda *inputs: decoding.append_tokens(*inputs, (), sampling)
+        run = lambda rows, new_ids, logits, counts: decoding.append_tokens(rows, new_ids, logits, counts, (), sampling)
         compiled = jax.jit(run).lower(rows, new_ids, logits, jnp.ones(batch, jnp.int32)).compile()
         result = compiled(rows, new_ids, logits, jnp.ones(batch, jnp.int32))
         analysis = compiled.memory_analysis()
