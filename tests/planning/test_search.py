@@ -85,7 +85,7 @@ def tiny() -> Tiny:
 def test_the_first_ranking_comes_before_any_plan_is_traced(tiny: Tiny, monkeypatch):
     """And after a time at most, although meshes remain: then it says how many were compared."""
     events = []
-    monkeypatch.setattr(_search, "step_bytes", lambda *_: events.append("traced") or StepBytes({"all": 1}, 0))
+    monkeypatch.setattr(_search, "step_bytes", lambda *_, **__: events.append("traced") or StepBytes({"all": 1}, 0))
     monkeypatch.setattr(_search, "FIRST_SECONDS", math.inf)  # on a busy machine, too, all meshes are compared
     show = lambda ranking: events.append(ranking)
     search_plans(*tiny, topology("h100:2"), show_ranking=show)
@@ -100,8 +100,10 @@ def test_the_first_ranking_comes_before_any_plan_is_traced(tiny: Tiny, monkeypat
 
 def test_a_tie_goes_to_the_plan_that_holds_least(tiny: Tiny, monkeypatch):
     """On one machine what is sent hides behind products, so that plans take as long; the control: bytes decide."""
-    monkeypatch.setattr(_search, "step_bytes", lambda states, *_: StepBytes({"all": size(states.plan)}, 0))
-    monkeypatch.setattr("eqformer.planning._forecast.training_time", lambda *_: Roofline(1.0, 0.0, {}, (), 0.0, 1.0))
+    monkeypatch.setattr(_search, "step_bytes", lambda states, *_, **__: StepBytes({"all": size(states.plan)}, 0))
+    monkeypatch.setattr(
+        "eqformer.planning._forecast.training_time", lambda *_, **__: Roofline(1.0, 0.0, {}, (), 0.0, 1.0)
+    )
     size = lambda plan: plan.size("fsdp")
     propose = lambda: search_plans(*tiny, topology("h100:2"), limit=5).proposals
     fewest = propose()
@@ -116,7 +118,7 @@ def test_a_tie_goes_to_the_plan_that_holds_least(tiny: Tiny, monkeypatch):
 def test_plans_that_cannot_fit_are_not_traced(tiny: Tiny, monkeypatch):
     """Only one is where none can fit, to tell what is too large."""
     traced, size = [], 0
-    step = lambda states, *_: traced.append(states.plan) or StepBytes({"all": size}, 0)
+    step = lambda states, *_, **__: traced.append(states.plan) or StepBytes({"all": size}, 0)
     monkeypatch.setattr(_search, "step_bytes", step)
     leasts = sorted(
         {proposal.candidate.min_held for proposal in search_plans(*tiny, topology("h100:2"), limit=99).proposals}

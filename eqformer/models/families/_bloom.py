@@ -102,7 +102,7 @@ def build_mpt(config: MPTConfig, *, key: Key[Array, ""]) -> Transformer:
 
 def _check_heads(config: BloomConfig | MPTConfig) -> None:
     """Raise a `ValueError` for a number of heads that does not divide the channels."""
-    if config.embed % config.heads:
+    if config.heads < 1 or config.embed % config.heads:
         raise ValueError(
             f"{type(config).__name__}(embed={config.embed}, heads={config.heads}): heads have embed / heads channels; "
             "give a number of heads that divides embed."

@@ -39,7 +39,8 @@ class FalconConfig(DecoderConfig):
     max_seq: Length = 2048
 
     def __post_init__(self):
-        if self.head_dim is not None or self.embed % self.heads or self.heads % self.kv_heads:
+        heads_fit = self.heads > 0 < self.kv_heads and not self.embed % self.heads and not self.heads % self.kv_heads
+        if self.head_dim is not None or not heads_fit:
             raise ValueError(
                 f"FalconConfig(embed={self.embed}, heads={self.heads}, kv_heads={self.kv_heads}, "
                 f"head_dim={self.head_dim}): heads have embed / heads channels, and key heads have equally many query "

@@ -94,7 +94,7 @@ class OlderDecoderConfig(ModelConfig):
     @property
     def head_size(self) -> int:
         """Channels of a head; raises a `ValueError` if the heads do not divide `embed`."""
-        if self.embed % self.heads:
+        if self.heads < 1 or self.embed % self.heads:
             name = type(self).__name__
             raise ValueError(f"{name}(embed={self.embed}, heads={self.heads}): heads must divide embed.")
         return self.embed // self.heads
