@@ -138,7 +138,7 @@ def test_a_layer_reads_the_pools_that_an_earlier_one_selected():
     second = eqx.tree_at(lambda layer: layer.indexer, first, None)
     run = eqx.filter_jit(lambda layer, x, argument=None: layer(x, None, argument))
     attended, answer = run(first, x, nn.ShareRequest(None))
-    assert isinstance(answer.value, nn.PoolSelection) and np.array_equal(attended, run(first, x)[0])
+    assert isinstance(answer.value.selection, nn.PoolSelection) and np.array_equal(attended, run(first, x)[0])
     assert np.allclose(run(second, x, answer)[0], attended, atol=1e-6)
     assert not np.allclose(run(second, x)[0], attended, atol=1e-2)
 

@@ -10,16 +10,15 @@ from jaxtyping import Array, Float, Int, Key
 
 from ...kernels import AttentionCall, ChosenKeys, Mask, Operation, ReferenceAttention
 from .._contracts import MixerFacts
-from .._dtype import at_least_float32
-from .._linear import Linear, LinearMap
+from .._linear import Linear
 from .._norm import Norm
 from .._tokens import Tokens
 from ._indexed_attention import IndexedAttention
-from ._indexer import IndexQueries, keep_selected, KeyIndexer, map_query_chunks
+from ._indexer import IndexQueries, InputIndexer, keep_selected, map_query_chunks
 from ._rotary import Rotary
 
 
-class BlockIndexer(KeyIndexer):
+class BlockIndexer(InputIndexer):
     """The indexer of MiniMax-M3 (MiniMax 2026): for each key head, a query sees only its `top_k` best blocks of keys.
 
     A block holds the tokens at positions `n * block` to `(n + 1) * block - 1` of a document. There is a small query `q`
@@ -30,11 +29,6 @@ class BlockIndexer(KeyIndexer):
     through the indexer, so training the indexer needs a loss of its own.
     """
 
-    query: LinearMap
-    query_norm: Norm
-    key: LinearMap
-    key_norm: Norm
-    rotary: Rotary
     block: int = eqx.field(static=True)
     top_k: int = eqx.field(static=True)
     local: int = eqx.field(static=True)
@@ -87,27 +81,9 @@ class BlockIndexer(KeyIndexer):
         self.query_norm, self.key_norm, self.rotary = query_norm, key_norm, rotary
         self.block, self.top_k, self.local, self.chunk = block, top_k, local, chunk
 
-    @property
-    def reads_latent(self) -> bool:
-        """False: small queries come from the input."""
-        return False
-
-    @property
-    def key_channels(self) -> int:
-        """The channels of a small key."""
-        return self.key.output_shape[0]
-
     def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq index_dim"]:
         """Return the small keys of the tokens of `x`; the layer caches these keys."""
         return self.rotary(self.key_norm(self.key(x))[..., None, :], tokens.positions)[..., 0, :]
-
-    def index_queries(
-        self, x: Float[Array, "*batch _ embed"], latent: Float[Array, "*batch seq q_latent"], tokens: Tokens
-    ) -> IndexQueries:
-        """Return the small query of each key head, with weights of 1; `latent` is not used."""
-        query = self.rotary(self.query_norm(self.query(x)), tokens.positions)
-        query = jax.lax.stop_gradient(query).astype(at_least_float32(query.dtype))
-        return IndexQueries(query, jnp.ones_like(query, shape=query.shape[:-1]))
 
     def select_keys(
         self,

@@ -89,7 +89,7 @@ class SelectedKeys(Operation[AttentionCall, Array]):
 
 
 class KeyIndexer(Module):
-    """A part of an attention that selects the keys of each query: the contract of `Indexer` and `PooledIndexer`.
+    """A part of an attention that selects the keys of each query: the contract of all indexers.
 
     The attention is a `LatentAttention` or an `IndexedAttention`.
 
@@ -140,6 +140,34 @@ class KeyIndexer(Module):
             tokens: The tokens of the queries.
             kv_tokens: The tokens of the keys.
         """
+
+
+class InputIndexer(KeyIndexer):
+    """An indexer whose small queries and keys both come from the layer's input; the scores of all heads weigh 1."""
+
+    query: LinearMap
+    query_norm: Norm
+    key: LinearMap
+    key_norm: Norm
+    rotary: Rotary
+
+    @property
+    def reads_latent(self) -> bool:
+        """False: small queries come from the input."""
+        return False
+
+    @property
+    def key_channels(self) -> int:
+        """The channels of a small key."""
+        return self.key.output_shape[0]
+
+    def index_queries(
+        self, x: Float[Array, "*batch _ embed"], latent: Float[Array, "*batch seq q_latent"], tokens: Tokens
+    ) -> IndexQueries:
+        """Return the small queries of each token of `x`, with weights of 1; `latent` is not used."""
+        query = self.rotary(self.query_norm(self.query(x)), tokens.positions)
+        query = jax.lax.stop_gradient(query).astype(at_least_float32(query.dtype))
+        return IndexQueries(query, jnp.ones_like(query, shape=query.shape[:-1]))
 
 
 class Indexer(KeyIndexer):

@@ -12,7 +12,15 @@ from .._dtype import at_least_float32
 from .._linear import Linear, LinearMap
 from .._norm import LayerNorm, Norm
 from .._tokens import Tokens
-from ._indexer import best_indices, IndexQueries, keep_selected, KeyIndexer, map_query_chunks, SelectedKeys
+from ._indexer import (
+    best_indices,
+    IndexQueries,
+    InputIndexer,
+    keep_selected,
+    KeyIndexer,
+    map_query_chunks,
+    SelectedKeys,
+)
 from ._rotary import Rotary
 from ._token_blocks import completes_block, find_block_tokens, find_ends, take_block_rows
 
@@ -144,7 +152,7 @@ class PooledIndexer(KeyIndexer):
         return jnp.sum(jnp.where(is_known, weights * small_keys, 0), axis=-2)
 
 
-class MeanPoolIndexer(KeyIndexer):
+class MeanPoolIndexer(InputIndexer):
     """The indexer of Qwen4-Exp (Qwen team 2026): each query sees the tokens of its `top_k` best pools of keys.
 
     Pools, and the pools that a query may select, are as in a `PooledIndexer`. A pool's score is `sum_h relu(q_h . k)`,
@@ -155,11 +163,6 @@ class MeanPoolIndexer(KeyIndexer):
     No gradient passes through the indexer, so training it needs a loss of its own.
     """
 
-    query: LinearMap
-    query_norm: Norm
-    key: LinearMap
-    key_norm: Norm
-    rotary: Rotary
     pool_size: int = eqx.field(static=True)
     top_k: int = eqx.field(static=True)
     chunk: int = eqx.field(static=True)
@@ -208,27 +211,9 @@ class MeanPoolIndexer(KeyIndexer):
         self.query_norm, self.key_norm, self.rotary = query_norm, key_norm, rotary
         self.pool_size, self.top_k, self.chunk = pool_size, top_k, chunk
 
-    @property
-    def reads_latent(self) -> bool:
-        """False: small queries come from the input."""
-        return False
-
-    @property
-    def key_channels(self) -> int:
-        """The channels of a small key."""
-        return self.key.output_shape[0]
-
     def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq index_dim"]:
         """Return the small keys of the tokens of `x`, without norm and rotation; the layer caches these keys."""
         return self.key(x)
-
-    def index_queries(
-        self, x: Float[Array, "*batch _ embed"], latent: Float[Array, "*batch seq q_latent"], tokens: Tokens
-    ) -> IndexQueries:
-        """Return the small queries of the tokens of `x`, with weights of 1; `latent` is not used."""
-        query = self.rotary(self.query_norm(self.query(x)), tokens.positions)
-        query = jax.lax.stop_gradient(query).astype(at_least_float32(x.dtype))
-        return IndexQueries(query, jnp.ones_like(query, shape=query.shape[:-1]))
 
     def select_keys(
         self,
