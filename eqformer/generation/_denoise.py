@@ -100,8 +100,7 @@ def denoise_block(model: Model, rows: BlockRows, sampling: SamplingState, rule: 
     def fill(carry: tuple) -> tuple:
         ids, masked, cache, number, are_numbers, have_candidates = carry
         # A pass stores keys and values of masked tokens, too; the next pass overwrites these keys and values.
-        hidden, cache, _ = model.encode(ids, tokens, cache)
-        logits = model.unembed(hidden.reshape(-1, hidden.shape[-1])).reshape(*ids.shape, -1)
+        logits, cache = read_block(model, ids, tokens, cache)
         new_ids, probabilities, priorities = _sample(logits, columns, number, history, sampling, rule, rows.is_greedy)
         is_filled = choose_filled(masked, priorities, probabilities, number, rule)
         are_numbers &= ~jnp.any(jnp.isnan(logits) & masked[..., None], axis=(1, 2))
@@ -162,6 +161,17 @@ def _sample(
         return new_ids, probabilities, probabilities
     draw_priority = lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (), probabilities.dtype)
     return new_ids, probabilities, jax.vmap(jax.vmap(draw_priority))(keys)
+
+
+def read_block(
+    model: Model, ids: Int[Array, "batch block"], tokens: Tokens, cache: PyTree
+) -> tuple[Float[Array, "batch block vocab"], PyTree]:
+    """Return the logits of a block, and the cache with the block's keys and values.
+
+    They overwrite the block's keys and values of an earlier pass.
+    """
+    hidden, cache, _ = model.encode(ids, tokens, cache)
+    return model.unembed(hidden.reshape(-1, hidden.shape[-1])).reshape(*ids.shape, -1), cache
 
 
 def choose_filled(

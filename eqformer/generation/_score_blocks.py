@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from ..nn import token_keys, Tokens
 from ._blocks import check_block_model, make_rule
-from ._denoise import choose_filled, DenoisingRule, rank, read_whole_blocks
+from ._decode import log_probabilities_of
+from ._denoise import choose_filled, DenoisingRule, rank, read_block, read_whole_blocks
 from ._model import Model
 from ._prompts import BUCKET, round_up
 from ._score_tokens import check_scored_rows, Ids, repeat_last, TokenScores
@@ -166,21 +167,16 @@ def _score_block(
     is_scored = exists & (columns >= rows.prompt_lengths[:, None])
     tokens = Tokens(jnp.where(exists, columns, -1))
 
-    def read(ids: Int[Array, "batch block"], cache: PyTree) -> tuple[Float[Array, "batch block vocab"], PyTree]:
-        # A pass overwrites the block's keys and values of the pass before.
-        hidden, cache, _ = model.encode(ids, tokens, cache)
-        return model.unembed(hidden.reshape(-1, hidden.shape[-1])).reshape(*ids.shape, -1), cache
-
     def score_choice(cache: PyTree, number: Int[Array, ""]) -> tuple[PyTree, Float[Array, "batch block"]]:
         is_masked, weights = _choose_masked(is_scored, columns, rows, number, samples)
-        logits, cache = read(jnp.where(is_masked, rule.mask_id, ids), cache)
-        id_logits = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-        log_probs = id_logits - jax.nn.logsumexp(logits, axis=-1)
+        logits, cache = read_block(model, jnp.where(is_masked, rule.mask_id, ids), tokens, cache)
+        id_logits = jnp.take_along_axis(logits, ids[..., None], axis=-1)
+        log_probs = log_probabilities_of(id_logits, logits)[..., 0]
         return cache, jnp.where(is_masked, weights[:, None].astype(log_probs.dtype) * log_probs, 0)
 
     def fill(carry: tuple) -> tuple:
         ids, masked, cache, number = carry
-        logits, cache = read(ids, cache)
+        logits, cache = read_block(model, ids, tokens, cache)
         logits = jnp.where(jnp.arange(logits.shape[-1]) == rule.mask_id, -jnp.inf, logits)
         probabilities = jnp.exp(jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1))
         is_filled = choose_filled(masked, probabilities, probabilities, number, rule)
