@@ -91,7 +91,8 @@ def load(
         done += group.nbytes
         progress(done, total)
     leaves |= _layer_numbers(source.shapes, sharding_of)
-    unread = [path for path in flatten_model(source.shapes) if path not in {*leaves, *source.left_out}]
+    known = {*leaves, *source.left_out}
+    unread = [path for path in flatten_model(source.shapes) if path not in known]
     leaves |= _initialize_leaves(source, unread, predictor, sharding_of)
     model = _assemble_model(source, leaves)
     return dataclasses.replace(model, compute_dtype=source.compute_dtype)
