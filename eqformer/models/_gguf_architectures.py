@@ -74,9 +74,7 @@ class Architecture:
     """For an array from which files leave out a dim of size 1: the dim's index, by the array's name."""
     unit_dims: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """For an array of which files have other dims of size 1 than published folders: the indices of its published dims
-    of size 1, by the array's name with `.weight` or `.bias`."""
-    scalars: tuple[str, ...] = ()
-    """Names of arrays that have no dims in published folders, and one dim of size 1 in files."""
+    of size 1, by the array's name with `.weight` or `.bias`, if any."""
     layer_lists: tuple[str, ...] = ()
     """Names of the header's lists with one number for each layer, which are read as arrays."""
     flat: tuple[str, ...] = ()
@@ -310,7 +308,7 @@ DENSE: Mapping[str, Architecture] = {
         implied=lambda config, file: (
             read_attention_bias(config, file) | {"rope_scaling": config.get("rope_scaling") or {"rope_type": "default"}}
         ),
-        scalars=("xielu.beta", "xielu.eps"),
+        unit_dims={"xielu.beta": (), "xielu.eps": ()},
         layer_lists=tuple(f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")),
     ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", HUNYUAN, implied=read_attention_bias),

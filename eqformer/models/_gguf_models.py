@@ -82,9 +82,7 @@ def shape_of(file: GGUF, name: str) -> tuple[int, ...]:
     shape, axis = file.tensors[name].shape, _axis_left_out(file, name)
     if _is_flat(file, name):
         return (math.prod(shape),)
-    if shape == (1,) and _name_in_layer(name) in architecture_of(file).scalars:
-        return ()
-    if dims := architecture_of(file).unit_dims.get(_name_in_layer(name)):
+    if (dims := architecture_of(file).unit_dims.get(_name_in_layer(name))) is not None:
         sizes = [size for size in shape if size != 1]
         for dim in dims:
             sizes.insert(dim, 1)

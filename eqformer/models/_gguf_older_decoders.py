@@ -1,7 +1,7 @@
 """Architectures of GGUF files of GPT-2 and of other decoders that have one array for queries, keys and values."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -33,48 +33,34 @@ def order_joined_heads(file: GGUF, name: str) -> Order:
     return np.concatenate(groups, axis=1).reshape(-1), None
 
 
-_UNUSED = ("intermediate_size", "num_key_value_heads", "rope_theta", "head_dim")
+# Attributes that configurations of other models have, and those of models without rotary positions lack.
+_FOREIGN = ("intermediate_size", "num_key_value_heads", "rope_theta", "head_dim")
 
 
-def _rename_sizes(names: Mapping[str, str]) -> Callable[[JsonObject, GGUF], JsonObject]:
-    """Return a function that returns the sizes under a family's names, for models without rotary positions.
-
-    `names` are the names of sizes in other configurations, by the family's names. The function refuses feed-forward
-    layers that do not have four times as many hidden features as channels.
-    """
-
-    def rename(config: JsonObject, file: GGUF) -> JsonObject:
-        width, embed = config["intermediate_size"], config["hidden_size"]
-        if width != 4 * embed:
-            raise ValueError(
-                f"{file.call}: {file.kind}.feed_forward_length={width}: it must be 4 x embedding_length={embed}."
-            )
-        sizes = {name: config[known] for name, known in names.items()}
-        return dict.fromkeys((*names.values(), *_UNUSED)) | sizes
-
-    return rename
-
-
-_GPT2_SIZES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-}
+def _check_key_heads(config: JsonObject, file: GGUF) -> None:
+    """Raise a `ValueError` unless there are as many key heads as query heads."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    if kv_heads != heads:
+        raise ValueError(
+            f"{file.call}: {file.kind}.attention.head_count_kv={kv_heads}: it must be {heads}, the number of query "
+            "heads."
+        )
 
 
 def _read_gpt2(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the sizes under the names of GPT-2, which has no rotary positions."""
+    """Return the width of feed-forward layers under GPT-2's name; refuse another number of key than of query heads."""
+    _check_key_heads(config, file)
+    return _read_gpt2_width(config)
+
+
+def _read_gpt2_width(config: JsonObject) -> JsonObject:
+    """Return the width of feed-forward layers under GPT-2's name, null if it is four times the channels."""
     width = config["intermediate_size"]
-    return {
-        **dict.fromkeys((*_GPT2_SIZES.values(), *_UNUSED)),
-        **{name: config[known] for name, known in _GPT2_SIZES.items()},
-        "n_inner": None if width == 4 * config["hidden_size"] else width,
-    }
+    return dict.fromkeys(_FOREIGN) | {"n_inner": None if width == 4 * config["hidden_size"] else width}
 
 
 def read_starcoder(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the sizes under the names of GPTBigCode; raises a `ValueError` if there are several key heads.
+    """Return GPTBigCode's attributes of its one key head, width and activation; refuse several key heads.
 
     Files do not state the activation. It is the GELU by the hyperbolic tangent, as in llama.cpp.
     """
@@ -83,41 +69,53 @@ def read_starcoder(config: JsonObject, file: GGUF) -> JsonObject:
             f"{file.call}: starcoder.attention.head_count_kv={kv_heads}: it must be 1, the only number that "
             "llama.cpp's converter writes."
         )
-    return _read_gpt2(config, file) | {"multi_query": True, "activation_function": "gelu_pytorch_tanh"}
+    return _read_gpt2_width(config) | {"multi_query": True, "activation_function": "gelu_pytorch_tanh"}
 
 
-_read_bloom = _rename_sizes(
-    {
-        "hidden_size": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "seq_length": "max_position_embeddings",
-    }
-)
-_rename_mpt = _rename_sizes(
-    {
-        "d_model": "hidden_size",
-        "n_layers": "num_hidden_layers",
-        "n_heads": "num_attention_heads",
-        "max_seq_len": "max_position_embeddings",
-    }
-)
+def _read_alibi(config: JsonObject, file: GGUF, length: str) -> JsonObject:
+    """Return the length of rows under the name `length`, for BLOOM and MPT.
+
+    The function refuses another number of key than of query heads, and feed-forward layers that do not have four times
+    as many hidden features as channels.
+    """
+    _check_key_heads(config, file)
+    width, embed = config["intermediate_size"], config["hidden_size"]
+    if width != 4 * embed:
+        raise ValueError(
+            f"{file.call}: {file.kind}.feed_forward_length={width}: it must be 4 x embedding_length={embed}."
+        )
+    return dict.fromkeys((*_FOREIGN, "max_position_embeddings")) | {length: config["max_position_embeddings"]}
 
 
 def read_mpt(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the sizes under the names of MPT, and its settings of attention."""
-    largest, clip = config["alibi_bias_max"], config["clip_qkv"]
-    if config["num_key_value_heads"] != config["num_attention_heads"] or not largest:
+    """Return the length of rows and the settings of attention under the names of MPT; refuse an MPT without ALiBi."""
+    largest = config["alibi_bias_max"]
+    if not largest:
         raise ValueError(
-            f"{file.call}: mpt.attention.head_count_kv={config['num_key_value_heads']}, max_alibi_bias={largest}: "
-            f"there must be as many key heads as query heads ({config['num_attention_heads']}), and a bias above 0."
+            f"{file.call}: mpt.attention.max_alibi_bias is missing or 0: only models with ALiBi can be read."
         )
-    attention = {"alibi": True, "alibi_bias_max": largest, "clip_qkv": clip}
-    return _rename_mpt(config, file) | {"attn_config": attention, "alibi_bias_max": None, "clip_qkv": None}
+    attention = {"alibi": True, "alibi_bias_max": largest, "clip_qkv": config["clip_qkv"]}
+    return _read_alibi(config, file, "max_seq_len") | {
+        "attn_config": attention,
+        "alibi_bias_max": None,
+        "clip_qkv": None,
+    }
+
+
+def _read_gpt_neox(config: JsonObject, file: GGUF) -> JsonObject:
+    """Return the rotary positions and the options of a GPT-NeoX; refuse another number of key than of query heads."""
+    _check_key_heads(config, file)
+    return {
+        **dict.fromkeys(("partial_rotary_factor", "rope_theta", "head_dim", "num_key_value_heads")),
+        "rotary_pct": config.get("partial_rotary_factor", 1.0),
+        "rotary_emb_base": config.get("rope_theta"),
+        "use_parallel_residual": file.values.get("gptneox.use_parallel_residual", True),
+        "attention_bias": "blk.0.attn_qkv.bias" in file.tensors,
+    }
 
 
 def read_falcon(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the arrangement of a Falcon's layers, whose attention and feed-forward layer are parallel.
+    """Return the key heads, the width and the norms of a Falcon, whose attention and feed-forward layer are parallel.
 
     Raises a `ValueError` for a Falcon 2 without the base of its rotary positions, which the converter leaves out.
     """
@@ -197,12 +195,7 @@ OLDER: Mapping[str, Architecture] = {
             "attn_output": "attention.dense",
             **_DENSE_NAMES,
         },
-        implied=lambda config, file: {
-            "rotary_pct": config.get("partial_rotary_factor", 1.0),
-            **dict.fromkeys(("partial_rotary_factor", "head_dim", "num_key_value_heads")),
-            "use_parallel_residual": file.values.get("gptneox.use_parallel_residual", True),
-            "attention_bias": "blk.0.attn_qkv.bias" in file.tensors,
-        },
+        implied=_read_gpt_neox,
         unread=("use_parallel_residual",),
         order=order_joined_heads,
         edges={
@@ -216,7 +209,7 @@ OLDER: Mapping[str, Architecture] = {
     "bloom": Architecture(
         "bloom",
         _BLOOM_NAMES,
-        implied=_read_bloom,
+        implied=lambda config, file: _read_alibi(config, file, "seq_length"),
         order=order_joined_heads,
         edges={**_TRANSFORMER, "token_embd_norm": "transformer.word_embeddings_layernorm"},
         prefix="transformer.h.",

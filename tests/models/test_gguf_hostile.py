@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_attributes import numbers_of
 from test_gguf import made, SAID, text
-from test_published import FIXTURES
+from test_published import FIXTURES, RECORDED
 
 from eqformer import models
 from eqformer.models._gguf_conversions import (
@@ -34,7 +35,13 @@ from eqformer.models._gguf_models import (
     plain_of,
     table_names_of,
 )
-from eqformer.models._gguf_older_decoders import order_joined_heads, read_falcon, read_mpt, read_starcoder
+from eqformer.models._gguf_older_decoders import (
+    OLDER as OLDER_DECODERS,
+    order_joined_heads,
+    read_falcon,
+    read_mpt,
+    read_starcoder,
+)
 
 
 ONES = np.ones((8, 8), np.float32)
@@ -270,8 +277,15 @@ UNFIT = {
     ),
     "an MPT with learned positions": (
         lambda: read_mpt(OLDER | {"num_key_value_heads": 4}, header("mpt")),
-        "mpt.attention.head_count_kv=4, max_alibi_bias=None: there must be as many key heads as query heads",
+        "mpt.attention.max_alibi_bias is missing or 0: only models with ALiBi can be read",
     ),
+    **{
+        f"a {kind} of two key heads": (
+            lambda kind=kind: OLDER_DECODERS[kind].implied(OLDER | {"alibi_bias_max": 8.0}, header(kind)),
+            f"{kind}.attention.head_count_kv=2: it must be 4, the number of query heads",
+        )
+        for kind in ("gpt2", "gptneox", "bloom", "mpt")
+    },
     "an MPT with wide layers": (
         lambda: read_mpt(OLDER | {"num_key_value_heads": 4, "alibi_bias_max": 8.0, "hidden_size": 16}, header("mpt")),
         "mpt.feed_forward_length=128: it must be 4 x embedding_length=16",
@@ -327,6 +341,14 @@ def test_numbers_that_do_not_fit_a_family_are_named(name):
     convert, words = UNFIT[name]
     with pytest.raises(ValueError, match=f"a.gguf: {words}"):
         convert()
+
+
+@pytest.mark.parametrize(("stated", "theta"), [({"rope_theta": 5e5}, 5e5), ({}, 1e4)])
+def test_a_gpt_neox_has_the_rotary_base_of_its_file(stated, theta):
+    sizes = OLDER | {"num_key_value_heads": 4} | stated
+    attributes = OLDER_DECODERS["gptneox"].implied(sizes, header("gptneox"))
+    config = RECORDED["gpt_neox plain"]["config"] | attributes
+    assert numbers_of({name: value for name, value in config.items() if name != "rope_parameters"}).theta == theta
 
 
 def test_joined_rows_are_ordered_by_key_heads():
