@@ -10,13 +10,13 @@ from typing import Protocol
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import ACTIVATIONS, ALiBi, Attention, Block, ClippedNorm, LayerNorm, MLP, Residual, Scores, Transformer
+from ...nn import ALiBi, Attention, Block, ClippedNorm, LayerNorm, Residual, Scores, Transformer
 from .._attributes import Attribute, Count, Entry, Expect, Fields, Ignore
 from .._config_types import Attributes, LayerCount, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import Family, ModelConfig, OLDER_DECODER_CLASSIFIER
 from .._weight_rules import Rule
 from ._common import INTO_HEADS, LAYER_H, leaf_paths, OF_HEADS, OUT_OF_HEADS, QKV, weight_and_bias
-from ._decoder import damping, decoder, DecoderSizes
+from ._decoder import damping, decoder, DecoderSizes, mlp
 
 
 class _Sizes(DecoderSizes, Protocol):
@@ -41,6 +41,7 @@ class BloomConfig(ModelConfig):
     """Whether the embedding's table is the head too."""
     max_seq: Length = 2048
     """The length of the longest rows that the model was trained on, in tokens; it does not change the model."""
+    activation = "gelu_tanh"  # of feed-forward layers, which no attribute states
 
     def __post_init__(self):
         _check_heads(self)
@@ -67,6 +68,7 @@ class MPTConfig(ModelConfig):
     """Whether the embedding's table is the head too."""
     max_seq: Length = 2048
     """The length of the longest rows that the model was trained on, in tokens; it does not change the model."""
+    activation = "gelu"  # of feed-forward layers, which no attribute states
 
     def __post_init__(self):
         _check_heads(self)
@@ -79,8 +81,8 @@ def build_bloom(config: BloomConfig, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = _attention(config, Scores(alibi=ALiBi(heads=config.heads)), bias=True, key=mixer_key)
-        mlp = _mlp(config, "gelu_tanh", bias=True, key=feed_forward_key)
-        return Block(Residual(mixer, norm()), Residual(mlp, norm()))
+        feed_forward = mlp(config, 4 * config.embed, bias=True, key=feed_forward_key)
+        return Block(Residual(mixer, norm()), Residual(feed_forward, norm()))
 
     return decoder(config, block, embedding_norm=norm(), final_norm=norm(), key=key)
 
@@ -94,8 +96,8 @@ def build_mpt(config: MPTConfig, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = _attention(config, scores, bias=False, clipped=clipped, key=mixer_key)
-        mlp = _mlp(config, "gelu", bias=False, key=feed_forward_key)
-        return Block(Residual(mixer, norm()), Residual(mlp, norm()))
+        feed_forward = mlp(config, 4 * config.embed, bias=False, key=feed_forward_key)
+        return Block(Residual(mixer, norm()), Residual(feed_forward, norm()))
 
     return decoder(config, block, final_norm=norm(), key=key)
 
@@ -122,18 +124,6 @@ def _attention(
         key_norm=clipped,
         value_norm=clipped,
         scores=scores,
-        key=key,
-    )
-
-
-def _mlp(config: _Sizes, activation: str, *, bias: bool, key: Key[Array, ""]) -> MLP:
-    mlp = 4 * config.embed
-    return MLP(
-        embed=config.embed,
-        mlp=mlp,
-        activation=ACTIVATIONS[activation],
-        bias=bias,
-        output_std=damping(config) * mlp**-0.5,
         key=key,
     )
 

@@ -384,10 +384,10 @@ def gated_mlp(
     return nn.GatedMLP(embed=config.embed, mlp=width, **(arguments | options), key=key)
 
 
-def mlp(config: WithMLP, *, bias: bool, key: Key[Array, ""]) -> nn.MLP:
-    """Return an `MLP` of the config's width; `bias` says whether its maps have biases."""
-    options = {"activation": activation_of(config), "output_std": damping(config) * config.mlp**-0.5}
-    return nn.MLP(embed=config.embed, mlp=config.mlp, bias=bias, **options, key=key)
+def mlp(config: DecoderSizes, width: int, *, bias: bool, key: Key[Array, ""]) -> nn.MLP:
+    """Return an `MLP` of `width` features and the config's activation; `bias` says whether its maps have biases."""
+    options = {"activation": activation_of(config), "output_std": damping(config) * width**-0.5}
+    return nn.MLP(embed=config.embed, mlp=width, bias=bias, **options, key=key)
 
 
 def pre_norm_block(

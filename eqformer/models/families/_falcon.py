@@ -75,7 +75,7 @@ def build_falcon(config: FalconConfig, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block | ParallelResidual:
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = attention(config, bias=config.bias, rotary=rotary, scores=scores, key=mixer_key)
-        feed_forward = mlp(config, bias=config.bias, key=feed_forward_key)
+        feed_forward = mlp(config, config.mlp, bias=config.bias, key=feed_forward_key)
         if not config.parallel:
             return Block(Residual(mixer, norm()), Residual(feed_forward, norm()))
         if config.two_norms:

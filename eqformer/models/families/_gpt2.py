@@ -1,7 +1,8 @@
 """GPT-2 (Radford et al. 2019), GPT-Neo (Black et al. 2021), and GPTBigCode, the family of StarCoder (Li et al. 2023).
 
-Their positions are learned, their norms are `LayerNorm`s with biases, and their feed-forward layers have no gates. The
-embedding is tied to the head. In GPT-Neo, layers with and without a window alternate. GPTBigCode has one key head.
+Their positions are learned, their norms are `LayerNorm`s with biases, and their feed-forward layers have no gates. In
+published models, the embedding is tied to the head, layers with and without a window alternate in GPT-Neo, and a
+GPTBigCode has one key head.
 """
 
 import dataclasses
@@ -19,12 +20,12 @@ from .._family import Family, ModelConfig, OLDER_DECODER_CLASSIFIER
 from .._layer_attributes import every
 from .._weight_rules import Rule
 from ._common import attention_weights, INTO_HEADS, LAYER_H, leaf_paths, OF_HEADS, OUT_OF_HEADS, QKV, weight_and_bias
-from ._decoder import activation_of, causal_mask, damping, layer_windows, stacks_of
+from ._decoder import causal_mask, damping, layer_windows, mlp, stacks_of
 
 
 SUMMARY = tuple(f"summary_{x}" for x in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))
-"""Attributes of a head for multiple choice, which older configurations have and other models do not read."""
-_HEADS, _NEO_LAYERS = 12, 24  # transformers' defaults
+"""Attributes of `GPT2DoubleHeadsModel`, a model with a head for multiple choice; no other model reads them."""
+_HEADS, _NEO_LAYERS = 12, 24  # transformers' defaults: heads of GPT-2, layers of GPT-Neo
 ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("vocab", "vocab_size", 50_257),
     # Transformers prefers the first of two names, and writes the second.
@@ -58,13 +59,14 @@ WEIGHTS = (
     *_ENDS,
     *_NORMS,
     Rule(f"{LAYER_H}attn.c_attn.weight", leaf_paths(QKV, "weight"), "embed (h d) -> h d embed", axis=1),
-    Rule(f"{LAYER_H}attn.c_attn.bias", leaf_paths(QKV, "bias"), "(h d) -> h d"),
+    Rule(f"{LAYER_H}attn.c_attn.bias", leaf_paths(QKV, "bias"), OF_HEADS),
     *weight_and_bias(f"{LAYER_H}attn.c_proj", "mixer.layer.output", "(h d) embed -> embed h d"),
     *weight_and_bias(f"{LAYER_H}mlp.c_fc", "feed_forward.layer.up", _TURNED),
     *weight_and_bias(f"{LAYER_H}mlp.c_proj", "feed_forward.layer.down", _TURNED),
-    # GGUF files have maps with outputs first.
-    Rule(f"{LAYER_H}attn.c_attn.linear.weight", leaf_paths(QKV, "weight"), "(h d) embed -> h d embed", variant=True),
-    Rule(f"{LAYER_H}attn.c_proj.linear.weight", "mixer.layer.output.weight", "embed (h d) -> embed h d", variant=True),
+    # GGUF files have maps with outputs first. `_gguf_older_decoders` gives these maps names of their own, because the
+    # shape of a square map does not tell the order.
+    Rule(f"{LAYER_H}attn.c_attn.linear.weight", leaf_paths(QKV, "weight"), INTO_HEADS, variant=True),
+    Rule(f"{LAYER_H}attn.c_proj.linear.weight", "mixer.layer.output.weight", OUT_OF_HEADS, variant=True),
     Rule(f"{LAYER_H}mlp.c_fc.linear.weight", "feed_forward.layer.up.weight", variant=True),
     Rule(f"{LAYER_H}mlp.c_proj.linear.weight", "feed_forward.layer.down.weight", variant=True),
 )
@@ -85,7 +87,7 @@ class OlderDecoderConfig(ModelConfig):
     activation: str = "gelu_tanh"
     """The activation of a feed-forward layer's features: a name of `nn.ACTIVATIONS`."""
     eps: NotNegative = 1e-5
-    """The epsilon of norms, which is added to the mean square before the root."""
+    """The epsilon of norms, which is added to the variance before the root."""
     tied: bool = True
     """Whether the embedding's table is the head too."""
     dropout: Rate = 0.0
@@ -135,18 +137,6 @@ def layer_norm(config: OlderDecoderConfig) -> nn.LayerNorm:
     return nn.LayerNorm("embed", embed=config.embed, eps=config.eps)
 
 
-def older_mlp(config: OlderDecoderConfig, *, bias: bool = True, key: Key[Array, ""]) -> nn.MLP:
-    """Return a feed-forward layer without gates; `bias` says whether its maps have biases."""
-    return nn.MLP(
-        embed=config.embed,
-        mlp=config.mlp_size,
-        activation=activation_of(config),
-        bias=bias,
-        output_std=damping(config) * config.mlp_size**-0.5,
-        key=key,
-    )
-
-
 def older_block(
     config: OlderDecoderConfig,
     *,
@@ -163,7 +153,7 @@ def older_block(
         score_scale: The factor of the scores.
         kv_heads: Heads of keys and values; None: as many as query heads.
         bias: Whether queries, keys and values have biases.
-        window: The number of tokens that each token sees; None: all tokens before it.
+        window: The number of tokens that each token sees, itself included; None: itself and all tokens before it.
         key: Random key for the weights.
     """
     mixer_key, feed_forward_key = jax.random.split(key)
@@ -180,7 +170,7 @@ def older_block(
         mask=causal_mask(window),
         key=mixer_key,
     )
-    feed_forward = older_mlp(config, key=feed_forward_key)
+    feed_forward = mlp(config, config.mlp_size, bias=True, key=feed_forward_key)
     return nn.Block(
         nn.Residual(attention, layer_norm(config), dropout=dropout),
         nn.Residual(feed_forward, layer_norm(config), dropout=dropout),
@@ -204,13 +194,13 @@ def _older_decoder(
         stacks = (nn.Stack(block, config.layers, key=stack_key),)
     else:
         stacks = stacks_of(block, kinds, key=stack_key)
-    head = nn.Linear("embed -> vocab", embed=embed, vocab=vocab, key=jax.random.fold_in(key, 3))
+    new_head = functools.partial(nn.Linear, "embed -> vocab", embed=embed, vocab=vocab)
     return nn.Transformer(
         embedding=nn.Embedding(vocab=vocab, embed=embed, key=embedding_key),
         positions=nn.LearnedPositions(max_seq=config.max_seq, embed=embed, key=positions_key),
         stacks=stacks,
         norm=layer_norm(config),
-        head=None if config.tied else head,
+        head=None if config.tied else new_head(key=jax.random.fold_in(key, 3)),
         dropout=nn.Dropout(config.dropout) if config.dropout else None,
     )
 
@@ -247,7 +237,7 @@ class GPTNeoConfig(OlderDecoderConfig):
     window_layers: tuple[Index, ...]
     """The layers with a window."""
     window: Length = 256
-    """The number of tokens that the layers of `window_layers` see."""
+    """The number of tokens that a token sees in the layers of `window_layers`."""
     max_seq: Length = 2048
 
 
@@ -271,7 +261,7 @@ class _GlobalAndLocal(Entry):
         layers = published.read("num_layers", LayerCount, _NEO_LAYERS)
         layers = published.read("num_hidden_layers", LayerCount, layers)
         types, patterns = published.listed("attention_layers", str), published.listed("attention_types", list)
-        # Transformers saves its default patterns too if only `attention_layers` was stated, but reads the latter.
+        # If only `attention_layers` was stated, transformers reads it, but also saves its default patterns.
         default = [[[*_TYPES], 12]]
         if types is None or patterns not in (None, default):
             expanded = self._expand(published, layers, default if patterns is None else patterns)

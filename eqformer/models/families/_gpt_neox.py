@@ -49,7 +49,7 @@ def build_gpt_neox(config: GPTNeoXConfig, *, key: Key[Array, ""]) -> Transformer
     def block(key: Key[Array, ""]) -> Block | ParallelResidual:
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = Residual(attention(config, bias=config.bias, rotary=rotary, key=mixer_key), _norm(config))
-        feed_forward = Residual(mlp(config, bias=True, key=feed_forward_key), _norm(config))
+        feed_forward = Residual(mlp(config, config.mlp, bias=True, key=feed_forward_key), _norm(config))
         return ParallelResidual((mixer, feed_forward)) if config.parallel else Block(mixer, feed_forward)
 
     return decoder(config, block, final_norm=_norm(config), key=key)
@@ -185,7 +185,7 @@ def build_starcoder2(config: StarCoder2Config, *, key: Key[Array, ""]) -> Transf
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = attention(config, window=config.window, bias=config.bias, key=mixer_key)
-        feed_forward = mlp(config, bias=config.bias, key=feed_forward_key)
+        feed_forward = mlp(config, config.mlp, bias=config.bias, key=feed_forward_key)
         return Block(Residual(mixer, _norm(config)), Residual(feed_forward, _norm(config)))
 
     return decoder(config, block, final_norm=_norm(config), key=key)
@@ -244,7 +244,7 @@ def build_jais2(config: Jais2Config, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = attention(config, bias=config.bias, key=mixer_key)
-        feed_forward = mlp(config, bias=config.mlp_bias, key=feed_forward_key)
+        feed_forward = mlp(config, config.mlp, bias=config.mlp_bias, key=feed_forward_key)
         return Block(Residual(mixer, _norm(config)), Residual(feed_forward, _norm(config)))
 
     return decoder(config, block, final_norm=_norm(config), key=key)

@@ -15,8 +15,8 @@ from .._config_types import Attributes, Length, PublishedConfig, Size
 from .._family import DECODER_CLASSIFIER, Family
 from .._weight_rules import Rule
 from ._common import attention_weights, INTO_HEADS, LAYER_H, leaf_paths, LOGIT_BIAS, OUT_OF_HEADS, weight_and_bias
-from ._decoder import damping, decoder, rotary_of
-from ._gpt2 import layer_norm, older_mlp, OlderDecoderConfig, SUMMARY
+from ._decoder import damping, decoder, mlp, rotary_of
+from ._gpt2 import layer_norm, OlderDecoderConfig, SUMMARY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def build_gptj(config: GPTJConfig, *, key: Key[Array, ""]) -> nn.Transformer:
             rotary=rotary,
             key=mixer_key,
         )
-        branches = attention, older_mlp(config, key=feed_forward_key)
+        branches = attention, mlp(config, config.mlp_size, bias=True, key=feed_forward_key)
         return nn.ParallelResidual(
             tuple(nn.Residual(branch, dropout=dropout) for branch in branches), layer_norm(config)
         )

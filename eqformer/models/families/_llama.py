@@ -139,7 +139,7 @@ def build_arcee(config: ArceeConfig, *, key: Key[Array, ""]) -> Transformer:
 
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
-        feed_forward = mlp(config, bias=config.mlp_bias, key=feed_forward_key)
+        feed_forward = mlp(config, config.mlp, bias=config.mlp_bias, key=feed_forward_key)
         return pre_norm_block(config, attention(config, bias=config.bias, key=mixer_key), feed_forward)
 
     return decoder(config, block, key=key)

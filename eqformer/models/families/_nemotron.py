@@ -41,7 +41,7 @@ def build_nemotron(config: NemotronConfig, *, key: Key[Array, ""]) -> Transforme
     def block(key: Key[Array, ""]) -> Block:
         mixer_key, feed_forward_key = jax.random.split(key)
         mixer = attention(config, bias=config.bias, rotary=rotary, key=mixer_key)
-        feed_forward = mlp(config, bias=config.mlp_bias, key=feed_forward_key)
+        feed_forward = mlp(config, config.mlp, bias=config.mlp_bias, key=feed_forward_key)
         return Block(Residual(mixer, norm()), Residual(feed_forward, norm()))
 
     return decoder(config, block, final_norm=norm(), key=key)

@@ -15,8 +15,8 @@ from .._config_types import Attributes, Length, PublishedConfig, Size
 from .._family import Family
 from .._weight_rules import Rule
 from ._common import attention_weights, weight_and_bias
-from ._decoder import damping
-from ._gpt2 import older_mlp, OlderDecoderConfig
+from ._decoder import damping, mlp
+from ._gpt2 import OlderDecoderConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,8 @@ def build_opt(config: OPTConfig, *, key: Key[Array, ""]) -> nn.Transformer:
             output_std=damping(config) * embed**-0.5,
             key=mixer_key,
         )
-        return nn.Block(residual(attention), residual(older_mlp(config, bias=config.bias, key=feed_forward_key)))
+        feed_forward = mlp(config, config.mlp_size, bias=config.bias, key=feed_forward_key)
+        return nn.Block(residual(attention), residual(feed_forward))
 
     final_norm = norm() if config.pre_norm and config.final_norm else nn.IdentityNorm()
     embedding_map, output_map = (

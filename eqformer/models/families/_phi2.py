@@ -37,7 +37,8 @@ def build_phi2(config: Phi2Config, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> ParallelResidual:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, bias=True, rotary=rotary, key=mixer)
-        return ParallelResidual((Residual(attended), Residual(mlp(config, bias=True, key=feed_forward))), norm())
+        branches = attended, mlp(config, config.mlp, bias=True, key=feed_forward)
+        return ParallelResidual(tuple(map(Residual, branches)), norm())
 
     return decoder(config, block, final_norm=norm(), logit_bias=True, key=key)
 
