@@ -77,14 +77,14 @@ def test_log_probabilities_of_samples_hold_no_array_of_the_vocabulary(monkeypatc
         likely = result.alternatives
         return analysis.temp_size_in_bytes, (result.log_probabilities, likely.ids, likely.log_probabilities)
 
-    held, values = append()
+    temporaries, scores = append()
     whole = lambda chosen, logits: jnp.take_along_axis(
         jax.nn.log_softmax(logits), jnp.argmax(logits[..., None, :] == chosen[..., None], axis=-1), axis=-1
     )
     monkeypatch.setattr(decoding, "log_probabilities_of", whole)
-    held_by_whole, expected = append()
-    assert held < logits.nbytes <= held_by_whole
-    assert all(np.array_equal(value, other) for value, other in zip(values, expected, strict=True))
+    temporaries_of_whole, expected = append()
+    assert temporaries < logits.nbytes <= temporaries_of_whole
+    assert all(np.array_equal(score, wanted) for score, wanted in zip(scores, expected, strict=True))
     wide = logits[:, 0].astype(np.float64)
     normalizers = np.log(np.exp(wide).sum(-1))
-    assert np.allclose(values[0][:, 2], wide[np.arange(batch), np.arange(batch)] - normalizers, rtol=0, atol=1e-5)
+    assert np.allclose(scores[0][:, 2], wide[np.arange(batch), np.arange(batch)] - normalizers, rtol=0, atol=1e-5)

@@ -169,8 +169,8 @@ OPT = Family(
         *(
             rule
             for published, sublayer in _BOTH_NORMS
-            for place in ("norm", "sum_norm")
-            for rule in weight_and_bias(f"{_LAYER}{published}", f"{sublayer}.{place}")
+            for norm_field in ("norm", "sum_norm")
+            for rule in weight_and_bias(f"{_LAYER}{published}", f"{sublayer}.{norm_field}")
         ),
         *weight_and_bias(f"{_LAYER}fc1", "feed_forward.layer.up"),
         *weight_and_bias(f"{_LAYER}fc2", "feed_forward.layer.down"),
