@@ -195,6 +195,18 @@ def test_padding_is_never_attended_to():
     assert np.array_equal(y[:, :3], other[:, :3]) and bool(jnp.isfinite(y).all())
 
 
+def test_padding_has_finite_gradients_beside_a_temperature():
+    """The position of padding is -1, whose logarithm is not finite if `offset` is 0."""
+    temperature = nn.LogTemperature(3, 0.9, offset=0)
+    places = jnp.asarray([[0, 1, 4, -1, -1]], jnp.int32)
+    factors = temperature.factors(places, jnp.float32)[0, :, 0]
+    np.testing.assert_allclose(factors, [1, 1, 1 + 0.9 * np.log(2), 1, 1], rtol=1e-6)
+    module = make(scores=nn.Scores(temperature=temperature))
+    gradients = eqx.filter_grad(lambda module, x: jnp.sum(run(module, x, places)[:, :3] ** 2))
+    leaves = jax.tree.leaves(gradients(module, normal(1, 1, SEQ, EMBED)))
+    assert leaves and all(bool(jnp.isfinite(leaf).all()) and bool(jnp.any(leaf)) for leaf in leaves)
+
+
 @pytest.mark.by_default("2")
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_shards_of_the_heads_give_partial_sums(kv_heads):

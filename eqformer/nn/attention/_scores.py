@@ -41,8 +41,8 @@ class LogTemperature(QueryTemperature):
             raise ValueError(f"LogTemperature(every={self.every}): every counts tokens and must be at least 1.")
 
     def factors(self, positions: Int[Array, "*batch seq"], dtype: jax.typing.DTypeLike) -> Float[Array, "*batch seq 1"]:
-        """Return the factor of each token's query, the same for all heads."""
-        steps = ((positions + self.offset) // self.every)[..., None]
+        """Return the factor of each token's query, the same for all heads; padding has the factor of position 0."""
+        steps = ((jnp.maximum(positions, 0) + self.offset) // self.every)[..., None]
         return 1 + self.strength * jnp.log1p(steps.astype(at_least_float32(jnp.dtype(dtype))))
 
 
@@ -203,9 +203,9 @@ def compute_attention(
 ) -> Float[Array, "*batch seq heads v_dim"]:
     """Compute the call by `core`, or by a kernel for decoding if a single query of each row reads a whole cache.
 
-    `cache` stores all keys and values of the call; None: they are in no cache. A kernel for decoding reads them as they
-    are stored; if they have 8 bits, it multiplies scores and probabilities by the scales, instead of keys and values. A
-    core of another package always computes the call itself.
+    `cache` stores all keys and values of the call; None if there is no cache. A kernel for decoding reads the cache as
+    it is stored; for a cache of 8 bits, it multiplies scores and probabilities by the scales, instead of keys and
+    values. A core of another package always computes the call itself.
     """
     if cache is None or call.query.shape[-3] > 1:
         return core(call)
