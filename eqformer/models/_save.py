@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from .._files import JsonObject, parse_json, read_bytes
+from .._files import is_there, JsonObject, parse_json, read_bytes
 from ..nn import LoRA, modules, named_modules, QuantizedLinear, Transformer
 from . import _published_model as published_model
 from ._config_types import PublishedConfig
@@ -55,7 +56,8 @@ def save(
             written as a model of its own.
         whole: Whether to write the whole folder `like` again: this model's arrays replace the folder's, and all other
             arrays, the configuration and all other files are copied. Codes and scales that the model still has are
-            copied from the folder.
+            copied from the folder. Of its subfolders, only those are copied that `modules.json` names, such as the
+            pooling and the dense layers of a text encoder.
         config: The config from which the model was built, if it did not come from a folder.
         attributes: Attributes that are added to the configuration (`pad_token_id`). If the config states another
             `eos_token_id` (Qwen4-Exp), `generation_config.json` has the added one, and `config.json` the config's.
@@ -63,10 +65,10 @@ def save(
         shard_bytes: The size above which weights are written as several files.
 
     Raises:
-        ValueError: Before anything is written. `path` exists; the model has `LoRA`s; the model is not of this config;
-            the published format cannot express a field of the config, or the pooling of the classifier; an attribute
-            would change the config; with `whole`, the folder lacks arrays of the model; or the model holds codes that
-            the folder does not have.
+        ValueError: Raised before anything is written, if `path` exists; the model has `LoRA`s; the model is not of this
+            config; the published format cannot express a field of the config, or the pooling of the classifier; an
+            attribute would change the config; with `whole`, the folder lacks arrays of the model; or the model holds
+            codes that the folder does not have.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():
@@ -114,7 +116,10 @@ def save(
         )
         dtype = str(flatten_model(model)[rules[0].paths[0]].dtype)
         configuration = configuration | {"torch_dtype": dtype}  # Every release of transformers reads this older name.
+    module_folders = _module_folders(Path(like)) if whole and like is not None else []
     with new_folder(target) as part:
+        for folder in module_folders:
+            shutil.copytree(folder, part / folder.name)
         write_folder(part, arrays, configuration | dict(attributes), shard_bytes)
         for name, content in files.items():
             (part / name).parent.mkdir(exist_ok=True)
@@ -187,6 +192,18 @@ def _copied_files(path: Path, whole: bool) -> dict[str, bytes]:
     names = {file.name for file in path.iterdir() if file.is_file()} - {CONFIG}
     copied = {name for name in names if not name.endswith(_WEIGHTS)} if whole else names & {*COMPANION_FILES}
     return {name: read_bytes(path / name) for name in sorted(copied)}
+
+
+def _module_folders(path: Path) -> list[Path]:
+    """Return the folders in `path` that `modules.json` of sentence-transformers lists."""
+    if not is_there(path / "modules.json"):
+        return []
+    try:
+        entries = parse_json(read_bytes(path / "modules.json"))
+    except ValueError as error:
+        raise ValueError(f"{path / 'modules.json'}: it cannot be read as JSON ({error}).") from None
+    listed = {entry.get("path") for entry in entries if isinstance(entry, dict)} if isinstance(entries, list) else set()
+    return sorted(folder for folder in path.iterdir() if folder.name in listed and folder.is_dir())
 
 
 def _stored_shapes(published: published_model.PublishedModel, path: Path) -> StoredShapes:

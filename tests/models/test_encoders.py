@@ -138,6 +138,29 @@ def test_the_publishers_own_names_of_nomic_bert(prefix, tmp_path):
             models.load(tmp_path)
 
 
+def test_a_whole_folder_keeps_the_modules_behind_the_model(tmp_path):
+    """Pooling and dense layers of sentence-transformers; a folder of another program's weights is left out."""
+    source, modules = tmp_path / "source", [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]
+    source.mkdir()
+    write(source, "bert plain")
+    contents = {"1_Pooling/config.json": b"{}", "2_Dense/model.safetensors": b"weights", "onnx/model.onnx": b"other"}
+    for name, content in contents.items():
+        (source / name).parent.mkdir()
+        (source / name).write_bytes(content)
+    (source / "modules.json").write_text(json.dumps(modules))
+    model = models.load(source)
+    models.save(model, tmp_path / "whole", like=source, whole=True)
+    for name, content in contents.items():
+        back = tmp_path / "whole" / name
+        assert back.exists() == (name != "onnx/model.onnx") and (not back.exists() or back.read_bytes() == content)
+    models.save(model, tmp_path / "text", like=source)
+    assert not (tmp_path / "text" / "2_Dense").exists()  # the control
+    (source / "modules.json").write_text("[")
+    with pytest.raises(ValueError, match=r"modules\.json: it cannot be read as JSON"):
+        models.save(model, tmp_path / "other", like=source, whole=True)
+    assert not (tmp_path / "other").exists()
+
+
 def test_the_publishers_own_names_of_gte(tmp_path):
     """Another prefix, scores of tokens beside the model, and a scaling of positions by `ntk`."""
     arrays = write(tmp_path, "gte plain")
