@@ -251,7 +251,13 @@ def chat_paths(recipe: Recipe) -> list[Path]:
         names = {"contrastive": "groups of texts", "classification": "labelled texts", "kto": "labelled completions"}
         rows = names.get(recipe.loss, "pairs")
         raise ValueError(f"--loss {recipe.loss}: {rows} are read from a file or folder; give --data ROWS.jsonl.")
-    paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if not part.startswith("hub:")]
+    of_hub = [part for part in recipe.text.mix if part.startswith("hub:")]
+    if has_rows and of_hub:
+        raise ValueError(
+            f"--loss {recipe.loss} --text.mix {of_hub[0]}: datasets of the hub are read as plain texts, but this loss "
+            "needs rows; give files or folders."
+        )
+    paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if part not in of_hub]
     paths += [] if recipe.data is None else [Path(recipe.data)]
     chats = [path for path in paths if has_rows or _detect_form(path) not in _TEXT_FORMS]
     if chats and recipe.loss == "mlm":

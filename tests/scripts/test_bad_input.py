@@ -104,6 +104,7 @@ def refused(capsys):
         ("--text.mix docs=1 README.md=nan", ["--text.mix README.md=nan", "the weight is above 0"]),
         ("--text.mix docs=1 =1", ["--text.mix =1", "give PATH=WEIGHT"]),
         ("--text.mix docs=1 hub:=1", ["--text.mix hub:=1", "or hub:NAME=WEIGHT"]),
+        ("--loss kto --text.mix docs=1 hub:a/b=1", ["--loss kto --text.mix hub:a/b=1: ", "give files or folders"]),
         ("--text.mix docs=1 docs=2", ["--text.mix docs=1 docs=2", "named twice"]),
         (
             "--text.mix docs=1 no/such/one=1",
