@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # importable, as
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-from haste import check_quickly, FLAGS, move_by_numpy, share_contexts, skip_abstract_draws
+from haste import check_quickly, draw_rounded_sizes, FLAGS, move_by_numpy, share_contexts, skip_abstract_draws
 
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -39,6 +39,7 @@ import pytest
 
 share_contexts()
 move_by_numpy()
+draw_rounded_sizes()
 skip_abstract_draws()
 check_quickly()
 jax.config.update("jax_numpy_dtype_promotion", "strict")

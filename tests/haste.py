@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import math
 import threading
 import types
 import typing
@@ -104,6 +105,7 @@ MOVES: dict[str, Callable[..., np.ndarray | None]] = {
 differ from JAX's."""
 
 _NUMPY_MOVES = [False]
+_ROUNDED_SIZES = [4**power for power in range(3, 10)]
 
 
 def move_by_numpy() -> None:
@@ -150,6 +152,39 @@ def jax_moves() -> Iterator[None]:
         yield
     finally:
         _NUMPY_MOVES[0] = True
+
+
+def draw_rounded_sizes() -> None:
+    """Draw normal numbers outside of `jit` in programs for 4**n numbers, of which the first are returned.
+
+    JAX would compile a program for each shape. A number depends only on the key and on its place among the numbers, so
+    it is the same in a longer draw. Keys of other generators, keys on a chosen device and large draws are left to JAX.
+    """
+    import jax  # here, because flags must be set before JAX is first used
+    from jax._src import core
+
+    if not hasattr(core, "trace_ctx"):
+        return
+    draw = jax.random.normal
+
+    def is_plain(key: Any) -> bool:
+        is_traced = type(core.trace_ctx.trace).__name__ != "EvalTrace" or isinstance(key, jax.core.Tracer)
+        if is_traced or not isinstance(key, jax.Array) or key.shape or str(key.dtype) != "key<fry>":
+            return False
+        partitionable = getattr(jax.config, "jax_threefry_partitionable", False)
+        return partitionable and not getattr(key, "committed", True)
+
+    @functools.wraps(draw)
+    def normal(key: Any, shape: Any = (), dtype: Any = None, **options: Any) -> Any:
+        if _NUMPY_MOVES[0] and isinstance(shape, tuple) and not options and is_plain(key):
+            size = math.prod(shape)
+            rounded = next((count for count in _ROUNDED_SIZES if size <= count), None)
+            if rounded is not None:
+                numbers = np.asarray(draw(key, (rounded,), dtype))
+                return jax.device_put(np.array(numbers[:size].reshape(shape)))  # a copy, since JAX may keep the memory
+        return draw(key, shape, dtype, **options)
+
+    jax.random.normal = normal
 
 
 _ABSTRACT_DRAWS = [False]

@@ -168,25 +168,54 @@ def test_numpy_leaves_placed_and_weak_arrays_to_jax():
     assert jax.random.split(jax.random.key(0), 2)[:1].shape == (1,)
 
 
-def test_numpy_moves_without_a_program():
-    programs: list[str] = []
+@pytest.fixture
+def programs():
+    """A list that grows by each program that JAX compiles."""
+    events: list[str] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.endswith("backend_compile_duration"):
-            programs.append(event)
+            events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        x = jax.device_put(np.zeros((7, 11, 13), np.float32))
-        jax.block_until_ready((jax.lax.transpose(x, (2, 0, 1)), jax.lax.squeeze(x[:1], (0,))))
-        assert not programs
-        jax.lax.rev(x, (0,))  # the control: an operation that JAX compiles
-        assert len(programs) == 1
-        with jax_moves():
-            jax.block_until_ready(jax.lax.transpose(x, (2, 0, 1)))
-        assert len(programs) == 2
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_numpy_moves_without_a_program(programs):
+    x = jax.device_put(np.zeros((7, 11, 13), np.float32))
+    jax.block_until_ready((jax.lax.transpose(x, (2, 0, 1)), jax.lax.squeeze(x[:1], (0,))))
+    assert not programs
+    jax.lax.rev(x, (0,))  # the control: an operation that JAX compiles
+    assert len(programs) == 1
+    with jax_moves():
+        jax.block_until_ready(jax.lax.transpose(x, (2, 0, 1)))
+    assert len(programs) == 2
+
+
+def test_draws_of_several_shapes_share_a_program(programs):
+    key = jax.random.key(0)
+    jax.random.normal(key, (2, 31))
+    compiled = len(programs)
+    jax.random.normal(key, (61,))
+    assert len(programs) == compiled
+    with jax_moves():
+        jax.random.normal(key, (61,))  # the control
+    assert len(programs) == compiled + 1
+
+
+@pytest.mark.parametrize("dtype", [None, "float64", "bfloat16"])
+def test_numbers_of_a_longer_draw_are_those_of_the_draw(dtype):
+    """Also of one number, of none, and of more than are drawn in a program of a rounded size."""
+    key = jax.random.key(7)
+    with jax.enable_x64(dtype == "float64"):
+        for shape in ((), (1,), (0, 3), (3, 5, 7), (63,), (64,), (65,), (513, 512)):
+            drawn = jax.random.normal(key, shape, dtype)
+            expected = jax.jit(jax.random.normal, static_argnums=(1, 2))(key, shape, dtype)
+            assert drawn.aval == expected.aval
+            np.testing.assert_array_equal(np.asarray(drawn), np.asarray(expected))
+        other = jax.random.normal(jax.random.key(8), (63,), dtype)  # the control
+        assert not np.array_equal(other, jax.random.normal(key, (63,), dtype))
 
 
 @pytest.mark.parametrize("preset", ["gpt2-byte-1m", "qwen3-next-byte-500k", "deepseek-v3-byte-500k"])
