@@ -71,19 +71,19 @@ def test_a_kernel_can_be_limited_to_some_gpus():
 
 def test_each_operation_of_a_step_with_a_cache_has_its_line():
     """A newest token is cached and attends to the cache, a recurrence takes one step, and experts multiply rows."""
-    key, positions = jax.random.key(0), jnp.zeros((2, 1), jnp.int32)
-    attention = nn.Attention(embed=32, heads=4, kv_heads=2, head_dim=128, key=key)
-    recurrence = nn.Mamba2Mixer(embed=32, heads=4, kv_heads=1, head_dim=128, v_dim=64, key=key)
-    experts = nn.Experts(lambda key: nn.GatedMLP(embed=128, mlp=128, key=key), 4, key=key)
 
-    def run(x: jax.Array, rows: jax.Array) -> None:
+    def run(key: jax.Array, x: jax.Array, rows: jax.Array) -> None:
+        positions = jnp.zeros((2, 1), jnp.int32)
+        attention = nn.Attention(embed=32, heads=4, kv_heads=2, head_dim=128, key=key)
+        recurrence = nn.Mamba2Mixer(embed=32, heads=4, kv_heads=1, head_dim=128, v_dim=64, key=key)
+        experts = nn.Experts(lambda key: nn.GatedMLP(embed=128, mlp=128, key=key), 4, key=key)
         attention(x, nn.Tokens(positions), attention.init_cache((2,), 2048, "bfloat16"))
         recurrence(x.astype(jnp.float32), nn.Tokens(positions), recurrence.init_cache((2,), 8))
         experts.sorted_rows(rows, jnp.full(4, 16, jnp.int32))
 
     def lines(platform: str) -> dict[str, str]:
         shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 1, 32), (64, 128)))
-        found = kernels.explain(run, *shapes, platform=platform)
+        found = kernels.explain(run, jax.random.key(0), *shapes, platform=platform)
         return {line.operation: line.implementation for line in found if "TileWrite" not in dict(line.refusals)}
 
     assert lines("tpu") == {

@@ -119,7 +119,7 @@ def test_at_first_a_sublayer_reads_the_mean_of_blocks():
     fresh = block_of(KEY).sublayers[1]
     assert isinstance(fresh, nn.AttentionResidual)
     x = jnp.concatenate([normal(1, BATCH, 3, SEQ, EMBED), jnp.full((BATCH, 1, SEQ, EMBED), 4.0)], 1)
-    y, cache, aux = fresh(x)
+    y, cache, aux = eqx.filter_jit(fresh)(x)
     branch = gated_by_hand(rms(wide(x)[:, :3].mean(1), fresh.norm), fresh.layer)
     assert close(y[:, 0], wide(x)[:, 0] + branch, 1e-5) and cache is None and aux is None
     assert np.array_equal(y[:, 1:3], x[:, 1:3]) and np.array_equal(y[:, 3], x[:, 3] + 1)
