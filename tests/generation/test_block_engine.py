@@ -97,6 +97,7 @@ def test_stream_blocks_yields_the_ids_of_generate_blocks():
     assert rows_of(short)[1] == rows_of(expected)[0][:12] and len(rows_of(short)[0]) == 15
 
 
+@pytest.mark.grid
 def test_a_cancelled_request_and_a_failing_function_leave_the_others_alone():
     def fails(ids):
         raise RuntimeError("no")

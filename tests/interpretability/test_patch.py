@@ -42,7 +42,7 @@ def test_a_path_through_all_layers_gives_the_layers_number(model):
     assert [bool(np.any(values)) for values in np.asarray(captured[MLP])] == [True, False, True]
 
 
-@pytest.mark.by_default("stacks[0].blocks.input", "stacks[0].blocks.sublayers[0].layer.query")
+@pytest.mark.by_default("stacks[0].blocks.sublayers[0].layer.query")
 @pytest.mark.parametrize(
     "path", [STREAM, f"{STREAM}.input", f"{LAYER}.core.weights", f"{LAYER}.core", f"{LAYER}.query"]
 )
@@ -61,6 +61,7 @@ def test_weights_of_one_head_can_be_replaced(model):
     assert not np.allclose(captured[WEIGHTS][1], plain[1], atol=1e-4)  # what the next layer reads is another stream
 
 
+@pytest.mark.grid
 def test_a_captured_stream_restores_another_prompts_output(model):
     other = (IDS + 3) % 7
     clean = run(capture(model, [STREAM]), IDS)

@@ -89,7 +89,7 @@ def test_what_remat_keeps_of_a_kernel_is_not_computed_again(everywhere):
         assert len(re.findall(pattern, lowered(recomputed, platform))) == count + 1
 
 
-@pytest.mark.by_default("True")
+@pytest.mark.grid
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_examples_under_vmap_are_one_call_of_the_kernel(everywhere, is_packed):
     case = Case(nn.causal(), is_packed=is_packed, v_dim=16)

@@ -148,13 +148,7 @@ def agree(module, spoil=lambda cache: cache, capacity=10):
 
 
 # The rules of the grid's cases are rules of these cases, of the layer's own tests or of models in `tests/generation`.
-BY_DEFAULT = {
-    "alibi",
-    "an encoding of one's own, by lengths",
-    "longrope in a window",
-    "delta net",
-    "latent in a window",
-}
+BY_DEFAULT = {"alibi", "an encoding of one's own, by lengths", "delta net"}
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,7 @@ def test_bad_input_is_one_clear_error(flags, message):
     assert found.returncode == 2 and message in found.stderr and found.stderr.count("error:") == 1
 
 
-@pytest.mark.by_default(
-    "v5e:1x1-BlockwiseAttention; not SplashAttention: it takes rows of a multiple of 128 tokens, not 32 and 32",
-)
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "flags, line",
     [

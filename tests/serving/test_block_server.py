@@ -37,6 +37,7 @@ def test_completions_are_the_texts_of_the_model_alone(llm, app):
     assert response.json()["usage"]["completion_tokens"] == 2 * len("3456789ABCDEFGH")
 
 
+@pytest.mark.grid
 def test_streams_grow_by_blocks(app):
     body = {"max_tokens": 14, "temperature": 0, "stream": True}
     (response,) = send(app, body | {"prompt": "012"})

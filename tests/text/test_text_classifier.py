@@ -64,7 +64,7 @@ def test_scores_are_transformers_logits(name, classifiers, logits):
     assert difference(pairs[::-1], want[len(TEXTS) :]) > 1e-2
 
 
-@pytest.mark.by_default("bert reranker")
+@pytest.mark.grid
 @pytest.mark.parametrize("name", OF_TEXTS)
 def test_scores_of_small_batches_and_of_single_pairs_are_those_of_all(name, classifiers, logits):
     classifier = classifiers(name)
