@@ -63,9 +63,9 @@ def read_whole_blocks(
     positions = jnp.where(indices < starts[:, None], indices, -1)
     cache = init_block_cache(model, batch, capacity, dtype, rule.block)
     _, cache, _ = model.encode(ids[:, : len(indices)], Tokens(positions), cache)
-    masked = jnp.where(jnp.arange(width, dtype=jnp.int32) < lengths[:, None], ids, rule.mask_id)
+    masked_ids = jnp.where(jnp.arange(width, dtype=jnp.int32) < lengths[:, None], ids, rule.mask_id)
     return BlockRows(
-        ids=masked,
+        ids=masked_ids,
         starts=starts,
         lengths=lengths,
         limits=limits,
@@ -98,15 +98,17 @@ def denoise_block(model: Model, rows: BlockRows, sampling: SamplingState, rule: 
     masked = (columns >= rows.lengths[:, None]) & ~rows.done[:, None]
 
     def fill(carry: tuple) -> tuple:
-        ids, masked, cache, number, are_numbers, have_candidates = carry
+        ids, masked, cache, pass_index, are_numbers, have_candidates = carry
         # A pass stores keys and values of masked tokens, too; the next pass overwrites these keys and values.
         logits, cache = read_block(model, ids, tokens, cache)
-        new_ids, probabilities, priorities = _sample(logits, columns, number, history, sampling, rule, rows.is_greedy)
-        is_filled = choose_filled(masked, priorities, probabilities, number, rule)
+        new_ids, probabilities, priorities = _sample(
+            logits, columns, pass_index, history, sampling, rule, rows.is_greedy
+        )
+        is_filled = choose_filled(masked, priorities, probabilities, pass_index, rule)
         are_numbers &= ~jnp.any(jnp.isnan(logits) & masked[..., None], axis=(1, 2))
         have_candidates &= ~jnp.any((new_ids < 0) & masked, axis=1)
         ids = jnp.where(is_filled, jnp.maximum(new_ids, 0), ids)
-        return ids, masked & ~is_filled, cache, number + 1, are_numbers, have_candidates
+        return ids, masked & ~is_filled, cache, pass_index + 1, are_numbers, have_candidates
 
     def can_fill(carry: tuple) -> Bool[Array, ""]:
         """Return whether any row has masked tokens, logits that are numbers, and ids that can be sampled."""
@@ -117,9 +119,9 @@ def denoise_block(model: Model, rows: BlockRows, sampling: SamplingState, rule: 
     new_ids, _, cache, _, are_numbers, have_candidates = jax.lax.while_loop(can_fill, fill, before_passes)
     # The last pass stored keys and values of tokens that were still masked, so one more pass reads the filled block.
     _, cache, _ = model.encode(new_ids, tokens, cache)
-    ends = jnp.any(new_ids[..., None] == sampling.end_of_text[:, None], axis=-1) & masked
-    has_end = jnp.any(ends, axis=1)
-    stop = jnp.where(has_end, rows.starts + jnp.argmax(ends, axis=1) + 1, rows.starts + block)
+    is_end_of_text = jnp.any(new_ids[..., None] == sampling.end_of_text[:, None], axis=-1) & masked
+    has_end = jnp.any(is_end_of_text, axis=1)
+    stop = jnp.where(has_end, rows.starts + jnp.argmax(is_end_of_text, axis=1) + 1, rows.starts + block)
     lengths = jnp.where(rows.done, rows.lengths, jnp.minimum(stop, rows.limits)).astype(jnp.int32)
     return BlockRows(
         ids=rows.ids.at[index].set(jnp.where(rows.done[:, None], ids, new_ids), mode="drop"),
@@ -137,7 +139,7 @@ def denoise_block(model: Model, rows: BlockRows, sampling: SamplingState, rule: 
 def _sample(
     logits: Float[Array, "batch block vocab"],
     columns: Int[Array, "batch block"],
-    number: Int[Array, ""],
+    pass_index: Int[Array, ""],
     history: History,
     sampling: SamplingState,
     rule: DenoisingRule,
@@ -150,7 +152,7 @@ def _sample(
     """
     logits = jnp.where(jnp.arange(logits.shape[-1]) == rule.mask_id, -jnp.inf, logits)
     transformed = jax.vmap(lambda logits: sampling.transforms(logits, history), 1, 1)(logits)
-    keys = sampling.fold_in(number).token_keys(columns)
+    keys = sampling.fold_in(pass_index).token_keys(columns)
     new_ids = draw_ids(transformed, None if sampling.transforms.is_greedy else keys)
     # After a greedy transform, the probability of the only id left would always be 1.
     scored = jnp.where(is_greedy[:, None, None], logits, transformed)
@@ -178,14 +180,14 @@ def choose_filled(
     masked: Bool[Array, "batch block"],
     priorities: Float[Array, "batch block"],
     probabilities: Float[Array, "batch block"],
-    number: Int[Array, ""],
+    pass_index: Int[Array, ""],
     rule: DenoisingRule,
 ) -> Bool[Array, "batch block"]:
-    """Return which masked tokens pass `number` fills: an equal part by priority, and all above the threshold.
+    """Return which masked tokens a pass fills: an equal part by priority, and all above the threshold.
 
     A priority that is NaN counts as 0, so that NaN logits do not leave tokens masked for ever.
     """
-    count = -(-jnp.sum(masked, axis=1, dtype=jnp.int32) // (rule.steps - number))
+    count = -(-jnp.sum(masked, axis=1, dtype=jnp.int32) // (rule.steps - pass_index))
     priorities = jnp.where(jnp.isnan(priorities), 0, priorities)
     is_first = rank(jnp.where(masked, priorities, -1.0)) < count[:, None]
     return masked & (is_first | (probabilities > rule.threshold.astype(probabilities.dtype)))

@@ -184,13 +184,13 @@ class BlockSampler(Sampler):
         if options.get("log_probabilities"):
             raise ValueError(
                 "generate(log_probs=True): a model of block diffusion gives texts no log-probabilities, because it "
-                "fills the tokens of a block in any order; leave log_probs out."
+                "does not fill the tokens of a block from left to right; leave log_probs out."
             )
         return generate_blocks(model, prompts, **self._settings("generate", options))
 
     def stream(self, model: Model, prompt: Sequence[int], **options: Unpack[SamplerOptions]) -> IdStream:
         """Yield the ids of one text, as soon as their block is finished; raise a `ValueError` for a draft."""
-        return stream_blocks(model, prompt, **self._settings("generate", options))
+        return stream_blocks(model, prompt, **self._settings("stream", options))
 
     def engine(self, model: Model, **options: Unpack[EngineOptions]) -> BlockEngine:
         """Return a `BlockEngine`; raise a `ValueError` for a draft."""
@@ -208,8 +208,8 @@ class BlockSampler(Sampler):
         """Return the keyword arguments of a function of block diffusion; errors begin with the name of the `call`."""
         if options.get("draft") is not None:
             raise ValueError(
-                f"{call}(draft=...): a draft proposes one token after another, but a model of block diffusion fills "
-                "the tokens of a block in any order; leave draft out."
+                f"{call}(draft=...): a draft proposes one token after another, but a model of block diffusion "
+                "does not fill the tokens of a block from left to right; leave draft out."
             )
         if self.mask_id is None:
             raise ValueError(
@@ -217,10 +217,10 @@ class BlockSampler(Sampler):
                 "dataclasses.replace(llm, sampler=generation.BlockSampler(mask_id=5))."
             )
         rule = {name: getattr(self, name) for name in ("mask_id", "steps", "order", "threshold")}
-        return rule | {name: value for name, value in options.items() if name not in _UNUSED}
+        return rule | {name: value for name, value in options.items() if name not in _UNSUPPORTED_OPTIONS}
 
 
-_UNUSED = ("log_probabilities", "draft", "draft_tokens", "prefill_chunk", "stride", "prefixes")
+_UNSUPPORTED_OPTIONS = ("log_probabilities", "draft", "draft_tokens", "prefill_chunk", "stride", "prefixes")
 """Options that the functions of block diffusion do not have."""
 
 

@@ -51,20 +51,20 @@ def score_blocks(
     the continuation after its prompt. The bound is a sum over blocks. If `n` tokens of a block belong to the
     continuation, the term of the block is the mean over `l = 1, ..., n` and over all choices of `l` of these tokens, of
     `n / l` times the log-probabilities of the chosen tokens. The model gives these log-probabilities after it has read
-    all earlier blocks and the block with the chosen tokens masked. As in training, the mask id has a part of the
-    probability. The term equals the negative integral over times in BD3-LM (arXiv:2503.09573, equation 8), and is the
-    estimator of LLaDA (arXiv:2502.09992, section 2.4) for a single block. The log-probability of one id is the id's
-    part of the sum. It is not a probability by itself.
+    all earlier blocks and the block with the chosen tokens masked. The softmax includes the mask id, as in training.
+    The term equals minus the integral over noise times in BD3-LM (arXiv:2503.09573, equation 8). For a single block it
+    is the estimator of LLaDA (arXiv:2502.09992, section 2.4). The log-probability of one id is the id's part of the
+    sum. It is not a probability by itself.
 
     If a block has at most `samples` choices (`2**block - 1`), the model reads every choice, and the bound is exact.
     Otherwise, `samples` random choices estimate the bound without bias, and their `l` are spread evenly over 1 to `n`.
     The random numbers depend only on `seed`, the prompt, the position and the number of the choice, so continuations of
     one prompt are compared under the same choices.
 
-    `is_greedy` says whether greedy denoising fills in the id. Greedy denoising starts again in each block: the
-    continuation's tokens of the block are masked, and all tokens before them are those of the given text. Tokens of the
-    highest probability are filled first, as by `generate_blocks`; tokens after the end of the continuation do not
-    exist. If the model gives NaN logits, the log-probabilities are NaN.
+    `is_greedy` says whether greedy denoising fills in the id. Each block is denoised on its own: the continuation's
+    tokens of the block are masked, and all tokens before them are those of the given text. Tokens of the highest
+    probability are filled first, as by `generate_blocks`; tokens after the end of the continuation do not exist. If the
+    model gives NaN logits, the log-probabilities are NaN.
 
     Raises a `ValueError` for a model that `generate_blocks` refuses, for prompts and continuations that are empty or
     hold unknown ids, for more tokens than learned positions, and for numbers that are out of range.
@@ -94,12 +94,12 @@ def score_blocks(
     full_size = size if len(prompts) > size else None
     scores: dict[int, TokenScores] = {}
     for start in range(0, len(prompts), size):
-        numbers = longest_first[start : start + size]
-        padded = repeat_last(numbers, full_size)
+        row_indices = longest_first[start : start + size]
+        padded = repeat_last(row_indices, full_size)
         rows = _join_rows([prompts[row] for row in padded], [continuations[row] for row in padded], block, seed)
-        read = min(round_up(max(len(prompts[row]) for row in numbers), BUCKET), rows.ids.shape[1])
-        log_probs, is_greedy = map(np.asarray, _score_batch(model, rows, rule, samples, read))
-        for index, row in enumerate(numbers):
+        prompt_width = min(round_up(max(len(prompts[row]) for row in row_indices), BUCKET), rows.ids.shape[1])
+        log_probs, is_greedy = map(np.asarray, _score_batch(model, rows, rule, samples, prompt_width))
+        for index, row in enumerate(row_indices):
             new = slice(len(prompts[row]), lengths[row])
             no_ids, no_scores = (np.zeros((len(continuations[row]), 0), dtype) for dtype in (np.int32, log_probs.dtype))
             scores[row] = TokenScores(log_probs[index, new], is_greedy[index, new], no_ids, no_scores)
@@ -124,11 +124,11 @@ def _join_rows(prompts: Sequence[Ids], continuations: Sequence[Ids], block: int,
 
 @eqx.filter_jit
 def _score_batch(
-    model: Model, rows: _ScoredRows, rule: DenoisingRule, samples: int, read: int
+    model: Model, rows: _ScoredRows, rule: DenoisingRule, samples: int, prompt_width: int
 ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
     """Return each token's part of the bound, and whether greedy denoising fills in the token's id.
 
-    `read` is the number of tokens of the padded prompts.
+    `prompt_width` is the number of tokens of the padded prompts.
     """
     batch, width = rows.ids.shape
     first = read_whole_blocks(
@@ -139,7 +139,7 @@ def _score_batch(
         rule,
         capacity=min(width, model.max_seq or width),
         dtype=None,
-        read=read,
+        read=prompt_width,
         is_greedy=jnp.ones(batch, bool),
     )
 
@@ -167,20 +167,20 @@ def _score_block(
     is_scored = exists & (columns >= rows.prompt_lengths[:, None])
     tokens = Tokens(jnp.where(exists, columns, -1))
 
-    def score_choice(cache: PyTree, number: Int[Array, ""]) -> tuple[PyTree, Float[Array, "batch block"]]:
-        is_masked, weights = _choose_masked(is_scored, columns, rows, number, samples)
+    def score_choice(cache: PyTree, choice: Int[Array, ""]) -> tuple[PyTree, Float[Array, "batch block"]]:
+        is_masked, weights = _choose_masked(is_scored, columns, rows, choice, samples)
         logits, cache = read_block(model, jnp.where(is_masked, rule.mask_id, ids), tokens, cache)
         id_logits = jnp.take_along_axis(logits, ids[..., None], axis=-1)
         log_probs = log_probabilities_of(id_logits, logits)[..., 0]
         return cache, jnp.where(is_masked, weights[:, None].astype(log_probs.dtype) * log_probs, 0)
 
     def fill(carry: tuple) -> tuple:
-        ids, masked, cache, number = carry
+        ids, masked, cache, pass_index = carry
         logits, cache = read_block(model, ids, tokens, cache)
         logits = jnp.where(jnp.arange(logits.shape[-1]) == rule.mask_id, -jnp.inf, logits)
         probabilities = jnp.exp(jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1))
-        is_filled = choose_filled(masked, probabilities, probabilities, number, rule)
-        return jnp.where(is_filled, likeliest_ids(logits), ids), masked & ~is_filled, cache, number + 1
+        is_filled = choose_filled(masked, probabilities, probabilities, pass_index, rule)
+        return jnp.where(is_filled, likeliest_ids(logits), ids), masked & ~is_filled, cache, pass_index + 1
 
     count = min(samples, 2**rule.block - 1)
     cache, log_probs = jax.lax.scan(score_choice, cache, jnp.arange(count, dtype=jnp.int32))
@@ -195,16 +195,17 @@ def _choose_masked(
     is_scored: Bool[Array, "batch block"],
     columns: Int[Array, "batch block"],
     rows: _ScoredRows,
-    number: Int[Array, ""],
+    choice: Int[Array, ""],
     samples: int,
 ) -> tuple[Bool[Array, "batch block"], Float[Array, "batch"]]:
-    """Return the tokens that choice `number` masks, and the weight of each masked token's log-probability."""
+    """Return the tokens that the choice of this number masks, and the weight of each masked token's log-probability."""
     block = is_scored.shape[1]
     count = jnp.sum(is_scored, axis=1, dtype=jnp.int32)
     if 2**block - 1 <= samples:
-        # The bits of `number + 1` are the choice. A block with fewer scored tokens has fewer choices.
-        bits = (number + 1) >> jnp.maximum(jnp.cumsum(is_scored, axis=1, dtype=jnp.int32) - 1, 0)
-        is_masked = is_scored & (bits % 2 == 1) & (number + 1 < 2**count)[:, None]
+        # Bit `i` of `choice + 1` says whether the `i`-th scored token is masked. A block with fewer scored tokens has
+        # fewer choices.
+        bits = (choice + 1) >> jnp.maximum(jnp.cumsum(is_scored, axis=1, dtype=jnp.int32) - 1, 0)
+        is_masked = is_scored & (bits % 2 == 1) & (choice + 1 < 2**count)[:, None]
         masked_count = jnp.sum(is_masked, axis=1, dtype=jnp.int32)
         sizes = range(block + 1)
         weights = [[1 / max(1, chosen * math.comb(scored, chosen)) for chosen in sizes] for scored in sizes]
@@ -215,7 +216,7 @@ def _choose_masked(
         return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32)))(keys)
 
     # Choices are spread evenly over the interval from 0 to 1, from a random offset on, so that few choices suffice.
-    shares = (draw(0, columns[:, :1])[:, 0] + number.astype(jnp.float32) / samples) % 1
+    shares = (draw(0, columns[:, :1])[:, 0] + choice.astype(jnp.float32) / samples) % 1
     masked_count = jnp.clip(1 + (shares * count.astype(shares.dtype)).astype(jnp.int32), 1, jnp.maximum(count, 1))
-    ranks = rank(jnp.where(is_scored, -draw(number + 1, columns), -2.0))
+    ranks = rank(jnp.where(is_scored, -draw(choice + 1, columns), -2.0))
     return is_scored & (ranks < masked_count[:, None]), count / masked_count / samples

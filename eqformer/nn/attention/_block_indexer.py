@@ -24,9 +24,9 @@ class BlockIndexer(InputIndexer):
     A block holds the tokens at positions `n * block` to `(n + 1) * block - 1` of a document. There is a small query `q`
     for each key head, and all heads share the small keys `k`. A block's score for the query at `t` and key head `h` is
     the largest `q_th . k_s` over the keys of the block that the query may see. The `local` last blocks, including the
-    query's own block, are always among the `top_k`. If scores are equal, the block of the lowest index is taken. The
-    index of block `n` is `n` modulo the largest number of blocks that may hold tokens of one row. No gradient passes
-    through the indexer, so training the indexer needs a loss of its own.
+    query's own block, are always among the `top_k`. Blocks are numbered modulo the largest number of blocks that may
+    hold tokens of one row, and if scores are equal, the block of the lowest number is taken. No gradient passes through
+    the indexer, so training the indexer needs a loss of its own.
     """
 
     block: int = eqx.field(static=True)

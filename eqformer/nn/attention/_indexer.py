@@ -89,9 +89,7 @@ class SelectedKeys(Operation[AttentionCall, Array]):
 
 
 class KeyIndexer(Module):
-    """A part of an attention that selects the keys of each query: the contract of all indexers.
-
-    The attention is a `LatentAttention` or an `IndexedAttention`.
+    """The base class of indexers, which select the keys of each query of a `LatentAttention` or an `IndexedAttention`.
 
     No gradient passes through an indexer.
     """
@@ -103,7 +101,7 @@ class KeyIndexer(Module):
 
     @property
     def projects_derived(self) -> bool:
-        """Whether a map reads a function of the layer's input, such as its norm, instead of the input."""
+        """Whether a projection reads not the layer's input but a function of it, such as the normalized input."""
         return False
 
     @property
@@ -143,7 +141,7 @@ class KeyIndexer(Module):
 
 
 class InputIndexer(KeyIndexer):
-    """An indexer whose small queries and keys both come from the layer's input; the scores of all heads weigh 1."""
+    """An indexer whose small queries and keys both come from the layer's input; all heads have weight 1."""
 
     query: LinearMap
     query_norm: Norm

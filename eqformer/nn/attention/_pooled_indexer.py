@@ -120,9 +120,9 @@ class PooledIndexer(KeyIndexer):
     ) -> "PoolSelection | None":
         """Return the `top_k` best pools of each query; None if the row can have no more than `top_k` pools.
 
-        A query selects among the pools whose last token it sees. If there are fewer than `top_k` such pools, the query
-        also selects other pools, whose tokens the mask of the attention hides. The scores of `chunk` queries are in
-        memory at a time.
+        A query selects among the pools whose last token it sees. If there are fewer than `top_k` such pools, the
+        remaining selections are pools that the mask of the attention hides. The scores of `chunk` queries are in memory
+        at a time.
 
         Args:
             queries: The small queries.
