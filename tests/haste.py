@@ -168,7 +168,7 @@ def draw_rounded_sizes() -> None:
     draw = jax.random.normal
 
     def is_plain(key: Any) -> bool:
-        is_traced = type(core.trace_ctx.trace).__name__ != "EvalTrace" or isinstance(key, jax.core.Tracer)
+        is_traced = type(core.trace_ctx.trace).__name__ != "EvalTrace" or isinstance(key, core.Tracer)
         if is_traced or not isinstance(key, jax.Array) or key.shape or str(key.dtype) != "key<fry>":
             return False
         partitionable = getattr(jax.config, "jax_threefry_partitionable", False)

@@ -198,8 +198,8 @@ def test_padding_is_never_attended_to():
 def test_padding_has_finite_gradients_beside_a_temperature():
     """The position of padding is -1, whose logarithm is not finite if `offset` is 0."""
     temperature = nn.LogTemperature(3, 0.9, offset=0)
-    places = jnp.asarray([[0, 1, 4, -1, -1]], jnp.int32)
-    factors = temperature.factors(places, jnp.float32)[0, :, 0]
+    places = np.array([[0, 1, 4, -1, -1]], np.int32)
+    factors = temperature.factors(jnp.asarray(places), jnp.float32)[0, :, 0]
     np.testing.assert_allclose(factors, [1, 1, 1 + 0.9 * np.log(2), 1, 1], rtol=1e-6)
     module = make(scores=nn.Scores(temperature=temperature))
     gradients = eqx.filter_grad(lambda module, x: jnp.sum(run(module, x, places)[:, :3] ** 2))
