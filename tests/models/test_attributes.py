@@ -319,6 +319,7 @@ def test_what_layers_are_counted_by_is_a_count(family, name):
         ("falcon", {"num_ln_in_parallel_attn": 2}),
         ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}),
         ("falcon", {"num_kv_heads": 3, "multi_query": False}),
+        ("falcon", {"num_kv_heads": 1, "multi_query": False}),
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}),
         ("bloom", {"apply_residual_connection_post_layernorm": True}),
         ("mpt", {"no_bias": False}),

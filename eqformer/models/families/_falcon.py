@@ -1,7 +1,8 @@
 """Falcon 7B, 40B and 180B (Almazrouei et al. 2023, arXiv:2311.16867), Falcon 2 11B (2024), and Falcon RW.
 
-Falcon 7B has one key head, and the larger models have few. Attention and feed-forward layer read the same residual
-stream. In Falcon 40B and 180B, each of the two has a norm of its own. In Falcon 7B and Falcon 2, they share one norm.
+Falcon 7B has one key head, and the larger models have few. Attention and feed-forward layer are parallel: neither reads
+the other's output. In Falcon 40B and 180B, each of the two has a norm of its own. In Falcon 7B and Falcon 2, they share
+one norm.
 Falcon RW (Penedo et al. 2023, arXiv:2306.01116) has `nn.ALiBi` instead of rotary positions, as many key heads as query
 heads, biases, and attention before the feed-forward layer.
 """
@@ -26,25 +27,27 @@ class FalconConfig(DecoderConfig):
     """The config of a Falcon."""
 
     parallel: bool = True
-    """Whether attention and feed-forward layer read the same residual stream."""
+    """Whether attention and feed-forward layer are parallel, so that neither reads the other's output."""
     two_norms: bool = False
-    """Whether, if `parallel`, attention and feed-forward layer have a norm each (Falcon 40B), or one for both."""
+    """Whether each of the parallel parts has a norm of its own (Falcon 40B). False: both share one."""
     alibi: bool = False
     """Whether positions are given by `nn.ALiBi` in place of rotary positions."""
     bias: bool = False
-    """Whether the maps of attention and feed-forward layers have biases."""
+    """Whether the projections of attention and feed-forward layers have biases."""
     activation: str = "gelu"
     eps: NotNegative = 1e-5
     tied: bool = True
     max_seq: Length = 2048
 
     def __post_init__(self):
-        heads_fit = self.heads > 0 < self.kv_heads and not self.embed % self.heads and not self.heads % self.kv_heads
+        has_heads = self.heads > 0 and self.kv_heads > 0
+        heads_fit = has_heads and not self.embed % self.heads and not self.heads % self.kv_heads
         if self.head_dim is not None or not heads_fit:
             raise ValueError(
                 f"FalconConfig(embed={self.embed}, heads={self.heads}, kv_heads={self.kv_heads}, "
-                f"head_dim={self.head_dim}): heads have embed / heads channels, and key heads have equally many query "
-                "heads; give head_dim=None, heads that divide embed, and kv_heads that divide heads."
+                f"head_dim={self.head_dim}): each head has embed / heads channels, and each key head serves "
+                "heads / kv_heads query heads; give head_dim=None, heads that divide embed, and kv_heads that divide "
+                "heads."
             )
         if not self.parallel and (self.two_norms or self.kv_heads not in (1, self.heads)):
             raise ValueError(
@@ -92,20 +95,20 @@ class _Arrangement(Entry):
     """
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `kv_heads`, `parallel` and `two_norms`; refuse attributes of which transformers makes no model."""
+        """Return `kv_heads`, `parallel` and `two_norms`; refuse attributes from which transformers builds no model."""
         heads = published.read("num_attention_heads", Size)
         is_new = published.flag("new_decoder_architecture", False)
         has_one_key_head, parallel = (published.flag(name, True) for name in ("multi_query", "parallel_attn"))
         norms = published.read("num_ln_in_parallel_attn", Size, 2 if is_new else 1)
         kv_heads = published.read("num_kv_heads", Size, heads)
-        if not is_new and has_one_key_head:
-            kv_heads = 1
         if norms not in ((1, 2) if is_new else (1,)) or (is_new and not parallel):
             published.refuse(
                 f"new_decoder_architecture={is_new} with parallel_attn={parallel} and num_ln_in_parallel_attn={norms}: "
                 "the new architecture needs parallel_attn=True and 1 or 2 norms, the older one has 1."
             )
-        if not is_new and kv_heads not in (1, heads):
+        if not is_new and has_one_key_head:
+            kv_heads = 1
+        elif not is_new and kv_heads != heads:
             published.refuse(
                 f"num_kv_heads={kv_heads} with num_attention_heads={heads}: without new_decoder_architecture and "
                 "multi_query there are as many key heads as query heads."
@@ -150,7 +153,7 @@ _PRESETS = {
 
 
 def _norms(needs: str, **names: str) -> tuple[Rule, ...]:
-    """Return the rules for norms of layers that have an attribute `needs`, given the published name of each norm."""
+    """Return the rules for norms of layers whose block has the field `needs`, given each norm's published name."""
     rules = (rule for path, name in names.items() for rule in weight_and_bias(f"{LAYER_H}{name}", f"{path}.norm"))
     return tuple(dataclasses.replace(rule, needs=needs) for rule in rules)
 
@@ -181,7 +184,7 @@ FALCON = Family(
         *weight_and_bias(f"{LAYER_H}input_layernorm", "norm"),  # the norm of a layer whose parts share one norm
         *_norms("sublayers", mixer="input_layernorm", feed_forward="post_attention_layernorm"),
         *_norms("branches", mixer="ln_attn", feed_forward="ln_mlp"),
-        # The query heads of each key head, then the key head and its value head.
+        # Rows are ordered by key head: its query heads, then the key head and its value head.
         *(
             Rule(f"{LAYER_H}self_attention.query_key_value.{leaf}", leaf_paths(QKV, leaf), pattern, groups="kv_heads")
             for leaf, pattern in (("weight", INTO_HEADS), ("bias", OF_HEADS))
