@@ -1,4 +1,4 @@
-"""Text encoders and T5 in GGUF files: their architectures, and how the vector of a text is made."""
+"""Text encoders and T5 in GGUF files: their architectures, and how token vectors are pooled."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -43,15 +43,18 @@ def _table_names(prefix: str) -> dict[str, str]:
     return {name: f"{prefix}.embeddings.{published}" for name, published in _TABLES.items()}
 
 
-def _read_types(config: JsonObject, file: GGUF) -> JsonObject:
+def _read_token_types(config: JsonObject, file: GGUF) -> JsonObject:
     """Return the number of token types, which is the number of rows of their table."""
-    return {"type_vocab_size": file.tensors["token_types.weight"].shape[0]}
+    return {"type_vocab_size": file.shape("token_types.weight")[0]}
 
 
 def _read_distilbert(config: JsonObject, file: GGUF) -> JsonObject:
     """Return the sizes under the names of DistilBERT."""
     if config["layer_norm_eps"] != 1e-12:
-        raise ValueError(f"{file.call}: bert.{_NORM_EPS[0]} must be 1e-12 in a file without token_types.weight.")
+        raise ValueError(
+            f"{file.call}: bert.{_NORM_EPS[0]}={config['layer_norm_eps']}: it must be 1e-12 in a file without "
+            "token_types.weight."
+        )
     names = {
         "dim": "hidden_size",
         "n_layers": "num_hidden_layers",
@@ -83,10 +86,10 @@ ENCODERS: Mapping[str, Architecture] = {
     "bert": Architecture(
         "bert",
         _BERT_LAYER,
-        implied=lambda config, file: _NO_ROTARY | _read_types(config, file),
+        implied=lambda config, file: _NO_ROTARY | _read_token_types(config, file),
         expected=_BIDIRECTIONAL,
         edges=_table_names("bert"),
-        # RoBERTa's head, as BERT's classifiers name it: both have a dense layer with a tanh.
+        # The head of RoBERTa's classifiers; its dense layer with a tanh is BERT's pooler.
         classifier={"cls": "bert.pooler.dense", "cls.output": "classifier"},
         prefix="bert.encoder.layer.",
         eps=_NORM_EPS,
@@ -102,7 +105,7 @@ ENCODERS: Mapping[str, Architecture] = {
             "ffn_down": "mlp.fc2",
             "layer_output_norm": "norm2",
         },
-        implied=lambda config, file: {"num_key_value_heads": None} | _read_types(config, file),
+        implied=lambda config, file: {"num_key_value_heads": None} | _read_token_types(config, file),
         expected=_BIDIRECTIONAL,
         edges=_table_names("nomic_bert") | {"token_embd_norm": "nomic_bert.emb_ln"},
         prefix="nomic_bert.encoder.layers.",
@@ -245,16 +248,16 @@ def classifier_attributes(file: GGUF, architecture: Architecture) -> JsonObject:
     """Return the attributes of a file's classifier of texts: its class, its pooling and its labels; none without a
     classifier.
 
-    Raises a `ValueError` for an architecture whose classifiers are not supported, and for a file without all arrays: of
-    `BertForSequenceClassification`, for example, llama.cpp's converter leaves out the pooler.
+    Raises a `ValueError` for an architecture whose classifiers are not supported, and for a file that lacks arrays of
+    its classifier. For example, llama.cpp's converter leaves out the pooler of `BertForSequenceClassification`.
     """
     if not has_classifier(file):
         return {}
     stored = {name.rpartition(".")[0] for name in file.tensors if name.startswith("cls.")}
     if stored != architecture.classifier.keys():
         raise ValueError(
-            f"{file.call}: the classifier has the arrays {sorted(stored)}, but of a {file.kind} only a classifier of "
-            f"{sorted(architecture.classifier)} is supported."
+            f"{file.call}: the classifier has the arrays {sorted(stored)}, but for a {file.kind} only "
+            f"{sorted(architecture.classifier)} are supported."
         )
     labels, count = file.listed(f"{file.kind}.classifier.output_labels"), file.shape("cls.output.weight")[0]
     if labels and len(labels) != count:
@@ -295,7 +298,7 @@ def sentence_files(file: GGUF) -> dict[str, object]:
         return {}
     if pooling not in _POOLINGS:
         known = ", ".join(f"{number} ({kind})" for number, kind in _POOLINGS.items())
-        raise ValueError(f"{file.call}: {name}={pooling!r} is not supported; there are {known}.")
+        raise ValueError(f"{file.call}: {name}={pooling!r} is not supported; supported are {known}.")
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}

@@ -134,7 +134,9 @@ class GGUF:
         return DTYPE
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return an array's shape, rows first."""
+        """Return an array's shape, rows first; raises a `ValueError` if the file lacks the array."""
+        if name not in self.tensors:
+            raise ValueError(f"{self.call}: the array {name} is missing.")
         return self.tensors[name].shape
 
     def read(self, name: str) -> Shaped[np.ndarray, "*dims"]:

@@ -201,7 +201,12 @@ def test_a_file_with_labels_is_a_classifier_of_texts(tmp_path):
         classification: Any = classifier.classify("ab")
         assert classification.label == label
     path.write_bytes(made(_OF_QWEN, norms | {"cls.output.weight": rows, "cls.weight": np.ones((8, 8), np.float32)}))
-    with pytest.raises(ValueError, match=r"the classifier has the arrays \['cls', 'cls.output'\], but of a qwen3 only"):
+    with pytest.raises(
+        ValueError, match=r"the classifier has the arrays \['cls', 'cls.output'\], but for a qwen3 only"
+    ):
+        models.read_config(path)
+    path.write_bytes(made(_OF_QWEN, norms | {"cls.output.bias": np.ones(2, np.float32)}))
+    with pytest.raises(ValueError, match=r"the array cls.output.weight is missing"):
         models.read_config(path)
     labels = {"qwen3.classifier.output_labels": ["yes", "no", "perhaps"]}
     path.write_bytes(made(_OF_QWEN | labels, norms | {"cls.output.weight": rows}))
@@ -212,7 +217,7 @@ def test_a_file_with_labels_is_a_classifier_of_texts(tmp_path):
 _PIECES = {"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": ["<pad>", "</s>", "<unk>", "▁a", "b"]}
 _PIECES |= {"tokenizer.ggml.token_type": [3, 3, 2, 1, 1]}
 WRONG = {
-    "pooling of a reranker": (_WORDS | {"llama.pooling_type": 4}, "pooling_type=4 is not supported; there are 1"),
+    "pooling of a reranker": (_WORDS | {"llama.pooling_type": 4}, "pooling_type=4 is not supported; supported are 1"),
     "no separator": (
         {key: number for key, number in _WORDS.items() if "seperator" not in key},
         "7 tokens, but some special tokens have ids outside of these: {'seperator': 102}",

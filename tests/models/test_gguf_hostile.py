@@ -26,6 +26,7 @@ from eqformer.models._gguf_conversions import (
     read_pure_mamba2,
     read_windows,
 )
+from eqformer.models._gguf_encoders import ENCODERS
 from eqformer.models._gguf_file import GGUF
 from eqformer.models._gguf_models import (
     _is_without_effect,
@@ -274,6 +275,10 @@ UNFIT = {
     "a Falcon 2 of unknown base": (
         lambda: read_falcon(OLDER, header("falcon")),
         "falcon.rope.freq_base is missing. Layers with one norm and 2 key heads are those of Falcon 2",
+    ),
+    "a nomic-bert without token types": (
+        lambda: ENCODERS["nomic-bert"].implied({}, header("nomic-bert")),
+        "the array token_types.weight is missing",
     ),
     "an MPT with learned positions": (
         lambda: read_mpt(OLDER | {"num_key_value_heads": 4}, header("mpt")),
