@@ -6,7 +6,7 @@ In a classifier, a classification head takes the place of the language-model hea
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -217,6 +217,24 @@ class DecoderConfig(ModelConfig):
     def head_size(self) -> int:
         """Channels of a head."""
         return self.head_dim or self.embed // self.heads
+
+
+@runtime_checkable
+class HeadCounts(Protocol):
+    """Fields of a config whose heads share the channels of the residual stream."""
+
+    @property
+    def embed(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+
+
+def divide_heads(config: HeadCounts) -> int:
+    """Return the channels of a head, `embed / heads`; raise a `ValueError` if the heads do not divide `embed`."""
+    if config.heads < 1 or config.embed % config.heads:
+        name = type(config).__name__
+        raise ValueError(f"{name}(embed={config.embed}, heads={config.heads}): heads must divide embed.")
+    return config.embed // config.heads
 
 
 def check_config(call: str, config: ModelConfig) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Key
 from ... import nn
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore
 from .._config_types import Attributes, Index, LayerCount, Length, NotNegative, PublishedConfig, Rate, Size
-from .._family import ClassifierTable, Family, linear_rules, ModelConfig
+from .._family import ClassifierTable, divide_heads, Family, linear_rules, ModelConfig
 from .._weight_rules import Rule
 from ._common import INTO_HEADS, OF_HEADS, OUT_OF_HEADS, SIZES, weight_and_bias, WIDTH
 from ._decoder import activation_of
@@ -248,10 +248,7 @@ def _build(
         has_distance_bias: Whether scores have a bias by distance.
         key: The key of the weights.
     """
-    embed, heads = config.embed, config.heads
-    head_dim, remainder = divmod(embed, heads)
-    if remainder:
-        raise ValueError(f"{type(config).__name__}(embed={embed}, heads={heads}): heads must divide embed.")
+    embed, heads, head_dim = config.embed, config.heads, divide_heads(config)
     dropout = nn.Dropout(config.dropout) if config.dropout else None
 
     def norm() -> nn.LayerNorm:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Key
 from ...nn import ALiBi, Attention, Block, ClippedNorm, LayerNorm, Residual, Scores, Transformer
 from .._attributes import Attribute, Count, Entry, Expect, Fields, Ignore
 from .._config_types import Attributes, LayerCount, Length, NotNegative, Positive, PublishedConfig, Size
-from .._family import Family, ModelConfig, OLDER_DECODER_CLASSIFIER
+from .._family import divide_heads, Family, ModelConfig, OLDER_DECODER_CLASSIFIER
 from .._weight_rules import Rule
 from ._common import INTO_HEADS, LAYER_H, leaf_paths, OF_HEADS, OUT_OF_HEADS, QKV, weight_and_bias
 from ._decoder import damping, decoder, DecoderSizes, mlp
@@ -41,10 +41,10 @@ class BloomConfig(ModelConfig):
     """Whether the embedding's table is the head too."""
     max_seq: Length = 2048
     """The length of the longest rows that the model was trained on, in tokens; it does not change the model."""
-    activation = "gelu_tanh"  # of feed-forward layers, which no attribute states
+    activation = "gelu_tanh"  # of feed-forward layers; no attribute states it
 
     def __post_init__(self):
-        _check_heads(self)
+        divide_heads(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class MPTConfig(ModelConfig):
     score_scale: Positive | None = None
     """The factor of the scores; None: the number of channels of a head to the power -0.5."""
     max_bias: Positive = 8.0
-    """The argument of `nn.ALiBi`."""
+    """The largest exponent of `nn.ALiBi`: for a power of two heads, the smallest slope is `2 ** -max_bias`."""
     clip: Positive | None = None
     """The largest magnitude of queries, keys and values; None: no bound."""
     eps: NotNegative = 1e-5
@@ -68,10 +68,10 @@ class MPTConfig(ModelConfig):
     """Whether the embedding's table is the head too."""
     max_seq: Length = 2048
     """The length of the longest rows that the model was trained on, in tokens; it does not change the model."""
-    activation = "gelu"  # of feed-forward layers, which no attribute states
+    activation = "gelu"  # of feed-forward layers; no attribute states it
 
     def __post_init__(self):
-        _check_heads(self)
+        divide_heads(self)
 
 
 def build_bloom(config: BloomConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -100,15 +100,6 @@ def build_mpt(config: MPTConfig, *, key: Key[Array, ""]) -> Transformer:
         return Block(Residual(mixer, norm()), Residual(feed_forward, norm()))
 
     return decoder(config, block, final_norm=norm(), key=key)
-
-
-def _check_heads(config: BloomConfig | MPTConfig) -> None:
-    """Raise a `ValueError` for a number of heads that does not divide the channels."""
-    if config.heads < 1 or config.embed % config.heads:
-        raise ValueError(
-            f"{type(config).__name__}(embed={config.embed}, heads={config.heads}): heads have embed / heads channels; "
-            "give a number of heads that divides embed."
-        )
 
 
 def _attention(

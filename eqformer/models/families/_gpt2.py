@@ -16,7 +16,7 @@ from jaxtyping import Array, Key
 from ... import nn
 from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore
 from .._config_types import Attributes, Index, LayerCount, Length, NotNegative, PublishedConfig, Rate, Size
-from .._family import Family, ModelConfig, OLDER_DECODER_CLASSIFIER
+from .._family import divide_heads, Family, ModelConfig, OLDER_DECODER_CLASSIFIER
 from .._layer_attributes import every
 from .._weight_rules import Rule
 from ._common import attention_weights, INTO_HEADS, LAYER_H, leaf_paths, OF_HEADS, OUT_OF_HEADS, QKV, weight_and_bias
@@ -96,10 +96,7 @@ class OlderDecoderConfig(ModelConfig):
     @property
     def head_size(self) -> int:
         """Channels of a head; raises a `ValueError` if the heads do not divide `embed`."""
-        if self.heads < 1 or self.embed % self.heads:
-            name = type(self).__name__
-            raise ValueError(f"{name}(embed={self.embed}, heads={self.heads}): heads must divide embed.")
-        return self.embed // self.heads
+        return divide_heads(self)
 
     @property
     def mlp_size(self) -> int:
@@ -109,7 +106,7 @@ class OlderDecoderConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class GPT2Config(OlderDecoderConfig):
-    """The config of a GPT-2. Dropout acts on the embeddings and on both residual additions, not inside the softmax."""
+    """The config of a GPT-2. Dropout acts on embeddings and on both residual additions, not on attention weights."""
 
     score_scale: bool = True
     """Whether scores are divided by the root of a head's channels."""
@@ -120,8 +117,8 @@ class GPT2Config(OlderDecoderConfig):
 def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a GPT-2 with random weights."""
 
-    def block(number: int, key: Key[Array, ""]) -> nn.Block:
-        return older_block(config, score_scale=_score_scale(config, config.score_scale) / number, key=key)
+    def block(score_divisor: int, key: Key[Array, ""]) -> nn.Block:
+        return older_block(config, score_scale=_score_scale(config, config.score_scale) / score_divisor, key=key)
 
     if config.layer_scales:
         return _older_decoder(config, block, range(1, config.layers + 1), key=key)
@@ -275,7 +272,7 @@ class _GlobalAndLocal(Entry):
         return {"window_layers": tuple(layer for layer, name in enumerate(types) if name == "local")}
 
     def _expand(self, published: PublishedConfig, layers: int, patterns: Sequence[list[Any]]) -> list[str]:
-        """Return the type of each layer; refuse unknown types, and patterns of another number of layers together."""
+        """Return the type of each layer; refuse unknown types, and repeated patterns that do not add up to `layers`."""
         pairs = [
             published.checked("attention_types", tuple(pattern), tuple[list[str], LayerCount]) for pattern in patterns
         ]
@@ -364,7 +361,7 @@ class _MultiQuery(Entry):
     """The number of key heads, by `multi_query`: 1 if it is true, or as many as query heads."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `kv_heads`; refuse a `num_key_value_heads`, which transformers writes too, of another value."""
+        """Return `kv_heads`; refuse a `num_key_value_heads` beside `multi_query` that contradicts it."""
         heads = published.read("num_attention_heads", Size, published.read("n_head", Size, _HEADS))
         kv_heads = 1 if published.flag("multi_query", True) else heads
         published.expect("num_key_value_heads", kv_heads)

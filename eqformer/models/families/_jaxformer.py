@@ -14,7 +14,7 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._config_types import NotNegative, OptionalSize, Positive, Rate, Size
-from .._family import Family, ModelConfig
+from .._family import divide_heads, Family, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,7 @@ class JAXformerConfig(ModelConfig):
 def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a JAXformer with random weights."""
     embed, mlp = config.embed, config.mlp or 4 * config.embed
-    if embed % config.heads:
-        raise ValueError(f"JAXformerConfig(embed={embed}, heads={config.heads}): heads must divide embed.")
+    head_dim = divide_heads(config)
     damping = (2 * config.blocks * config.layers_per_block) ** -0.5
     dropout = nn.Dropout(config.dropout) if config.dropout else None
 
@@ -91,7 +90,7 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> nn.Trans
         mixer = nn.LatentAttention(
             embed=embed,
             heads=config.heads,
-            head_dim=embed // config.heads,
+            head_dim=head_dim,
             latent=config.latent,
             q_latent=config.latent,
             rotary=rotary,

@@ -10,7 +10,7 @@ from jaxtyping import Array, Key
 from ... import nn
 from .._attributes import Activation, Attribute, Entry, Ignore
 from .._config_types import Index, LayerCount, Length, NotNegative, Positive, PublishedConfig, Size
-from .._family import ClassifierTable, Family, linear_rules, ModelConfig
+from .._family import ClassifierTable, divide_heads, Family, linear_rules, ModelConfig
 from .._layer_attributes import LayerTypes
 from .._rotary_attributes import RotaryByType
 from .._rotary_scaling import FULL, SLIDING
@@ -117,9 +117,7 @@ MODERNBERT_WEIGHTS = (
 
 def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a ModernBERT with random weights."""
-    size, remainder = divmod(config.embed, config.heads)
-    if remainder:
-        raise ValueError(f"ModernBERTConfig(embed={config.embed}, heads={config.heads}): heads must divide embed.")
+    size = divide_heads(config)
 
     def norm() -> nn.LayerNorm:
         return nn.LayerNorm("embed", embed=config.embed, eps=config.eps, bias=config.norm_bias)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Key
 from ... import nn
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore
 from .._config_types import Index, Length, Positive, PublishedConfig, Size
-from .._family import ClassifierTable, Family, linear_rules
+from .._family import ClassifierTable, divide_heads, Family, linear_rules
 from .._rotary_attributes import RotaryPositions
 from .._rotary_scaling import either_rotary_parameters
 from .._weight_rules import Rule
@@ -231,8 +231,8 @@ def _build(config: NomicBERTConfig, *, bias: bool, head_activation: str, key: Ke
         key: The key of the weights.
     """
     embed = config.embed
-    if config.head_dim is None and embed % config.heads:
-        raise ValueError(f"{type(config).__name__}(embed={embed}, heads={config.heads}): heads must divide embed.")
+    if config.head_dim is None:
+        divide_heads(config)
     dropout = nn.Dropout(config.dropout) if config.dropout else None
 
     def norm() -> nn.LayerNorm:

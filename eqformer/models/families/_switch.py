@@ -12,7 +12,7 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._config_types import LayerCount, NotNegative, Positive, Size
-from .._family import Family, ModelConfig
+from .._family import divide_heads, Family, ModelConfig
 from ._decoder import rotary_of
 
 
@@ -53,12 +53,10 @@ class SwitchConfig(GShardConfig):
 
 def build_switch(config: GShardConfig, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a Switch or GShard decoder with random weights."""
-    embed, kind = config.embed, type(config).__name__
+    embed, head_dim = config.embed, divide_heads(config)
     if config.layers % 2:
-        raise ValueError(f"{kind}(layers={config.layers}): every second layer is a mixture; give an even number.")
-    head_dim, remainder = divmod(embed, config.heads)
-    if remainder:
-        raise ValueError(f"{kind}(embed={embed}, heads={config.heads}): heads must divide embed.")
+        name = type(config).__name__
+        raise ValueError(f"{name}(layers={config.layers}): every second layer is a mixture; give an even number.")
     damping = (2 * config.layers) ** -0.5
 
     def norm() -> nn.RMSNorm:
