@@ -33,8 +33,8 @@ def order_joined_heads(file: GGUF, name: str) -> Order:
     return np.concatenate(groups, axis=1).reshape(-1), None
 
 
-# Attributes that configurations of other models have, and those of models without rotary positions lack.
-_FOREIGN = ("intermediate_size", "num_key_value_heads", "rope_theta", "head_dim")
+# Attributes that every file states and that configurations of these families do not have.
+_REMOVED = ("intermediate_size", "num_key_value_heads", "rope_theta", "head_dim")
 
 
 def _check_key_heads(config: JsonObject, file: GGUF) -> None:
@@ -48,7 +48,7 @@ def _check_key_heads(config: JsonObject, file: GGUF) -> None:
 
 
 def _read_gpt2(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the width of feed-forward layers under GPT-2's name; refuse another number of key than of query heads."""
+    """Return the width of feed-forward layers under GPT-2's name; raise a `ValueError` for grouped key heads."""
     _check_key_heads(config, file)
     return _read_gpt2_width(config)
 
@@ -56,7 +56,7 @@ def _read_gpt2(config: JsonObject, file: GGUF) -> JsonObject:
 def _read_gpt2_width(config: JsonObject) -> JsonObject:
     """Return the width of feed-forward layers under GPT-2's name, null if it is four times the channels."""
     width = config["intermediate_size"]
-    return dict.fromkeys(_FOREIGN) | {"n_inner": None if width == 4 * config["hidden_size"] else width}
+    return dict.fromkeys(_REMOVED) | {"n_inner": None if width == 4 * config["hidden_size"] else width}
 
 
 def read_starcoder(config: JsonObject, file: GGUF) -> JsonObject:
@@ -75,8 +75,8 @@ def read_starcoder(config: JsonObject, file: GGUF) -> JsonObject:
 def _read_alibi(config: JsonObject, file: GGUF, length: str) -> JsonObject:
     """Return the length of rows under the name `length`, for BLOOM and MPT.
 
-    The function refuses another number of key than of query heads, and feed-forward layers that do not have four times
-    as many hidden features as channels.
+    Raises a `ValueError` for grouped key heads, and for feed-forward layers that do not have four times as many hidden
+    features as channels.
     """
     _check_key_heads(config, file)
     width, embed = config["intermediate_size"], config["hidden_size"]
@@ -84,17 +84,17 @@ def _read_alibi(config: JsonObject, file: GGUF, length: str) -> JsonObject:
         raise ValueError(
             f"{file.call}: {file.kind}.feed_forward_length={width}: it must be 4 x embedding_length={embed}."
         )
-    return dict.fromkeys((*_FOREIGN, "max_position_embeddings")) | {length: config["max_position_embeddings"]}
+    return dict.fromkeys((*_REMOVED, "max_position_embeddings")) | {length: config["max_position_embeddings"]}
 
 
 def read_mpt(config: JsonObject, file: GGUF) -> JsonObject:
     """Return the length of rows and the settings of attention under the names of MPT; refuse an MPT without ALiBi."""
-    largest = config["alibi_bias_max"]
-    if not largest:
+    max_bias = config["alibi_bias_max"]
+    if not max_bias:
         raise ValueError(
             f"{file.call}: mpt.attention.max_alibi_bias is missing or 0: only models with ALiBi can be read."
         )
-    attention = {"alibi": True, "alibi_bias_max": largest, "clip_qkv": config["clip_qkv"]}
+    attention = {"alibi": True, "alibi_bias_max": max_bias, "clip_qkv": config["clip_qkv"]}
     return _read_alibi(config, file, "max_seq_len") | {
         "attn_config": attention,
         "alibi_bias_max": None,
@@ -103,7 +103,7 @@ def read_mpt(config: JsonObject, file: GGUF) -> JsonObject:
 
 
 def _read_gpt_neox(config: JsonObject, file: GGUF) -> JsonObject:
-    """Return the rotary positions and the options of a GPT-NeoX; refuse another number of key than of query heads."""
+    """Return the rotary positions and the options of a GPT-NeoX; raise a `ValueError` for grouped key heads."""
     _check_key_heads(config, file)
     return {
         **dict.fromkeys(("partial_rotary_factor", "rope_theta", "head_dim", "num_key_value_heads")),
@@ -241,7 +241,7 @@ OLDER: Mapping[str, Architecture] = {
         eps=_OLDER_LAYER_NORM,
     ),
 }
-# Falcon 40B and 180B: in files the norm of the feed-forward layer has the name of the only norm of other Falcons.
+# In files of Falcon 40B and 180B, `attn_norm` is the norm of the feed-forward layer, and `attn_norm_2` of attention.
 FALCON_WITH_TWO_NORMS = dataclasses.replace(
     OLDER["falcon"], layer={**_BLOOM_NAMES, "attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
 )

@@ -49,7 +49,7 @@ MAMBA_SIZES = {
     "ssm.state_size": "mamba_d_state",
     "ssm.group_count": "mamba_n_groups",
     "ssm.time_step_rank": "mamba_n_heads",
-    "ssm.inner_size": "mamba_d_head",
+    "ssm.inner_size": "mamba_d_head",  # all channels, which `implied` divides by the heads
 }
 _MIXER = {name: published.replace("mamba.", "mixer.") for name, published in MAMBA.items()}
 _WITHOUT_EXPERTS: Mapping[str, Architecture] = {
@@ -76,7 +76,7 @@ _WITHOUT_EXPERTS: Mapping[str, Architecture] = {
             "full_attention_interval": "full_attention_interval",
         },
         implied=read_recurrent_layers,
-        # Rotary channels for time, height and width, whose positions are equal for text.
+        # The rotary channels of time, height and width; the three positions of a text's token are equal.
         unread=("rope.dimension_sections",),
         order=order_tiled_heads,
         restore=restore_qwen35,

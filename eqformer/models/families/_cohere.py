@@ -1,7 +1,7 @@
-"""Command R (Cohere 2024): attention and feed-forward layer read the same norm, and logits are scaled.
+"""Command R (Cohere 2024): parallel attention and feed-forward layers that share one norm, and scaled logits.
 
 Command R7B and Command A (Cohere 2025) have windows and rotary positions in most layers, and neither in the others.
-Command A+ and North Mini Code (Cohere 2026) are a Command A with experts, which may follow dense layers.
+Command A+ and North Mini Code (Cohere 2026) are Command A with mixtures of experts, which may follow dense layers.
 """
 
 import dataclasses
@@ -187,11 +187,11 @@ class Cohere2MoEConfig(Cohere2Config, DenseLayersConfig):
     score: str = "softmax"
     """The function of the router's logits: "softmax" or "sigmoid"."""
     normalize: bool = True
-    """Whether the weights of a token's experts add up to 1 if they are sigmoids; those of a softmax always do."""
+    """Whether sigmoid weights of a token's experts are divided by their sum; softmax weights always add up to 1."""
     dense_mlp: Size | None = None
     """Hidden features of a dense layer; None: as many as of an expert."""
     dense_period: Size = 1
-    """With 1, dense layers without a window have rotary positions."""
+    """The period of full attention in the first dense layers; with 1, all have full attention and rotary positions."""
     rms_eps: NotNegative | None = None
     """The epsilon of norms that divide by the root mean square; None: the norms are `LayerNorm`s, with `eps`."""
     balance: NotNegative = 0.001
@@ -199,7 +199,7 @@ class Cohere2MoEConfig(Cohere2Config, DenseLayersConfig):
 
 
 def build_cohere2_moe(config: Cohere2MoEConfig, *, key: Key[Array, ""]) -> Transformer:
-    """Return a Command A+ with random weights."""
+    """Return a Command A+ or a North Mini Code with random weights."""
     rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
     norm = lambda: _norm(config) if config.rms_eps is None else rms_norm(config, eps=config.rms_eps)
 
@@ -231,15 +231,15 @@ def build_cohere2_moe(config: Cohere2MoEConfig, *, key: Key[Array, ""]) -> Trans
     return decoder(config, block, kinds, final_norm=norm(), logit_scale=config.logit_scale, key=key)
 
 
-def _windowed(published: PublishedConfig, layers: int) -> tuple[int, ...]:
-    """Return the layers with a window if `layer_types` is missing; dense layers have a pattern of their own."""
+def _default_window_layers(published: PublishedConfig, layers: int) -> tuple[int, ...]:
+    """Return the layers with a window if `layer_types` is missing; the first dense layers have their own period."""
     first = min(published.read("first_k_dense_replace", Index, 0), layers)
     dense, others = published.count(_DENSE_PERIOD, 1), published.count("sliding_window_pattern", 4)
     return (*all_but_every(dense, first), *(first + layer for layer in all_but_every(others, layers - first)))
 
 
-class _NewerRotaryPositions(RotaryPositions):
-    """Rotary positions of a family whose `rope_scaling` transformers ignores; `rope_parameters` state the scaling."""
+class _RotaryWithoutRopeScaling(RotaryPositions):
+    """Rotary positions with the scaling of `rope_parameters`; transformers ignores this family's `rope_scaling`."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`; refuse a scaling that only `rope_scaling` states."""
@@ -330,8 +330,8 @@ COHERE2_MOE = Family(
     "Cohere2MoeForCausalLM",
     "cohere2_moe",
     (
-        *decoder_attributes(_NewerRotaryPositions(), head_dim=128, eps="layer_norm_eps", tied=True, max_seq=8192),
-        *(Windows(4096, _windowed), Attribute("first_dense", "first_k_dense_replace", 0), LayerMixtures()),
+        *decoder_attributes(_RotaryWithoutRopeScaling(), head_dim=128, eps="layer_norm_eps", tied=True, max_seq=8192),
+        *(Windows(4096, _default_window_layers), Attribute("first_dense", "first_k_dense_replace", 0), LayerMixtures()),
         Attribute("bias", "attention_bias", False),
         Attribute("logit_scale", "logit_scale", 0.0625),
         Count("experts", "num_experts", 8),

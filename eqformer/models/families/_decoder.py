@@ -159,7 +159,7 @@ class Run(Generic[LayerKind]):
 
 
 def runs(kinds: tuple[LayerKind, ...]) -> tuple[Run[LayerKind], ...]:
-    """Divide the layers into runs so that the fewest blocks are traced and, second, so that there are the fewest runs.
+    """Divide the layers into runs with the fewest traced blocks and, among such divisions, with the fewest runs.
 
     For example, 26 layers in which every sixth layer differs have two runs: four periods of six layers, then two
     periods of one layer.
@@ -237,10 +237,9 @@ def layer_windows(config: Windowed) -> list[int | None]:
 
 
 def damping(config: DecoderSizes) -> float:
-    """Return a factor by which weights that write to the residual stream are initialized with smaller values.
+    """Return the factor on the initial standard deviation of weights that write to the residual stream.
 
-    The factor multiplies the standard deviation. With it, the sum of the `2 * layers` additions to the stream does not
-    grow with depth.
+    With it, the sum of the `2 * layers` additions to the stream does not grow with depth.
     """
     return (2 * config.layers) ** -0.5
 
@@ -290,7 +289,7 @@ def attention(
     key: Key[Array, ""],
     **options: Unpack[_AttentionOptions],
 ) -> nn.Attention:
-    """Return causal attention with rotary positions; `options` override its other arguments."""
+    """Return causal attention with rotary positions; `options` replace arguments that the config gives."""
     if "rotary" not in options:
         options["rotary"] = rotary_of(config, config.head_size, scaling=config.scaling)
     return nn.Attention(**{**attention_sizes(config), "mask": causal_mask(window), **options}, key=key)
@@ -375,7 +374,7 @@ def activation_of(config: object, name: str = "activation") -> Callable[[Array],
 def gated_mlp(
     config: WithMLP, *, mlp: int | None = None, key: Key[Array, ""], **options: Unpack[_GatedMLPOptions]
 ) -> nn.GatedMLP:
-    """Return a `GatedMLP` of the config's width or `mlp`; `options` override its other arguments."""
+    """Return a `GatedMLP` of the config's width or `mlp`; `options` replace other arguments."""
     width = config.mlp if mlp is None else mlp
     arguments: _GatedMLPOptions = {
         "output_std": damping(config) * max(width, 1) ** -0.5,
@@ -398,7 +397,7 @@ def pre_norm_block(
     residual_scale: float | None = None,
     offset: float = 0.0,
 ) -> nn.Block:
-    """Return a block with a norm before each sublayer (Llama); `offset` is an argument of the norms."""
+    """Return a block with a norm before each sublayer (Llama); `offset` is added to the norms' scales."""
     return nn.Block(
         nn.Residual(mixer, norm(config, offset=offset), scale=residual_scale),
         nn.Residual(feed_forward, norm(config, offset=offset), scale=residual_scale),
@@ -423,7 +422,7 @@ def four_norm_block(
 ) -> nn.Block:
     """Return a block with norms before and after each sublayer (Gemma 2).
 
-    `reads` names one more input of the mixer, as in `Residual`; `offset` is an argument of the norms.
+    `reads` names one more input of the mixer, as in `Residual`; `offset` is added to the norms' scales.
     """
 
     def sublayer(layer: nn.Mixer | FeedForwardLayer, reads: str | None = None) -> nn.Residual:

@@ -1,7 +1,7 @@
 """GPT-J (Wang and Komatsuzaki 2021) and CodeGen (Nijkamp et al. 2022, arXiv:2203.13474).
 
-Attention and feed-forward layer read the same input, the first channels of each head are rotated in neighboring pairs,
-and only the feed-forward layers and the head have biases.
+Attention and feed-forward layer are parallel: neither reads the other's output. The first channels of each head are
+rotated in neighboring pairs. Of the projections, only those of feed-forward layers and the head have biases.
 """
 
 import dataclasses
@@ -102,7 +102,8 @@ GPTJ = Family(
 )
 
 
-_GROUPS = 4  # the number of devices on which CodeGen was trained, each of which holds a part of the joint array
+# CodeGen was trained in 4 parts of each tensor, and its `qkv_proj` has one group of rows for each part.
+_GROUPS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """HyperCLOVA X SEED Think (NAVER Cloud 2025): a Llama with multipliers, and with norms before and after sublayers.
 
-The multipliers are of embeddings, scores, sublayers and logits.
+Multipliers scale embeddings, attention scores, outputs of sublayers, and logits.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Nemotron (Parmar et al. 2024, arXiv:2402.16819) and Minitron (Muralidharan et al. 2024, arXiv:2407.14679).
 
-The norms are `LayerNorm`s whose published weights are the factors minus 1, the feed-forward layers have no gates, and a
-part of each head's channels is rotated.
+The norms are `LayerNorm`s that add 1 to the published weight, the feed-forward layers have no gates, and a part of each
+head's channels is rotated.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from .._attributes import Activation, Attribute, Expect
 from .._config_types import Fraction, Length, NotNegative
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction
+from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, weight_and_bias
 from ._decoder import attention, decoder, mlp, part_rotary
 
@@ -73,7 +74,7 @@ NEMOTRON = Family(
     ),
     (
         *(*EDGES, *ATTENTION),
-        *weight_and_bias("model.norm", "norm")[1:],
+        Rule("model.norm.bias", "norm.bias"),
         *weight_and_bias(f"{LAYER}input_layernorm", "mixer.norm"),
         *weight_and_bias(f"{LAYER}post_attention_layernorm", "feed_forward.norm"),
         *weight_and_bias(f"{LAYER}mlp.up_proj", "feed_forward.layer.up"),

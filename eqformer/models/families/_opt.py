@@ -1,7 +1,7 @@
 """OPT (Zhang et al. 2022, arXiv:2205.01068): learned positions, LayerNorms, and a feed-forward layer with a relu.
 
-OPT 350M has a norm after each residual addition. Its embedding table has fewer channels than the residual stream, so
-that one linear map leads from the table's channels to the stream's, and another one back.
+OPT 350M has a norm after each residual addition. Its embedding table has fewer channels than the residual stream: one
+projection maps embeddings to the stream, and another one maps the stream back before the head.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class OPTConfig(OlderDecoderConfig):
     table_channels: Size | None = None
     """Channels of the embedding table; None: as many as the residual stream."""
     bias: bool = True
-    """Whether the maps of attention and feed-forward layers have biases."""
+    """Whether the projections of attention and feed-forward layers have biases."""
     norm_weights: bool = True
     """Whether norms have weights and biases."""
 
@@ -65,14 +65,10 @@ def build_opt(config: OPTConfig, *, key: Key[Array, ""]) -> nn.Transformer:
         return nn.Block(residual(attention), residual(feed_forward))
 
     final_norm = norm() if config.pre_norm and config.final_norm else nn.IdentityNorm()
-    embedding_map, output_map = (
-        (None, None)
-        if channels == embed
-        else (
-            nn.Linear("embed -> hidden", embed=channels, hidden=embed, key=map_keys[0]),
-            nn.Linear("hidden -> embed", embed=channels, hidden=embed, key=map_keys[1]),
-        )
-    )
+    embedding_map = output_map = None
+    if channels != embed:
+        embedding_map = nn.Linear("embed -> hidden", embed=channels, hidden=embed, key=map_keys[0])
+        output_map = nn.Linear("hidden -> embed", embed=channels, hidden=embed, key=map_keys[1])
     return nn.Transformer(
         embedding=nn.Embedding(vocab=vocab, embed=channels, key=embedding_key),
         embedding_map=embedding_map,
@@ -85,7 +81,7 @@ def build_opt(config: OPTConfig, *, key: Key[Array, ""]) -> nn.Transformer:
 
 @dataclasses.dataclass(frozen=True)
 class _DefaultedWidth(Entry):
-    """A number of channels, which is None in the config if it is `times` the stream's channels."""
+    """A width, which the config stores as None if it is `times` the channels of the residual stream."""
 
     name: str
     """The field of the config."""
@@ -164,7 +160,9 @@ OPT = Family(
         Rule(f"{_DECODER}project_in.weight", "embedding_map.weight"),
         Rule(f"{_DECODER}project_out.weight", "norm.map.weight"),
         *weight_and_bias(f"{_DECODER}final_layer_norm", "norm"),
-        *weight_and_bias(f"{_DECODER}final_layer_norm", "norm.norm"),  # before a map to the table's channels
+        *weight_and_bias(
+            f"{_DECODER}final_layer_norm", "norm.norm"
+        ),  # of the `MappedNorm` of a model with `table_channels`
         *attention_weights(prefix=f"{_LAYER}self_attn.", output="out"),
         *(
             rule
