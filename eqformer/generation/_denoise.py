@@ -183,9 +183,10 @@ def choose_filled(
     pass_index: Int[Array, ""],
     rule: DenoisingRule,
 ) -> Bool[Array, "batch block"]:
-    """Return which masked tokens a pass fills: an equal part by priority, and all above the threshold.
+    """Return which masked tokens a pass fills: an equal share of those left for each remaining pass, and likely tokens.
 
-    A priority that is NaN counts as 0, so that NaN logits do not leave tokens masked for ever.
+    The share has the tokens of highest priority. Tokens whose probability is above the threshold are filled, too. A
+    priority that is NaN counts as 0, so that NaN logits do not leave tokens masked for ever.
     """
     count = -(-jnp.sum(masked, axis=1, dtype=jnp.int32) // (rule.steps - pass_index))
     priorities = jnp.where(jnp.isnan(priorities), 0, priorities)

@@ -144,7 +144,10 @@ def _assemble_model(source: _ModelSource, leaves: Mapping[str, Array | jax.Shape
 def _open_model(
     path: str | Path, dtype: jax.typing.DTypeLike | None, weights: str, predictor: bool, head: bool
 ) -> _ModelSource:
-    """Compare a folder with its configuration and with the family's rules, and find the leaves that each rule fills."""
+    """Compare a folder with its configuration and with the family's rules, and find the leaves that each rule fills.
+
+    A warning lists the arrays that are left unread.
+    """
     path = local_path(path)
     source = GGUF(path) if path.is_file() else Folder(path)
     leaf_dtype = None if dtype is None else float_dtype(dtype, f"{source.call}: dtype={dtype!r}")
@@ -216,7 +219,7 @@ def _initialize_leaves(
 
 
 def _layer_numbers(shapes: nn.Transformer, sharding_of: Mapping[str, Sharding]) -> dict[str, Array]:
-    """Return the leaves that are not parameters: the indices of each stack's layers."""
+    """Return the indices of each stack's layers, leaves that are no parameters."""
     stacks = nn.named_modules(shapes, nn.Stack)
     leaves = {f"{path}.numbers": stack.numbers for path, stack in stacks}
     return {

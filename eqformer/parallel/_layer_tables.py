@@ -1,4 +1,4 @@
-"""Large tables inside of layers, whose rows stay split over `fsdp` under `zero=3`.
+"""Large tables inside of layers (as of `nn.NGramMemory`), whose rows stay split over `fsdp` under `zero=3`.
 
 No device gathers such a table or its gradient. If the number of `fsdp` devices does not divide the rows, each device
 needs the whole table, and `summary` says so.
@@ -22,7 +22,7 @@ from .tensor._vocabulary import lookup_local_rows
 
 
 WHOLE_TABLE_BYTES = 2**30
-"""Bytes of the float32 gradient of a layer's table up to which `Gathered` gathers the table.
+"""A layer's table whose float32 gradient has at most this many bytes is gathered (see `Gathered`).
 
 The limit is high, because the bytes of a gathered table do not depend on the batch, but the bytes of exchanged vectors
 grow with the tokens of all devices.
@@ -131,9 +131,9 @@ def describe_whole_tables(plan: Placement, model: nn.LanguageModel) -> list[str]
         rows, axes = table.weight.shape[1], axes_by_dim(spec.weight)
         is_over_tensor = any(TENSOR in dim_axes for dim_axes in axes)
         table_bytes = math.prod(table.weight.shape[1:]) * 4
-        gathered_bytes = table_bytes // (plan.size(TENSOR) if is_over_tensor else 1)
-        if plan.zero == 3 and plan.size(FSDP) > 1 and FSDP not in axes[1] and gathered_bytes > WHOLE_TABLE_BYTES:
-            phrases[f"a layer's table whole on each device of fsdp, which does not divide its {rows} rows"] = None
+        gradient_bytes = table_bytes // (plan.size(TENSOR) if is_over_tensor else 1)
+        if plan.zero == 3 and plan.size(FSDP) > 1 and FSDP not in axes[1] and gradient_bytes > WHOLE_TABLE_BYTES:
+            phrases[f"a layer's table whole on each device, because fsdp does not divide its {rows} rows"] = None
         if plan.size(TENSOR) > 1 and not is_over_tensor and table_bytes > WHOLE_TABLE_BYTES:
             phrases[f"a layer's table of {rows} rows not split over tensor"] = None
     return list(phrases)

@@ -38,7 +38,7 @@ _TILE = 8  # Rows of a tile; a chunk is a whole number of tiles.
 def scatter_padding(
     plan: parallel.Plan, model: nn.LanguageModel, topology: Topology, trained: training.Trained = training.trainable
 ) -> float:
-    """Return the bytes that a device sends in a step in addition to its gradients, because TPUs pad reduce-scatters.
+    """Return the bytes of padding that a device sends in the reduce-scatters of a step, because TPUs pad them.
 
     The compiler pads each device's slice to whole chunks of equally many rows. Padded slices begin later than unpadded
     slices. So after the reduce-scatter, the devices also exchange the rows that arrived on the wrong device.
@@ -220,9 +220,9 @@ def forecast(
 ) -> Forecast:
     """Forecast the bytes and the seconds of a training step under the plan of `states`, for a batch's shapes.
 
-    `noisy_copies` says whether half of the tokens of each row are noisy copies (`training.noise_blocks`), of which each
-    sees as many keys as a token of the text. Raises a `ValueError` if the target is a topology with another number of
-    devices than the plan's mesh.
+    `noisy_copies` says whether half of the tokens of each row are noisy copies (`training.noise_blocks`); a noisy token
+    sees as many keys as a clean one. Raises a `ValueError` if the target is a topology with another number of devices
+    than the plan's mesh.
     """
     rows, seq = batch.ids.shape
     if (topology := topology_of(target)) is not None:

@@ -142,7 +142,7 @@ def _complete_labels(recipe: Recipe) -> Labels:
 
 
 def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
-    """Raise a `ValueError` for options of text encoders that do not suit the recipe's loss."""
+    """Raise a `ValueError` for options of text encoders and of masking that do not suit the recipe's loss."""
     for field, loss in {"contrastive": "contrastive", "masking": "mlm", "classification": "classification"}.items():
         options = getattr(recipe, field)
         default = type(options)()
@@ -169,7 +169,7 @@ def check_encoder_loss(recipe: Recipe, directory: RunDirectory | None) -> None:
     if recipe.text.hub or recipe.optimizer.z_loss:
         rows = "groups of texts" if recipe.loss == "contrastive" else "labelled texts"
         raise ValueError(
-            f"--loss {recipe.loss}: {rows} are read from --data or --text.mix, and have no --optimizer.z-loss; leave "
+            f"--loss {recipe.loss}: {rows} are read from --data or --text.mix, and this loss has no z-loss; leave "
             "--text.hub and --optimizer.z-loss out."
         )
     if recipe.loss == "classification":
@@ -219,7 +219,7 @@ _PROMPT = "Why is the sky blue?"
 # A run reads each tokenizer.json once, and lists the files of a path once; `complete_recipe` clears both caches.
 _open_tokenizer = functools.cache(data.FileTokenizer)
 _detect_form = functools.cache(data.detect_form)
-# Forms of rows that can be read as plain texts; of preferences, --text.field chooses the field that is read.
+# Forms of rows that can be read as plain texts; for preferences, --text.field names the field that is read.
 _TEXT_FORMS = ("text", "preferences", "preferences of messages")
 _MESSAGE_FORMS = (
     *("messages", "prompt and completion of messages"),
@@ -328,15 +328,17 @@ def run_mask_id(recipe: Recipe, tokenizer: Tokenizer, directory: RunDirectory | 
 
 def known_mask_id(recipe: Recipe, tokenizer: Tokenizer, directory: RunDirectory | None) -> int:
     """Return the id of the mask token; raises a `ValueError` if nothing names a mask token."""
-    token = recipe.masking.token
-    found_id = run_mask_id(recipe, tokenizer, directory)
-    if found_id is None:
+    mask_id = run_mask_id(recipe, tokenizer, directory)
+    if mask_id is None:
+        token = recipe.masking.token
+        option, names = "--masking.token", " or ".join(data.MASK_TOKENS)
+        if token is not None:
+            option, names = f"--masking.token {token}", token
         raise ValueError(
-            f"--masking.token {token}: the tokenizer has no special token "
-            f"{' or '.join(data.MASK_TOKENS) if token is None else token}; give the name of its mask token, or a "
+            f"{option}: the tokenizer has no special token {names}; give the name of its mask token, or a "
             "--text.tokenizer that has one."
         )
-    return found_id
+    return mask_id
 
 
 def sample_prompt(

@@ -45,7 +45,7 @@ def test_large_tables_that_stay_whole_are_told(monkeypatch):
     meshes = {"fsdp": 7}, {"fsdp": 2, "tensor": 2}, {"fsdp": 2}
     assert [told(**mesh) for mesh in meshes] == [[], [], []]  # small tables are gathered
     monkeypatch.setattr(_layer_tables, "WHOLE_TABLE_BYTES", 0)
-    indivisible = f"a layer's table whole on each device of fsdp, which does not divide its {rows} rows"
+    indivisible = f"a layer's table whole on each device, because fsdp does not divide its {rows} rows"
     over_tensor = f"a layer's table of {rows} rows not split over tensor"
     assert [told(**mesh) for mesh in meshes] == [[indivisible], [over_tensor], []]
     assert told(zero=1, fsdp=7) == []  # all parameters are whole under zero=1
@@ -54,5 +54,5 @@ def test_large_tables_that_stay_whole_are_told(monkeypatch):
     table = nn.modules(values, nn.ValueEmbedding)[0].weight
     assert table.shape[1] % 3
     monkeypatch.setattr(_layer_tables, "WHOLE_TABLE_BYTES", 4 * math.prod(table.shape[1:]) - 1)
-    indivisible = f"a layer's table whole on each device of fsdp, which does not divide its {table.shape[1]} rows"
+    indivisible = f"a layer's table whole on each device, because fsdp does not divide its {table.shape[1]} rows"
     assert [told(model=values, fsdp=3, tensor=size) for size in (1, 2)] == [[indivisible], []]

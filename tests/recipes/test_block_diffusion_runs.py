@@ -122,7 +122,7 @@ def test_the_configuration_of_a_published_model_names_the_mask_token(corpus, pub
     config = json.loads((published / "config.json").read_text())
     del config["mask_token_id"]
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"--masking.token None: the tokenizer has no special token"):
+    with pytest.raises(ValueError, match=r"--masking.token: the tokenizer has no special token"):
         check(published_recipe(corpus, tmp_path / "model"))
 
 

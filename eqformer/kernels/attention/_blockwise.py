@@ -34,7 +34,7 @@ from ._flash import Gradients, LogSum, Output, scale_output
 Block = int | Literal["platform"]
 """Number of tokens of a block; "platform" for the number that is fastest on the platform."""
 FEW = 8
-"""Largest number of queries to a cache that are computed by `BlockwiseAttention.decode`, without blocks."""
+"""Largest number of queries to separate keys, as of a cache, that `decode` computes without blocks."""
 _WIDEST = 16  # For few queries, blocks of keys are up to this many times longer than `block`.
 _BLOCK, _TPU_BLOCK = 128, 512  # Tokens of a block by default; docs/accelerators-kernels.md has the measurements.
 
