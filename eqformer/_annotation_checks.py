@@ -359,8 +359,11 @@ def fits(value: object, field_type: type[T] | object) -> TypeGuard[T]:
 _type_hints = functools.cache(typing.get_type_hints)
 
 
-def violated_annotation(kind: Any, name: str, value: Any) -> Any:
-    """Return the annotation of a dataclass's field if the value is of another type; None if it fits."""
+def violated_annotation(kind: Any, name: str, value: Any) -> str | None:
+    """Return the annotation of a dataclass's field if the value is of another type; None if it fits.
+
+    The text leaves out the modules of types, which differ between versions of Python (`Path | None`).
+    """
     from beartype import BeartypeConf  # Imported at the first use, because each import of eqformer imports this file.
     from beartype.door import is_bearable
 
@@ -369,4 +372,6 @@ def violated_annotation(kind: Any, name: str, value: Any) -> Any:
     except NameError:  # The annotations of a class in a user's file may name types that only type checkers know.
         return None
     numbers = BeartypeConf(is_pep484_tower=True)  # An integer is a float too, as in annotations.
-    return None if is_bearable(value, hint, conf=numbers) else hint
+    if is_bearable(value, hint, conf=numbers):
+        return None
+    return hint.__name__ if isinstance(hint, type) else re.sub(r"(?<!['\w])([A-Za-z_]\w*\.)+(?=\w)", "", str(hint))

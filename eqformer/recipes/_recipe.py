@@ -352,8 +352,7 @@ def check_types(command: Any) -> None:
     for flag, value, kind, name in _fields_and_parts(command, "--"):
         if flag.startswith("--model."):
             continue
-        if (hint := violated_annotation(kind, name, value)) is not None:
-            expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+        if (expected := violated_annotation(kind, name, value)) is not None:
             call = f"{flag} {value!r:.100}".removeprefix("-- ")  # Fields such as `plan` have no flag.
             raise ValueError(f"{call}: {kind.__name__}.{name} must be of {expected}; give such a value.")
 

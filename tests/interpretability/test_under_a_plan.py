@@ -60,6 +60,10 @@ def make_model(is_routed=False, layers=4):
     return nn.Transformer(nn.Embedding(vocab=7, embed=4, key=KEY), stacks, nn.RMSNorm("embed", embed=4))
 
 
+def abstract_plan(sizes):
+    return Plan(jax.sharding.AbstractMesh(sizes, AXES, (jax.sharding.AxisType.Auto,) * len(AXES)))
+
+
 def make_plan(sizes, options):
     return Plan(make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))]), **options)
 
@@ -147,13 +151,13 @@ def test_values_need_the_order_of_tokens_and_the_axes_of_dims(change, wrong, mon
     ],
 )  # fmt: skip
 def test_names_and_sizes_tell_the_axes_of_each_dim(shape, dims, part, axes, split, copied):
-    plan = Plan(jax.sharding.AbstractMesh((1, 2, 1, 1, 2, 2), AXES))
+    plan = abstract_plan((1, 2, 1, 1, 2, 2))
     expected = _global_values.Split(tuple(split), copied)
     assert _global_values.find_split_of_shapes(plan, part, frozenset(axes), shape, dims) == expected
 
 
 def test_copies_that_differ_are_no_numbers():
-    plan = Plan(jax.sharding.AbstractMesh((1, 2, 1, 1, 1, 2), AXES))
+    plan = abstract_plan((1, 2, 1, 1, 1, 2))
     split = _global_values.Split((("fsdp",), ()), ("tensor",))
     parts = jnp.broadcast_to(jnp.arange(3.0), (1, 2, 1, 1, 1, 2, 1, 3))
     value = _global_values.join_parts(plan, parts, split, (2, 3), "batch embed")
@@ -164,7 +168,7 @@ def test_copies_that_differ_are_no_numbers():
 
 
 def test_a_part_that_no_axis_explains_is_refused():
-    plan = Plan(jax.sharding.AbstractMesh((1, 2, 1, 1, 2, 2), AXES))
+    plan = abstract_plan((1, 2, 1, 1, 2, 2))
     with pytest.raises(
         ValueError, match=r"\(8, 6, 4\) in the global value.*\(8, 2, 4\).*no split of 'seq' over no axis"
     ):
