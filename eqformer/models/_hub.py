@@ -16,7 +16,8 @@ COMPANION_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION_CONFIG),
 )
 # Patterns of the files of sentence-transformers, which state the pooling and the prompts of a text encoder.
-ENCODER_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json")
+MODULES = "modules.json"
+ENCODER_FILES = (MODULES, "sentence_*_config.json", "config_sentence_transformers.json")
 ENCODER_FILES += tuple(f"*_{module}/config.json" for module in ("Pooling", "Dense", "Normalize"))
 _ENCODER_WEIGHTS = ("*_Dense/model.safetensors",)
 

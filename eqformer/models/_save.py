@@ -20,7 +20,7 @@ from . import _published_model as published_model
 from ._config_types import PublishedConfig
 from ._family import Family, ModelConfig, TEXT
 from ._folder import CONFIG, Folder, GENERATION_CONFIG, new_folder, write_folder
-from ._hub import COMPANION_FILES
+from ._hub import COMPANION_FILES, MODULES
 from ._published_arrays import names_as_stored, plain_shapes, PublishedArrays
 from ._weight_rules import flatten_model, NOTHING_STORED, ResolvedRule, StoredShapes
 
@@ -195,14 +195,14 @@ def _copied_files(path: Path, whole: bool) -> dict[str, bytes]:
 
 
 def _module_folders(path: Path) -> list[Path]:
-    """Return the folders in `path` that `modules.json` of sentence-transformers lists."""
-    if not is_there(path / "modules.json"):
+    """Return the folders in `path` that sentence-transformers' `modules.json` lists."""
+    if not is_there(file := path / MODULES):
         return []
     try:
-        entries = parse_json(read_bytes(path / "modules.json"))
+        entries = parse_json(read_bytes(file))
     except ValueError as error:
-        raise ValueError(f"{path / 'modules.json'}: it cannot be read as JSON ({error}).") from None
-    listed = {entry.get("path") for entry in entries if isinstance(entry, dict)} if isinstance(entries, list) else set()
+        raise ValueError(f"{file}: it cannot be read as JSON ({error}).") from None
+    listed = [entry.get("path") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
     return sorted(folder for folder in path.iterdir() if folder.name in listed and folder.is_dir())
 
 

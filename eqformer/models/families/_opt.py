@@ -160,9 +160,8 @@ OPT = Family(
         Rule(f"{_DECODER}project_in.weight", "embedding_map.weight"),
         Rule(f"{_DECODER}project_out.weight", "norm.map.weight"),
         *weight_and_bias(f"{_DECODER}final_layer_norm", "norm"),
-        *weight_and_bias(
-            f"{_DECODER}final_layer_norm", "norm.norm"
-        ),  # of the `MappedNorm` of a model with `table_channels`
+        # The `MappedNorm` of a model with `table_channels` holds the final norm.
+        *weight_and_bias(f"{_DECODER}final_layer_norm", "norm.norm"),
         *attention_weights(prefix=f"{_LAYER}self_attn.", output="out"),
         *(
             rule
