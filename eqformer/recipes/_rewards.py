@@ -207,10 +207,20 @@ def _describe_reward(reward: Reward | str) -> str:
         assert file is not None
         name = reward.removeprefix(str(file)).removeprefix(":") or "reward"
         return f"{name} of a file with the SHA-256 {_digest(read_utf8(file))}"
+    source = _source_of(reward)
+    return name_function(reward) + ("" if source is None else f" with the SHA-256 {_digest(source)}")
+
+
+def _source_of(reward: Reward) -> str | None:
+    """Return a function's source; None if it was typed interactively, and for an object that is not a function."""
+    code = getattr(inspect.unwrap(reward), "__code__", None)
+    # In a process of `python -c`, Python 3.13 takes that command for the source of all code that `exec` has run.
+    if code is not None and code.co_filename == "<string>":
+        return None
     try:
-        return f"{name_function(reward)} with the SHA-256 {_digest(inspect.getsource(reward))}"
-    except (OSError, TypeError):  # The function was typed interactively, or the reward is an object, not a function.
-        return name_function(reward)
+        return inspect.getsource(reward)
+    except (OSError, TypeError):
+        return None
 
 
 def _digest(content: str) -> str:
