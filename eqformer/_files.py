@@ -124,19 +124,31 @@ def parse_json(text: str | bytes, *, unique: bool = True) -> JsonValue:
     return value
 
 
+def _read_json_value(path: str | os.PathLike[str], max_bytes: int) -> JsonValue:
+    content = read_bytes(path, max_bytes=max_bytes)
+    try:
+        return parse_json(content.decode("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: it cannot be read as JSON ({error}).") from None
+
+
 def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) -> JsonObject:
     """Return the JSON object in a regular file.
 
     Raises a `ValueError` that begins with the path: for a file that `open_regular` refuses, for more than `max_bytes`,
     for a text that `parse_json` refuses, and for JSON other than an object.
     """
-    content = read_bytes(path, max_bytes=max_bytes)
-    try:
-        value = parse_json(content.decode("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: it cannot be read as JSON ({error}).") from None
+    value = _read_json_value(path, max_bytes)
     if not isinstance(value, dict):
         raise ValueError(f"{os.fspath(path)}: it holds no JSON object.")
+    return value
+
+
+def read_json_list(path: str | os.PathLike[str]) -> list[JsonObject]:
+    """Return the JSON list of objects in a regular file; raises a `ValueError` as `read_json` does."""
+    value = _read_json_value(path, MAX_JSON_BYTES)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ValueError(f"{os.fspath(path)}: it must hold a JSON list of objects.")
     return value
 
 

@@ -7,6 +7,7 @@ from .._files import JsonObject
 from ._gguf_architectures import Architecture, DENSE
 from ._gguf_conversions import read_windows
 from ._gguf_file import GGUF
+from ._hub import MODULES
 
 
 # sentence-transformers' names of poolings, by llama.cpp's codes. The code 0 means no pooling, and `_RANK` a classifier.
@@ -304,4 +305,4 @@ def sentence_files(file: GGUF) -> dict[str, object]:
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for number, (path, kind) in enumerate(kinds.items())
     ]
-    return {"modules.json": modules, "1_Pooling/config.json": {"pooling_mode": _POOLINGS[pooling]}}
+    return {MODULES: modules, "1_Pooling/config.json": {"pooling_mode": _POOLINGS[pooling]}}

@@ -15,8 +15,9 @@ COMPANION_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION_CONFIG),
 )
-# Patterns of the files of sentence-transformers, which state the pooling and the prompts of a text encoder.
+# The file of sentence-transformers that lists a text encoder's modules and their folders.
 MODULES = "modules.json"
+# Patterns of the files of sentence-transformers, which state the pooling and the prompts of a text encoder.
 ENCODER_FILES = (MODULES, "sentence_*_config.json", "config_sentence_transformers.json")
 ENCODER_FILES += tuple(f"*_{module}/config.json" for module in ("Pooling", "Dense", "Normalize"))
 _ENCODER_WEIGHTS = ("*_Dense/model.safetensors",)

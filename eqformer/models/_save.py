@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from .._files import is_there, JsonObject, parse_json, read_bytes
+from .._files import is_there, JsonObject, parse_json, read_bytes, read_json_list
 from ..nn import LoRA, modules, named_modules, QuantizedLinear, Transformer
 from . import _published_model as published_model
 from ._config_types import PublishedConfig
@@ -198,11 +198,7 @@ def _module_folders(path: Path) -> list[Path]:
     """Return the folders in `path` that sentence-transformers' `modules.json` lists."""
     if not is_there(file := path / MODULES):
         return []
-    try:
-        entries = parse_json(read_bytes(file))
-    except ValueError as error:
-        raise ValueError(f"{file}: it cannot be read as JSON ({error}).") from None
-    listed = [entry.get("path") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    listed = [module.get("path") for module in read_json_list(file)]
     return sorted(folder for folder in path.iterdir() if folder.name in listed and folder.is_dir())
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from .. import data, models, nn
 from .._annotation_checks import fits
-from .._files import JsonObject, parse_json, read_json, read_utf8
+from .._files import JsonObject, read_json, read_json_list
 from ..models import PublishedConfig
 
 
@@ -288,7 +288,7 @@ def stated_max_length(folder: Path) -> int | None:
 
 def _list_modules(path: Path) -> list[tuple[str, str]]:
     """Return the class and the folder of each module; a class is named without its package."""
-    modules = _read_list(path / MODULES)
+    modules = read_json_list(path / MODULES)
     listed = []
     for module in modules:
         kind, name = module.get("type"), module.get("path")
@@ -296,17 +296,6 @@ def _list_modules(path: Path) -> list[tuple[str, str]]:
             raise ValueError(f"{path / MODULES}: a module is {module!r}; each has a type and a path, which are texts.")
         listed.append((kind.rpartition(".")[2], name))
     return listed
-
-
-def _read_list(file: Path) -> list[JsonObject]:
-    """Return the JSON list of objects in a file; raise a `ValueError` that begins with the path for anything else."""
-    try:
-        value = parse_json(read_utf8(file))
-    except ValueError as error:
-        raise ValueError(f"{file}: it is no JSON that can be read ({error}).") from None
-    if not fits(value, list[dict]):
-        raise ValueError(f"{file}: it must hold a JSON list of objects.")
-    return value
 
 
 def _module_folder(path: Path, name: str) -> Path:

@@ -83,8 +83,10 @@ def test_each_operation_of_a_step_with_a_cache_has_its_line():
 
     def lines(platform: str) -> dict[str, str]:
         shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 1, 32), (64, 128)))
-        found = kernels.explain(run, jax.random.key(0), *shapes, platform=platform)
-        return {line.operation: line.implementation for line in found if "TileWrite" not in dict(line.refusals)}
+        explained_lines = kernels.explain(run, jax.random.key(0), *shapes, platform=platform)
+        return {
+            line.operation: line.implementation for line in explained_lines if "TileWrite" not in dict(line.refusals)
+        }
 
     assert lines("tpu") == {
         "cache write": "TileWrite",

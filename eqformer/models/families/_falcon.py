@@ -3,6 +3,7 @@
 Falcon 7B has one key head, and the larger models have few. Attention and feed-forward layer are parallel: neither reads
 the other's output. In Falcon 40B and 180B, each of the two has a norm of its own. In Falcon 7B and Falcon 2, they share
 one norm.
+
 Falcon RW (Penedo et al. 2023, arXiv:2306.01116) has `nn.ALiBi` instead of rotary positions, as many key heads as query
 heads, biases, and attention before the feed-forward layer.
 """
