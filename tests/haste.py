@@ -85,8 +85,7 @@ def _dynamic_slice(x: np.ndarray, *starts: np.ndarray, slice_sizes: tuple[int, .
 def _iota(*, dtype: Any, shape: tuple[int, ...], dimension: int) -> np.ndarray | None:
     if np.dtype(dtype).name not in ("int32", "uint32", "float32"):
         return None
-    numbers = np.arange(shape[dimension]).astype(dtype)
-    return np.broadcast_to(numbers.reshape([-1 if dim == dimension else 1 for dim in range(len(shape))]), shape)
+    return _broadcast(np.arange(shape[dimension]).astype(dtype), shape=shape, broadcast_dimensions=(dimension,))
 
 
 MOVES: dict[str, Callable[..., np.ndarray | None]] = {
@@ -145,17 +144,21 @@ def move_by_numpy() -> None:
 
 
 @contextlib.contextmanager
-def jax_moves() -> Iterator[None]:
-    """Let JAX run all operations of the block, for a test that counts compiled programs."""
-    _NUMPY_MOVES[0] = False
+def _switched_off(switch: list[bool]) -> Iterator[None]:
+    switch[0] = False
     try:
         yield
     finally:
-        _NUMPY_MOVES[0] = True
+        switch[0] = True
+
+
+def jax_moves() -> contextlib.AbstractContextManager[None]:
+    """Let JAX run all operations and draws of the block, for a test that counts compiled programs."""
+    return _switched_off(_NUMPY_MOVES)
 
 
 def draw_rounded_sizes() -> None:
-    """Draw normal numbers outside of `jit` in programs for 4**n numbers, of which the first are returned.
+    """Draw normal numbers outside of `jit` in programs that draw 4**n numbers, and return the first of them.
 
     JAX would compile a program for each shape. A number depends only on the key and on its place among the numbers, so
     it is the same in a longer draw. Keys of other generators, keys on a chosen device and large draws are left to JAX.
@@ -267,14 +270,9 @@ def skip_abstract_draws() -> None:
     _ABSTRACT_DRAWS[0] = True
 
 
-@contextlib.contextmanager
-def traced_draws() -> Iterator[None]:
+def traced_draws() -> contextlib.AbstractContextManager[None]:
     """Let JAX trace all random draws of the block."""
-    _ABSTRACT_DRAWS[0] = False
-    try:
-        yield
-    finally:
-        _ABSTRACT_DRAWS[0] = True
+    return _switched_off(_ABSTRACT_DRAWS)
 
 
 class QuickArguments(inspect.BoundArguments):

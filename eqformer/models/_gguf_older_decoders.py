@@ -33,7 +33,7 @@ def order_joined_heads(file: GGUF, name: str) -> Order:
     return np.concatenate(groups, axis=1).reshape(-1), None
 
 
-# Attributes that every file states and that configurations of these families do not have.
+# Attributes that every configuration made of a file begins with, and that these families do not have.
 _REMOVED = ("intermediate_size", "num_key_value_heads", "rope_theta", "head_dim")
 
 
@@ -72,8 +72,8 @@ def read_starcoder(config: JsonObject, file: GGUF) -> JsonObject:
     return _read_gpt2_width(config) | {"multi_query": True, "activation_function": "gelu_pytorch_tanh"}
 
 
-def _read_alibi(config: JsonObject, file: GGUF, length: str) -> JsonObject:
-    """Return the length of rows under the name `length`, for BLOOM and MPT.
+def _read_alibi_decoder(config: JsonObject, file: GGUF, length_name: str) -> JsonObject:
+    """Return the length of rows under the attribute `length_name`, for BLOOM and MPT.
 
     Raises a `ValueError` for grouped key heads, and for feed-forward layers that do not have four times as many hidden
     features as channels.
@@ -84,7 +84,7 @@ def _read_alibi(config: JsonObject, file: GGUF, length: str) -> JsonObject:
         raise ValueError(
             f"{file.call}: {file.kind}.feed_forward_length={width}: it must be 4 x embedding_length={embed}."
         )
-    return dict.fromkeys((*_REMOVED, "max_position_embeddings")) | {length: config["max_position_embeddings"]}
+    return dict.fromkeys((*_REMOVED, "max_position_embeddings")) | {length_name: config["max_position_embeddings"]}
 
 
 def read_mpt(config: JsonObject, file: GGUF) -> JsonObject:
@@ -95,7 +95,7 @@ def read_mpt(config: JsonObject, file: GGUF) -> JsonObject:
             f"{file.call}: mpt.attention.max_alibi_bias is missing or 0: only models with ALiBi can be read."
         )
     attention = {"alibi": True, "alibi_bias_max": max_bias, "clip_qkv": config["clip_qkv"]}
-    return _read_alibi(config, file, "max_seq_len") | {
+    return _read_alibi_decoder(config, file, "max_seq_len") | {
         "attn_config": attention,
         "alibi_bias_max": None,
         "clip_qkv": None,
@@ -209,7 +209,7 @@ OLDER: Mapping[str, Architecture] = {
     "bloom": Architecture(
         "bloom",
         _BLOOM_NAMES,
-        implied=lambda config, file: _read_alibi(config, file, "seq_length"),
+        implied=lambda config, file: _read_alibi_decoder(config, file, "seq_length"),
         order=order_joined_heads,
         edges={**_TRANSFORMER, "token_embd_norm": "transformer.word_embeddings_layernorm"},
         prefix="transformer.h.",
@@ -241,7 +241,7 @@ OLDER: Mapping[str, Architecture] = {
         eps=_OLDER_LAYER_NORM,
     ),
 }
-# In files of Falcon 40B and 180B, `attn_norm` is the norm of the feed-forward layer, and `attn_norm_2` of attention.
+# In files of Falcon 40B and 180B, `attn_norm` is the norm of the feed-forward layer, `attn_norm_2` that of attention.
 FALCON_WITH_TWO_NORMS = dataclasses.replace(
     OLDER["falcon"], layer={**_BLOOM_NAMES, "attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
 )
