@@ -152,9 +152,11 @@ def _switched_off(switch: list[bool]) -> Iterator[None]:
         switch[0] = True
 
 
-def jax_moves() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def jax_moves() -> Iterator[None]:
     """Let JAX run all operations and draws of the block, for a test that counts compiled programs."""
-    return _switched_off(_NUMPY_MOVES)
+    with _switched_off(_NUMPY_MOVES):
+        yield
 
 
 def draw_rounded_sizes() -> None:
@@ -270,9 +272,11 @@ def skip_abstract_draws() -> None:
     _ABSTRACT_DRAWS[0] = True
 
 
-def traced_draws() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def traced_draws() -> Iterator[None]:
     """Let JAX trace all random draws of the block."""
-    return _switched_off(_ABSTRACT_DRAWS)
+    with _switched_off(_ABSTRACT_DRAWS):
+        yield
 
 
 class QuickArguments(inspect.BoundArguments):
